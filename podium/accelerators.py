@@ -81,7 +81,7 @@ class Accelerator:
 
     @property
     def ici_links(self) -> int:
-        """Interconnect links of the worst placed chip: at the end of an axis that is not a ring it has one, not two."""
+        """Number of interconnect links of the chip with the fewest: 1 for each axis, or 2 if the axis is a ring."""
         return sum((2 if wraps and size > 2 else 1) for size, wraps in self._axes if size > 1)
 
     @property
@@ -280,7 +280,7 @@ def _to_double(torus: list[int]) -> int:
 
 
 def _gpus(kind: str, count: int) -> Accelerator:
-    """GPUs of one machine behind a switch, or of several machines of 8."""
+    """Describe `count` GPUs: of one machine, connected by a switch, or of several machines with 8 each."""
     machines = max(1, count // MACHINE)
     return Accelerator(
         name=f"{kind}-{count}",

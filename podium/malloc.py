@@ -31,7 +31,10 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def giving_back_memory() -> Iterator[None]:
-    """On exit, return what `keep_freed_memory` kept to the kernel: gigabytes of a run, in a process that lives on."""
+    """On exit, return freed memory to the operating system, which `keep_freed_memory` otherwise prevents.
+
+    For code that trains within a longer-lived process: a run may leave gigabytes of freed memory.
+    """
     try:
         yield
     finally:

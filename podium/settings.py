@@ -72,7 +72,10 @@ def evaluation_overrides(
 
 
 def _fitting_lengths(model: str) -> list[Override]:
-    """Lengths for a model that is on disk and has fewer positions than the default ones need; else none."""
+    """Shorter prompt and completion limits, if the model is on disk and its context is shorter than the defaults need.
+
+    Empty if the default limits fit, or if the model is not on disk.
+    """
     fields = RolloutConfig.model_fields
     prompt, new = fields["max_prompt_tokens"].default, fields["max_new_tokens"].default
     try:

@@ -131,7 +131,7 @@ def _weight_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, x: 
 
 
 def _sum_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, _: None, dx: jax.Array) -> tuple[jax.Array]:
-    """The gradient of a weight from the gradients of its copies, [n, ...]."""
+    """Backward pass of `_weight_copies`: sum the gradients [n, ...] of a weight's n copies, in its stored layout."""
     gathered = _gathered(mesh, stored, copies)
     scattered = {name for axes in gathered.values() for name in mesh_axis_names(axes)}
     others = tuple(name for name in mesh_axis_names(copies[0]) if name not in scattered and mesh.shape[name] > 1)
@@ -164,7 +164,7 @@ def _size(mesh: Mesh, axes: MeshAxes) -> int:
 
 
 class Device(Protocol):
-    """What a mesh needs to know of a device of jax."""
+    """The attributes of a jax device that a mesh needs."""
 
     id: int
     process_index: int

@@ -79,8 +79,8 @@ def gspo_loss(
 ) -> TokenLoss:
     """PPO's clipped surrogate with the sequence's ratio, exp(mean_t log ratio_t): GSPO (arXiv:2507.18071).
 
-    Advantages are equal within a sequence. Every token of a sequence gets its loss, and the gradient flows through the
-    mean; with `mean="sequence"` the weighted sum is the paper's objective.
+    Advantages must be equal within a sequence. All tokens of a sequence have the same loss, and the gradient flows
+    through the mean; with `mean="sequence"` the weighted sum is the paper's objective.
     """
     ratio = jnp.exp(segment_means(_log_ratio(logprobs, old_logprobs), segments, mask))
     return _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high)

@@ -99,7 +99,7 @@ class Conversation:
         self.messages = [*self.messages, question, {"role": "assistant", "content": said}]
 
     def _turn_format(self) -> TurnFormat | None:
-        """How answers are continued; None, and a notice, where the chat template allows only whole conversations."""
+        """The format for continuing answers; None, with a notice, if the chat template does not support that."""
         tokenizer = self.rollouts.feed.tokenizer
         try:
             return TurnFormat(tokenizer.chat_format, stop_tokens=tokenizer.eos_tokens)
@@ -108,7 +108,10 @@ class Conversation:
             return None
 
     def _unread(self, question: Message) -> list[int]:
-        """The tokens of a question, and of what stands before it, that the engine does not have yet."""
+        """Encode the tokens to append to the engine's sequence so that the model answers `question` next.
+
+        Without a sequence in the engine, these are the tokens of the whole conversation.
+        """
         if self._turns is None:
             self._forget()
         if self._turns is None or self._key is None:

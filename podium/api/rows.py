@@ -103,7 +103,7 @@ def _rows(data: object, what: str, splits: Sequence[str]) -> Iterable[object]:
 
 
 class _DataFrame(Protocol):
-    """What this module uses of a DataFrame of pandas, which Podium does not require."""
+    """The part of pandas' DataFrame that this module uses; Podium does not require pandas."""
 
     def astype(self, dtype: type) -> "_DataFrame": ...
 

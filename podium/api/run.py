@@ -64,7 +64,7 @@ class Run:
         seed: int = 0,
         **settings: object,
     ) -> "list[Answer]":
-        """Answer prompts with its weights (of `step`, or the newest); the others are those of `podium.generate`."""
+        """Answer prompts with the run's weights, of `step` or the newest; other arguments as in `podium.generate`."""
         from podium.api.answers import generate
 
         return generate(

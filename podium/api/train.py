@@ -118,7 +118,7 @@ def _train(config: Config, fork: Fork | None, on_step: "OnStep | None") -> Run:
 
 
 def _check_written_nowhere(**data: Data | None) -> None:
-    """Raise ValueError for rows if the run's folder is in a bucket, since rows are written into it."""
+    """Raise ValueError if any data is given as rows, which cannot be written to a run's folder in a bucket."""
     for name, given in data.items():
         if given is not None and not isinstance(given, str | Path) and not is_task(given):
             rule = "rows are written into the run's folder, which must be on a disk; write them to a file"

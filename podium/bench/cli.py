@@ -48,7 +48,7 @@ def rollout(
     slots: Annotated[int | None, typer.Option(min=1, help="Sequences decoded at once; unset: all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Decode on this machine: tokens per second and milliseconds per step, with the floor beside them."""
+    """Measure decoding on this machine: tokens per second, and time per step beside its minimum by the hardware."""
     from podium.bench.rollout import bench
 
     raise typer.Exit(

@@ -124,7 +124,7 @@ def measure(options: LossBench) -> dict[str, object]:
 
 
 def random_logits(shape: tuple[int, ...], dtype: jnp.dtype, seed: int) -> jax.Array:
-    """Normal logits with a standard deviation of 3, as a trained model's have."""
+    """Draw normal logits with a standard deviation of 3, typical of a trained model."""
     return (3 * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(dtype)
 
 
@@ -145,7 +145,7 @@ class LossStep(Protocol):
     def __call__(
         self, logits: jax.Array, targets: jax.Array, advantages: jax.Array, old: jax.Array | None, /
     ) -> tuple[jax.Array, jax.Array]:
-        """Donates the logits."""
+        """Compute the loss and its gradient with respect to the logits, which are donated."""
         ...
 
     def lower(

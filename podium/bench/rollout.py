@@ -1,4 +1,4 @@
-"""`podium bench rollout`: how fast the engine decodes on this machine, with the floor beside it.
+"""`podium bench rollout`: how fast the engine decodes on this machine, beside the floor, the minimum time of a step.
 
 A model of random weights completes random prompts of drawn lengths. Only its length ends a completion, so every run
 does the same work. On TPU and GPU the floor is the roofline: weights and live keys and values are read once per step.
@@ -191,7 +191,7 @@ def _figures(stats: RolloutStats, wall_s: float, cpu_s: float) -> dict[str, floa
 
 
 def _floor(config: Config, engine: RolloutEngine, context: float) -> tuple[float, str]:
-    """The least milliseconds that a step of all slots can take, and where the figure comes from."""
+    """The minimum time in milliseconds of a decode step of all slots, and the source of this figure."""
     rules = engine.rules
     params = engine.device.params
     decoder = engine.decoder

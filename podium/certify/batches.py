@@ -124,7 +124,7 @@ def _variant(name: str, changes: Mapping[str, Any]) -> Variant:
 
 
 def _usable(own: Variant) -> list[Variant]:
-    """The algorithm with all groups kept, and if it drops groups of equal rewards, also as it is."""
+    """The algorithm with all groups kept; and unchanged as a second variant if it drops groups of equal rewards."""
     whole = Variant(
         dataclasses.replace(own.recipe, zero_variance="keep"), dataclasses.replace(own.rules, zero_variance="keep")
     )

@@ -1,7 +1,7 @@
-"""What each kind of chip can do, and how far programs get towards it: one file for each, with sources. No jax.
+"""Figures of each kind of chip, with sources: the published peaks, and the share of them that programs reach. No jax.
 
-`KIND.json` has two parts. `constants` are what the maker publishes: operations and bytes per second, memory, links.
-`calibration` is the share of them that Podium's programs are taken to reach; `podium.plan.calibration` reads it.
+`KIND.json` has two parts. `constants` are published by the maker: operations and bytes per second, memory, links.
+`calibration` is the share of the peaks that Podium's programs should reach; `podium.plan.calibration` reads it.
 """
 
 import functools
@@ -11,14 +11,14 @@ from typing import TypedDict
 
 
 class Constant(TypedDict):
-    """A published figure of a device."""
+    """A published figure of a device, in SI units or bytes, and where it is published."""
 
     value: float
     source: str
 
 
 class Share(TypedDict):
-    """The share of the roofline that a kind of work reaches, its range, and the measurements behind it."""
+    """The share of the roofline that a kind of work reaches, 0 to 1, with its range and the measurements behind it."""
 
     value: float
     low: float
@@ -27,7 +27,7 @@ class Share(TypedDict):
 
 
 class ChipFile(TypedDict):
-    """The file of a kind of chip."""
+    """The contents of `KIND.json`."""
 
     constants: dict[str, Constant]
     calibration: dict[str, Share]
@@ -35,12 +35,12 @@ class ChipFile(TypedDict):
 
 @functools.cache
 def read_chip(kind: str) -> ChipFile | None:
-    """The file of a kind of chip, such as `v6e` or `h100`; None where Podium has no constants of it."""
+    """Read the file of a kind of chip, such as `v6e` or `h100`; None if there is none."""
     path = resources.files(__name__).joinpath(f"{kind}.json")
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def chip_constants(kind: str) -> dict[str, float] | None:
-    """The published figures of a device of this kind by name, in SI units and bytes; None where there are none."""
+    """Published figures of this kind of device, by name, in SI units and bytes; None if its kind has no file."""
     read = read_chip(kind)
     return None if read is None else {name: constant["value"] for name, constant in read["constants"].items()}

@@ -1,4 +1,4 @@
-"""Translates a YAML file of the seed system to Podium's format, and lists what changed and what has no counterpart.
+"""Translates a YAML file of the seed system (`podium.compat`) to Podium's format, and lists what changed or is lost.
 
 Settings keep their meaning: where the systems' defaults differ, or the seed system hard-coded a number, the value is
 written out. Files are read by the seed system's rules (aliases must agree, `$NAME` in a value is replaced from the

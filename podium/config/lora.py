@@ -68,7 +68,7 @@ def contradictions(lora: LoraConfig) -> Iterator[Contradiction]:
 
 
 def with_rate(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """Written settings, with the learning rate of adapters if they have `lora` and no rate."""
+    """Add LoRA's default learning rate to the settings of a config if they have `lora` but no learning rate."""
     train = settings.get("train", {})
     optimizer = train.get("optimizer", {}) if isinstance(train, Mapping) else None
     if not isinstance(train, Mapping) or not isinstance(optimizer, Mapping):

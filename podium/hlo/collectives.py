@@ -53,7 +53,7 @@ class Transfer:
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """The collective that an instruction is or starts; None for other instructions, including ends of started ones."""
+    """The kind of collective that an instruction is or starts; None for all others, including `-done` instructions."""
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in KINDS else None
 

@@ -183,7 +183,7 @@ def _works(context: _Context, each: Instruction, computation: Computation, times
 
 
 def _weight(branch: tuple[Work, ...]) -> float:
-    """The cost by which branches are ranked, in bytes; 100 flops count as a byte: the same order on all chips."""
+    """The cost by which branches are ranked, in bytes; 100 flops count as a byte, so all chips give the same order."""
     cost = ProgramCost(branch)
     return cost.hbm_bytes + cost.flops / 100
 

@@ -76,7 +76,7 @@ def measure(compiled: Compiled) -> Memory:
 
 @dataclasses.dataclass(frozen=True)
 class NamedBuffer:
-    """One buffer at the peak."""
+    """A buffer that is alive when the program's memory is at its peak."""
 
     name: str
     shape: str

@@ -48,7 +48,7 @@ Type = Shape | tuple["Type", ...]
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One operation."""
+    """One HLO instruction of a computation."""
 
     name: str
     type: Type

@@ -295,7 +295,7 @@ def _connect(cluster: Cluster, patience_s: float, nonce: str, leader_record: Pat
 
 
 def _leader_ended(record: Path | None) -> str:
-    """What worker 0 wrote about its end, as the begin of a sentence; empty if it wrote nothing that is seen here."""
+    """Worker 0's own record of why it ended, as the start of a sentence; empty if this host cannot see one."""
     if record is None:
         return ""
     try:

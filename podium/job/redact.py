@@ -125,7 +125,10 @@ def _uncontrolled(parts: Iterable[str]) -> Iterator[str]:
 
 
 def _forms(value: str) -> set[str]:
-    """Letters and digits of the forms in which a value may be written."""
+    """The ways in which a secret may be written (plain, hex, URL-quoted, escaped, base64), letters and digits only.
+
+    Forms that are too short to search for are left out.
+    """
     data = value.encode()
     escaped = "".join(f"x{byte:02x}" for byte in data), "".join(f"u{ord(character):04x}" for character in value)
     # base64 of a longer text that contains the value encodes it at an offset of 0, 1 or 2 bytes; its first and last

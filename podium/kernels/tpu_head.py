@@ -2,7 +2,8 @@
 
 The kernels compute tiles of logits, transposed to [vocabulary, tokens] so that per-token statistics run along sublanes.
 The forward pass saves each token's softmax statistics. The backward pass recomputes the logits, as the chunked XLA head
-does, and writes the gradient of a chunk's logits in the products' format; XLA multiplies it twice.
+does, and writes the gradient of a chunk's logits in the products' format. XLA multiplies it with the head and with the
+hidden states, for the gradients of both.
 """
 
 import functools

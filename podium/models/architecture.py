@@ -70,7 +70,7 @@ class DecoderConfig:
     """A decoder: embedding, stacks of blocks (`podium.models.blocks`), final norm, head."""
 
     model_type: str
-    """As config.json says, one of FAMILIES. An export writes it back."""
+    """Model type in config.json, one of FAMILIES in `podium.models.hf_config`; exports write it back."""
     vocab: int
     width: int
     stacks: tuple[Stack, ...]
@@ -82,9 +82,9 @@ class DecoderConfig:
     lora: Lora | None = None
     """Adapters that are trained in place of the weights, which are frozen; no part of config.json."""
     norm_offset: float = 0.0
-    """What every norm adds to its stored scale (Gemma: 1)."""
+    """Offset that every norm adds to its stored scale (Gemma: 1)."""
     embed_scale: float = 1.0
-    """What embeddings are multiplied by, in the format of the products (Gemma: the square root of the width)."""
+    """Factor of the embeddings, in the number format of the products (Gemma: the square root of the width)."""
 
     @functools.cached_property
     def places(self) -> tuple[Place, ...]:
@@ -118,7 +118,7 @@ class DecoderConfig:
         return self._of_attention("head_dim")
 
     def dense_layers(self) -> list[tuple[Attention, Mlp]]:
-        """Attention and feed-forward of each layer, in order. Raises ModelError where a layer has other kinds."""
+        """Attention and feed-forward of each layer, in order. Raises ModelError if a layer has other kinds."""
         found: dict[int, tuple[Attention, Mlp]] = {}
         for place in self.places:
             mixer, after = place.block.kinds

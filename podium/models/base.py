@@ -1,4 +1,4 @@
-"""The hub id and the licence of the model that a run began with, for the card of an export. No jax."""
+"""Finds hub id and licence of the model that a run started from, for the model card of an export. No jax."""
 
 import dataclasses
 from pathlib import Path
@@ -14,7 +14,7 @@ DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseModel:
-    """A model as the hub's cards name it."""
+    """Hub id and licence of a base model, as model cards give them."""
 
     hub_id: str | None
     """None: unknown."""
@@ -41,7 +41,7 @@ def _text(value: object) -> str | None:
 
 
 def _front_matter(card: Path) -> dict[str, object]:
-    """The YAML between the first two lines `---` of a model card; empty where there is none."""
+    """The YAML between the first two `---` lines of a model card; empty if there is none."""
     try:
         lines = card.read_text(encoding="utf-8").split("\n---", 1)
         found = yaml.safe_load(lines[0].removeprefix("---")) if lines[0].startswith("---") else None

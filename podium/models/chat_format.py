@@ -1,8 +1,8 @@
-"""Messages to text by a chat template, and to tokens among which no content can pose as a control token. No jax.
+"""Renders messages with a chat template and encodes them, so that no content turns into a control token. No jax.
 
-A question or a tool's reply may contain the text of a control token, `<|im_end|>` say. Encoded with the rest it would
-become that token and end the message. So `render` puts a mark, a character for private use, into each such text, and
-`encode` encodes what stands on the two sides of a mark apart.
+A question or a tool's reply may contain the text of a control token, such as `<|im_end|>`. Encoded with the rest, it
+would become that token and end the message. So `render` inserts a mark, a private-use character, into each such text,
+and `encode` encodes the text before and after a mark separately.
 """
 
 import re
@@ -18,22 +18,22 @@ ToolSchema = Mapping[str, object]
 
 MARK = "\ue0f1"
 ESCAPED = "\\ue0f1"
-"""The mark as a template's `tojson` may write it."""
+"""The mark as a template's `tojson` may escape it."""
 PIECES = re.compile(f"{MARK}{MARK}|{MARK}")
 GUARDED_ROLES = ("system", "user", "tool")
 
 
 class AddedToken(Protocol):
-    """A token that text names whole."""
+    """A token that the tokenizer matches as a whole in text, such as `<|im_end|>` or `<tool_call>`."""
 
     @property
     def content(self) -> str:
-        """Its text."""
+        """The token's text."""
         ...
 
     @property
     def special(self) -> bool:
-        """Whether it controls the format, so that it is left out of decoded text."""
+        """Whether it is a control token, which is left out of decoded text."""
         ...
 
 
@@ -48,41 +48,41 @@ class ChatFormat:
         encode: Callable[[str], list[int]],
         options: Mapping[str, object] | None = None,
     ) -> None:
-        """Take the parts of a tokenizer.
+        """Combine a chat template with the parts of a tokenizer.
 
         Args:
-            template: the model's.
-            named: the tokens that text names whole, by number.
-            encode: turns a text into tokens, and adds none before or behind.
-            options: variables that the template reads, such as `enable_thinking` of Qwen3's.
+            template: the model's chat template.
+            named: the added tokens, by token id.
+            encode: encodes a text without beginning- or end-of-sequence tokens.
+            options: variables for the template, such as Qwen3's `enable_thinking`.
         """
         self._template = template
         self._encode = encode
         self._options = dict(options or {})
         self.texts: dict[int, str] = {number: str(token.content) for number, token in named.items()}
-        """Texts of the tokens that text names whole, by number."""
+        """Texts of the added tokens, by token id."""
         self._control = any_of([str(token.content) for token in named.values() if token.special])
         self._named = any_of(list(self.texts.values()))
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), answer: bool) -> str:
-        """The text of a conversation, with marks in what contents have of special tokens.
+        """Render a conversation, with marks in contents that spell special tokens.
 
-        Control tokens are marked in the contents of system, user and tool messages. In a tool's reply the other tokens
-        that text names whole, such as `<tool_call>`, are marked too: a program wrote it, and meant no token.
+        Control tokens are marked in the contents of system, user and tool messages. In tool messages, other added
+        tokens such as `<tool_call>` are marked too, since a program's output never means them as tokens.
 
         Args:
             messages: the conversation.
-            tools: schemas of the tools that it may call.
-            answer: whether to end where the assistant answers.
+            tools: schemas of the tools that the model may call.
+            answer: whether to append the start of the assistant's answer.
 
         Raises:
-            TemplateError: the template refuses the conversation, fails, or takes more than its budget.
+            TemplateError: the template rejects the conversation, fails, or exceeds its budget.
         """
         guarded = [self._guarded(message) for message in messages]
         return self._template.render(guarded, tools=tools, answer=answer, options=self._options)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a rendered text; none is added before or behind."""
+        """Encode a rendered text, without beginning- or end-of-sequence tokens."""
         pieces = [""]
         begin = 0
         text = text.replace(ESCAPED, MARK)
@@ -108,6 +108,6 @@ class ChatFormat:
 
 
 def any_of(texts: Sequence[str]) -> re.Pattern[str] | None:
-    """A pattern that finds these texts, the longest first; None where there are none."""
+    """Compile a pattern that matches any of these texts, preferring longer ones; None if there are none."""
     longest_first = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None

@@ -41,7 +41,10 @@ class LayerContext:
         return make_linear(self.rules)(pattern, x, w)
 
     def heads(self, x: jax.Array, w: LayerWeights, *, bias: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [B, T, H, Q], keys and values [B, T, K, Q], as whole heads of the sequences a device attends for."""
+        """Project x [B, T, D] to queries [B, T, H, Q], keys and values [B, T, K, Q], with biases if `bias`.
+
+        The results are sharded for attention: each device has whole heads of some of the rows.
+        """
         own = [w[name] for name in ("q", "k", "v")]
         q, k, v = several(self.linear, self.rules, "btd,dhq->bthq", x, own, "heads")
         if bias:

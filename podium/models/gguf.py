@@ -168,7 +168,7 @@ def read_config(header: GgufHeader) -> DecoderConfig:
 
 
 def _check_metadata(header: GgufHeader, architecture: str) -> None:
-    """Raises ModelError where a file says of a feature that its architecture does not have here."""
+    """Raise ModelError if a file's metadata asks for a feature that Podium does not support in this architecture."""
     accepted: dict[str, tuple[object, ...]] = {"rope.scaling.type": ("none",), "expert_count": (0,)}
     if architecture == "gemma3":
         accepted["rope.scaling.type"] = ("none", "linear")
@@ -183,9 +183,10 @@ def _check_metadata(header: GgufHeader, architecture: str) -> None:
 
 
 def _gemma3(header: GgufHeader, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of Gemma 3 beyond other families.
+    """The keys of config.json that only Gemma 3 has, from a GGUF header.
 
-    llama.cpp has the base of layers with a window and the largest model's scale of scores in its code.
+    Two of them are not in every file but fixed in llama.cpp's code: the rotary base of layers with a window, and the
+    scale of scores of the 27B model.
     """
 
     def said(key: str, default: object = None) -> Any:
@@ -215,9 +216,9 @@ def _shortest(value: float) -> float:
 
 
 def _rope_scaling(header: GgufHeader) -> dict[str, Any] | None:
-    """Llama 3's scaling, of which GGUF keeps only the divisors of the frequencies, [Q/2]; the largest is the factor.
+    """Reconstruct Llama 3's frequency scaling from the divisors [Q/2] that GGUF stores; the largest one is the factor.
 
-    The other three numbers are the same in Llama 3.1, 3.2 and 3.3; `load_params` verifies the divisors.
+    The other three parameters are the same in Llama 3.1, 3.2 and 3.3; `load_params` verifies the divisors.
     """
     if (divisors := rope_divisors(header)) is None:
         return None
@@ -247,9 +248,9 @@ def rope_divisors(header: GgufHeader) -> np.ndarray | None:
 
 
 class GgufTensors:
-    """The tensors of a GGUF file, some rows at a time, in the order of heads that Hugging Face has.
+    """Reads rows of a GGUF file's tensors, with head dimensions in Hugging Face's order.
 
-    Scales of norms are whole in the file; what the decoder adds to them is taken off.
+    Norm scales are complete in the file; the offset that the decoder adds to them (Gemma: 1) is subtracted.
     """
 
     def __init__(self, header: GgufHeader, config: DecoderConfig):

@@ -85,7 +85,7 @@ def load_params(
 class SafetensorsFolder:
     """The tensors of a Hugging Face folder: model.safetensors, or the shards that its index lists.
 
-    Of a model with a vision tower they are those of the text model, under the names that the text model alone has.
+    For a model with a vision tower, only the text model's tensors, under the names that a text-only model has.
     """
 
     def __init__(self, folder: Path):

@@ -1,4 +1,4 @@
-"""Reads a decoder from the config.json of a Hugging Face model and writes one; what each family fixes. No jax."""
+"""Converts between the config.json of a Hugging Face model and a DecoderConfig, for each supported family. No jax."""
 
 import dataclasses
 import functools
@@ -30,17 +30,18 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     windows: bool = False
-    """Layers may have a window, as `layer_types` says; if it is silent, as `sliding_pattern` does."""
+    """Whether layers may have a sliding window; `layer_types` says which do, or without it `sliding_pattern`."""
     sliding_pattern: int | None = None
-    """Every so many layers one attends to all tokens, the last of them; None: all layers have the window, if any."""
+    """Every n-th layer attends to all tokens, and the others to a window; None: all layers have the window, if any."""
     activation: Activation = "silu"
     activation_key: str = "hidden_act"
-    """How config.json calls the activation."""
+    """The key of the activation in config.json."""
     like_gemma: bool = False
-    """Norms behind mixer and feed-forward too, whose stored scales are 1 less; embeddings times sqrt(width); a second
-    rotary base for layers with a window; scores divided by the square root of `query_pre_attn_scalar`."""
+    """Whether the family has Gemma's features: norms also after mixer and feed-forward; norm scales stored minus 1;
+    embeddings times sqrt(width); a second rotary base for layers with a window; scores divided by the square root of
+    `query_pre_attn_scalar`."""
     defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """What is meant where config.json is silent."""
+    """Values of keys that are missing or null in config.json."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -88,9 +89,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 WRAPPERS: Mapping[str, str] = {"gemma3": "gemma3_text", "mistral3": "mistral"}
-"""Model types with a vision tower, whose text model's numbers are in `text_config`; and its type if it names none."""
+"""Model types with a vision tower, and the type of their text model if its settings, in `text_config`, have none."""
 ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
-"""How config.json calls them."""
+"""Names of each activation in config.json; the first is written."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 # Values that config.json may have for features of other decoders; a missing key means the first value.
@@ -109,7 +110,7 @@ NOT_YET: Mapping[str, str] = {
     "gemma2": "it caps scores and logits (attn_logit_softcapping, final_logit_softcapping)",
     "gemma3n": "its layers are of other kinds",
 }
-"""Model types near those of FAMILIES, and why they are refused."""
+"""Unsupported model types that resemble those of FAMILIES, and the reason."""
 
 
 def check_family(model_type: object, where: str) -> Family:
@@ -126,7 +127,7 @@ def check_family(model_type: object, where: str) -> Family:
 def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
     """Read the decoder from a config.json of transformers 4 or 5; `where` is its path, for errors.
 
-    Of a model with a vision tower it is the text model. Raises ModelError where the model type is unknown, a number is
+    For a model with a vision tower, reads the text model. Raises ModelError if the model type is unknown, a number is
     missing, or a feature is not supported.
     """
     raw = _text_config(raw, where)
@@ -173,7 +174,7 @@ def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
 
 
 NULLABLE = ("sliding_window",)
-"""Settings in which null says something, and is not the same as silence."""
+"""Settings whose null has a meaning of its own and is not replaced by the default."""
 
 
 def _tied(raw: Mapping[str, object], where: str) -> bool:
@@ -184,7 +185,7 @@ def _tied(raw: Mapping[str, object], where: str) -> bool:
 
 
 def _text_config(raw: Mapping[str, object], where: str) -> Mapping[str, object]:
-    """The numbers of the text model; of the others those of the whole."""
+    """The settings of the text model: `text_config` if the model has a vision tower, otherwise all of them."""
     text_type = WRAPPERS.get(str(raw.get("model_type")))
     if text_type is None:
         return raw
@@ -195,7 +196,7 @@ def _text_config(raw: Mapping[str, object], where: str) -> Mapping[str, object]:
 
 
 def _layer_types(raw: Mapping[str, object], family: Family, where: str) -> list[str]:
-    """What each layer attends to, SLIDING or FULL."""
+    """The kind of attention of each layer, SLIDING or FULL."""
     layers = whole_number(raw, "num_hidden_layers", where, most=MAX_LAYERS)
     windows, pattern = family.windows and raw.get("sliding_window") is not None, None
     if family.sliding_pattern is not None:
@@ -213,7 +214,10 @@ def _layer_types(raw: Mapping[str, object], family: Family, where: str) -> list[
 
 
 def stacks_of(blocks: Sequence[Block]) -> tuple[Stack, ...]:
-    """Layers as stacks: the shortest pattern that they repeat, and what is left behind its last whole repetition."""
+    """Group layers into stacks: the shortest pattern that all layers repeat, then what is left of a partial repeat.
+
+    With a period of 6, 26 layers become a stack of 4 repeats, and the last 2 layers are grouped in the same way.
+    """
     length = next(n for n in range(1, len(blocks) + 1) if all(a == b for a, b in zip(blocks, blocks[n:], strict=False)))
     repeats, left = divmod(len(blocks), length)
     whole = Stack(pattern=tuple(blocks[:length]), repeats=repeats)
@@ -224,10 +228,10 @@ def stacks_of(blocks: Sequence[Block]) -> tuple[Stack, ...]:
 
 
 def _rope(raw: Mapping[str, object], layer_type: str, head_dim: int, where: str) -> Rope:
-    """The rotary embedding of layers of a type.
+    """Read the rotary embedding of layers of this type.
 
-    It is in `rope_parameters` (transformers 5), for each type of layer if these differ, or in `rope_theta` and
-    `rope_scaling` (before), with `rope_local_base_freq` for layers with a window.
+    transformers 5 stores it in `rope_parameters`, separately for each layer type if they differ; earlier versions in
+    `rope_theta` and `rope_scaling`, with `rope_local_base_freq` for layers with a window.
     """
     parameters, scaling = _object(raw, "rope_parameters", where), _object(raw, "rope_scaling", where)
     theta = 10000.0 if raw.get("rope_theta") is None else raw["rope_theta"]
@@ -245,7 +249,7 @@ def _rope(raw: Mapping[str, object], layer_type: str, head_dim: int, where: str)
 
 
 def _object(raw: Mapping[str, object], key: str, where: str) -> Mapping[str, object]:
-    """A setting that is an object, or empty where it is null or absent. Raises ModelError where it is not."""
+    """Read a setting that is a JSON object; empty if it is null or absent. Raises ModelError for other values."""
     value = raw.get(key) or {}
     if not isinstance(value, Mapping):
         raise ModelError(f"{where}: {key} must be a JSON object or null, found {shown(value)}")
@@ -253,7 +257,7 @@ def _object(raw: Mapping[str, object], key: str, where: str) -> Mapping[str, obj
 
 
 def _sharpening(raw: Mapping[str, object], where: str) -> Sharpening | None:
-    """How queries grow with their position."""
+    """Read the position-dependent scale of the queries; None if there is none."""
     rope = {**_object(raw, "rope_scaling", where), **_object(raw, "rope_parameters", where)}
     if not rope.get("llama_4_scaling_beta"):
         return None
@@ -267,11 +271,11 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "yarn": ("factor", ORIGINAL),
 }
-"""The types of stretched frequencies, and the numbers that they need."""
+"""The supported types of frequency scaling, and the keys that each requires."""
 
 
 def _scaling(rope: Mapping[str, object], where: str) -> Scaling | None:
-    """How rotary frequencies are stretched."""
+    """Read the scaling of the rotary frequencies; None if there is none. Raises ModelError if it is not supported."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -297,7 +301,7 @@ def _scaling(rope: Mapping[str, object], where: str) -> Scaling | None:
 
 
 def _yarn(rope: Mapping[str, object], where: str) -> YarnScaling:
-    """YaRN's numbers; the length of its cosines and sines is as transformers has it."""
+    """Read YaRN's settings; the default factor of cosines and sines is the one that transformers computes."""
     factor = real_number(rope, "factor", where)
     given = {key: value for key, value in rope.items() if value not in (None, 0)}  # both mean the default
 
@@ -321,7 +325,7 @@ def _yarn(rope: Mapping[str, object], where: str) -> YarnScaling:
 
 
 def to_hf_config(config: DecoderConfig) -> dict[str, object]:
-    """The config.json from which transformers, 4 or 5, makes this decoder."""
+    """Make the config.json from which transformers 4 or 5 builds this decoder."""
     family = FAMILIES[config.model_type]
     layers = config.dense_layers()
     attention, mlp = layers[0]
@@ -344,7 +348,7 @@ def to_hf_config(config: DecoderConfig) -> dict[str, object]:
 
 
 def _windows(config: DecoderConfig, family: Family) -> dict[str, object]:
-    """What config.json says of windows; nothing of families that have none."""
+    """The keys of config.json for sliding windows; empty for families without windows."""
     if not family.windows:
         return {}
     found = [attention.window for attention, _ in config.dense_layers()]
@@ -356,7 +360,7 @@ def _windows(config: DecoderConfig, family: Family) -> dict[str, object]:
 
 
 def _ropes(config: DecoderConfig, family: Family) -> dict[str, object]:
-    """What config.json says of rotation, and of the scale of scores."""
+    """The keys of config.json for the rotary embedding and the scale of attention scores."""
     attentions = [attention for attention, _ in config.dense_layers()]
     first = attentions[0]
     if isinstance(first.rope.scaling, YarnScaling):  # transformers 4 does not know the keys of some of them
@@ -376,7 +380,7 @@ def _ropes(config: DecoderConfig, family: Family) -> dict[str, object]:
 
 
 def _scaling_config(scaling: Scaling | None) -> dict[str, object] | None:
-    """`rope_scaling` of config.json."""
+    """The value of `rope_scaling` in config.json."""
     if scaling is None:
         return None
     if isinstance(scaling, LinearScaling):

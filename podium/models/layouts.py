@@ -67,9 +67,9 @@ class Machine:
 
 @functools.cache
 def machine_of(accelerator: Accelerator, chips: int, *, networked: bool = False) -> Machine | None:
-    """`chips` devices of an accelerator, joined by its own links, or by the network where `networked`.
+    """Figures of `chips` devices of an accelerator, connected by its own links or, if `networked`, by the network.
 
-    None where Podium has no constants of this kind of device.
+    None if Podium has no constants for this kind of device.
     """
     constants = chip_constants(accelerator.generation)
     if constants is None:

@@ -80,7 +80,7 @@ NAMES: dict[str, Layout] = {
     "head": Layout("lm_head.weight", "output.weight", "VD", "V D"),
 }
 
-# Of decoders with norms behind mixer and feed-forward too, where Hugging Face's `post_attention_layernorm` is another.
+# For decoders that also norm after mixer and feed-forward; Hugging Face's `post_attention_layernorm` differs there.
 NORMS_BEHIND: dict[str, Layout] = {
     "layers.attention_out_norm": Layout(
         "model.layers.{}.post_attention_layernorm.weight", "blk.{}.post_attention_norm.weight", "D", "D"
@@ -95,18 +95,18 @@ NORMS_BEHIND: dict[str, Layout] = {
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rope_freqs.weight")
 
 
-# Of models with a vision tower: what is beside the text model, and how the text model's names begin there.
+# For models with a vision tower: prefixes of tensors outside the text model, and of the text model's tensors.
 VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 
 
 def is_of_text(stored: str) -> bool:
-    """Whether a tensor of a file belongs to the text model."""
+    """Whether a tensor in a model's files belongs to the text model, not to a vision tower."""
     return not stored.startswith(VISION_PREFIXES)
 
 
 def text_name(stored: str) -> str:
-    """What a tensor of a file is called in the text model alone."""
+    """The name that a tensor of a multimodal model's file has in a text-only model."""
     for prefix, own in TEXT_PREFIXES.items():
         if stored.startswith(prefix):
             return own + stored.removeprefix(prefix)
@@ -114,7 +114,7 @@ def text_name(stored: str) -> str:
 
 
 def layout_of(param: str, config: DecoderConfig) -> Layout:
-    """What one of our parameters is called in the files of a decoder."""
+    """Name and layout, in a model's files, of one of our parameters."""
     name = LAYERS + own_name(param) if param.startswith(LAYERS) else param
     if FAMILIES[config.model_type].like_gemma and name in NORMS_BEHIND:
         return NORMS_BEHIND[name]
@@ -141,7 +141,7 @@ class FilePart:
     rows: int
     """Rows of the whole tensor, including other parameters' rows."""
     layout: Layout
-    """How it lies in the file."""
+    """Its layout in the file."""
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:

@@ -97,7 +97,7 @@ def param_specs(config: DecoderConfig) -> ParamSpecs:
 
 
 def _shifted(name: str, spec: ParamSpec, offset: float) -> ParamSpec:
-    """A weight; the scale of a norm starts lower by what every norm of the decoder adds to it."""
+    """Lower a norm scale's initial value by the offset that the decoder adds to it; other weights are unchanged."""
     return spec._replace(mean=spec.mean - offset) if name.endswith("_norm") else spec
 
 

@@ -7,7 +7,10 @@ from podium.sharding import ShardingRules
 
 
 def to_rows(rules: ShardingRules, x: jax.Array) -> jax.Array:
-    """Lay out [B, T, D] by rows, from the split by width that products with split weights give."""
+    """Reshard [B, T, D] so that each device has whole tokens of its rows.
+
+    Products with sharded weights leave the width D split over devices instead.
+    """
     x = rules.constrain(x, "batch_by_width", "tokens_by_width", "width")
     x = rules.constrain(x, "rows", "tokens_by_width", "width_of_rows")
     return rules.constrain(x, "rows", "tokens", None)
@@ -16,7 +19,7 @@ def to_rows(rules: ShardingRules, x: jax.Array) -> jax.Array:
 def to_sequences(
     rules: ShardingRules, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Exchange parts of every head of all rows, [B, T, H or K, Q], for whole heads of some rows."""
+    """Reshard q [B, T, H, Q], k and v [B, T, K, Q] for attention: from parts of heads to whole heads of fewer rows."""
     if rules.num_shards("head_dim") == 1:
         return q, k, v
     B, T, H, Q = q.shape

@@ -18,7 +18,7 @@ HUB_TIMEOUT_S = 2.0  # how long a plan waits for the hub to send a small file
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Family:
-    """The numbers that models of a family share."""
+    """Settings that all models of a family share."""
 
     model_type: str
     vocab: int
@@ -84,7 +84,7 @@ def _preset(family: _Family, width: int, layers: int, heads: int, head_dim: int,
 
 
 def _mistral(width: int, layers: int, mlp: int, vocab: int, other: Mapping[str, object]) -> DecoderConfig:
-    """A Mistral, from what its config.json says; all have 32 heads that share 8 keys."""
+    """Make a Mistral decoder from settings of its config.json; all have 32 query heads and 8 key/value heads."""
     said = {
         "model_type": "mistral",
         "vocab_size": vocab,
@@ -102,7 +102,7 @@ def _mistral(width: int, layers: int, mlp: int, vocab: int, other: Mapping[str, 
 
 
 def _gemma3(width: int, layers: int, mlp: int, heads: tuple[int, int], other: Mapping[str, object]) -> DecoderConfig:
-    """A Gemma 3 text model, from what its config.json says; `heads` are those of queries and of keys."""
+    """Make a Gemma 3 text decoder from settings of its config.json; `heads` are (query heads, key/value heads)."""
     said = {
         "model_type": "gemma3_text",
         "hidden_size": width,

@@ -1,8 +1,8 @@
-"""Chat templates: Jinja programs that come with a model, rendered within a budget. No jax, no transformers.
+"""Renders chat templates, the Jinja programs that come with models, within a budget. No jax, no transformers.
 
-A template comes from a stranger. Jinja's sandbox keeps it from files and from Python; this adds that it ends: loops,
-macros and calls count steps, which are limited with the processor's seconds, and no value may grow without bounds. What
-transformers offers to templates is offered here too, so that the same text comes out (a test compares).
+A template is untrusted code. Jinja's sandbox denies it files and Python; this module also makes sure that it ends:
+steps (rounds of loops, calls, operators), CPU seconds and the size of values are limited. Templates get the same
+functions and filters as in transformers, so the rendered text is the same (a test compares).
 """
 
 import contextvars
@@ -30,16 +30,16 @@ from podium.models.architecture import ModelError
 MAX_SOURCE = 200_000  # characters of a template; the longest in use have some 30,000
 MAX_STEPS = 200_000
 MAX_SECONDS = 3.0  # of this thread's processor time, for one conversation
-MAX_VALUE = 1_000_000  # characters of a value, besides ten times what the messages have
-ELEMENT = 10  # characters that an element of a list, or a key, counts as
-MAX_BITS = 4_096  # of a whole number
-MAX_FILL = 1_000  # of a width, an indentation, a batch, a number of digits, or of what is put between parts of a text
+MAX_VALUE = 1_000_000  # characters of a value, in addition to ten times those of the messages
+ELEMENT = 10  # size of an element of a list, or of a key, in characters
+MAX_BITS = 4_096  # of an integer
+MAX_FILL = 1_000  # of a width, indentation, batch size or number of digits, or length of a separator
 TEXT_METHODS = (
     "capitalize casefold count endswith find format format_map index isalnum isalpha isascii isdecimal isdigit islower"
     " isnumeric isspace istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex"
     " rpartition rsplit rstrip split splitlines startswith strip swapcase title upper"
 )
-# Methods of texts, mappings and lists. What they return is not larger than what they are given, or is checked before.
+# Allowed methods. Their results are not larger than their inputs, or are checked beforehand.
 METHODS: Mapping[type, frozenset[str]] = {
     str: frozenset(TEXT_METHODS.split()),
     dict: frozenset(("get", "items", "keys", "values", "copy", "fromkeys")),
@@ -47,24 +47,24 @@ METHODS: Mapping[type, frozenset[str]] = {
     tuple: frozenset(("index", "count")),
 }
 FILLING = frozenset(("batch", "center", "filesizeformat", "indent", "join", "round", "slice", "tojson", "truncate"))
-"""Filters whose further arguments say how much text or how many elements to add."""
+"""Filters whose arguments determine how much text or how many elements are added."""
 LEFT_OUT = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
-"""Filters for web pages and for reading; their time grows faster than the text, and no chat template needs them."""
+"""Filters for web pages and debugging; they take superlinear time, and no chat template needs them."""
 _PRINTF_FILL = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d{4,}|\d*\.(?:\*|\d{4,}))")
 T = TypeVar("T")
 
 
 class TemplateError(ModelError):
-    """A chat template that cannot be rendered, or not within its budget."""
+    """A chat template cannot be rendered, or exceeds its budget."""
 
 
 class ChatTemplate:
     """A compiled chat template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, name: str = "chat_template"):
-        """Compiles a template, which sees the special tokens by name (`bos_token`); errors begin with `name`.
+        """Compile a template; it sees the special tokens by name, such as `bos_token`. Errors begin with `name`.
 
-        Raises TemplateError where it is no template.
+        Raises TemplateError if the source is not a valid template.
         """
         self._name = name
         self._special_tokens = dict(special_tokens)
@@ -80,18 +80,18 @@ class ChatTemplate:
         answer: bool = True,
         options: Mapping[str, object] | None = None,
     ) -> str:
-        """The text of a conversation. Any thread may call it.
+        """Render a conversation. Thread-safe.
 
-        As in transformers, keys of a message whose value is None are left out.
+        Keys of a message whose value is None are left out, as in transformers.
 
         Args:
             messages: the conversation.
-            tools: JSON schemas of the functions that it may call.
-            answer: whether to end where the assistant answers.
-            options: further variables that the template reads, such as `enable_thinking`.
+            tools: JSON schemas of the functions that the model may call.
+            answer: whether to append the start of the assistant's answer.
+            options: further variables for the template, such as `enable_thinking`.
 
         Raises:
-            TemplateError: the template refuses the conversation, fails, or takes more than its budget.
+            TemplateError: the template rejects the conversation, fails, or exceeds its budget.
         """
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         given = {"messages": plain, "tools": list(tools) or None, "documents": None, **(options or {})}
@@ -103,7 +103,7 @@ class ChatTemplate:
         return contextvars.copy_context().run(self._guarded, run)
 
     def _guarded(self, run: Callable[[], T]) -> T:
-        """The result of a template's code. It is a stranger's program, so whatever it raises is one error."""
+        """Run a template's code. It is untrusted, so any exception becomes a TemplateError."""
         try:
             return run()
         except _OverBudget as error:
@@ -114,11 +114,11 @@ class ChatTemplate:
 
 
 class _OverBudget(Exception):
-    """Ends a rendering."""
+    """Ends a rendering that exceeds its budget."""
 
 
 class _Budget:
-    """What a rendering may still use."""
+    """Steps, time and value size that a rendering may use."""
 
     def __init__(self, most: int):
         self.most = most
@@ -133,7 +133,7 @@ class _Budget:
             raise _OverBudget(f"takes more than {MAX_SECONDS:g} s")
 
     def check(self, size: int) -> None:
-        """Raises _OverBudget where a value would have more characters than allowed."""
+        """Raise _OverBudget if a value of this size, in characters, is larger than allowed."""
         if size > self.most:
             raise _OverBudget(f"makes a text or a list of more than {self.most:,} characters")
 
@@ -147,7 +147,7 @@ def _compile(source: str) -> jinja2.Template:
 
 
 class _Limiter(NodeTransformer):
-    """Has rounds of loops, macros and comparisons count as steps, and each new value pass `_Environment.limited`."""
+    """Rewrites a template so that loop rounds, macros and comparisons count as steps, and values are size-checked."""
 
     def _counted(self, node: nodes.For | nodes.Macro | nodes.CallBlock | nodes.FilterBlock) -> nodes.Node:
         self.generic_visit(node)
@@ -174,12 +174,12 @@ class _Limiter(NodeTransformer):
 
 
 def _call(method: str, arguments: list[nodes.Expr]) -> nodes.Call:
-    """A call of a method of `_Environment`, by a name that no template can write."""
+    """Make a call of an `_Environment` method, in a form that no template source can express."""
     return nodes.Call(nodes.EnvironmentAttribute(method), arguments, [], None, None)
 
 
 class _Generation(Extension):
-    """transformers' `{% generation %}` marks what an assistant wrote; the text is that of its body."""
+    """Supports transformers' `{% generation %}`, which marks assistant text, by rendering its body unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (as Extension has it)
 
@@ -189,14 +189,14 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """A template's `namespace()`. Printed it does not show what it holds, which may hold it in turn."""
+    """A template's `namespace()`. Its repr hides its contents, which may refer back to it."""
 
     def __repr__(self) -> str:
         return "<namespace>"
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, whose operators, filters and calls count as steps and return values of limited size."""
+    """Jinja's sandbox in which operators, filters and calls count as steps and return values of limited size."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
@@ -210,18 +210,18 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise, "strftime_now": _now, "namespace": _Namespace}
 
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
-        """Whether a template may read an attribute: of Python's own types the methods of METHODS alone."""
+        """Whether a template may read an attribute; of built-in types, only the methods in METHODS."""
         known = next((methods for kind, methods in METHODS.items() if isinstance(obj, kind)), None)
         if known is None and isinstance(obj, int | float | bytes | set | frozenset):
             known = frozenset()
         return (known is None or attr in known) and super().is_safe_attribute(obj, attr, value)
 
     def count_step(self) -> None:
-        """One round of a loop, or one call of a macro."""
+        """Count one round of a loop, or one call of a macro. Raises _OverBudget past the limit."""
         _running.get().step()
 
     def limited(self, value: Any) -> Any:
-        """The value, of an iterator a list. Raises _OverBudget where it is too large."""
+        """Return the value, an iterator as a list. Raises _OverBudget if it is too large."""
         budget = _running.get()
         budget.step()
         if isinstance(value, int) and value.bit_length() > MAX_BITS:
@@ -237,11 +237,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         return found
 
     def concatenated(self, *parts: object) -> str:
-        """What `a ~ b` is."""
+        """Evaluate `a ~ b`, the concatenation of values as text."""
         return self.limited(self.concat(map(str, parts)))
 
     def concat(self, parts: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # "".join
-        """All texts in a row: what a template, a macro or a block writes."""
+        """Join the output of a template, a macro or a block."""
         budget, found, size = _running.get(), [], 0
         for part in parts:
             size += len(part)
@@ -250,12 +250,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         return "".join(found)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """The result of an operator between two values."""
+        """Apply a binary operator, after checking the size of its result."""
         _check_operands(operator, left, right, _running.get())
         return self.limited(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # its parameters have other names
-        """The result of a call."""
+        """Make a call from a template, counted as a step and with a result of limited size."""
         method = getattr(obj, "__wrapped__", obj)  # of str.format, which the sandbox wraps
         owner = getattr(method, "__self__", None)
         if owner is self:
@@ -280,7 +280,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _weight(value: object, most: float = math.inf) -> int:
-    """Characters of a value and of all that is in it, an element as ELEMENT; counted until there are over `most`."""
+    """Size of a value with its contents, in characters; each element adds ELEMENT. Stops counting beyond `most`."""
     total = 0
     waiting: list[object] = [value]
     while waiting and total <= most:
@@ -294,7 +294,7 @@ def _weight(value: object, most: float = math.inf) -> int:
 
 
 def _check_operands(operator: str, left: object, right: object, budget: _Budget) -> None:
-    """Raises _OverBudget where an operator would take long, or make something too large."""
+    """Raise _OverBudget if an operator would take too long, or produce too large a value."""
     if operator == "%" and isinstance(left, str) and _PRINTF_FILL.search(left):
         raise _OverBudget(f"formats with a width beyond {MAX_FILL:,}")
     if operator == "**" and _bits_of_power(left, right) > MAX_BITS:
@@ -310,7 +310,7 @@ def _bits_of_power(base: object, exponent: object) -> int:
 
 
 def _check_text_method(text: str, name: str, args: Sequence[object], budget: _Budget) -> None:
-    """Raises _OverBudget where a method of a text would make a much larger one."""
+    """Raise _OverBudget if a string method would produce too large a string."""
     if name == "replace" and len(args) >= 2:
         _check_replace(text, args[0], args[1], budget)
     if name == "join" and args:
@@ -327,7 +327,7 @@ def _check_replace(text: str, old: object, new: object, budget: _Budget) -> None
 
 
 def _check_filter(name: str, value: object, further: Sequence[object], budget: _Budget) -> None:
-    """Raises _OverBudget where a filter would take long, or make something too large."""
+    """Raise _OverBudget if a filter would take too long, or produce too large a value."""
     if name in FILLING and any(_size(each) > MAX_FILL for each in further):
         raise _OverBudget(f"calls {name} with a number or a text beyond {MAX_FILL:,}")
     if name == "sum" and any(isinstance(each, Sized) and not isinstance(each, str) for each in further):
@@ -349,15 +349,15 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter of transformers: Jinja's own escapes what stands in web pages."""
+    """The filter `tojson` as in transformers; Jinja's own escapes HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> NoReturn:
-    """What a template says of a conversation that it does not take, as in transformers."""
+    """The function `raise_exception`, with which a template rejects a conversation, as in transformers."""
     raise jinja2.TemplateError(message)
 
 
 def _now(format: str) -> str:
-    """The date, as in transformers."""
+    """The function `strftime_now`, as in transformers: the current time in a given format."""
     return datetime.datetime.now().strftime(format)

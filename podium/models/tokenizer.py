@@ -61,13 +61,13 @@ class Tokenizer:
 
     @functools.cached_property
     def chat_format(self) -> ChatFormat:
-        """The model's chat format. Raises ModelError where its template is none."""
+        """The model's chat format. Raises ModelError if its chat template is invalid."""
         return self.make_chat_format({})
 
     def make_chat_format(self, options: Mapping[str, object]) -> ChatFormat:
-        """The format with further variables for the template; of several templates that have names the `default`.
+        """Make the chat format with further variables for the template.
 
-        Raises ModelError where it is no template.
+        If the model has several named templates, uses `default`. Raises ModelError if the template is invalid.
         """
         try:
             source = self._backend.get_chat_template()
@@ -158,10 +158,9 @@ def _folder_backend(folder: Path) -> Any:
 
 @contextlib.contextmanager
 def _reading(where: Path) -> Iterator[None]:
-    """Raises ModelError where transformers or tokenizers cannot make a tokenizer of what the files at `where` say.
+    """Raise ModelError if transformers or tokenizers cannot build a tokenizer from the files at `where`.
 
-    Their readers do not check a file before they use it, so that a damaged one ends in an error of any type, or in a
-    panic of their Rust code, which is a BaseException.
+    They do not validate files, so a damaged one may raise any exception, or panic in Rust, which is a BaseException.
     """
     try:
         yield

@@ -164,7 +164,7 @@ def _blocks(call: _Call, by_keys: bool) -> dict[str, pl.BlockSpec]:
     key_ids = 1 if call.sizes.window is None else 2
 
     def place(head: jax.Array, block: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Query head and key head, query block and key block."""
+        """Map a grid position to the indices of query head, key head, query block and key block."""
         if by_keys:
             return head * group + step // n, head, jnp.maximum(step % n, block), block
         return head, head // group, block, jnp.minimum(step, block)

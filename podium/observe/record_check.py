@@ -42,7 +42,7 @@ class Ledger:
 
 
 class _Tail:
-    """What has been read of a file."""
+    """Incremental digest and extent of the part of a file that has been read so far."""
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()

@@ -54,7 +54,7 @@ class LengthsRecord(TypedDict):
     prompt_lengths: list[int]  # [N]
     completion_lengths: list[int]  # [N * G]
     drawn_lengths: NotRequired[list[int]]
-    """With carry-over: of all completions that ended in the step, whichever step trains on them."""
+    """Lengths of all completions that ended in this step, even if a later one trains on them; only with carry-over."""
 
 
 MetricsRecord: TypeAlias = dict[str, float]

@@ -231,7 +231,7 @@ class RunDir:
         self._ledger = self._new_ledger()
 
     def extents(self) -> dict[str, Extent]:
-        """What the files of records hold now, to be saved with a checkpoint; nothing where another process writes."""
+        """Current extent of each record file, to be saved with a checkpoint; empty if another process writes them."""
         return self._ledger.extents() if self.writes else {}
 
     def compare(self, saved: Mapping[str, Extent], step: int, checkpoints: Sequence[int]) -> list[str]:

@@ -86,7 +86,10 @@ class UpdateStats:
     """Mean over the updates, like `update_norm`."""
     update_norm: float = 0.0
     logprob_gap: float = 0.0
-    """Of the first update only, like `logprob_gap_max`: later updates have other weights than the sampler."""
+    """Mean |trainer's - sampler's log-probability|, in nats, over the step's first update only.
+
+    Later updates use other weights than the sampler did. The same holds for `logprob_gap_max`.
+    """
     logprob_gap_max: float = 0.0
     token_means: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Mean over tokens of every other statistic of `train_step`, by its name there."""

@@ -132,7 +132,7 @@ def plan(
 
 
 def _answered(answer: Callable[[], int]) -> int:
-    """The exit status of an answer; errors are printed, those in the question with status 2."""
+    """Run `answer` and return its exit status; print errors and exit: with status 2 if settings or usage are wrong."""
     from podium.config.errors import ConfigError, raised_here
     from podium.plan.compile import CompilerError
 

@@ -124,7 +124,7 @@ class _Run:
         return self._bases[machine]
 
     def config(self, case: Case) -> Config:
-        """The settings of a case. Raises ConfigError where they contradict each other."""
+        """The settings of a case. Raises ConfigError if they contradict each other."""
         load, _ = self.base(case.machine)
         return load([change.override for change in case.changes]).config
 

@@ -35,7 +35,7 @@ def kept_bytes(run: RunSizes) -> int:
 
 
 def trainers(run: RunSizes) -> Parts:
-    """What the trainer keeps on a device through every phase."""
+    """Bytes that the trainer keeps on a device through every phase, by part."""
     parts = {"parameters": F32 * run.own_count, "optimizer": optimizer_bytes(run) - offloaded_bytes(run)}
     if run.decoder.lora is not None:
         parts["frozen_weights"] = frozen_bytes(run)
@@ -57,7 +57,7 @@ def scorer_bytes(run: RunSizes, decoder: DecoderConfig) -> int:
 
 
 def residents(run: RunSizes) -> Parts:
-    """What stays on a device outside updates: the trainer's arrays and the rollout's weights.
+    """Bytes that stay on a device outside updates, by part: the trainer's arrays and the rollout's weights.
 
     Frozen weights that trainer and rollout share count once.
     """

@@ -55,7 +55,7 @@ class World:
     parallel: int = 4
     """Lists that are requested at once."""
     quiet: bool = False
-    """Whether results and progress are not printed, since they would be made up."""
+    """Whether to print no results and progress: true in a dry run, where they would be invented."""
 
     def owner(self, account: str | None) -> str:
         """The owner's label for slices rented under a gcloud account; None: this machine's user."""

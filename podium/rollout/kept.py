@@ -15,7 +15,7 @@ from podium.rollout.scheduler import Scheduler
 
 
 class Kept(NamedTuple):
-    """What is stored for each layer at one place."""
+    """What the cache stores for each layer at one place: the layers with the same position in the decoder's pattern."""
 
     layers: int
     """Number of layers at this place."""
@@ -56,7 +56,7 @@ def num_cells(decoder: DecoderConfig, rollout: RolloutConfig) -> int:
 
 
 def kv_pages(kept: Kept, decoder: DecoderConfig, rollout: RolloutConfig, shards: int) -> int:
-    """Number of pages of keys and values at one place, over all shards."""
+    """Number of pages in the arrays of keys and values of `kept`'s layers, over all shards."""
     return cache_pages(rollout, shards) if kept.ring is None else kept.ring * num_cells(decoder, rollout)
 
 

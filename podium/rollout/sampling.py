@@ -233,7 +233,8 @@ def _lowest_kept(
 ) -> jax.Array:
     """The lowest logit that top-k and top-p keep in each row, [S]; skips the search if they cut no live row.
 
-    Devices that share a vocabulary each search a share of the rows whole; otherwise they would exchange a sum per bit.
+    If devices share the vocabulary, each gathers complete logits for some of the rows and searches these; a search over
+    split rows would need a reduction for every bit of the threshold.
     """
     top_k, top_p = jnp.where(live, rows.top_k, 0), jnp.where(live, rows.top_p, 1.0)
     if not shards.axes:

@@ -92,7 +92,7 @@ class Sequence:
     """Slot within the shard; -1: none."""
     pages: list[int] = dataclasses.field(default_factory=list)
     cell: int | None = None
-    """Cell with its fixed-size data; None: it has no pages either, or layers store no such data."""
+    """Index of the cell with its fixed-size data, such as recurrent states; None: nothing is cached, or none needed."""
     shared: SharedPrompt | None = None
     """Prompt whose full pages come before `pages`."""
     filled: int = 0

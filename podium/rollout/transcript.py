@@ -70,7 +70,7 @@ class Transcript:
         Raises ValueError without a prompt, or if the lengths differ.
         """
         if not self.spans:
-            raise ValueError("a model draws behind a prompt, and this transcript is empty; add_prompt first")
+            raise ValueError("this transcript has no prompt, and a model draws after a prompt; call add_prompt first")
         sizes = [len(x) for x in (tokens, sampled_logprobs, full_logprobs, versions)]
         if len(set(sizes)) > 1:
             raise ValueError(f"tokens, sampled_logprobs, full_logprobs and versions have {sizes} entries; give as many")

@@ -1,12 +1,13 @@
-"""What stands between two answers of a conversation, in tokens, by the model's own chat template. No jax.
+"""Makes the tokens between two answers of a conversation, by the model's own chat template. No jax.
 
-The tokens of a conversation are only ever appended to: what the model drew is never decoded and encoded again, because
-templates and tokenizers do not reproduce it. So only the text between the end of an answer and the place of the next
-one is taken from the template: rendered behind a made-up answer, whose last word is found again in the result.
+A conversation's tokens are only ever appended to: what the model drew is never decoded and encoded again, because
+templates and tokenizers do not reproduce it. So only the text from the end of an answer to the start of the next one
+comes from the template: it is rendered after a made-up answer, whose last word marks the place in the result.
 
-Rule `tails` renders the new messages behind a short made-up conversation; what templates change before the answer,
-such as thinking that they drop, does not matter. Rule `history` renders them behind the real one, for templates that
-write a reply otherwise after an earlier one. Which of the two holds is tried once, on made-up conversations.
+Rule `tails` renders the new messages after a short made-up conversation, so it does not matter if the template changes
+earlier messages, for example by dropping thinking. Rule `history` renders them after the real conversation, for
+templates that render a message differently depending on earlier ones. The constructor tests which rule works, on
+made-up conversations.
 """
 
 import contextlib
@@ -26,9 +27,9 @@ TOOL = "probe"
 USER: Message = {"role": "user", "content": "What next?"}
 REPLY: Message = {"role": "tool", "name": TOOL, "content": "12"}
 MADE_UP = (USER,)
-"""The conversation behind which rule `tails` renders."""
+"""The conversation after which rule `tails` renders new messages."""
 TALK: tuple[tuple[Message, ...], ...] = (({"role": "system", "content": "Be brief."}, USER), (USER,), (USER,))
-"""A conversation to try: the messages before each answer."""
+"""A conversation for testing a rule: the messages before each answer."""
 CALLS = ((USER,), (REPLY,), (REPLY,), (USER,), (REPLY,), (USER,))
 PARALLEL_CALLS = ((USER,), (REPLY, REPLY), (USER,))
 
@@ -38,31 +39,31 @@ class TurnFormatError(ValueError):
 
 
 class Seam(NamedTuple):
-    """The text behind an answer's last word, up to where the next answer begins."""
+    """The text from an answer's last word to the start of the next answer."""
 
     own: str
-    """What the answer itself still writes, such as the brackets that close a call."""
+    """Text after the last word that belongs to the answer, such as the brackets that close a call."""
     end: str
-    """The token that ends the answer, as the template writes it in the middle of a conversation; perhaps empty."""
+    """The token that ends the answer in the middle of a conversation, as text; may be empty."""
     closes: bool
     """Whether `end` is part of the answer; otherwise it opens the next message."""
     rest: str
-    """The new messages, up to where the assistant answers."""
+    """The new messages, up to the start of the assistant's answer."""
 
 
 class TurnFormat:
-    """Makes the tokens that follow an answer: its end where it was cut, new messages, the head of the next answer."""
+    """Makes the tokens that follow an answer: its end if it was cut, new messages, and the start of the next answer."""
 
     def __init__(self, chat: ChatFormat, *, stop_tokens: Sequence[int], tools: Sequence[ToolSchema] = ()) -> None:
-        """Try which rule holds.
+        """Test which rule works with the chat template.
 
         Args:
-            chat: the model's format.
+            chat: the model's chat format.
             stop_tokens: tokens that end an answer.
-            tools: schemas of the tools that conversations may call; none: all messages behind answers are the user's.
+            tools: schemas of the tools that conversations may call; empty: only user messages follow answers.
 
         Raises:
-            TurnFormatError: neither rule holds.
+            TurnFormatError: neither rule works.
         """
         self._chat = chat
         self._tools = tuple(tools)
@@ -74,14 +75,14 @@ class TurnFormat:
         """Whether an answer may have several calls."""
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation's first messages, up to where the assistant answers."""
+        """Encode the first messages of a conversation, up to the start of the assistant's answer."""
         return self._chat.encode(self._chat.render(messages, tools=self._tools, answer=True))
 
     def reply(self, messages: Sequence[Message], *, history: Sequence[Message], drawn_end: int | None) -> list[int]:
-        """The tokens that follow an answer.
+        """Encode what follows an answer, up to the start of the next answer.
 
         Args:
-            messages: the user's next ones, or the replies of the tools that the answer called, in the calls' order.
+            messages: the user's next messages, or the replies of the tools that the answer called, in call order.
             history: the conversation before the answer.
             drawn_end: the stop token that ended the answer; None: it was cut, so its end is added here.
 
@@ -96,7 +97,10 @@ class TurnFormat:
         return self._chat.encode(text)
 
     def _seam(self, past: Sequence[Message], new: Sequence[Message]) -> Seam:
-        """Where new messages meet an answer. Raises ValueError where the template changes what stood before."""
+        """The text between a made-up answer and the next, with `new` between them.
+
+        Raises ValueError if the template changes the answer when messages follow it.
+        """
         anchor = ANCHOR
         while any(anchor in str(message.get("content")) for message in (*past, *new)):
             anchor += "q"
@@ -106,14 +110,14 @@ class TurnFormat:
         end = None if self._ends is None else self._ends.search(alone)
         own = alone.rstrip() if end is None else alone[: end.start()]
         if not followed.startswith(own):
-            raise TurnFormatError(f"it writes {own!r} behind an answer, but not where a message follows")
+            raise TurnFormatError(f"it writes {own!r} after an answer, but not if a message follows")
         rest = followed[len(own) :]
         ending = None if self._ends is None else self._ends.match(rest)
         width = 0 if ending is None else ending.end()
         return Seam(own=own, end=rest[:width], closes=end is not None, rest=rest[width:])
 
     def _behind(self, anchor: str, messages: Sequence[Message], *, answer: bool) -> str:
-        """What a template writes behind a text. Raises ValueError where it leaves that text out."""
+        """The rendered text after the last occurrence of `anchor`. Raises ValueError if the template leaves it out."""
         text = self._chat.render(messages, tools=self._tools, answer=answer)
         _, found, behind = text.rpartition(anchor)
         if not found:
@@ -121,19 +125,19 @@ class TurnFormat:
         return behind
 
     def _answer(self, past: Sequence[Message], new: Sequence[Message], text: str) -> Message:
-        """A made-up answer whose last word is `text`, with as many calls as `new` has replies of tools."""
+        """Make an answer whose last word is `text`, with one call for each tool reply in `new`."""
         replies = [message for message in new if message.get("role") == "tool"]
         for arguments in ({"x": text}, json.dumps({"x": text})) if replies else ():
             calling = {"role": "assistant", "content": "", "tool_calls": _calls(replies, arguments)}
-            with contextlib.suppress(TemplateError):  # it wants arguments in the other form
+            with contextlib.suppress(TemplateError):  # the template wants arguments in the other form
                 if text in self._chat.render([*past, calling], tools=self._tools, answer=False):
                     return calling
         return {"role": "assistant", "content": text}  # in templates without calls an answer is its text
 
     def _ends_of_answers(self, named: re.Pattern[str] | None) -> list[str]:
-        """The tokens, of those that text names whole, right behind an answer: as the last word, and before a message.
+        """The added tokens right after an answer, at the end of a conversation and before another message.
 
-        Raises TurnFormatError where the template refuses a conversation of two questions.
+        Raises TurnFormatError if the template rejects a conversation of two questions.
         """
         answer = {"role": "assistant", "content": ANCHOR}
         found: list[str] = []
@@ -163,7 +167,7 @@ class TurnFormat:
         )
 
     def _why_not(self, rule: Rule, conversation: Sequence[Sequence[Message]]) -> str | None:
-        """None if between all answers of a conversation stands what the template writes there; else the reason."""
+        """None if a rule reproduces the template's text between all answers of a conversation; otherwise the reason."""
         past: list[Message] = []
         try:
             for place, (before, new) in enumerate(itertools.pairwise(conversation)):
@@ -181,7 +185,7 @@ class TurnFormat:
 
 
 def _calls(replies: Sequence[Message], arguments: Mapping[str, str] | str) -> list[dict[str, object]]:
-    """Calls that these replies answer, all with the same arguments."""
+    """Make the calls that these replies answer, all with the same arguments."""
     return [
         {
             "id": str(reply.get("tool_call_id", f"call{place:05d}")),

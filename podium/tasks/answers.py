@@ -86,7 +86,7 @@ def _same(expected: str, found: str) -> bool:
 
 
 def _same_form(reference: str, answer: str) -> bool | None:
-    """Whether both are equal in a form that math-verify does not read; None where the reference is in no such form."""
+    """Whether both are equal, for forms that math-verify cannot read; None if the reference has none of these forms."""
     if is_empty_set(reference):
         return is_empty_set(answer)
     expected_base = number_in_base(reference)
@@ -104,7 +104,7 @@ def _same_form(reference: str, answer: str) -> bool | None:
 
 
 def _same_quantity(reference: str, answer: str) -> bool | None:
-    """Whether two amounts with units are equal; None where one is no amount."""
+    """Whether two amounts with units are equal; None if one of them is not an amount."""
     expected, found = read_quantity(reference), read_quantity(answer)
     if expected is None or found is None:
         return None

@@ -12,7 +12,7 @@ _LABEL = re.compile(
     rf"\s*\$?\s*(?:{_TEXT}\{{\s*\(([A-J])\)\s*\}}|\(([A-J])\)(?=[\s$])|([A-J])[).:](?=\s))\s*(?:\\?\s)*\$?\s*"
 )
 _LABELLED = re.compile(r"-?\s*(?:\$\s*)?-?\s*(?:[0-9.]|\\frac|\\sqrt|\\pi|\\text|\\mathrm)")
-"""How a value behind a letter begins; `(A) \\cup (B)` is no choice."""
+"""The start of a value after a letter; so `(A) \\cup (B)` is not read as a choice."""
 _ANOTHER_LABEL = re.compile(r"\([A-J]\)|\b[B-J][).:](?:\s|$)|\bor\b|\bnot\b")
 
 _EMPTY = re.compile(
@@ -50,11 +50,11 @@ class ClockTime(NamedTuple):
     minute: int
     second: int
     half: str
-    """`a` for a.m., `p` for p.m., empty where the text does not say."""
+    """`a` for a.m., `p` for p.m.; empty if the text does not say."""
 
 
 def read_choice(text: str) -> Choice | None:
-    r"""The letter and the value of `\textbf{(B) } 12`, `(B) 12`, `B. 12`; None of all else, and of a bare letter."""
+    r"""Read letter and value of `\textbf{(B) } 12`, `(B) 12`, `B. 12`; None for a bare letter or other text."""
     found = _LABEL.match(text)
     if not found:
         return None

@@ -23,7 +23,7 @@ called as TRL calls it: once for a prompt's group, with lists that have one elem
     completion_ids   the completions' tokens
     every column     the row's value, repeated; in `**kwargs` those that no parameter names
 
-A list of values may contain None where the function does not apply to a prompt: that completion's reward is then the
+A list of values may contain None if the function does not apply to a prompt: that completion's reward is then the
 sum of its other parts.
 
 A config names a function by import path (`rewards: {correct: 1.0, mypackage.rewards:short: 0.1}`). Functions run in the

@@ -95,7 +95,7 @@ def _read_part(text: str) -> RealSet | None:
 
 
 def _both(first: RealSet, second: RealSet) -> RealSet | None:
-    """What a bound from below and one from above leave; None of any other two."""
+    """The interval between a lower and an upper bound; None if the two are not one of each."""
     if len(first.intervals) != 1 or len(second.intervals) != 1:
         return None
     bounds = {first.intervals[0], second.intervals[0]}

@@ -114,7 +114,7 @@ def _without_units(text: str) -> str:
 
 
 def _read(text: str) -> Number | None:
-    """The only number of a text, unless something else in the text changes its value; else None."""
+    """The number in a text; None if it has several, or if other parts of the text would change the number's value."""
     left, equals, right = text.rpartition("=")
     if equals and _NAME.fullmatch(right):  # 5 = x
         left, right = right, left

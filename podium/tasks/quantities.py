@@ -46,11 +46,11 @@ _FIGURES = re.compile(r"[-+]?[0-9][0-9.,/]*")
 
 
 class NumberList(NamedTuple):
-    """Numbers of one kind of thing."""
+    """Numbers with the same unit."""
 
     numbers: Sequence[Number]
     unit: str
-    """What they count, as it is written; empty where nothing is said."""
+    """The unit or counted thing, as written in lower case; empty if there is none."""
 
 
 class Quantity(NamedTuple):
@@ -60,11 +60,14 @@ class Quantity(NamedTuple):
     amount: Fraction
     """In the smallest unit of the kind."""
     num_parts: int
-    """`3 hours 30 minutes` has two."""
+    """Number of parts with a unit: 2 for `3 hours 30 minutes`."""
 
 
 def read_quantity(text: str) -> Quantity | None:
-    """The amount that a text is, in one unit or several of a kind, each smaller than the one before; else None."""
+    """Read an amount with one unit, or with several of the same kind in descending order: `3 hours 30 minutes`.
+
+    None if the text is anything else.
+    """
     text = re.sub(r"\s+", " ", _TEXT_COMMAND.sub(r" \1 ", text)).strip(" .*")
     if not re.fullmatch(_QUANTITY, text):
         return None
@@ -83,10 +86,10 @@ def read_quantity(text: str) -> Quantity | None:
 
 
 def restated_quantity(text: str) -> str | None:
-    """The part that is the number, if a text ends in the same amount twice; else None.
+    """If a text ends with the same amount written twice, the version in a single unit; otherwise None.
 
-    `3 hours 30 minutes, or 210 minutes` is 210 minutes. If both are in one unit, what stands in brackets is the aside,
-    and otherwise the second one counts. Amounts that differ are two answers, and none.
+    `3 hours 30 minutes, or 210 minutes` gives `210 minutes`. If both have a single unit, the one outside the brackets
+    counts, or without brackets the second. Amounts that differ are two answers, so the result is None.
     """
     found = _RESTATED.search(re.sub(r"\s+", " ", _TEXT_COMMAND.sub(r" \1 ", text)))
     if not found:
@@ -101,9 +104,9 @@ def restated_quantity(text: str) -> str | None:
 
 
 def read_list(text: str) -> NumberList | None:
-    """Two or more numbers with what they count, which is the same for all or for the last one alone; else None.
+    """Read two or more numbers whose unit is the same for all, or follows only the last: `6 cm, 8 cm`, `6 and 8 cm`.
 
-    `6 cm, 8 cm`, `6 and 8 cm`, `6, 8`: numbers and unit. `x = 6, y = 8` counts two things.
+    The unit may be missing: `6, 8`. None for anything else, such as `x = 6, y = 8`.
     """
     items = [item.strip() for item in _SEPARATOR.split(text.strip(" ."))]
     if len(items) == 1 and "," in text:

@@ -53,14 +53,14 @@ class PositionRecord(TypedDict):
 
 
 class HostState(PositionRecord):
-    """What a checkpoint holds beside the state: the position in the prompts, and what the run was made with."""
+    """What a checkpoint stores besides the state: the position in the prompts, package versions, and the base model."""
 
     versions: dict[str, str]
     """Versions of packages."""
     base: NotRequired[str | None]
     """Fingerprint of the frozen weights; None: there are none."""
     records: NotRequired[Mapping[str, Extent]]
-    """What the run's records held; older checkpoints do not say."""
+    """Extents of the run's record files when it was saved; missing in older checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Pending:
 
     prompt: EncodedPrompt
     completions: tuple[Completion, ...] = ()
-    """What has been drawn of each completion; empty: generation has not begun."""
+    """The completions as drawn so far; empty: generation has not begun."""
     rewards: tuple[Reward, ...] = ()
     """Rewards of the completions; empty until all have ended."""
 

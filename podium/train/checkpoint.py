@@ -230,7 +230,7 @@ class Checkpointer:
             ) from error
 
     def _way_out(self, error: BaseException) -> str:
-        """What to do about a save that failed."""
+        """Advice for the error message of a failed save."""
         again = f"complete steps: {self.steps()}; {{}} and run the same command again, which continues from the newest"
         if forbids_writing(error):
             return again.format(f"make {self._folder} writable") + "; or write the run elsewhere with runs_dir"
@@ -424,7 +424,7 @@ def _restore_args(wanted: Mapping[str, Params]) -> ocp.args.Composite:
 
 
 class _Kind(Protocol):
-    """What an array and orbax's description of one have."""
+    """The attributes shared by arrays and orbax's array metadata."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

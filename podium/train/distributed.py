@@ -257,7 +257,7 @@ class AgreedStop:
 
 
 class _Coordinator(Protocol):
-    """What this module uses of jax's client of the coordinator, a key-value store shared by all processes."""
+    """The part of jax's coordinator client that this module uses: a key-value store shared by all processes."""
 
     def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None: ...
 

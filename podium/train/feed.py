@@ -64,7 +64,7 @@ class Feed:
         return prompts
 
     def at(self, number: int) -> EncodedPrompt:
-        """The prompt at this index in the run's sequence, which must fit."""
+        """The prompt at this index in the run's sequence; it must be short enough for `rollout.max_prompt_tokens`."""
         encoded = self._encode(self.tasks.prompt_at(number), number)
         assert encoded is not None, "a prompt that was drawn fits"
         return encoded

@@ -61,7 +61,7 @@ def check_host_memory(mesh: Mesh) -> None:
 
 
 _Parts: TypeAlias = tuple[Params, Params, optax.OptState]
-"""Of some parameters, gradients, values and state before an update; updates, values and state after it."""
+"""For some parameters: gradients, values and state before an update; or updates, values and state after it."""
 
 
 def apply_gradients(

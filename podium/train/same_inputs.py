@@ -1,8 +1,8 @@
-"""Whether all hosts of a run read the same model and the same questions.
+"""Checks that all hosts of a run read the same model and the same questions.
 
-The launch guard compares settings before jax starts. Paths may be equal and the files behind them not: a host whose
-model has other weights, or whose data has other questions, would train silently wrongly. So the hosts exchange what
-they read, once, before the weights are loaded.
+The launch guard compares settings before jax starts, but files at equal paths may differ. With different weights or
+questions on one host, training would silently go wrong. So before the weights are loaded, the hosts exchange hashes of
+what they read.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from podium.train.distributed import gather
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.gguf", "*.model", "*.txt")
 BLOCK, BLOCKS = 4096, 64
-"""Bytes of a sample of a file, and how many are taken evenly from its begin to its end."""
+"""Bytes per sample of a file, and the number of samples, evenly spaced over the file."""
 QUESTIONS = 20_000
-"""Questions of a split that are compared, at most; of more, as many at even distances."""
+"""Maximum number of questions compared per split; of larger splits, evenly spaced ones."""
 SHOWN = 3
 
 

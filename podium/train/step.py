@@ -126,7 +126,7 @@ def make_score(settings: TrainSettings) -> CompiledScore:
 
 
 _Gradients: TypeAlias = tuple[tuple[Params, jax.Array, Metrics], Metrics]
-"""Of micro-batches: sums of their gradients, losses and statistics; and maxima of statistics."""
+"""Accumulated over micro-batches: sums of gradients, losses and statistics; and maxima of statistics."""
 
 
 def make_train_step(

@@ -168,12 +168,12 @@ def _runs(folder: Path) -> dict[str, list[int]]:
 
 
 class _Stored(NamedTuple):
-    """What digests.json of a step holds."""
+    """The contents of a step's digests.json."""
 
     files: dict[str, str]
     """Digest of every file, by path below the step's folder."""
     seal: Seal | None
-    """The digests with their step and run; None where a version wrote them that did not record those."""
+    """The digests with their step and run; None if written by an older version that did not record these."""
 
 
 def _stored(path: Path) -> _Stored:
@@ -237,7 +237,7 @@ def _digests(path: Path, names: Sequence[str], beat: Beat, *, readers: int = REA
 
 
 class ObjectFacts(TypedDict, total=False):
-    """What a bucket says about an object: Google's digests, or S3's."""
+    """Size and digests that a bucket reports for an object, in Google's or S3's form."""
 
     size: Required[int]
     ETag: str
@@ -246,7 +246,7 @@ class ObjectFacts(TypedDict, total=False):
 
 
 class _Store(Protocol):
-    """What this module uses of fsspec's file systems, which have no types."""
+    """The part of fsspec's untyped file systems that this module uses."""
 
     def cp_file(self, path1: str, path2: str) -> None: ...
 

@@ -87,7 +87,7 @@ def test_a_format_that_forbids_replies_of_tools_is_refused_with_the_way_out():
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{% for m in messages %}{{ m.content }}|{{ messages|length }}{% endfor %}", "but not where a message follows"),
+        ("{% for m in messages %}{{ m.content }}|{{ messages|length }}{% endfor %}", "but not if a message follows"),
         ("{{ messages[0].content }}", "leaves out an answer's text"),
         ("{% if messages|length > 2 %}{{ raise_exception('no') }}{% endif %}{{ messages[-1].content }}", "no"),
     ],

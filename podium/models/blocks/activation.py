@@ -1,4 +1,4 @@
-"""The functions that open a gated linear unit. No jax: `podium.models.blocks.mathematics` computes them."""
+"""Names of the activations of gated linear units. No jax: `podium.models.blocks.mathematics` computes them."""
 
 from typing import Literal, TypeAlias
 

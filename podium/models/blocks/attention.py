@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharpening:
-    """Queries times 1 + beta log(1 + floor(position / period)), behind the rotation (Llama 4, Ministral 3)."""
+    """Multiplies queries by 1 + beta log(1 + floor(position / period)) after the rotation (Llama 4, Ministral 3)."""
 
     beta: float
     period: int
@@ -36,11 +36,11 @@ class Attention:
     norm: bool = False
     """RMS norm of each head's query and key before the rotation (Qwen3, Gemma 3)."""
     window: int | None = None
-    """The most positions that a query sees, its own included; None: all before it. The caller's `attend` obeys it."""
+    """Number of positions that a query sees, including its own; None: all before it. Applied by `attend`."""
     scale_dims: int | None = None
-    """Scores are divided by the square root of this; None: of the head size (Gemma 3's query_pre_attn_scalar)."""
+    """Scores are divided by the square root of this; None: of the head size. Gemma 3's query_pre_attn_scalar."""
     sharpening: Sharpening | None = None
-    """How queries grow with their position; None: not at all."""
+    """Position-dependent scale of the queries; None: no scaling."""
 
     scope = "attention"
 

@@ -40,7 +40,7 @@ class Work(NamedTuple):
     total: int
     """Number of elements of all its matrices."""
     outputs: int
-    """Elements per token in the outputs of products with the width."""
+    """Elements per token in the outputs of all products that take the layer's input, of size D."""
     pair: int = 0
     """Multiply-adds of a forward pass per query-key pair."""
     window: int | None = None
@@ -197,7 +197,7 @@ class Block:
     mixer: Kind
     feed_forward: Kind
     norms_behind: bool = False
-    """What mixer and feed-forward give is normed too before it is added (Gemma)."""
+    """Whether the outputs of mixer and feed-forward are normed as well, before they are added to x (Gemma)."""
 
     @property
     def kinds(self) -> tuple[Kind, Kind]:

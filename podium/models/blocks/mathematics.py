@@ -31,7 +31,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float) -> jax.A
 
 
 def rope_tables(positions: jax.Array, frequencies: np.ndarray, length: float = 1.0) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of each position's angles times a length, [B, T, Q/2] float32."""
+    """Cosine and sine of each position's rotation angles, times `length`, [B, T, Q/2] float32 each."""
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return (cos, sin) if length == 1 else (cos * length, sin * length)

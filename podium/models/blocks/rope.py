@@ -17,7 +17,10 @@ class RopeScaling:
     original_max_positions: int
 
     def stretch(self, frequencies: np.ndarray) -> np.ndarray:
-        """Fast pairs keep their frequency, slow pairs turn slower by the factor, and those between by less."""
+        """Scale frequencies [Q/2]: high ones are kept, low ones divided by `factor`, those between interpolated.
+
+        High means more than `high_freq_factor` rotations within the original context, low fewer than `low_freq_factor`.
+        """
         turns = self.original_max_positions / (2 * np.pi / frequencies)  # rotations within the original context
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = np.clip(kept, 0.0, 1.0)
@@ -26,32 +29,33 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearScaling:
-    """All rotary frequencies divided by a factor (config.json `rope_type: linear`), as of Gemma 3 from 4B on."""
+    """All rotary frequencies divided by a factor (config.json `rope_type: linear`); in Gemma 3 from 4B on."""
 
     factor: float
 
     def stretch(self, frequencies: np.ndarray) -> np.ndarray:
-        """Every pair turns slower by the factor."""
+        """Divide all frequencies [Q/2] by `factor`."""
         return frequencies / self.factor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN (arXiv:2309.00071; config.json `rope_type: yarn`), as of Ministral 3."""
+    """YaRN's scaling of rotary frequencies (arXiv:2309.00071; config.json `rope_type: yarn`), used by Ministral 3."""
 
     factor: float
     beta_fast: float
     beta_slow: float
     original_max_positions: int
     length: float = 1.0
-    """What cosines and sines are multiplied by."""
+    """Factor of cosines and sines."""
     truncate: bool = True
-    """The pairs between which the share falls are rounded outwards to whole ones."""
+    """Whether the first and last pair of the interpolated range are rounded outwards to whole numbers."""
 
     def stretch(self, frequencies: np.ndarray) -> np.ndarray:
-        """Pairs keep their frequency down to `beta_fast` rotations, and turn slower by the factor from `beta_slow` on.
+        """Scale frequencies [Q/2]: high ones are kept, low ones divided by `factor`, those between interpolated.
 
-        Rotations are counted within the original context; between the two the share falls linearly with the pair.
+        High means at least `beta_fast` rotations within the original context, low at most `beta_slow`. Between them,
+        the weight of the unscaled frequency falls linearly with the pair's index, from 1 to 0.
         """
         half, slowest = len(frequencies), math.log(frequencies[0] / frequencies[-1])
 
@@ -81,7 +85,7 @@ class Rope:
 
     @property
     def length(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Factor of cosines and sines."""
         return self.scaling.length if isinstance(self.scaling, YarnScaling) else 1.0
 
     def frequencies(self) -> np.ndarray:

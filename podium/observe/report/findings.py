@@ -72,7 +72,7 @@ def nothing_learned(run: RunRecords) -> Finding | None:
     return Finding(
         "nothing_learned",
         "problem",
-        "All completions of a question earn the same: there is nothing to learn from",
+        "All completions of a question get the same reward: there is nothing to learn from",
         f"{equal[1]:.0%} of groups have equal rewards in the last quarter; mean reward {reward[1]:.2f}",
         advice,
     )
