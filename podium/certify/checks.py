@@ -18,7 +18,7 @@ from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
 from podium.certify.result import Check
 from podium.certify.subject import COMPLETIONS, ROW_TOKENS, Subject, make_group, one_device, tiny_clone
-from podium.certify.updates import PACKED, PLAIN, UNPACKED, Form, Updates, distance
+from podium.certify.updates import PACKED, PLAIN, UNPACKED, Form, Updates, distance, loss_difference
 from podium.config.attention import KERNELS
 from podium.config.lora import TARGETS
 from podium.config.mesh import mesh_sizes
@@ -109,7 +109,7 @@ def update_checks(updates: Updates) -> Iterator[Check]:
     yield Check(
         name="loss",
         claim="the loss equals the recipe's formula, computed in float64",
-        difference=abs(first.loss - naive.loss) / naive.loss_size,
+        difference=loss_difference(first.loss, naive),
         after=causes,
     )
     yield Check(
@@ -121,7 +121,7 @@ def update_checks(updates: Updates) -> Iterator[Check]:
     yield Check(
         name="repeated batch",
         claim="a second update on the same batch equals the formula, with ratios that are no longer 1",
-        difference=max(abs(second.loss - again.loss) / again.loss_size, distance(second.gradient, again.gradient)),
+        difference=max(loss_difference(second.loss, again), distance(second.gradient, again.gradient)),
         after=(*causes, "loss", "gradient"),
     )
     recipe = subject.recipe
@@ -141,7 +141,7 @@ def update_checks(updates: Updates) -> Iterator[Check]:
 
 def form_checks(updates: Updates) -> Iterator[Check]:
     """Compare forms of an update (packing, meshes, kernels, ...) that must give the same result."""
-    size = updates.naive(updates.subject.weights).loss_size
+    size = updates.naive(updates.subject.weights).loss_size or 1.0
     for name, how, after, form in _forms(updates.subject):
         (other, *_) = updates.unpacked if name in BESIDE_UNPACKED or form.packing == "none" else (updates.packed,)
         found = updates.packed if form == PACKED else updates.run(form)[0]

@@ -160,6 +160,11 @@ def sizes_of(form: Form) -> BatchSizes:
     )
 
 
+def loss_difference(loss: float, naive: Update) -> float:
+    """The error of a loss, relative to the size of the naive loss's terms, or absolute if all of them are 0."""
+    return abs(loss - naive.loss) / (naive.loss_size or 1.0)
+
+
 def distance(found: Arrays, expected: Arrays) -> float:
     """The relative error of the worst parameter: norm of the difference / norm of the expected array."""
     return max(relative(found[name], value) for name, value in expected.items())

@@ -413,11 +413,6 @@ def hand_over_one_step_late() -> Plant:
     return generate.Rollouts, "load", planted
 
 
-def carried_keys_kept() -> Plant:
-    """Completions that go on under new weights see the keys and values of the old."""
-    return RolloutEngine, "_forget_cache", lambda engine: None
-
-
 def carried_tokens_called_new() -> Plant:
     """A token that older weights drew is said to be of the newest."""
     original = Sequence.completion
@@ -537,7 +532,6 @@ SLOW: dict[Callable[[], Plant], Named] = {
     second_hand_over_ignored: Named(training_checks, "hand-over"),
     rounded_in_the_hand_over: Named(training_checks, "hand-over"),
     hand_over_one_step_late: Named(training_checks, "hand-over"),
-    carried_keys_kept: Named(training_checks, "hand-over"),
     carried_tokens_called_new: Named(training_checks, "hand-over"),
     reward_weights_ignored: Named(training_checks, "episodes"),
     seeds_reused: Named(training_checks, "episodes"),
