@@ -269,7 +269,10 @@ def _moved_elsewhere(subject: Subject, training: Training) -> int:
 
 
 def _other_step(found: Step, expected: Step) -> int:
-    """Count differences between two steps: differing episodes, elements of weights and gradients, and 1 for sizes."""
+    """Count differences between two steps: unequal episodes, and unequal elements of new weights and gradients.
+
+    Adds 1 if the steps differ in their number of updates or episodes.
+    """
     ours, theirs = ([each for group in step.groups for each in episodes_of(group)] for step in (found, expected))
     shapes = (len(found.updates), len(ours)) != (len(expected.updates), len(theirs))
     other = sum(a != b for a, b in zip(ours, theirs, strict=False))
