@@ -13,13 +13,14 @@ Nothing is stored here: every call queries what exists.
 """
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from podium.pods.gcloud import CHANGE_S, READ_S, ApiAnswer, Gcloud, GcloudError, Order
-from podium.pods.inventory import ID, ApiObject, Slice, read_slices
+from podium.pods.inventory import END, ID, STOP, ApiObject, Slice, read_slices
 from podium.pods.patience import Patience
 from podium.pods.world import Clock, random_word
 
@@ -238,7 +239,8 @@ class Slices(SliceLists):
             if existing is None:
                 self._ask(order, zone)
             pending[:] = [zone]
-            return self._wait(order, zone)
+            granted = self._wait(order, zone)
+            return granted if existing and existing.state == "ready" else _without_requests(granted)
         except _RefusedError as refusal:
             reasons[zone] = str(refusal)
             self.say(f"{zone}: {refusal}")
@@ -443,6 +445,15 @@ class _Waiting:
         if mine.state == "waiting" and self.waited_s > NODE_S + self._order.valid_until_s:
             raise _RefusedError(f"not ready after {self.waited_s:.0f} s ({mine.detail})", mine.identity)
         return False
+
+
+def _without_requests(granted: Slice) -> Slice:
+    """A slice as it was granted, so that a run recognizes what is asked of it from then on as new.
+
+    Its own laptop may hear of the grant hours later, when another has already asked the run to stop.
+    """
+    labels = {name: text for name, text in granted.labels.items() if name not in (STOP, END)}
+    return dataclasses.replace(granted, labels=labels)
 
 
 def _taken(other: Slice, owner: str) -> SliceError:

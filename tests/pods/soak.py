@@ -39,6 +39,7 @@ HOUR_S = 3600.0
 HOURS_S = STEPS * STEP_S
 """How long a run takes that nothing happens to."""
 LIMIT_S = 40 * 24 * HOUR_S
+PATIENCE_S = 24 * HOUR_S
 RENT = Rent(type="v4-16", zones=list(ZONES), valid_until="10m", lease="4h")
 
 NO_NETWORK = (
@@ -177,7 +178,7 @@ class Soak:
         command.status = 0
 
     def begin(self, command: Command, what: Callable[[Command], None], again_s: float | None = None) -> None:
-        """Run a command on its laptop, and again after a failure if `again_s` says when."""
+        """Run a command on its laptop; after a failure again in `again_s`, for a day."""
 
         def work() -> None:
             while True:
@@ -188,7 +189,7 @@ class Soak:
                 except (ValueError, OSError) as error:
                     command.status = f"{type(error).__name__}: {error}"
                     command.said.append((self.timeline.now, str(error)))
-                    if again_s is not None:
+                    if again_s is not None and self.timeline.now < 1e9 + PATIENCE_S:
                         command.laptop.sleep(again_s)
                         continue
                 return

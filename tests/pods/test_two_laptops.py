@@ -226,6 +226,18 @@ def test_the_end_of_another_run_and_a_stop_of_another_run_are_not_this_ones(lapt
     assert session.observe().asked_to_stop
 
 
+def test_a_stop_before_a_laptop_hears_that_its_slice_was_granted_is_heard(laptops):
+    def stop_once_granted(argv):
+        for node in laptops.fake.nodes.values():
+            if node["state"] == "READY":
+                node["labels"][STOP] = "1700000000"
+
+    laptops.gcloud.before = stop_once_granted
+    session = laptops.session()
+    assert session.observe().asked_to_stop
+    assert not laptops.session().observe().asked_to_stop  # the same command again overrides the stop
+
+
 def reap(laptops: Laptops, monkeypatch: pytest.MonkeyPatch, skew_s: float = 0.0) -> str:
     """`podium pod reap` on a laptop whose clock is wrong; what it says."""
     project = laptops.project(skew_s=skew_s)

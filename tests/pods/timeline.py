@@ -1,9 +1,14 @@
 """One virtual time for several laptops, each of which runs a command in a thread of its own; one runs at a time."""
 
+import contextlib
 import heapq
 import itertools
 import threading
 from collections.abc import Callable
+
+
+class StoryOver(BaseException):
+    """Ends what still runs on a laptop when its story is over; a command does not catch it."""
 
 
 class Timeline:
@@ -12,6 +17,8 @@ class Timeline:
     def __init__(self) -> None:
         self.now = 1_000_000_000.0
         self.running: Laptop | None = None
+        self.over = False
+        self.laptops: list[Laptop] = []
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._back = threading.Semaphore(0)
@@ -34,6 +41,9 @@ class Timeline:
             moment, _, event = heapq.heappop(self._due)
             self.now = max(self.now, moment)
             event()
+        self.over = True
+        for laptop in self.laptops:
+            laptop.end()
 
     def resume(self, laptop: "Laptop") -> None:
         """Let a laptop go on until it waits again or has ended."""
@@ -58,6 +68,8 @@ class Laptop:
         """From when to when the lid was closed."""
         self._asleep_s = 0.0
         self._wake = 0.0
+        self._thread: threading.Thread | None = None
+        timeline.laptops.append(self)
 
     def time(self) -> float:
         """Seconds since 1970, as it believes."""
@@ -69,10 +81,12 @@ class Laptop:
 
     def sleep(self, seconds: float, /) -> None:
         """Wait; time with a closed lid does not count."""
+        self._end_if_over()
         self._wake = self.timeline.now + seconds
         self.timeline.at(self._wake, self._look)
         self.timeline.yield_back()
         self.go.acquire()
+        self._end_if_over()
 
     def close_lid(self, seconds: float) -> None:
         """Put it to sleep."""
@@ -85,14 +99,26 @@ class Laptop:
 
         def work() -> None:
             self.go.acquire()
-            try:
+            with contextlib.suppress(StoryOver):
                 command()
-            finally:
+            if not self.timeline.over:
                 self.ended = self.timeline.now
                 self.timeline.yield_back()
 
-        threading.Thread(target=work, name=self.name, daemon=True).start()
+        self._thread = threading.Thread(target=work, name=self.name, daemon=True)
+        self._thread.start()
         self.timeline.resume(self)
+
+    def end(self) -> None:
+        """End the command, which may wait in a thread of its own; the interpreter would wait for that thread."""
+        if self._thread is not None and self.ended is None:
+            self.go.release()
+            self._thread.join(timeout=60)
+            assert not self._thread.is_alive(), f"the command on {self.name} goes on after its story"
+
+    def _end_if_over(self) -> None:
+        if self.timeline.over:
+            raise StoryOver
 
     def _look(self) -> None:
         if self.timeline.now < self._wake:
