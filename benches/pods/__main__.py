@@ -12,7 +12,7 @@ talks; jobs are `podium train` of a tiny random model over jax.distributed on CP
     d  --keep-alive while machines are preempted at random instants: metrics continue bit for bit
     e  a job that ends with 255, ssh sessions that drop, a laptop that is killed and starts again: one copy of the job
     f  lost replies, stock-outs, 429, deletion during creation; 200 random fault sequences: nothing is left rented
-    soak  --keep-alive through 200 random sequences of faults over whole runs, by a clock that is not waited for
+    soak  --keep-alive through 300 random sequences of faults over whole runs, by a clock that is not waited for
     g  planted secrets: in no file, no request and no output of all that the other bars leave
 
 Prints a line per case and writes benches/results/pods-BAR-cpu.json; exit status 1 where a case misses its bar.
