@@ -207,8 +207,15 @@ class Session:
         return not self._taken and (now is None or now.run in (None, self._run))
 
     def _claim(self) -> None:
-        """Label a slice whose earlier run has ended, so that no other command takes or deletes it."""
+        """Label a slice whose earlier run has ended, so that no other command takes or deletes it.
+
+        Raises RemoteError if that run was started again since this session last listed the slice.
+        """
         if self.slice.run != self._run:
+            before = self.slice.labels.get(RUN)
+            now = self._now()
+            if now is not None and now.labels.get(RUN) != before:
+                raise RemoteError(f"{now.name} is busy with job {now.labels.get(RUN)}, which has just been started")
             self._project.slices.label(self.slice, {RUN: label_text(f"{self._spec.prefix}0")})
 
     def _asked(self, now: Slice | None) -> bool:

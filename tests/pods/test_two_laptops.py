@@ -15,6 +15,7 @@ from podium.pods.launch import RunSpec
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import Project
 from podium.pods.push import Package
+from podium.pods.remote import RemoteError
 from podium.pods.rental import rent_slice
 from podium.pods.run import follow
 from podium.pods.secrets import Secrets
@@ -161,6 +162,17 @@ def test_what_was_rented_for_another_run_is_not_used_before_that_has_begun(lapto
     assert "it was rented for run-" in second.observe().taken
     assert not second.give_back(1)
     assert len(laptops.nodes()) == 1
+
+
+def test_a_slice_on_which_its_run_begins_again_meanwhile_is_not_claimed(laptops):
+    first = laptops.session()
+    laptops.started(first)
+    second = laptops.session("other")
+    assert second.observe().taken == ""  # an attempt that has ended
+    laptops.started(first, attempt=2)
+    with pytest.raises(RemoteError, match=r"demo is busy with job run-\w+-2, which has just been started"):
+        second.start()
+    assert not first.observe().taken
 
 
 def test_what_another_laptop_rents_while_a_slice_is_replaced_is_kept_or_used(laptops):
