@@ -1,10 +1,11 @@
 import json
+import math
 
 import numpy as np
 import pytest
 
 from podium.files import to_json
-from podium.observe.records import lengths_record, sample_record, sampled_groups
+from podium.observe.records import lengths_record, read_metrics, sample_record, sampled_groups
 from podium.rollout.request import Completion
 from podium.rollout.transcript import transcript_of
 from podium.tasks.task import Prompt, Reward
@@ -62,3 +63,13 @@ def test_every_kth_group_of_the_run_is_kept_wherever_steps_begin(prompts_per_ste
         for group in sampled_groups(step, prompts_per_step=prompts_per_step, samples_every=samples_every)
     ]
     assert kept == list(range(0, 29 * prompts_per_step, samples_every))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_metric_that_is_not_finite_is_null_in_the_file_and_nan_when_read(tmp_path, value):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(to_json({"step": 1, "loss": value, "reward": 0.5}) + "\n")
+    assert json.loads(file.read_text()) == {"step": 1, "loss": None, "reward": 0.5}
+    (read,) = read_metrics(file)
+    assert math.isnan(read.pop("loss"))
+    assert read == {"step": 1, "reward": 0.5}
