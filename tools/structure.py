@@ -33,6 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "models.hf_config",
         "models.blocks",
         "models.blocks.mathematics",
+        "models.blocks.routing",
         "models.layouts",
         "models.params",
         "models.flops",
@@ -61,8 +62,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("api",),
     ("cli",),
 )
-WHEN_APPLIED = {"models.blocks.mathematics"}
-"""Imported by layers only when they are applied, in functions that are traced: it needs jax and nothing of Podium."""
+WHEN_APPLIED = {"models.blocks.mathematics", "models.blocks.routing"}
+"""Imported by layers only when they are applied, in functions that are traced: they need jax, and of Podium no more
+than the layers do."""
 WITHOUT_JAX = {part for floor in FLOORS[:9] for part in floor} - WHEN_APPLIED
 WITHOUT_JAX |= {"hlo", "compiler", "cli", "plan.cli", "bench.cli"}
 HEIGHTS = {part: height for height, floor in enumerate(FLOORS) for part in floor}

@@ -95,7 +95,8 @@ def adapter_errors(subject: Subject) -> float:
     if (lora := clone.lora) is None:
         return 1.0
     wanted = {name for target in config.targets for name in TARGETS[target]}
-    expected = {f"layers.{name}.lora_{half}" for name in wanted for half in "ab"}
+    places = [(place.prefix, place.block.specs(clone.width, std=0.0, out_std=0.0)) for place in clone.places]
+    expected = {f"{prefix}{name}.lora_{half}" for prefix, own in places for name in wanted & set(own) for half in "ab"}
     other_scale = abs(lora.scale - config.alpha / config.rank) > 1e-6 * lora.scale
     return len(expected ^ trained_specs(clone).keys()) + float(other_scale)
 

@@ -21,7 +21,9 @@ from jax.lax import stop_gradient
 
 from podium.certify.naive_rules import Rules
 from podium.models.architecture import DecoderConfig
+from podium.models.blocks.activation import Activation
 from podium.models.blocks.attention import Attention
+from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Block
 from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.rope import LinearScaling, Rope, RopeScaling, YarnScaling
@@ -97,18 +99,41 @@ def _norm(x: jax.Array, scale: jax.Array, decoder: DecoderConfig) -> jax.Array:
 
 def _layer(x: jax.Array, w: Weights, block: Block, decoder: DecoderConfig) -> jax.Array:
     """The output of a layer, [T, D]."""
-    attention, mlp = block.kinds
-    assert isinstance(attention, Attention) and isinstance(mlp, Mlp), "tiny_clone refuses other kinds"
+    attention, after = block.kinds
+    assert isinstance(attention, Attention), "tiny_clone refuses other kinds"
     found = _attended(_norm(x, w["attention_norm"], decoder), w, attention, decoder)
     x = x + (_norm(found, w["attention_out_norm"], decoder) if block.norms_behind else found)
     y = _norm(x, w["mlp_norm"], decoder)
-    gate = y @ w["gate"]
-    if mlp.activation == "silu":
-        opened = gate / (1 + jnp.exp(-gate))
+    if isinstance(after, Experts):
+        found = _of_experts(y, w, after)
     else:
-        opened = gate * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) / 2
-    found = (opened * (y @ w["up"])) @ w["down"]
+        assert isinstance(after, Mlp), "the tiny clone has refused other kinds"
+        found = _gated(y, w["gate"], w["up"], w["down"], after.activation)
     return x + (_norm(found, w["mlp_out_norm"], decoder) if block.norms_behind else found)
+
+
+def _gated(y: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, activation: Activation) -> jax.Array:
+    """What a gated linear unit makes of [T, D]."""
+    shut = y @ gate
+    if activation == "silu":
+        opened = shut / (1 + jnp.exp(-shut))
+    else:
+        opened = shut * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (shut + 0.044715 * shut**3))) / 2
+    return (opened * (y @ up)) @ down
+
+
+def _of_experts(y: jax.Array, w: Weights, experts: Experts) -> jax.Array:
+    """What a mixture of experts makes of [T, D]: all experts compute all tokens, most with a share of 0."""
+    shares = jax.nn.softmax(y @ w["router"], axis=-1)  # [T, E]
+    least = jnp.sort(shares, axis=-1)[:, -experts.top, None]
+    shares = jnp.where(shares >= least, shares, 0.0)
+    if experts.normalized:
+        shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
+    found = jnp.zeros_like(y)
+    for each in range(experts.count):
+        gate, up, down = (w[name][each] for name in ("expert_gate", "expert_up", "expert_down"))
+        found = found + shares[:, each, None] * _gated(y, gate, up, down, experts.activation)
+    return found
 
 
 def _attended(y: jax.Array, w: Weights, attention: Attention, decoder: DecoderConfig) -> jax.Array:

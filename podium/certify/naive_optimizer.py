@@ -15,8 +15,10 @@ from podium.config.imports import imported, is_path
 from podium.config.optimizer import OptimizerConfig
 
 Arrays = dict[str, np.ndarray]
-INPUTS = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
+INPUTS = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1, "router": 1}
 """Number of input dimensions of each layer's matrix, after the dimension L; the remaining ones are outputs."""
+EXPERTS = ("expert_gate", "expert_up", "expert_down")
+"""Stacks of matrices with one input dimension, for each layer and expert."""
 MUON_RMS = 0.2  # arXiv:2502.16982
 ADAFACTOR_RMS = 1.0  # arXiv:1804.04235
 
@@ -97,16 +99,18 @@ def _rule(config: OptimizerConfig, weights: Arrays) -> tuple[optax.GradientTrans
 def _inputs(name: str) -> int | None:
     """Number of input dimensions of a layer's matrix; None for norms, biases, embedding and head."""
     *_, last = name.removesuffix(".lora_a").removesuffix(".lora_b").split(".")
-    return 1 if name.endswith(".lora_b") else INPUTS.get(last)
+    return 1 if name.endswith(".lora_b") or last in EXPERTS else INPUTS.get(last)
 
 
 def _flat(weights: Arrays) -> dict[str, jnp.ndarray]:
-    """Reshape the layers' matrices to [L, inputs, outputs]; other arrays are unchanged."""
+    """Reshape the layers' matrices to [n, inputs, outputs]; other arrays are unchanged."""
 
     def flat(name: str, x: np.ndarray) -> np.ndarray:
         inputs = _inputs(name)
         if inputs is None:
             return x
+        if name.endswith(EXPERTS):
+            x = x.reshape(-1, *x.shape[2:])
         first = int(np.prod(x.shape[1 : 1 + inputs]))
         return x.reshape(len(x), first, -1)
 

@@ -36,6 +36,7 @@ class Rules:
     correction_high: float = 2.0
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
     entropy_bonus: float = 0.0
+    router_loss_coef: float = 0.0
     mask_truncated: bool = False
     zero_variance: Literal["keep", "drop", "refill"] = "keep"
     max_refills: int = 3

@@ -17,9 +17,10 @@ from podium.certify.naive_step import Episode, Room, optimizer_steps
 from podium.certify.task import LONGEST_QUESTION, NAME, STOP, LetterBackend
 from podium.config.imports import is_path
 from podium.config.schema import Config, GradingConfig, TaskConfig
-from podium.models.architecture import DecoderConfig
+from podium.models.architecture import DecoderConfig, ModelError
 from podium.models.blocks.attention import Attention
-from podium.models.blocks.kind import Block, Stack
+from podium.models.blocks.experts import Experts
+from podium.models.blocks.kind import Block, Kind, Stack
 from podium.models.blocks.mlp import Mlp
 from podium.models.params import TRAIN_AXES, ParamSpec, frozen_specs, is_adapter, param_specs, trained_specs
 from podium.models.presets import find_decoder
@@ -254,9 +255,10 @@ def tiny_clone(decoder: DecoderConfig) -> DecoderConfig:
     """Shrink a decoder until it compiles in seconds: width 64 and small windows, with all its features.
 
     If all layers are of one kind, the clone has two of them; otherwise one of each kind, in order. Raises ModelError if
-    a layer is not attention with a dense feed-forward.
+    the naive form does not compute a layer.
     """
-    decoder.dense_layers()  # other kinds are refused
+    for place in decoder.places:
+        _check_kinds(place.block, decoder)
     blocks = tuple(dict.fromkeys(_tiny_block(place.block) for place in decoder.places))
     repeats = min(decoder.layers, 2) if len(blocks) == 1 else 1
     return dataclasses.replace(
@@ -269,10 +271,25 @@ def tiny_clone(decoder: DecoderConfig) -> DecoderConfig:
     )
 
 
+def _check_kinds(block: Block, decoder: DecoderConfig) -> None:
+    """Raises ModelError for kinds of layers that the naive form does not compute."""
+    if not isinstance(block.mixer, Attention) or not isinstance(block.feed_forward, Mlp | Experts):
+        kinds = " and ".join(type(kind).__name__ for kind in block.kinds)
+        raise ModelError(f"certify has no naive form of a layer of this {decoder.model_type}: {kinds}")
+
+
+def _tiny_feed_forward(kind: Kind) -> Kind:
+    """The feed-forward with a small width, and few experts."""
+    if isinstance(kind, Experts):
+        return dataclasses.replace(kind, count=min(kind.count, 8), top=min(kind.top, 3), width=min(kind.width, 32))
+    assert isinstance(kind, Mlp)
+    return dataclasses.replace(kind, width=min(kind.width, 96))
+
+
 def _tiny_block(block: Block) -> Block:
     """Shrink a block: few and small heads, and a window shorter than most sequences."""
-    attention, mlp = block.kinds
-    assert isinstance(attention, Attention) and isinstance(mlp, Mlp)
+    attention = block.mixer
+    assert isinstance(attention, Attention)
     kv_heads = 2 if attention.kv_heads % 2 == 0 else 1
     head_dim = min(attention.head_dim, 16)
     sharpening = attention.sharpening and dataclasses.replace(attention.sharpening, period=TINY_WINDOW)
@@ -288,7 +305,7 @@ def _tiny_block(block: Block) -> Block:
             scale_dims=attention.scale_dims and head_dim + head_dim // 2,
             sharpening=sharpening,
         ),
-        feed_forward=dataclasses.replace(mlp, width=min(mlp.width, 96)),
+        feed_forward=_tiny_feed_forward(block.feed_forward),
     )
 
 
@@ -330,6 +347,11 @@ def _small_step(config: Config) -> Config:
             f"algorithm.loss {twice.loss}: certify has no naive implementation to compare it with; test it separately,"
             " and certify the run with one of Podium's losses"
         )
+    if twice.router_loss_coef:
+        raise ValueError(
+            f"algorithm.router_loss_coef {twice.router_loss_coef:g}: certify has no naive form of it to compare with;"
+            " certify the run with 0"
+        )
     algorithm = {"minibatches": 1, "updates_per_batch": 1 if twice.loss == "reinforce" else 2}
     given = config.rollout
     lengths = {"max_prompt_tokens": LONGEST_PROMPT, "max_new_tokens": MAX_NEW_TOKENS, "stop": [STOP]}
@@ -343,7 +365,8 @@ def _small_step(config: Config) -> Config:
     parts: dict[str, Any] = {
         "lora": lora,
         "rollout": given.model_copy(update={**lengths, **slots, **visible, "dtype": "float32"}),
-        "train": config.train.model_copy(update={**sizes, "dtype": "float32"}),
+        # The naive form chooses experts anew in a second update.
+        "train": config.train.model_copy(update={**sizes, "dtype": "float32", "replay_routing": False}),
         "algorithm": config.algorithm.model_copy(update=algorithm),
         "grading": GradingConfig(workers=0, overlong_buffer_tokens=OVERLONG_TOKENS),
     }
@@ -377,6 +400,7 @@ def _cut(completion: Completion, length: int) -> Completion:
         sampled_logprobs=completion.sampled_logprobs[:length],
         full_logprobs=completion.full_logprobs[:length],
         versions=completion.versions[:length],
+        choices=None if completion.choices is None else completion.choices[:length],
         finish_reason="stop",
     )
 

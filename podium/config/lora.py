@@ -34,7 +34,8 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 32.0
     """An adapter's output is multiplied by alpha / rank."""
     targets: Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)] = ["all"]
-    """Matrices that get an adapter: all, attention, mlp, or names of q, k, v, o, gate, up, down."""
+    """Matrices that get an adapter: all, attention, mlp, or names of q, k, v, o, gate, up, down. Experts and their
+    routers have none: of a mixture of experts, all means attention."""
     seed: int = 0
     """Seed of the adapters' first factors; the second factors start at 0, so the run starts with the model itself."""
     base: Base = "bfloat16"

@@ -148,6 +148,8 @@ class AlgorithmConfig(Section):
     before the first update, which cost a forward pass if there are several updates per batch."""
     entropy_bonus: NotNegativeFloat | None = None
     """Weight of the entropy added to the objective; always averaged over tokens, whatever `mean` is."""
+    router_loss_coef: NotNegativeFloat | None = None
+    """Weight of the loss that makes the routers of a mixture of experts use all experts equally."""
     mask_truncated: bool | None = None
     """Exclude completions cut by `max_new_tokens` from the loss."""
     zero_variance: Literal["keep", "drop", "refill"] | None = None
@@ -199,6 +201,10 @@ class TrainConfig(Section):
     head_chunk_tokens: Positive = 1024
     """Tokens per chunk of float32 logits on each device, forward and backward; a fused head uses chunks of the same
     memory for the logits' gradient."""
+    replay_routing: bool = True
+    """Send each token to the experts that the sampler sent it to, in a mixture of experts; prompts, whose experts are
+    not recorded, to those that the router chooses now. false: choose for all tokens, by numbers that rounding has
+    made others than the sampler's."""
     optimizer: OptimizerConfig = OptimizerConfig()
     offload_optimizer: bool = False
     """Keep the optimizer's moments in host memory between updates; an update fetches them one parameter at a time and

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from podium.config.attention import kv_layout
 from podium.config.lora import APART_RANK, MATRICES, TARGETS, Base, LoraConfig
 from podium.models.blocks.attention import Attention
+from podium.models.blocks.experts import DENSE_ROWS, Experts
 from podium.models.blocks.kind import Block, Place, Stack, Work, places
 from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.rope import Rope, RopeScaling
@@ -119,14 +120,31 @@ class DecoderConfig:
 
     def dense_layers(self) -> list[tuple[Attention, Mlp]]:
         """Attention and feed-forward of each layer, in order. Raises ModelError if a layer has other kinds."""
-        found: dict[int, tuple[Attention, Mlp]] = {}
-        for place in self.places:
-            mixer, after = place.block.kinds
+        found: list[tuple[Attention, Mlp]] = []
+        for layer, block in enumerate(self.blocks):
+            mixer, after = block.kinds
             if not isinstance(mixer, Attention) or not isinstance(after, Mlp):
                 kinds = f"{type(mixer).__name__} and {type(after).__name__}"
-                raise ModelError(f"layer {place.layers[0]} of this {self.model_type} is {kinds}, not Attention and Mlp")
-            found |= dict.fromkeys(place.layers, (mixer, after))
+                raise ModelError(f"layer {layer} of this {self.model_type} is {kinds}, not Attention and Mlp")
+            found.append((mixer, after))
+        return found
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The block of each layer, in order."""
+        found = {layer: place.block for place in self.places for layer in place.layers}
         return [found[layer] for layer in sorted(found)]
+
+    @property
+    def routed(self) -> tuple[tuple[Place, Experts], ...]:
+        """The places with a mixture of experts."""
+        pairs = ((place, place.block.feed_forward) for place in self.places)
+        return tuple((place, kind) for place, kind in pairs if isinstance(kind, Experts))
+
+    @property
+    def choices(self) -> int:
+        """Number of choices that the routers make for each token, over all layers; 0 without a mixture of experts."""
+        return sum(len(place.layers) * kind.top for place, kind in self.routed)
 
     def total(self, count: Callable[[Work], int]) -> int:
         """Sum a field of `Work` over all layers."""
@@ -142,6 +160,18 @@ class DecoderConfig:
     def active(self) -> int:
         """Number of matrix elements that each token is multiplied with, in layers and head."""
         return self.total(lambda work: work.active) + self.vocab * self.width
+
+    @property
+    def stored(self) -> int:
+        """Number of matrix elements in layers and head: those of all experts, of which a token meets a few."""
+        return self.total(lambda work: work.total) + self.vocab * self.width
+
+    def multiplied(self, rows: int) -> int:
+        """Number of matrix elements that each of the `rows` tokens of a decode step is multiplied with on its devices.
+
+        All experts, if there are so few rows that they are multiplied with all.
+        """
+        return self.stored if self.routed and rows <= DENSE_ROWS else self.active
 
     def cached(self, platform: str) -> int:
         """Elements that a cache stores per token on a jax platform (cpu, gpu, tpu), over all layers."""
@@ -201,6 +231,27 @@ def dense_decoder(
         tied=tied,
         lora=lora,
     )
+
+
+def with_lora(decoder: DecoderConfig, config: LoraConfig | None) -> DecoderConfig:
+    """The decoder with the adapters of a config, on those of the targets that it has.
+
+    Raises ModelError if it has no matrix of a named target, such as the MLP of a mixture of experts.
+    """
+    lora = make_lora(config)
+    if lora is None or config is None:
+        return dataclasses.replace(decoder, lora=lora)
+    width = decoder.width
+    own = {name for block in decoder.blocks for name in block.specs(width, std=0.0, out_std=0.0)} & set(MATRICES)
+    for target in config.targets:
+        if not own & set(TARGETS[target]):
+            experts = "; its experts and routers stay frozen" if decoder.routed else ""
+            raise ModelError(
+                f"lora.targets: this {decoder.model_type} has no matrix {target} that an adapter can be put beside"
+                f"{experts}; name {', '.join(name for name in MATRICES if name in own)}, or attention"
+            )
+    targets = tuple(name for name in lora.targets if name in own)
+    return dataclasses.replace(decoder, lora=dataclasses.replace(lora, targets=targets))
 
 
 def with_layers(decoder: DecoderConfig, layers: int) -> DecoderConfig:

@@ -1,15 +1,19 @@
 """The decoder's operations for layers (products, norms, rotations, attention), placed on the devices of a mesh."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 
 from podium.models.blocks import mathematics
+from podium.models.blocks.activation import Activation
+from podium.models.blocks.choices import Recorded
 from podium.models.blocks.kind import Advance, At, Attend, Recur, States, Tree
 from podium.models.blocks.rope import Rope
-from podium.models.blocks.weights import LayerWeight, LayerWeights
+from podium.models.blocks.weights import LayerWeight, LayerWeights, Weight
 from podium.models.linear import make_linear, several
+from podium.models.mixture import mixed
 from podium.models.placement import from_sequences, to_sequences
 from podium.sharding import ShardingRules
 
@@ -30,6 +34,8 @@ class LayerContext:
     eps: float
     norm_offset: float
     rules: ShardingRules
+    recorded: Recorded | None = None
+    replay: bool = True
 
     def norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
         """RMS norm over the last dimension."""
@@ -39,6 +45,28 @@ class LayerContext:
     def linear(self, pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
         """The einsum of an activation and a weight."""
         return make_linear(self.rules)(pattern, x, w)
+
+    def exact(self, pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
+        """The einsum of an activation and a weight in float32."""
+        assert isinstance(w, jax.Array | Weight), "a router has no adapter"
+        value = w.value if isinstance(w, Weight) else w
+        exact = value.astype(jnp.float32)
+        if isinstance(w, Weight) and w.sums is not None:
+            exact = jax.lax.stop_gradient(exact) + w.sums  # zeros, which get the gradient
+        return jnp.einsum(pattern, x.astype(jnp.float32), exact, precision=jax.lax.Precision.HIGHEST)
+
+    def experts(
+        self,
+        x: jax.Array,
+        gates: jax.Array,
+        chosen: jax.Array,
+        matrices: Sequence[LayerWeight],
+        *,
+        count: int,
+        activation: Activation,
+    ) -> jax.Array:
+        """The sum over each token's chosen experts of gate times expert, [B, T, D]."""
+        return mixed(self.rules, x, gates, chosen, matrices, count=count, activation=activation)
 
     def heads(self, x: jax.Array, w: LayerWeights, *, bias: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Project x [B, T, D] to queries [B, T, H, Q], keys and values [B, T, K, Q], with biases if `bias`.

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from podium.config.schema import Remat
 from podium.models.adapters import dequantised
 from podium.models.architecture import DecoderConfig
+from podium.models.blocks.choices import Recorded
 from podium.models.blocks.kind import Attend, Block, Kind, Place, Recur, Tree
 from podium.models.blocks.mathematics import rms_norm, rope_tables
 from podium.models.blocks.weights import AnyWeight, LayerWeights, Weight
@@ -38,6 +39,8 @@ def forward(
     attend: Attend,
     carried: Sequence[Tree] | None = None,
     *,
+    recorded: Sequence[Recorded | None] | None = None,
+    replay: bool = True,
     recur: Recur | None = None,
     config: DecoderConfig,
     rules: ShardingRules,
@@ -56,6 +59,9 @@ def forward(
         attend: called in every layer with attention.
         carried: data that layers keep between calls, such as a cache: one pytree for each of `config.places`,
             passed from layer to layer of that place. None: nothing.
+        recorded: what is known of the tokens' experts before the pass, for each of `config.places` stacked over its
+            layers, [L, B, T, ...]. None: nothing.
+        replay: whether tokens go to their recorded experts instead of the routers' choices.
         recur: called in every layer with a recurrent state; None: there are no such layers.
         config: the decoder's architecture.
         rules: where weights and activations are during computation (not where they are stored).
@@ -77,17 +83,22 @@ def forward(
         frozen = config.lora is not None and not is_adapter(name)
         return layer_weight(name, stored, specs[name], frozen=frozen, rules=rules, dtype=dtype, wide=wide)
 
-    def layer(
-        carry: tuple[jax.Array, Tree], xs: tuple[jax.Array, Params], *, place: Place
-    ) -> tuple[tuple[jax.Array, Tree], Tree]:
+    def layer(carry: tuple[jax.Array, Tree], xs: LayerInputs, *, place: Place) -> tuple[tuple[jax.Array, Tree], Tree]:
         x, own = carry
-        index, stored = xs
+        index, stored, known = xs
         x = checkpoint_name(x, LAYER_INPUT)
         weights = {name: weight(place.prefix + name, value) for name, value in stored.items()}
         compute = functools.partial(
-            _layer, index=index, block=place.block, attend=attend, recur=recur, config=config, rules=rules
+            _layer,
+            index=index,
+            block=place.block,
+            attend=attend,
+            recur=recur,
+            replay=replay,
+            config=config,
+            rules=rules,
         )
-        rows = (x, positions, tables, own)
+        rows = (x, positions, tables, own, known)
         if groups > 1:
             x, auxiliary = _in_groups(compute, dequantised(weights, dtype), rows, groups, rules, remat)
             return (x, own), auxiliary
@@ -108,15 +119,18 @@ def forward(
             here = slice(len(auxiliary), len(auxiliary) + len(stack.pattern))
             steps = [_remat(functools.partial(layer, place=place), remat) for place in config.places[here]]
             stored = [_of_place(params, place) for place in config.places[here]]
-            x, kept[here], made = _scan(steps, x, kept[here], stored, stack.repeats)
+            known: list[Recorded | None] = [None] * len(steps) if recorded is None else list(recorded[here])
+            x, kept[here], made = _scan(steps, x, kept[here], stored, known, stack.repeats)
             auxiliary += made
     norm = weight("final_norm", params["final_norm"])
     assert isinstance(norm, jax.Array)
     return rms_norm(x, norm, config.norm_eps, config.norm_offset), tuple(kept), tuple(auxiliary)
 
 
-Step = Callable[[tuple[jax.Array, Tree], tuple[jax.Array, Params]], tuple[tuple[jax.Array, Tree], Tree]]
-"""A layer: `((x, carried), (its number in the stack, weights)) -> ((x, carried), auxiliary)`."""
+LayerInputs = tuple[jax.Array, Params, Recorded | None]
+"""A layer's number among those of its place, its weights, and what is known of its tokens' experts."""
+Step = Callable[[tuple[jax.Array, Tree], LayerInputs], tuple[tuple[jax.Array, Tree], Tree]]
+"""A layer: `((x, carried), inputs) -> ((x, carried), auxiliary)`."""
 
 
 def _of_place(params: Params, place: Place) -> Params:
@@ -126,29 +140,35 @@ def _of_place(params: Params, place: Place) -> Params:
 
 
 def _scan(
-    steps: Sequence[Step], x: jax.Array, carried: list[Tree], stored: list[Params], repeats: int
+    steps: Sequence[Step],
+    x: jax.Array,
+    carried: list[Tree],
+    stored: list[Params],
+    known: list[Recorded | None],
+    repeats: int,
 ) -> tuple[jax.Array, list[Tree], list[Tree]]:
     """Run a stack; returns its output, each place's `carried`, and each place's auxiliary results."""
 
     def period(
-        carry: tuple[jax.Array, list[Tree]], xs: tuple[jax.Array, list[Params]]
+        carry: tuple[jax.Array, list[Tree]], xs: tuple[jax.Array, list[Params], list[Recorded | None]]
     ) -> tuple[tuple[jax.Array, list[Tree]], list[Tree]]:
         x, carried = carry
-        index, stored = xs
+        index, stored, known = xs
         kept: list[Tree] = []
         made: list[Tree] = []
-        for step, own, weights in zip(steps, carried, stored, strict=True):
-            (x, own), auxiliary = step((x, own), (index, weights))
+        for step, own, weights, choices in zip(steps, carried, stored, known, strict=True):
+            (x, own), auxiliary = step((x, own), (index, weights, choices))
             kept.append(own)
             made.append(auxiliary)
         return (x, kept), made
 
-    (x, carried), auxiliary = jax.lax.scan(period, (x, carried), (jnp.arange(repeats), stored))
+    (x, carried), auxiliary = jax.lax.scan(period, (x, carried), (jnp.arange(repeats), stored, known))
     return x, carried, auxiliary
 
 
-Rows = tuple[jax.Array, jax.Array, list[Tables], Tree]
-"""Some rows: activations [B, T, D], positions, rotary tables for each of the decoder's ropes, and `carried`."""
+Rows = tuple[jax.Array, jax.Array, list[Tables], Tree, Recorded | None]
+"""Some rows: activations [B, T, D], positions, rotary tables for each of the decoder's ropes, `carried`, and what is
+known of the tokens' experts."""
 
 
 def _layer(
@@ -159,12 +179,13 @@ def _layer(
     block: Block,
     attend: Attend,
     recur: Recur | None,
+    replay: bool,
     config: DecoderConfig,
     rules: ShardingRules,
 ) -> tuple[jax.Array, Tree, Tree]:
     """Run one layer; returns its output, its `carried`, and the auxiliary results of both kinds."""
     adapted = with_adapters(w, config.lora.scale) if config.lora else w
-    x, positions, tables, carried = rows
+    x, positions, tables, carried, known = rows
     context = LayerContext(
         layer=index,
         carried=carried,
@@ -175,6 +196,8 @@ def _layer(
         eps=config.norm_eps,
         norm_offset=config.norm_offset,
         rules=rules,
+        recorded=known,
+        replay=replay,
     )
     x, carried, of_mixer = _residual(block, block.mixer, "attention", adapted, x, context)
     context = dataclasses.replace(context, carried=carried)
@@ -213,8 +236,8 @@ def _in_groups(
         x, _, auxiliary = compute(w | used, rows)
         return x, auxiliary
 
-    found = jax.lax.map(_remat(group, remat), jax.tree.map(lambda x: split_rows(rules, x, groups), rows))
-    return jax.tree.map(lambda x: merge_rows(rules, x), found)
+    x, auxiliary = jax.lax.map(_remat(group, remat), jax.tree.map(lambda x: split_rows(rules, x, groups), rows))
+    return merge_rows(rules, x, "tokens"), jax.tree.map(lambda x: merge_rows(rules, x), auxiliary)
 
 
 def _remat(body: Callable[P, R], remat: Remat) -> Callable[P, R]:

@@ -209,15 +209,26 @@ def _fill(target: jax.Array, part: FilePart, tensors: Tensors, spec: ParamSpec, 
 def _make_write(mesh: Mesh, target: PartitionSpec, piece: PartitionSpec, order: tuple[int, ...]):
     """The jitted `(target, piece, index, start) -> target`: writes a piece into each shard in place.
 
-    `index` selects the stacked dimensions; `start` is the first row within each shard.
+    `index` selects the stacked dimensions; `start` is the first row within each shard. Where a stacked dimension is
+    split, as experts are, the other shards stay as they are.
     """
 
     def write(target: jax.Array, piece: jax.Array, index: tuple[jax.Array, ...], start: jax.Array) -> jax.Array:
         values = piece.transpose(order).astype(target.dtype)
         values = jnp.expand_dims(values, range(len(index)))
-        return jax.lax.dynamic_update_slice(target, values, [*index, *(start if dim == 0 else 0 for dim in order)])
+        here = [
+            each if names is None else each - size * jax.lax.axis_index(names)
+            for each, size, names in zip(index, target.shape, partition, strict=False)
+        ]
+        begin = [*here, *(start if dim == 0 else 0 for dim in order)]
+        if any(names is not None for names in partition[: len(index)]):
+            held = functools.reduce(
+                jnp.logical_and, ((each >= 0) & (each < size) for each, size in zip(here, target.shape, strict=False))
+            )
+            values = jnp.where(held, values, jax.lax.dynamic_slice(target, begin, values.shape))
+        return jax.lax.dynamic_update_slice(target, values, begin)
 
-    everywhere = PartitionSpec()
+    partition, everywhere = target, PartitionSpec()
     specs = (target, piece, everywhere, everywhere)
     return jax.jit(jax.shard_map(write, mesh=mesh, in_specs=specs, out_specs=target), donate_argnums=0)
 

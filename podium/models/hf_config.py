@@ -16,7 +16,8 @@ from podium.models.architecture import (
 )
 from podium.models.blocks.activation import Activation
 from podium.models.blocks.attention import Attention, Sharpening
-from podium.models.blocks.kind import Block, Stack
+from podium.models.blocks.experts import MAX_EXPERTS, Experts
+from podium.models.blocks.kind import Block, Kind, Stack
 from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.rope import LinearScaling, Rope, RopeScaling, Scaling, YarnScaling
 
@@ -36,6 +37,9 @@ class Family:
     activation: Activation = "silu"
     activation_key: str = "hidden_act"
     """The key of the activation in config.json."""
+    experts: bool = False
+    """Whether layers have a mixture of experts, except those that `mlp_only_layers` and `decoder_sparse_step` leave
+    dense."""
     like_gemma: bool = False
     """Whether the family has Gemma's features: norms also after mixer and feed-forward; norm scales stored minus 1;
     embeddings times sqrt(width); a second rotary base for layers with a window; scores divided by the square root of
@@ -66,6 +70,20 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen2": Family(transformers_class="Qwen2ForCausalLM", qkv_bias=True),
     "qwen3": Family(transformers_class="Qwen3ForCausalLM", qk_norm=True, defaults={"head_dim": 128}),
+    "qwen3_moe": Family(
+        transformers_class="Qwen3MoeForCausalLM",
+        qk_norm=True,
+        experts=True,
+        defaults={
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "intermediate_size": 6144,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
     "gemma3_text": Family(
         transformers_class="Gemma3ForCausalLM",
         qk_norm=True,
@@ -119,7 +137,7 @@ def check_family(model_type: object, where: str) -> Family:
         reason = f": {NOT_YET[model_type]}" if isinstance(model_type, str) and model_type in NOT_YET else ""
         raise ModelError(
             f"{where}: model type {shown(model_type)} is not supported{reason}; Podium trains {', '.join(FAMILIES)}"
-            " (Llama 2 and 3, SmolLM2, Mistral, Ministral, Qwen2 and 2.5, Qwen3, Gemma 3)"
+            " (Llama 2 and 3, SmolLM2, Mistral, Ministral, Qwen2 and 2.5, Qwen3, Qwen3-MoE, Gemma 3)"
         )
     return FAMILIES[model_type]
 
@@ -134,6 +152,9 @@ def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
     model_type = raw.get("model_type")
     family = check_family(model_type, where)
     silent = {key for key in family.defaults if raw.get(key) is None and not (key in raw and key in NULLABLE)}
+    if family.experts and "num_local_experts" in raw:  # transformers 5 writes it so
+        raw = {"num_experts": raw["num_local_experts"], **raw}
+        silent -= {"num_experts"}
     raw = {**raw, **{key: family.defaults[key] for key in silent}}
     for key, accepted in {**NEUTRAL, family.activation_key: ACTIVATIONS[family.activation]}.items():
         if raw.get(key, accepted[0]) not in accepted:
@@ -143,7 +164,7 @@ def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
     head_dim = number("head_dim", default=width // heads)
     scale_dims = number("query_pre_attn_scalar") if family.like_gemma else head_dim
 
-    def block(layer_type: str) -> Block:
+    def block(layer: int, layer_type: str) -> Block:
         rope = _rope(raw, layer_type, head_dim, where)
         attention = Attention(
             heads=heads,
@@ -156,14 +177,18 @@ def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
             scale_dims=None if scale_dims == head_dim else scale_dims,
             sharpening=_sharpening(raw, where),
         )
-        mlp = Mlp(width=number("intermediate_size"), activation=family.activation)
-        return Block(mixer=attention, feed_forward=mlp, norms_behind=family.like_gemma)
+        after: Kind = Mlp(width=number("intermediate_size"), activation=family.activation)
+        if layer in routed:
+            after = _experts(raw, family, where)
+        return Block(mixer=attention, feed_forward=after, norms_behind=family.like_gemma)
 
+    types = _layer_types(raw, family, where)
+    routed = _routed_layers(raw, len(types), where) if family.experts else set[int]()
     config = DecoderConfig(
         model_type=str(model_type),
         vocab=number("vocab_size"),
         width=width,
-        stacks=stacks_of([block(layer_type) for layer_type in _layer_types(raw, family, where)]),
+        stacks=stacks_of([block(layer, layer_type) for layer, layer_type in enumerate(types)]),
         max_positions=number("max_position_embeddings"),
         norm_eps=real_number(raw, "rms_norm_eps", where, 1e-6),
         tied=_tied(raw, where),
@@ -171,6 +196,29 @@ def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
         embed_scale=math.sqrt(width) if family.like_gemma else 1.0,
     )
     return check_config(config, where)
+
+
+def _routed_layers(raw: Mapping[str, object], layers: int, where: str) -> set[int]:
+    """The layers with a mixture of experts."""
+    step, dense = whole_number(raw, "decoder_sparse_step", where), raw.get("mlp_only_layers")
+    if not isinstance(dense, list) or not all(isinstance(each, int) for each in dense):
+        raise ModelError(f"{where}: mlp_only_layers must be a list of layers, found {shown(dense)}")
+    return {layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense}
+
+
+def _experts(raw: Mapping[str, object], family: Family, where: str) -> Experts:
+    """The mixture of experts of a layer."""
+    normalized = raw.get("norm_topk_prob")
+    if not isinstance(normalized, bool):
+        raise ModelError(f"{where}: norm_topk_prob must be true or false, found {shown(normalized)}")
+    count = whole_number(raw, "num_experts", where, most=MAX_EXPERTS)
+    return Experts(
+        count=count,
+        top=whole_number(raw, "num_experts_per_tok", where, most=count),
+        width=whole_number(raw, "moe_intermediate_size", where),
+        normalized=normalized,
+        activation=family.activation,
+    )
 
 
 NULLABLE = ("sliding_window",)
@@ -327,8 +375,7 @@ def _yarn(rope: Mapping[str, object], where: str) -> YarnScaling:
 def to_hf_config(config: DecoderConfig) -> dict[str, object]:
     """Make the config.json from which transformers 4 or 5 builds this decoder."""
     family = FAMILIES[config.model_type]
-    layers = config.dense_layers()
-    attention, mlp = layers[0]
+    attention = _attentions(config)[0]
     raw: dict[str, object] = {
         "architectures": [family.transformers_class],
         "model_type": config.model_type,
@@ -338,20 +385,51 @@ def to_hf_config(config: DecoderConfig) -> dict[str, object]:
         "num_attention_heads": attention.heads,
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_dim,
-        "intermediate_size": mlp.width,
-        family.activation_key: ACTIVATIONS[mlp.activation][0],
+        family.activation_key: ACTIVATIONS[family.activation][0],
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
     }
-    return raw | _windows(config, family) | _ropes(config, family)
+    return raw | _feed_forwards(config) | _windows(config, family) | _ropes(config, family)
+
+
+def _attentions(config: DecoderConfig) -> list[Attention]:
+    """The attention of each layer. Raises ModelError where a layer has another mixer."""
+    found = [block.mixer for block in config.blocks]
+    for layer, mixer in enumerate(found):
+        if not isinstance(mixer, Attention):
+            raise ModelError(f"layer {layer} of this {config.model_type} is {type(mixer).__name__}, not Attention")
+    return [mixer for mixer in found if isinstance(mixer, Attention)]
+
+
+def _feed_forwards(config: DecoderConfig) -> dict[str, object]:
+    """What config.json says of MLPs and experts."""
+    kinds = [block.feed_forward for block in config.blocks]
+    dense = {layer: kind for layer, kind in enumerate(kinds) if isinstance(kind, Mlp)}
+    experts = [kind for kind in kinds if isinstance(kind, Experts)]
+    if len(dense) + len(experts) < len(kinds):
+        names = ", ".join(sorted({type(kind).__name__ for kind in kinds}))
+        raise ModelError(f"this {config.model_type} has feed-forwards that config.json cannot describe: {names}")
+    if not experts:
+        return {"intermediate_size": dense[0].width}
+    first = experts[0]
+    width = next(iter(dense.values())).width if dense else first.top * first.width  # transformers wants a number
+    return {
+        "intermediate_size": width,
+        "num_experts": first.count,
+        "num_experts_per_tok": first.top,
+        "moe_intermediate_size": first.width,
+        "norm_topk_prob": first.normalized,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(dense),
+    }
 
 
 def _windows(config: DecoderConfig, family: Family) -> dict[str, object]:
     """The keys of config.json for sliding windows; empty for families without windows."""
     if not family.windows:
         return {}
-    found = [attention.window for attention, _ in config.dense_layers()]
+    found = [attention.window for attention in _attentions(config)]
     window = next((each for each in found if each is not None), None)
     said: dict[str, object] = {"sliding_window": window}
     if None in found and window is not None:  # some layers have it; "mistral" has no layer_types
@@ -361,7 +439,7 @@ def _windows(config: DecoderConfig, family: Family) -> dict[str, object]:
 
 def _ropes(config: DecoderConfig, family: Family) -> dict[str, object]:
     """The keys of config.json for the rotary embedding and the scale of attention scores."""
-    attentions = [attention for attention, _ in config.dense_layers()]
+    attentions = _attentions(config)
     first = attentions[0]
     if isinstance(first.rope.scaling, YarnScaling):  # transformers 4 does not know the keys of some of them
         parameters = {"rope_theta": first.rope.theta, **(_scaling_config(first.rope.scaling) or {})}

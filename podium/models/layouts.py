@@ -96,14 +96,9 @@ class DecodeFloor:
     group: int
 
     @property
-    def matmul_params(self) -> int:
-        """Parameters that every token is multiplied with, in layers and head."""
-        return self.decoder.active
-
-    @property
     def params(self) -> int:
         """Number of all parameters."""
-        return self.matmul_params + (0 if self.decoder.tied else self.decoder.vocab * self.decoder.width)
+        return self.decoder.stored + (0 if self.decoder.tied else self.decoder.vocab * self.decoder.width)
 
     @property
     def kv_bytes(self) -> int:
@@ -116,8 +111,8 @@ class DecodeFloor:
         A collective waits for the product before it, so its time is added.
         """
         d, m = self.decoder, self.machine
-        read = self.matmul_params * BF16 / self.group + kv_tokens * self.kv_bytes / m.chips
-        flops = 2 * self.matmul_params * rows + pair_flops(d) * kv_tokens
+        read = d.stored * BF16 / self.group + kv_tokens * self.kv_bytes / m.chips
+        flops = 2 * d.multiplied(math.ceil(rows / self.groups)) * rows + pair_flops(d) * kv_tokens
         return max(read / m.hbm_bandwidth, flops / m.chips / m.flops) + self.ici_s(math.ceil(rows / self.groups))
 
     @property
@@ -221,6 +216,11 @@ def _named(rollout: RolloutConfig, decoder: DecoderConfig, *, devices: int, chip
         if rollout.group_chips > chips and devices > chips:
             return _checked(_over_hosts(rollout.group_chips), decoder, devices, of=chips)
         return _checked(Layout(name="hybrid", group=rollout.group_chips), decoder, chips)
+    if rollout.layout in ("legacy", "maxtext") and decoder.routed:
+        raise ValueError(
+            f"rollout.layout is {rollout.layout}, which splits weights as training does, and the experts of this"
+            f" {decoder.model_type} cannot decode so; set rollout.layout to auto"
+        )
     if rollout.layout not in (AUTO, "hybrid"):
         return Layout(name=rollout.layout)
     return None
@@ -286,6 +286,9 @@ def _problem(group: int, decoder: DecoderConfig, chips: int) -> str:
     spare = group // math.gcd(group, decoder.kv_heads)
     if chips % group:
         return f"they do not divide the {chips} devices that decode together"
+    for count in decoder.sizes("experts"):
+        if count % group:
+            return f"{count} experts do not divide over them"
     for width in decoder.sizes("mlp"):
         if width % group:
             return f"an MLP width of {width} does not divide over them"

@@ -37,6 +37,10 @@ def layer_weight(
     if name.endswith(SCALE) or stored.dtype == jnp.int8:
         return rules.constrain_weight(stored, *axes)
     kept = as_stored if rules.on_cpu and rules.mesh.size == 1 else None  # nothing is gathered, and a cast is cheap
+    if "experts" in axes:  # gathered where they are multiplied with (`podium.models.mixture`)
+        if frozen:
+            return Weight(stored.astype(dtype), None)
+        return Weight(jax.lax.stop_gradient(stored).astype(dtype), stored) if wide else stored.astype(dtype)
     if frozen or not wide:
         value = rules.constrain_weight(stored.astype(dtype), *axes)
         return Weight(value, None, kept) if frozen and matrix else value

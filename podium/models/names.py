@@ -22,7 +22,7 @@ from podium.models.params import own_name, param_specs
 class Layout(NamedTuple):
     """How a parameter is stored in a file.
 
-    Dimensions are letters: V vocabulary, D width, F MLP width, H and K heads, Q head size.
+    Dimensions are letters: V vocabulary, D width, F MLP width, H and K heads, Q head size, E experts.
     """
 
     hf: str  # name in safetensors; {} is the layer, a second {} the expert
@@ -76,6 +76,10 @@ NAMES: dict[str, Layout] = {
     "layers.gate": Layout("model.layers.{}.mlp.gate_proj.weight", "blk.{}.ffn_gate.weight", "DF", "F D"),
     "layers.up": Layout("model.layers.{}.mlp.up_proj.weight", "blk.{}.ffn_up.weight", "DF", "F D"),
     "layers.down": Layout("model.layers.{}.mlp.down_proj.weight", "blk.{}.ffn_down.weight", "FD", "D F"),
+    "layers.router": Layout("model.layers.{}.mlp.gate.weight", "blk.{}.ffn_gate_inp.weight", "DE", "E D"),
+    "layers.expert_gate": Layout("model.layers.{}.mlp.experts.{}.gate_proj.weight", "", "DF", "F D"),
+    "layers.expert_up": Layout("model.layers.{}.mlp.experts.{}.up_proj.weight", "", "DF", "F D"),
+    "layers.expert_down": Layout("model.layers.{}.mlp.experts.{}.down_proj.weight", "", "FD", "D F"),
     "final_norm": Layout("model.norm.weight", "output_norm.weight", "D", "D"),
     "head": Layout("lm_head.weight", "output.weight", "VD", "V D"),
 }

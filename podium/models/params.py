@@ -40,6 +40,9 @@ TRAIN_AXES: Mapping[str, MeshAxes] = {
     "heads": "tp",
     "kv_heads": "tp",
     "mlp": "tp",
+    "experts": "fsdp",
+    "expert_width": "sp",
+    "expert_mlp": "tp",
 }
 # During a layer's computation, its weights are split only over tp: the layer asks for the axes "gathered".
 GATHERED_AXES: Mapping[str, MeshAxes] = {
@@ -48,6 +51,8 @@ GATHERED_AXES: Mapping[str, MeshAxes] = {
     "tokens_by_width": "sp",
     "width": None,
     "width_of_rows": None,
+    "experts": None,
+    "expert_width": None,
 }
 # Rollout, replicated: every device holds all weights and its own share of the sequences.
 ROLLOUT_AXES: Mapping[str, MeshAxes] = {"batch": ("dp", "fsdp", "tp"), "batch_by_width": ("dp", "fsdp", "tp")}
@@ -66,6 +71,7 @@ GROUP_AXES: Mapping[str, MeshAxes] = {
     "cache_heads": "tp",
     "head_dim": "fsdp",
     "mlp": ("tp", "fsdp"),
+    "experts": ("fsdp", "tp"),  # the order of training, so that a device keeps the experts that it stores
 }
 # The seed system's two layouts decode from weights split as in training. With sequences over all devices (legacy), each
 # layer's weights are gathered for every token; with sequences only over dp (maxtext), all devices of a dp group compute

@@ -45,9 +45,9 @@ def split_rows(rules: ShardingRules, x: jax.Array, groups: int) -> jax.Array:
     return rules.constrain(x, None, "batch", "tokens", *[None] * (x.ndim - 3))
 
 
-def merge_rows(rules: ShardingRules, x: jax.Array) -> jax.Array:
-    """The inverse of `split_rows`."""
+def merge_rows(rules: ShardingRules, x: jax.Array, *axes: str) -> jax.Array:
+    """The inverse of `split_rows`, for arrays whose dimensions behind the rows have these logical axes."""
     groups, devices = len(x), rules.num_shards("batch")
     x = x.reshape(groups, devices, -1, *x.shape[2:])
     x = jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[3:])
-    return rules.constrain(x, "batch", "tokens", *[None] * (x.ndim - 2))
+    return rules.constrain(x, "batch", *axes, *[None] * (x.ndim - 1 - len(axes)))

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from podium.config.schema import Config
-from podium.models.architecture import DecoderConfig, ModelError, dense_decoder, make_lora
+from podium.models.architecture import DecoderConfig, ModelError, dense_decoder, with_lora
 from podium.models.blocks.rope import RopeScaling
 from podium.models.hf_config import from_hf_config
 from podium.models.source import from_hub, on_disk, read_architecture, read_json, resolve
@@ -114,6 +114,26 @@ def _gemma3(width: int, layers: int, mlp: int, heads: tuple[int, int], other: Ma
     return from_hf_config({**said, **other}, "podium/models/presets.py")
 
 
+def _qwen3_moe(
+    width: int, layers: int, experts: int, heads: tuple[int, int], other: Mapping[str, object]
+) -> DecoderConfig:
+    """A Qwen3-MoE, from what its config.json says; `experts` is the width of one, `heads` of queries and of keys."""
+    said = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": 128,
+        "moe_intermediate_size": experts,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+    }
+    return from_hf_config({**said, **other}, "podium/models/presets.py")
+
+
 _GEMMA3_SMALL: Mapping[str, object] = {"vocab_size": 262_144, "max_position_embeddings": 32768, "sliding_window": 512}
 _GEMMA3_LARGE: Mapping[str, object] = {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 PRESETS: Mapping[str, DecoderConfig] = {
@@ -126,6 +146,10 @@ PRESETS: Mapping[str, DecoderConfig] = {
     "Qwen/Qwen3-4B": _preset(_QWEN3, 2560, 36, 32, 128, 9728),
     "Qwen/Qwen3-8B": _preset(_QWEN3_LARGE, 4096, 36, 32, 128, 12288),
     "Qwen/Qwen3-32B": _preset(_QWEN3_LARGE, 5120, 64, 64, 128, 25600),
+    "Qwen/Qwen3-30B-A3B": _qwen3_moe(2048, 48, 768, (32, 4), {}),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": _qwen3_moe(
+        2048, 48, 768, (32, 4), {"max_position_embeddings": 262_144, "rope_theta": 1e7}
+    ),
     "meta-llama/Llama-3.2-1B-Instruct": _preset(_LLAMA32, 2048, 16, 32, 64, 8192),
     "meta-llama/Llama-3.2-3B-Instruct": _preset(_LLAMA32, 3072, 28, 24, 128, 8192),
     "meta-llama/Llama-3.1-8B-Instruct": _preset(_LLAMA31, 4096, 32, 32, 128, 14336),
@@ -170,4 +194,4 @@ def find_architecture(model: str) -> DecoderConfig:
 
 def find_decoder(config: Config) -> DecoderConfig:
     """The decoder of a run including its adapters; otherwise like `find_architecture`."""
-    return dataclasses.replace(find_architecture(config.model), lora=make_lora(config.lora))
+    return with_lora(find_architecture(config.model), config.lora)

@@ -147,7 +147,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
     decoder = run.decoder
     rollout = run.rollout
     slots = -(-(size or rollout.slots) // run.rollout_shards)
-    heads, matmul = run.rollout_heads, decoder.active // run.layout.group
+    heads, matmul = run.rollout_heads, decoder.stored // run.layout.group
     read = run.in_blocks(context or rollout.max_prompt_tokens + rollout.max_new_tokens)
     cache, logits = run.read_bytes(slots, read), F32 * slots * decoder.vocab // heads
     block = run.kv_bytes(slots * run.block) // decoder.layers
@@ -165,7 +165,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
             "logits": SAMPLER_LOGITS * logits,
             "gathered_weights": run.gathered_in_rollout,
         },
-        flops=2 * slots * (decoder.active + run.cached_pairs(read)) // heads,
+        flops=2 * slots * (decoder.multiplied(slots * run.layout.group // heads) + run.cached_pairs(read)) // heads,
         hbm_bytes=matmul * a + PAGE_TRAFFIC * cache + calls + 2 * SAMPLER_LOGITS * logits,
         ici_bytes=run.rollout_ici(slots),
     )

@@ -349,7 +349,8 @@ class RolloutEngine:
             if tokens:
                 logprobs = drawn.logprobs[row, columns].tolist()
                 full_logprobs = drawn.full_logprobs[row, columns].tolist()
-                sequence.append(tokens, logprobs, full_logprobs, self.tokenizer, version=self._version)
+                choices = () if drawn.choices is None else drawn.choices[row, columns].copy()
+                sequence.append(tokens, logprobs, full_logprobs, self.tokenizer, version=self._version, choices=choices)
             self._scheduler.advance(sequence, most=self.config.refill_steps + first)
             if sequence.finish_reason is not None:
                 self._finish(sequence)

@@ -16,11 +16,13 @@ from podium.config.schema import RolloutConfig
 from podium.config.sizes import check_split, steps_at_once, table_pages
 from podium.models.architecture import DecoderConfig
 from podium.models.attention import causal_attention
+from podium.models.blocks.choices import UNKNOWN
 from podium.models.blocks.kind import Advance, At, States
 from podium.models.decoder import forward, head_weights
 from podium.models.linear import activation_dtype, of_bits
 from podium.models.logprobs import logits_at
 from podium.models.params import LAYERS
+from podium.models.recorded_routing import joined_choices
 from podium.models.visibility import Visibility
 from podium.rollout import cache as caches
 from podium.rollout.cache import Cache, Rows
@@ -82,6 +84,8 @@ class Drawn:
     full_logprobs: jax.Array  # [S, 1 + k] float32, under the softmax before top-k, top-p and min-p
     counts: jax.Array  # [S] int32, number of tokens drawn
     finite: jax.Array  # [S] bool, whether all logits were finite; a slot stops where they are not
+    choices: jax.Array | None = None
+    """[S, 1 + k, C] uint8, experts of the tokens from which they were drawn (`Completion.choices`)."""
 
 
 def nowhere(num_slots: int) -> Where[np.ndarray]:
@@ -235,17 +239,17 @@ def prefill(
 ) -> tuple[jax.Array, Cache]:
     """Hidden states [R, T, D] of a chunk's tokens, and the cache with these tokens added."""
     rows = Rows(tables=chunk.tables, cells=chunk.cells, starts=chunk.starts, counts=chunk.counts, rules=rules)
-    hidden, cache = _enter(params, cache, chunk.tokens, rows, decoder=decoder, dtype=dtype)
+    hidden, cache, _ = _enter(params, cache, chunk.tokens, rows, decoder=decoder, dtype=dtype)
     last = jnp.take_along_axis(hidden, (chunk.counts - 1)[:, None, None], axis=1, mode="clip")[:, 0]
     return hidden, caches.keep_states(cache, rows, last)
 
 
 def _enter(
     params: Params, cache: Cache, tokens: jax.Array, rows: Rows, *, decoder: DecoderConfig, dtype: jnp.dtype
-) -> tuple[jax.Array, Cache]:
-    """Hidden states [R, T, D] of new tokens [R, T], and the cache with these tokens added."""
+) -> tuple[jax.Array, Cache, jax.Array | None]:
+    """Hidden states [R, T, D] of new tokens [R, T], the cache with them added, and their experts [R, T, C] if any."""
     positions = rows.starts[:, None] + jnp.arange(tokens.shape[1])[None]
-    hidden, places, _ = forward(
+    hidden, places, told = forward(
         params,
         tokens,
         positions,
@@ -256,7 +260,7 @@ def _enter(
         rules=rows.rules,
         dtype=dtype,
     )
-    return hidden, dataclasses.replace(cache, places=places)
+    return hidden, dataclasses.replace(cache, places=places), joined_choices(told)
 
 
 def nonfinite_layer(
@@ -338,14 +342,16 @@ def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, 
         def first(where: Where[jax.Array], drawn: Drawn) -> tuple[Where[jax.Array], Drawn]:
             states = caches.kept_states(cache, slots.tables, where.lengths, rules)
             logits = _logits(states, params, decoder=decoder, rules=rules, dtype=dtype)
-            where, drawn = _draw(logits, slots, slots.first, where, drawn, 0, rules)
+            where, drawn = _draw(logits, None, slots, slots.first, where, drawn, 0, rules)
             return dataclasses.replace(where, any_live=jnp.any(where.live)), drawn
 
         def step(carry: _Carry) -> _Carry:
             cache, where, drawn, i = carry
-            logits, cache = _next_logits(params, cache, where, slots, decoder=decoder, rules=rules, dtype=dtype)
+            logits, cache, choices = _next_logits(
+                params, cache, where, slots, decoder=decoder, rules=rules, dtype=dtype
+            )
             where = dataclasses.replace(where, lengths=where.lengths + where.live)
-            where, drawn = _draw(logits, slots, where.live, where, drawn, i + 1, rules)
+            where, drawn = _draw(logits, choices, slots, where.live, where, drawn, i + 1, rules)
             return cache, where, drawn, i + 1
 
         def some_steps(carry: _Carry) -> _Carry:
@@ -357,7 +363,7 @@ def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, 
             _, where, _, i = carry
             return (i < steps) & where.any_live
 
-        begun = _begin(left, slots), _nothing_drawn(len(left.tokens), steps)
+        begun = _begin(left, slots), _nothing_drawn(len(left.tokens), steps, decoder.choices)
         where, drawn = jax.lax.cond(slots.any_first, first, lambda *begun: begun, *begun)
         return jax.lax.while_loop(unfinished, some_steps, (cache, where, drawn, jnp.int32(0)))
 
@@ -377,18 +383,20 @@ def _begin(left: Where[jax.Array], slots: Slots[jax.Array]) -> Where[jax.Array]:
     )
 
 
-def _nothing_drawn(S: int, steps: int) -> Drawn:
+def _nothing_drawn(S: int, steps: int, choices: int) -> Drawn:
     return Drawn(
         tokens=jnp.zeros((S, 1 + steps), jnp.int32),
         logprobs=jnp.zeros((S, 1 + steps), jnp.float32),
         full_logprobs=jnp.zeros((S, 1 + steps), jnp.float32),
         counts=jnp.zeros(S, jnp.int32),
         finite=jnp.ones(S, bool),
+        choices=jnp.full((S, 1 + steps, choices), UNKNOWN, jnp.uint8) if choices else None,
     )
 
 
 def _draw(
     logits: jax.Array,
+    choices: jax.Array | None,
     slots: Slots[jax.Array],
     drawing: jax.Array,
     where: Where[jax.Array],
@@ -396,7 +404,10 @@ def _draw(
     column: jax.Array | int,
     rules: ShardingRules,
 ) -> tuple[Where[jax.Array], Drawn]:
-    """Draw a token from logits [S, V] in each slot where `drawing` [S], and end the slots that are complete."""
+    """Draw a token from logits [S, V] in each slot where `drawing` [S], and end the slots that are complete.
+
+    `choices` [S, C] are the experts of the tokens behind which it is drawn; None: unknown.
+    """
     sampled = sample_split(logits, slots.sampling, where.lengths, drawing, rules)
     drawn = Drawn(
         tokens=drawn.tokens.at[:, column].set(sampled.tokens),
@@ -404,6 +415,7 @@ def _draw(
         full_logprobs=drawn.full_logprobs.at[:, column].set(sampled.full_logprobs),
         counts=drawn.counts + drawing,
         finite=drawn.finite & (sampled.finite | ~drawing),
+        choices=drawn.choices if choices is None or drawn.choices is None else drawn.choices.at[:, column].set(choices),
     )
     ends = jnp.any(sampled.tokens[:, None] == slots.stop_tokens, axis=1) | (where.lengths >= slots.last)
     live = where.live & ~(drawing & (ends | ~sampled.finite))
@@ -420,13 +432,17 @@ def _next_logits(
     decoder: DecoderConfig,
     rules: ShardingRules,
     dtype: jnp.dtype,
-) -> tuple[jax.Array, Cache]:
-    """Add each slot's last token to the cache; returns the logits [S, V] float32 for the next token, and the cache."""
+) -> tuple[jax.Array, Cache, jax.Array | None]:
+    """Add each slot's last token to the cache.
+
+    Returns the logits [S, V] float32 for the next token, the cache, and the last token's experts [S, C] if any.
+    """
     starts = where.lengths * where.live  # slots that are not live attend to nothing
     counts = where.live.astype(jnp.int32)
     rows = Rows(tables=slots.tables, cells=slots.cells, starts=starts, counts=counts, rules=rules)
-    hidden, cache = _enter(params, cache, where.tokens[:, None], rows, decoder=decoder, dtype=dtype)
-    return _logits(hidden[:, 0], params, decoder=decoder, rules=rules, dtype=dtype), cache
+    hidden, cache, choices = _enter(params, cache, where.tokens[:, None], rows, decoder=decoder, dtype=dtype)
+    logits = _logits(hidden[:, 0], params, decoder=decoder, rules=rules, dtype=dtype)
+    return logits, cache, None if choices is None else choices[:, 0]
 
 
 def _logits(

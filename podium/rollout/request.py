@@ -43,6 +43,9 @@ class Completion:
     """Text without special tokens; empty until the completion has ended."""
     finish_reason: FinishReason | None
     """None until the completion has ended."""
+    choices: np.ndarray | None = None
+    """[n, C] uint8, the experts to which the token before each was sent, over all layers, when it was drawn; UNKNOWN
+    (`podium.models.blocks.choices`) for the first, whose predecessor was prefilled. None: the model has no experts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

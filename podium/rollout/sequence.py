@@ -7,7 +7,7 @@ ended and the result waits for `poll`); gone. A preempted sequence waits again.
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, Protocol
 
 import numpy as np
@@ -79,6 +79,8 @@ class Sequence:
     full_logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     """Weight version of each drawn token."""
+    choices: list[np.ndarray] = dataclasses.field(default_factory=list)
+    """Of each drawn token, as in `Completion.choices`; empty: the model has no experts."""
     carried: int = 0
     """Tokens of the current turn that were drawn before it was submitted."""
     cut: bool = False
@@ -158,6 +160,7 @@ class Sequence:
         self.logprobs = []
         self.full_logprobs = []
         self.versions = []
+        self.choices = []
         self.carried, self.finish_reason, self.cut = 0, None, False
 
     def append(
@@ -168,6 +171,7 @@ class Sequence:
         tokenizer: TextDecoder | None,
         *,
         version: int = 0,
+        choices: Iterable[np.ndarray] = (),
     ) -> None:
         """Append drawn tokens up to the one that ends the turn, and set `finish_reason` then."""
         before = len(self.drawn)
@@ -175,6 +179,7 @@ class Sequence:
         self.logprobs += logprobs
         self.full_logprobs += full_logprobs
         self.versions += [version] * len(tokens)
+        self.choices.extend(choices)
         if self.drawn[-1] in stop_tokens(self.sampling, tokenizer):
             self.finish_reason = "stop"
         elif self.length >= self.limit:
@@ -192,6 +197,7 @@ class Sequence:
             versions=np.array(self.versions, np.int32),
             text=tokenizer.decode(self.drawn) if ended and tokenizer is not None else "",
             finish_reason=self.finish_reason,
+            choices=np.stack(self.choices) if self.choices else None,
         )
 
     def _stop_at_string(self, before: int, tokenizer: TextDecoder) -> None:
@@ -204,7 +210,7 @@ class Sequence:
         for length in range(before + 1, len(self.drawn) + 1):
             text = tokenizer.decode(self.drawn[begin:length])
             if any(stop in text for stop in stops):
-                for values in (self.drawn, self.logprobs, self.full_logprobs, self.versions):
+                for values in (self.drawn, self.logprobs, self.full_logprobs, self.versions, self.choices):
                     del values[length:]
                 self.finish_reason, self.cut = "stop", True
                 return
@@ -229,6 +235,7 @@ def sequences_of(request: Request, number: int) -> list[Sequence]:
             sequence.logprobs = begun.sampled_logprobs.tolist()
             sequence.full_logprobs = begun.full_logprobs.tolist()
             sequence.versions = begun.versions.tolist()
+            sequence.choices = [] if begun.choices is None else list(begun.choices)
             sequence.carried = len(sequence.drawn)
         made.append(sequence)
     return made

@@ -28,6 +28,7 @@ class Span:
     versions: np.ndarray  # [n] int32, weight version that drew each token; 0 for given tokens
     text: str = ""
     """Text without special tokens; empty if unknown."""
+    choices: np.ndarray | None = None  # [n, C] uint8, as in `Completion.choices`; None: unknown, or no experts
 
     @property
     def drawn(self) -> bool:
@@ -64,6 +65,7 @@ class Transcript:
         versions: np.ndarray,
         finish_reason: FinishReason | None,
         text: str = "",
+        choices: np.ndarray | None = None,
     ) -> "Transcript":
         """Append tokens that the model drew, with their log-probabilities and weight versions, [n] each.
 
@@ -82,6 +84,7 @@ class Transcript:
             full_logprobs=np.asarray(full_logprobs, np.float32),
             versions=np.asarray(versions, np.int32),
             text=text,
+            choices=choices,
         )
         return Transcript(spans=(*self.spans, span), finish_reason=finish_reason)
 
@@ -94,6 +97,7 @@ class Transcript:
             versions=completion.versions,
             finish_reason=completion.finish_reason,
             text=completion.text,
+            choices=completion.choices,
         )
 
     def _add_given(self, source: Source, tokens: tuple[int, ...] | np.ndarray, text: str) -> "Transcript":

@@ -27,6 +27,9 @@ _IN_WORDS = {
     "kv_heads": "{} key/value heads",
     "mlp": "an MLP width of {}",
     "width": "a width of {}",
+    "experts": "{} experts",
+    "expert_width": "a width of {}",
+    "expert_mlp": "an expert width of {}",
 }
 
 

@@ -81,6 +81,7 @@ def resolve_batch(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> Ba
         max_rows=batch_sequences(config),
         packing=config.train.packing,
         max_new_tokens=config.rollout.max_new_tokens,
+        choices=decoder.choices,
         ages=config.rollout.in_flight > 1,
         devices=shards,
         pair_cost=pair_flops(decoder) / (2 * matrix_elements(decoder)),
@@ -100,6 +101,7 @@ def resolve_update(config: Config, machine: Machine, mesh: MeshSizes) -> UpdateS
         head_chunk_tokens=train.head_chunk_tokens,
         attention=attention_backend(train.attention, machine.platform),
         row_groups=row_groups(config),
+        replay_routing=train.replay_routing,
         tokens_per_gather=tokens_per_gather(config, sp=mesh["sp"], tp=mesh["tp"]),
     )
 

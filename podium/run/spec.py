@@ -45,6 +45,8 @@ class BatchSizes:
     packing: Packing
     max_new_tokens: int
     """Maximum length of a completion: the denominator of `mean: constant`."""
+    choices: int = 0
+    """C: number of experts to which a token goes, over all layers; 0 without a mixture of experts."""
     ages: bool = False
     """Whether batches record the age of tokens."""
     devices: int = 1
@@ -76,6 +78,8 @@ class UpdateSpec:
     attention: Backend
     row_groups: int
     """Number of groups of a device's rows that a layer computes one after another."""
+    replay_routing: bool
+    """Whether tokens go to the experts that the sampler chose."""
     tokens_per_gather: int
     """Tokens per device in a product with gathered weights; 0 if heads are split or row groups share the weights."""
 

@@ -10,6 +10,7 @@ from typing import Generic
 import jax
 import numpy as np
 
+from podium.models.blocks.choices import UNKNOWN
 from podium.run.spec import BatchSizes
 from podium.sharding import A
 from podium.train.packing import Chunk, balanced_rows, chunk_tokens, pack_rows
@@ -31,6 +32,7 @@ class Batch(Generic[A]):
     advantages: A  # [K, B, T] float32
     sampled_logprobs: A  # [K, B, T] float32, under the policy that drew the tokens, before truncation
     scores: dict[str, A]  # [K, B, T] float32 by name, computed by `podium.train.scorers` before the update
+    choices: A | None  # [K, B, T, C] uint8, experts of each token in the rollout; None without a mixture of experts
     ages: A | None  # [K, B, T] int32, age of each token in steps; None unless completions are carried over
     num_micro_batches: A  # [] int32, number of micro-batches that are not empty
     num_tokens: A  # [] float32, sum of mask
@@ -64,7 +66,9 @@ def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch[np.n
         packed = balanced_rows(lengths, row_tokens=T, packing=sizes.packing, rows=rows, pair_cost=sizes.pair_cost)
     shape = (-(-sizes.max_rows // rows) * rows, T)
     dtypes = _ARRAYS | ({"ages": np.int32} if sizes.ages else {})
-    arrays = {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
+    arrays: dict[str, np.ndarray] = {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
+    if sizes.choices:
+        arrays["choices"] = np.full((*shape, sizes.choices), UNKNOWN, np.uint8)
     spans: dict[int, TokenSpan] = {}
     for row, row_chunks in enumerate(packed):
         start, segment = 0, 1
@@ -73,7 +77,7 @@ def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch[np.n
                 spans[index] = TokenSpan(row, *span)
             start += chunk_tokens(chunk, lengths)
             segment = int(arrays["segments"][row].max()) + 1
-    stacked = {name: x.reshape(-1, rows, T) for name, x in arrays.items()}  # [K, B, T]
+    stacked = {name: x.reshape(-1, rows, *x.shape[1:]) for name, x in arrays.items()}  # [K, B, T, ...]
     batch = Batch[np.ndarray](
         tokens=stacked["tokens"],
         targets=stacked["targets"],
@@ -85,6 +89,7 @@ def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch[np.n
         advantages=stacked["advantages"],
         sampled_logprobs=stacked["sampled_logprobs"],
         scores={},
+        choices=stacked.get("choices"),
         ages=stacked.get("ages"),
         num_micro_batches=np.asarray(-(-len(packed) // rows), np.int32),
         num_tokens=np.asarray(arrays["mask"].sum(), np.float32),
@@ -134,6 +139,8 @@ def _write(
         row["weights"][span] = sample.weights
         row["advantages"][span] = sample.advantages
         row["sampled_logprobs"][span] = sample.sampled_logprobs
+        if "choices" in row and sample.choices is not None:
+            row["choices"][span] = sample.choices
         if "ages" in row:
             row["ages"][span] = sample.ages
         yield (start, length), index

@@ -27,6 +27,8 @@ class CompletionRecord(TypedDict):
     versions: str
     text: str
     finish_reason: FinishReason | None
+    choices: NotRequired[str]
+    """A byte for each choice of an expert; absent in models without experts."""
 
 
 class RewardRecord(TypedDict):
@@ -164,7 +166,7 @@ def _pending_record(pending: Pending) -> PendingRecord:
 
 
 def _completion_record(completion: Completion) -> CompletionRecord:
-    return {
+    record: CompletionRecord = {
         "tokens": _bits(completion.tokens),
         "sampled_logprobs": _bits(completion.sampled_logprobs),
         "full_logprobs": _bits(completion.full_logprobs),
@@ -172,6 +174,9 @@ def _completion_record(completion: Completion) -> CompletionRecord:
         "text": completion.text,
         "finish_reason": completion.finish_reason,
     }
+    if completion.choices is not None:
+        record["choices"] = _bits(completion.choices)
+    return record
 
 
 def _bits(array: np.ndarray) -> str:
@@ -190,11 +195,14 @@ def _read_completion(record: CompletionRecord) -> Completion:
     def array(bits: str, dtype: type[np.generic]) -> np.ndarray:
         return np.frombuffer(base64.b64decode(bits), dtype)
 
+    tokens = array(record["tokens"], np.int32)
+    choices = record.get("choices")
     return Completion(
-        tokens=array(record["tokens"], np.int32),
+        tokens=tokens,
         sampled_logprobs=array(record["sampled_logprobs"], np.float32),
         full_logprobs=array(record["full_logprobs"], np.float32),
         versions=array(record["versions"], np.int32),
         text=record["text"],
         finish_reason=record["finish_reason"],
+        choices=None if choices is None else array(choices, np.uint8).reshape(len(tokens), -1),
     )

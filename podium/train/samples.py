@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from podium.models.blocks.choices import UNKNOWN
 from podium.rollout.transcript import Span, Transcript, joined
 from podium.train.balance import Lengths
 
@@ -28,6 +29,7 @@ class Sample:
     ages: np.ndarray  # [n] int32, number of weight updates since the token was drawn
     advantages: np.ndarray  # [n] float32
     weights: np.ndarray  # [n] float32, factor of each token's loss in the batch's loss; 0 if not drawn
+    choices: np.ndarray | None = None  # [n, C] uint8, as in `Completion.choices`; None: nothing is known
 
     @property
     def num_drawn(self) -> int:
@@ -83,6 +85,18 @@ def transcript_sample(transcript: Transcript, *, group: int, version: int, maske
         ages=joined([version - span.versions if span.drawn else 0 * span.versions for span in spans], np.int32),
         advantages=np.zeros(len(tokens), np.float32),
         weights=np.zeros(len(tokens), np.float32),
+        choices=_choices(spans),
+    )
+
+
+def _choices(spans: Sequence[Span]) -> np.ndarray | None:
+    """The experts of the tokens before those of the spans, as far as they are known."""
+    known = next((span.choices for span in spans if span.choices is not None), None)
+    if known is None:
+        return None
+    nothing = np.full_like(known[:1], UNKNOWN)  # [1, C]
+    return np.concatenate(
+        [np.repeat(nothing, len(span.tokens), axis=0) if span.choices is None else span.choices for span in spans]
     )
 
 

@@ -8,10 +8,12 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from podium.algorithms.recipes import OLD_LOGPROBS, REFERENCE_LOGPROBS, Recipe, score_name
 from podium.config.imports import imported
 from podium.models.architecture import DecoderConfig
+from podium.models.blocks.choices import UNKNOWN
 from podium.sharding import Params
 from podium.train.batch import Batch
 from podium.train.step import ScoreProgram, TrainSettings
@@ -66,8 +68,15 @@ def _imported_scorer(path: str, settings: TrainSettings) -> Scorer:
 
 
 def with_scores(batch: Batch[jax.Array], scorers: Sequence[Scorer], policy: Params) -> Batch[jax.Array]:
-    """The batch with each scorer's scores; `policy` holds all weights of the policy before the first update."""
+    """The batch with each scorer's scores; `policy` holds all weights of the policy before the first update.
+
+    Only the policy repeats the sampler's choices of experts; other models choose for themselves.
+    """
+    plain = batch
+    if batch.choices is not None and any(scorer.params is not None for scorer in scorers):
+        plain = dataclasses.replace(batch, choices=jnp.full_like(batch.choices, UNKNOWN))
     scores = {
-        scorer.name: scorer.program(policy if scorer.params is None else scorer.params, batch) for scorer in scorers
+        scorer.name: scorer.program(policy, batch) if scorer.params is None else scorer.program(scorer.params, plain)
+        for scorer in scorers
     }
     return dataclasses.replace(batch, scores=scores)

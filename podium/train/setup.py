@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from podium.config.lora import LoraConfig
 from podium.config.schema import Config
 from podium.models.adapters import base_of, make_quantise
-from podium.models.architecture import DecoderConfig, make_lora
+from podium.models.architecture import DecoderConfig, with_lora
 from podium.models.hf import load_params
 from podium.models.params import TRAIN_AXES, frozen_dtype, param_specs, trained_specs
 from podium.models.peft import load_adapter
@@ -62,7 +62,7 @@ def make_model(config: Config) -> Model:
     source, mesh = find_source(config.model), make_mesh(config.mesh)
     if config.train.offload_optimizer:
         check_host_memory(mesh)
-    decoder = dataclasses.replace(read_architecture(source), lora=make_lora(config.lora))
+    decoder = with_lora(read_architecture(source), config.lora)
     check_tokens(config, decoder, mesh.shape)
     tokenizer = load_tokenizer(source, config.chat_template)
     tokenizer.check_vocab(decoder.vocab)
@@ -91,6 +91,7 @@ def make_train_settings(update: UpdateSpec, decoder: DecoderConfig, mesh: Mesh) 
         head_chunk_tokens=update.head_chunk_tokens,
         attention=update.attention,
         row_groups=update.row_groups,
+        replay_routing=update.replay_routing,
         reduce_dtype=jnp.dtype(update.reduce_dtype),
         tokens=update.tokens_per_gather,
         head_dtype=None if update.head_dtype is None else jnp.dtype(update.head_dtype),

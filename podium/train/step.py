@@ -17,16 +17,19 @@ from jax.sharding import NamedSharding
 
 from podium.algorithms.losses import entropy_loss, policy_loss
 from podium.algorithms.recipes import Recipe
+from podium.algorithms.routers import router_loss, router_stats
 from podium.compiler import Lowerable, compiler_options
 from podium.config.attention import Backend
 from podium.config.head import HeadKind
 from podium.config.schema import Remat
 from podium.models.architecture import DecoderConfig
 from podium.models.attention import row_attention
+from podium.models.blocks.choices import Balance
 from podium.models.blocks.kind import At
 from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import TokenLogprobs, token_logprobs
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, trained_specs
+from podium.models.recorded_routing import balances, recorded_choices
 from podium.models.visibility import Visibility
 from podium.sharding import Params, ShardingRules, abstract_params, to_devices
 from podium.train.batch import Batch
@@ -74,6 +77,7 @@ class TrainSettings(NamedTuple):
     attention: Backend = "blocks"
     head: HeadKind = "chunked"
     row_groups: int = 1  # groups of rows that a layer computes one after another
+    replay_routing: bool = True  # whether tokens go to the experts that the sampler chose
     reduce_dtype: jnp.dtype = jnp.dtype(jnp.float32)  # of gradients between devices, and of the head's over chunks
     head_dtype: jnp.dtype | None = None  # of the head's operands; None: `dtype`
     tokens: int = 0  # `tokens_per_gather` of the config
@@ -113,7 +117,7 @@ def make_score(settings: TrainSettings) -> CompiledScore:
 
     def score(params: Params, batch: Batch[jax.Array]) -> jax.Array:
         def one(index: jax.Array, logprobs: jax.Array) -> jax.Array:
-            scored = _logprobs(settings, params, _micro_batch(batch, index))
+            scored, _ = _logprobs(settings, params, _micro_batch(batch, index))
             return jax.lax.dynamic_update_index_in_dim(logprobs, scored.logprobs, index, 0)
 
         nothing = jnp.zeros(batch.tokens.shape, jnp.float32)
@@ -188,7 +192,7 @@ def _loss(
     settings: TrainSettings, recipe: Recipe, params: Params, frozen: Params, batch: Batch[jax.Array]
 ) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
     """A micro-batch's contribution to the loss, with its statistics as sums over tokens and as maxima."""
-    scored = _logprobs(settings, params | frozen, batch)
+    scored, routers = _logprobs(settings, params | frozen, batch)
     losses, stats = policy_loss(
         recipe,
         scored.logprobs,
@@ -208,6 +212,11 @@ def _loss(
         stats |= {"ratio": ratio, "squared_ratio": ratio**2}
         stats |= by_age({"age_gap": gap, "age_clipped": stats["clip_low"] + stats["clip_high"]}, batch.ages)
     sums = {name: jnp.sum(values * batch.mask) for name, values in stats.items()}
+    if routers:
+        tokens = jnp.sum(batch.mask)  # a micro-batch's share of means over the batch's tokens
+        sums |= {name: value * tokens for name, value in router_stats(routers).items()}
+        if recipe.router_loss_coef:
+            loss += recipe.router_loss_coef * router_loss(routers) * tokens / jnp.maximum(batch.num_tokens, 1.0)
     return loss, (sums, {"logprob_gap_max": jnp.max(gap), "broken_row": _broken_row(losses * batch.weights)})
 
 
@@ -237,17 +246,17 @@ def abstract_batch(batch: Batch[np.ndarray], rules: ShardingRules) -> Batch[jax.
 
 def batch_sharding(x: jax.Array | np.ndarray, rules: ShardingRules) -> NamedSharding:
     """The sharding of a batch's array."""
-    return rules.sharding(None, "batch", "tokens") if x.ndim == 3 else rules.sharding()
+    return rules.sharding(None, "batch", "tokens") if x.ndim >= 3 else rules.sharding()
 
 
 def _micro_batch(batch: Batch[jax.Array], index: jax.Array) -> Batch[jax.Array]:
-    """Micro-batch `index`, with the same fields as [B, T]."""
-    pick = lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False) if x.ndim == 3 else x  # noqa: E731
+    """Micro-batch `index`, with the same fields as [B, T, ...]."""
+    pick = lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False) if x.ndim >= 3 else x  # noqa: E731
     return jax.tree.map(pick, batch)
 
 
-def _logprobs(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) -> TokenLogprobs:
-    """Log-probabilities and entropies of a micro-batch's targets."""
+def _logprobs(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) -> tuple[TokenLogprobs, list[Balance]]:
+    """Log-probabilities and entropies of a micro-batch's targets, and how routers shared out its tokens, if any."""
     rules, wide = settings.computing, settings.reduce_dtype == jnp.float32
     windows = any(attention.window for _, attention in settings.decoder.attention_layers())
     visibility = Visibility(batch.segments, batch.prompts, batch.positions if windows else None)
@@ -258,12 +267,17 @@ def _logprobs(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) 
         own = dataclasses.replace(visibility, window=at.window)
         return visibility, row_attention(settings.attention, own, rules)(q, k, v)
 
-    hidden, _, _ = forward(
+    recorded = None
+    if batch.choices is not None:
+        recorded = recorded_choices(batch.choices, batch.segments > 0, settings.decoder)
+    hidden, _, told = forward(
         params,
         batch.tokens,
         batch.positions,
         attend,
         [visibility] * len(settings.decoder.places),
+        recorded=recorded,
+        replay=settings.replay_routing,
         config=settings.decoder,
         rules=rules,
         dtype=settings.dtype,
@@ -271,7 +285,7 @@ def _logprobs(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) 
         groups=settings.row_groups,
         wide=wide,
     )
-    return token_logprobs(
+    scored = token_logprobs(
         hidden,
         head_weights(params, rules, settings.head_dtype or settings.dtype, wide=wide and settings.decoder.lora is None),
         batch.targets,
@@ -281,3 +295,4 @@ def _logprobs(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) 
         rules=rules,
         remat=settings.remat != "none",
     )
+    return scored, balances(told)

@@ -78,10 +78,19 @@ def test_the_status_is_the_verdict(monkeypatch, capsys, green, status):
 
 def switches(layer):
     """What is no size of a layer."""
-    attention, mlp = layer
+    attention, after = layer
     rope = attention.rope
     scaled = attention.scale_dims is not None
-    return attention.bias, attention.norm, bool(attention.window), scaled, rope.theta, rope.scaling, mlp.activation
+    return (
+        attention.bias,
+        attention.norm,
+        bool(attention.window),
+        scaled,
+        rope.theta,
+        rope.scaling,
+        after.activation,
+        getattr(after, "normalized", None),
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -90,7 +99,7 @@ def test_a_clone_keeps_every_switch_and_the_ratio_of_heads(name):
     for field in ("model_type", "tied", "norm_eps", "norm_offset"):
         assert getattr(clone, field) == getattr(model, field)
     assert {place.block.norms_behind for place in clone.places} == {place.block.norms_behind for place in model.places}
-    assert set(map(switches, clone.dense_layers())) == set(map(switches, model.dense_layers()))
+    assert {switches(block.kinds) for block in clone.blocks} == {switches(block.kinds) for block in model.blocks}
     assert clone.heads // clone.kv_heads == model.heads // model.kv_heads
     assert clone.heads % clone.kv_heads == 0
 

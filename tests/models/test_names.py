@@ -19,10 +19,10 @@ from podium.models.source import ModelSource
 
 
 class Experts(Mlp):
-    """Three at once, of which only the weights are declared."""
+    """Four at once, of which only the weights are declared."""
 
     def specs(self, width, *, std, out_std):
-        return {"experts": ParamSpec((3, width, self.width), ("experts", "width", None), std, stacked=1)}
+        return {"experts": ParamSpec((4, width, self.width), ("experts", "expert_width", None), std, stacked=1)}
 
 
 def random_params(decoder):

@@ -65,6 +65,14 @@ GEMMA = {
     "rope_theta": 1000.0,
     "rope_local_base_freq": 100.0,
 }
+MOE = {
+    "model_type": "qwen3_moe",
+    "rope_theta": 1000.0,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
 # What config.json says beyond the sizes; both ways of transformers (4 and 5) to write rotary settings are among them.
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_theta": 500.0},
@@ -75,6 +83,9 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2_tied": {"model_type": "qwen2", "rope_theta": 1000.0},
     "qwen3": {"model_type": "qwen3", "rope_theta": 1000.0, "head_dim": 16},
     "qwen3_tied": {"model_type": "qwen3", "rope_theta": 1000.0, "head_dim": 16},
+    "qwen3_moe": {**MOE, "num_hidden_layers": 2, "norm_topk_prob": True},
+    "qwen3_moe_sparse_step": {**MOE, "num_hidden_layers": 7, "decoder_sparse_step": 3, "mlp_only_layers": [5]},
+    "qwen3_moe_mixed_tied": {**MOE, "num_hidden_layers": 5, "decoder_sparse_step": 2, "norm_topk_prob": True},
     "mistral": {"model_type": "mistral", "rope_theta": 1000.0, "sliding_window": None, "head_dim": 16},
     "mistral_window": {"model_type": "mistral", "rope_theta": 1000.0, "sliding_window": 8},
     "ministral": {
@@ -97,7 +108,7 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
 }
-LIKE_QWEN3 = ("qwen3", "gemma3_text")
+LIKE_QWEN3 = ("qwen3", "qwen3_moe", "gemma3_text")
 """Model types that norm queries and keys."""
 
 
@@ -135,8 +146,14 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             if config["model_type"] in LIKE_QWEN3 and name != "v":
                 shapes[f"{prefix}self_attn.{name}_norm.weight"] = (Q,)
         shapes[f"{prefix}self_attn.o_proj.weight"] = (D, H * Q)
-        shapes[f"{prefix}mlp.gate_proj.weight"] = shapes[f"{prefix}mlp.up_proj.weight"] = (F, D)
-        shapes[f"{prefix}mlp.down_proj.weight"] = (D, F)
+        dense = (layer + 1) % config.get("decoder_sparse_step", 1) or layer in config.get("mlp_only_layers", ())
+        experts = 0 if dense else config.get("num_experts", 0)
+        if experts:
+            shapes[f"{prefix}mlp.gate.weight"] = (experts, D)
+        for mlp in [f"experts.{expert}." for expert in range(experts)] or [""]:
+            inner = config["moe_intermediate_size"] if experts else F
+            shapes[f"{prefix}mlp.{mlp}gate_proj.weight"] = shapes[f"{prefix}mlp.{mlp}up_proj.weight"] = (inner, D)
+            shapes[f"{prefix}mlp.{mlp}down_proj.weight"] = (D, inner)
         shapes[f"{prefix}input_layernorm.weight"] = shapes[f"{prefix}post_attention_layernorm.weight"] = (D,)
         if config["model_type"] == "gemma3_text":
             shapes[f"{prefix}pre_feedforward_layernorm.weight"] = (D,)

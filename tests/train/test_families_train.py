@@ -35,6 +35,13 @@ SHORT: dict[str, Any] = {
     "checkpoint": {"every_steps": 1},
     "rollout": {"page_tokens": 2},
 }
+QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 MISTRAL: dict[str, Any] = {"model_type": "mistral", "sliding_window": 4}
 
 
@@ -56,7 +63,10 @@ def family_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return make
 
 
-@pytest.mark.parametrize(("name", "said"), [("gemma", GEMMA), pytest.param("mistral", MISTRAL, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("gemma", GEMMA), ("qwen3_moe", QWEN3_MOE), pytest.param("mistral", MISTRAL, marks=pytest.mark.long)],
+)
 def test_a_run_of_a_family_with_windows_is_continued_bit_for_bit(name, said, family_model, tmp_path):
     model = family_model(name, said)
     assert train(make_config(model, tmp_path / "whole", **SHORT), plain=True) == 0
@@ -66,7 +76,7 @@ def test_a_run_of_a_family_with_windows_is_continued_bit_for_bit(name, said, fam
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "said"), [("gemma", GEMMA), ("mistral", MISTRAL)])
+@pytest.mark.parametrize(("name", "said"), [("gemma", GEMMA), ("mistral", MISTRAL), ("qwen3_moe", QWEN3_MOE)])
 def test_a_tiny_model_of_a_family_learns(name, said, family_model, tmp_path):
     shutil.copytree(family_model(name, said), tmp_path / "model")
     first, last = first_and_last(learn("grpo", tmp_path))

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
+from podium.models.blocks.activation import Activation
+from podium.models.blocks.choices import Recorded
 from podium.models.blocks.rope import Rope
 from podium.models.blocks.spec import ParamSpec, ParamSpecs
 from podium.models.blocks.weights import LayerWeight, LayerWeights
@@ -126,12 +128,39 @@ class Context(Protocol):
         """[B, T] int32, position of each token in its own sequence."""
         ...
 
+    @property
+    def recorded(self) -> Recorded | None:
+        """What is known of the tokens' experts in this layer before the pass; None: nothing."""
+        ...
+
+    @property
+    def replay(self) -> bool:
+        """Whether tokens go to their recorded experts instead of the router's choice."""
+        ...
+
     def norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
         """RMS norm over the last dimension, with the decoder's epsilon."""
         ...
 
     def linear(self, pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
         """The einsum of an activation and a weight."""
+        ...
+
+    def exact(self, pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
+        """The same with operands and result in float32, for a router: near ties must not be decided by rounding."""
+        ...
+
+    def experts(
+        self,
+        x: jax.Array,
+        gates: jax.Array,
+        chosen: jax.Array,
+        matrices: Sequence[LayerWeight],
+        *,
+        count: int,
+        activation: Activation,
+    ) -> jax.Array:
+        """The sum over each token's chosen experts of gate times expert, [B, T, D]; arguments as for `mixed`."""
         ...
 
     def heads(self, x: jax.Array, w: LayerWeights, *, bias: bool) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -15,7 +15,7 @@ class Weight(NamedTuple):
     value: jax.Array
     """The multiplied values; no gradient flows here."""
     sums: jax.Array | None
-    """Float32 array of the same shape that gets the gradient; its values are never read. None: the weight is frozen."""
+    """Float32 array of the same shape that gets the gradient: zeros, or values that are not read. None: frozen."""
     kept: jax.Array | None = None
     """Stored array from which a cast (after `of_bits`) makes `value`, in the backward pass again, so that a loop over
     layers saves no copy of its inputs. None: `value` itself is saved."""

@@ -1,0 +1,113 @@
+"""Products of rows that are sorted by group, each group with a matrix of its own: the experts of a mixture.
+
+On TPU they are jax's megablox kernels, whose work does not depend on the number of groups. Elsewhere they are
+`jax.lax.ragged_dot`. Its own gradient of the matrices is a product with all rows for each group (20 times the
+operations on TPU), so the backward pass is written out.
+"""
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+
+TILE_ROWS = 512
+"""Rows of a tile; a group that does not end with a tile has it computed again for the next group."""
+TILE_INNER, TILE_OUTER = 2048, 768
+"""Largest tiles of a product's inner and outer dimension. The inner one is whole in Qwen3-30B-A3B, so that each
+matrix is read once."""
+LANES = 128
+
+
+class Form(NamedTuple):
+    """Static arguments of a product."""
+
+    platform: str  # cpu, gpu or tpu
+    result: jnp.dtype
+    gradient: Literal["own", "float32", "none"]
+    """Format of the matrices' gradient: their own, float32, or none."""
+    interpret: bool = False  # emulate the TPU's kernels, slowly
+
+
+def grouped_product(form: Form, x: jax.Array, w: jax.Array, sums: jax.Array | None, sizes: jax.Array) -> jax.Array:
+    """Rows [M, F] in `form.result`: those of group g are x [M, D] times w[g], of w [G, D, F].
+
+    The first `sizes[0]` rows are those of group 0, and so on; rows behind the last group are undefined. Operands are in
+    the format of `w`. With gradient "float32", `sums` [G, D, F] gets the gradient of `w`; its values are not read.
+    """
+    return _grouped(form, x, w, w if sums is None else sums, sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(form: Form, x: jax.Array, w: jax.Array, sums: jax.Array, sizes: jax.Array) -> jax.Array:
+    return _rows(form, x.astype(w.dtype), w, sizes, form.result, transposed=False)
+
+
+def _forward(
+    form: Form, x: jax.Array, w: jax.Array, sums: jax.Array, sizes: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    return _grouped(form, x, w, sums, sizes), (x, w, sizes)
+
+
+def _backward(form: Form, saved: tuple[jax.Array, jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array | None, ...]:
+    x, w, sizes = saved
+    dy = dy.astype(w.dtype)
+    dx = _rows(form, dy, w, sizes, x.dtype, transposed=True)
+    if form.gradient == "none":
+        return dx, None, None, None
+    wide = jnp.dtype(jnp.float32) if form.gradient == "float32" else w.dtype
+    dw = _matrices(form, x.astype(w.dtype), dy, sizes, wide)
+    return (dx, None, dw, None) if form.gradient == "float32" else (dx, dw, None, None)
+
+
+_grouped.defvjp(_forward, _backward)
+
+
+def _rows(form: Form, x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: jnp.dtype, *, transposed: bool) -> jax.Array:
+    """Each group's rows times its matrix, or its transposed matrix."""
+    if form.platform == "tpu":
+        inner, outer = (w.shape[2], w.shape[1]) if transposed else w.shape[1:]
+        rows = _row_tile(len(x))
+        padded = jnp.pad(x, [(0, -len(x) % rows), (0, 0)])
+        tiling = (rows, _tile(inner, TILE_INNER), _tile(outer, TILE_OUTER))
+        made = gmm(padded, w, sizes, dtype, tiling, transpose_rhs=transposed, interpret=form.interpret)
+        return made[: len(x)]
+    return jax.lax.ragged_dot(
+        x,
+        w.swapaxes(1, 2) if transposed else w,
+        sizes,
+        precision=_precision(w.dtype),
+        preferred_element_type=dtype,
+    )
+
+
+_OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=()
+)
+
+
+def _matrices(form: Form, x: jax.Array, dy: jax.Array, sizes: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The products [G, D, F] of each group's rows of x [M, D] and dy [M, F], summed over the rows."""
+    if form.platform == "tpu":
+        rows = _row_tile(len(x))
+        x, dy = (jnp.pad(each, [(0, -len(x) % rows), (0, 0)]) for each in (x, dy))
+        tiling = (rows, _tile(x.shape[1], TILE_INNER // 2), _tile(dy.shape[1], TILE_OUTER))
+        return tgmm(x.swapaxes(0, 1), dy, sizes, dtype, tiling, interpret=form.interpret)
+    return jax.lax.ragged_dot_general(
+        x, dy, sizes, _OVER_ROWS, precision=_precision(x.dtype), preferred_element_type=dtype
+    )
+
+
+def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def _row_tile(rows: int) -> int:
+    """Rows of a tile: at most TILE_ROWS, a multiple of LANES."""
+    return min(TILE_ROWS, -(-rows // LANES) * LANES)
+
+
+def _tile(size: int, most: int) -> int:
+    """The largest multiple of LANES up to `most` that divides a dimension; all of it if none does."""
+    return next((tile for tile in range(most - most % LANES, 0, -LANES) if size % tile == 0), size)

@@ -1,0 +1,78 @@
+"""A mixture of experts in place of the feed-forward: Qwen3-MoE. No jax until it is applied."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from podium.models.blocks.activation import Activation
+from podium.models.blocks.choices import UNKNOWN
+from podium.models.blocks.kind import Applied, Context, Work
+from podium.models.blocks.rope import Rope
+from podium.models.blocks.spec import ParamSpec, ParamSpecs
+from podium.models.blocks.weights import LayerWeights
+
+if TYPE_CHECKING:
+    import jax
+
+MAX_EXPERTS = UNKNOWN
+"""Experts are numbered by bytes, and one value says that the number is not known."""
+
+DENSE_ROWS = 512
+"""Most tokens of a decode step that are multiplied with all experts. So few rows reach most experts anyway, and the
+weights are read once, from where they are stored; above, the products of the other experts take longer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Gated linear units of which a router chooses a few for each token (arXiv:1701.06538). No token is dropped."""
+
+    count: int
+    """Number of experts."""
+    top: int
+    """How many of them each token goes to."""
+    width: int
+    """Width of one expert."""
+    normalized: bool
+    """Whether the gates of a token's experts sum to 1; else they are its shares of all experts (norm_topk_prob)."""
+    activation: Activation = "silu"
+
+    scope = "mlp"
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """No rotary embeddings."""
+        return ()
+
+    def specs(self, width: int, *, std: float, out_std: float) -> ParamSpecs:
+        """The weights of one layer."""
+        E, D, F = self.count, width, self.width
+        into = ParamSpec((E, D, F), ("experts", "expert_width", "expert_mlp"), std, stacked=1)
+        return {
+            "router": ParamSpec((D, E), ("width", "router"), std),
+            "expert_gate": into,
+            "expert_up": into,
+            "expert_down": ParamSpec((E, F, D), ("experts", "expert_mlp", "expert_width"), out_std, stacked=1),
+        }
+
+    def work(self, width: int) -> Work:
+        """The cost of one layer: the router, and three matrices of each of a token's experts."""
+        expert, router = 3 * width * self.width, width * self.count
+        return Work(
+            active=self.top * expert + router,
+            total=self.count * expert + router,
+            outputs=2 * self.top * self.width + self.count,
+            inner=self.top * self.width,
+        )
+
+    def apply(self, w: LayerWeights, x: jax.Array, context: Context) -> Applied:
+        """The sum over a token's experts of gate (act(x gate) * (x up)) down."""
+        from podium.models.blocks.routing import route
+
+        logits = context.exact("btd,de->bte", x, w["router"])
+        gates, chosen, told = route(
+            logits, self.top, normalized=self.normalized, recorded=context.recorded, replay=context.replay
+        )
+        matrices = w["expert_gate"], w["expert_up"], w["expert_down"]
+        y = context.experts(x, gates, chosen, matrices, count=self.count, activation=self.activation)
+        return Applied(y, context.carried, told)

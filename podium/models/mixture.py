@@ -1,0 +1,211 @@
+"""The mixture of experts of each device's tokens: with the rows sorted by expert, or with all experts for every token.
+
+Experts are stored split over devices (`podium.models.params`). In an update they are gathered for each layer, since a
+layer's experts are less than its rows for all experts. In a rollout's group of devices each device keeps its experts
+and computes their part for all tokens of the group; the parts are added.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from podium.kernels.grouped import Form, grouped_product
+from podium.models.blocks.activation import Activation
+from podium.models.blocks.experts import DENSE_ROWS
+from podium.models.blocks.mathematics import gated
+from podium.models.blocks.weights import AnyWeight, LayerWeight, Weight
+from podium.models.params import mesh_axis_names
+from podium.sharding import ShardingRules
+
+INTO, OUT_OF = ("experts", "expert_width", "expert_mlp"), ("experts", "expert_mlp", "expert_width")
+"""Logical axes of the matrices of all experts: into their width, and out of it."""
+
+
+def mixed(
+    rules: ShardingRules,
+    x: jax.Array,
+    gates: jax.Array,
+    chosen: jax.Array,
+    matrices: Sequence[LayerWeight],
+    *,
+    count: int,
+    activation: Activation,
+) -> jax.Array:
+    """The sum over each token's experts of gate times expert, [B, T, D]; no token is dropped.
+
+    Args:
+        rules: where weights and activations are.
+        x: [B, T, D].
+        gates: [B, T, k] float32.
+        chosen: [B, T, k] int32.
+        matrices: gate, up [E, D, F] and down [E, F, D], as stored.
+        count: E.
+        activation: opens the gate.
+    """
+    weights: list[AnyWeight] = []
+    for each in matrices:
+        assert isinstance(each, jax.Array | Weight), "experts have no adapters"
+        weights.append(each)
+    local = functools.partial(_local, rules, count, activation)
+    if rules.mesh.size == 1:
+        return local(x, gates, chosen, weights)
+    rows = rules.spec(("rows", "tokens", None))
+    stored = [rules.storage.spec(axes) for axes in (INTO, INTO, OUT_OF)]
+    specs = [jax.tree.map(lambda _, spec=spec: spec, w) for w, spec in zip(weights, stored, strict=True)]
+    return jax.shard_map(local, mesh=rules.mesh, in_specs=(rows, rows, rows, specs), out_specs=rows, check_vma=False)(
+        x, gates, chosen, weights
+    )
+
+
+def _local(
+    rules: ShardingRules,
+    count: int,
+    activation: Activation,
+    x: jax.Array,
+    gates: jax.Array,
+    chosen: jax.Array,
+    weights: Sequence[AnyWeight],
+) -> jax.Array:
+    """`mixed` for the tokens of one device."""
+    B, T, D = x.shape
+    gathered = [_gathered(rules, axes, w) for axes, w in zip((INTO, INTO, OUT_OF), weights, strict=True)]
+    held = len(gathered[0][0])
+    flat = x.reshape(B * T, D)
+    own = chosen.reshape(B * T, -1)
+    if held < count:  # those of this device come first
+        own = (own - held * _index(rules, "experts")) % count
+    compute = dense_form if T == 1 and B <= DENSE_ROWS else sorted_form
+    y = compute(flat, gates.reshape(B * T, -1), own, gathered, platform=rules.platform, activation=activation)
+    summed = [name for axis in ("experts", "expert_mlp") for name in mesh_axis_names(rules.axes.get(axis))]
+    if parts := tuple(name for name in summed if rules.mesh.shape[name] > 1):
+        y = jax.lax.psum(y, parts)
+    return y.reshape(x.shape)
+
+
+def _index(rules: ShardingRules, axis: str) -> jax.Array:
+    """The number of this device's part of a logical axis."""
+    return jax.lax.axis_index(mesh_axis_names(rules.axes[axis]))
+
+
+Matrices = tuple[jax.Array, jax.Array | None, bool]
+"""A device's experts [G, ...]; what gets their gradient in their stead, if it is float32; and whether they are
+frozen."""
+
+
+def _gathered(rules: ShardingRules, axes: Sequence[str], w: AnyWeight) -> Matrices:
+    """The experts with which a device multiplies, from its part of the stored ones."""
+    stored, here = rules.storage.spec(axes), rules.spec(axes)
+    whole = {
+        dim: mesh_axis_names(own)
+        for dim, (own, wanted) in enumerate(zip(stored, here, strict=True))
+        if own != wanted and any(rules.mesh.shape[name] > 1 for name in mesh_axis_names(own))
+    }
+    value, sums = (w.value, w.sums) if isinstance(w, Weight) else (w, None)
+    for dim, names in whole.items():
+        value = jax.lax.all_gather(value, names, axis=dim, tiled=True)
+    if sums is not None and whole:
+        zeros: jax.Array = _sums(tuple(whole.items()), rules.mesh, sums)
+        sums = zeros
+    return value, sums, isinstance(w, Weight) and w.sums is None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sums(whole: tuple[tuple[int, tuple[str, ...]], ...], mesh: Mesh, x: jax.Array) -> jax.Array:
+    """Zeros in place of gathered experts; their gradient becomes that of the stored ones, added in its own format."""
+    shape = list(x.shape)
+    for dim, names in whole:
+        for name in names:
+            shape[dim] *= mesh.shape[name]
+    return jnp.zeros(shape, x.dtype)
+
+
+def _scatter(whole: tuple[tuple[int, tuple[str, ...]], ...], mesh: Mesh, _: None, dx: jax.Array) -> tuple[jax.Array]:
+    for dim, names in reversed(whole):
+        dx = jax.lax.psum_scatter(dx, names, scatter_dimension=dim, tiled=True)
+    return (dx,)
+
+
+_sums.defvjp(lambda whole, mesh, x: (_sums(whole, mesh, x), None), _scatter)
+
+
+def dense_form(
+    x: jax.Array,
+    gates: jax.Array,
+    chosen: jax.Array,
+    experts: Sequence[Matrices],
+    *,
+    platform: str,
+    activation: Activation,
+) -> jax.Array:
+    """Every token [N, D] with all experts that are here, by a gate of 0 where it was not chosen. Has no gradient."""
+    (gate, *_), (up, *_), (down, *_) = experts
+    hits = chosen[..., None] == jnp.arange(len(down))[None, None]  # [N, k, G]
+    every = jnp.sum(jnp.where(hits, gates[..., None], 0.0), axis=1)  # [N, G]
+    product = functools.partial(jnp.einsum, precision=_precision(gate.dtype), preferred_element_type=x.dtype)
+    operand = x.astype(gate.dtype)
+    opened = gated(product("nd,gdf->gnf", operand, gate), product("nd,gdf->gnf", operand, up), activation)
+    weighted = (opened.astype(jnp.float32) * every.T[..., None]).astype(down.dtype)
+    return product("gnf,gfd->nd", weighted, down)
+
+
+def sorted_form(
+    x: jax.Array,
+    gates: jax.Array,
+    chosen: jax.Array,
+    experts: Sequence[Matrices],
+    *,
+    platform: str,
+    activation: Activation,
+) -> jax.Array:
+    """Each token [N, D] with its experts: its rows sorted by expert, and multiplied group by group."""
+    N, k = chosen.shape
+    here = len(experts[0][0])
+    order = jnp.argsort(chosen.reshape(-1))  # [N k]
+    places = jnp.argsort(order)
+    sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(here)[None], axis=0, dtype=jnp.int32)
+    present = (jnp.arange(N * k) < jnp.sum(sizes))[:, None]  # rows behind them are of other devices' experts
+
+    def product(rows: jax.Array, matrices: Matrices) -> jax.Array:
+        value, sums, frozen = matrices
+        gradient = "none" if frozen else "own" if sums is None else "float32"
+        return grouped_product(Form(platform, jnp.dtype(x.dtype), gradient), rows, value, sums, sizes)
+
+    rows: jax.Array = _spread(k, x, order, places)
+    gate, up, down = experts
+    opened = gated(product(rows, gate), product(rows, up), activation)
+    weighted = opened.astype(jnp.float32) * _spread(1, gates.reshape(-1, 1), order, places)
+    made = product(weighted.astype(x.dtype), down)
+    return _collected(k, jnp.where(present, made, 0), order, places)
+
+
+# A permutation's transpose is its inverse. As gathers both are fast; a gather's own transpose is a scatter.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread(k: int, x: jax.Array, order: jax.Array, places: jax.Array) -> jax.Array:
+    """Rows [N k, ...] in an order of which k each are a token's of x [N, ...]."""
+    return x[order // k]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _collected(k: int, rows: jax.Array, order: jax.Array, places: jax.Array) -> jax.Array:
+    """The sum [N, ...] of each token's k rows."""
+    return jnp.sum(rows[places].reshape(-1, k, *rows.shape[1:]), axis=1)
+
+
+Permutation = tuple[jax.Array, jax.Array]
+_spread.defvjp(
+    lambda k, x, order, places: (_spread(k, x, order, places), (order, places)),
+    lambda k, saved, d: (_collected(k, d, *saved), None, None),
+)
+_collected.defvjp(
+    lambda k, rows, order, places: (_collected(k, rows, order, places), (order, places)),
+    lambda k, saved, d: (_spread(k, d, *saved), None, None),
+)
+
+
+def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None

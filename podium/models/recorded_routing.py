@@ -1,0 +1,40 @@
+"""The experts that tokens go to, between one pass over them and another: all layers' choices side by side."""
+
+import jax
+import jax.numpy as jnp
+
+from podium.models.architecture import DecoderConfig
+from podium.models.blocks.choices import Balance, Recorded, Routing
+from podium.models.blocks.kind import Tree
+
+
+def routings(auxiliary: tuple[Tree, ...]) -> list[Routing]:
+    """What the routers of each place reported to `forward`, stacked over the place's layers."""
+    kinds = (of_feed_forward for _, of_feed_forward in auxiliary)
+    return [each for each in kinds if isinstance(each, Routing)]
+
+
+def joined_choices(auxiliary: tuple[Tree, ...]) -> jax.Array | None:
+    """The experts of each token [B, T, C] uint8, place after place and layer after layer; None without routers."""
+    found = [jnp.moveaxis(each.choices, 0, 2) for each in routings(auxiliary)]  # [B, T, L, k]
+    return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in found], axis=-1) if found else None
+
+
+def recorded_choices(choices: jax.Array, counted: jax.Array, decoder: DecoderConfig) -> list[Recorded | None]:
+    """The inverse for `forward`: what is known of tokens at each place, stacked over its layers.
+
+    `choices` are [B, T, C]; `counted` [B, T] says which tokens are in statistics.
+    """
+    begin, found = 0, dict[str, Recorded]()
+    for place, kind in decoder.routed:
+        layers = len(place.layers)
+        own = choices[..., begin : begin + layers * kind.top].reshape(*choices.shape[:2], layers, kind.top)
+        every = jnp.broadcast_to(counted[None], (layers, *counted.shape))
+        found[place.prefix] = Recorded(jnp.moveaxis(own, 2, 0), every)
+        begin += layers * kind.top
+    return [found.get(place.prefix) for place in decoder.places]
+
+
+def balances(auxiliary: tuple[Tree, ...]) -> list[Balance]:
+    """How the routers of each place shared out the tokens, stacked over the place's layers."""
+    return [each.balance for each in routings(auxiliary) if each.balance is not None]

@@ -1,0 +1,249 @@
+"""The mixture of experts against the naive form: every expert computes every token, most by a gate of 0."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_decoder import tiny
+from tiny_models import error_of_scale, rules_on
+
+from podium.config.lora import LoraConfig
+from podium.kernels.grouped import Form, grouped_product
+from podium.models.architecture import ModelError, with_lora
+from podium.models.attention import causal_attention
+from podium.models.blocks.choices import UNKNOWN, Recorded
+from podium.models.blocks.experts import Experts
+from podium.models.blocks.kind import Block, Stack
+from podium.models.blocks.mlp import Mlp
+from podium.models.blocks.routing import route
+from podium.models.decoder import forward
+from podium.models.hf_config import from_hf_config
+from podium.models.mixture import dense_form, mixed, sorted_form
+from podium.models.params import GATHERED_AXES, GROUP_AXES, TRAIN_AXES, param_specs, trained_specs
+from podium.models.presets import PRESETS
+from podium.sharding import ShardingRules, make_mesh
+
+E, K, D, F, N = 8, 3, 16, 24, 40
+TOLERANCE = 1e-5  # of the largest number
+RANDOM = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return jnp.asarray(RANDOM.standard_normal(shape), jnp.float32)
+
+
+WEIGHTS = {"router": normal(D, E), "gate": normal(E, D, F), "up": normal(E, D, F), "down": normal(E, F, D)}
+WEIGHTS = {name: w / w.shape[-2] ** 0.5 for name, w in WEIGHTS.items()}
+X = normal(N, D)
+
+
+def naive(w, x, top=K, normalized=True):
+    """Plain autodiff can differentiate all of it but the choice."""
+    shares = jax.nn.softmax(x @ w["router"])
+    kept = jnp.where(shares >= jnp.sort(shares, axis=-1)[:, -top][:, None], shares, 0.0)
+    if normalized:
+        kept = kept / jnp.sum(kept, axis=-1, keepdims=True)
+    every = [(jax.nn.silu(x @ g) * (x @ u)) @ d for g, u, d in zip(w["gate"], w["up"], w["down"], strict=True)]
+    return sum(kept[:, e][:, None] * y for e, y in enumerate(every))
+
+
+def routed(w, x, normalized=True, recorded=None, replay=True):
+    logits = jnp.einsum("btd,de->bte", x[None], w["router"], precision="highest")
+    return route(logits, K, normalized=normalized, recorded=recorded, replay=replay)
+
+
+def computed(form, w, x, normalized=True):
+    gates, chosen, _ = routed(w, x, normalized)
+    experts = [(w[name], None, False) for name in ("gate", "up", "down")]
+    return form(x, gates[0], chosen[0], experts, platform="cpu", activation="silu")
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_values_and_gradients_are_those_of_autodiff_of_the_naive_form(normalized):
+    def loss(function, w, x):
+        y = function(w, x, normalized=normalized)
+        return jnp.sum(jnp.sin(y)), y
+
+    (_, found), gradients = jax.value_and_grad(
+        functools.partial(loss, functools.partial(computed, sorted_form)), (0, 1), has_aux=True
+    )(WEIGHTS, X)
+    (_, expected), wanted = jax.value_and_grad(functools.partial(loss, naive), (0, 1), has_aux=True)(WEIGHTS, X)
+    assert error_of_scale(found, expected) <= TOLERANCE
+    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
+        assert error_of_scale(one, other) <= TOLERANCE
+    assert error_of_scale(computed(dense_form, WEIGHTS, X, normalized), expected) <= TOLERANCE
+
+
+def test_the_kernels_of_a_tpu_multiply_as_ragged_dot_does():
+    """Emulated; one group is empty, one ends within a tile, and rows are no whole tiles."""
+    rows, inner, outer = 200, 128, 256
+    sizes = jnp.asarray([70, 0, 3, 127], jnp.int32)
+    x, w, dy = normal(rows, inner), normal(4, inner, outer), normal(rows, outer)
+
+    def product(form, x, w, sums):
+        return jnp.sum(grouped_product(form, x, w, sums, sizes) * dy)
+
+    single = jnp.dtype(jnp.float32)
+    own = Form("cpu", single, "own")
+    expected = jax.grad(functools.partial(product, own), (0, 1))(x, w, None)
+    plain = jax.grad(lambda x, w: jnp.sum(jax.lax.ragged_dot(x, w, sizes, precision="highest") * dy), (0, 1))(x, w)
+    for form, at in ((own, (0, 1)), (Form("tpu", single, "float32", interpret=True), (0, 2))):
+        found = jax.grad(functools.partial(product, form), at)(x, w, jnp.zeros_like(w))
+        for one, other, third in zip(found, expected, plain, strict=True):
+            assert error_of_scale(one, other) <= TOLERANCE
+            assert error_of_scale(one, third) <= TOLERANCE
+
+
+def test_recorded_choices_are_repeated_and_their_gates_made_anew():
+    gates, chosen, told = routed(WEIGHTS, X)
+    assert told.balance is None
+    known = np.array(told.choices)
+    known[0, ::4] = UNKNOWN
+    other = dict(WEIGHTS, router=WEIGHTS["router"] + 0.05 * normal(D, E))
+    counted = jnp.arange(N)[None] < N - 5
+    again = routed(other, X, recorded=Recorded(jnp.asarray(known), counted))
+    own = routed(other, X)
+    differs = np.sort(own[1][0]) != np.sort(chosen[0])
+    assert 0 < differs.any(axis=1).sum() < N  # else nothing is tested
+    expected = np.where((known == UNKNOWN).any(-1)[0][:, None], own[1][0], chosen[0])
+    np.testing.assert_array_equal(again[1][0], expected)
+    logits = np.take_along_axis(np.asarray(X @ other["router"]), expected, axis=1)
+    np.testing.assert_allclose(again[0][0], np.exp(logits) / np.exp(logits).sum(-1, keepdims=True), rtol=1e-4)
+    balance = again[2].balance
+    seen = np.arange(N) < N - 5
+    np.testing.assert_array_equal(balance.load[0], np.bincount(expected[seen].reshape(-1), minlength=E))
+    shares = np.asarray(jax.nn.softmax(X @ other["router"]))[seen].sum(0)
+    np.testing.assert_allclose(balance.shares[0], shares, rtol=1e-5)
+    was_known = seen & (known[0, :, 0] != UNKNOWN)
+    assert (balance.compared[0], balance.differing[0]) == (was_known.sum(), (differs.any(1) & was_known).sum())
+    free = routed(other, X, recorded=Recorded(jnp.asarray(known), counted), replay=False)
+    np.testing.assert_array_equal(free[1], own[1])
+    assert free[2].balance.differing[0] == balance.differing[0]
+    np.testing.assert_array_equal(gates.shape, (1, N, K))
+
+
+def decoder():
+    attention, _ = tiny().dense_layers()[0]
+    experts = Experts(count=E, top=K, width=24, normalized=True)
+    blocks = [Block(mixer=attention, feed_forward=kind) for kind in (experts, Mlp(width=48))]
+    return dataclasses.replace(tiny(), stacks=(Stack(pattern=tuple(blocks), repeats=2),))
+
+
+TOKENS = np.random.default_rng(1).integers(0, 300, (8, 8)).astype(np.int32)
+
+
+@functools.cache
+def update_of(mesh, devices, dtype="float32", wide=False):
+    """Value, gradients and choices of a training pass."""
+    config = decoder()
+    random = np.random.default_rng(0)
+    layout = ShardingRules(make_mesh(mesh, jax.devices()[:devices]), TRAIN_AXES)
+    rules = ShardingRules(layout.mesh, GATHERED_AXES, stored=TRAIN_AXES)
+    params = {
+        name: jax.device_put(
+            (spec.mean + 8 * spec.std * random.standard_normal(spec.shape)).astype(np.float32),
+            layout.sharding(*spec.axes),
+        )
+        for name, spec in param_specs(config).items()
+    }
+
+    def loss(params):
+        positions = jnp.broadcast_to(jnp.arange(8)[None], (8, 8))
+        options = {"config": config, "rules": rules, "dtype": jnp.dtype(dtype), "remat": "layer", "wide": wide}
+
+        def attend(carried, at, q, k, v):
+            return carried, causal_attention(q, k, v, jnp.tril(jnp.ones((8, 8), bool))[None])
+
+        hidden, _, told = forward(params, TOKENS, positions, attend, **options)
+        return jnp.sum(jnp.sin(hidden.astype(jnp.float32))), told[0][1].choices
+
+    (value, choices), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    return float(value), jax.tree.map(np.asarray, gradients), np.asarray(choices)
+
+
+MESHES = (
+    "fsdp:2,tp:2,sp:2",
+    *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ("fsdp:8", "dp:4,tp:2", "sp:4,fsdp:2", "fsdp:4,dp:2")),
+)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_devices_that_share_experts_and_tokens_compute_what_one_does(mesh):
+    value, gradients, choices = update_of(mesh, 8)
+    expected, wanted, same = update_of("dp:1", 1)
+    assert abs(value - expected) <= TOLERANCE * abs(expected)
+    np.testing.assert_array_equal(choices, same)
+    for name, gradient in gradients.items():
+        assert error_of_scale(gradient, wanted[name]) <= TOLERANCE, name
+
+
+@pytest.mark.long
+def test_gradients_of_bfloat16_experts_are_summed_in_float32():
+    """Of the experts in the last layer, whose inputs have no rounding of gradients behind them."""
+    _, gradients, _ = update_of("fsdp:2,tp:2,sp:2", 8, "bfloat16", True)
+    _, expected, _ = update_of("dp:1", 1, "bfloat16", True)
+    rounded = np.asarray(jnp.asarray(expected["layers.0.expert_up"]).astype(jnp.bfloat16).astype(jnp.float32))
+    assert np.any(rounded != expected["layers.0.expert_up"])
+    for name in ("layers.0.expert_gate", "layers.0.expert_up", "layers.0.expert_down"):
+        assert error_of_scale(gradients[name], expected[name]) <= 0.02, name
+
+
+@pytest.mark.parametrize("rows", [(4, 1), (2, 5)])
+def test_a_group_of_devices_holds_its_experts_and_adds_their_parts(rows):
+    """With all experts for each token of a decode step, and sorted in a prefill."""
+    rules = ShardingRules(make_mesh("fsdp:2,tp:2", jax.devices()[:4]), GROUP_AXES)
+    B, T = rows
+    x = X[: B * T]
+    gates, chosen, _ = routed(WEIGHTS, x)
+    shape = (B, T, -1)
+    matrices = [WEIGHTS[name] for name in ("gate", "up", "down")]
+    found = jax.jit(lambda *given: mixed(rules, *given, count=E, activation="silu"))(
+        x.reshape(shape), gates.reshape(shape), chosen.reshape(shape), matrices
+    )
+    assert error_of_scale(found.reshape(B * T, D), naive(WEIGHTS, x)) <= TOLERANCE
+
+
+def test_adapters_are_beside_attention_and_experts_have_none_by_name():
+    model = PRESETS["Qwen/Qwen3-30B-A3B"]
+    named = {name.split(".")[1] for name in trained_specs(with_lora(model, LoraConfig(rank=4)))}
+    assert named == {"q", "k", "v", "o"}
+    with pytest.raises(ModelError, match=r"qwen3_moe has no matrix mlp .* experts and routers stay frozen; name q, k"):
+        with_lora(model, LoraConfig(targets=["attention", "mlp"]))
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"num_experts": 256}, r"num_experts must be a whole number from 1 to 255"),
+        ({"num_experts_per_tok": 9, "num_experts": 8}, r"num_experts_per_tok must be a whole number from 1 to 8"),
+        ({"norm_topk_prob": 1}, r"norm_topk_prob must be true or false"),
+        ({"mlp_only_layers": "none"}, r"mlp_only_layers must be a list of layers"),
+    ],
+)
+def test_what_a_config_says_wrongly_of_experts_is_refused(said, message):
+    raw = {
+        "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 64, **said,
+    }  # fmt: skip
+    with pytest.raises(ModelError, match=message):
+        from_hf_config(raw, "config.json")
+
+
+def test_active_parameters_are_those_of_a_token_s_experts():
+    model = PRESETS["Qwen/Qwen3-30B-A3B"]
+    attention, router, expert = 2 * 2048 * (32 + 4) * 128, 2048 * 128, 3 * 2048 * 768
+    head = 151_936 * 2048
+    assert model.active == 48 * (attention + router + 8 * expert) + head
+    assert model.stored == 48 * (attention + router + 128 * expert) + head
+    assert (model.multiplied(512), model.multiplied(513), model.choices) == (model.stored, model.active, 48 * 8)
+
+
+def test_rules_of_one_device_need_no_mesh():
+    rules = rules_on("dp:1", 1)
+    gates, chosen, _ = routed(WEIGHTS, X)
+    matrices = [WEIGHTS[name] for name in ("gate", "up", "down")]
+    found = mixed(rules, X[None], gates, chosen, matrices, count=E, activation="silu")
+    assert error_of_scale(found[0], naive(WEIGHTS, X)) <= TOLERANCE

@@ -1,0 +1,255 @@
+"""The sampler's choices of experts: recorded with each token, the same on any devices, and repeated by the update."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_runs import make_config, make_train_settings, recipe_of, sizes
+
+from podium.certify.naive import in_float64, logits
+from podium.certify.subject import random_weights, tiny_clone
+from podium.config.optimizer import OptimizerConfig
+from podium.config.schema import RolloutConfig
+from podium.models.blocks.choices import UNKNOWN
+from podium.models.layouts import Layout
+from podium.models.params import TRAIN_AXES, param_specs
+from podium.models.presets import PRESETS
+from podium.rollout.engine import RolloutEngine
+from podium.rollout.request import Request, SamplingParams
+from podium.rollout.transcript import Transcript, transcript_of
+from podium.sharding import ShardingRules, make_mesh, param_shardings
+from podium.train.batch import make_batch
+from podium.train.carry import _completion_record, _read_completion
+from podium.train.generate import rollout_rules
+from podium.train.optimizer import make_optimizer
+from podium.train.samples import transcript_sample, with_advantage, with_weight
+from podium.train.state import init_state
+from podium.train.step import make_train_step, shard_batch
+
+DECODER = tiny_clone(PRESETS["Qwen/Qwen3-30B-A3B"])
+C = DECODER.choices
+WEIGHTS = random_weights(DECODER, seed=0)
+CONFIG = RolloutConfig(max_prompt_tokens=24, max_new_tokens=8, slots=8, refill_steps=3, prefill_rows=8, page_tokens=2)
+PROMPTS = [tuple(np.random.default_rng(n).integers(0, DECODER.vocab, n).tolist()) for n in (1, 4, 11, 23)]
+TOLERANCE = 1e-5
+DESCENT = make_optimizer(
+    OptimizerConfig(name="sgd", learning_rate=1.0, beta1=0.0, clip_norm=0.0), 10, param_specs(DECODER)
+)
+
+
+class Letters:
+    """Every token is a letter."""
+
+    eos_tokens, special_tokens = (), {}
+
+    def decode(self, tokens):
+        return "".join(chr(97 + token % 26) for token in tokens)
+
+
+def engine_on(layout: Layout, devices: int, dtype="float32") -> RolloutEngine:
+    mesh = make_mesh("auto", jax.devices()[:devices])
+    rules = rollout_rules(layout, DECODER, mesh)
+    engine = RolloutEngine(CONFIG, DECODER, rules, Letters(), dtype=jnp.dtype(dtype))
+    shardings = param_shardings(param_specs(DECODER), ShardingRules(mesh, TRAIN_AXES))
+    engine.load({name: jax.device_put(value, shardings[name]) for name, value in WEIGHTS.items()})
+    return engine
+
+
+def answers_of(engine, **settings):
+    sampling = SamplingParams(max_new_tokens=8, **settings)
+    requests = [Request(prompt=prompt, sampling=sampling, seed=1, completions=2) for prompt in PROMPTS]
+    return engine.generate(requests)[0]
+
+
+@functools.cache
+def answers(dtype="float32"):
+    return answers_of(engine_on(Layout(name="replicated"), 1, dtype))
+
+
+def flat(groups):
+    return [completion for group in groups for completion in group]
+
+
+def each_answer(dtype="float32"):
+    return [(prompt, each) for prompt, group in zip(PROMPTS, answers(dtype), strict=True) for each in group]
+
+
+def test_log_probabilities_are_those_of_plain_float64_and_choices_have_the_shape_of_the_tokens():
+    """Prompts in shared pages, decoded with all experts, prefilled with sorted ones."""
+    with in_float64():
+        wide = {name: jnp.asarray(value, jnp.float64) for name, value in WEIGHTS.items()}
+        compute = jax.jit(lambda tokens: jax.nn.log_softmax(logits(wide, tokens, DECODER), axis=-1))
+        for prompt, completion in each_answer():
+            drawn = completion.tokens
+            tokens = np.zeros(32, np.int32)
+            tokens[: len(prompt) + len(drawn)] = [*prompt, *drawn]
+            found = np.asarray(compute(tokens))[np.arange(len(drawn)) + len(prompt) - 1, drawn]
+            assert np.abs(completion.full_logprobs - found).max() <= TOLERANCE * np.abs(found).max()
+            assert completion.choices.shape == (len(drawn), C)
+            if len(prompt) > 1:  # the last token of the prompt was prefilled
+                assert np.all(completion.choices[0] == UNKNOWN)
+            assert np.all(completion.choices[1:] < 8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "devices"),
+    [
+        (Layout(name="hybrid", group=4), 8),
+        pytest.param(Layout(name="tensor", group=8), 8, marks=pytest.mark.long),
+        pytest.param(Layout(name="replicated"), 8, marks=pytest.mark.long),
+    ],
+)
+def test_tokens_and_choices_are_those_of_one_device(layout, devices):
+    found = answers_of(engine_on(layout, devices))
+    for one, other in zip(flat(found), flat(answers()), strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.choices, other.choices)
+        np.testing.assert_allclose(one.full_logprobs, other.full_logprobs, rtol=0, atol=TOLERANCE)
+
+
+def test_choices_are_cut_with_the_tokens_saved_with_them_and_continued():
+    (_, whole), *_ = [pair for pair in each_answer() if len(pair[1].tokens) == 8]
+    letters = Letters().decode(whole.tokens.tolist())
+    engine = engine_on(Layout(name="replicated"), 1)
+    stopped = flat(answers_of(engine, stop=(letters[2:4],)))
+    cut = [each for each in stopped if each.finish_reason == "stop"]
+    assert cut
+    assert all(len(each.choices) == len(each.tokens) for each in stopped)
+    record = _completion_record(whole)
+    np.testing.assert_array_equal(_read_completion(record).choices, whole.choices)
+    begun = [
+        [dataclasses.replace(each, **_first(each, 3), finish_reason=None) for each in group] for group in answers()
+    ]
+    sampling = SamplingParams(max_new_tokens=8)
+    requests = [
+        Request(prompt=prompt, sampling=sampling, seed=1, completions=2, begun=tuple(group))
+        for prompt, group in zip(PROMPTS, begun, strict=True)
+    ]
+    for one, other in zip(flat(engine.generate(requests)[0]), flat(answers()), strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        again = np.arange(len(one.tokens)) == 3  # whose predecessor has been prefilled
+        np.testing.assert_array_equal(one.choices[~again], other.choices[~again])
+        assert np.all(one.choices[again] == UNKNOWN)
+
+
+def _first(completion, count):
+    names = ("tokens", "sampled_logprobs", "full_logprobs", "versions", "choices")
+    return {name: getattr(completion, name)[:count] for name in names}
+
+
+def batch_of(dtype="float32", packing="shared_prompts"):
+    samples = []
+    for number, (prompt, completion) in enumerate(each_answer(dtype)):
+        sample = transcript_sample(transcript_of(prompt, completion), group=number // 2, version=0)
+        samples.append(with_weight(with_advantage(sample, 1.0 - number), 1 / 64))
+    return make_batch(samples, sizes(row_tokens=40, rows=8, max_rows=8, packing=packing, choices=C))
+
+
+def updated(batch, dtype="float32", mesh="dp:1", devices=1, weights=WEIGHTS, **changes):
+    """Weights and metrics after one update; the rate makes a weight's change its gradient."""
+    recipe = recipe_of(make_config(algorithm=changes.pop("algorithm", {})))
+    rules = ShardingRules(make_mesh(mesh, jax.devices()[:devices]), TRAIN_AXES)
+    settings = make_train_settings(rules, decoder=DECODER, dtype=jnp.dtype(dtype), **changes)
+    shardings = param_shardings(param_specs(DECODER), rules)
+    params = {name: jax.device_put(x, shardings[name], may_alias=False) for name, x in weights.items()}
+    step = make_train_step(settings, recipe, DESCENT)
+    state, metrics = step(init_state(params, DESCENT), shard_batch(batch, settings.computing))
+    return jax.tree.map(np.asarray, state.params), {name: float(value) for name, value in metrics.items()}
+
+
+def test_choices_lie_at_the_tokens_that_were_sent_to_them():
+    batch, spans = batch_of()
+    rows = np.concatenate(batch.choices)
+    for span, (_, completion) in zip(spans, each_answer(), strict=True):
+        np.testing.assert_array_equal(rows[span.row, span.start : span.start + span.length], completion.choices)
+    known = np.concatenate(batch.mask) > 0
+    assert np.all(rows[~known] == UNKNOWN)
+
+
+def test_what_an_environment_says_has_no_choices():
+    prompt, completion = each_answer()[0]
+    transcript = transcript_of(prompt, completion).add_environment((3, 1)).add_completion(completion)
+    sample = transcript_sample(transcript, group=0, version=0)
+    n = len(completion.tokens)
+    np.testing.assert_array_equal(sample.choices[n : n + 2], np.full((2, C), UNKNOWN))
+    np.testing.assert_array_equal(sample.choices[n + 2 :], completion.choices)
+    assert transcript_sample(Transcript().add_prompt(prompt), group=0, version=0).choices is None
+
+
+def test_repeating_its_own_choices_changes_no_bit_of_an_update():
+    batch, _ = batch_of()
+    repeated, metrics = updated(batch)
+    free, others = updated(batch, replay_routing=False)
+    for name, value in repeated.items():
+        np.testing.assert_array_equal(value, free[name], err_msg=name)
+    assert metrics["loss"] == others["loss"]
+    assert metrics["routing_disagreement"] == others["routing_disagreement"] == 0
+    assert metrics["logprob_gap_max"] <= TOLERANCE * 10
+    assert metrics["router_load_max"] > 1
+    unknown = dataclasses.replace(batch, choices=np.full_like(batch.choices, UNKNOWN))
+    np.testing.assert_array_equal(updated(unknown)[0]["embed"], free["embed"])
+
+
+def test_other_choices_are_repeated_too_and_the_disagreement_tells_them():
+    batch, _ = batch_of()
+    known = batch.choices[..., :3] != UNKNOWN  # of the first layer
+    turned = batch.choices.copy()
+    turned[..., :3] = np.where(known, (batch.choices[..., :3] + 1) % 8, UNKNOWN)
+    other = dataclasses.replace(batch, choices=turned)
+    _, metrics = updated(other)
+    _, free = updated(other, replay_routing=False)
+    assert free["routing_disagreement"] >= 0.4  # of the two layers, one was turned
+    assert metrics["routing_disagreement"] >= free["routing_disagreement"]
+    assert metrics["logprob_gap"] > 100 * free["logprob_gap"]
+    assert np.abs(updated(other)[0]["layers.router"] - WEIGHTS["layers.router"]).max() > 0
+
+
+def test_in_bfloat16_choices_differ_by_rounding_and_are_repeated():
+    """The share that differs is what a run without replay would train on other experts than it sampled from."""
+    batch, _ = batch_of("bfloat16")
+    _, metrics = updated(batch, "bfloat16")
+    _, free = updated(batch, "bfloat16", replay_routing=False)
+    assert metrics["logprob_gap"] <= free["logprob_gap"] + 1e-6
+    assert 0 <= metrics["routing_disagreement"] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "packing"),
+    [
+        ("fsdp:2,tp:2,sp:2", "shared_prompts"),
+        *(pytest.param(mesh, "none", marks=pytest.mark.long) for mesh in ("fsdp:8", "fsdp:4,tp:2", "dp:2,fsdp:4")),
+    ],
+)
+def test_an_update_does_not_depend_on_devices_or_packing(mesh, packing):
+    expected, wanted = updated(batch_of()[0])
+    found, metrics = updated(batch_of(packing=packing)[0], mesh=mesh, devices=8, row_groups=1)
+    assert metrics["loss"] == pytest.approx(wanted["loss"], rel=TOLERANCE, abs=TOLERANCE)
+    for name, value in found.items():
+        change, other = value - WEIGHTS[name], expected[name] - WEIGHTS[name]
+        assert np.abs(change - other).max() <= 2 * TOLERANCE * max(1e-3, np.abs(other).max()), name
+
+
+@pytest.mark.long
+def test_row_groups_compute_what_all_rows_do():
+    batch, _ = batch_of()
+    expected, wanted = updated(batch, remat="layer")
+    found, metrics = updated(batch, remat="layer", row_groups=4)
+    assert metrics == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    for name, value in found.items():
+        assert np.abs(value - expected[name]).max() <= TOLERANCE, name
+
+
+def test_the_balance_loss_pulls_routers_and_nothing_without_a_weight():
+    batch, _ = batch_of()
+    still = dataclasses.replace(batch, weights=np.zeros_like(batch.weights))
+    plain, _ = updated(still)
+    np.testing.assert_array_equal(plain["layers.router"], WEIGHTS["layers.router"])
+    pulled, metrics = updated(still, algorithm={"router_loss_coef": 0.5})
+    assert metrics["loss"] == pytest.approx(0.5 * metrics["router_balance"], rel=1e-5)
+    moved = pulled["layers.router"] - WEIGHTS["layers.router"]
+    assert np.abs(moved).max() > 0
+    wished = {**WEIGHTS, "layers.router": WEIGHTS["layers.router"] + 0.05 * moved / np.abs(moved).max()}
+    assert updated(still, weights=wished)[1]["router_balance"] < metrics["router_balance"]
