@@ -43,6 +43,11 @@ def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: M
             out.
     """
     mesh = resolve_mesh(config, machine) if mesh is None else mesh
+    if config.algorithm.router_loss_coef and not decoder.routed:
+        raise ValueError(
+            f"algorithm.router_loss_coef is {config.algorithm.router_loss_coef:g} and {config.model} has no routers; it"
+            " is for mixtures of experts: leave it unset"
+        )
     return RunSpec(
         machine=machine,
         decoder=decoder,

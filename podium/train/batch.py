@@ -32,7 +32,7 @@ class Batch(Generic[A]):
     advantages: A  # [K, B, T] float32
     sampled_logprobs: A  # [K, B, T] float32, under the policy that drew the tokens, before truncation
     scores: dict[str, A]  # [K, B, T] float32 by name, computed by `podium.train.scorers` before the update
-    choices: A | None  # [K, B, T, C] uint8, experts of each token in the rollout; None without a mixture of experts
+    choices: A | None = None  # [K, B, T, C] uint8, experts of each token in the rollout; None: the model has none
     ages: A | None  # [K, B, T] int32, age of each token in steps; None unless completions are carried over
     num_micro_batches: A  # [] int32, number of micro-batches that are not empty
     num_tokens: A  # [] float32, sum of mask

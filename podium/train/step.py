@@ -212,11 +212,12 @@ def _loss(
         stats |= {"ratio": ratio, "squared_ratio": ratio**2}
         stats |= by_age({"age_gap": gap, "age_clipped": stats["clip_low"] + stats["clip_high"]}, batch.ages)
     sums = {name: jnp.sum(values * batch.mask) for name, values in stats.items()}
+    balance = recipe.router_loss_coef
     if routers:
         tokens = jnp.sum(batch.mask)  # a micro-batch's share of means over the batch's tokens
         sums |= {name: value * tokens for name, value in router_stats(routers).items()}
-        if recipe.router_loss_coef:
-            loss += recipe.router_loss_coef * router_loss(routers) * tokens / jnp.maximum(batch.num_tokens, 1.0)
+        if balance:
+            loss += balance * router_loss(routers) * tokens / jnp.maximum(batch.num_tokens, 1.0)
     return loss, (sums, {"logprob_gap_max": jnp.max(gap), "broken_row": _broken_row(losses * batch.weights)})
 
 

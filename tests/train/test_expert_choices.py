@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import make_config, make_train_settings, recipe_of, sizes
+from tiny_runs import make_config, make_train_settings, recipe_of, sizes, spec_of
 
 from podium.certify.naive import in_float64, logits
 from podium.certify.subject import random_weights, tiny_clone
@@ -240,6 +240,11 @@ def test_row_groups_compute_what_all_rows_do():
     assert metrics == pytest.approx(wanted, rel=1e-4, abs=1e-5)
     for name, value in found.items():
         assert np.abs(value - expected[name]).max() <= TOLERANCE, name
+
+
+def test_a_balance_loss_without_routers_is_refused():
+    with pytest.raises(ValueError, match=r"algorithm.router_loss_coef is 0.1 and none has no routers"):
+        spec_of(make_config(algorithm={"router_loss_coef": 0.1}))
 
 
 def test_the_balance_loss_pulls_routers_and_nothing_without_a_weight():
