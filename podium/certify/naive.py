@@ -107,7 +107,7 @@ def _layer(x: jax.Array, w: Weights, block: Block, decoder: DecoderConfig) -> ja
     if isinstance(after, Experts):
         found = _of_experts(y, w, after)
     else:
-        assert isinstance(after, Mlp), "the tiny clone has refused other kinds"
+        assert isinstance(after, Mlp), "tiny_clone refuses other kinds"
         found = _gated(y, w["gate"], w["up"], w["down"], after.activation)
     return x + (_norm(found, w["mlp_out_norm"], decoder) if block.norms_behind else found)
 
