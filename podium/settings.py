@@ -26,6 +26,7 @@ from podium.models.params import ROLLOUT_LAYOUTS
 from podium.models.source import on_disk, read_architecture, resolve
 from podium.run.resolve import resolve_recipe
 from podium.run.sizes import prompts_in_flight
+from podium.tasks.environment_forms import conversing
 from podium.tasks.functions import RewardFunction
 from podium.tasks.registry import make_task
 from podium.tasks.rewards import TEXT_REWARDS, label
@@ -237,7 +238,29 @@ def _in_flight(config: Config) -> Iterator[Contradiction]:
         yield Contradiction((bound, this, *passes), f"{rule}; set it to 1, or {' and '.join(passes)} to 1")
 
 
-RULES = (_names, _algorithm, _rewards, _layout, _in_flight)
+def _conversations(config: Config) -> Iterator[Contradiction]:
+    """Check tools and environments, and what conversations cannot be combined with."""
+    for index, task in enumerate(config.tasks):
+        try:
+            held = conversing(task)
+        except (ValueError, OSError) as error:
+            key = "tools" if task.tools and "tool" in str(error) else "environment" if task.environment else "name"
+            if key != "name":  # `_tasks` reports it
+                yield Contradiction((f"tasks.{index}.{key}",), str(error))
+            continue
+        if held is None:
+            continue
+        key = "environment" if task.environment else "tools" if task.tools else "name"
+        if config.rollout.in_flight > 1:
+            rule = "conversations are not carried over to the next step"
+            yield Contradiction(("rollout.in_flight", f"tasks.{index}.{key}"), f"{rule}; set rollout.in_flight to 1")
+        if key == "environment" and not held.rewards and "correct" in task.rewards and not task.path:
+            rule = f"{task.environment} pays no reward of its own, and there are no answers to compare"
+            way_out = "give it a method get_reward, or name a reward function instead of `correct`"
+            yield Contradiction((f"tasks.{index}.rewards", f"tasks.{index}.environment"), f"{rule}; {way_out}")
+
+
+RULES = (_names, _algorithm, _rewards, _layout, _in_flight, _conversations)
 """Rules of recipes and rewards, in addition to those of `podium.config.schema`."""
 
 
@@ -262,7 +285,11 @@ def _model(config: Config) -> Iterator[Contradiction]:
         yield Contradiction(("model",), str(error))
         return
     new, prompt = config.rollout.max_new_tokens, config.rollout.max_prompt_tokens
-    if new + prompt > longest:
+    whole = config.rollout.max_episode_tokens
+    if whole is not None and whole > longest:
+        rule = f"{whole} is more than the {longest} positions of {config.model}; set {longest} or less"
+        yield Contradiction(("rollout.max_episode_tokens",), rule)
+    elif new + prompt > longest:
         room = longest - prompt
         way_out = f"set rollout.max_new_tokens to {room} or less" if room > 0 else "lower both"
         yield Contradiction(

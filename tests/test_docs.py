@@ -28,6 +28,14 @@ TINY: dict[str, Any] = {
 }
 
 
+CONTINUED = (
+    "{% for tool in tools or () %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}{{ message.content }}"
+    "{{ ' <end> ' if message.role == 'assistant' else ' ' }}{% endfor %}"
+)
+"""A chat template by which conversations can be continued."""
+
+
 def blocks(language: str) -> list[Any]:
     """The code blocks of a language, by page and number."""
     found = []
@@ -66,7 +74,13 @@ def tiny(tmp_path, monkeypatch) -> Path:
     grpo, answers = podium.grpo, podium.Run.generate
     model = str(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(podium, "grpo", lambda _, **options: grpo(model, **{**options, **TINY}), raising=False)
+    (tmp_path / "chat.jinja").write_text(CONTINUED)
+
+    def tiny_grpo(_: str, *data: Any, **options: Any) -> podium.Run:
+        talks = {"chat_template": "chat.jinja"} if {"tools", "environment"} & options.keys() or data else {}
+        return grpo(model, *data, **{**options, **TINY, **talks})
+
+    monkeypatch.setattr(podium, "grpo", tiny_grpo, raising=False)
     monkeypatch.setattr(podium.Run, "generate", lambda run, asked: answers(run, asked, max_new_tokens=3))
     return tmp_path
 

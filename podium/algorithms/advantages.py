@@ -2,8 +2,9 @@
 
 N prompts with G completions each: rewards [N, G] and lengths [N, G] (number of trained tokens; 0 for a masked
 completion) give advantages [N, G] float32. Every function of this form can be a recipe's advantage; those that compare
-completions of one prompt raise ValueError if G is 1. Rewards are rounded to float32, so that sums which differ only by
-rounding are equal; arithmetic is float64. Numpy only.
+completions of one prompt raise ValueError if G is 1. A reward is NaN, and its length 0, where a conversation failed for
+a reason that is not the model's: it counts in no mean, and its advantage is 0. Rewards are rounded to float32, so that
+sums which differ only by rounding are equal; arithmetic is float64. Numpy only.
 """
 
 from collections.abc import Mapping
@@ -25,14 +26,18 @@ class TokenScores(NamedTuple):
 
 
 def equal_reward_groups(rewards: np.ndarray) -> np.ndarray:
-    """[N] bool: which groups have equal rewards [N, G], so that a group baseline gives zero advantage."""
+    """[N] bool: which groups have equal rewards [N, G], so that a group baseline gives zero advantage.
+
+    Failed episodes do not count; a group with fewer than two others is one of equal rewards.
+    """
     rewards = np.asarray(rewards, np.float32)
-    return rewards.max(axis=1) == rewards.min(axis=1)
+    failed = np.isnan(rewards)
+    return np.where(failed, -np.inf, rewards).max(axis=1) <= np.where(failed, np.inf, rewards).min(axis=1)
 
 
 def reward_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """The rewards themselves as advantages: completions are imitated in proportion to their reward."""
-    return np.asarray(rewards, np.float32)
+    return np.nan_to_num(np.asarray(rewards, np.float32))
 
 
 def group_advantages(
@@ -47,17 +52,17 @@ def group_advantages(
     rewards, _ = _checked(rewards, lengths, least_group=2)
     centred = _centred_by_group(rewards)
     if std == "group":
-        centred = centred / (rewards.std(axis=1, ddof=std_ddof, keepdims=True) + std_eps)
+        centred = centred / (_std(rewards, std_ddof, axis=1) + std_eps)
     elif std == "batch":
-        centred = centred / (rewards.std(ddof=std_ddof) + std_eps)
+        centred = centred / (_std(rewards, std_ddof, axis=None) + std_eps)
     return centred.astype(np.float32)
 
 
 def leave_one_out_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Rewards minus the mean of the group's other rewards: G / (G - 1) (r - mean_g). RLOO (arXiv:2402.14740)."""
     rewards, _ = _checked(rewards, lengths, least_group=2)
-    group = rewards.shape[1]
-    return (group / (group - 1) * _centred_by_group(rewards)).astype(np.float32)
+    group = np.count_nonzero(~np.isnan(rewards), axis=1, keepdims=True)  # [N, 1]
+    return (group / np.maximum(group - 1, 1) * _centred_by_group(rewards)).astype(np.float32)
 
 
 def maxrl_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -66,12 +71,12 @@ def maxrl_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     The mean stands for the probability of success, so a negative reward raises ValueError.
     """
     rewards, _ = _checked(rewards, lengths, least_group=2)
-    if rewards.min() < 0:
+    if np.any(rewards < 0):
         raise ValueError(
-            f"maxrl: a reward of {rewards.min():g}; advantages are divided by the group's mean, so rewards must"
+            f"maxrl: a reward of {np.nanmin(rewards):g}; advantages are divided by the group's mean, so rewards must"
             " not be negative; drop the penalties from tasks.rewards, or set algorithm.recipe to dr_grpo"
         )
-    mean = rewards.mean(axis=1, keepdims=True)  # [N, 1]
+    mean = _means(rewards, axis=1)  # [N, 1]
     return (_centred_by_group(rewards) / np.where(mean > 0, mean, 1.0)).astype(np.float32)
 
 
@@ -82,7 +87,7 @@ def batch_mean_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarra
         raise ValueError(
             "a batch of 1 completion is its own mean and has no advantage; raise prompts_per_step or group_size"
         )
-    return (rewards - rewards.mean()).astype(np.float32)
+    return np.nan_to_num(rewards - _means(rewards, axis=None)).astype(np.float32)
 
 
 def whitened_advantages(
@@ -98,14 +103,14 @@ def whitened_advantages(
     deviation.
     """
     rewards, lengths = _checked(rewards, lengths, least_group=2 if group_baseline else 1)
-    returns = _centred_by_group(rewards) if group_baseline else rewards
+    returns = _centred_by_group(rewards) if group_baseline else np.nan_to_num(rewards)
     trained = returns[lengths > 0]
     if not trained.size or trained.max() == trained.min():
         return np.zeros(returns.shape, np.float32)
     share = lengths / lengths.sum()  # share of the batch's tokens
     centred = returns - np.sum(share * returns)
     std = np.sqrt(np.sum(share * centred**2))
-    return (centred / (std + std_eps)).astype(np.float32)
+    return np.where(np.isnan(rewards), 0.0, centred / (std + std_eps)).astype(np.float32)
 
 
 def penalised_rewards(rewards: np.ndarray, kl_sums: np.ndarray, coef: float) -> np.ndarray:
@@ -117,7 +122,7 @@ def penalised_rewards(rewards: np.ndarray, kl_sums: np.ndarray, coef: float) -> 
     `kl_sums` [N, G] is sampled - reference log-probability, summed over each completion's tokens.
     """
     kl_sums = np.asarray(kl_sums, np.float64)
-    rewards, _ = _checked(rewards, np.ones(kl_sums.shape), least_group=1)
+    rewards, _ = _checked(rewards, np.where(np.isnan(rewards), 0.0, np.ones(kl_sums.shape)), least_group=1)
     if not np.isfinite(kl_sums).all():
         raise ValueError(f"KL to the reference model is {kl_sums[~np.isfinite(kl_sums)][0]}; a log-probability is not")
     return (rewards - coef * kl_sums).astype(np.float32)
@@ -147,7 +152,26 @@ def token_weights(mean: Mean, lengths: np.ndarray, *, num_sequences: int, max_ne
 
 def _centred_by_group(rewards: np.ndarray) -> np.ndarray:
     """[N, G] minus each row's mean; exactly 0 for equal rewards, since sums of float32 values are exact in float64."""
-    return rewards - rewards.mean(axis=1, keepdims=True)
+    return np.nan_to_num(rewards - _means(rewards, axis=1))
+
+
+def _means(rewards: np.ndarray, axis: int | None) -> np.ndarray:
+    """Means along an axis that is kept, over all that are not NaN; 0 where there are none."""
+    known = ~np.isnan(rewards)
+    if known.all():
+        return rewards.mean(axis=axis, keepdims=True)
+    return np.where(known, rewards, 0.0).sum(axis=axis, keepdims=True) / np.maximum(
+        known.sum(axis=axis, keepdims=True), 1
+    )
+
+
+def _std(rewards: np.ndarray, ddof: int, axis: int | None) -> np.ndarray:
+    """Standard deviations like `_means`; 0 where a single reward has none."""
+    known = ~np.isnan(rewards)
+    if known.all():
+        return rewards.std(axis=axis, ddof=ddof, keepdims=True)
+    squares = np.where(known, (rewards - _means(rewards, axis)) ** 2, 0.0).sum(axis=axis, keepdims=True)
+    return np.sqrt(squares / np.maximum(known.sum(axis=axis, keepdims=True) - ddof, 1))
 
 
 def _checked(rewards: np.ndarray, lengths: np.ndarray, *, least_group: int) -> tuple[np.ndarray, np.ndarray]:
@@ -158,8 +182,9 @@ def _checked(rewards: np.ndarray, lengths: np.ndarray, *, least_group: int) -> t
         raise ValueError(f"rewards {rewards.shape} and lengths {lengths.shape} must both be [prompts, completions]")
     if rewards.shape[1] < least_group:
         raise ValueError(f"group_size {rewards.shape[1]}: a group baseline needs at least {least_group}")
-    if not np.isfinite(rewards).all():
-        prompt, completion = np.argwhere(~np.isfinite(rewards))[0]
+    unknown = ~np.isfinite(rewards) & ~(np.isnan(rewards) & (lengths == 0))
+    if unknown.any():
+        prompt, completion = np.argwhere(unknown)[0]
         raise ValueError(
             f"reward of prompt {prompt}, completion {completion} is {rewards[prompt, completion]}; rewards must be"
             " finite: fix the task's grade()"

@@ -7,7 +7,8 @@ from podium.api.rows import TRAIN_SPLITS, Data, data_file, hub_id, is_task
 from podium.config.document import Plain
 from podium.config.imports import SESSION, is_path, name_of
 from podium.config.load import Override
-from podium.config.schema import Config
+from podium.config.schema import Config, TaskConfig
+from podium.tasks.environment_forms import conversing
 from podium.tasks.question_sets import math_equal, text_equal
 
 Reward = Callable[..., object] | str
@@ -44,7 +45,7 @@ def _plain(value: object) -> Plain:
 
 
 def task_settings(
-    data: Data,
+    data: Data | None,
     eval_data: Data | None,
     rewards: Rewards,
     *,
@@ -53,28 +54,76 @@ def task_settings(
     question: str | None,
     answer: str,
     system_prompt: str | None,
+    tools: Sequence[Callable[..., object] | str] = (),
+    environment: Callable[..., object] | str | None = None,
 ) -> list[Override]:
-    """The settings of a task made of data and rewards; rows are written to files below `folder`."""
+    """The settings of a task made of data, rewards, tools and an environment.
+
+    Rows are written to files below `folder`.
+    """
+    _check(data, environment, question)
     parts, match = reward_parts(rewards)
+    if environment is not None and match is None and _pays(environment):
+        parts, match = {"correct": 1.0, **parts}, "math"
     correct = "correct" if match else next(iter(parts))
     task: dict[str, Plain] = {"system_prompt": system_prompt, "rewards": parts, "correct": correct}
+    task |= _held(tools, environment)
+    names = [task.get("tools"), task.get("environment"), name_of(data) if is_task(data) and _converses(data) else None]
+    in_session = f"{SESSION}:" in str(names)
+    threads = [Override("environments.workers", 0, "a tool or environment of this session")] if in_session else []
+    if data is None:
+        return [Override("tasks", [task | {"name": "environment"}], "argument environment"), *threads]
     if is_task(data):
         if eval_data is not None:
             raise ValueError("eval_data: a task has its own evaluation questions; leave it out")
         name = name_of(data)
-        named = [Override("tasks", [task | {"name": name}], "argument data")]
+        named = [Override("tasks", [task | {"name": name}], "argument data"), *threads]
         in_session = name.startswith(f"{SESSION}:")
         return [*named, Override("grading.workers", 0, "a task of this session")] if in_session else named
     dataset = hub_id(data)
     if dataset is None and subset is not None:
         raise ValueError(f"subset: {subset!r} names a part of a data set of the hub, and data is none; leave it out")
-    options = {"question": question, "answer": answer if match else None, "match": match or "math"}
-    task |= {"name": "jsonl", "options": options | ({"dataset": dataset, "subset": subset} if dataset else {})}
+    options: dict[str, Plain] = {"question": question, "answer": answer if match else None, "match": match or "math"}
+    options = options if environment is None else {}
+    name = "jsonl" if environment is None else "environment"
+    task |= {"name": name, "options": options | ({"dataset": dataset, "subset": subset} if dataset else {})}
     if dataset is None:
         task["path"] = data_file(data, folder, "data", TRAIN_SPLITS)
     if eval_data is not None:
         task["eval_path"] = data_file(eval_data, folder, "eval_data", subset=subset)
-    return [Override("tasks", [task], "argument data")]
+    return [Override("tasks", [task], "argument data"), *threads]
+
+
+def _held(
+    tools: Sequence[Callable[..., object] | str], environment: Callable[..., object] | str | None
+) -> dict[str, Plain]:
+    """The names of tools and environment as a task's settings."""
+    held: dict[str, Plain] = {}
+    if environment is not None:
+        held["environment"] = environment if isinstance(environment, str) else name_of(environment)
+    if tools:
+        held["tools"] = [each if isinstance(each, str) else name_of(each) for each in tools]
+    return held
+
+
+def _converses(task: object) -> bool:
+    """Whether a task's class has conversations or tools of its own."""
+    return hasattr(task, "open") or hasattr(task, "tools")
+
+
+def _check(data: Data | None, environment: object, question: str | None) -> None:
+    """Raise ValueError for arguments that do not go together."""
+    if data is None and environment is None:
+        raise ValueError("data: none given; only an environment can do without")
+    if environment is not None and question is not None:
+        raise ValueError("question: an environment's rows have it in `question` or `prompt`; rename the column")
+
+
+def _pays(environment: Callable[..., object] | str) -> bool:
+    """Whether an environment pays a reward of its own."""
+    name = environment if isinstance(environment, str) else name_of(environment)
+    held = conversing(TaskConfig(name="environment", environment=name))
+    return held is not None and held.rewards
 
 
 def reward_parts(rewards: Rewards) -> tuple[dict[str, float], str | None]:

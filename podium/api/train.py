@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
 def grpo(
     model: str,
-    data: Data,
+    data: Data | None = None,
     *,
     eval_data: Data | None = None,
     rewards: Rewards = (math_equal,),
+    tools: Sequence[Callable[..., object] | str] = (),
+    environment: Callable[..., object] | str | None = None,
     on_step: "OnStep | None" = None,
     subset: str | None = None,
     question: str | None = None,
@@ -40,12 +42,16 @@ def grpo(
     Args:
         model: a Hugging Face id, a folder, a .gguf file, or `demo`.
         data: rows, each a question: dicts, a datasets.Dataset or DatasetDict (its `train` split), or a DataFrame; a
-            .jsonl, .json, .csv or .parquet file; a hub data set as `owner/name`; or a task's class.
+            .jsonl, .json, .csv or .parquet file; a hub data set as `owner/name`; or a task's class. An environment can
+            do without.
         eval_data: held-out rows of the same kinds (the `test` or `validation` split); unset: no evaluation.
         rewards: the parts of the reward: functions (TRL's work too) or names of built-in parts (`format`, `tags`,
             `length`), each alone or as `(reward, weight)`. `podium.math_equal` and `podium.text_equal` compare the
             answer with the row's. Without either, rows need no answer, and evaluation uses the first function, clipped
             to 0 to 1.
+        tools: functions that the model may call before it answers, or names of built-in ones (`calculator`).
+        environment: a class that the model talks to, in TRL's form or gym's (docs/environments.md). What it pays is the
+            `correct` part of the reward.
         on_step: called after each step with the number of steps done, the step's metrics, and its samples.
         subset: configuration of a hub data set, such as `main` of `openai/gsm8k`.
         question: column of the question, text or a list of messages; unset: `question`, or else `prompt`.
@@ -76,8 +82,10 @@ def grpo(
         question=question,
         answer=answer,
         system_prompt=system_prompt,
+        tools=tools,
+        environment=environment,
     )
-    own_questions = eval_data is None and not is_task(data)
+    own_questions = eval_data is None and data is not None and not is_task(data)
     never = [Override(f"eval.{key}", False, "no eval_data") for key in ("at_start", "at_end")] if own_questions else []
     given = [Override("model", str(model), "argument model"), Override("name", name, "argument name")]
     return _train(load_settings([], [*given, *tasks, *never, *overrides(settings)], os.environ).config, None, on_step)

@@ -45,10 +45,23 @@ class TaskConfig(Section):
     (docs/rewards.md). The reward is the weighted sum."""
     correct: str = "correct"
     """Part of the reward that evaluation counts as correctness; `correct` is the task's own grade."""
+    tools: list[str] = []
+    """Functions that the model may call before it answers: built-in (calculator), or your own as `package.module:name`
+    (docs/environments.md)."""
+    environment: str | None = None
+    """Class of an environment that the model talks to, as `package.module:name`: in TRL's form, or with gym's `reset`
+    and `step`. Rows of `path`, if any, are passed to its `reset`."""
     completion: str | None = None
     """Column of the text that recipe sft trains on; unset: `completion` if there is one, else the answer."""
     options: dict[str, object] = {}
     """Arguments of the task's constructor (`podium tasks NAME` lists them)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_of_environment(cls, settings: object) -> object:
+        if isinstance(settings, dict) and settings.get("environment") and "name" not in settings:
+            return {**settings, "name": "environment"}
+        return settings
 
 
 class GradingConfig(Section):
@@ -63,6 +76,42 @@ class GradingConfig(Section):
     falls to -1."""
 
 
+class EnvironmentsConfig(Section):
+    """Where tools and environments run, and what happens when they fail."""
+
+    workers: NotNegative = 1
+    """Processes that run tools and environments, many conversations each; 0: threads of the trainer's process, where a
+    call that hangs cannot be ended."""
+    timeout_s: PositiveFloat = 60.0
+    """Time limit in seconds of each reply of an environment or its tools; a slower one is a failure of ours."""
+    retries: NotNegative = 1
+    """Times that a conversation begins again, with the same seed, after a failure of ours: an exception of the
+    environment, a dead process, or a time limit. After that it is left out of the update and of its group's mean."""
+    max_failed: Fraction = 0.2
+    """Share of a step's conversations that may fail; above it, the run stops with the first traceback."""
+    group_seed: Literal["shared", "own"] = "shared"
+    """Seed of the environments of a prompt's conversations. shared: all begin alike, so that rewards are comparable;
+    own: each has another one, and the group's mean mixes beginnings."""
+
+
+class LimitsConfig(Section):
+    """Limits of a conversation, beside `rollout.max_new_tokens` for each turn and `rollout.max_episode_tokens`."""
+
+    max_turns: Positive = 16
+    """Answers of the model; after the last one the conversation ends with reason `turns`."""
+    max_drawn_tokens: Positive | None = None
+    """Tokens that the model draws in all turns together; the conversation then ends with reason `drawn`. Unset: as many
+    as fit."""
+    max_tool_calls: Positive | None = None
+    """Calls of tools; an answer that asks for more ends the conversation with reason `calls`. Unset: any number."""
+    max_reply_tokens: Positive | None = None
+    """Tokens of one message of an environment or tool; the middle of a longer one is cut out, with a mark. Unset:
+    whole, and a message that does not fit ends the conversation with reason `length`."""
+    episode_timeout_s: PositiveFloat | None = None
+    """Seconds after which no further turn begins; the conversation ends with reason `timeout`. Unset: no limit. With a
+    limit, a run is no longer determined by its seed alone."""
+
+
 class RolloutConfig(Section):
     """How completions are generated: lengths, sampling, and how many are decoded at once."""
 
@@ -72,6 +121,10 @@ class RolloutConfig(Section):
     """What to do with longer prompts. drop: skip them, counted in `rollout/dropped_prompts`; error: stop the run."""
     max_new_tokens: Positive = 1024
     """Longest completion in tokens, end-of-sequence included; longer ones are cut, with finish reason `length`."""
+    max_episode_tokens: Positive | None = None
+    """Longest conversation in tokens: prompt, all turns of up to max_new_tokens each, and what stands between them.
+    Unset: max_prompt_tokens + max_new_tokens."""
+    limits: LimitsConfig = LimitsConfig()
     slots: Positive = 64
     """Sequences decoded at once over all devices. More slots are faster per token, up to memory and compute limits."""
     refill_steps: Positive = 8
@@ -109,6 +162,11 @@ class RolloutConfig(Section):
     """Drop tokens less likely than this fraction of the likeliest; 0: none. Biases the gradient like top_k."""
     stop: list[str] = []
     """Strings that end a completion; the string stays in the completion and is trained on."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence: an answer with its prompt, or a conversation."""
+        return self.max_episode_tokens or self.max_prompt_tokens + self.max_new_tokens
 
 
 class AlgorithmConfig(Section):
@@ -178,7 +236,8 @@ class TrainConfig(Section):
     packing: Literal["none", "sequences", "shared_prompts"] = "shared_prompts"
     """A row holds one sequence, several, or several completions after one copy of their prompt (least compute)."""
     row_tokens: Positive | None = None
-    """Length of a row in tokens; unset: max_prompt_tokens + max_new_tokens, which is also the minimum."""
+    """Length of a row in tokens; unset: max_prompt_tokens + max_new_tokens, or max_episode_tokens, which is also the
+    minimum."""
     rows_per_device: Positive | None = None
     """Rows per micro-batch on each device, or on each group of devices that sp splits a row over. Unset: from
     tokens_per_device; with both unset: 4."""
@@ -299,6 +358,7 @@ class Config(Section):
     tasks: Annotated[list[TaskConfig], Field(min_length=1)]
     """Tasks to train on, mixed by weight."""
     grading: GradingConfig = GradingConfig()
+    environments: EnvironmentsConfig = EnvironmentsConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     lora: LoraConfig | None = None
@@ -344,9 +404,15 @@ def _mesh(config: Config) -> Iterator[Contradiction]:
 
 def _rows(config: Config) -> Iterator[Contradiction]:
     train, rollout = config.train, config.rollout
-    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    longest, shortest = rollout.longest, rollout.max_prompt_tokens + rollout.max_new_tokens
     lengths = ("rollout.max_prompt_tokens", "rollout.max_new_tokens")
     summed = f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}"
+    if rollout.max_episode_tokens is not None:
+        if longest < shortest:
+            rule = f"{longest} is less than a prompt with one turn, rollout.max_prompt_tokens + max_new_tokens"
+            yield Contradiction(("rollout.max_episode_tokens", *lengths), f"{rule} = {shortest}; set that or more")
+        lengths = ("rollout.max_episode_tokens",)
+        summed = f"rollout.max_episode_tokens = {longest}"
     if train.row_tokens is not None and train.row_tokens < longest:
         yield Contradiction(
             ("train.row_tokens", *lengths),

@@ -18,7 +18,11 @@ def check_split(rollout: RolloutConfig, shards: int, over: str = "devices") -> N
 
 def table_pages(rollout: RolloutConfig) -> int:
     """W: pages of the longest possible sequence."""
-    return -(-(rollout.max_prompt_tokens + rollout.max_new_tokens) // rollout.page_tokens)
+    return -(-rollout.longest // rollout.page_tokens)
+
+
+def _longest_name(rollout: RolloutConfig) -> str:
+    return "rollout.max_episode_tokens" if rollout.max_episode_tokens else "rollout.max_prompt_tokens + max_new_tokens"
 
 
 def cache_pages(rollout: RolloutConfig, shards: int) -> int:
@@ -33,7 +37,7 @@ def cache_pages(rollout: RolloutConfig, shards: int) -> int:
     if each < least:
         raise ValueError(
             f"rollout.cache_tokens is {rollout.cache_tokens}, {each} pages on each of {shards} shards, and one sequence"
-            f" of rollout.max_prompt_tokens + max_new_tokens needs {least}; set it to at least"
+            f" of {_longest_name(rollout)} needs {least}; set it to at least"
             f" {least * shards * rollout.page_tokens}"
         )
     return each * shards

@@ -246,7 +246,7 @@ def _fastest(
     Also returns whether any fits. `stored` is the trainer's bytes per parameter. Groups are within one of `hosts` hosts
     of `host_chips` devices; if groups are larger than a host, `hosts` is 1.
     """
-    rows, length = rollout.slots // hosts, rollout.max_prompt_tokens + rollout.max_new_tokens
+    rows, length = rollout.slots // hosts, rollout.longest
     floors = [DecodeFloor(decoder=decoder, machine=machine, group=size) for size in sizes]
     floors = [each for each in floors if not (rows % each.shards or (rollout.prefill_rows // hosts) % each.shards)]
     fitting = [

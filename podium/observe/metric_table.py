@@ -4,13 +4,14 @@ it.
 A new metric is one line. `<task>` stands for a task's name, `<part>` for a reward part.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from podium.accelerators import GIB
 from podium.observe.stats import EvaluationStats, StepStats, TaskScores
+from podium.tasks.conversation import ToolRun
 
 SPREAD = ("mean", "std", "min", "max")
 MEAN_MAX = ("mean", "max")
@@ -77,6 +78,23 @@ def _clip_fractions(stats: StepStats) -> tuple[float, float] | None:
     return (means["clip_low"], means["clip_high"]) if means else None
 
 
+def _by_tool(read: Callable[[Sequence[ToolRun]], float]) -> Callable[[StepStats], Mapping[str, float] | None]:
+    """Make a reader for the calls of each tool."""
+
+    def of_each(stats: StepStats) -> Mapping[str, float] | None:
+        if stats.conversations is None:
+            return None
+        ran = stats.conversations.environments.ran
+        return {name: read([each for each in ran if each.name == name]) for name in sorted({each.name for each in ran})}
+
+    return of_each
+
+
+def _reply_s(stats: StepStats) -> tuple[float, float] | None:
+    seconds = stats.conversations and stats.conversations.environments.reply_s
+    return (float(np.mean(seconds)), float(np.percentile(seconds, 95))) if seconds else None
+
+
 # fmt: off
 METRICS: dict[str, tuple[Metric, ...]] = {
     "Time": (
@@ -139,7 +157,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("train-seq_len/prompt", "tokens", "Prompt, chat template included.", lambda s: s.completions.prompt_tokens, parts=MEAN_MAX),
         Metric("train-seq_len/completion", "tokens", "Completion, end-of-sequence included.", lambda s: s.completions.completion_tokens, parts=MEAN_MAX),
         Metric("train-seq_len/total", "tokens", "Prompt and completion.", lambda s: s.completions.total_tokens, parts=MEAN_MAX),
-        Metric("rollout/truncated_fraction", "fraction", "Completions cut by `rollout.max_new_tokens`.", lambda s: s.completions.truncated / len(s.completions.rewards)),
+        Metric("rollout/truncated_fraction", "fraction", "Completions cut by `rollout.max_new_tokens`, and conversations that a limit ended.", lambda s: s.completions.truncated / len(s.completions.rewards)),
         Metric("rollout/entropy", "nat", "Entropy of the sampler per token, mean of -log p over all completion tokens, so it exists in every step. Watch it for collapse.", lambda s: s.completions.entropy),
         Metric("rollout/refill_rounds", "rounds", "Extra generations of `algorithm.zero_variance: refill`.", lambda s: s.rolled.refill_rounds),
         Metric("rollout/prefill_s", "s", "Prefill calls; if they overlap with decoding (TPU, GPU), only the time to issue them.", lambda s: s.rolled.prefill_s),
@@ -157,6 +175,21 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/prompt_tokens", "tokens", "Prompt tokens prefilled, one copy per group.", lambda s: s.rolled.prompt_tokens),
         Metric("rollout/completion_tokens", "tokens", "Completion tokens generated.", lambda s: s.rolled.completion_tokens),
         Metric("rollout/dropped_prompts", "prompts", "Prompts above `rollout.max_prompt_tokens`, replaced by others.", lambda s: s.rolled.dropped_prompts),
+    ),
+    "Conversations": (
+        Metric("env/turns", "turns", "Answers of the model in a conversation. This and the others here only where prompts are answered more than once.", lambda s: s.conversations and s.conversations.turns, parts=MEAN_MAX),
+        Metric("env/stop/<part>", "fraction", "Conversations by the reason for which they ended: `stop` (by themselves), `length`, `turns`, `drawn`, `calls`, `timeout` (limits), `failed`.", lambda s: s.conversations and s.conversations.stops),
+        Metric("env/failed", "conversations", "Conversations that failed for a reason of ours after all retries; they are in no mean.", lambda s: s.conversations and s.conversations.failed),
+        Metric("env/retried", "conversations", "Failures of ours in all attempts.", lambda s: s.conversations and len(s.conversations.environments.failures)),
+        Metric("env/reply_s", "s", "An environment's reply to a turn, tools included.", _reply_s, parts=("mean", "p95")),
+        Metric("env/begin_s", "s", "An environment's beginning.", lambda s: np.array(s.conversations.environments.begin_s) if s.conversations and s.conversations.environments.begin_s else None, parts=MEAN_MAX),
+        Metric("env/idle_s", "s", "Waiting for environments while the engine had nothing to do.", lambda s: s.conversations and s.conversations.environments.idle_s),
+        Metric("env/reply_tokens", "tokens", "Tokens that environments and tools gave the model, over all hosts.", lambda s: s.conversations and s.conversations.environments.extend_tokens),
+        Metric("env/drawn_share", "fraction", "Share of the tokens behind prompts that the model drew.", lambda s: s.conversations and s.conversations.drawn_share),
+        Metric("tools/<part>/calls", "calls", "Calls of a tool; `unknown`: of names that are no tool.", _by_tool(len)),
+        Metric("tools/<part>/errors", "calls", "Calls answered with an error: wrong arguments, or the tool raised.", _by_tool(lambda ran: sum(each.error for each in ran))),
+        Metric("tools/<part>/mean_s", "s", "Mean duration of a call.", _by_tool(lambda ran: float(np.mean([each.seconds for each in ran])))),
+        Metric("tools/unread_calls", "turns", "Answers with a call that could not be read, such as broken JSON.", lambda s: s.conversations and s.conversations.environments.unread_calls),
     ),
     "Carry-over": (
         Metric("async/staleness", "updates", "Updates since a group's first token, over the groups of the step; at most `rollout.max_staleness`. This and the others here only with `rollout.in_flight` above 1.", lambda s: s.carried and s.carried.staleness, parts=MEAN_MAX),

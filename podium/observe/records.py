@@ -1,14 +1,14 @@
 """Formats lines of samples.jsonl and lengths.jsonl, and chooses the groups to keep as samples."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NotRequired, TypeAlias, TypedDict, cast
 
 import numpy as np
 
 from podium.files import read_lines
-from podium.rollout.request import FinishReason
+from podium.rollout.request import StopReason
 from podium.rollout.transcript import Transcript
 from podium.tasks.task import Prompt, Reward
 
@@ -22,9 +22,13 @@ class CompletionRecord(TypedDict):
     reward: float
     parts: dict[str, float]
     """Each part of the reward before its weight."""
-    finish_reason: FinishReason | None
+    finish_reason: StopReason | None
     tokens: int
     """Tokens that the model drew."""
+    messages: NotRequired[list[Mapping[str, object]]]
+    """The conversation after its prompt: what the model answered and called, and what it was told."""
+    turn_rewards: NotRequired[list[float]]
+    """What each turn of a conversation earned; their sum is `reward`."""
     advantage: NotRequired[float]
     pieces: NotRequired[list[str]]
     """The text of each token."""
@@ -103,6 +107,10 @@ def sample_record(
         }
         for transcript, reward in zip(transcripts, rewards, strict=True)
     ]
+    for made, transcript, reward in zip(found, transcripts, rewards, strict=True):
+        if transcript.messages:
+            made["messages"] = list(transcript.messages)
+            made["turn_rewards"] = list(reward.turns)
     if advantages is not None:
         found = [{**each, "advantage": float(a)} for each, a in zip(found, advantages, strict=True)]
     if pieces is not None:

@@ -18,7 +18,7 @@ from podium.files import write_atomically
 from podium.observe.metrics import find_metric
 from podium.observe.records import SampleRecord
 from podium.observe.run_dir import RunDir
-from podium.rollout.request import FinishReason
+from podium.rollout.request import StopReason
 
 INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 60.0
@@ -26,7 +26,7 @@ FINISH_TIMEOUT_S = 60.0
 Metrics = Mapping[str, int | float]
 TABLE = ("step", "prompt", "completion", "expected", "reward", "parts", "tokens", "finish")
 """Columns of a table of completions."""
-Row = tuple[int, str, str, str, float, str, int, FinishReason | None]
+Row = tuple[int, str, str, str, float, str, int, StopReason | None]
 SHOWN_CHARS = 4_000
 """Maximum characters of a text in a table."""
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from podium.rollout.request import RolloutStats
+from podium.tasks.conversation import ToolRun
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,51 @@ class CompletionStats:
     timeouts: int
     entropy: float
     """Nats per token, estimated as the mean of -log p of the sampled tokens."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvironmentStats:
+    """What environments and tools did in a rollout, over one or several hosts."""
+
+    failures: tuple[str, ...] = ()
+    """The traceback of each failure of ours, retried or not, in the order of the prompts."""
+    reply_s: tuple[float, ...] = ()
+    """Seconds of each reply."""
+    begin_s: tuple[float, ...] = ()
+    """Seconds of each beginning."""
+    ran: tuple[ToolRun, ...] = ()
+    unread_calls: int = 0
+    """Answers with a call that could not be read."""
+    extend_tokens: int = 0
+    """Tokens that environments and tools gave the model."""
+    idle_s: float = 0.0
+    """Seconds in which the engine had nothing to do but to wait for environments."""
+
+    def then(self, other: "EnvironmentStats") -> "EnvironmentStats":
+        """Add those of a later round, or of another host."""
+        return EnvironmentStats(
+            failures=self.failures + other.failures,
+            reply_s=self.reply_s + other.reply_s,
+            begin_s=self.begin_s + other.begin_s,
+            ran=self.ran + other.ran,
+            unread_calls=self.unread_calls + other.unread_calls,
+            extend_tokens=self.extend_tokens + other.extend_tokens,
+            idle_s=self.idle_s + other.idle_s,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConversationStats:
+    """The conversations of a step, over all hosts."""
+
+    turns: np.ndarray  # [n], answers of the model in each
+    stops: Mapping[str, float]
+    """Share of conversations by the reason for which they ended."""
+    failed: int
+    """Conversations that failed for a reason of ours, after all retries."""
+    drawn_share: float
+    """Share of the tokens after prompts that the model drew."""
+    environments: EnvironmentStats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,6 +190,8 @@ class StepStats:
     """Mean of the last ten steps; None before the tenth."""
     carried: CarryStats | None = None
     """None without carry-over."""
+    conversations: ConversationStats | None = None
+    """None where prompts are answered once."""
     memory: tuple[int, int] | None = None
     """Bytes in use and at peak on the fullest device; None if devices do not report them (CPU)."""
 

@@ -148,7 +148,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
     rollout = run.rollout
     slots = -(-(size or rollout.slots) // run.rollout_shards)
     heads, matmul = run.rollout_heads, decoder.stored // run.layout.group
-    read = run.in_blocks(context or rollout.max_prompt_tokens + rollout.max_new_tokens)
+    read = run.in_blocks(context or rollout.longest)
     cache, logits = run.read_bytes(slots, read), F32 * slots * decoder.vocab // heads
     block = run.kv_bytes(slots * run.block) // decoder.layers
     # The TPU compiler copies the stacked q, k and v weights into another layout in every call.

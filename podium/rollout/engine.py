@@ -301,8 +301,8 @@ class RolloutEngine:
 
     def _check_turn(self, tokens: tuple[int, ...], sampling: SamplingParams) -> None:
         """Raises ValueError if a conversation with these tokens leaves no room for another turn."""
-        room = self.config.max_prompt_tokens + self.config.max_new_tokens - sampling.max_new_tokens
-        rule = "what rollout.max_prompt_tokens and max_new_tokens leave of its next turn"
+        room = self.config.longest - sampling.max_new_tokens
+        rule = "what rollout.max_episode_tokens (unset: max_prompt_tokens + max_new_tokens) leaves of its next turn"
         self._check(tokens, sampling, room, rule)
         self._scheduler.pages.check(len(tokens) + sampling.max_new_tokens)
 

@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 FinishReason = Literal["stop", "length"]
+StopReason = Literal["stop", "length", "turns", "drawn", "calls", "timeout", "failed"]
+"""Why a conversation ended: by itself; it has no room; a limit of `rollout.limits`; or a failure of ours."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

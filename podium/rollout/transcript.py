@@ -6,11 +6,12 @@ tokens that it read and drew.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 
-from podium.rollout.request import Completion, FinishReason
+from podium.rollout.request import Completion, FinishReason, StopReason
 
 Source = Literal["prompt", "drawn", "environment"]
 
@@ -41,8 +42,11 @@ class Transcript:
     """An episode so far. Immutable: each `add_*` method returns a longer transcript."""
 
     spans: tuple[Span, ...] = ()
-    finish_reason: FinishReason | None = None
-    """Why the last drawn span ended; None: it has not ended, or nothing was drawn."""
+    finish_reason: StopReason | None = None
+    """Why the last drawn span, or the conversation, ended; None: it has not ended, or nothing was drawn."""
+    messages: tuple[Mapping[str, object], ...] = ()
+    """What was said after the prompt, for readers and reward functions: answers, calls and replies; empty for a single
+    answer."""
 
     def add_prompt(self, tokens: tuple[int, ...] | np.ndarray, *, text: str = "") -> "Transcript":
         """Start with these tokens. Raises ValueError if the transcript is not empty."""
@@ -86,7 +90,7 @@ class Transcript:
             text=text,
             choices=choices,
         )
-        return Transcript(spans=(*self.spans, span), finish_reason=finish_reason)
+        return dataclasses.replace(self, spans=(*self.spans, span), finish_reason=finish_reason)
 
     def add_completion(self, completion: Completion) -> "Transcript":
         """Append a completion of the engine."""

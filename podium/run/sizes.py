@@ -7,7 +7,7 @@ DEFAULT_ROWS_PER_DEVICE = 4
 
 def row_tokens(config: Config) -> int:
     """T: tokens per row of a batch."""
-    return config.train.row_tokens or config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    return config.train.row_tokens or config.rollout.longest
 
 
 def rows_per_device(config: Config) -> int:

@@ -14,6 +14,7 @@ from podium.config.mesh import MeshSizes
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import (
     CheckpointConfig,
+    EnvironmentsConfig,
     EvalConfig,
     GradingConfig,
     MetricsConfig,
@@ -44,7 +45,7 @@ class BatchSizes:
     """Maximum number of rows in an optimizer step; determines K."""
     packing: Packing
     max_new_tokens: int
-    """Maximum length of a completion: the denominator of `mean: constant`."""
+    """Maximum length of a completion, or of a conversation: the denominator of `mean: constant`."""
     choices: int = 0
     """C: number of experts to which a token goes, over all layers; 0 without a mixture of experts."""
     ages: bool = False
@@ -116,6 +117,7 @@ class RolloutSpec:
     """Number format of the engine's weights, activations and cache."""
     prompts: PromptSpec
     grading: GradingConfig
+    environments: EnvironmentsConfig
     evaluation: EvalConfig
     sampling: SamplingParams
     completions: int

@@ -10,6 +10,7 @@ A function gets the arguments that its parameters name:
     completion    the text; the function returns one number
     completions   the texts of all completions of the prompt; the function returns one number for each
     num_tokens    the completion's tokens; beside `completions`, a list
+    transcript    the messages of a conversation after its prompt; beside `completions`, `transcripts`, a list of them
     row           the prompt's row of the data: `question`, `answer` and whatever else it has
     any other     the row's column of that name, or the parameter's default
 
@@ -19,7 +20,8 @@ called as TRL calls it: once for a prompt's group, with lists that have one elem
     def matches(completions, ground_truth, **kwargs): return [float(t in c) for c, t in zip(completions, ground_truth)]
 
     prompts          the question, or the row's messages where its prompt is a conversation
-    completions      the texts, or where the prompt is a conversation `[{"role": "assistant", "content": text}]`
+    completions      the texts, or where the prompt is a conversation `[{"role": "assistant", "content": text}]`; of
+                     conversations with tools or an environment all messages after the prompt
     completion_ids   the completions' tokens
     every column     the row's value, repeated; in `**kwargs` those that no parameter names
 
@@ -163,19 +165,23 @@ def _row(prompt: Prompt) -> dict[str, object]:
 def _known(prompt: Prompt, group: Sequence[Graded], *, of_group: bool) -> dict[str, object]:
     """The values that parameters can name: the prompt's columns, and its completions or the single completion."""
     row, texts, counts = _row(prompt), [each.text for each in group], [each.num_tokens for each in group]
-    completions = {"completions": texts, "num_tokens": counts} if of_group else {}
-    return row | {"row": row, "completion": texts[0], "num_tokens": counts[0]} | completions
+    transcripts = [list(each.transcript) for each in group]
+    of_each = {"completion": texts[0], "num_tokens": counts[0], "transcript": transcripts[0]}
+    of_all = {"completions": texts, "num_tokens": counts, "transcripts": transcripts} if of_group else {}
+    return row | {"row": row} | of_each | of_all
 
 
 def _known_to_trl(prompt: Prompt, group: Sequence[Graded]) -> Mapping[str, object]:
     """The arguments that TRL's trainer would pass: lists with one element per completion."""
-    row, texts = _row(prompt), [each.text for each in group]
+    row = _row(prompt)
     messages = None if prompt.messages is None else list(prompt.messages)
     columns = {"row": row} | {name: value for name, value in row.items() if name != "prompt"}
     return {name: [value] * len(group) for name, value in columns.items()} | {
         "num_tokens": [each.num_tokens for each in group],
         "prompts": [prompt.question if messages is None else messages] * len(group),
-        "completions": [text if messages is None else [_answer(text)] for text in texts],
+        "completions": [
+            list(each.transcript) or (each.text if messages is None else [_answer(each.text)]) for each in group
+        ],
         "completion_ids": [list(each.tokens) for each in group],
     }
 

@@ -109,7 +109,7 @@ class Grader:
         """
         groups = [list(group) for _, group in itertools.groupby(items, key=_prompt_key)]
         own = [self._submit_own(group) for group in groups]
-        asked = [item for item in items if self._configs[item[0].task].correct == "correct"]
+        asked = [item for item in items if self._asks(item)]
         if self._own_tasks:
             done: Future[list[Outcome]] = Future()
             outcomes = [grade_item(self._own_tasks[item.task], item) for item in map(_item, asked)]
@@ -119,6 +119,11 @@ class Grader:
             parts = [asked[start : start + CHUNK] for start in range(0, len(asked), CHUNK)]
             chunks = [self._threads.submit(self._grade_chunk, part) for part in parts]
         return Grading(chunks, own, functools.partial(self._rewards, items))
+
+    def correct_weight(self, task: int) -> float:
+        """The weight of a task's `correct` part, which holds what an environment pays."""
+        config = self._configs[task]
+        return config.rewards.get("correct", 0.0) if config.correct == "correct" else 0.0
 
     def check(self, prompts: Sequence[TaskPrompt]) -> None:
         """Raise ValueError if a reward function asks for a column that a prompt's row lacks."""
@@ -147,7 +152,10 @@ class Grader:
         rewards = []
         for (asked, completion), parts in zip(items, own, strict=True):
             config = self._configs[asked.task]
-            outcome = next(graded) if config.correct == "correct" else NOT_ASKED
+            if self._asks((asked, completion)):
+                outcome = next(graded)
+            else:
+                outcome = NOT_ASKED if completion.paid is None else Outcome("graded", correct=completion.paid)
             correct, stopped = outcome.correct, outcome.kind == "stopped"
             reward = make_reward(config, completion, self._limits, correct=correct, own=parts, timed_out=stopped)
             if not self._warned_unrewarded and not any(label(name) in reward.parts for name in config.rewards):
@@ -160,6 +168,11 @@ class Grader:
                 )
             rewards.append(reward)
         return rewards
+
+    def _asks(self, item: Submission) -> bool:
+        """Whether the task itself grades an answer, rather than a function or the environment."""
+        prompt, graded = item
+        return graded.paid is None and self._configs[prompt.task].correct == "correct"
 
     def _grade_chunk(self, submissions: Sequence[Submission]) -> list[Outcome]:
         """Grade a chunk; continue on another worker if one is lost. Runs in a thread."""

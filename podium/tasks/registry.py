@@ -16,7 +16,9 @@ from podium.tasks.task import Task, TaskSource
 
 TASKS: dict[str, str] = {
     "arithmetic": "podium.tasks.arithmetic:Arithmetic",
+    "calculator": "podium.tasks.calculator_task:CalculatorTask",
     "chat": "podium.tasks.question_sets:Chat",
+    "environment": "podium.tasks.environment_rows:EnvironmentRows",
     "gsm8k": "podium.tasks.question_sets:Gsm8k",
     "jsonl": "podium.tasks.question_sets:Jsonl",
     "math": "podium.tasks.question_sets:Math",
@@ -58,7 +60,7 @@ def task_labels(tasks: Sequence[TaskConfig]) -> list[str]:
     """Short unique names of a mixture's tasks, for metrics and messages: `gsm8k`; a second one is `gsm8k-2`."""
     labels: list[str] = []
     for config in tasks:
-        name = config.name.rpartition(":")[2]
+        name = (config.environment or config.name).rpartition(":")[2]
         copies = (f"{name}-{number}" for number in range(2, len(tasks) + 2))
         labels.append(next(label for label in (name, *copies) if label not in labels))
     return labels

@@ -15,6 +15,7 @@ task has none. Nothing here imports jax.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -40,7 +41,12 @@ class Graded:
 
     text: str
     tokens: tuple[int, ...]
-    """Token ids, including the end-of-sequence token."""
+    """Token ids, including the end-of-sequence token; of a conversation, those that the model drew."""
+    transcript: tuple[Mapping[str, object], ...] = ()
+    """The messages of a conversation after its prompt: answers, calls and replies; empty for a single answer."""
+    paid: float | None = None
+    """The reward of its environment, which is then the `correct` part; None: the task grades `text`, the last answer
+    of a conversation."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +64,31 @@ class Reward:
     """Each part before weighting: `correct`, `format`, ...; functions that do not apply to the prompt are missing."""
     timed_out: bool = False
     """Whether grading was stopped: it exceeded `grading.timeout_s`, or its process died (memory). `correct` is 0."""
+    turns: tuple[float, ...] = ()
+    """What each turn of a conversation earned; their sum is `total`. Empty for a single answer."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is no reward, because the conversation failed for a reason that is not the model's."""
+        return math.isnan(self.total)
+
+
+FAILED = Reward(total=math.nan, parts={})
+"""The reward of a conversation that failed for a reason of ours: none."""
+
+
+def with_turns(reward: Reward, turn_rewards: Sequence[float], weight: float) -> Reward:
+    """A conversation's reward, divided over its turns.
+
+    Args:
+        reward: with the total.
+        turn_rewards: what the environment paid for each turn.
+        weight: of the `correct` part, which holds their sum. The last turn gets all that is left of the total.
+    """
+    paid = [weight * each for each in turn_rewards]
+    if paid:
+        paid[-1] += reward.total - sum(paid)
+    return dataclasses.replace(reward, turns=tuple(paid))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

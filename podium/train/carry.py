@@ -14,6 +14,7 @@ import numpy as np
 
 from podium.observe.record_check import Extent
 from podium.rollout.request import Completion, FinishReason
+from podium.rollout.transcript import Transcript
 from podium.tasks.task import Reward
 from podium.train.feed import EncodedPrompt, Feed
 
@@ -74,6 +75,8 @@ class Pending:
     """The completions as drawn so far; empty: generation has not begun."""
     rewards: tuple[Reward, ...] = ()
     """Rewards of the completions; empty until all have ended."""
+    transcripts: tuple[Transcript, ...] = ()
+    """The whole conversations of a prompt that is answered more than once; they are never carried over."""
 
     @property
     def first_version(self) -> int | None:

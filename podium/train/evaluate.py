@@ -21,7 +21,7 @@ from podium.observe.text import shown
 from podium.rollout.request import RolloutStats
 from podium.tasks.mixture import TaskPrompt
 from podium.train.feed import request_seed
-from podium.train.generate import AnswerSettings, Group, Rollouts
+from podium.train.generate import AnswerSettings, FailingEnvironmentError, Group, Rollouts
 from podium.train.setup import load_parts, make_model, rollout_spec
 from podium.train.step_files import saved_steps
 
@@ -103,7 +103,7 @@ def task_scores(greedy: Sequence[Group], sampled: Sequence[Group], *, questions:
         questions=questions,
         too_long=questions - len(answered),
         completion_tokens=float(np.mean([answer.num_drawn for answer in answers])),
-        truncated_fraction=float(np.mean([answer.finish_reason == "length" for answer in answers])),
+        truncated_fraction=float(np.mean([answer.finish_reason != "stop" for answer in answers])),
     )
 
 
@@ -163,8 +163,8 @@ def _print_answer(record: SampleRecord) -> None:
 
 
 def _correct(groups: Sequence[Group]) -> np.ndarray:
-    """The `correct` part of each answer, [n, k]."""
-    return np.array([[reward.parts["correct"] for reward in group.rewards] for group in groups])
+    """The `correct` part of each answer, [n, k], clipped to 0 to 1: an environment may pay anything."""
+    return np.clip([[reward.parts["correct"] for reward in group.rewards] for group in groups], 0.0, 1.0)
 
 
 def _answers(
@@ -179,4 +179,10 @@ def _answers(
     if not asked:
         raise ValueError(f"{task}: no evaluation question fits in rollout.max_prompt_tokens; raise it")
     sampling = dataclasses.replace(rollouts.spec.sampling, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
-    return rollouts.answer(asked, AnswerSettings(sampling=sampling, completions=completions))
+    groups, stats = rollouts.answer(asked, AnswerSettings(sampling=sampling, completions=completions))
+    if any(reward.failed for group in groups for reward in group.rewards):
+        raise FailingEnvironmentError(
+            f"{task}: a conversation failed in an evaluation, which would not be whole without it:\n"
+            f"{rollouts.held.failures[0].rstrip()}\nMend the environment, then continue the run"
+        )
+    return groups, stats

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 from podium.models.tokenizer import Tokenizer
 from podium.run.spec import PromptSpec
+from podium.tasks.environment_forms import Conversing, conversing
 from podium.tasks.mixture import TaskMixture, TaskPrompt
+from podium.train.dialogue import Dialogue
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,6 +17,7 @@ class EncodedPrompt:
 
     prompt: TaskPrompt
     tokens: tuple[int, ...]
+    """Empty if the first message is the environment's."""
     seed: int
     number: int = 0
     """Index in the run's sequence of prompts; 0 for evaluation questions."""
@@ -29,10 +32,17 @@ class Feed:
         """Create the tasks; data is read on first use.
 
         Raises:
-            ValueError: a task is invalid.
+            ValueError: a task is invalid, or the model's chat template does not allow its conversations.
         """
         self.spec, self.tokenizer = spec, tokenizer
         self.tasks = TaskMixture(spec.tasks, seed=spec.seed)
+        self.conversing: list[Conversing | None] = [conversing(task) for task in spec.tasks]
+        """How each task's conversations are held; None: its prompts are answered once."""
+        self.dialogues = [
+            None if held is None else Dialogue(label, tokenizer, held.tools)
+            for label, held in zip(self.tasks.labels, self.conversing, strict=True)
+        ]
+        """How they are written."""
 
     @property
     def cursor(self) -> int:
@@ -75,7 +85,11 @@ class Feed:
 
     def encode(self, prompt: TaskPrompt, seed: int) -> EncodedPrompt | None:
         """Tokenise a prompt; None if it is too long and long prompts are dropped."""
-        tokens = tuple(self.tokenizer.encode_messages(_messages(prompt)))
+        dialogue, messages = self.dialogues[prompt.task], prompt_messages(prompt)
+        if dialogue is None:
+            tokens = tuple(self.tokenizer.encode_messages(messages))
+        else:  # whose first message may still come from the environment
+            tokens = dialogue.prompt(messages) if any(each["role"] == "user" for each in messages) else ()
         if len(tokens) <= self.spec.max_tokens:
             return EncodedPrompt(prompt=prompt, tokens=tokens, seed=seed)
         if self.spec.long_prompts == "error":
@@ -86,10 +100,14 @@ class Feed:
         return None
 
 
-def _messages(prompt: TaskPrompt) -> list[Mapping[str, str]]:
-    """The conversation for the model to continue; starts with the task's system prompt unless the row has its own."""
-    messages = list(prompt.prompt.messages or [{"role": "user", "content": prompt.prompt.question}])
-    if prompt.system_prompt and messages[0]["role"] != "system":
+def prompt_messages(prompt: TaskPrompt) -> list[Mapping[str, str]]:
+    """The conversation for the model to continue; starts with the task's system prompt unless the row has its own.
+
+    Without a question it has no message of the user: the environment begins.
+    """
+    question = prompt.prompt.question
+    messages = list(prompt.prompt.messages or ([{"role": "user", "content": question}] if question else []))
+    if prompt.system_prompt and not (messages and messages[0]["role"] == "system"):
         messages.insert(0, {"role": "system", "content": prompt.system_prompt})
     return messages
 

@@ -21,17 +21,20 @@ from podium.models.architecture import DecoderConfig
 from podium.models.layouts import Layout
 from podium.models.params import ROLLOUT_LAYOUTS
 from podium.models.tokenizer import Tokenizer
+from podium.observe.stats import EnvironmentStats
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Completion, Request, RolloutStats, SamplingParams
 from podium.rollout.transcript import Transcript, transcript_of
 from podium.run.resolve import host_share
 from podium.run.spec import RolloutSpec
 from podium.sharding import Params, ShardingRules
+from podium.tasks.environments import Environments
 from podium.tasks.grading import Grader, Grading
 from podium.tasks.mixture import TaskPrompt
-from podium.tasks.task import Graded, Reward
+from podium.tasks.task import FAILED, Graded, Reward, with_turns
 from podium.train.carry import Pending, Position, chosen, drawn_lengths
 from podium.train.distributed import AgreedStop, Interrupted, gather, host_mesh, make_localize, share
+from podium.train.episodes import Episode, Episodes
 from podium.train.feed import EncodedPrompt, Feed
 from podium.train.signals import StopSignal
 
@@ -79,11 +82,26 @@ class AnswerSettings:
     """Prompts to answer at the same time, at least those requested; the others continue in the next step."""
 
 
+class FailingEnvironmentError(ValueError):
+    """More conversations failed than `environments.max_failed` allows; the message has the first traceback."""
+
+
+class _Answer(NamedTuple):
+    """What came of a prompt."""
+
+    completions: list[Completion]
+    rewards: list[Reward]
+    """Empty until all completions have ended."""
+    transcripts: list[Transcript]
+    """Of conversations; empty for single answers."""
+
+
 class _HostPart(NamedTuple):
     """The results that a host sends to the others."""
 
-    answers: list[tuple[list[Completion], list[Reward]]]
+    answers: list[_Answer]
     stats: RolloutStats
+    episodes: EnvironmentStats = EnvironmentStats()
 
 
 class Rollouts:
@@ -116,6 +134,8 @@ class Rollouts:
             in_flight=spec.in_flight,
         )
         self._pending, self._version = tuple[Pending, ...](), 0
+        self.held = EnvironmentStats()
+        """What environments and tools did in the last call of `answer`."""
         dtype = jnp.dtype(spec.dtype)
         self.layout = spec.layout
         local = mesh if self.layout.over_hosts else host_mesh(mesh)
@@ -127,6 +147,17 @@ class Rollouts:
         self._watchdog = watchdog or alone().watchdog
         self._on_progress = on_progress
         self.grader = Grader(spec.prompts.tasks, spec.grading, max_new_tokens=spec.sampling.max_new_tokens)
+        self.environments = Environments(spec.prompts.tasks, spec.environments)
+        self.episodes = Episodes(
+            self.engine, self.feed.dialogues, self.environments, rollout=settings, config=spec.environments
+        )
+        self.converses = any(self.feed.dialogues)
+        """Whether a task has conversations; then all prompts are answered beside them."""
+        if self.converses and self.layout.over_hosts:
+            raise ValueError(
+                f"rollout.layout {self.layout.name}: several hosts decode together, and conversations need each host to"
+                " decode by itself; set rollout.layout to replicated, tensor, or hybrid within a host"
+            )
 
     @property
     def position(self) -> Position:
@@ -174,6 +205,7 @@ class Rollouts:
         start = time.perf_counter()
         pending = [*(self._pending if carries else ()), *(Pending(prompt=prompt) for prompt in prompts)]
         groups: list[Group] = []
+        episodes = EnvironmentStats()
         stats, wanted = RolloutStats(dropped_prompts=sum(prompt.skipped for prompt in prompts)), len(prompts)
         missing = wanted
         while True:
@@ -189,12 +221,17 @@ class Rollouts:
                 # groups are graded while others are still decoded
                 on_poll, enough = (self._watchdog.beat, choice.enough) if choice.asks else (self._poll, None)
                 idle = not (requests or choice.asks)
-                made = ([], RolloutStats()) if idle else self.engine.generate(requests, grades.submit, on_poll, enough)
-                part = grades.wait_for(*made)
+                if self.converses:
+                    part = self._converse(drawn_here, settings, grades)
+                elif idle:
+                    part = grades.wait_for([], RolloutStats())
+                else:
+                    part = grades.wait_for(*self.engine.generate(requests, grades.submit, on_poll, enough))
             except Interrupted:
                 part = None
-            answers, rolled = self._gather(part)
-            drawn = tuple(drawn_lengths(pending, [completions for completions, _ in answers]))
+            answers, rolled, held = self._gather(part)
+            episodes = episodes.then(held)
+            drawn = tuple(drawn_lengths(pending, [answer.completions for answer in answers]))
             taken, pending = choice.split(pending, answers)
             groups += taken
             rolled = dataclasses.replace(rolled, waited_s=choice.waited_s, drawn_lengths=drawn)
@@ -203,6 +240,9 @@ class Rollouts:
             if stats.refill_rounds == settings.max_refills or not missing:
                 break
             stats = dataclasses.replace(stats, refill_rounds=stats.refill_rounds + 1)
+        if self.converses:
+            self._check_failures(groups, episodes)
+            self.held = episodes
         if carries:
             self._pending = tuple(pending)
         if settings.max_refills:
@@ -210,15 +250,33 @@ class Rollouts:
         return groups, dataclasses.replace(stats, in_flight=len(pending), answer_s=time.perf_counter() - start)
 
     def close(self) -> None:
-        """Stop the graders and free the engine's memory."""
+        """Stop the graders and environments, and free the engine's memory."""
         self.grader.close()
+        self.environments.close()
         self.engine.unload()
 
     def _poll(self) -> None:
         self._watchdog.beat()
         self._stop.poll()
 
-    def _gather(self, part: _HostPart | None) -> tuple[list[tuple[list[Completion], list[Reward]]], RolloutStats]:
+    def _converse(self, pending: Sequence[Pending], settings: AnswerSettings, grades: "_Grades") -> _HostPart:
+        """Hold this host's conversations, and grade each group when its last one has ended."""
+        prompts = [each.prompt for each in pending]
+        made = self.episodes.hold(prompts, settings.sampling, settings.completions, grades.submit_episodes, self._poll)
+        return grades.wait_for_episodes(*made)
+
+    def _check_failures(self, groups: Sequence[Group], held: EnvironmentStats) -> None:
+        """Raise FailingEnvironmentError if too many conversations failed for a reason of ours."""
+        failed = [transcript.finish_reason == "failed" for group in groups for transcript in group.transcripts]
+        limit = self.spec.environments.max_failed
+        if sum(failed) > limit * len(failed):
+            raise FailingEnvironmentError(
+                f"{sum(failed)} of {len(failed)} conversations failed, and environments.max_failed is {limit:g}:"
+                f" this is no fault of the model. The first failure:\n{held.failures[0].rstrip()}\n"
+                "Mend the environment, then continue the run"
+            )
+
+    def _gather(self, part: _HostPart | None) -> tuple[list[_Answer], RolloutStats, EnvironmentStats]:
         """The answers of all hosts in the order of their prompts. If `part` is None on one, all raise Interrupted."""
         with self._watchdog.waiting():
             gathered = gather((part, self._stop.asked()))
@@ -230,7 +288,8 @@ class Rollouts:
         if self.layout.over_hosts:  # all hosts have counted the same
             beside = [dataclasses.replace(beside[0], reward_s=max(stats.reward_s for stats in beside))]
         stats = functools.reduce(RolloutStats.beside, beside)
-        return [answer for part in parts for answer in part.answers], stats
+        held = functools.reduce(EnvironmentStats.then, (part.episodes for part in parts))
+        return [answer for part in parts for answer in part.answers], stats, held
 
 
 class _Choice:
@@ -253,20 +312,24 @@ class _Choice:
         """Seconds since enough prompts were complete."""
         return max(0.0, time.perf_counter() - self._since)
 
-    def split(
-        self, pending: Sequence[Pending], answers: Sequence[tuple[list[Completion], list[Reward]]]
-    ) -> tuple[list[Group], list[Pending]]:
+    def split(self, pending: Sequence[Pending], answers: Sequence[_Answer]) -> tuple[list[Group], list[Pending]]:
         """The groups of the step, and the remaining prompts with what has been drawn of them; requires `enough`."""
         now = [
-            dataclasses.replace(each, completions=tuple(completions), rewards=tuple(rewards))
-            for each, (completions, rewards) in zip(pending, answers, strict=True)
+            dataclasses.replace(
+                each,
+                completions=tuple(answer.completions),
+                rewards=tuple(answer.rewards),
+                transcripts=tuple(answer.transcripts),
+            )
+            for each, answer in zip(pending, answers, strict=True)
         ]
         taken = self.of([bool(each.rewards) for each in now])
         assert taken is not None, "there was enough"
         groups = [
             Group(
                 prompt=each.prompt.prompt,
-                transcripts=[transcript_of(each.prompt.tokens, completion) for completion in each.completions],
+                transcripts=list(each.transcripts)
+                or [transcript_of(each.prompt.tokens, completion) for completion in each.completions],
                 rewards=list(each.rewards),
                 version=self._version,
             )
@@ -322,13 +385,46 @@ class _Grades:
         self._tokens += sum(len(each.tokens) for each in completions)
         self._on_progress(self._done, self._tokens)
 
+    def submit_episodes(self, index: int, episodes: list[Episode]) -> None:
+        """Start grading the episodes of a prompt; those that failed for a reason of ours get no reward."""
+        asked = self._pending[index].prompt.prompt
+        self._gradings[index] = self._grader.submit([(asked, _graded(each)) for each in episodes if not each.failed])
+        self._done += len(episodes)
+        self._tokens += sum(each.transcript.num_drawn for each in episodes)
+        self._on_progress(self._done, self._tokens)
+
+    def wait_for_episodes(self, made: list[list[Episode]], stats: RolloutStats, held: EnvironmentStats) -> _HostPart:
+        """Wait for the grades of all episodes; returns them with their transcripts."""
+        start = time.perf_counter()
+        answers: list[_Answer] = []
+        for index, episodes in enumerate(made):
+            rewards = iter(self._gradings[index].result())
+            weight = self._grader.correct_weight(self._pending[index].prompt.prompt.task)
+            given = [
+                FAILED if each.failed else with_turns(next(rewards), each.turn_rewards, weight) for each in episodes
+            ]
+            answers.append(_Answer([], given, [each.transcript for each in episodes]))
+        return _HostPart(answers, dataclasses.replace(stats, reward_s=time.perf_counter() - start), held)
+
     def wait_for(self, completed: list[list[Completion]], stats: RolloutStats) -> _HostPart:
         """Wait for the grades; returns completions, rewards of complete groups, and stats with the time waited."""
         start = time.perf_counter()
         known = [list(each.rewards) for each in self._pending]
         rewards = {index: grading.result() for index, grading in self._gradings.items()}
-        answers = [(completed[index], rewards.get(index, known[index])) for index in self._own]
+        answers = [_Answer(completed[index], rewards.get(index, known[index]), []) for index in self._own]
         return _HostPart(answers, dataclasses.replace(stats, reward_s=time.perf_counter() - start))
+
+
+def _graded(episode: Episode) -> Graded:
+    """What graders get of an episode: its last answer, and what its environment paid."""
+    transcript = episode.transcript
+    paid = None if episode.final_reward is None else episode.final_reward + sum(episode.turn_rewards)
+    return Graded(
+        text=transcript.drawn[-1].text if transcript.drawn else "",
+        tokens=tuple(transcript.drawn_tokens.tolist()),
+        transcript=transcript.messages,
+        paid=paid,
+    )
 
 
 def _request(pending: Pending, settings: AnswerSettings) -> Request:

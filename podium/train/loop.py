@@ -79,7 +79,8 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
             done, position = step + 1, rollouts.position
             evaluates = evaluation_due(spec, done)
             sync_s = rollouts.load(state.params, version=done) if evaluates or run.samples else 0.0
-            run.recorder.write(done, groups, rolled, batched, updated, sync_s)
+            held = rollouts.held if run.samples and rollouts.converses else None
+            run.recorder.write(done, groups, rolled, batched, updated, sync_s, held)
             run.profiler.end(done)
             score = evaluate_now(run, done) if evaluates else None
             stopping = run.stop.requested is not None

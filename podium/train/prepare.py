@@ -59,7 +59,8 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
     samples = [group_samples(groups[n], n, recipe) for n in kept.tolist()]
     lengths = np.array([[sample.num_drawn for sample in group] for group in samples])
     parts = np.array_split(np.arange(len(kept)), recipe.minibatches)
-    minibatches = [_minibatch(part.tolist(), samples, recipe, sizes) for part in parts]
+    failed = np.isnan(rewards[kept])
+    minibatches = [_minibatch(part.tolist(), samples, recipe, sizes, int(failed[part].sum())) for part in parts]
     return PackedStep(
         rewards=rewards,
         equal=equal,
@@ -70,24 +71,36 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
 
 
 def group_samples(group: Group, index: int, recipe: Recipe) -> list[Sample]:
-    """Make samples from a group's episodes; masked ones have no tokens."""
+    """Make samples from a group's episodes; masked ones have no tokens.
+
+    Masked are those that failed for a reason of ours and, with `mask_truncated`, those that a limit ended.
+    Conversations that begin differently share no prompt, and so have other numbers of their group for packing.
+    """
+    prompts = [transcript.prompt.tobytes() for transcript in group.transcripts]
+    size = len(prompts)
     return [
         transcript_sample(
             transcript,
-            group=index,
+            group=index if (first := prompts.index(prompt)) == 0 else -(index * size + first),
             version=group.version,
-            masked=recipe.mask_truncated and transcript.finish_reason == "length",
+            masked=transcript.finish_reason == "failed"
+            or (recipe.mask_truncated and transcript.finish_reason not in ("stop", None)),
         )
-        for transcript in group.transcripts
+        for transcript, prompt in zip(group.transcripts, prompts, strict=True)
     ]
 
 
-def _minibatch(part: list[int], samples: list[list[Sample]], recipe: Recipe, sizes: BatchSizes) -> Minibatch:
-    """Weight and pack the samples of some groups. Masked samples count in the mean, but are not packed."""
+def _minibatch(
+    part: list[int], samples: list[list[Sample]], recipe: Recipe, sizes: BatchSizes, failed: int
+) -> Minibatch:
+    """Weight and pack the samples of some groups. Masked samples count in the mean, but are not packed.
+
+    `failed` samples, of conversations that failed for a reason of ours, do not count either.
+    """
     places = [(n, g) for n in part for g in range(len(samples[n]))]
     flat = [samples[n][g] for n, g in places]
     lengths = np.array([sample.num_drawn for sample in flat])
-    weights = token_weights(recipe.mean, lengths, num_sequences=len(flat), max_new_tokens=sizes.max_new_tokens)
+    weights = token_weights(recipe.mean, lengths, num_sequences=len(flat) - failed, max_new_tokens=sizes.max_new_tokens)
     weighted = [with_weight(sample, weight) for sample, weight in zip(flat, weights, strict=True)]
     trained = [sample for sample in weighted if sample.num_drawn]
     batch, spans = make_batch(trained, sizes)
@@ -150,10 +163,20 @@ def step_advantages(
     if not len(packed.kept):
         return np.zeros(packed.lengths.shape, np.float32), reward_kl
     if "tokens" not in inspect.signature(recipe.advantage).parameters:
-        return recipe.advantage(rewards, packed.lengths), reward_kl
+        return _checked(recipe.advantage(rewards, packed.lengths), packed), reward_kl
     tokens = _token_scores(packed, scored)
     found = recipe.advantage(rewards, packed.lengths, tokens=tokens)
     return (found if found.ndim == 2 else np.where(tokens.mask, found, np.float32(0))), reward_kl
+
+
+def _checked(advantages: np.ndarray, packed: PackedStep) -> np.ndarray:
+    """The advantages. Raises ValueError if one of a trained episode is NaN because another of its group failed."""
+    if np.isnan(packed.rewards).any() and not np.isfinite(advantages[packed.lengths > 0]).all():
+        raise ValueError(
+            "the recipe's advantage is NaN where a conversation failed, whose reward is NaN and its length 0: leave"
+            " such rewards out of means (numpy.nanmean), or set environments.max_failed to 0"
+        )
+    return np.nan_to_num(advantages)
 
 
 def penalise(rewards: np.ndarray, reward_kl: RewardKl | None, recipe: Recipe) -> np.ndarray:

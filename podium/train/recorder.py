@@ -21,7 +21,15 @@ from podium.observe.metrics import (
 from podium.observe.progress import Progress, ShownCompletion
 from podium.observe.records import SampleRecord, lengths_record, sample_record, sampled_groups
 from podium.observe.run_dir import LENGTHS, SAMPLES, RunDir
-from podium.observe.stats import BatchStats, CarryStats, CompletionStats, StepStats, UpdateStats
+from podium.observe.stats import (
+    BatchStats,
+    CarryStats,
+    CompletionStats,
+    ConversationStats,
+    EnvironmentStats,
+    StepStats,
+    UpdateStats,
+)
 from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
 from podium.run.spec import RunSpec
@@ -101,8 +109,12 @@ class Recorder:
         batched: BatchStats,
         updated: UpdateStats,
         sync_s: float,
+        held: EnvironmentStats | None = None,
     ) -> None:
-        """Record a finished step; `step` is the number of steps done. On several hosts, all must call this."""
+        """Record a finished step; `step` is the number of steps done. On several hosts, all must call this.
+
+        `held` is what environments did, if there are any.
+        """
         step_s, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
         self._step_seconds.append(step_s)
         averaged = len(self._step_seconds) == STEPS_AVERAGED
@@ -117,6 +129,7 @@ class Recorder:
             checkpoint_s=self._checkpoint_s,
             mean_step_s=float(np.mean(self._step_seconds)) if averaged else None,
             carried=carry_stats(groups, rolled.drawn_lengths) if self.spec.rollout.settings.in_flight > 1 else None,
+            conversations=None if held is None else conversation_stats(groups, held),
             memory=device_memory(),
         )
         metrics = step_metrics(stats)
@@ -198,7 +211,7 @@ class Recorder:
 
 def completion_stats(groups: Sequence[Group]) -> CompletionStats:
     """Rewards and lengths of a step's completions."""
-    rewards = [reward for group in groups for reward in group.rewards]
+    rewards = [reward for group in groups for reward in group.rewards if not reward.failed]
     transcripts = [transcript for group in groups for transcript in group.transcripts]
     lengths = np.array([transcript.num_drawn for transcript in transcripts])
     drawn = np.concatenate([transcript.sampled_logprobs for transcript in transcripts])
@@ -210,9 +223,23 @@ def completion_stats(groups: Sequence[Group]) -> CompletionStats:
         prompt_tokens=prompts,
         completion_tokens=lengths,
         total_tokens=np.array([transcript.num_tokens for transcript in transcripts]),
-        truncated=sum(transcript.finish_reason == "length" for transcript in transcripts),
+        truncated=sum(transcript.finish_reason not in ("stop", "failed") for transcript in transcripts),
         timeouts=sum(reward.timed_out for reward in rewards),
         entropy=-float(np.mean(drawn, dtype=np.float64)),
+    )
+
+
+def conversation_stats(groups: Sequence[Group], held: EnvironmentStats) -> ConversationStats:
+    """Lengths and ends of a step's conversations."""
+    transcripts = [transcript for group in groups for transcript in group.transcripts]
+    reasons = [str(transcript.finish_reason) for transcript in transcripts]
+    given = sum(len(span.tokens) for transcript in transcripts for span in transcript.continuation)
+    return ConversationStats(
+        turns=np.array([transcript.num_turns for transcript in transcripts]),
+        stops={reason: reasons.count(reason) / len(reasons) for reason in sorted(set(reasons))},
+        failed=reasons.count("failed"),
+        drawn_share=sum(transcript.num_drawn for transcript in transcripts) / max(1, given),
+        environments=held,
     )
 
 

@@ -161,6 +161,9 @@ def open_run(
         trainer = _make_trainer(spec, model, optimizer, run_dir.path, kept(frozen, model.rules))
         rollouts.load(state.params, trainer.frozen, version=done)
         _say_what_was_chosen(spec, progress)
+        for label, dialogue in zip(rollouts.feed.tasks.labels, rollouts.feed.dialogues, strict=True):
+            if dialogue is not None:
+                progress.message(f"{label}: {dialogue.line}")
         recorder = Recorder(
             spec,
             run_dir,

@@ -27,6 +27,7 @@ class Sample:
     mask: np.ndarray  # [n] bool, whether the model drew the token
     sampled_logprobs: np.ndarray  # [n] float32
     ages: np.ndarray  # [n] int32, number of weight updates since the token was drawn
+    turns: np.ndarray  # [n] int32, turn that drew the token, or number of turns before a token that was given
     advantages: np.ndarray  # [n] float32
     weights: np.ndarray  # [n] float32, factor of each token's loss in the batch's loss; 0 if not drawn
     choices: np.ndarray | None = None  # [n, C] uint8, as in `Completion.choices`; None: nothing is known
@@ -60,6 +61,7 @@ def single_answer(
         mask=np.ones(size, bool),
         sampled_logprobs=sampled_logprobs,
         ages=np.zeros(size, np.int32),
+        turns=np.zeros(size, np.int32),
         advantages=np.full(size, advantage, np.float32),
         weights=np.full(size, weight, np.float32),
     )
@@ -83,6 +85,7 @@ def transcript_sample(transcript: Transcript, *, group: int, version: int, maske
         mask=joined([np.full(len(span.tokens), span.drawn) for span in spans], np.bool_),
         sampled_logprobs=joined([span.full_logprobs for span in spans], np.float32),
         ages=joined([version - span.versions if span.drawn else 0 * span.versions for span in spans], np.int32),
+        turns=joined([np.full(len(span.tokens), span.turn) for span in spans], np.int32).astype(np.int32),
         advantages=np.zeros(len(tokens), np.float32),
         weights=np.zeros(len(tokens), np.float32),
         choices=_choices(spans),

@@ -285,3 +285,37 @@ def test_a_masked_sequence_has_no_weight(mean: Mean) -> None:
     weights = token_weights(mean, np.array([3, 0]), num_sequences=2, max_new_tokens=4)
     assert weights[0] > 0
     assert weights[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        (NO_STD, [2 / 3, -1 / 3, 0, -1 / 3]),
+        (GROUP_STD, [1.1547, -0.57735, 0, -0.57735]),  # std of 1, 0, 0 is 0.57735
+        (leave_one_out_advantages, [1.0, -0.5, 0, -0.5]),
+        (maxrl_advantages, [2.0, -1.0, 0, -1.0]),
+    ],
+)
+def test_a_failed_episode_is_in_no_mean(advantage, expected):
+    rewards = np.array([[1.0, 0.0, np.nan, 0.0], [np.nan, 1.0, np.nan, np.nan], [np.nan] * 4], np.float32)
+    lengths = np.where(np.isnan(rewards), 0, 7)
+    found = advantage(rewards, lengths)
+    assert found[0] == pytest.approx(expected, abs=1e-4)
+    assert not found[1:].any()
+    assert equal_reward_groups(rewards).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("advantage", ALL)
+def test_a_failed_episode_changes_no_other_advantage(advantage):
+    rewards, lengths = random_batch()
+    found = advantage(np.insert(rewards, 2, np.nan, axis=1), np.insert(lengths, 2, 0, axis=1))
+    assert np.allclose(np.delete(found, 2, axis=1), advantage(rewards, lengths), atol=1e-6)
+    assert not found[:, 2].any()
+
+
+def test_a_reward_that_is_not_finite_is_an_error_unless_it_failed():
+    for wrong in (np.nan, np.inf):
+        with pytest.raises(ValueError, match="must be finite"):
+            GROUP_STD(np.array([[1.0, wrong]]), np.ones((1, 2)))
+    with pytest.raises(ValueError, match="must be finite"):
+        GROUP_STD(np.array([[1.0, np.inf]]), np.array([[1, 0]]))

@@ -32,7 +32,11 @@ def test_a_module_beside_the_config_is_found(tmp_path, monkeypatch):
     ("name", "options", "message"),
     [
         ("gsm8", {}, "'gsm8' is not a task; did you mean 'gsm8k'?"),
-        ("qqq", {}, "'qqq' is not a task; there is arithmetic, chat, gsm8k, jsonl, math, math500, reasoning_gym"),
+        (
+            "qqq",
+            {},
+            "'qqq' is not a task; there is arithmetic, calculator, chat, environment, gsm8k,",
+        ),
         ("no_such_module:Task", {}, "no module 'no_such_module' here"),
         ("sample_tasks:Ecko", {}, "module sample_tasks has no 'Ecko'; did you mean 'Echo'?"),
         ("sample_tasks:NeedsOption", {}, "options.size: must be set"),

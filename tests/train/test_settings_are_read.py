@@ -19,7 +19,7 @@ from pydantic import create_model
 from tiny_runs import TINY, merged
 
 from podium.algorithms.recipes import Recipe, make_recipe
-from podium.config.schema import AlgorithmConfig, Config, Section
+from podium.config.schema import AlgorithmConfig, Config, EnvironmentsConfig, LimitsConfig, Section
 from podium.train.loop import train
 
 Setting = tuple[str, str]
@@ -148,6 +148,9 @@ def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, 
     by_effect = {("AlgorithmConfig", name) for name in ARGUMENTS}
     by_effect.add(("TaskConfig", "completion"))  # of written completions alone: tests/train/test_sft.py
     by_effect.add(("RolloutConfig", "group_chips"))  # of several devices: tests/models/test_layout_choice.py
+    by_effect |= {  # of conversations: tests/train/test_episodes.py
+        (section.__name__, name) for section in (LimitsConfig, EnvironmentsConfig) for name in section.model_fields
+    }
     unread = set(settings(type(config))) - read - by_effect
     assert unread == set(settings(type(config))) - set(settings(Config))
     assert len(unread) > 60

@@ -1,0 +1,103 @@
+"""The interface of conversations: tasks whose prompt is answered more than once.
+
+A task with a method `open` has conversations:
+
+    class Guess:
+        def open(self, prompt: Prompt, seed: int) -> Conversation: ...
+
+A conversation replies to each answer of the model until it ends:
+
+    class Higher:
+        def reply(self, turn: Turn) -> Reply | str | None: ...
+        def grade(self) -> float: ...
+
+It may also have `begin`, which returns a text to put behind the prompt, and `close`. All methods may be async. They run
+in a process of their own (`podium.tasks.environments`): an exception is a failure of ours, never a reward of 0. Without
+`grade`, or where it returns None, the task grades the last answer. What a conversation says may depend on nothing but
+its prompt, its seed and the answers, or else a run is not determined by its seed. Nothing here imports jax.
+"""
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol, TypeAlias
+
+from podium.models.chat_format import Message
+from podium.tasks.task import Prompt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """A call that the model wrote."""
+
+    name: str
+    arguments: Mapping[str, object]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+    """An answer of the model."""
+
+    text: str
+    """What it wrote, without special tokens; with calls still in it."""
+    number: int
+    """Turns before this one."""
+    calls: tuple[ToolCall, ...] = ()
+    """The calls of tools in it; empty if one of them cannot be read."""
+    problem: str = ""
+    """Why its calls cannot be read, for the model; empty: they can."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToolRun:
+    """One call of a tool, as it went."""
+
+    name: str
+    seconds: float
+    error: bool
+    """Whether the tool raised, its arguments did not fit, or there is no such tool."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What an environment answers to a turn."""
+
+    messages: tuple[Message, ...] = ()
+    """What the model reads next: messages of the user, or one of role `tool` for each call."""
+    reward: float = 0.0
+    """Reward of the turn."""
+    done: bool = False
+    """Whether the conversation ends here; its messages are then for readers alone."""
+    ran: tuple[ToolRun, ...] = ()
+    """The tools that were called, for metrics."""
+
+
+Replied: TypeAlias = Reply | str | None
+"""A reply; a text is the user's next message; None ends the conversation."""
+
+
+class Conversation(Protocol):
+    """One conversation about a prompt; `podium.tasks.environment_forms` makes them of tools and other people's classes.
+
+    Optional beside `reply`: `begin() -> str | None`, `grade() -> float | None` and `close() -> None`.
+    """
+
+    def reply(self, turn: Turn) -> "Replied | Awaitable[Replied]":
+        """Answer the model's turn."""
+        ...
+
+
+Opener: TypeAlias = Callable[[Prompt, int], Conversation]
+"""Makes the conversation of a prompt and a seed."""
+
+
+def as_reply(replied: object) -> Reply:
+    """What `reply` returned as a `Reply`. Raises TypeError if it is none."""
+    if replied is None:
+        return Reply(done=True)
+    if isinstance(replied, str):
+        return Reply(messages=({"role": "user", "content": replied},))
+    if not isinstance(replied, Reply):
+        raise TypeError(f"reply() returned {replied!r:.80}; it must return a Reply, a text, or None to end")
+    if not replied.messages and not replied.done:
+        raise TypeError("reply() returned a Reply without messages that does not end; set done, or give a message")
+    return replied

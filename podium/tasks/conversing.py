@@ -1,0 +1,161 @@
+"""Holds conversations: in a process that `podium.tasks.environments` starts, or in threads of the trainer.
+
+Each request is answered on a thread of its own, async code on one event loop, so that slow replies overlap. It has no
+time limit: the trainer's side has.
+"""
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Literal, NamedTuple
+
+from podium.config.schema import TaskConfig
+from podium.tasks.conversation import Reply, Turn
+from podium.tasks.environment_forms import Conversing, Running, conversing
+from podium.tasks.task import Prompt
+
+
+class Open(NamedTuple):
+    """Begin a conversation."""
+
+    number: int
+    task: int
+    prompt: Prompt
+    seed: int
+
+
+class Say(NamedTuple):
+    """An answer of the model, to reply to."""
+
+    number: int
+    turn: Turn
+
+
+class Close(NamedTuple):
+    """End a conversation; `graded`: with its final reward."""
+
+    number: int
+    graded: bool
+
+
+Asked = Open | Say | Close
+
+
+class Answered(NamedTuple):
+    """What came of a request."""
+
+    number: int
+    kind: Literal["opened", "replied", "graded", "failed"]
+    value: str | Reply | float | None = None
+    """The text behind the prompt, the reply, the final reward, or a traceback."""
+    seconds: float = 0.0
+
+
+class Host:
+    """The conversations of one process."""
+
+    def __init__(self, configs: Sequence[TaskConfig], answer: Callable[[Answered], None]) -> None:
+        """`answer` is called on other threads, with what came of each request."""
+        self._tasks: list[Conversing | None] = [conversing(config) for config in configs]
+        self._answer = answer
+        self._open: dict[int, Running] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = threading.Lock()
+
+    def take(self, asked: Asked) -> None:
+        """Answer a request on a thread of its own."""
+        threading.Thread(target=self._handle, args=(asked,), name="conversation", daemon=True).start()
+
+    def close(self) -> None:
+        """End the event loop; threads that hang are left."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _handle(self, asked: Asked) -> None:
+        start = time.perf_counter()
+        try:
+            kind, value = self._value(asked)
+        except BaseException:  # a user's environment may raise anything
+            kind, value = "failed", traceback.format_exc()
+            with contextlib.suppress(Exception):
+                self._value(Close(asked.number, graded=False))
+        if isinstance(asked, Close) and not asked.graded:
+            return
+        with contextlib.suppress(OSError):  # the trainer has ended
+            self._answer(Answered(asked.number, kind, value, time.perf_counter() - start))
+
+    def _value(self, asked: Asked) -> tuple[Literal["opened", "replied", "graded"], str | Reply | float | None]:
+        match asked:
+            case Open():
+                held = self._tasks[asked.task]
+                assert held is not None, "the task has conversations"
+                running = held.open(asked.prompt, asked.seed, self._resolve)
+                self._open[asked.number] = running
+                return "opened", running.begin()
+            case Say():
+                return "replied", self._open[asked.number].reply(asked.turn)
+            case Close():
+                running = self._open.pop(asked.number, None)
+                if running is None:
+                    return "graded", None
+                try:
+                    return "graded", _number(running.grade()) if asked.graded else None
+                finally:
+                    running.close()
+
+    def _resolve(self, value: Any) -> object:
+        """Wait on this thread for an awaitable, which runs on the process's event loop."""
+        if not asyncio.iscoroutine(value) and not hasattr(value, "__await__"):
+            return value
+
+        async def awaited() -> object:
+            return await value
+
+        return asyncio.run_coroutine_threadsafe(awaited(), self._started()).result()
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run, args=(self._loop,), name="environments", daemon=True).start()
+        return self._loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+def _number(value: float | None) -> float | None:
+    """A final reward. Raises TypeError if it is no finite number."""
+    if value is None:
+        return None
+    number = float(value)
+    if not math.isfinite(number):
+        raise TypeError(f"the final reward is {value!r}; it must be a finite number")
+    return number
+
+
+def main(file_descriptor: int) -> None:
+    """Hold conversations until the trainer closes the connection, or ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the trainer finishes its step, and then closes the connection
+    connection = Connection(file_descriptor)
+    sending = threading.Lock()
+
+    def answer(answered: Answered) -> None:
+        with sending:
+            connection.send(answered)
+
+    with contextlib.suppress(EOFError, OSError):
+        host = Host(connection.recv(), answer)
+        while True:
+            host.take(connection.recv())
+    os._exit(0)  # whatever threads still do

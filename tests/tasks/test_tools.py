@@ -1,0 +1,234 @@
+"""Tools: schemas from signatures, calls that are read and run, and what is wrong with a call said to the model."""
+
+import asyncio
+from typing import Literal
+
+import pytest
+
+from podium.models.tokenizer import Tokenizer
+from podium.tasks.calculator import calculator
+from podium.tasks.conversation import Reply, ToolCall, Turn, as_reply
+from podium.tasks.tool_calls import read_calls
+from podium.tasks.tools import answer_calls, by_name, find_tool, tool_schema
+from podium.train.dialogue import Dialogue
+from tests.chat_formats import TOOLS, backend_of
+
+
+def search(query: str, limit: int = 3, kind: Literal["text", "title"] = "text") -> list[str]:
+    """Search the manual.
+
+    Only whole words are found.
+
+    Args:
+        query: words to look for,
+            in any order.
+        limit (int, optional): number of results.
+
+    Returns:
+        The titles.
+    """
+    return [f"{kind} {query}"] * limit
+
+
+async def slow(number: int) -> int:
+    """Double a number."""
+    await asyncio.sleep(0)
+    return 2 * number
+
+
+def broken() -> str:
+    """Never works."""
+    raise OSError("no network")
+
+
+def plain(value):
+    return value
+
+
+def test_a_schema_is_the_signature_and_the_docstring():
+    schema = tool_schema(search)
+    assert schema == {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Search the manual.\n\nOnly whole words are found.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "query": {"type": "string", "description": "words to look for, in any order."},
+                    "limit": {"type": "integer", "description": "number of results."},
+                    "kind": {"enum": ["text", "title"], "type": "string"},
+                },
+                "required": ["query"],
+            },
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("tool", "message"),
+    [
+        (lambda: 1, "has no docstring"),
+        (plain, "tool plain has no docstring"),
+        (type("Taken", (), {"__call__": lambda self, *words: 1, "__doc__": "It."})(), "cannot be passed by name"),
+    ],
+)
+def test_a_function_that_a_model_cannot_call_is_refused(tool, message):
+    with pytest.raises(ValueError, match=message):
+        tool_schema(tool)
+
+
+def test_a_parameter_needs_a_type_and_two_tools_different_names():
+    plain.__doc__ = "Return it."
+    with pytest.raises(ValueError, match="tool plain: parameter value has no type"):
+        tool_schema(plain)
+    with pytest.raises(ValueError, match="two of them are called search"):
+        by_name([search, search])
+    with pytest.raises(ValueError, match="'calculater' is not a tool; did you mean 'calculator'"):
+        find_tool("calculater")
+    assert find_tool("calculator") is calculator
+
+
+ONE = '{"name": "search", "arguments": {"query": "a<b"}}'
+CALL = ToolCall(name="search", arguments={"query": "a<b"})
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "calls", "said"),
+    [
+        (f"<tool_call>\n{ONE}\n</tool_call>", "tags", (CALL,), ""),
+        (f"Look: <tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call>", "tags", (CALL, CALL), "Look:"),
+        (f"<tool_call>{ONE}", "tags", (CALL,), ""),
+        (
+            f"<think><tool_call>no</think>\n<tool_call>{ONE}</tool_call>",
+            "tags",
+            (CALL,),
+            "<think><tool_call>no</think>",
+        ),
+        ("The answer is 4.", "tags", (), "The answer is 4."),
+        (ONE, "tags", (), ONE),
+        (f" {ONE}", "object", (CALL,), ""),
+        ('{"type": "function", "name": "search", "parameters": {"query": "a<b"}}', "object", (CALL,), ""),
+        (
+            '{"type": "function", "function": {"name": "f", "parameters": {}}}',
+            "object",
+            (ToolCall(name="f", arguments={}),),
+            "",
+        ),
+        ('{"a": 1}', "object", (), '{"a": 1}'),
+        (f"I say {ONE}", "object", (), f"I say {ONE}"),
+    ],
+)
+def test_calls_are_read_in_both_forms(text, form, calls, said):
+    assert read_calls(text, form) == (calls, "", said)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("<tool_call>search(a)</tool_call>", "not valid JSON"),
+        (f"<tool_call>{ONE}</tool_call><tool_call>{{</tool_call>", "not valid JSON"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "no name"),
+        ("<tool_call>[1]</tool_call>", "no name"),
+        ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "arguments of f are no object"),
+        (f"<tool_call>{'[' * 100_000}", "not valid JSON"),
+        ("<tool_call>", "not valid JSON"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_an_observation(text, problem):
+    read = read_calls(text, "tags")
+    assert problem in read.problem and not read.calls
+    reply = answer_calls({}, Turn(text=text, number=0, problem=read.problem), lambda value: value)
+    assert reply is not None and not reply.done
+    assert problem in str(reply.messages[0]["content"])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "content", "error"),
+    [
+        ("search", {"query": "x", "limit": "2"}, '["text x", "text x"]', False),
+        ("slow", {"number": 21}, "42", False),
+        ("search", {}, "Error: argument query is missing", True),
+        ("search", {"query": "x", "limit": "many"}, "Error: argument limit: Input should be a valid integer", True),
+        ("search", {"query": "x", "kind": "sound"}, "Error: argument kind: Input should be 'text' or 'title'", True),
+        ("search", {"word": "x"}, "Error: search has no argument 'word'; its arguments are query, limit, kind", True),
+        ("find", {}, "Error: there is no tool 'find'; the tools are search, slow, broken", True),
+        ("broken", {}, "Error: no network", True),
+    ],
+)
+def test_a_call_is_answered_whatever_its_arguments_are(name, arguments, content, error):
+    tools = by_name([search, slow, broken])
+    turn = Turn(text="", number=0, calls=(ToolCall(name=name, arguments=arguments),))
+    reply = answer_calls(tools, turn, lambda value: asyncio.run(value) if asyncio.iscoroutine(value) else value)
+    assert reply is not None and not reply.done
+    assert str(reply.messages[0]["content"]).startswith(content) and reply.messages[0]["role"] == "tool"
+    assert [(each.name, each.error) for each in reply.ran] == [(name if name in tools else "unknown", error)]
+
+
+def test_replies_of_other_kinds_are_texts_or_the_end():
+    assert as_reply(None).done
+    assert as_reply("more").messages == ({"role": "user", "content": "more"},)
+    for wrong in (3, Reply()):
+        with pytest.raises(TypeError):
+            as_reply(wrong)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("4821 * 377", str(4821 * 377)),
+        ("2 ** 10 - 7 // 2 % 3", str(2**10 - 7 // 2 % 3)),
+        ("-(3 + 4) * 2", "-14"),
+        ("1 / 8", "0.125"),
+        ("2^3 × 6 ÷ 4", "12"),  # noqa: RUF001
+        ("2 ** -1", "0.5"),
+        ("1_000 + 0x10", "1016"),
+        ("(-1) ** 1000001", "-1"),
+    ],
+)
+def test_the_calculator_calculates(expression, value):
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "9**9**9", "9**(9**9)", "(10**50)*(10**50)", "2.0**5000", "1e308*10", "(-8)**0.5", "1/0", "0 ** -1",
+        "__import__('os')", "().__class__", "a + 1", "'a' * 3", "True + 1", "[1]", "lambda: 1", "1 if 1 else 2",
+        "f'{1}'", "1 +", "", "(" * 190, "1" * 201, "3 < 4", "max(1, 2)", "9" * 199, "1j * 2",
+    ],
+)  # fmt: skip
+def test_the_calculator_knows_numbers_and_operators_alone(expression):
+    with pytest.raises(ValueError, match=r".+") as error:
+        calculator(expression)
+    assert len(str(error.value)) < 400
+
+
+READ = {"qwen2.5": "tags", "qwen3": "tags", "qwen3-2507": "tags", "smollm2": "tags", "llama3.2": "object"}
+NOT_READ = ("qwen3.5", "gemma4", "gpt-oss", "glm4.5", "deepseek-v3")
+
+
+@pytest.mark.parametrize("name", READ)
+def test_the_form_of_calls_is_found_in_the_template(name):
+    dialogue = Dialogue("a task", Tokenizer(backend_of(name), eos_tokens=()), TOOLS)
+    assert dialogue.form == READ[name]
+    shown = "".join(dialogue.tokenizer.pieces(dialogue.prompt([{"role": "user", "content": "Hello"}])))
+    assert all(str(tool["function"]["name"]) in shown for tool in TOOLS)  # whether the template shows them or not
+    assert ("system message" in dialogue.line) == (name == "smollm2")
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_calls_in_a_form_that_is_not_read_are_an_error_at_the_start(name):
+    with pytest.raises(ValueError, match=r"a task: the model's chat template writes calls as .*leave"):
+        Dialogue("a task", Tokenizer(backend_of(name), eos_tokens=()), TOOLS)
+    Dialogue("a task", Tokenizer(backend_of(name), eos_tokens=()), ())
+
+
+def test_the_middle_of_a_long_reply_is_cut_out():
+    dialogue = Dialogue("a task", Tokenizer(backend_of("smollm2"), eos_tokens=()), TOOLS)
+    message = {"role": "tool", "content": " ".join(f"word{n}" for n in range(200))}
+    cut = dialogue.fitting(message, 60)
+    text = str(cut["content"])
+    assert text.startswith("word0 word1") and text.endswith("word199") and "[... cut ...]" in text
+    assert len(dialogue.tokenizer.encode(text)) <= 62
+    assert dialogue.fitting(message, None) is message and dialogue.fitting(message, 5000) is message

@@ -1,0 +1,281 @@
+"""Runs whose prompts are conversations: a tiny random model talks to environments whose replies are written down."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted import Echo
+from tiny_runs import make_config, merged, recipe_of
+
+import podium
+from podium.observe.records import read_metrics, read_samples
+from podium.observe.run_dir import METRICS, SAMPLES
+from podium.rollout.request import RolloutStats
+from podium.rollout.transcript import Transcript
+from podium.tasks.conversation import ToolCall
+from podium.tasks.tool_calls import Calls
+from podium.train.dialogue import Dialogue
+from podium.train.generate import AnswerSettings, FailingEnvironmentError, Group, Rollouts
+from podium.train.loop import train
+from podium.train.prepare import group_samples
+from podium.train.setup import load_weights, make_model, rollout_spec
+
+TEMPLATE = (
+    "{% for tool in tools or () %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}{{ message.content }}"
+    "{{ ' <end> ' if message.role == 'assistant' else ' ' }}{% endfor %}"
+)
+"""A chat template by which a conversation can be continued."""
+ROLLOUT = {"max_prompt_tokens": 24, "max_new_tokens": 8, "max_episode_tokens": 60, "page_tokens": 4, "slots": 8}
+TALK: dict[str, Any] = {
+    "steps": 2,
+    "prompts_per_step": 4,
+    "tasks": [{"name": "arithmetic", "environment": "scripted:Counting"}],
+    "environments": {"workers": 0, "retries": 0},
+    "rollout": ROLLOUT,
+    "eval": {"questions": 2},
+    "metrics": {"samples_every": 1},
+}
+
+
+GRPO = recipe_of(make_config())
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("template") / "chat.jinja"
+    path.write_text(TEMPLATE)
+    return str(path)
+
+
+@pytest.fixture
+def talk(tiny_model, template, tmp_path, one_device):
+    def config(environment: str = "Counting", **changes: Any):
+        task = {"name": "arithmetic", "environment": f"scripted:{environment}"}
+        changes = merged({"tasks": [task], "chat_template": template}, changes)
+        return make_config(tiny_model, tmp_path, **merged(TALK, changes))
+
+    return config
+
+
+@contextlib.contextmanager
+def opened(config) -> Iterator[Rollouts]:
+    model = make_model(config)
+    with contextlib.closing(
+        Rollouts(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
+    ) as rollouts:
+        rollouts.load(load_weights(model, None))
+        yield rollouts
+        assert rollouts.engine.keys == [] and rollouts.engine.pages_used == 0
+
+
+def answered(config) -> tuple[list[Group], Rollouts, RolloutStats]:
+    with opened(config) as rollouts:
+        groups, stats = rollouts.answer(rollouts.feed.next(config.prompts_per_step))
+        return groups, rollouts, stats
+
+
+def tokens_of(groups: list[Group]) -> list[list[list[int]]]:
+    return [[transcript.tokens.tolist() for transcript in group.transcripts] for group in groups]
+
+
+def test_a_run_trains_on_what_was_drawn_and_pays_what_the_environment_pays(talk, tmp_path):
+    config = talk()
+    assert train(config, plain=True) == 0
+    steps = [line for line in read_metrics(tmp_path / "run" / METRICS) if "train-other/loss" in line]
+    samples = read_samples(tmp_path / "run" / SAMPLES)
+    assert [line["step"] for line in steps] == [1, 2]
+    for step in steps:
+        completions = [
+            each
+            for line in samples
+            if line["split"] == "train" and line["step"] == step["step"]
+            for each in line["completions"]
+        ]
+        assert len(completions) == 16
+        assert step["train-other/total_valid_token_count"] == sum(each["tokens"] for each in completions)
+        assert step["train-reward/total/mean"] == pytest.approx(np.mean([each["reward"] for each in completions]))
+        assert step["policy/logprob_gap/max"] < 1e-4
+        assert step["env/turns/max"] == 3 and step["env/failed"] == 0
+        assert step.get("env/stop/stop", 0.0) == pytest.approx(
+            np.mean([each["finish_reason"] == "stop" for each in completions])
+        )
+    found = {each["finish_reason"] for line in samples for each in line["completions"]}
+    assert found == {"stop", "length"}
+    for line in samples:
+        for each in line["completions"]:
+            said = [message["content"] for message in each["messages"] if message["role"] == "assistant"]
+            told = [message["content"] for message in each["messages"] if message["role"] == "user"]
+            heard = said if each["finish_reason"] == "stop" else said[:-1]  # a turn that was cut is not answered
+            paid = [float(len(text) % 3) for text in heard] + [0.0] * (len(said) - len(heard))
+            if len(heard) == 3:
+                paid[-1] = 0.0  # the third reply ends the conversation
+            paid[-1] += sum(map(len, heard)) % 5
+            assert (each["turn_rewards"], each["reward"]) == (paid, sum(paid))
+            assert [text.split("+")[1] for text in told] == [f" {len(text) % 10} ?" for text in said[:-1]]
+    evaluated = [line["eval/accuracy"] for line in read_metrics(tmp_path / "run" / METRICS) if "eval/accuracy" in line]
+    assert len(evaluated) == 2 and all(0 <= each <= 1 for each in evaluated)
+
+
+def test_delays_and_evictions_change_the_schedule_and_no_token(talk):
+    first, _, stats = answered(talk())
+    later, slow, _ = answered(talk("Slow"))
+    few, _, evicting = answered(talk(rollout={"cache_tokens": 64}))
+    assert tokens_of(first) == tokens_of(later) == tokens_of(few)
+    assert max(transcript.num_turns for group in first for transcript in group.transcripts) == 3
+    assert stats.rebuilt_tokens == 0 < evicting.rebuilt_tokens
+    assert sum(slow.held.reply_s) > 0.1
+    for one, other in zip(first, few, strict=True):
+        assert one.rewards == other.rewards
+        for a, b in zip(one.transcripts, other.transcripts, strict=True):
+            assert np.allclose(a.sampled_logprobs, b.sampled_logprobs, atol=1e-5)
+    distinct = sum(
+        len(group.tokens) + sum(len(t.tokens) - len(group.tokens) for t in group.transcripts) for group in first
+    )
+    assert stats.prefill_tokens < distinct
+
+
+def test_what_the_engine_was_given_is_what_is_trained(talk):
+    groups, _, _ = answered(talk())
+    for index, group in enumerate(groups):
+        for sample, transcript in zip(group_samples(group, index, GRPO), group.transcripts, strict=True):
+            assert (*sample.prompt, *sample.tokens.tolist()) == tuple(transcript.tokens.tolist())
+            assert sample.mask.tolist() == transcript.mask[len(sample.prompt) :].tolist()
+            assert sample.num_drawn == transcript.num_drawn
+
+
+def test_conversations_of_a_group_begin_alike_or_each_in_its_own_way(talk):
+    doors = {"tasks": [{"environment": "scripted:Doors", "options": {"episodes": 8, "eval_episodes": 2}}]}
+    groups, _, _ = answered(talk(**doors))
+    assert all(len({t.prompt.tobytes() for t in group.transcripts}) == 1 for group in groups)
+    assert len({group.tokens for group in groups}) > 1
+    config = talk(**doors, environments={"group_seed": "own"})
+    groups, _, _ = answered(config)
+    assert any(len({t.prompt.tobytes() for t in group.transcripts}) > 1 for group in groups)
+    for index, group in enumerate(groups):
+        samples = group_samples(group, index, GRPO)
+        assert len({each.group for each in samples}) == len({each.prompt for each in samples})
+    assert train(config, plain=True) == 0
+
+
+def test_our_failure_is_in_no_mean_and_too_many_stop_the_run(talk, tmp_path):
+    config = talk("Failing", environments={"max_failed": 0.9})
+    groups, rollouts, _ = answered(config)
+    failed = [[reward.failed for reward in group.rewards] for group in groups]
+    count = sum(map(sum, failed))
+    assert 0 < count < 16 and len(rollouts.held.failures) == count
+    assert "RuntimeError: the service is down" in rollouts.held.failures[0]
+    for index, group in enumerate(groups):
+        for sample, no_reward in zip(group_samples(group, index, GRPO), failed[index], strict=True):
+            assert (sample.num_drawn == 0) == no_reward
+    tried, rollouts, _ = answered(talk("Failing", environments={"max_failed": 0.9, "retries": 2}))
+    assert len(rollouts.held.failures) == 3 * count  # it fails again with the same seed
+    assert tokens_of(tried) == tokens_of(groups)
+    with pytest.raises(FailingEnvironmentError, match=r"(?s)of 16.*max_failed is 0.2.*service is down"):
+        answered(talk("Down"))
+    assert (
+        train(talk("Failing", environments={"max_failed": 0.9}, eval={"at_start": False, "at_end": False}), plain=True)
+        == 0
+    )
+    steps = [line for line in read_metrics(tmp_path / "run" / METRICS) if "train-other/loss" in line]
+    assert all(np.isfinite(line["train-other/loss"]) and np.isfinite(line["train-reward/total/mean"]) for line in steps)
+
+
+def test_a_reply_that_does_not_come_is_our_failure(talk):
+    groups, rollouts, _ = answered(talk("Hanging", environments={"timeout_s": 0.5, "max_failed": 1.0}))
+    assert rollouts.held.failures and "environments.timeout_s, 0.5 s" in rollouts.held.failures[0]
+    said = [m["content"] for g in groups for t in g.transcripts if t.finish_reason == "failed" for m in t.messages[-1:]]
+    assert said and all("e" in each for each in said)
+
+
+HOLDS: dict[str, Callable[[Transcript], bool]] = {
+    "turns": lambda each: each.num_turns == 1,
+    "drawn": lambda each: each.num_drawn == 4,
+    "timeout": lambda each: each.num_turns == 1,
+    "stop": lambda each: all(len(span.tokens) <= 4 for span in each.spans if span.source == "environment"),
+}
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"max_turns": 1}, "turns"),
+        ({"max_drawn_tokens": 4}, "drawn"),
+        ({"episode_timeout_s": 1e-9}, "timeout"),
+        ({"max_reply_tokens": 2}, "stop"),
+    ],
+)
+def test_limits_end_conversations_by_name(talk, limits, reason):
+    (groups, _, _), (whole, _, _) = answered(talk(rollout={"limits": limits})), answered(talk())
+    found = [transcript for group in groups for transcript in group.transcripts]
+    assert reason in {each.finish_reason for each in found}
+    ended = [each for each in found if each.finish_reason == reason]
+    assert HOLDS[reason](ended[0])
+    if reason == "turns":  # the environment has heard the last turn
+        assert [each.turns[0] for g in groups for each in g.rewards] != [0.0] * 16
+    assert max(t.num_turns for g in whole for t in g.transcripts) == 3
+
+
+def call_of_everything(self: Dialogue, text: str) -> Calls:
+    """Reads a call into each answer that says something, where the real reader wants a call's text."""
+    if not text:
+        return Calls(said=text)
+    return Calls(calls=(ToolCall(name="echo", arguments={"message": text}),), said="")
+
+
+def counted(transcript: list) -> float:
+    """Messages of a conversation."""
+    return float(len(transcript))
+
+
+def test_trls_class_form_is_taken_as_it_is(tiny_model, template, tmp_path, one_device, monkeypatch):
+    """A random model writes no JSON: what is read as a call is replaced, all else is the whole run."""
+    monkeypatch.setattr(Dialogue, "read", call_of_everything)
+    rows = [{"prompt": [{"role": "user", "content": f"What is {n} + 1 ?"}]} for n in range(1, 9)]
+    changes = {"steps": 1, "prompts_per_step": 4, "group_size": 4, "eval": {"at_start": False, "at_end": False}}
+    run = podium.grpo(
+        str(tiny_model),
+        rows,
+        environment=Echo,
+        rewards=[counted],
+        chat_template=template,
+        runs_dir=str(tmp_path),
+        **merged({name: value for name, value in TALK.items() if name != "tasks"}, changes),
+    )
+    completions = [each for line in run.samples for each in line["completions"]]
+    called = 0
+    for each in completions:
+        replies = [message["content"] for message in each["messages"] if message["role"] == "tool"]
+        answers = [message for message in each["messages"] if message["role"] == "assistant"]
+        calls = [call["function"]["arguments"]["message"] for each in answers for call in each.get("tool_calls", [])]
+        assert calls[: len(replies)] == replies and len(calls) - len(replies) in (0, 1)
+        called += len(replies)
+        paid = float(len(replies[-1])) if replies else 0.0
+        assert each["parts"] == {"correct": paid, "counted": float(len(each["messages"]))}
+        assert each["reward"] == paid + len(each["messages"])
+    assert called > 4
+    assert sum(line.get("tools/echo/calls", 0) for line in run.metrics) == called
+    assert run.config.tasks[0].environment == "scripted:Echo"
+
+
+def test_an_environment_in_processes_survives_one_that_is_killed(talk):
+    config = talk(environments={"workers": 2, "retries": 3})
+    with opened(config) as rollouts:
+        prompts = rollouts.feed.next(4)
+        settings = AnswerSettings(sampling=rollouts.spec.sampling, completions=4)
+        killed: list[int] = []
+
+        def poll() -> None:
+            if rollouts.engine.keys and not killed:  # all environments have begun
+                killed.append(rollouts.environments._workers[0]._process.pid)
+                os.kill(killed[0], signal.SIGKILL)
+
+        rollouts._poll = poll
+        groups, _ = rollouts.answer(prompts, settings)
+        assert rollouts.held.failures and "ended with code -9" in rollouts.held.failures[0]
+    expected, _, _ = answered(talk())
+    assert tokens_of(groups) == tokens_of(expected)
