@@ -6,10 +6,12 @@ and computes their part for all tokens of the group; the parts are added.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from podium.kernels.grouped import Form, grouped_product
@@ -20,6 +22,8 @@ from podium.models.blocks.weights import AnyWeight, LayerWeight, Weight
 from podium.models.params import mesh_axis_names
 from podium.sharding import ShardingRules
 
+MOST_AT_ONCE = 8
+"""Most devices that exchange parts of experts at once (`_phases`)."""
 INTO, OUT_OF = ("experts", "expert_width", "expert_mlp"), ("experts", "expert_mlp", "expert_width")
 """Logical axes of the matrices of all experts: into their width, and out of it."""
 
@@ -77,8 +81,11 @@ def _local(
     own = chosen.reshape(B * T, -1)
     if held < count:  # those of this device come first
         own = (own - held * _index(rules, "experts")) % count
-    compute = dense_form if T == 1 and B <= DENSE_ROWS else sorted_form
-    y = compute(flat, gates.reshape(B * T, -1), own, gathered, platform=rules.platform, activation=activation)
+    weights_of = gates.reshape(B * T, -1)
+    if T == 1 and B <= DENSE_ROWS:
+        y = dense_form(flat, weights_of, own, gathered, activation)
+    else:
+        y = sorted_form(flat, weights_of, own, gathered, activation, platform=rules.platform, all_here=held == count)
     summed = [name for axis in ("experts", "expert_mlp") for name in mesh_axis_names(rules.axes.get(axis))]
     if parts := tuple(name for name in summed if rules.mesh.shape[name] > 1):
         y = jax.lax.psum(y, parts)
@@ -105,11 +112,49 @@ def _gathered(rules: ShardingRules, axes: Sequence[str], w: AnyWeight) -> Matric
     }
     value, sums = (w.value, w.sums) if isinstance(w, Weight) else (w, None)
     for dim, names in whole.items():
-        value = jax.lax.all_gather(value, names, axis=dim, tiled=True)
+        value = _gather(value, dim, names, rules.mesh)
     if sums is not None and whole:
         zeros: jax.Array = _sums(tuple(whole.items()), rules.mesh, sums)
         sums = zeros
     return value, sums, isinstance(w, Weight) and w.sums is None
+
+
+def _gather(x: jax.Array, dim: int, names: tuple[str, ...], mesh: Mesh) -> jax.Array:
+    """The parts of all devices side by side along a dimension.
+
+    Along the first, they are gathered along a new one: for a gather along the dimension itself, the TPU's compiler
+    would copy the stack of all layers into a layout in which that dimension comes first.
+    """
+    if dim:
+        return jax.lax.all_gather(x, names, axis=dim, tiled=True)
+    for groups in _phases(names, mesh):
+        x = jax.lax.all_gather(x, names, axis=0, tiled=False, axis_index_groups=groups).reshape(-1, *x.shape[1:])
+    return x
+
+
+def _scattered(dx: jax.Array, dim: int, names: tuple[str, ...], mesh: Mesh) -> jax.Array:
+    """The sum over devices of each device's part; the transpose of `_gather`."""
+    if dim:
+        return jax.lax.psum_scatter(dx, names, scatter_dimension=dim, tiled=True)
+    for groups in reversed(_phases(names, mesh)):
+        parts = len(groups[0]) if groups else math.prod(mesh.shape[name] for name in names)
+        split = dx.reshape(parts, -1, *dx.shape[1:])
+        dx = jax.lax.psum_scatter(split, names, scatter_dimension=0, tiled=False, axis_index_groups=groups)
+    return dx
+
+
+def _phases(names: tuple[str, ...], mesh: Mesh) -> list[list[list[int]] | None]:
+    """The groups of devices that exchange parts, one exchange after another: first neighbours, then the groups.
+
+    None: all devices at once. The TPU's compiler would make an exchange of sums over many devices one of all sums of
+    all devices, which sends twice as much and keeps them.
+    """
+    size = math.prod(mesh.shape[name] for name in names)
+    inner = 2 ** (int(math.log2(size)) // 2)
+    if size <= MOST_AT_ONCE or size % inner:
+        return [None]
+    devices = np.arange(size).reshape(-1, inner)
+    return [devices.tolist(), devices.T.tolist()]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -124,7 +169,7 @@ def _sums(whole: tuple[tuple[int, tuple[str, ...]], ...], mesh: Mesh, x: jax.Arr
 
 def _scatter(whole: tuple[tuple[int, tuple[str, ...]], ...], mesh: Mesh, _: None, dx: jax.Array) -> tuple[jax.Array]:
     for dim, names in reversed(whole):
-        dx = jax.lax.psum_scatter(dx, names, scatter_dimension=dim, tiled=True)
+        dx = _scattered(dx, dim, names, mesh)
     return (dx,)
 
 
@@ -136,8 +181,6 @@ def dense_form(
     gates: jax.Array,
     chosen: jax.Array,
     experts: Sequence[Matrices],
-    *,
-    platform: str,
     activation: Activation,
 ) -> jax.Array:
     """Every token [N, D] with all experts that are here, by a gate of 0 where it was not chosen. Has no gradient."""
@@ -146,7 +189,8 @@ def dense_form(
     every = jnp.sum(jnp.where(hits, gates[..., None], 0.0), axis=1)  # [N, G]
     product = functools.partial(jnp.einsum, precision=_precision(gate.dtype), preferred_element_type=x.dtype)
     operand = x.astype(gate.dtype)
-    opened = gated(product("nd,gdf->gnf", operand, gate), product("nd,gdf->gnf", operand, up), activation)
+    every_operand = jnp.broadcast_to(operand[None], (len(down), *operand.shape))  # so that experts stay as stored
+    opened = gated(product("gnd,gdf->gnf", every_operand, gate), product("gnd,gdf->gnf", every_operand, up), activation)
     weighted = (opened.astype(jnp.float32) * every.T[..., None]).astype(down.dtype)
     return product("gnf,gfd->nd", weighted, down)
 
@@ -156,17 +200,20 @@ def sorted_form(
     gates: jax.Array,
     chosen: jax.Array,
     experts: Sequence[Matrices],
+    activation: Activation,
     *,
     platform: str,
-    activation: Activation,
+    all_here: bool,
 ) -> jax.Array:
-    """Each token [N, D] with its experts: its rows sorted by expert, and multiplied group by group."""
+    """Each token [N, D] with its experts: its rows sorted by expert, and multiplied group by group.
+
+    Unless `all_here`, numbers from the number of experts on are those of other devices' experts, which add nothing.
+    """
     N, k = chosen.shape
     here = len(experts[0][0])
     order = jnp.argsort(chosen.reshape(-1))  # [N k]
     places = jnp.argsort(order)
     sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(here)[None], axis=0, dtype=jnp.int32)
-    present = (jnp.arange(N * k) < jnp.sum(sizes))[:, None]  # rows behind them are of other devices' experts
 
     def product(rows: jax.Array, matrices: Matrices) -> jax.Array:
         value, sums, frozen = matrices
@@ -178,7 +225,9 @@ def sorted_form(
     opened = gated(product(rows, gate), product(rows, up), activation)
     weighted = opened.astype(jnp.float32) * _spread(1, gates.reshape(-1, 1), order, places)
     made = product(weighted.astype(x.dtype), down)
-    return _collected(k, jnp.where(present, made, 0), order, places)
+    if not all_here:
+        made = jnp.where((jnp.arange(N * k) < jnp.sum(sizes))[:, None], made, 0)  # what lies behind is undefined
+    return _collected(k, made, order, places)
 
 
 # A permutation's transpose is its inverse. As gathers both are fast; a gather's own transpose is a scatter.

@@ -30,7 +30,15 @@ from podium.plan.sizes import (
     optimizer_bytes,
     reduced_number,
 )
-from podium.plan.update_memory import copied, feed_forward_inner, loss_logits, update_peak, working_weights
+from podium.plan.update_memory import (
+    EXPERT_ROWS,
+    copied,
+    expert_rows,
+    feed_forward_inner,
+    loss_logits,
+    update_peak,
+    working_weights,
+)
 
 MARGIN = 1.5  # above this multiple of the device's memory, the closed form alone refuses a run
 BATCH_ARRAYS = 9  # arrays [K, B, T] of 4 bytes in podium.train.batch.Batch, without old and reference log-probabilities
@@ -41,6 +49,10 @@ MLP_FORWARD = 2  # arrays [B, T, F] alive at once
 PRODUCTS: Mapping[str, int] = {"forward": 2, "again": 2, "reference": 4, "blocks": 5, "tpu_kernel": 7, "gpu_kernel": 7}
 # HBM traffic of a layer in arrays: [tokens, F] of `a` bytes, and float32 scores; fitted to compiled v6e programs.
 MLP_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 30}
+EXPERT_TRAFFIC: Mapping[str, int] = {
+    "forward": 9,
+    "update": 30,
+}  # passes over a token's rows for all its experts, Qwen3-30B-A3B's
 SCORE_TRAFFIC: Mapping[str, int] = {"forward": 1, "update": 11}
 LOGITS_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 12}
 OPTIMIZER_TRAFFIC = 4  # the gradient is written, accumulated, read for its norm, and read for the update
@@ -249,7 +261,8 @@ def checkpoint_phase(run: RunSizes) -> PhaseEstimate:
 def _forward_peak(run: RunSizes, rows: int, length: int, a: int, *, split: int = 1) -> Parts:
     """Peak arrays of one layer's forward pass: those of its attention or those of its MLP, whichever is larger."""
     widest = max(feed_forward_inner(run.decoder, place) for place in run.decoder.places)
-    mlp = {"layer_activations": MLP_FORWARD * rows * length * widest * a // split}
+    spread = EXPERT_ROWS * max(expert_rows(run.decoder, place) for place in run.decoder.places)
+    mlp = {"layer_activations": MLP_FORWARD * rows * length * widest * a // split + rows * length * spread * a}
     arrays = _attention_arrays(run, rows, length, a)
     attention = {name: size // (1 if name == "attention_mask" else split) for name, size in arrays.items()}
     return max(attention, attention | mlp | {"attention_scores": 0}, key=_total)
@@ -268,7 +281,8 @@ def _attention_arrays(run: RunSizes, rows: int, length: int, a: int) -> Parts:
 def _batch(run: RunSizes) -> Parts:
     """Bytes of the batch of an optimizer step."""
     arrays = BATCH_ARRAYS + len(run.spec.recipe.loss_scores)
-    return {"batch": arrays * run.spec.batch.max_micro_batches * run.tokens * 4}
+    of_token = 4 * arrays + run.spec.batch.choices
+    return {"batch": of_token * run.spec.batch.max_micro_batches * run.tokens}
 
 
 def _rollout_residents(run: RunSizes) -> Parts:
@@ -337,6 +351,8 @@ def _layers_traffic(run: RunSizes, kind: str, rows: int, length: int, a: int, *,
     for place in run.decoder.places:
         mlp = rows * length * feed_forward_inner(run.decoder, place) // split * a
         traffic += len(place.layers) * MLP_TRAFFIC[kind] * (mlp if mlp > free else 0)
+        spread = rows * length * expert_rows(run.decoder, place) * a
+        traffic += len(place.layers) * EXPERT_TRAFFIC[kind] * (spread if spread > free else 0)
     for count, attention in run.decoder.attention_layers() if run.update.attention == "reference" else ():
         scores = F32 * rows * length**2 * attention.heads // split
         traffic += count * SCORE_TRAFFIC[kind] * (scores if scores > free else 0)

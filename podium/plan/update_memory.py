@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.attention import Attention
+from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Place
 from podium.plan.sizes import F32, RunSizes, ends_count, fetched_bytes, fused_chunks, head_number, reduced_number
 
@@ -15,6 +16,8 @@ Parts = dict[str, int]
 BACKWARD: Mapping[str, tuple[int, int, int]] = {"tpu": (3, 5, 3), "gpu": (3, 6, 5), "reference": (1, 4, 0)}
 """Arrays alive at the peak of a layer's backward pass: [B, T, F], [B, T, D], and [B, T, (H + K) Q]; fewer with the
 reference attention, which holds the scores too. Fitted, like the counts below, to programs near the memory limit."""
+EXPERT_ROWS = 2
+"""Arrays of a token's rows for each of its experts, [B, T, k, D], alive at that peak; fitted to Qwen3-30B-A3B."""
 MLP_SAVED = 3  # arrays [B, T, F] saved per layer with `remat: none`; what lies between the MLP's products is recomputed
 OFFLOADING = 3  # layers whose inputs are being copied to or from host memory
 NORMS_SAVED = {"tpu": 3.0, "gpu": 3.5}  # arrays [B, T, D] saved per layer with `remat: none`, beside the layer's input
@@ -106,7 +109,8 @@ def _backward_peak(run: RunSizes) -> Parts:
     split = max(
         mlp * feed_forward_inner(decoder, place) + heads * _attended_heads(run, place) for place in decoder.places
     )
-    activations = tokens * (width * decoder.width + split // run.tp) * a
+    rows = EXPERT_ROWS * max(expert_rows(decoder, place) for place in decoder.places)
+    activations = tokens * (width * decoder.width + split // run.tp + rows) * a
     if run.update.row_groups > 1:
         activations += RESIDUAL_GROUPS * run.tokens * decoder.width * a
     if run.update.attention != "reference":
@@ -118,6 +122,12 @@ def _backward_peak(run: RunSizes) -> Parts:
 def feed_forward_inner(decoder: DecoderConfig, place: Place) -> int:
     """Elements per token between the products of the feed-forward at a place."""
     return place.block.feed_forward.work(decoder.width).inner
+
+
+def expert_rows(decoder: DecoderConfig, place: Place) -> int:
+    """Elements per token of its rows for each of its experts; 0 where a place has no experts."""
+    kind = place.block.feed_forward
+    return kind.top * decoder.width if isinstance(kind, Experts) else 0
 
 
 def _attended_heads(run: RunSizes, place: Place) -> int:

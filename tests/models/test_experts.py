@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from tiny_decoder import tiny
 from tiny_models import error_of_scale, rules_on
 
 from podium.config.lora import LoraConfig
 from podium.kernels.grouped import Form, grouped_product
+from podium.models import mixture
 from podium.models.architecture import ModelError, with_lora
 from podium.models.attention import causal_attention
 from podium.models.blocks.choices import UNKNOWN, Recorded
@@ -58,7 +60,9 @@ def routed(w, x, normalized=True, recorded=None, replay=True):
 def computed(form, w, x, normalized=True):
     gates, chosen, _ = routed(w, x, normalized)
     experts = [(w[name], None, False) for name in ("gate", "up", "down")]
-    return form(x, gates[0], chosen[0], experts, platform="cpu", activation="silu")
+    if form is dense_form:
+        return form(x, gates[0], chosen[0], experts, "silu")
+    return form(x, gates[0], chosen[0], experts, "silu", platform="cpu", all_here=True)
 
 
 @pytest.mark.parametrize("normalized", [True, False])
@@ -178,6 +182,24 @@ def test_devices_that_share_experts_and_tokens_compute_what_one_does(mesh):
     np.testing.assert_array_equal(choices, same)
     for name, gradient in gradients.items():
         assert error_of_scale(gradient, wanted[name]) <= TOLERANCE, name
+
+
+def test_parts_of_many_devices_are_exchanged_in_two_phases(monkeypatch):
+    """A gather, and its transpose: the sum of each device's part."""
+    mesh = make_mesh("fsdp:8", jax.devices())
+    monkeypatch.setattr(mixture, "MOST_AT_ONCE", 4)
+    assert [len(groups[0]) for groups in mixture._phases(("fsdp",), mesh)] == [2, 4]
+    x, every = normal(16, 3), normal(8, 16, 3)
+
+    def both(x, own):
+        names = ("fsdp",)
+        return mixture._gather(x, 0, names, mesh)[None], mixture._scattered(own[0], 0, names, mesh)
+
+    split = P("fsdp")
+    whole, sums = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))(x, every)
+    for device in range(8):
+        np.testing.assert_array_equal(whole[device], x)
+    np.testing.assert_allclose(sums, np.sum(every, axis=0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.long
