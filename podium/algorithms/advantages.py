@@ -7,7 +7,7 @@ a reason that is not the model's: it counts in no mean, and its advantage is 0. 
 sums which differ only by rounding are equal; arithmetic is float64. Numpy only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -111,6 +111,35 @@ def whitened_advantages(
     centred = returns - np.sum(share * returns)
     std = np.sqrt(np.sum(share * centred**2))
     return np.where(np.isnan(rewards), 0.0, centred / (std + std_eps)).astype(np.float32)
+
+
+def turn_returns(turn_rewards: Sequence[Sequence[Sequence[float]]], gamma: float) -> np.ndarray:
+    """What each turn of conversations earned from then on: r_t + gamma r_(t+1) + ...; [N, G, K] for K turns at most.
+
+    NaN where a conversation did not reach the turn, or has no reward.
+    """
+    longest = max((len(turns) for group in turn_rewards for turns in group), default=0)
+    returns = np.full((len(turn_rewards), max(map(len, turn_rewards), default=0), longest), np.nan)
+    for n, group in enumerate(turn_rewards):
+        for g, turns in enumerate(group):
+            later = 0.0
+            for k in reversed(range(len(turns))):
+                later = turns[k] + gamma * later
+                returns[n, g, k] = later
+    return returns
+
+
+def turn_advantages(
+    advantage: Callable[[np.ndarray, np.ndarray], np.ndarray], returns: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
+    """A recipe's advantages turn by turn, [N, G, K]: a turn is compared with those of the group that reached it.
+
+    As MT-GRPO (arXiv:2505.11821) and Kevin (arXiv:2507.11948) compare turns by their number. `lengths` [N, G, K] are
+    the turns' trained tokens; a turn that only one conversation of a group reached has advantage 0.
+    """
+    by_turn = [advantage(returns[:, :, k], lengths[:, :, k]) for k in range(returns.shape[2])]
+    alone = np.count_nonzero(~np.isnan(returns), axis=1, keepdims=True) < 2  # [N, 1, K]
+    return np.where(alone | np.isnan(returns), np.float32(0), np.stack(by_turn, axis=2)).astype(np.float32)
 
 
 def penalised_rewards(rewards: np.ndarray, kl_sums: np.ndarray, coef: float) -> np.ndarray:

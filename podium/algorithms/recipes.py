@@ -6,6 +6,7 @@ combination is reported as a config error; the losses are in `podium.algorithms.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Iterator
 from functools import partial
 from typing import Literal, get_args
@@ -61,6 +62,8 @@ class Recipe:
     max_refills: int = 3
     updates_per_batch: int = 1
     minibatches: int = 1
+    credit: Literal["episode", "turn"] = "episode"
+    gamma: float = 1.0
     demonstrations: bool = False
     """Whether completions come from the data, one per prompt, instead of being sampled."""
     needs: tuple[str, ...] = ()
@@ -292,6 +295,7 @@ def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int
         return [("algorithm.recipe", str(error))]
     found = [
         *_advantage_conflicts(config, recipe, group_size),
+        *_credit_conflicts(config, recipe),
         *_loss_conflicts(config, recipe),
         *_correction_conflicts(config, recipe),
         *_update_conflicts(config, recipe, prompts_per_step),
@@ -336,6 +340,20 @@ def _advantage_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: in
     if zero_variance != "refill" and config.max_refills != AlgorithmConfig().max_refills:
         rule = f"it only applies with zero_variance: refill, and zero_variance is {zero_variance}"
         yield "max_refills", f"{rule}; set zero_variance to refill, or leave max_refills unset"
+
+
+def _credit_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
+    if recipe.credit == "episode":
+        if config.gamma is not None:
+            yield "gamma", "it discounts the rewards of turns, and credit is episode; set algorithm.credit to turn"
+        return
+    if not recipe.group_baseline:
+        rule = f"recipe {config.recipe} compares no completions of one prompt, and so no turns"
+        yield "credit", f"{rule}; set algorithm.recipe to grpo, dr_grpo, rloo or dapo, or credit to episode"
+    if "tokens" in inspect.signature(recipe.advantage).parameters:
+        yield "credit", f"the advantage of recipe {config.recipe} is of each token already; set credit to episode"
+    if recipe.kl == "k1_reward":
+        yield "credit", "a KL in the reward is of whole conversations; set algorithm.kl to k2, k3 or k3+"
 
 
 def _loss_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:

@@ -214,6 +214,11 @@ class AlgorithmConfig(Section):
     """Groups of equal rewards: keep, drop from the update, or drop and replace by new prompts (DAPO)."""
     max_refills: Positive = 3
     """Maximum extra rounds of generation per step for `zero_variance: refill`."""
+    credit: Literal["episode", "turn"] | None = None
+    """What a turn of a conversation is trained on. episode: the conversation's total reward; turn: the rewards from
+    that turn on, compared with those of the group's conversations that reached it. Unset: episode."""
+    gamma: Fraction | None = None
+    """Discount of later turns' rewards with `credit: turn`; unset: 1, none."""
     updates_per_batch: Positive = 1
     """Passes over each batch of completions."""
     minibatches: Positive = 1

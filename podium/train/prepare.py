@@ -13,7 +13,14 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from podium.algorithms.advantages import TokenScores, equal_reward_groups, penalised_rewards, token_weights
+from podium.algorithms.advantages import (
+    TokenScores,
+    equal_reward_groups,
+    penalised_rewards,
+    token_weights,
+    turn_advantages,
+    turn_returns,
+)
 from podium.algorithms.recipes import REFERENCE_LOGPROBS, Recipe
 from podium.observe.stats import BatchStats, RewardKl
 from podium.sharding import Params, ShardingRules, to_devices
@@ -41,7 +48,8 @@ class PackedStep:
     """A step's samples, in the minibatches of its optimizer steps; contains only groups that the recipe keeps."""
 
     rewards: np.ndarray  # [N, G], all groups
-    equal: np.ndarray  # [N] bool, groups whose episodes all have the same reward
+    returns: np.ndarray | None  # [N, G, K], of each turn with `credit: turn`; NaN: not reached, or failed
+    equal: np.ndarray  # [N] bool, groups whose episodes all have the same reward, or all turns the same returns
     kept: np.ndarray  # [n], indices of the kept groups within the step
     lengths: np.ndarray  # [n, G], drawn tokens of each sample; 0 if the recipe masks it
     minibatches: list[Minibatch]
@@ -54,7 +62,12 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
     Groups that the recipe drops are removed here, so they do not affect the mean or standard deviation of advantages.
     """
     rewards = np.stack([group.totals for group in groups])  # [N, G]
+    returns = None
     equal = equal_reward_groups(rewards)  # [N]
+    if recipe.credit == "turn":
+        turns = [[reward.turns or (reward.total,) for reward in group.rewards] for group in groups]
+        returns = turn_returns(turns, recipe.gamma)
+        equal = np.all([equal_reward_groups(returns[:, :, k]) for k in range(returns.shape[2])], axis=0)
     kept = np.flatnonzero(~equal if recipe.zero_variance != "keep" else np.ones_like(equal))
     samples = [group_samples(groups[n], n, recipe) for n in kept.tolist()]
     lengths = np.array([[sample.num_drawn for sample in group] for group in samples])
@@ -63,6 +76,7 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
     minibatches = [_minibatch(part.tolist(), samples, recipe, sizes, int(failed[part].sum())) for part in parts]
     return PackedStep(
         rewards=rewards,
+        returns=returns,
         equal=equal,
         kept=kept,
         lengths=lengths.reshape(len(kept), rewards.shape[1]),
@@ -162,11 +176,28 @@ def step_advantages(
     rewards = penalise(packed.rewards, reward_kl, recipe)[packed.kept]
     if not len(packed.kept):
         return np.zeros(packed.lengths.shape, np.float32), reward_kl
+    if packed.returns is not None:
+        return _turn_advantages(packed, packed.returns[packed.kept], recipe), reward_kl
     if "tokens" not in inspect.signature(recipe.advantage).parameters:
         return _checked(recipe.advantage(rewards, packed.lengths), packed), reward_kl
     tokens = _token_scores(packed, scored)
     found = recipe.advantage(rewards, packed.lengths, tokens=tokens)
     return (found if found.ndim == 2 else np.where(tokens.mask, found, np.float32(0))), reward_kl
+
+
+def _turn_advantages(packed: PackedStep, returns: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """The advantage of each token, [n, G, T]: that of its turn. `returns` [n, G, K] are of the kept groups."""
+    placed = [pair for each in packed.minibatches for pair in zip(each.places, each.samples, strict=True)]
+    lengths = np.zeros(returns.shape, np.int64)
+    for place, sample in placed:
+        lengths[place] = np.bincount(sample.turns[sample.mask], minlength=returns.shape[2])
+    advantages = turn_advantages(recipe.advantage, returns, lengths)
+    longest = max((len(sample.tokens) for _, sample in placed), default=0)
+    spread = np.zeros((*returns.shape[:2], longest), np.float32)
+    for place, sample in placed:
+        own = slice(len(sample.tokens))
+        spread[place][own] = np.where(sample.mask, advantages[place][np.minimum(sample.turns, returns.shape[2] - 1)], 0)
+    return spread
 
 
 def _checked(advantages: np.ndarray, packed: PackedStep) -> np.ndarray:

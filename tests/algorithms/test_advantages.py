@@ -16,6 +16,8 @@ from podium.algorithms.advantages import (
     maxrl_advantages,
     penalised_rewards,
     token_weights,
+    turn_advantages,
+    turn_returns,
     whitened_advantages,
 )
 
@@ -319,3 +321,21 @@ def test_a_reward_that_is_not_finite_is_an_error_unless_it_failed():
             GROUP_STD(np.array([[1.0, wrong]]), np.ones((1, 2)))
     with pytest.raises(ValueError, match="must be finite"):
         GROUP_STD(np.array([[1.0, np.inf]]), np.array([[1, 0]]))
+
+
+def test_a_turn_is_paid_for_what_comes_from_it_on():
+    """Three conversations: of two turns, of one, and one that failed; 1 + 0.5 x 4 = 3."""
+    found = turn_returns([[(1.0, 4.0), (2.0,), (np.nan,)]], gamma=0.5)
+    assert found[0, 0].tolist() == [3.0, 4.0]
+    assert found[0, 1, 0] == 2.0 and np.isnan(found[0, 1, 1]) and np.isnan(found[0, 2]).all()
+
+
+def test_turns_are_compared_with_those_that_reached_them():
+    """Turn 1: 3, 2, 1 about 2; turn 2: 4, 1 about 2.5; turn 3 was reached once."""
+    returns = np.array([[[3.0, 4.0, 9.0], [2.0, 1.0, np.nan], [1.0, np.nan, np.nan]]])
+    lengths = np.where(np.isnan(returns), 0, 5)
+    assert turn_advantages(NO_STD, returns, lengths)[0].tolist() == [[1, 1.5, 0], [0, -1.5, 0], [-1, 0, 0]]
+    scaled = turn_advantages(GROUP_STD, returns, lengths)[0]  # standard deviations: 1 and 2.1213
+    assert scaled[:, 0] == pytest.approx([1, 0, -1], abs=1e-5)
+    assert scaled[:2, 1] == pytest.approx([0.70711, -0.70711], abs=1e-5)
+    assert turn_advantages(leave_one_out_advantages, returns, lengths)[0, :, 0].tolist() == [1.5, 0, -1.5]

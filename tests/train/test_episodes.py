@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scripted import Echo
-from tiny_runs import make_config, merged, recipe_of
+from tiny_runs import make_config, merged, recipe_of, sizes
 
 import podium
 from podium.observe.records import read_metrics, read_samples
@@ -21,7 +21,7 @@ from podium.tasks.tool_calls import Calls
 from podium.train.dialogue import Dialogue
 from podium.train.generate import AnswerSettings, FailingEnvironmentError, Group, Rollouts
 from podium.train.loop import train
-from podium.train.prepare import group_samples
+from podium.train.prepare import group_samples, pack_step, step_advantages
 from podium.train.setup import load_weights, make_model, rollout_spec
 
 TEMPLATE = (
@@ -279,3 +279,43 @@ def test_an_environment_in_processes_survives_one_that_is_killed(talk):
         assert rollouts.held.failures and "ended with code -9" in rollouts.held.failures[0]
     expected, _, _ = answered(talk())
     assert tokens_of(groups) == tokens_of(expected)
+
+
+def test_credit_of_turns_is_the_hand_computed_advantage_of_each_token(talk, tmp_path):
+    """Returns from each turn on, minus the mean of the group's conversations that reached it."""
+    config = talk(algorithm={"recipe": "dr_grpo", "credit": "turn", "gamma": 0.5})
+    groups, _, _ = answered(config)
+    recipe = recipe_of(config)
+    packed = pack_step(groups, recipe, sizes(row_tokens=64, rows=4, max_rows=16, packing="none"))
+    found, _ = step_advantages(packed, recipe, [])
+    several = 0
+    for n, index in enumerate(packed.kept.tolist()):
+        group = groups[index]
+        returns = [
+            [
+                sum(0.5 ** (later - turn) * r for later, r in enumerate(reward.turns) if later >= turn)
+                for turn in range(t.num_turns)
+            ]
+            for reward, t in zip(group.rewards, group.transcripts, strict=True)
+        ]
+        for g, transcript in enumerate(group.transcripts):
+            place = 0
+            for span in transcript.continuation:
+                own = found[n, g, place : place + len(span.tokens)]
+                place += len(span.tokens)
+                reached = [each[span.turn] for each in returns if len(each) > span.turn]
+                expected = returns[g][span.turn] - np.mean(reached) if span.drawn and len(reached) > 1 else 0.0
+                assert own == pytest.approx(np.full(len(own), expected), abs=1e-5)
+                several += span.drawn and span.turn > 0 and expected != 0
+    assert several > 3
+    assert train(config, plain=True) == 0
+
+
+def test_credit_of_turns_without_turns_to_compare_is_refused():
+    for changes, rule in (
+        ({"recipe": "reinforce_pp", "credit": "turn"}, "compares no completions"),
+        ({"gamma": 0.5}, "credit is episode"),
+        ({"credit": "turn", "kl": "k1_reward", "kl_coef": 0.1}, "of whole conversations"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            recipe_of(make_config(algorithm=changes))
