@@ -3,7 +3,7 @@
 python tests/rollout/cache_copies.py MACHINE MODEL...     needs libtpu and `compiler_environment`
 
 One JSON object on stdout: for each model and program the copies of at least half a stack of keys or values, and the
-program's temporary bytes over the cache's.
+program's temporary bytes, but for copies of weights, over the cache's.
 """
 
 import json
@@ -67,9 +67,11 @@ def copies(machine: str, model: str) -> dict[str, dict[str, float]]:
     for name, program in lowered.items():
         compiled = program.compile()
         copied = [[int(dim) for dim in dims.split(",")] for dims in WHOLE.findall(compiled.as_text())]
+        weights_copied = DTYPE.itemsize * sum(math.prod(dims) for dims in copied if pages not in dims)
+        temporaries = compiled.memory_analysis().temp_size_in_bytes - weights_copied
         found[name] = {
             "copies": sum(pages in dims and math.prod(dims) >= max(stored) // 2 for dims in copied),
-            "temporaries": compiled.memory_analysis().temp_size_in_bytes / (DTYPE.itemsize * sum(stored)),
+            "temporaries": temporaries / (DTYPE.itemsize * sum(stored)),
         }
     return found
 
