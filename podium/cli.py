@@ -7,9 +7,11 @@ the compiler of `plan` failed; 78 workers of a job are missing or disagree; 130 
 training run that is stopped saves a checkpoint first and can be continued.
 """
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
@@ -339,11 +341,20 @@ def config_migrate(
 
 
 @app.command()
-def tasks(name: Annotated[str | None, typer.Argument(help="Task to describe.")] = None) -> None:
-    """List the built-in tasks, or describe one task and its options."""
+def tasks(
+    name: Annotated[str | None, typer.Argument(help="Task to describe; or `try`.")] = None,
+    played: Annotated[str | None, typer.Argument(help="After `try`: task or environment to talk to.")] = None,
+    seed: Annotated[int, typer.Option(help="With `try`: seed of the environment.")] = 0,
+    number: Annotated[int, typer.Option(min=0, help="With `try`: number of the prompt.")] = 0,
+    say: Annotated[list[str] | None, typer.Option(help="With `try`: an answer; repeatable. Unset: typed in.")] = None,
+) -> None:
+    """List the built-in tasks, or describe one and its options; `try TASK` talks to tools and environments."""
     from podium.tasks.page import task_doc, task_page
     from podium.tasks.registry import TASKS
 
+    if name == "try":
+        _try_task(played, seed, number, say)
+        return
     if name is None:
         width = max(map(len, TASKS))
         for each in TASKS:
@@ -351,6 +362,23 @@ def tasks(name: Annotated[str | None, typer.Argument(help="Task to describe.")] 
         return
     try:
         print(task_page(name))
+    except ValueError as error:
+        _fail(error, status=2)
+
+
+def _try_task(target: str | None, seed: int, number: int, say: list[str] | None) -> None:
+    """Talk to a task's environment with given answers, or from the keyboard."""
+    from podium.tasks.play import play
+
+    def lines() -> Iterator[str]:
+        with contextlib.suppress(EOFError, KeyboardInterrupt):
+            while True:
+                yield input("> " if sys.stdin.isatty() else "")
+
+    try:
+        if target is None:
+            raise ValueError("name a task or an environment: podium tasks try calculator")
+        play(target, say or lines(), print, seed=seed, number=number)
     except ValueError as error:
         _fail(error, status=2)
 

@@ -20,6 +20,7 @@ TASKS: dict[str, str] = {
     "chat": "podium.tasks.question_sets:Chat",
     "environment": "podium.tasks.environment_rows:EnvironmentRows",
     "gsm8k": "podium.tasks.question_sets:Gsm8k",
+    "guess": "podium.tasks.guess:GuessGame",
     "jsonl": "podium.tasks.question_sets:Jsonl",
     "math": "podium.tasks.question_sets:Math",
     "math500": "podium.tasks.question_sets:math500",

@@ -156,8 +156,14 @@ def evaluate_command(config: Config, *, run: Fork | None, as_json: bool, show: i
 def _print_answer(record: SampleRecord) -> None:
     """Print a question with its first answer to stderr."""
     first = record["completions"][0]
-    rows = {"question": record["question"], "expected": record["answer"], "answer": first["text"]}
-    for name, text in rows.items():
+    rows = [("question", record["question"]), ("expected", record["answer"])]
+    for message in first.get("messages", ()):
+        calls = message.get("tool_calls")
+        text = str(message.get("content") or "") + (f" {json.dumps(calls, ensure_ascii=False)}" if calls else "")
+        rows.append(("answer" if message.get("role") == "assistant" else str(message.get("role")), text))
+    if "messages" not in first:
+        rows.append(("answer", first["text"]))
+    for name, text in rows:
         print(f"{name:<9} {shown(text, SHOWN_CHARACTERS)}", file=sys.stderr)
     print(f"correct   {first['parts']['correct']:g}, {first['finish_reason']}\n", file=sys.stderr)
 

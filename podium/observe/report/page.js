@@ -308,6 +308,7 @@
     const parts = Object.entries(each.parts || {}).map(([name, value]) => `${name} ${number(value, 3)}`).join(", ");
     const facts = [parts, each.advantage === undefined ? null : `advantage ${number(each.advantage, 3)}`, `ended by ${each.finish_reason}`, `${each.tokens} tokens`];
     const text = el("div", { class: "text" });
+    const talk = Array.isArray(each.messages) ? transcript(each) : [];
     if (each.pieces && each.logprobs) {
       text.classList.add("tokens");
       each.pieces.forEach((piece, i) => {
@@ -315,9 +316,19 @@
         span.style.background = `rgba(${css("--token")}, ${Math.min(0.75, -logprob / 6).toFixed(2)})`;
         text.append(span);
       });
-    } else text.append(String(each.text));
+    } else if (!talk.length) text.append(String(each.text));
+    const drawn = talk.length && text.childNodes.length ? [el("h3", {}, "tokens that were trained"), text] : talk.length ? [] : [text];
     return el("div", { class: "card" }, el("p", {}, el("span", { class: each.reward > 0 ? "right" : "wrong" }, `reward ${number(each.reward, 3)}`),
-      el("span", { class: "soft" }, ` · ${facts.filter(Boolean).join(" · ")}`)), text);
+      el("span", { class: "soft" }, ` · ${facts.filter(Boolean).join(" · ")}`)), ...talk, ...drawn);
+  }
+  function transcript(each) {
+    let turn = 0;
+    return each.messages.flatMap((message) => {
+      const said = message.role === "assistant", paid = said ? (each.turn_rewards || [])[turn++] : undefined;
+      const calls = (message.tool_calls || []).map((call) => `${call.function.name}(${JSON.stringify(call.function.arguments)})`);
+      const who = said ? `turn ${turn}, drawn and trained${paid === undefined || paid === null ? "" : `, reward ${number(paid, 3)}`}` : `${message.name || message.role}, given`;
+      return [el("h3", { class: said ? "" : "soft" }, who), el("div", { class: "text" }, [String(message.content || ""), ...calls].filter(Boolean).join("\n"))];
+    });
   }
 
   // Settings

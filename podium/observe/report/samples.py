@@ -16,6 +16,7 @@ SAMPLE_BYTES = 3_000_000
 TEXT_LENGTH = 4_000
 """Maximum characters of a text to show."""
 TOKENS_SHOWN = 1_000
+MESSAGES_SHOWN = 64
 HEAT_ROWS, HEAT_COLUMNS = 60, 50
 
 
@@ -157,13 +158,20 @@ def _score(completions: Sequence[Any]) -> float:
     return sum(values) / len(values)
 
 
+def _cut_messages(messages: list[Any]) -> list[dict[str, Any]]:
+    """The first messages of a conversation, with texts cut like answers."""
+    shown = [each for each in messages[:MESSAGES_SHOWN] if isinstance(each, dict)]
+    return [{**each, "content": cut(str(each.get("content") or ""), TEXT_LENGTH)} for each in shown]
+
+
 def _shortened(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with texts cut to TEXT_LENGTH characters, and at most TOKENS_SHOWN tokens."""
+    """A record with texts cut to TEXT_LENGTH characters, and at most so many tokens and messages."""
     kept = {**record, "question": cut(str(record.get("question", "")), TEXT_LENGTH)}
     kept["answer"] = cut(str(record.get("answer", "")), TEXT_LENGTH)
     completions = [each for each in record["completions"] if isinstance(each, dict)]
     kept["completions"] = [
         {**each, "text": cut(str(each.get("text", "")), TEXT_LENGTH)}
+        | ({"messages": _cut_messages(each["messages"])} if isinstance(each.get("messages"), list) else {})
         | ({"pieces": each["pieces"][:TOKENS_SHOWN]} if isinstance(each.get("pieces"), list) else {})
         for each in completions
     ]

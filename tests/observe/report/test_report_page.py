@@ -57,6 +57,17 @@ def test_texts_are_data_and_never_markup(tmp_path):
     assert "default-src 'none'" in rest  # nothing is loaded, whatever a text says
 
 
+def test_a_conversation_is_shown_turn_by_turn(tmp_path):
+    talk = [{"role": "assistant", "content": "a" * 9_000}, {"role": "tool", "name": "search", "content": HOSTILE[0]}]
+    record = sample(1)
+    record["completions"][0] |= {"messages": talk * 100, "turn_rewards": [0.5] * 100}
+    content, rest = data_of(make_page(report_object([make_run(tmp_path / "run", samples=[record])]), "plotly"))
+    first, second = content["runs"][0]["samples"][0]["completions"]
+    assert [each["role"] for each in first["messages"]] == ["assistant", "tool"] * 32 and "messages" not in second
+    assert len(first["messages"][0]["content"]) < 5_000 and first["messages"][1]["content"] == HOSTILE[0]
+    assert first["turn_rewards"][0] == 0.5 and "pwned" not in rest
+
+
 def test_the_page_s_script_makes_no_markup_of_strings(tmp_path):
     page = make_page(report_object([make_run(tmp_path / "run")]), "")
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", page)
