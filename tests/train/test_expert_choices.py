@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,10 +50,10 @@ class Letters:
         return "".join(chr(97 + token % 26) for token in tokens)
 
 
-def engine_on(layout: Layout, devices: int, dtype="float32") -> RolloutEngine:
+def engine_on(layout: Layout, devices: int) -> RolloutEngine:
     mesh = make_mesh("auto", jax.devices()[:devices])
     rules = rollout_rules(layout, DECODER, mesh)
-    engine = RolloutEngine(CONFIG, DECODER, rules, Letters(), dtype=jnp.dtype(dtype))
+    engine = RolloutEngine(CONFIG, DECODER, rules, Letters(), dtype=jnp.dtype("float32"))
     shardings = param_shardings(param_specs(DECODER), ShardingRules(mesh, TRAIN_AXES))
     engine.load({name: jax.device_put(value, shardings[name]) for name, value in WEIGHTS.items()})
     return engine
@@ -65,16 +66,16 @@ def answers_of(engine, **settings):
 
 
 @functools.cache
-def answers(dtype="float32"):
-    return answers_of(engine_on(Layout(name="replicated"), 1, dtype))
+def answers():
+    return answers_of(engine_on(Layout(name="replicated"), 1))
 
 
 def flat(groups):
     return [completion for group in groups for completion in group]
 
 
-def each_answer(dtype="float32"):
-    return [(prompt, each) for prompt, group in zip(PROMPTS, answers(dtype), strict=True) for each in group]
+def each_answer():
+    return [(prompt, each) for prompt, group in zip(PROMPTS, answers(), strict=True) for each in group]
 
 
 def test_log_probabilities_are_those_of_plain_float64_and_choices_have_the_shape_of_the_tokens():
@@ -140,22 +141,28 @@ def _first(completion, count):
     return {name: getattr(completion, name)[:count] for name in names}
 
 
-def batch_of(dtype="float32", packing="shared_prompts"):
+def batch_of(packing="shared_prompts"):
     samples = []
-    for number, (prompt, completion) in enumerate(each_answer(dtype)):
+    for number, (prompt, completion) in enumerate(each_answer()):
         sample = transcript_sample(transcript_of(prompt, completion), group=number // 2, version=0)
         samples.append(with_weight(with_advantage(sample, 1.0 - number), 1 / 64))
     return make_batch(samples, sizes(row_tokens=40, rows=8, max_rows=8, packing=packing, choices=C))
 
 
-def updated(batch, dtype="float32", mesh="dp:1", devices=1, weights=WEIGHTS, **changes):
-    """Weights and metrics after one update; the rate makes a weight's change its gradient."""
-    recipe = recipe_of(make_config(algorithm=changes.pop("algorithm", {})))
+@functools.cache
+def step_on(mesh: str, devices: int, router_loss_coef: float | None, **changes: Any):
+    """A compiled update and its settings; the rate makes a weight's change its gradient."""
     rules = ShardingRules(make_mesh(mesh, jax.devices()[:devices]), TRAIN_AXES)
-    settings = make_train_settings(rules, decoder=DECODER, dtype=jnp.dtype(dtype), **changes)
-    shardings = param_shardings(param_specs(DECODER), rules)
+    settings = make_train_settings(rules, decoder=DECODER, **changes)
+    recipe = recipe_of(make_config(algorithm={"router_loss_coef": router_loss_coef}))
+    return make_train_step(settings, recipe, DESCENT), settings
+
+
+def updated(batch, mesh="dp:1", devices=1, weights=WEIGHTS, router_loss_coef=None, **changes):
+    """Weights and metrics after one update."""
+    step, settings = step_on(mesh, devices, router_loss_coef, **changes)
+    shardings = param_shardings(param_specs(DECODER), settings.stored)
     params = {name: jax.device_put(x, shardings[name], may_alias=False) for name, x in weights.items()}
-    step = make_train_step(settings, recipe, DESCENT)
     state, metrics = step(init_state(params, DESCENT), shard_batch(batch, settings.computing))
     return jax.tree.map(np.asarray, state.params), {name: float(value) for name, value in metrics.items()}
 
@@ -207,13 +214,19 @@ def test_other_choices_are_repeated_too_and_the_disagreement_tells_them():
     assert np.abs(updated(other)[0]["layers.router"] - WEIGHTS["layers.router"]).max() > 0
 
 
-def test_in_bfloat16_choices_differ_by_rounding_and_are_repeated():
-    """The share that differs is what a run without replay would train on other experts than it sampled from."""
-    batch, _ = batch_of("bfloat16")
-    _, metrics = updated(batch, "bfloat16")
-    _, free = updated(batch, "bfloat16", replay_routing=False)
-    assert metrics["logprob_gap"] <= free["logprob_gap"] + 1e-6
-    assert 0 <= metrics["routing_disagreement"] < 0.2
+def test_a_trainer_of_other_numbers_would_choose_others_and_repeats_the_sampler_s():
+    """As rounding makes them others, and here noise: random routers of eight experts have few near ties."""
+    random = np.random.default_rng(2)
+    noisy = {
+        name: (value * (1 + 0.03 * random.standard_normal(value.shape))).astype(np.float32)
+        for name, value in WEIGHTS.items()
+    }
+    batch, _ = batch_of()
+    _, metrics = updated(batch, weights=noisy)
+    _, free = updated(batch, weights=noisy, replay_routing=False)
+    assert 0 < metrics["routing_disagreement"] < 0.3
+    assert 0 < free["routing_disagreement"] < 0.3
+    assert metrics["loss"] != free["loss"]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +238,7 @@ def test_in_bfloat16_choices_differ_by_rounding_and_are_repeated():
 )
 def test_an_update_does_not_depend_on_devices_or_packing(mesh, packing):
     expected, wanted = updated(batch_of()[0])
-    found, metrics = updated(batch_of(packing=packing)[0], mesh=mesh, devices=8, row_groups=1)
+    found, metrics = updated(batch_of(packing=packing)[0], mesh=mesh, devices=8)
     assert metrics["loss"] == pytest.approx(wanted["loss"], rel=TOLERANCE, abs=TOLERANCE)
     for name, value in found.items():
         change, other = value - WEIGHTS[name], expected[name] - WEIGHTS[name]
@@ -252,7 +265,7 @@ def test_the_balance_loss_pulls_routers_and_nothing_without_a_weight():
     still = dataclasses.replace(batch, weights=np.zeros_like(batch.weights))
     plain, _ = updated(still)
     np.testing.assert_array_equal(plain["layers.router"], WEIGHTS["layers.router"])
-    pulled, metrics = updated(still, algorithm={"router_loss_coef": 0.5})
+    pulled, metrics = updated(still, router_loss_coef=0.5)
     assert metrics["loss"] == pytest.approx(0.5 * metrics["router_balance"], rel=1e-5)
     moved = pulled["layers.router"] - WEIGHTS["layers.router"]
     assert np.abs(moved).max() > 0
