@@ -65,7 +65,18 @@ def torch_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
 @pytest.mark.parity
 @pytest.mark.parametrize(
     "case",
-    ["llama_tied", "llama3", "qwen2_tied", "qwen3", "mistral_window", "ministral", "ministral3", "gemma3_tied"],
+    [
+        "llama_tied",
+        "llama3",
+        "qwen2_tied",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_moe_sparse_step",
+        "mistral_window",
+        "ministral",
+        "ministral3",
+        "gemma3_tied",
+    ],
 )
 def test_transformers_loads_an_export_with_equal_logits(case: str, tmp_path: Path):
     source = write_model(tmp_path / "model", case)
@@ -77,7 +88,9 @@ def test_transformers_loads_an_export_with_equal_logits(case: str, tmp_path: Pat
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("case", ["llama3_rope_parameters", "llama_tied", "qwen2", "qwen3_tied", "gemma3_tied"])
+@pytest.mark.parametrize(
+    "case", ["llama3_rope_parameters", "llama_tied", "qwen2", "qwen3_tied", "qwen3_moe", "gemma3_tied"]
+)
 def test_folder_that_transformers_wrote_is_read(case: str, tmp_path: Path):
     torch = others_code("torch")
     import transformers
