@@ -264,7 +264,10 @@ def _records(run: Path) -> list[dict[str, Any]]:
 
 
 def _last_state(run: Path) -> dict[str, Any]:
-    """Shape, dtype and bytes of every array of the last checkpoint, and what the loop stored with them."""
+    """Shape, dtype and bytes of every array of the last checkpoint, and what the loop stored with them.
+
+    Without the extent of the records: metrics.jsonl holds times, so its bytes differ in every run.
+    """
     config = read_config(run)
     model = make_model(config)
     specs = param_specs(model.decoder)
@@ -273,7 +276,9 @@ def _last_state(run: Path) -> dict[str, Any]:
     state, host_state = restore_state(run / CHECKPOINTS, None, abstract)
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-    return {name: (x.shape, str(x.dtype), x.tobytes()) for name, x in arrays.items()} | host_state
+    return {name: (x.shape, str(x.dtype), x.tobytes()) for name, x in arrays.items()} | {
+        name: value for name, value in host_state.items() if name != "records"
+    }
 
 
 def _children(pid: int) -> list[int]:
