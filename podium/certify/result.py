@@ -21,7 +21,7 @@ class Check:
     @property
     def ok(self) -> bool:
         """Whether the difference is at most the bar; False if it is NaN."""
-        return self.difference <= self.bar
+        return bool(self.difference <= self.bar)  # numpy's own booleans are not JSON
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,5 @@
 import io
+import dataclasses
 import json
 import math
 
@@ -65,6 +66,11 @@ def test_the_object_has_the_names_that_scripts_read():
     assert (found["green"], found["causes"]) == (False, ["mask"])
     assert {"name": "mask", "difference": 1.0, "bar": 0, "ok": False}.items() <= found["checks"][0].items()
     assert found["checks"][1]["difference"] is None
+
+
+def test_a_difference_that_numpy_computed_can_be_printed_as_json():
+    check = dataclasses.replace(GREEN, difference=np.sqrt(np.float64(0.0)))
+    assert json.loads(json.dumps(as_object(certificate(check))))["green"] is True
 
 
 @pytest.mark.parametrize(("green", "status"), [(True, 0), (False, 1)])
