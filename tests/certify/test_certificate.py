@@ -1,5 +1,5 @@
-import io
 import dataclasses
+import io
 import json
 import math
 

@@ -1,17 +1,22 @@
 """Tools: schemas from signatures, calls that are read and run, and what is wrong with a call said to the model."""
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Literal
 
 import pytest
+import yaml
 
 from podium.models.tokenizer import Tokenizer
 from podium.tasks.calculator import calculator
 from podium.tasks.conversation import Reply, ToolCall, Turn, as_reply
-from podium.tasks.tool_calls import read_calls
+from podium.tasks.tool_calls import instructions, read_calls
 from podium.tasks.tools import answer_calls, by_name, find_tool, tool_schema
 from podium.train.dialogue import Dialogue
 from tests.chat_formats import TOOLS, backend_of
+
+ROOT = Path(__file__).parents[2]
 
 
 def search(query: str, limit: int = 3, kind: Literal["text", "title"] = "text") -> list[str]:
@@ -232,3 +237,21 @@ def test_the_middle_of_a_long_reply_is_cut_out():
     assert text.startswith("word0 word1") and text.endswith("word199") and "[... cut ...]" in text
     assert len(dialogue.tokenizer.encode(text)) <= 62
     assert dialogue.fitting(message, None) is message and dialogue.fitting(message, 5000) is message
+
+
+def test_the_warm_start_of_the_demo_imitates_what_the_demo_s_conversations_write():
+    """Its system message describes the calculator as the conversation will, and its calls and results are right."""
+    sft, demo = (
+        yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8"))["tasks"][0]
+        for name in ("tools_sft", "tools")
+    )
+    assert demo["name"] == "calculator"
+    assert sft["system_prompt"] == instructions([tool_schema(calculator)])
+    lines = (ROOT / sft["path"]).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 100
+    for line in lines:
+        question, called, result, answer = json.loads(line)["messages"]
+        (call,) = read_calls(called["content"], "tags").calls
+        assert question["content"] == f"What is {call.arguments['expression']}?"
+        assert result["content"] == calculator(**call.arguments) and result["role"] == "tool"
+        assert answer["content"] == f"{call.arguments['expression']} = {result['content']}"

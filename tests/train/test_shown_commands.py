@@ -66,6 +66,8 @@ ALSO = {  # of commands with these words
     "gsm8k_qwen": {"TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
     "qwen3_8b": {"GRADING__OVERLONG_BUFFER_TOKENS": "1"},
     "--profile": {"STEPS": "12"},
+    "configs/tools.yaml": {"ROLLOUT__MAX_EPISODE_TOKENS": "null"},
+    "configs/tools_sft.yaml": {"GROUP_SIZE": "1", "TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
 }
 SETTINGS_ONLY = {  # the settings are loaded and checked; (the function that then does the work, why it is left out)
     "podium certify": ("podium.certify.command.certify", "takes a minute; tests/certify runs it"),
