@@ -144,7 +144,7 @@ class Desk:
         program, *words = shlex.split(line)
         if program == "podium":
             status = self.podium(words, line, whole)
-            assert status in ((0, 2) if words[0] == "plan" else (0,)), self.capsys.readouterr().err
+            assert status in ((0, 2) if words[0] == "plan" else (0,)), "\n".join(self.capsys.readouterr())
             assert not into or self.capsys.readouterr().out
         elif program == "make":
             subprocess.run([program, "-C", ROOT, *words], check=True, capture_output=True)
