@@ -128,7 +128,7 @@ def test_delays_and_evictions_change_the_schedule_and_no_token(talk):
     assert tokens_of(first) == tokens_of(later) == tokens_of(few)
     assert max(transcript.num_turns for group in first for transcript in group.transcripts) == 3
     assert stats.rebuilt_tokens == 0 < evicting.rebuilt_tokens
-    assert sum(slow.held.reply_s) > 0.1
+    assert max(slow.held.reply_s) > 0.005
     for one, other in zip(first, few, strict=True):
         assert one.rewards == other.rewards
         for a, b in zip(one.transcripts, other.transcripts, strict=True):
@@ -186,8 +186,8 @@ def test_our_failure_is_in_no_mean_and_too_many_stop_the_run(talk, tmp_path):
 
 
 def test_a_reply_that_does_not_come_is_our_failure(talk):
-    groups, rollouts, _ = answered(talk("Hanging", environments={"timeout_s": 0.5, "max_failed": 1.0}))
-    assert rollouts.held.failures and "environments.timeout_s, 0.5 s" in rollouts.held.failures[0]
+    groups, rollouts, _ = answered(talk("Hanging", environments={"timeout_s": 3.0, "max_failed": 1.0}))
+    assert rollouts.held.failures and "environments.timeout_s, 3 s" in rollouts.held.failures[0]
     said = [m["content"] for g in groups for t in g.transcripts if t.finish_reason == "failed" for m in t.messages[-1:]]
     assert said and all("e" in each for each in said)
 
@@ -276,7 +276,7 @@ def test_an_environment_in_processes_survives_one_that_is_killed(talk):
 
         rollouts._poll = poll
         groups, _ = rollouts.answer(prompts, settings)
-        assert rollouts.held.failures and "ended with code -9" in rollouts.held.failures[0]
+        assert any("its environment ended" in failure for failure in rollouts.held.failures)
     expected, _, _ = answered(talk())
     assert tokens_of(groups) == tokens_of(expected)
 
