@@ -1,5 +1,5 @@
 # make demo          trains a small model on sums, 6 minutes of CPU time; 4 to 11 minutes on 2 CPU cores, old or new
-# make test          the tests, 12 to 25 minutes on 2 CPU cores
+# make test          the tests, 10 to 25 minutes on 2 CPU cores
 # make test-long     these and the long ones (every recipe learns, the wheel alone in an empty environment): before a
 #                    change is called done
 # make parity        installs torch, PEFT and TRL into .venv-parity, and runs every test that compares with others' code
