@@ -54,13 +54,14 @@ def test_the_live_view_has_the_run_s_numbers_and_labels(name):
     text, metrics = text_of(name), read_lines(KEPT / METRICS)
     step = shown_step(metrics)
     trained = next(line for line in metrics if line["step"] == step and REWARD in line)
+    speed = trained["throughput/train/valid_tokens_per_s"]
     accuracies = [value for at, value in read_history(KEPT).accuracies if at <= step]
     for expected in (
         f"step {step}/{read_config(KEPT).steps}",
         f"{trained[REWARD]:.3f}",
         f"{trained['train-seq_len/completion/mean']:.1f}",
         f"{trained['time/train/step_s']:.1f} s",
-        f"{trained['throughput/train/valid_tokens_per_s']:,.0f} tokens/s",
+        f"{speed:,.0f} tokens/s" if speed else "no update",
         f"{accuracies[-1]:.3f}",
         " > ".join(f"{each:.2f}" for each in accuracies),
         next(each["question"] for each in read_lines(KEPT / SAMPLES) if each["step"] == step),
