@@ -1,6 +1,8 @@
 """`podium tasks try`: a conversation with a task's tools or environment from the keyboard, without a model."""
 
 import asyncio
+import contextlib
+import functools
 import inspect
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -40,8 +42,10 @@ def play(target: str, answers: Iterable[str], say: Callable[[str], None], *, see
     if not 0 <= number < len(prompts):
         raise ValueError(f"{target} has {len(prompts)} prompts, from 0; there is no prompt {number}")
     prompt = prompts[number]
-    running = held.open(prompt, seed, _resolved)
-    try:
+    with contextlib.ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())
+        running = held.open(prompt, seed, functools.partial(_resolved, runner))
+        stack.callback(running.close)
         _show(say, _first(prompt, running.begin()))
         for tool in held.tools:
             say(f"[tool] {json.dumps(tool['function'], ensure_ascii=False)}")
@@ -64,8 +68,6 @@ def play(target: str, answers: Iterable[str], say: Callable[[str], None], *, see
         total = task.grade(prompt, last) if final is None else paid + final
         say(f"(graded as the last answer: {total:g})" if final is None else f"(reward: {total:g})")
         return total
-    finally:
-        running.close()
 
 
 def _config(target: str) -> TaskConfig:
@@ -107,12 +109,12 @@ def _show(say: Callable[[str], None], messages: Iterable[Message]) -> None:
         say(f"[{who}] {message.get('content')}")
 
 
-def _resolved(value: Any) -> object:
-    """Wait for what is async."""
+def _resolved(runner: asyncio.Runner, value: object) -> object:
+    """Wait for an awaitable, on one event loop for the whole conversation, as in a run."""
     if not inspect.isawaitable(value):
         return value
 
     async def awaited() -> object:
         return await value
 
-    return asyncio.run(awaited())
+    return runner.run(awaited())

@@ -1,5 +1,7 @@
 """`podium tasks try`: conversations with written answers, without a model; and the game `guess`."""
 
+import asyncio
+
 import pytest
 
 from podium.config.schema import TaskConfig
@@ -28,6 +30,21 @@ class Rows:
 
     def get_reward(self) -> float:
         return len(self.said) / 3
+
+
+class Connected:
+    """A class whose calls share something of their event loop, as an HTTP client does."""
+
+    async def reset(self, **row) -> str:
+        self.loop = asyncio.get_running_loop()
+        return "Call."
+
+    async def ask(self) -> str:
+        """Ask the server."""
+        return str(asyncio.get_running_loop() is self.loop)
+
+    async def get_reward(self) -> float:
+        return 1.0 if asyncio.get_running_loop() is self.loop else 0.0
 
 
 def played(target: str, *answers: str, **options) -> tuple[float, list[str]]:
@@ -83,3 +100,8 @@ def test_a_game_of_guess_is_paid_by_its_guesses():
     assert {each.id for each in task.prompts("train")}.isdisjoint(each.id for each in task.prompts("eval"))
     with pytest.raises(ValueError, match="unset them"):
         type(task)(TaskSource(path="x"))
+
+
+def test_all_async_calls_of_a_conversation_are_on_one_event_loop():
+    paid, lines = played("test_play:Connected", "ask {}", "")
+    assert paid == 1.0 and "[ask] True" in lines
