@@ -114,7 +114,7 @@ def whitened_advantages(
 
 
 def turn_returns(turn_rewards: Sequence[Sequence[Sequence[float]]], gamma: float) -> np.ndarray:
-    """What each turn of conversations earned from then on: r_t + gamma r_(t+1) + ...; [N, G, K] for K turns at most.
+    """The discounted return from each turn on: r_t + gamma r_(t+1) + ...; [N, G, K] for at most K turns.
 
     NaN where a conversation did not reach the turn, or has no reward.
     """

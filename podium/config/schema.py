@@ -83,10 +83,10 @@ class EnvironmentsConfig(Section):
     """Processes that run tools and environments, many conversations each; 0: threads of the trainer's process, where a
     call that hangs cannot be ended."""
     timeout_s: PositiveFloat = 60.0
-    """Time limit in seconds of each reply of an environment or its tools; a slower one is a failure of ours."""
+    """Time limit in seconds of each reply of an environment or its tools; a slower one has failed.""" ""
     retries: NotNegative = 1
-    """Times that a conversation begins again, with the same seed, after a failure of ours: an exception of the
-    environment, a dead process, or a time limit. After that it is left out of the update and of its group's mean."""
+    """Times that a conversation begins again, with the same seed, after its environment has failed: by an exception, a
+    dead process, or the time limit. After that it is left out of the update and of its group's mean."""
     max_failed: Fraction = 0.2
     """Share of a step's conversations that may fail; above it, the run stops with the first traceback."""
     group_seed: Literal["shared", "own"] = "shared"

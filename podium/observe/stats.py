@@ -30,10 +30,10 @@ class CompletionStats:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvironmentStats:
-    """What environments and tools did in a rollout, over one or several hosts."""
+    """Counts and times of environments and tools in a rollout, over one or several hosts."""
 
     failures: tuple[str, ...] = ()
-    """The traceback of each failure of ours, retried or not, in the order of the prompts."""
+    """The traceback of each failure of an environment, retried or not, in the order of the prompts."""
     reply_s: tuple[float, ...] = ()
     """Seconds of each reply."""
     begin_s: tuple[float, ...] = ()
@@ -67,7 +67,7 @@ class ConversationStats:
     stops: Mapping[str, float]
     """Share of conversations by the reason for which they ended."""
     failed: int
-    """Conversations that failed for a reason of ours, after all retries."""
+    """Conversations that failed through no fault of the model, after all retries."""
     drawn_share: float
     """Share of the tokens after prompts that the model drew."""
     environments: EnvironmentStats

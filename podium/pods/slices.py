@@ -448,9 +448,10 @@ class _Waiting:
 
 
 def _without_requests(granted: Slice) -> Slice:
-    """A slice as it was granted, so that a run recognizes what is asked of it from then on as new.
+    """The slice without labels that ask its run to stop or announce its end.
 
-    Its own laptop may hear of the grant hours later, when another has already asked the run to stop.
+    This laptop may hear of the grant hours later, when another one has already asked the run to stop. The session must
+    see that request as new, and not as one from before its own start.
     """
     labels = {name: text for name, text in granted.labels.items() if name not in (STOP, END)}
     return dataclasses.replace(granted, labels=labels)

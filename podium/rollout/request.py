@@ -8,7 +8,7 @@ import numpy as np
 
 FinishReason = Literal["stop", "length"]
 StopReason = Literal["stop", "length", "turns", "drawn", "calls", "timeout", "failed"]
-"""Why a conversation ended: by itself; it has no room; a limit of `rollout.limits`; or a failure of ours."""
+"""Why a conversation ended: by itself, for lack of room, by a limit of `rollout.limits`, or by a failure."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Arithmetic that a small model cannot do alone, to be done with the tool `calculator`."""
+"""The task `calculator`: sums and products of large numbers, which a small model needs the tool `calculator` for."""
 
 import hashlib
 import random

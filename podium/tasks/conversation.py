@@ -11,10 +11,10 @@ A conversation replies to each answer of the model until it ends:
         def reply(self, turn: Turn) -> Reply | str | None: ...
         def grade(self) -> float: ...
 
-It may also have `begin`, which returns a text to put behind the prompt, and `close`. All methods may be async. They run
-in a process of their own (`podium.tasks.environments`): an exception is a failure of ours, never a reward of 0. Without
-`grade`, or where it returns None, the task grades the last answer. What a conversation says may depend on nothing but
-its prompt, its seed and the answers, or else a run is not determined by its seed. Nothing here imports jax.
+It may also have `begin`, which returns a text to append to the prompt, and `close`. All methods may be async. They run
+in a process of their own (`podium.tasks.environments`). An exception is a failure of the environment, never a reward of
+0. Without `grade`, or if it returns None, the task grades the last answer. What a conversation says may depend on
+nothing but its prompt, its seed and the answers, or else a run is not determined by its seed. Nothing here imports jax.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class Turn:
     """An answer of the model."""
 
     text: str
-    """What it wrote, without special tokens; with calls still in it."""
+    """The text that it wrote, without special tokens; its calls are still in it."""
     number: int
     """Turns before this one."""
     calls: tuple[ToolCall, ...] = ()
@@ -49,7 +49,7 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToolRun:
-    """One call of a tool, as it went."""
+    """Record of one call of a tool."""
 
     name: str
     seconds: float
@@ -59,10 +59,10 @@ class ToolRun:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What an environment answers to a turn."""
+    """An environment's answer to a turn."""
 
     messages: tuple[Message, ...] = ()
-    """What the model reads next: messages of the user, or one of role `tool` for each call."""
+    """The messages that the model reads next: messages of the user, or one of role `tool` for each call."""
     reward: float = 0.0
     """Reward of the turn."""
     done: bool = False
@@ -91,7 +91,7 @@ Opener: TypeAlias = Callable[[Prompt, int], Conversation]
 
 
 def as_reply(replied: object) -> Reply:
-    """What `reply` returned as a `Reply`. Raises TypeError if it is none."""
+    """Convert the return value of `reply` to a `Reply`. Raises TypeError if it is none of the allowed kinds."""
     if replied is None:
         return Reply(done=True)
     if isinstance(replied, str):

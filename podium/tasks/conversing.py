@@ -6,6 +6,7 @@ time limit: the trainer's side has.
 
 import asyncio
 import contextlib
+import inspect
 import math
 import os
 import signal
@@ -14,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from podium.config.schema import TaskConfig
 from podium.tasks.conversation import Reply, Turn
@@ -49,12 +50,12 @@ Asked = Open | Say | Close
 
 
 class Answered(NamedTuple):
-    """What came of a request."""
+    """The answer to a request."""
 
     number: int
     kind: Literal["opened", "replied", "graded", "failed"]
     value: str | Reply | float | None = None
-    """The text behind the prompt, the reply, the final reward, or a traceback."""
+    """The text to append to the prompt, the reply, the final reward, or a traceback."""
     seconds: float = 0.0
 
 
@@ -62,7 +63,7 @@ class Host:
     """The conversations of one process."""
 
     def __init__(self, configs: Sequence[TaskConfig], answer: Callable[[Answered], None]) -> None:
-        """`answer` is called on other threads, with what came of each request."""
+        """`answer` is called on other threads, with the answer to each request."""
         self._tasks: list[Conversing | None] = [conversing(config) for config in configs]
         self._answer = answer
         self._open: dict[int, Running] = {}
@@ -110,9 +111,9 @@ class Host:
                 finally:
                     running.close()
 
-    def _resolve(self, value: Any) -> object:
+    def _resolve(self, value: object) -> object:
         """Wait on this thread for an awaitable, which runs on the process's event loop."""
-        if not asyncio.iscoroutine(value) and not hasattr(value, "__await__"):
+        if not inspect.isawaitable(value):
             return value
 
         async def awaited() -> object:

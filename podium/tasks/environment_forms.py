@@ -31,7 +31,7 @@ class Running(Protocol):
     """A conversation as its process drives it: waiting for what is async is done."""
 
     def begin(self) -> str | None:
-        """A text to put behind the prompt, if any."""
+        """A text to append to the prompt, if any."""
         ...
 
     def reply(self, turn: Turn) -> Reply:

@@ -1,6 +1,6 @@
 """Runs the conversations of a run's tasks in processes beside the trainer, or in threads of it.
 
-Requests return at once; what comes of them is read one by one from `next`, which may wait. A process that ends takes
+Requests return at once; `next` returns their answers one by one, and may wait. A process that ends takes
 its conversations with it, and is replaced. One that has a call beyond the time limit gets no further conversations, and
 is ended as soon as its others are.
 """
@@ -25,7 +25,7 @@ ENDED = "the process of its environment ended"
 
 
 class Environments:
-    """The conversations that are held for a run."""
+    """The conversations of a run."""
 
     def __init__(self, tasks: Sequence[TaskConfig], config: EnvironmentsConfig) -> None:
         """Start nothing yet. `tasks` are in the order of `TaskPrompt.task`."""
@@ -59,13 +59,13 @@ class Environments:
         self._ask(self._homes[number], Close(number, graded=True))
 
     def drop(self, number: int) -> None:
-        """End a conversation; nothing more comes of it."""
+        """End a conversation; `next` returns nothing more of it."""
         worker = self._forget(number)
         if worker is not None:
             worker.ask(Close(number, graded=False))
 
     def next(self, wait_s: float) -> Answered | None:
-        """What came of a request, waiting for it up to `wait_s`; None if nothing did."""
+        """Return the next answer to a request, waiting up to `wait_s` seconds; None if none came."""
         while True:
             late = self._late()
             if late is not None:

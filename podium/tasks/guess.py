@@ -1,4 +1,4 @@
-"""A game: the model guesses a number, and is told whether the number is larger or smaller."""
+"""The task `guess`: the model guesses a number, and each reply says whether the number is larger or smaller."""
 
 import random
 import re

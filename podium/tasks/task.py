@@ -74,7 +74,7 @@ class Reward:
 
 
 FAILED = Reward(total=math.nan, parts={})
-"""The reward of a conversation that failed for a reason of ours: none."""
+"""The reward of a conversation that failed through no fault of the model: none."""
 
 
 def with_turns(reward: Reward, turn_rewards: Sequence[float], weight: float) -> Reward:

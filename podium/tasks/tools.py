@@ -1,14 +1,9 @@
-"""Tools: Python functions that a model may call. Their JSON schema follows from signature and docstring.
+"""Tools: Python functions that a model may call.
 
-    def search(query: str, limit: int = 3) -> str:
-        \"\"\"Search the manual.
+A tool's JSON schema follows from its signature, its types and its docstring: the summary describes the tool, and the
+section `Args:` its parameters (docs/environments.md has an example).
 
-Args:
-            query: words to look for.
-            limit: number of results.
-        \"\"\"
-
-A call whose arguments do not fit, or that raises, is answered with the error: it is the model's to mend.
+A call whose arguments do not fit, or that raises, is answered with the error, so that the model can correct it.
 """
 
 import inspect
@@ -26,7 +21,7 @@ from podium.models.chat_format import Message, ToolSchema
 from podium.tasks.conversation import Reply, ToolCall, ToolRun, Turn
 
 Tool = Callable[..., object]
-Resolve = Callable[[Any], object]
+Resolve = Callable[[object], object]
 """Waits for a value that may be awaitable, and returns it."""
 
 TOOLS: dict[str, str] = {"calculator": "podium.tasks.calculator:calculator"}

@@ -39,7 +39,7 @@ class Episode:
 
     @property
     def failed(self) -> bool:
-        """Whether it failed for a reason of ours, and says nothing about the model."""
+        """Whether it failed through no fault of the model; it then says nothing about the model."""
         return self.transcript.finish_reason == "failed"
 
 
@@ -49,7 +49,7 @@ OnEpisodes = Callable[[int, list[Episode]], None]
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Live:
-    """A conversation that is held."""
+    """A conversation in progress."""
 
     index: int
     """Index of its prompt among those that are answered."""
@@ -60,7 +60,7 @@ class _Live:
     """Its number in `Environments`; another one for each attempt."""
     key: Key | None = None
     tokens: tuple[int, ...] | None = None
-    """Of the prompt, once the environment has begun."""
+    """Tokens of the prompt, once the environment has begun."""
     before: list[Message] = dataclasses.field(default_factory=list)
     """The prompt's messages."""
     messages: list[Message] = dataclasses.field(default_factory=list)
@@ -327,7 +327,7 @@ class _Rollout:
         self._engine.extend(live.key, new, sampling, seed=seed, keep=True)
 
     def _room(self, live: _Live, tokens: int) -> tuple[int, StopReason | None]:
-        """How many tokens the next turn may have behind `tokens`, or why there is none."""
+        """The next turn's limit of tokens after `tokens` of them, or the reason why there is no next turn."""
         limits = self._limits
         if len(live.rewards) >= limits.max_turns:
             return 0, "turns"
@@ -342,7 +342,7 @@ class _Rollout:
         return room, "length" if room < 1 else None
 
     def _failed(self, live: _Live, why: str) -> None:
-        """Begin a conversation again that failed for a reason of ours, or give it up."""
+        """Begin a conversation again that failed through no fault of the model, or give it up."""
         self._failures.append((live.index, live.sample, live.attempt, why))
         self._environments.drop(live.number)
         del self._live[live.number]

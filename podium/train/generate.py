@@ -87,7 +87,7 @@ class FailingEnvironmentError(ValueError):
 
 
 class _Answer(NamedTuple):
-    """What came of a prompt."""
+    """The completions or conversations of a prompt, with their rewards."""
 
     completions: list[Completion]
     rewards: list[Reward]
@@ -135,7 +135,7 @@ class Rollouts:
         )
         self._pending, self._version = tuple[Pending, ...](), 0
         self.held = EnvironmentStats()
-        """What environments and tools did in the last call of `answer`."""
+        """Counts and times of environments and tools in the last call of `answer`."""
         dtype = jnp.dtype(spec.dtype)
         self.layout = spec.layout
         local = mesh if self.layout.over_hosts else host_mesh(mesh)
@@ -266,7 +266,7 @@ class Rollouts:
         return grades.wait_for_episodes(*made)
 
     def _check_failures(self, groups: Sequence[Group], held: EnvironmentStats) -> None:
-        """Raise FailingEnvironmentError if too many conversations failed for a reason of ours."""
+        """Raise FailingEnvironmentError if too many conversations failed through no fault of the model."""
         failed = [transcript.finish_reason == "failed" for group in groups for transcript in group.transcripts]
         limit = self.spec.environments.max_failed
         if sum(failed) > limit * len(failed):
@@ -386,7 +386,7 @@ class _Grades:
         self._on_progress(self._done, self._tokens)
 
     def submit_episodes(self, index: int, episodes: list[Episode]) -> None:
-        """Start grading the episodes of a prompt; those that failed for a reason of ours get no reward."""
+        """Start grading the episodes of a prompt; those that failed through no fault of the model get no reward."""
         asked = self._pending[index].prompt.prompt
         self._gradings[index] = self._grader.submit([(asked, _graded(each)) for each in episodes if not each.failed])
         self._done += len(episodes)
@@ -416,7 +416,7 @@ class _Grades:
 
 
 def _graded(episode: Episode) -> Graded:
-    """What graders get of an episode: its last answer, and what its environment paid."""
+    """The part of an episode that graders read: its last answer, and the reward that its environment paid."""
     transcript = episode.transcript
     paid = None if episode.final_reward is None else episode.final_reward + sum(episode.turn_rewards)
     return Graded(

@@ -87,7 +87,7 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
 def group_samples(group: Group, index: int, recipe: Recipe) -> list[Sample]:
     """Make samples from a group's episodes; masked ones have no tokens.
 
-    Masked are those that failed for a reason of ours and, with `mask_truncated`, those that a limit ended.
+    Masked are those that failed through no fault of the model and, with `mask_truncated`, those that a limit ended.
     Conversations that begin differently share no prompt, and so have other numbers of their group for packing.
     """
     prompts = [transcript.prompt.tobytes() for transcript in group.transcripts]
@@ -109,7 +109,7 @@ def _minibatch(
 ) -> Minibatch:
     """Weight and pack the samples of some groups. Masked samples count in the mean, but are not packed.
 
-    `failed` samples, of conversations that failed for a reason of ours, do not count either.
+    `failed` samples, of conversations that failed through no fault of the model, do not count either.
     """
     places = [(n, g) for n in part for g in range(len(samples[n]))]
     flat = [samples[n][g] for n, g in places]

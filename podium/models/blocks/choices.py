@@ -1,4 +1,4 @@
-"""What passes over tokens say to each other of the tokens' experts. No jax: `podium.models.blocks.routing` chooses."""
+"""The experts of tokens, passed from one forward pass to another. No jax: `podium.models.blocks.routing` chooses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNKNOWN = 255
 
 
 class Recorded(NamedTuple):
-    """What is known of some tokens before a pass: the choices of an earlier one, and which tokens count."""
+    """The choices that an earlier pass made for some tokens, and which tokens count."""
 
     choices: jax.Array  # [B, T, k] uint8; UNKNOWN where nothing was recorded
     counted: jax.Array  # [B, T] bool, whether the token is in the statistics

@@ -158,14 +158,14 @@ def _score(completions: Sequence[Any]) -> float:
     return sum(values) / len(values)
 
 
-def _cut_messages(messages: list[Any]) -> list[dict[str, Any]]:
+def _cut_messages(messages: Sequence[object]) -> list[dict[str, object]]:
     """The first messages of a conversation, with texts cut like answers."""
     shown = [each for each in messages[:MESSAGES_SHOWN] if isinstance(each, dict)]
     return [{**each, "content": cut(str(each.get("content") or ""), TEXT_LENGTH)} for each in shown]
 
 
 def _shortened(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with texts cut to TEXT_LENGTH characters, and at most so many tokens and messages."""
+    """A record with texts cut to TEXT_LENGTH, tokens to TOKENS_SHOWN and messages to MESSAGES_SHOWN."""
     kept = {**record, "question": cut(str(record.get("question", "")), TEXT_LENGTH)}
     kept["answer"] = cut(str(record.get("answer", "")), TEXT_LENGTH)
     completions = [each for each in record["completions"] if isinstance(each, dict)]
