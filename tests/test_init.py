@@ -52,7 +52,8 @@ def test_the_readme_names_what_is_there():
 def test_templates_and_configs_are_in_wheel_and_sdist():
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert "project/*" in setuptools["package-data"]["podium"]
-    assert setuptools["data-files"] == {"share/podium/configs": ["configs/*.yaml"]}
+    shipped = {path for pattern in setuptools["data-files"]["share/podium/configs"] for path in ROOT.glob(pattern)}
+    assert shipped == {path for path in (ROOT / "configs").iterdir() if path.is_file()}
     assert {path.name for path in TEMPLATES.iterdir() if path.is_file()} == {*FILES, "__init__.py"}
     sdist = (ROOT / "MANIFEST.in").read_text()
     assert {"configs", "docs", "tests", "examples", "benches", "tools"} <= set(re.findall(r"graft (\w+)", sdist))
