@@ -44,8 +44,7 @@ class Arithmetic:
         operations: Annotated[Sequence[Operation], Field(min_length=1)] = ("add",),
         held_out: Annotated[float, Field(ge=0.05, le=0.9)] = 0.25,
     ) -> None:
-        if source.path or source.eval_path:
-            raise ValueError("arithmetic: path and eval_path: the questions are generated, not read; unset them")
+        source.refuse("arithmetic")
         self.digits = digits
         self.operations = operations
         self.held_out = held_out

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from podium.tasks.calculator import calculator
 from podium.tasks.final_answer import final_number
+from podium.tasks.generated import distinct
 from podium.tasks.task import Prompt, TaskSource
 
 Count = Annotated[int, Field(ge=1)]
@@ -25,8 +26,7 @@ class CalculatorTask:
     tools = (calculator,)
 
     def __init__(self, source: TaskSource, *, digits: Digits = 4, size: Count = 2000, eval_size: Count = 100) -> None:
-        if source.path or source.eval_path:
-            raise ValueError("calculator: path and eval_path: the questions are generated, not read; unset them")
+        source.refuse("calculator")
         self.digits, self.size, self.eval_size = digits, size, eval_size
 
     def prompts(self, split: str) -> Sequence[Prompt]:
@@ -51,10 +51,9 @@ class CalculatorTask:
         """Distinct expressions of two numbers."""
         generator = random.Random(f"calculator/{self.digits}")
         least, most = 10 ** (self.digits - 1), 10**self.digits - 1
-        found: dict[str, None] = {}
-        tries = 0
-        while len(found) < self.size + self.eval_size and tries < 100 * (self.size + self.eval_size):
-            tries += 1
+
+        def draw() -> str:
             a, b = generator.randint(least, most), generator.randint(least, most)
-            found[f"{a} {generator.choice('*+-')} {b}"] = None
-        return list(found)
+            return f"{a} {generator.choice('*+-')} {b}"
+
+        return distinct(draw, self.size + self.eval_size)

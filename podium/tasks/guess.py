@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from podium.tasks.conversation import Reply, Turn
+from podium.tasks.generated import earned
 from podium.tasks.task import Prompt, TaskSource
 
 Count = Annotated[int, Field(ge=1)]
@@ -27,8 +28,7 @@ class GuessGame:
     def __init__(
         self, source: TaskSource, *, largest: Largest = 64, turns: Count = 8, size: Count = 2000, eval_size: Count = 100
     ) -> None:
-        if source.path or source.eval_path:
-            raise ValueError("guess: path and eval_path: the numbers are drawn, not read; unset them")
+        source.refuse("guess")
         self.largest, self.turns, self.size, self.eval_size = largest, turns, size, eval_size
 
     def prompts(self, split: str) -> Sequence[Prompt]:
@@ -71,4 +71,4 @@ class Game:
         """1 for the first guess, 0.5 for the last, 0 if it was not found."""
         if not self.found:
             return 0.0
-        return 1.0 - 0.5 * (self.guesses - 1) / max(1, self.turns - 1)
+        return earned(self.guesses, self.turns)

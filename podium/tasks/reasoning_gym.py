@@ -30,8 +30,7 @@ class ReasoningGym:
         seed: int = 0,
         config: dict[str, object] | None = None,
     ) -> None:
-        if source.path or source.eval_path:
-            raise ValueError("reasoning_gym: path and eval_path: the questions are generated, not read; unset them")
+        source.refuse("reasoning_gym")
         try:
             import reasoning_gym
             from reasoning_gym.factory import DATASETS

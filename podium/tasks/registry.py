@@ -19,12 +19,16 @@ TASKS: dict[str, str] = {
     "calculator": "podium.tasks.calculator_task:CalculatorTask",
     "chat": "podium.tasks.question_sets:Chat",
     "environment": "podium.tasks.environment_rows:EnvironmentRows",
+    "frozen_lake": "podium.tasks.frozen_lake:FrozenLake",
     "gsm8k": "podium.tasks.question_sets:Gsm8k",
     "guess": "podium.tasks.guess:GuessGame",
     "jsonl": "podium.tasks.question_sets:Jsonl",
+    "mastermind": "podium.tasks.mastermind:Mastermind",
     "math": "podium.tasks.question_sets:Math",
     "math500": "podium.tasks.question_sets:math500",
     "reasoning_gym": "podium.tasks.reasoning_gym:ReasoningGym",
+    "sqlite": "podium.tasks.sqlite_task:SqliteTask",
+    "wordle": "podium.tasks.wordle:Wordle",
 }
 """Built-in tasks: config name -> path of the class or factory."""
 

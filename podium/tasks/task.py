@@ -100,6 +100,11 @@ class TaskSource:
     train_split: str = "train"
     eval_split: str = "test"
 
+    def refuse(self, task: str) -> None:
+        """Raise ValueError if a path is set, for a task whose questions are generated."""
+        if self.path or self.eval_path:
+            raise ValueError(f"{task}: path and eval_path: the questions are generated, not read; unset them")
+
 
 class Task(Protocol):
     """Prompts with checkable answers."""
