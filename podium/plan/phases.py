@@ -132,7 +132,7 @@ def _with_all_logits(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dt
     """The seed system's prefill, which computes logits of all prompt tokens (and ran out of memory by them)."""
 
     def extend(params: Params, cache: Cache, chunk: Chunk) -> tuple[Cache, jax.Array]:
-        hidden, cache = prefill(params, cache, chunk, decoder=decoder, rules=rules, dtype=dtype)
+        hidden, cache, _ = prefill(params, cache, chunk, decoder=decoder, rules=rules, dtype=dtype)
         logits = logits_at(hidden, head_weights(params, rules, dtype), 1.0)  # [R, T, V]
         last = jnp.take_along_axis(logits, (chunk.counts - 1)[:, None, None], axis=1)[:, 0]
         return cache, rules.constrain(last, "batch", None)

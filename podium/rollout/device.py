@@ -111,8 +111,8 @@ class Device:
         """Number of compiled variants of the programs so far."""
         return sum(program._cache_size() for program in self.programs)
 
-    def prefill(self, call: PrefillCall) -> None:
-        """Issue a prefill call."""
+    def prefill(self, call: PrefillCall) -> jax.Array | None:
+        """Issue a prefill call; returns its tokens' experts [R, T, C], on every host; None: the model has none."""
         chunk = idle_chunk(self.config.prefill_rows, call.chunk, self._table)
         for fill in call.fills:
             row = fill.row
@@ -120,7 +120,9 @@ class Device:
             chunk.starts[row], chunk.counts[row] = fill.start, fill.count
             chunk.tables[row, : len(fill.pages)] = fill.pages
             chunk.cells[row] = fill.cell or 0
-        self._cache = self.programs.extend(self._loaded(), self._made_cache(), cast(Chunk[jax.Array], self._put(chunk)))
+        given = cast(Chunk[jax.Array], self._put(chunk))
+        self._cache, choices = self.programs.extend(self._loaded(), self._made_cache(), given)
+        return self._replicate(choices) if choices is not None and self._over_hosts else choices
 
     def copy(self, copies: Iterable[Copy]) -> None:
         """Copy pages within each shard; a call copies up to as many pages as there are slots."""

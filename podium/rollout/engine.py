@@ -14,6 +14,7 @@ from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from podium.config.schema import RolloutConfig
 from podium.models.architecture import DecoderConfig
@@ -21,8 +22,8 @@ from podium.rollout.device import Device
 from podium.rollout.kept import make_scheduler
 from podium.rollout.programs import Drawn
 from podium.rollout.request import Completion, Finished, Key, Request, RolloutStats, SamplingParams
-from podium.rollout.scheduler import DecodeRow
-from podium.rollout.sequence import Sequence, TextDecoder, check_sampling, check_tokens, sequences_of
+from podium.rollout.scheduler import DecodeRow, Fill
+from podium.rollout.sequence import Sequence, SharedPrompt, TextDecoder, check_sampling, check_tokens, sequences_of
 from podium.sharding import Params, ShardingRules
 
 OnGroup = Callable[[int, list[Completion]], None]
@@ -34,9 +35,17 @@ class NonFiniteError(ValueError):
     """The model's logits are NaN or infinite; the message names the request and the first layer with such values."""
 
 
-class _DecodeCall(NamedTuple):
-    """A decode call whose tokens the host has not read yet."""
+class _Prefilled(NamedTuple):
+    """A prefill call whose tokens' experts the host has not read yet."""
 
+    fills: tuple[Fill, ...]
+    choices: jax.Array  # [R, T, C] uint8
+
+
+class _DecodeCall(NamedTuple):
+    """A decode call whose tokens the host has not read yet, with the prefill calls before it."""
+
+    prefilled: tuple[_Prefilled, ...]
     rows: tuple[DecodeRow, ...]
     drawn: Drawn
     steps: jax.Array
@@ -121,7 +130,7 @@ class RolloutEngine:
         self._check(prompt, sampling, self.config.max_prompt_tokens, "rollout.max_prompt_tokens")
         if request.completions < 1:
             raise ValueError(f"completions is {request.completions}; ask for at least one")
-        sequences = sequences_of(request, self._submitted)
+        sequences = sequences_of(request, self._submitted, choices=self.decoder.choices)
         for index in request.ledgers:
             self._check_turn(request.ledgers[index], sampling)
         self._scheduler.submit(prompt, sequences)
@@ -138,16 +147,18 @@ class RolloutEngine:
         """
         device, begun = self.device, time.perf_counter()
         compiled = device.num_compiled()
-        rows = self._prefill()
+        rows, filled = self._prefill()
         if not self.overlap:
             device.wait()
         prefilled = time.perf_counter()
         if rows:
-            call = _DecodeCall(rows, *device.decode(rows, self.tokenizer))
+            call = _DecodeCall(filled, rows, *device.decode(rows, self.tokenizer))
             before, self._unread = self._unread, call
             self._read(before)
         if not (rows and self.overlap):
             self._read_all()
+        if not rows:
+            self._read_routes(filled)
         ended = time.perf_counter()
         self._count(
             RolloutStats(
@@ -310,21 +321,23 @@ class RolloutEngine:
         self._read_all()
         self._scheduler.restart()
 
-    def _prefill(self) -> tuple[DecodeRow, ...]:
-        """Plan a step and issue everything before its decode call; returns the rows of the decode call."""
+    def _prefill(self) -> tuple[tuple[DecodeRow, ...], tuple[_Prefilled, ...]]:
+        """Plan a step and issue everything before its decode call; returns the rows of that call, and prefill calls."""
         scheduler = self._scheduler
         if scheduler.wants_size():
             self._read_all()
             scheduler.resize()
             self.device.resize(scheduler.size)
         plan = scheduler.plan(self.config.refill_steps)
+        filled: list[_Prefilled] = []
         for call in plan.prefills:
-            self.device.prefill(call)
+            if (choices := self.device.prefill(call)) is not None:
+                filled.append(_Prefilled(call.fills, choices))
         if plan.copies:
             self.device.copy(plan.copies)
         if plan.cell_copies:
             self.device.copy_cells(plan.cell_copies)
-        return plan.rows
+        return plan.rows, tuple(filled)
 
     def _read_all(self) -> None:
         """Wait for the pending decode call, if any, and append its tokens."""
@@ -335,6 +348,7 @@ class RolloutEngine:
         """Append a call's tokens to its sequences, and finish those that are complete."""
         if call is None:
             return
+        self._read_routes(call.prefilled)
         drawn, steps = jax.device_get((call.drawn, call.steps))
         decoded = 0
         for row, sequence, releases, _, first in call.rows:
@@ -349,13 +363,26 @@ class RolloutEngine:
             if tokens:
                 logprobs = drawn.logprobs[row, columns].tolist()
                 full_logprobs = drawn.full_logprobs[row, columns].tolist()
-                choices = () if drawn.choices is None else drawn.choices[row, columns].copy()
+                choices = None if drawn.choices is None else drawn.choices[row, columns]
                 sequence.append(tokens, logprobs, full_logprobs, self.tokenizer, version=self._version, choices=choices)
             self._scheduler.advance(sequence, most=self.config.refill_steps + first)
             if sequence.finish_reason is not None:
                 self._finish(sequence)
         ran = int(steps)
         self._count(RolloutStats(decode_steps=ran, slot_steps=ran * len(drawn.counts), decoded_tokens=decoded))
+
+    def _read_routes(self, calls: Iterable[_Prefilled]) -> None:
+        """Record the experts of prefilled tokens with the sequences that have these tokens."""
+        groups = self._scheduler.queues.groups
+        for fills, choices in calls:
+            found = np.asarray(jax.device_get(choices))
+            for fill in fills:
+                owner = fill.owner
+                if isinstance(owner, SharedPrompt):  # any of its sequences: they share the rows of the prompt
+                    group = groups.get(owner.request)
+                    owner = None if group is None else next(iter(group.sequences.values()))
+                if owner is not None and owner.routes is not None:
+                    owner.routes.record(fill.start + 1, found[fill.row, : fill.count])
 
     def _finish(self, sequence: Sequence) -> None:
         """Free the slot of a sequence whose turn has ended, and queue its completion for `poll`."""

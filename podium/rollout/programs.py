@@ -131,8 +131,8 @@ _Carry = tuple[Cache, Where[jax.Array], Drawn, jax.Array]
 class ExtendProgram(Program, Protocol):
     """The prefill program (`make_extend`)."""
 
-    def __call__(self, params: Params, cache: Cache, chunk: Chunk[jax.Array], /) -> Cache:
-        """Return the cache with a chunk's tokens added."""
+    def __call__(self, params: Params, cache: Cache, chunk: Chunk[jax.Array], /) -> tuple[Cache, jax.Array | None]:
+        """Return the cache with a chunk's tokens added, and their experts [R, T, C] if any."""
         ...
 
 
@@ -214,18 +214,18 @@ def row_shardings(tree: Tree, rules: ShardingRules) -> Tree:
 
 
 def make_extend(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> ExtendProgram:
-    """The jitted `(params, cache, chunk) -> cache`: adds new tokens to the cache; one variant per chunk length.
+    """The jitted `(params, cache, chunk) -> (cache, choices)`: adds new tokens; one variant per chunk length.
 
     It processes prompts, parts of prompts, later turns of a conversation, and tokens recomputed after an eviction or
-    with new weights. It computes no logits: `decode` samples from the kept hidden state of the last token. The cache is
-    donated.
+    with new weights. It computes no logits: `decode` samples from the kept hidden state of the last token. The choices
+    are the tokens' experts [R, T, C] uint8; None without experts. The cache is donated.
     """
 
-    def extend(params: Params, cache: Cache, chunk: Chunk[jax.Array]) -> Cache:
-        return prefill(params, cache, chunk, decoder=decoder, rules=rules, dtype=dtype)[1]
+    def extend(params: Params, cache: Cache, chunk: Chunk[jax.Array]) -> tuple[Cache, jax.Array | None]:
+        return prefill(params, cache, chunk, decoder=decoder, rules=rules, dtype=dtype)[1:]
 
-    jitted = jax.jit(extend, donate_argnums=1, out_shardings=caches.cache_shardings(decoder, rules))
-    return cast(ExtendProgram, jitted)
+    shardings = caches.cache_shardings(decoder, rules), rules.sharding("rows")
+    return cast(ExtendProgram, jax.jit(extend, donate_argnums=1, out_shardings=shardings))
 
 
 def prefill(
@@ -236,12 +236,12 @@ def prefill(
     decoder: DecoderConfig,
     rules: ShardingRules,
     dtype: jnp.dtype,
-) -> tuple[jax.Array, Cache]:
-    """Hidden states [R, T, D] of a chunk's tokens, and the cache with these tokens added."""
+) -> tuple[jax.Array, Cache, jax.Array | None]:
+    """Hidden states [R, T, D] of a chunk's tokens, the cache with them added, and their experts [R, T, C] if any."""
     rows = Rows(tables=chunk.tables, cells=chunk.cells, starts=chunk.starts, counts=chunk.counts, rules=rules)
-    hidden, cache, _ = _enter(params, cache, chunk.tokens, rows, decoder=decoder, dtype=dtype)
+    hidden, cache, choices = _enter(params, cache, chunk.tokens, rows, decoder=decoder, dtype=dtype)
     last = jnp.take_along_axis(hidden, (chunk.counts - 1)[:, None, None], axis=1, mode="clip")[:, 0]
-    return hidden, caches.keep_states(cache, rows, last)
+    return hidden, caches.keep_states(cache, rows, last), choices
 
 
 def _enter(

@@ -7,12 +7,13 @@ ended and the result waits for `poll`); gone. A preempted sequence waits again.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal, Protocol
 
 import numpy as np
 
 from podium.rollout.request import Completion, FinishReason, Key, Request, SamplingParams
+from podium.rollout.routes import Routes, unknown
 
 MAX_STOP_TOKENS = 8
 State = Literal["waiting", "running", "parked", "finished", "gone"]
@@ -79,13 +80,13 @@ class Sequence:
     full_logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     """Weight version of each drawn token."""
-    choices: list[np.ndarray] = dataclasses.field(default_factory=list)
-    """Of each drawn token, as in `Completion.choices`; empty: the model has no experts."""
     carried: int = 0
     """Tokens of the current turn that were drawn before it was submitted."""
     cut: bool = False
     """Whether the device may have drawn tokens past the end, because a stop string ended the turn."""
     finish_reason: FinishReason | None = None
+    routes: Routes | None = None
+    """Experts of all its tokens; None: the model has no experts."""
 
     # Position in the cache.
     shard: int = -1
@@ -160,7 +161,6 @@ class Sequence:
         self.logprobs = []
         self.full_logprobs = []
         self.versions = []
-        self.choices = []
         self.carried, self.finish_reason, self.cut = 0, None, False
 
     def append(
@@ -171,15 +171,19 @@ class Sequence:
         tokenizer: TextDecoder | None,
         *,
         version: int = 0,
-        choices: Iterable[np.ndarray] = (),
+        choices: np.ndarray | None = None,
     ) -> None:
-        """Append drawn tokens up to the one that ends the turn, and set `finish_reason` then."""
+        """Append drawn tokens up to the one that ends the turn, and set `finish_reason` then.
+
+        `choices` [n, C] are the experts of the tokens before them; None: the model has no experts.
+        """
         before = len(self.drawn)
+        if self.routes is not None and choices is not None:
+            self.routes.record(self.length, choices)
         self.drawn += tokens
         self.logprobs += logprobs
         self.full_logprobs += full_logprobs
         self.versions += [version] * len(tokens)
-        self.choices.extend(choices)
         if self.drawn[-1] in stop_tokens(self.sampling, tokenizer):
             self.finish_reason = "stop"
         elif self.length >= self.limit:
@@ -190,6 +194,7 @@ class Sequence:
     def completion(self, tokenizer: TextDecoder | None) -> Completion:
         """The current turn so far, as a completion."""
         ended = self.finish_reason is not None
+        begin, routes = len(self.context), self.routes
         return Completion(
             tokens=np.array(self.drawn, np.int32),
             sampled_logprobs=np.array(self.logprobs, np.float32),
@@ -197,7 +202,8 @@ class Sequence:
             versions=np.array(self.versions, np.int32),
             text=tokenizer.decode(self.drawn) if ended and tokenizer is not None else "",
             finish_reason=self.finish_reason,
-            choices=np.stack(self.choices) if self.choices else None,
+            choices=None if routes is None else routes.rows(begin, self.length),
+            context_choices=None if routes is None else routes.rows(0, begin),
         )
 
     def _stop_at_string(self, before: int, tokenizer: TextDecoder) -> None:
@@ -210,18 +216,22 @@ class Sequence:
         for length in range(before + 1, len(self.drawn) + 1):
             text = tokenizer.decode(self.drawn[begin:length])
             if any(stop in text for stop in stops):
-                for values in (self.drawn, self.logprobs, self.full_logprobs, self.versions, self.choices):
+                for values in (self.drawn, self.logprobs, self.full_logprobs, self.versions):
                     del values[length:]
+                if self.routes is not None:
+                    self.routes.cut(self.length)
                 self.finish_reason, self.cut = "stop", True
                 return
 
 
-def sequences_of(request: Request, number: int) -> list[Sequence]:
+def sequences_of(request: Request, number: int, *, choices: int = 0) -> list[Sequence]:
     """Make sequences for the unfinished completions of a request, continuing from what has been drawn.
 
-    Raises ValueError as `Request.unfinished` does.
+    `choices` is the number of experts that a token goes to, over all layers. Raises ValueError as `Request.unfinished`
+    does.
     """
     made = []
+    shared = unknown(len(request.prompt) + 1, choices) if choices else None
     for index, begun in request.unfinished.items():
         sequence = Sequence(
             key=Key(number, index),
@@ -229,13 +239,16 @@ def sequences_of(request: Request, number: int) -> list[Sequence]:
             sampling=request.sampling,
             seed=request.seed,
             keep=request.keep,
+            routes=None if shared is None else Routes(shared),
         )
         if begun is not None:
             sequence.drawn = begun.tokens.tolist()
             sequence.logprobs = begun.sampled_logprobs.tolist()
             sequence.full_logprobs = begun.full_logprobs.tolist()
             sequence.versions = begun.versions.tolist()
-            sequence.choices = [] if begun.choices is None else list(begun.choices)
+            for first, found in ((0, begun.context_choices), (len(sequence.context), begun.choices)):
+                if sequence.routes is not None and found is not None:
+                    sequence.routes.record(first, found)
             sequence.carried = len(sequence.drawn)
         made.append(sequence)
     return made

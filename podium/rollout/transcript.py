@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from podium.rollout.request import Completion, FinishReason, StopReason
+from podium.rollout.routes import known
 
 Source = Literal["prompt", "drawn", "environment"]
 
@@ -93,8 +94,8 @@ class Transcript:
         return dataclasses.replace(self, spans=(*self.spans, span), finish_reason=finish_reason)
 
     def add_completion(self, completion: Completion) -> "Transcript":
-        """Append a completion of the engine."""
-        return self.add_drawn(
+        """Append a completion of the engine; what it tells of earlier tokens' experts is added to their spans."""
+        return self._told(completion.context_choices).add_drawn(
             completion.tokens,
             sampled_logprobs=completion.sampled_logprobs,
             full_logprobs=completion.full_logprobs,
@@ -103,6 +104,18 @@ class Transcript:
             text=completion.text,
             choices=completion.choices,
         )
+
+    def _told(self, choices: np.ndarray | None) -> "Transcript":
+        """The same tokens with the experts in `choices` [n, C] where none are known yet; None: nothing to tell."""
+        if choices is None:
+            return self
+        spans: list[Span] = []
+        for span in self.spans:
+            told, choices = choices[: len(span.tokens)], choices[len(span.tokens) :]
+            if span.choices is not None:
+                told = np.where(known(span.choices)[:, None], span.choices, told)
+            spans.append(dataclasses.replace(span, choices=told))
+        return dataclasses.replace(self, spans=tuple(spans))
 
     def _add_given(self, source: Source, tokens: tuple[int, ...] | np.ndarray, text: str) -> "Transcript":
         given = np.asarray(tokens, np.int32)

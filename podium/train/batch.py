@@ -124,6 +124,8 @@ def _write(
     row["tokens"][span] = prompt[:-1]
     row["positions"][span] = np.arange(shown)
     row["segments"][span] = row["prompts"][span] = segment
+    if "choices" in row and (choices := samples[chunk[0]].prompt_choices) is not None:
+        row["choices"][span] = choices
     start = span.stop
     first = segment + 1 if len(chunk) > 1 and shown else segment  # a single completion continues its prompt's segment
     for own, index in enumerate(chunk, start=first):

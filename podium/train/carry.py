@@ -29,6 +29,7 @@ class CompletionRecord(TypedDict):
     text: str
     finish_reason: FinishReason | None
     choices: NotRequired[str]
+    context_choices: NotRequired[str]
     """A byte for each choice of an expert; absent in models without experts."""
 
 
@@ -179,6 +180,8 @@ def _completion_record(completion: Completion) -> CompletionRecord:
     }
     if completion.choices is not None:
         record["choices"] = _bits(completion.choices)
+    if completion.context_choices is not None:
+        record["context_choices"] = _bits(completion.context_choices)
     return record
 
 
@@ -199,7 +202,9 @@ def _read_completion(record: CompletionRecord) -> Completion:
         return np.frombuffer(base64.b64decode(bits), dtype)
 
     tokens = array(record["tokens"], np.int32)
-    choices = record.get("choices")
+    choices, of_context = record.get("choices"), record.get("context_choices")
+    own = None if choices is None else array(choices, np.uint8).reshape(len(tokens), -1)
+    width = 0 if own is None else own.shape[1]
     return Completion(
         tokens=tokens,
         sampled_logprobs=array(record["sampled_logprobs"], np.float32),
@@ -207,5 +212,6 @@ def _read_completion(record: CompletionRecord) -> Completion:
         versions=array(record["versions"], np.int32),
         text=record["text"],
         finish_reason=record["finish_reason"],
-        choices=None if choices is None else array(choices, np.uint8).reshape(len(tokens), -1),
+        choices=own,
+        context_choices=array(of_context, np.uint8).reshape(-1, width) if of_context and width else None,
     )

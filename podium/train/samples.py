@@ -31,6 +31,7 @@ class Sample:
     advantages: np.ndarray  # [n] float32
     weights: np.ndarray  # [n] float32, factor of each token's loss in the batch's loss; 0 if not drawn
     choices: np.ndarray | None = None  # [n, C] uint8, as in `Completion.choices`; None: nothing is known
+    prompt_choices: np.ndarray | None = None  # [p - 1, C] uint8, experts of the p prompt tokens but the last
 
     @property
     def num_drawn(self) -> int:
@@ -89,6 +90,7 @@ def transcript_sample(transcript: Transcript, *, group: int, version: int, maske
         advantages=np.zeros(len(tokens), np.float32),
         weights=np.zeros(len(tokens), np.float32),
         choices=_choices(spans),
+        prompt_choices=None if transcript.spans[0].choices is None else transcript.spans[0].choices[1:],
     )
 
 

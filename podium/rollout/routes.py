@@ -1,0 +1,58 @@
+"""The experts of a sequence's tokens in the engine, as its prefill and decode calls report them. No jax."""
+
+import numpy as np
+
+from podium.models.blocks.choices import UNKNOWN
+
+
+class Routes:
+    """Rows [C] uint8, where row j has the experts, over all layers, of the token before token j; UNKNOWN where none.
+
+    The first report of a token counts: it is not changed by later passes over the token, after an eviction or with new
+    weights, so that a completion's choices stay those with which its tokens were drawn.
+    """
+
+    def __init__(self, prompt: np.ndarray) -> None:
+        """Start with the rows of a prompt of p tokens, [p + 1, C], which the sequences of its request share."""
+        self._prompt = prompt
+        self._later = prompt[:0]
+
+    def record(self, first: int, found: np.ndarray) -> None:
+        """Fill rows from `first` on from `found` [n, C], as far as they are known there and not yet here."""
+        shared = len(self._prompt)
+        stop = first + len(found)
+        missing = stop - shared - len(self._later)
+        if missing > 0:
+            self._later = np.concatenate([self._later, unknown(missing, found.shape[1])])
+        split = max(0, min(len(found), shared - first))
+        _fill(self._prompt[first : first + split], found[:split])
+        begin = max(0, first - shared)
+        _fill(self._later[begin : begin + len(found) - split], found[split:])
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop); those of the prompt alone are not copied."""
+        shared = len(self._prompt)
+        if stop <= shared:
+            return self._prompt[start:stop]
+        own = self._later[max(0, start - shared) : stop - shared]
+        lacking = unknown(stop - max(start, shared) - len(own), self._prompt.shape[1])
+        return np.concatenate([self._prompt[start:], own, lacking])
+
+    def cut(self, length: int) -> None:
+        """Forget the rows behind token `length` - 1, which was the last."""
+        self._later = self._later[: max(0, length - len(self._prompt))]
+
+
+def unknown(rows: int, choices: int) -> np.ndarray:
+    """Rows of which nothing is known, [rows, C]."""
+    return np.full((rows, choices), UNKNOWN, np.uint8)
+
+
+def known(rows: np.ndarray) -> np.ndarray:
+    """[n] bool: which of the rows [n, C] are known."""
+    return rows[:, 0] != UNKNOWN
+
+
+def _fill(rows: np.ndarray, found: np.ndarray) -> None:
+    new = known(found) & ~known(rows)
+    rows[new] = found[new]
