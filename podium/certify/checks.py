@@ -18,7 +18,7 @@ from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
 from podium.certify.result import Check
 from podium.certify.subject import COMPLETIONS, ROW_TOKENS, Subject, make_group, one_device, tiny_clone
-from podium.certify.updates import PACKED, PLAIN, UNPACKED, Form, Updates, distance, loss_difference
+from podium.certify.updates import PACKED, PLAIN, UNPACKED, Form, Updates, gradient_difference, loss_difference
 from podium.config.attention import KERNELS
 from podium.config.lora import TARGETS
 from podium.config.mesh import mesh_sizes
@@ -110,19 +110,22 @@ def update_checks(updates: Updates) -> Iterator[Check]:
     yield Check(
         name="loss",
         claim="the loss equals the recipe's formula, computed in float64",
-        difference=loss_difference(first.loss, naive),
+        difference=loss_difference(first.loss, naive.loss, naive.sizes),
         after=causes,
     )
     yield Check(
         name="gradient",
         claim="the gradient of every parameter equals that of the formula, computed in float64",
-        difference=distance(first.gradient, naive.gradient),
+        difference=gradient_difference(first.gradient, naive.gradient, naive.sizes),
         after=(*causes, "loss"),
     )
     yield Check(
         name="repeated batch",
         claim="a second update on the same batch equals the formula, with ratios that are no longer 1",
-        difference=max(loss_difference(second.loss, again), distance(second.gradient, again.gradient)),
+        difference=max(
+            loss_difference(second.loss, again.loss, again.sizes),
+            gradient_difference(second.gradient, again.gradient, again.sizes),
+        ),
         after=(*causes, "loss", "gradient"),
     )
     recipe = subject.recipe
@@ -142,14 +145,17 @@ def update_checks(updates: Updates) -> Iterator[Check]:
 
 def form_checks(updates: Updates) -> Iterator[Check]:
     """Compare forms of an update (packing, meshes, kernels, ...) that must give the same result."""
-    size = updates.naive(updates.subject.weights).loss_size or 1.0
+    sizes = updates.naive(updates.subject.weights).sizes
     for name, how, after, form in _forms(updates.subject):
         (other, *_) = updates.unpacked if name in BESIDE_UNPACKED or form.packing == "none" else (updates.packed,)
         found = updates.packed if form == PACKED else updates.run(form)[0]
         yield Check(
             name=name,
             claim=f"loss and gradient are the same {how}",
-            difference=max(abs(found.loss - other.loss) / size, distance(found.gradient, other.gradient)),
+            difference=max(
+                loss_difference(found.loss, other.loss, sizes),
+                gradient_difference(found.gradient, other.gradient, sizes),
+            ),
             after=(*BATCHES, "log-probabilities", *after),
         )
 

@@ -18,7 +18,7 @@ from podium.certify.result import BAR, Check
 from podium.certify.subject import MAX_NEW_TOKENS, OVERLONG_TOKENS, Arrays, Subject, episodes_of, make_subject
 from podium.certify.task import STOP, LetterBackend, Numbers, grade, letters
 from podium.certify.training import Step, Training, watch_training, with_other_options
-from podium.certify.updates import Updates, distance, loss_difference, naive_update, weight_difference
+from podium.certify.updates import Updates, gradient_difference, loss_difference, naive_update, weight_difference
 from podium.models.params import trained_specs
 from podium.tasks.task import TaskSource
 from podium.train.generate import Group
@@ -236,7 +236,8 @@ def _gradient_error(subject: Subject, step: Step, expected: Sequence[Sequences])
     worst = 0.0
     for seen, sequences in zip(step.updates, expected, strict=False):
         naive = naive_update(subject, sequences, {**step.weights, **seen.before})
-        worst = max(worst, loss_difference(seen.loss, naive), distance(seen.gradient, naive.gradient))
+        loss = loss_difference(seen.loss, naive.loss, naive.sizes)
+        worst = max(worst, loss, gradient_difference(seen.gradient, naive.gradient, naive.sizes))
     return worst
 
 

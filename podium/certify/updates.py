@@ -49,8 +49,27 @@ class Update(NamedTuple):
     loss: float
     gradient: Arrays
     weights: Arrays
-    loss_size: float = 0.0
-    """Sum of the absolute values of the loss's terms, to which its error is relative; only naive updates set it."""
+
+
+class Sizes(NamedTuple):
+    """The sizes of a loss and of its gradient without the cancellation of their terms.
+
+    Advantages of a group sum to 0, so the terms of the loss and of each gradient nearly cancel, and rounding in a
+    term can be large beside the sum. It is small beside the terms, whose absolute values these are.
+    """
+
+    loss: float
+    """Sum of the absolute values of the loss's terms."""
+    gradient: Mapping[str, float]
+    """Norm of each parameter's gradient of that sum, or of the loss where that is larger."""
+
+
+class NaiveUpdate(NamedTuple):
+    """Loss and gradient of an update by the naive objective, and what an error of them is relative to."""
+
+    loss: float
+    gradient: Arrays
+    sizes: Sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,19 +153,20 @@ class Updates:
             self._programs[settings] = make_train_programs(settings, self.recipe, _keeping_gradient(RATE))
         return settings, self._programs[settings]
 
-    def naive(self, weights: Arrays) -> Update:
-        """Loss and gradient of the naive update from these weights, in float64; its new weights are left empty."""
+    def naive(self, weights: Arrays) -> NaiveUpdate:
+        """Loss and gradient of the naive update from these weights, in float64."""
         return naive_update(self.subject, self.subject.sequences, weights)
 
 
-def naive_update(subject: Subject, sequences: Sequences, weights: Arrays) -> Update:
-    """Loss and gradient of an optimizer step from these weights, by the naive objective in float64; no new weights."""
+def naive_update(subject: Subject, sequences: Sequences, weights: Arrays) -> NaiveUpdate:
+    """Loss and gradient of an optimizer step from these weights, by the naive objective in float64."""
     with in_float64():
         wide = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
         gradient = _naive_gradient(subject.decoder, subject.rules, subject.config.rollout.temperature)
-        (loss, size), found = gradient(wide, sequences)
-        gradients = {name: np.asarray(found[name]) for name in trained_specs(subject.decoder)}
-        return Update(float(loss), gradients, {}, float(size))
+        (loss, size), of_loss, of_size = gradient(wide, sequences)
+        gradients = {name: np.asarray(of_loss[name]) for name in trained_specs(subject.decoder)}
+        norms = {name: max(_norm(value), _norm(np.asarray(of_size[name]))) for name, value in gradients.items()}
+        return NaiveUpdate(float(loss), gradients, Sizes(float(size), norms))
 
 
 def sizes_of(form: Form) -> BatchSizes:
@@ -160,14 +180,17 @@ def sizes_of(form: Form) -> BatchSizes:
     )
 
 
-def loss_difference(loss: float, naive: Update) -> float:
-    """The error of a loss, relative to the size of the naive loss's terms, or absolute if all of them are 0."""
-    return abs(loss - naive.loss) / (naive.loss_size or 1.0)
+def loss_difference(found: float, expected: float, sizes: Sizes) -> float:
+    """The error of a loss, relative to the size of its terms, or absolute if all of them are 0."""
+    return abs(found - expected) / (sizes.loss or 1.0)
 
 
-def distance(found: Arrays, expected: Arrays) -> float:
-    """The relative error of the worst parameter: norm of the difference / norm of the expected array."""
-    return max(relative(found[name], value) for name, value in expected.items())
+def gradient_difference(found: Arrays, expected: Arrays, sizes: Sizes) -> float:
+    """The error of the worst parameter's gradient, relative to the size of its terms, or absolute if that is 0."""
+    return max(
+        _norm(np.asarray(found[name], np.float64) - value) / (sizes.gradient[name] or 1.0)
+        for name, value in expected.items()
+    )
 
 
 def relative(found: ArrayLike, expected: ArrayLike) -> float:
@@ -209,17 +232,25 @@ def _keeping_gradient(rate: float) -> optax.GradientTransformation:
 class _NaiveGradient(Protocol):
     def __call__(
         self, weights: Weights, sequences: Sequences, /
-    ) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]: ...
+    ) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]: ...
 
 
 @functools.cache
 def _naive_gradient(decoder: DecoderConfig, rules: Rules, temperature: float) -> _NaiveGradient:
-    def loss(weights: Weights, sequences: Sequences) -> tuple[jax.Array, jax.Array]:
+    """Compile the naive loss and its size with the gradients of both."""
+
+    def loss_and_size(weights: Weights, sequences: Sequences) -> tuple[jax.Array, jax.Array]:
         n = sequences.valid.shape[1]
         found = scores(weights, sequences.tokens, sequences.starts, decoder, temperature, n)
         return objective(rules, found, sequences)
 
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+    @jax.jit
+    def gradients(weights: Weights, sequences: Sequences) -> tuple[Any, Any, Any]:
+        values, pull = jax.vjp(lambda each: loss_and_size(each, sequences), weights)
+        (both,) = jax.vmap(pull)((jnp.array([1.0, 0.0]), jnp.array([0.0, 1.0])))
+        return values, {name: each[0] for name, each in both.items()}, {name: each[1] for name, each in both.items()}
+
+    return gradients
 
 
 def _host(params: Any) -> Arrays:

@@ -316,10 +316,13 @@ def adapters_unscaled() -> Plant:
 
 def adapters_of_other_matrices() -> Plant:
     """LoRA trains the attention's matrices alone, whatever `lora.targets` says."""
-    from podium.models import presets
+    original = architecture.make_lora
 
-    original = presets.make_lora
-    return presets, "make_lora", lambda config: config and dataclasses.replace(original(config), targets=("q", "v"))
+    def planted(config):
+        made = original(config)
+        return made and dataclasses.replace(made, targets=("q", "v"))
+
+    return architecture, "make_lora", planted
 
 
 # An update, and its forms.
