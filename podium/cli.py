@@ -349,16 +349,17 @@ def tasks(
     say: Annotated[list[str] | None, typer.Option(help="With `try`: an answer; repeatable. Unset: typed in.")] = None,
 ) -> None:
     """List the built-in tasks, or describe one and its options; `try TASK` talks to tools and environments."""
-    from podium.tasks.page import task_doc, task_page
-    from podium.tasks.registry import TASKS
+    from podium.tasks.page import family_doc, task_doc, task_page
+    from podium.tasks.registry import FAMILIES, TASKS
 
     if name == "try":
         _try_task(played, seed, number, say)
         return
     if name is None:
-        width = max(map(len, TASKS))
-        for each in TASKS:
-            print(f"{each:{width}}  {task_doc(each).partition(chr(10))[0]}")
+        lines = {each: task_doc(each) for each in TASKS} | {f"{each}:NAME": family_doc(each) for each in FAMILIES}
+        width = max(map(len, lines))
+        for each, doc in lines.items():
+            print(f"{each:{width}}  {doc.partition(chr(10))[0]}")
         return
     try:
         print(task_page(name))

@@ -157,6 +157,7 @@ def extras(config: Config) -> tuple[str, ...]:
         "demo": config.model == "demo" or config.model.endswith(".gguf"),
         "data": any(task.path is None and task.name in ("gsm8k", "math") for task in config.tasks),
         "gym": "reasoning_gym" in names,
+        "textarena": any(name.startswith("textarena:") for name in names),
         "gcs": config.runs_dir.startswith(BUCKETS[0]),
         "s3": config.runs_dir.startswith(BUCKETS[1]),
         "wandb": metrics.wandb.mode != "disabled",

@@ -17,7 +17,7 @@ from podium.config.imports import imported
 from podium.config.schema import TaskConfig
 from podium.models.chat_format import ToolSchema
 from podium.tasks.conversation import Opener, Reply, Turn, as_reply
-from podium.tasks.registry import TASKS, make_task
+from podium.tasks.registry import find_task, make_task
 from podium.tasks.task import Prompt
 from podium.tasks.tools import Resolve, Tool, answer_calls, by_name, find_tool, tool_schema
 
@@ -61,7 +61,7 @@ def conversing(config: TaskConfig) -> Conversing | None:
 
     Raises ValueError if a tool or an environment is unusable.
     """
-    kind = imported(TASKS.get(config.name, config.name), what="a task", known=TASKS)
+    kind = find_task(config.name)
     if not (config.tools or config.environment or hasattr(kind, "open") or hasattr(kind, "tools")):
         return None
     functions = [find_tool(name) for name in config.tools]

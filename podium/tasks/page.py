@@ -1,6 +1,5 @@
 """The output of `podium tasks`: each task with its options."""
 
-import importlib
 import inspect
 from typing import cast
 
@@ -8,8 +7,9 @@ from pydantic import TypeAdapter
 
 from podium.config.document import dump_value
 from podium.config.explain import Schema, rule_text
+from podium.config.imports import imported
 from podium.config.schema import TaskConfig
-from podium.tasks.registry import TASKS, task_options
+from podium.tasks.registry import FAMILIES, find_task, task_options
 
 
 def task_page(name: str) -> str:
@@ -28,8 +28,12 @@ def task_page(name: str) -> str:
 
 def task_doc(name: str) -> str:
     """The docstring of a task."""
-    module, _, attribute = TASKS.get(name, name).partition(":")
-    return inspect.getdoc(getattr(importlib.import_module(module), attribute)) or "(no description)"
+    return inspect.getdoc(find_task(name)) or "(no description)"
+
+
+def family_doc(family: str) -> str:
+    """The docstring of a family's function, whose libraries need not be installed."""
+    return inspect.getdoc(imported(FAMILIES[family], what="a task")) or "(no description)"
 
 
 def _option_line(option: inspect.Parameter) -> str:

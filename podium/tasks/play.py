@@ -13,7 +13,7 @@ from podium.config.schema import TaskConfig
 from podium.models.chat_format import Message, ToolSchema
 from podium.tasks.conversation import ToolCall, Turn
 from podium.tasks.environment_forms import conversing, form_of
-from podium.tasks.registry import TASKS, make_task
+from podium.tasks.registry import TASKS, in_family, make_task
 from podium.tasks.task import Prompt
 from podium.tasks.tool_calls import Calls, read_calls
 
@@ -72,6 +72,8 @@ def play(target: str, answers: Iterable[str], say: Callable[[str], None], *, see
 
 def _config(target: str) -> TaskConfig:
     """The settings of a task, or of a class that is an environment."""
+    if in_family(target):
+        return TaskConfig(name=target)
     if is_path(target):
         found = imported(target, what="a task or an environment")
         if inspect.isclass(found) and not hasattr(found, "prompts") and form_of(found) is not None:

@@ -32,13 +32,16 @@ TASKS: dict[str, str] = {
 }
 """Built-in tasks: config name -> path of the class or factory."""
 
+FAMILIES: dict[str, str] = {"textarena": "podium.tasks.textarena:textarena_task"}
+"""Tasks named `FAMILY:NAME`: family -> path of a function that makes a task's class from the name."""
+
 
 def make_task(config: TaskConfig) -> Task:
     """Make the task that a config names, after checking its options.
 
     Raises ValueError if the task or an option is unknown, or an option is missing or has the wrong type.
     """
-    constructor = _constructor(config.name)
+    constructor = find_task(config.name)
     options = task_options(config.name)
     for name in config.options:
         if name not in options:
@@ -57,7 +60,7 @@ def make_task(config: TaskConfig) -> Task:
 
 def task_options(name: str) -> Mapping[str, inspect.Parameter]:
     """A task's options, as declared by its constructor (keyword arguments after `source`)."""
-    parameters = inspect.signature(_constructor(name)).parameters.values()
+    parameters = inspect.signature(find_task(name)).parameters.values()
     return {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 
@@ -71,9 +74,17 @@ def task_labels(tasks: Sequence[TaskConfig]) -> list[str]:
     return labels
 
 
-def _constructor(name: str) -> Callable[..., Task]:
-    """Import the class or function that creates the task of this name."""
+def find_task(name: str) -> Callable[..., Task]:
+    """The class or function that makes the task of this name. Raises ValueError if there is none."""
+    family, _, member = name.partition(":")
+    if in_family(name):
+        return imported(FAMILIES[family], what="a task")(member)
     return imported(TASKS.get(name, name), what="a task", known=TASKS)
+
+
+def in_family(name: str) -> bool:
+    """Whether a name is one of a family, rather than an import path."""
+    return ":" in name and name.partition(":")[0] in FAMILIES
 
 
 def _check_type(key: str, value: object, hint: Any) -> None:
