@@ -2,6 +2,7 @@
 
     python -m benches.kill_resume --kills 20        (CPU; a minute or two per kill)
     python -m benches.kill_resume --carry-over      (with completions in flight over updates: rollout.in_flight 1.5)
+    python -m benches.kill_resume --tools --kills 10   (prompts are conversations, killed while tools run)
 
 A tiny random model learns sums, with a checkpoint every second step and after the best evaluations. One run is left
 alone. Each other one is killed: a quarter inside saves, a quarter in the first compilations (of the evaluation, the
@@ -9,8 +10,10 @@ rollout and the update), some in later evaluations, the others anywhere; every f
 continued. The instants are others each time this runs, unless `--seed` is given. Then it is continued by the same
 command until it is done; then its records (but for times, speeds and memory), its checkpoints' steps and every array of
 the last checkpoint are compared bit by bit with those of the first. Prints a line per run, where the kills landed and
-what differs, and writes benches/results/kill-resume-cpu.json, or kill-resume-carry-over-cpu.json; exit status 1 where
-anything differs.
+what differs, and writes benches/results/kill-resume-cpu.json, or kill-resume-carry-over-cpu.json, or
+kill-resume-tools-cpu.json; exit status 1 where anything differs, or a process is left.
+
+With `--tools` each kill is at an instant when tools run, in two processes that have started one more each.
 """
 
 import dataclasses
@@ -59,8 +62,19 @@ SETTINGS: dict[str, Any] = {
     "checkpoint": {"every_steps": 2, "keep_last": 2, "keep_best": 1},
     "metrics": {"samples_every": 1},
 }
-CARRY_OVER = {"in_flight": 1.5, "max_new_tokens": 12, "refill_steps": 2}
-"""Of the rollout: eight prompts of each step go on in the next, most in the middle of their completions."""
+CARRY_OVER: dict[str, Any] = {"rollout": {"in_flight": 1.5, "max_new_tokens": 12, "refill_steps": 2}}
+"""Eight prompts of each step go on in the next, most in the middle of their completions."""
+TALKING: dict[str, Any] = {
+    "tasks": [{"name": "arithmetic", "environment": "benches.children.talking:Talking"}],
+    "environments": {"workers": 2},
+    "rollout": {"max_prompt_tokens": 20, "max_episode_tokens": 60, "reproducible": True},
+}
+"""Every prompt is a conversation of up to three turns, and tools run between them, for times that nobody knows."""
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}"
+    "{{ ' <end> ' if message.role == 'assistant' else ' ' }}{% endfor %}"
+)
+"""A chat template by which a conversation can be continued, unlike the tiny model's own."""
 VOLATILE = (
     "async/waited_s",
     "async/rebuild_s",
@@ -71,6 +85,8 @@ VOLATILE = (
     "rollout/decode_s",
     "rollout/tokens_per_s",
 )
+BY_THE_SCHEDULE = ("rollout/", "env/reply_s", "env/begin_s", "env/idle_s")
+"""What two runs with conversations do not share: replies come when they come, and the engine goes on meanwhile."""
 COMPILATIONS = "rollout/compilations"  # a continued run compiles anew
 COMPILED = ("evaluation", "rollout", "update")
 """Phases that compile programs when they come first."""
@@ -87,6 +103,8 @@ class Kill:
     lines: int
     delay_s: float
     in_save: bool = False
+    in_tool: bool = False
+    """Whether a tool of a conversation must run."""
     in_phase: str | None = None
     """As the run tells its launcher; it does so every second, so only phases that compile are met."""
     again_s: float | None = None
@@ -100,19 +118,27 @@ class Landing:
     phase: str
     continued_from: int
     children: list[int]
-    """Processes that the run had started (graders); the bench does not kill them."""
+    """Processes below the run's (graders, environments and theirs); the bench does not kill them."""
 
 
-def write_config(folder: Path, name: str, rollout: Mapping[str, Any]) -> Path:
+def write_config(folder: Path, name: str, changes: Mapping[str, Any]) -> Path:
     """The config of a run below `folder`, and the model it names where that is not there yet."""
     model = folder / "model"
     if not model.exists():
         model.mkdir(parents=True)
         write_tiny_model(model)
     path = folder / f"{name}.yaml"
-    settings = {**SETTINGS, "rollout": SETTINGS["rollout"] | dict(rollout)}
-    path.write_text(yaml.safe_dump({"name": name, "runs_dir": str(folder), "model": str(model), **settings}))
+    places = {"name": name, "runs_dir": str(folder), "model": str(model)}
+    if "environments" in changes:
+        (folder / "chat.jinja").write_text(TEMPLATE)
+        places["chat_template"] = str(folder / "chat.jinja")
+    path.write_text(yaml.safe_dump({**places, **settings_with(changes)}))
     return path
+
+
+def settings_with(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """SETTINGS with changes; those of the rollout are laid over its own."""
+    return {**SETTINGS, **changes, "rollout": SETTINGS["rollout"] | changes.get("rollout", {})}
 
 
 def start(config: Path) -> subprocess.Popen[bytes]:
@@ -140,16 +166,21 @@ def disturb(config: Path, kill: Kill) -> Landing | None:
 
     def reached() -> bool:
         saving = not kill.in_save or bool(_unfinished(run))
-        return _lines(run) >= kill.lines and saving and kill.in_phase in (None, _told_phase(run))
+        running = not kill.in_tool or bool(_tools(run))
+        return _lines(run) >= kill.lines and saving and running and kill.in_phase in (None, _told_phase(run))
 
     if not _wait(process, reached):
         return None
     time.sleep(kill.delay_s)
-    children = _children(process.pid)
+    if kill.in_tool and not _wait(process, lambda: bool(_tools(run))):
+        return None
+    tools, children = len(_tools(run)), _children(process.pid)
     process.send_signal(signal.SIGKILL)
     if process.wait() != -signal.SIGKILL:
         return None
     where = f"compiling the first {kill.in_phase}" if kill.in_phase else phase(run)
+    if kill.in_tool:
+        where += f", with {tools} tools running"
     return Landing(phase=where, continued_from=max(saved_steps(run / CHECKPOINTS), default=0), children=children)
 
 
@@ -168,10 +199,10 @@ def phase(run: Path) -> str:
     return f"after {'the update' if 'train-other/loss' in last else 'the evaluation'} of step {last['step']}"
 
 
-def differences(run: Path, other: Path) -> list[str]:
-    """List what differs between two runs that should be equal."""
+def differences(run: Path, other: Path, volatile: tuple[str, ...] = VOLATILE) -> list[str]:
+    """List what differs between two runs that should be equal; metrics that begin with `volatile` may."""
     found = [name for name in (SAMPLES, LENGTHS) if (run / name).read_bytes() != (other / name).read_bytes()]
-    ours, theirs = _records(run), _records(other)
+    ours, theirs = _records(run, volatile), _records(other, volatile)
     if len(ours) != len(theirs):
         found.append(f"{METRICS}: {len(ours)} and {len(theirs)} lines")
     for left, right in zip(ours, theirs, strict=False):
@@ -206,9 +237,15 @@ def draw_kills(count: int, seed: int) -> list[Kill]:
     return kills
 
 
-def measure(folder: Path, kill: Kill, index: int, rollout: Mapping[str, Any]) -> dict[str, Any] | None:
+def draw_tool_kills(count: int, seed: int) -> list[Kill]:
+    """Instants at which tools run, of all steps and of the evaluation before the first."""
+    draw = random.Random(seed)
+    return [Kill(lines=draw.randrange(STEPS), delay_s=draw.uniform(0.0, 0.02), in_tool=True) for _ in range(count)]
+
+
+def measure(folder: Path, kill: Kill, index: int, changes: Mapping[str, Any]) -> dict[str, Any] | None:
     """A row of the table, against the run `undisturbed` in `folder`; None if a kill came too late."""
-    config = write_config(folder, f"killed-{index}", rollout)
+    config = write_config(folder, f"killed-{index}", changes)
     landings = [disturb(config, kill)]
     if landings[0] is not None and kill.again_s is not None:
         again = disturb(config, Kill(lines=0, delay_s=kill.again_s))
@@ -222,7 +259,11 @@ def measure(folder: Path, kill: Kill, index: int, rollout: Mapping[str, Any]) ->
     return {
         "phases": [landing.phase for landing in landed],
         "continued_from": [landing.continued_from for landing in landed],
-        "differences": differences(folder / "undisturbed", config.with_suffix("")),
+        "differences": differences(
+            folder / "undisturbed",
+            config.with_suffix(""),
+            (*VOLATILE, *BY_THE_SCHEDULE) if kill.in_tool else VOLATILE,
+        ),
         "orphans": [child for landing in landed for child in landing.children if _alive(child)],
     }
 
@@ -256,10 +297,10 @@ def _unfinished(run: Path) -> list[Path]:
     return list((run / CHECKPOINTS).glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
 
 
-def _records(run: Path) -> list[dict[str, Any]]:
+def _records(run: Path, volatile: tuple[str, ...]) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what no two runs share."""
     lines = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
-    kept = lambda name: not name.startswith(VOLATILE) and name != COMPILATIONS  # noqa: E731
+    kept = lambda name: not name.startswith(volatile) and name != COMPILATIONS  # noqa: E731
     return [{name: value for name, value in line.items() if kept(name)} for line in lines]
 
 
@@ -281,10 +322,16 @@ def _last_state(run: Path) -> dict[str, Any]:
     }
 
 
+def _tools(run: Path) -> list[Path]:
+    """A file for each tool that runs."""
+    return list((run.with_suffix(".job") / "tools").glob("*"))
+
+
 def _children(pid: int) -> list[int]:
-    """The processes that a process has started, where the system tells (Linux)."""
+    """The processes below a process, where the system tells (Linux)."""
     files = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for file in files for child in file.read_text().split()]
+    own = [int(child) for file in files for child in file.read_text().split()]
+    return [*own, *(each for child in own for each in _children(child))]
 
 
 def _alive(pid: int) -> bool:
@@ -296,16 +343,16 @@ def _alive(pid: int) -> bool:
 
 
 def table(
-    folder: Path, kills: Sequence[Kill], rollout: Mapping[str, Any] = MappingProxyType({})
+    folder: Path, kills: Sequence[Kill], changes: Mapping[str, Any] = MappingProxyType({})
 ) -> list[dict[str, Any]]:
     """A row per kill that landed, printed as they come; one that came too late is repeated with fewer lines.
 
-    `rollout` are settings over those of SETTINGS.
+    `changes` are settings over SETTINGS.
     """
-    finish(write_config(folder, "undisturbed", rollout))
+    finish(write_config(folder, "undisturbed", changes))
     rows: list[dict[str, Any]] = []
     for index, kill in enumerate(kills):
-        while (row := measure(folder, kill, index, rollout)) is None:
+        while (row := measure(folder, kill, index, changes)) is None:
             again_s = None if kill.again_s is None else kill.again_s / 2
             lines = max(0, kill.lines - 1)
             kill = dataclasses.replace(kill, lines=lines, delay_s=kill.delay_s / 2, again_s=again_s)
@@ -324,17 +371,20 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=None, help="of the instants; unset: another one each time")
-    parser.add_argument("--carry-over", action="store_true", help="with completions in flight over updates")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--carry-over", action="store_true", help="with completions in flight over updates")
+    form.add_argument("--tools", action="store_true", help="with conversations, at instants when tools run")
     args = parser.parse_args()
-    rollout = CARRY_OVER if args.carry_over else {}
+    changes = CARRY_OVER if args.carry_over else TALKING if args.tools else {}
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
+    kills = draw_tool_kills(args.kills, seed) if args.tools else draw_kills(args.kills, seed)
     with tempfile.TemporaryDirectory() as folder:
-        rows = table(Path(folder), draw_kills(args.kills, seed), rollout)
+        rows = table(Path(folder), kills, changes)
     equal = sum(not row["differences"] and not row["orphans"] for row in rows)
     print(f"{equal} of {len(rows)} equal, bit by bit")
-    settings = {**SETTINGS, "rollout": SETTINGS["rollout"] | rollout}
+    settings = settings_with(changes)
     result = {"seed": seed, "steps": STEPS, "settings": settings, "kills": len(rows), "equal": equal, "rows": rows}
-    name = "kill-resume-carry-over" if args.carry_over else "kill-resume"
+    name = "kill-resume-carry-over" if args.carry_over else "kill-resume-tools" if args.tools else "kill-resume"
     record(f"{name}-{jax.default_backend()}", result, args.results)
     sys.exit(equal < len(rows))
 

@@ -152,6 +152,11 @@ class RolloutConfig(Section):
     others continue under the new weights, so slots do not idle while the longest finishes (docs/carry-over.md)."""
     max_staleness: NotNegative = 2
     """With `in_flight` above 1, most updates between a completion's first token and the update that trains on it."""
+    reproducible: bool = False
+    """Draw log-probabilities that are equal to the last bit whatever the schedule; without it, delays of environments
+    change them by up to 1e-5, and no token. One size of decode calls and one of prefill calls; and a sequence starts
+    only when the cache has room for its longest length, so that nothing is evicted and recomputed. Slower
+    (docs/environments.md); a run without conversations is reproducible anyway."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature, also of the trainer's log-probabilities. For greedy answers see `eval.greedy`."""
     top_k: NotNegative = 0
@@ -436,6 +441,18 @@ def _rows(config: Config) -> Iterator[Contradiction]:
         yield Contradiction(keys, "both set the size of a micro-batch; keep one")
 
 
+def _reproducible(config: Config) -> Iterator[Contradiction]:
+    this = "rollout.reproducible"
+    if not config.rollout.reproducible:
+        return
+    if config.rollout.in_flight > 1:
+        rule = "true, and with rollout.in_flight above 1 the schedule decides what is decoded with which weights"
+        yield Contradiction((this, "rollout.in_flight"), f"{rule}; set rollout.in_flight to 1, or leave this out")
+    if config.rollout.limits.episode_timeout_s is not None:
+        rule = "true, and with rollout.limits.episode_timeout_s a clock decides where conversations end"
+        yield Contradiction((this, "rollout.limits.episode_timeout_s"), f"{rule}; leave one of them out")
+
+
 def _schedule(config: Config) -> Iterator[Contradiction]:
     algorithm, warmup = config.algorithm, config.train.optimizer.warmup_steps
     updates = config.steps * algorithm.updates_per_batch * algorithm.minibatches
@@ -479,4 +496,4 @@ def _checkpoints(config: Config) -> Iterator[Contradiction]:
 
 Rule = Callable[[Config], Iterator[Contradiction]]
 """Yields the contradictions it finds, with the settings it compares, so that errors can show their origins."""
-RULES: tuple[Rule, ...] = (_runs_dir, _mesh, _rows, _schedule, _lora, _evaluation, _checkpoints)
+RULES: tuple[Rule, ...] = (_runs_dir, _mesh, _rows, _reproducible, _schedule, _lora, _evaluation, _checkpoints)

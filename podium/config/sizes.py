@@ -3,6 +3,8 @@
 from podium.config.schema import RolloutConfig
 
 SMALLEST_BUCKET = 32
+REPRODUCIBLE_CHUNK = 128
+"""Most tokens of a row of a prefill call with `rollout.reproducible`, which has calls of one length only."""
 STEPS_BETWEEN_LOOKS = 8
 PIECES_PER_WINDOW = 4
 
@@ -71,14 +73,17 @@ def steps_at_once(steps: int, shards: int) -> int:
 
 
 def slot_sizes(rollout: RolloutConfig, shards: int) -> tuple[int, ...]:
-    """Slots of each variant of the decode program, largest first: all, half, a quarter."""
+    """Slots of each variant of the decode program, largest first: all, half, a quarter; only all if reproducible."""
     each = rollout.slots // shards
-    return tuple(dict.fromkeys(shards * -(-each // part) for part in (1, 2, 4)))
+    return tuple(dict.fromkeys(shards * -(-each // part) for part in ((1,) if rollout.reproducible else (1, 2, 4))))
 
 
-def prompt_buckets(max_prompt_tokens: int) -> list[int]:
-    """Lengths that prompts are padded to: 32, 64, ... up to the longest prompt."""
-    buckets = [SMALLEST_BUCKET]
-    while buckets[-1] < max_prompt_tokens:
+def prompt_buckets(rollout: RolloutConfig) -> list[int]:
+    """Lengths that prompts are padded to: 32, 64, ... up to the longest prompt; only one of them if reproducible."""
+    longest, buckets = rollout.max_prompt_tokens, [SMALLEST_BUCKET]
+    while buckets[-1] < longest:
         buckets.append(2 * buckets[-1])
-    return [*buckets[:-1], min(buckets[-1], max_prompt_tokens)]
+    buckets = [*buckets[:-1], min(buckets[-1], longest)]
+    if not rollout.reproducible:
+        return buckets
+    return [next((each for each in reversed(buckets) if each <= REPRODUCIBLE_CHUNK), buckets[0])]

@@ -116,7 +116,7 @@ def _rollout_programs(
     cache = abstract_engine_cache(*engine)
     extend = _with_all_logits(*engine[1:]) if rollout.layout == "legacy" else programs.extend
     found = {"sync": _phase(programs.sync, (params,), beside_params)}
-    for length in prompt_buckets(rollout.max_prompt_tokens):
+    for length in prompt_buckets(rollout):
         chunk = abstract_chunk(rollout, length, rules)
         found[f"prefill:{length}"] = _phase(extend, (weights, cache, chunk), trainers)
     listed = jax.ShapeDtypeStruct((rollout.slots,), jnp.int32, sharding=rules.sharding("batch"))

@@ -105,7 +105,7 @@ class RunSizes:
     @property
     def buckets(self) -> tuple[int, ...]:
         """Lengths of prefill chunks in tokens."""
-        return tuple(prompt_buckets(self.rollout.max_prompt_tokens))
+        return tuple(prompt_buckets(self.rollout))
 
     @property
     def layout(self) -> Layout:

@@ -71,6 +71,7 @@ def make_scheduler(config: RolloutConfig, shards: int, num_cells: int = 0) -> Sc
         num_cells=num_cells,
         page_tokens=config.page_tokens,
         rows=config.prefill_rows,
-        chunks=prompt_buckets(config.max_prompt_tokens),
+        chunks=prompt_buckets(config),
         shards=shards,
+        longest=config.longest if config.reproducible else None,
     )

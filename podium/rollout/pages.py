@@ -13,13 +13,24 @@ HEADROOM_PAGES = 2  # kept free for each running sequence when another one is ad
 class Pages:
     """The pages and cells of all shards; each shard numbers its own from 0."""
 
-    def __init__(self, *, per_shard: int, cells_per_shard: int, page_tokens: int, shards: int, queues: Queues) -> None:
+    def __init__(
+        self,
+        *,
+        per_shard: int,
+        cells_per_shard: int,
+        page_tokens: int,
+        shards: int,
+        queues: Queues,
+        longest: int | None = None,
+    ) -> None:
         """Start with all pages and cells free, to be allocated to the sequences in `queues`.
 
         Without cells, a sequence is stored in its pages alone. With cells, each sequence and each shared prompt also
-        has one cell.
+        has one cell. With `longest`, in tokens, pages up to that length are reserved for each conversation that has
+        begun, and no sequence is evicted.
         """
         self.per_shard = per_shard
+        self._longest = longest
         self.page_tokens = page_tokens
         self.queues = queues
         self.free = [list(range(per_shard)) for _ in range(shards)]
@@ -43,9 +54,22 @@ class Pages:
                 f"it can grow to {limit} tokens and the cache holds {room} of one sequence; raise rollout.cache_tokens"
             )
 
+    @property
+    def reserves(self) -> bool:
+        """Whether pages are reserved for each sequence that has begun."""
+        return self._longest is not None
+
     def headroom(self, sequence: Sequence) -> int:
-        """Pages to keep free for a running sequence."""
-        return min(HEADROOM_PAGES, self.number(sequence.limit) - len(sequence.pages))
+        """Pages to keep free for a sequence that has some: all that it may still need, if pages are reserved."""
+        if self._longest is None:
+            return min(HEADROOM_PAGES, self.number(sequence.limit) - len(sequence.pages))
+        return self.number(self._longest if sequence.keep else sequence.limit) - len(sequence.pages)
+
+    def reserved(self, shard: int) -> int:
+        """Pages of a shard to keep free for the sequences that have some."""
+        queues = self.queues
+        others = (*queues.waiting, *queues.parked) if self.reserves else ()
+        return sum(self.headroom(each) for each in (*queues.running, *others) if each.shard == shard)
 
     def allocate(self, sequence: Sequence, shard: int, headroom: int) -> bool:
         """Allocate pages for all tokens of a sequence, and a cell; returns False unless `headroom` pages stay free."""
@@ -54,9 +78,12 @@ class Pages:
         end = full * self.page_tokens if group.copied and not self.has_cells else len(group.prompt)
         shared = group.prompts.get(shard)
         freed = self.has_cells and shared is not None and shared.cell is None  # nothing to continue from
-        shares = group.shares and end > 1 and sequence.shard < 0 and not freed
+        begun = self.reserves and sequence.length > len(group.prompt)  # in one way, whether the prompt is there or not
+        shares = group.shares and end > 1 and sequence.shard < 0 and not freed and not begun
         new = shares and shared is None
         own = self.number(sequence.length) - (full if shares else len(sequence.pages))
+        if self._longest is not None and sequence.shard < 0:
+            headroom += self.number(self._longest if sequence.keep else sequence.limit) - self.number(sequence.length)
         cells = self.has_cells * ((sequence.cell is None) + new)
         pages = own + (self.number(end) if new else 0)
         if not self._make_room(shard, pages, headroom, cells=cells, keep=sequence, prompt=shared if shares else None):
@@ -148,13 +175,13 @@ class Pages:
         uses, or `prompt`.
         """
         free, free_cells = self.free[shard], self.free_cells[shard]
-        wanted = need + headroom if need > 0 else 0
+        wanted = need + headroom if need > 0 or self.reserves else 0
         if len(free) >= wanted and len(free_cells) >= cells:
             return True
         idle = [
             sequence
             for sequence in (*self.queues.parked, *reversed(self.queues.waiting))
-            if sequence.shard == shard and sequence is not keep and sequence.pages
+            if sequence.shard == shard and sequence is not keep and sequence.pages and not self.reserves
         ]
         leaving = collections.Counter(sequence.shared for sequence in idle)
         prompts = [

@@ -7,7 +7,8 @@ prompt; another shard prefills it again only if one of its slots would otherwise
 
 When pages run out, unused prompts are evicted first, then parked sequences; then the youngest running sequence is
 preempted: it returns to the head of the queue, and its tokens are prefilled again when it is admitted. No token is
-lost.
+lost. With `longest`, none of that happens: a sequence gets a slot only when the pages of its longest length are free
+beside those that others may still need, parked ones included.
 """
 
 import dataclasses
@@ -131,6 +132,7 @@ class Scheduler:
         rows: int,
         chunks: Iterable[int],
         shards: int = 1,
+        longest: int | None = None,
     ) -> None:
         """Start with empty queues and with all slots and pages free.
 
@@ -142,6 +144,7 @@ class Scheduler:
             rows: rows of a prefill call.
             chunks: lengths of prefill calls, shortest first.
             shards: number of devices, or groups of devices; each has the same number of slots, pages and rows.
+            longest: tokens of the longest conversation, to be reserved; None: pages are allocated as they are needed.
         """
         self.sizes = tuple(slots)
         self.chunks = tuple(chunks)
@@ -153,6 +156,7 @@ class Scheduler:
             page_tokens=page_tokens,
             shards=shards,
             queues=self.queues,
+            longest=longest,
         )
         self.slots = Slots(self.sizes, shards)
         self._rows_per_shard = rows // shards
@@ -298,9 +302,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Assign slots and pages to waiting sequences, in order."""
         queues, free = self.queues, self.slots.count_free()
-        headroom = [0] * len(free)
-        for sequence in queues.running:
-            headroom[sequence.shard] += self.pages.headroom(sequence)
+        headroom = [self.pages.reserved(shard) for shard in range(self.shards)]
         for anywhere in (False, True):  # first where prompts are: slots of other shards are left for later sequences
             for sequence in list(queues.waiting):
                 if not any(free):
@@ -308,14 +310,17 @@ class Scheduler:
                 shard = self._choose_shard(sequence, free, anywhere)
                 if shard is None:
                     continue
-                if not self.pages.allocate(sequence, shard, headroom[shard]):
+                held = self.pages.headroom(sequence) if self.pages.reserves and sequence.shard >= 0 else 0
+                if not self.pages.allocate(sequence, shard, headroom[shard] - held):
+                    if self.pages.reserves:
+                        continue  # later ones may have reserved theirs, and free them when they end
                     return  # later sequences must not overtake it
                 self.slots.allocate(sequence)
                 queues.waiting.remove(sequence)
                 sequence.state = "running"
                 queues.running[sequence] = None
                 free[shard] -= 1
-                headroom[shard] += self.pages.headroom(sequence)
+                headroom[shard] += self.pages.headroom(sequence) - held
 
     def _choose_shard(self, sequence: Sequence, free: list[int], anywhere: bool) -> int | None:
         """The shard on which to admit a sequence now; None: it waits for a slot on the shard that has its prompt."""
@@ -383,7 +388,7 @@ class Scheduler:
 
     def _add_waiting_prompts(self, todo: list[list[SharedPrompt | Sequence]], chunk: int) -> None:
         """Use spare rows for the prompts of waiting groups, as long as many pages are free."""
-        pages, running = self.pages, self.queues.running
+        pages = self.pages
         for sequence in self.queues.waiting:
             request = sequence.key.request
             group, end = self.queues.groups[request], len(self.queues.groups[request].prompt)
@@ -392,8 +397,7 @@ class Scheduler:
                 return
             if sequence.shard >= 0 or sequence.lost or group.prompts or not group.shares or not 1 < end <= chunk:
                 continue
-            reserved = sum(pages.headroom(each) for each in running if each.shard == shard)
-            if not pages.holds_prompt(end, shard, reserved):
+            if not pages.holds_prompt(end, shard, pages.reserved(shard)):
                 return
             todo[shard].append(pages.allocate_prompt(group, request, shard, end))
 

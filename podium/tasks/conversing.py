@@ -145,7 +145,7 @@ def _number(value: float | None) -> float | None:
 
 
 def main(file_descriptor: int) -> None:
-    """Hold conversations until the trainer closes the connection, or ends."""
+    """Hold conversations until the trainer closes the connection, or ends; then end with all that tools started."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the trainer finishes its step, and then closes the connection
     connection = Connection(file_descriptor)
@@ -159,4 +159,6 @@ def main(file_descriptor: int) -> None:
         host = Host(connection.recv(), answer)
         while True:
             host.take(connection.recv())
-    os._exit(0)  # whatever threads still do
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # whatever threads still do, and processes that tools have started
+    os._exit(0)

@@ -298,7 +298,7 @@ def test_a_sequence_of_the_greatest_length_fits():
     ("longest", "buckets"), [(1, [1]), (32, [32]), (33, [32, 33]), (100, [32, 64, 100]), (256, [32, 64, 128, 256])]
 )
 def test_buckets_reach_the_longest_prompt_and_no_further(longest, buckets):
-    assert prompt_buckets(longest) == buckets
+    assert prompt_buckets(CONFIG.model_copy(update={"max_prompt_tokens": longest})) == buckets
 
 
 @pytest.mark.parametrize(

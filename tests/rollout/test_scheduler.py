@@ -11,7 +11,7 @@ from podium.rollout.sequence import Sequence, SharedPrompt
 PAGE, CHUNKS, STEPS = 4, (4, 16, 32), 3
 
 
-def make(*, slots=8, pages=64, rows=4, shards=1, cells=0):
+def make(*, slots=8, pages=64, rows=4, shards=1, cells=0, longest=None):
     sizes = tuple(dict.fromkeys(shards * -(-slots // part) for part in (1, 2, 4)))
     return Scheduler(
         slots=sizes,
@@ -21,14 +21,16 @@ def make(*, slots=8, pages=64, rows=4, shards=1, cells=0):
         rows=shards * rows,
         chunks=CHUNKS,
         shards=shards,
+        longest=longest,
     )
 
 
-def submit(scheduler, request, *, prompt, completions, limit):
+def submit(scheduler, request, *, prompt, completions, limit, keep=False):
     tokens = (0,) * prompt
     sampling = SamplingParams(max_new_tokens=limit - prompt)
     sequences = [
-        Sequence(key=Key(request, index), context=tokens, sampling=sampling, seed=0) for index in range(completions)
+        Sequence(key=Key(request, index), context=tokens, sampling=sampling, seed=0, keep=keep)
+        for index in range(completions)
     ]
     scheduler.submit(tokens, sequences)
     return sequences
@@ -36,7 +38,7 @@ def submit(scheduler, request, *, prompt, completions, limit):
 
 def extend(scheduler, sequence, *, tokens, limit):
     sampling = SamplingParams(max_new_tokens=limit - sequence.length - tokens)
-    sequence.begin_turn([0] * tokens, sampling, seed=0, keep=False)
+    sequence.begin_turn([0] * tokens, sampling, seed=0, keep=sequence.keep)
     scheduler.resume(sequence)
 
 
@@ -57,10 +59,10 @@ class World:
         self.turns = {}  # sequence -> turns to come
         self.all_cells = list(scheduler.pages.free_cells[0])
         self.known, self.order, self.done = [], [], []
-        self.decoded = 0
+        self.decoded = self.rebuilt = 0
 
-    def submit(self, request, prompt, completions, limit):
-        sequences = submit(self.scheduler, request, prompt=prompt, completions=completions, limit=limit)
+    def submit(self, request, prompt, completions, limit, keep=False):
+        sequences = submit(self.scheduler, request, prompt=prompt, completions=completions, limit=limit, keep=keep)
         self.prompts[request] = prompt
         for sequence in sequences:
             self.goal[sequence] = self.rng.randint(prompt + 1, limit)
@@ -87,6 +89,7 @@ class World:
             assert len(set(rows)) == len(rows)
             for fill in call.fills:
                 assert 0 < fill.count <= call.chunk
+                self.rebuilt += isinstance(fill.owner, Sequence) and fill.start < fill.owner.lost
                 for position in range(fill.start, fill.start + fill.count):
                     what = self.token(fill.owner, position)
                     self.content[fill.owner.shard, fill.pages[position // PAGE], position % PAGE] = what
@@ -241,6 +244,18 @@ def test_two_thousand_random_conversations_leak_nothing(pages, shards, cells):
     converse(world, room=44, parks=0.1, cancels=0.1)
     if pages == 70:
         assert world.scheduler.queues.counts.preempted + world.scheduler.queues.counts.evicted > 0
+
+
+@pytest.mark.parametrize(("pages", "shards", "cells"), [(70, 1, 0), (40, 4, 0), (13, 2, 0), (70, 1, 20), (40, 4, 3)])
+def test_conversations_with_reserved_pages_are_never_rebuilt(pages, shards, cells):
+    """However few the pages: 13 hold one of 44 tokens, with its prompt's partial page. Prompts may be, as one row."""
+    world = World(make(slots=16, pages=pages, shards=shards, cells=cells, longest=44), 1)
+    for group in range(30):
+        prompt = world.rng.randint(1, 30)
+        world.submit(group, prompt, 4, prompt + world.rng.randint(1, 14), keep=True)
+    converse(world, room=44, parks=0.1, cancels=0.1)
+    counts = world.scheduler.queues.counts
+    assert (counts.preempted, counts.evicted, world.rebuilt) == (0, 0, 0)
 
 
 def test_sequences_enter_slots_in_the_order_they_came():

@@ -139,6 +139,33 @@ def test_delays_and_evictions_change_the_schedule_and_no_token(talk):
     assert stats.prefill_tokens < distinct
 
 
+def test_log_probabilities_are_equal_to_the_last_bit_where_asked_for(talk):
+    """Replies at once, late and out of order from two processes, and with a cache that holds few conversations."""
+    forms = (
+        ("Counting", {}),
+        ("Slow", {"environments": {"workers": 2}}),
+        ("Slow", {"rollout": {"cache_tokens": 128}}),
+    )
+    made = []
+    for environment, changes in forms:
+        groups, _, stats = answered(talk(environment, **merged({"rollout": {"reproducible": True}}, changes)))
+        assert (stats.preempted, stats.evicted) == (0, 0)
+        made.append([transcript for group in groups for transcript in group.transcripts])
+    for others in made[1:]:
+        for one, other in zip(made[0], others, strict=True):
+            assert np.array_equal(one.tokens, other.tokens)
+            assert np.array_equal(one.sampled_logprobs, other.sampled_logprobs)
+
+
+def test_what_a_clock_decides_is_not_reproducible():
+    for changes, rule in (
+        ({"in_flight": 1.5}, "the schedule decides"),
+        ({"limits": {"episode_timeout_s": 5.0}}, "a clock decides"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            make_config(rollout={"reproducible": True, **changes})
+
+
 def test_what_the_engine_was_given_is_what_is_trained(talk):
     groups, _, _ = answered(talk())
     for index, group in enumerate(groups):

@@ -1,0 +1,50 @@
+"""Conversations whose replies take time and use a process of their own: what `benches.kill_resume --tools` kills.
+
+While a reply is made, its tool has a file in the folder `tools` of the job, so that one sees whether any runs.
+"""
+
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from podium.tasks.conversation import Reply, Turn
+from podium.tasks.task import Prompt
+
+TURNS = 3
+STARTING = threading.Lock()
+SERVICES: list[subprocess.Popen[bytes]] = []
+"""The process that tools of this process use, once one has run."""
+
+
+class Talking:
+    """Asks for another sum after each answer; pays for answers with a 1, and for the text of all."""
+
+    def __init__(self, prompt: Prompt, seed: int) -> None:
+        self.random, self.letters = random.Random(f"{prompt.question} {seed}"), 0
+
+    def reply(self, turn: Turn) -> Reply | None:
+        self.letters += len(turn.text)
+        if turn.number + 1 == TURNS:
+            return None
+        use_tool(self.random.uniform(0.002, 0.03))
+        text = f"What is {self.random.randint(1, 9)} + {len(turn.text) % 10} ?"
+        return Reply(messages=({"role": "user", "content": text},), reward=float("1" in turn.text))
+
+    def grade(self) -> float:
+        return self.letters % 3 / 2
+
+
+def use_tool(seconds: float) -> None:
+    """Take `seconds`, with a service that is started by the first."""
+    with STARTING:
+        if not SERVICES:
+            SERVICES.append(subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1e6)"]))
+    tools = Path(os.environ["PODRUN_JOB_DIR"]) / "tools"
+    tools.mkdir(exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=tools):
+        time.sleep(seconds)

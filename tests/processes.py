@@ -1,0 +1,23 @@
+"""Processes that tests start, as /proc shows them."""
+
+import os
+from pathlib import Path
+
+
+def below(pid: int) -> list[int]:
+    """The processes below a process, at any depth."""
+    try:
+        files = list(Path(f"/proc/{pid}/task").glob("*/children"))
+        own = [int(child) for file in files for child in file.read_text().split()]
+    except OSError:  # it has ended
+        return []
+    return [*own, *(each for child in own for each in below(child))]
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
