@@ -28,6 +28,7 @@ class Talking:
         self.random, self.letters = random.Random(f"{prompt.question} {seed}"), 0
 
     def reply(self, turn: Turn) -> Reply | None:
+        """The next sum, after a tool has run; none after the last turn."""
         self.letters += len(turn.text)
         if turn.number + 1 == TURNS:
             return None
@@ -36,6 +37,7 @@ class Talking:
         return Reply(messages=({"role": "user", "content": text},), reward=float("1" in turn.text))
 
     def grade(self) -> float:
+        """What the text of all answers is worth."""
         return self.letters % 3 / 2
 
 

@@ -1,6 +1,7 @@
 """Environments and tools whose replies are written down, for runs with a tiny random model."""
 
 import asyncio
+import os
 import random
 import time
 
@@ -92,3 +93,56 @@ class Doors:
     def step(self, action: str):
         self.right -= 1
         return "Another door.", 0.25, self.right < 0, False, {}
+
+
+class Wild(Counting):
+    """The same, but some raise as they begin, reply or end, hang, or end their process."""
+
+    def __init__(self, prompt: Prompt, seed: int) -> None:
+        super().__init__(prompt, seed)
+        self.chance = random.Random(f"{seed} {prompt.question} chance")
+        self._may_fail(0.03)
+
+    def reply(self, turn: Turn) -> Reply | None:
+        self._may_fail(0.05)
+        time.sleep(0.01 * self.chance.random())
+        if self.chance.random() < 0.01:
+            os._exit(3)
+        if self.chance.random() < 0.01:
+            time.sleep(600)
+        return super().reply(turn)
+
+    def grade(self) -> float:
+        self._may_fail(0.03)
+        return super().grade()
+
+    def _may_fail(self, share: float) -> None:
+        if self.chance.random() < share:
+            raise RuntimeError("the service is down")
+
+
+class WildTools(Echo):
+    """A class in TRL's form whose tool raises for some arguments, and takes its time; some do not begin or end."""
+
+    def reset(self, seed: int = 0, **row) -> str:
+        self.chance = random.Random(seed)
+        self._may_fail(0.1)
+        super().reset()
+        return f"Echo {self.chance.randint(1, 9)}."
+
+    async def echo(self, message: str) -> str:
+        """Echo a message.
+
+        Args:
+            message: what to echo.
+        """
+        await asyncio.sleep(0.01 * self.chance.random())
+        if len(message) % 3 == 0:
+            raise ValueError("wrong arguments")
+        return super().echo(message)
+
+    async def get_reward(self) -> float:
+        self._may_fail(0.1)
+        return self.reward
+
+    _may_fail = Wild._may_fail

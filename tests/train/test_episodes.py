@@ -2,21 +2,25 @@
 
 import contextlib
 import os
+import random
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from processes import below
 from scripted import Echo
-from tiny_runs import make_config, merged, recipe_of, sizes
+from tiny_runs import make_config, merged, recipe_of, sizes, weights_of
 
 import podium
 from podium.observe.records import read_metrics, read_samples
-from podium.observe.run_dir import METRICS, SAMPLES
+from podium.observe.run_dir import LENGTHS, METRICS, SAMPLES
 from podium.rollout.request import RolloutStats
 from podium.rollout.transcript import Transcript
 from podium.tasks.conversation import ToolCall
+from podium.tasks.environments import ENDED
 from podium.tasks.tool_calls import Calls
 from podium.train.dialogue import Dialogue
 from podium.train.generate import AnswerSettings, FailingEnvironmentError, Group, Rollouts
@@ -306,6 +310,65 @@ def test_an_environment_in_processes_survives_one_that_is_killed(talk):
         assert any("its environment ended" in failure for failure in rollouts.held.failures)
     expected, _, _ = answered(talk())
     assert tokens_of(groups) == tokens_of(expected)
+
+
+@pytest.mark.parametrize("rounds", [5, pytest.param(50, marks=pytest.mark.long)])
+def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
+    """Forty a round. Tools and environments raise, hang and end their processes; every other round is broken off."""
+    monkeypatch.setattr(Dialogue, "read", call_of_everything)
+    wild = [
+        {"name": "arithmetic", "environment": "scripted:Wild"},
+        {"environment": "scripted:WildTools", "options": {"episodes": 100, "eval_episodes": 2}},
+    ]
+    failing = {"workers": 2, "retries": 1, "timeout_s": 5.0, "max_failed": 1.0}
+    config = talk(tasks=wild, environments=failing, rollout={"cache_tokens": 96})
+    before, draw, seen = below(os.getpid()), random.Random(0), Counter()
+    with opened(config) as rollouts:
+        settings = AnswerSettings(sampling=rollouts.spec.sampling, completions=4)
+        for number in range(rounds):
+            left = draw.randrange(2, 40) if number % 2 else 10**9
+
+            def poll(left: list[int] = [left]) -> None:  # noqa: B006
+                left[0] -= 1
+                if not left[0]:
+                    raise KeyboardInterrupt
+
+            rollouts._poll = poll
+            with contextlib.suppress(KeyboardInterrupt):
+                groups, stats = rollouts.answer(rollouts.feed.next(10), settings)
+                seen["evicted"] += stats.evicted + stats.preempted
+                seen.update(transcript.finish_reason for group in groups for transcript in group.transcripts)
+                seen["ended"] += sum(ENDED in each for each in rollouts.held.failures)
+                seen["wrong"] += sum(ran.error for ran in rollouts.held.ran)
+            assert rollouts.engine.keys == [] and rollouts.engine.pages_used == 0 and not rollouts.engine.busy
+            assert not rollouts.environments._homes and not rollouts.environments._deadlines
+    assert all(seen[each] for each in ("evicted", "stop", "length", "failed", "ended", "wrong")), seen
+    assert below(os.getpid()) == before
+
+
+@pytest.mark.parametrize("polls", [1, 4])
+def test_a_run_broken_off_while_tools_run_continues_as_if_nothing_had_happened(talk, tmp_path, monkeypatch, polls):
+    """As after a kill in step 2: what was drawn of it is drawn again."""
+    saving = {"rollout": {"reproducible": True}, "checkpoint": {"every_steps": 1}, "environments": {"workers": 2}}
+    quiet = {"eval": {"at_start": False, "at_end": False}, "steps": 3}
+    config, other = (talk("Slow", **merged(saving, quiet), runs_dir=str(tmp_path / name)) for name in ("one", "two"))
+    assert train(config, plain=True) == 0
+    poll, left = Rollouts._poll, [polls]
+
+    def break_off(rollouts: Rollouts) -> None:
+        poll(rollouts)
+        left[0] -= rollouts._version == 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Rollouts, "_poll", break_off)
+    with pytest.raises(KeyboardInterrupt):
+        train(other, plain=True)
+    monkeypatch.undo()
+    assert train(other, plain=True) == 0
+    one, two = tmp_path / "one" / "run", tmp_path / "two" / "run"
+    assert weights_of(one) == weights_of(two)
+    assert all((one / name).read_bytes() == (two / name).read_bytes() for name in (SAMPLES, LENGTHS))
 
 
 def test_credit_of_turns_is_the_hand_computed_advantage_of_each_token(talk, tmp_path):
