@@ -19,10 +19,11 @@ from podium.certify.naive import Sequences
 from podium.certify.naive_rules import RULES, Rules
 from podium.certify.naive_step import optimizer_steps
 from podium.certify.result import Check
-from podium.certify.subject import MAX_NEW_TOKENS, Subject, episodes_of
+from podium.certify.subject import Subject, episodes_of
 from podium.certify.updates import Form, Updates, sizes_of
 from podium.sharding import Params
 from podium.train.batch import Batch
+from podium.train.generate import Group
 from podium.train.prepare import prepare_step
 from podium.train.scorers import make_scorers
 
@@ -56,7 +57,8 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
     own = _usable(Variant(subject.recipe, subject.rules))
     pairs = [(form, each) for form in FORMS for each in own]
     pairs += [(FORMS[-1], each) for each in variants()]
-    compared = [Compared(updates, form, each) for form, each in pairs]
+    compared = [Compared(updates, form, each, subject.groups) for form, each in pairs]
+    compared += [Compared(updates, FORMS[-1], each, subject.failing_groups) for each in variants() if _may_fail(each)]
     yield Check(
         name="mask",
         claim="the trained positions are those of completions, not shifted",
@@ -93,7 +95,7 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
     )
     yield Check(
         name="advantages",
-        claim="each token has the advantage that the recipe's formula gives its episode",
+        claim="each token has the advantage that the recipe's formula gives its episode, or its turn",
         difference=max(each.errors.advantage for each in compared),
         after=(*placed, "scores"),
     )
@@ -112,6 +114,14 @@ def variants() -> Iterator[Variant]:
     yield _variant("grpo", {"std": "batch", "std_ddof": 0, "std_eps": 0.1, "kl": "k3", "kl_coef": 0.1})
     for name in ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"):
         yield _variant(name, {**halves, "kl": "k1_reward", "kl_coef": 0.05})
+    for name in ("grpo", "dr_grpo", "rloo", "gspo"):
+        yield _variant(name, {**halves, "credit": "turn", "gamma": 0.5})
+    yield _variant("dapo", {**halves, "zero_variance": "drop", "credit": "turn"})
+
+
+def _may_fail(variant: Variant) -> bool:
+    """Whether the recipe is checked with an episode that fails: once for each way to compute advantages."""
+    return variant.rules.kl == "none" and variant.rules.old_logprobs == "sampler"
 
 
 def _variant(name: str, changes: Mapping[str, Any]) -> Variant:
@@ -134,11 +144,11 @@ def _usable(own: Variant) -> list[Variant]:
 class Compared:
     """The batches that the trainer makes of a step, beside those of the naive implementation."""
 
-    def __init__(self, updates: Updates, form: Form, variant: Variant) -> None:
+    def __init__(self, updates: Updates, form: Form, variant: Variant, groups: list[Group]) -> None:
         """Prepare the step both ways."""
         subject = updates.subject
-        self._batches = list(_prepared(updates, form, variant.recipe))
-        self._expected = [_predictions(each, variant.rules) for each in _naive_steps(subject, variant.rules)]
+        self._batches = list(_prepared(updates, form, variant.recipe, groups))
+        self._expected = [_predictions(each, variant.rules) for each in _naive_steps(subject, variant.rules, groups)]
         self._found = [_trained(batch, variant.rules) for batch in self._batches]
 
     @property
@@ -190,8 +200,8 @@ def table(positions: np.ndarray, targets: np.ndarray, which: float) -> np.ndarra
     return (-2 - np.sin(1.7 * positions + 0.37 * targets + 2.1 * which)).astype(np.float32)
 
 
-def _prepared(updates: Updates, form: Form, recipe: Recipe) -> Sequence[Batch]:
-    """The batches that the trainer makes of the subject's groups, scored by `table`."""
+def _prepared(updates: Updates, form: Form, recipe: Recipe, groups: list[Group]) -> Sequence[Batch]:
+    """The batches that the trainer makes of groups, scored by `table`."""
     settings, _ = updates.programs(form)
 
     def score(params: Params, batch: Batch) -> jax.Array:
@@ -199,9 +209,9 @@ def _prepared(updates: Updates, form: Form, recipe: Recipe) -> Sequence[Batch]:
         return jnp.asarray(table(np.asarray(batch.positions), np.asarray(batch.targets), float(which)))
 
     batches, _ = prepare_step(
-        updates.subject.groups,
+        groups,
         recipe,
-        sizes_of(form),
+        sizes_of(form, updates.subject),
         rules=settings.computing,
         scorers=make_scorers(recipe, settings, score, {"table": jnp.float32(REFERENCE)}),
         policy={"table": jnp.float32(POLICY)},
@@ -209,7 +219,7 @@ def _prepared(updates: Updates, form: Form, recipe: Recipe) -> Sequence[Batch]:
     return batches
 
 
-def _naive_steps(subject: Subject, rules: Rules) -> list[Sequences]:
+def _naive_steps(subject: Subject, rules: Rules, groups: list[Group]) -> list[Sequences]:
     room = subject.room
 
     def model(which: float, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -219,9 +229,9 @@ def _naive_steps(subject: Subject, rules: Rules) -> list[Sequences]:
 
     return optimizer_steps(
         rules,
-        [episodes_of(group) for group in subject.groups],
+        [episodes_of(group) for group in groups],
         room,
-        max_new_tokens=MAX_NEW_TOKENS,
+        max_new_tokens=subject.longest,
         policy=lambda tokens, starts: model(POLICY, tokens, starts),
         reference=lambda tokens, starts: model(REFERENCE, tokens, starts),
     )
@@ -236,7 +246,7 @@ def _predictions(step: Sequences, rules: Rules) -> dict[Prediction, Values]:
         cell = (position, before, target, float(np.float32(step.sampled_logprobs[row, own])))
         found[cell] = Values(
             weight=float(step.weights[row, own]),
-            advantage=float(step.advantages[row]),
+            advantage=float(step.advantages[row, own]),
             old=float(step.old_logprobs[row, own]) if _keeps_old(rules) else 0.0,
             reference=float(step.reference_logprobs[row, own]) if rules.kl in ("k2", "k3", "k3+") else 0.0,
         )

@@ -133,7 +133,15 @@ def update_checks(updates: Updates) -> Iterator[Check]:
         return  # their advantage is 1, whatever their reward
     if recipe.kl != "none" or recipe.entropy_bonus:
         updates = Updates(subject, dataclasses.replace(recipe, kl="none", kl_coef=0.0, entropy_bonus=0.0))
-    equal = [make_group(n, each.transcripts, [0.5] * COMPLETIONS) for n, each in enumerate(subject.groups)]
+    equal = [
+        make_group(
+            n,
+            group.transcripts,
+            [0.5] * COMPLETIONS,
+            [(0.5, *[0.0] * (each.num_turns - 1)) for each in group.transcripts],
+        )
+        for n, group in enumerate(subject.groups)
+    ]
     (still,) = updates.run(UNPACKED, groups=equal)
     yield Check(
         name="zero advantage",
@@ -165,6 +173,9 @@ def _forms(subject: Subject) -> Iterator[tuple[str, str, tuple[str, ...], Form]]
     yield "packing", "in rows of several sequences", (), Form(packing="sequences")
     yield "shared prompts", "with one copy of each prompt", ("packing",), PACKED
     packed = ("packing", "shared prompts")
+    if subject.decoder.choices:
+        replaying = Form(train={**PLAIN, "replay_routing": True})
+        yield "replayed experts", "when tokens go to the experts that the sampler chose for them", packed, replaying
     for mesh in meshes_of(subject, MESHES):
         yield f"devices {_split(mesh)}", f"on {mesh.size} devices", (), Form(packing="none", devices=mesh)
     for mesh in meshes_of(subject, SPLIT_ROWS):

@@ -5,6 +5,7 @@ own gradient. So every difference belongs to one step and one part, and rounding
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -16,10 +17,12 @@ from podium.certify.naive_rules import Rules
 from podium.certify.naive_step import Episode, padded_tokens
 from podium.certify.result import BAR, Check
 from podium.certify.subject import MAX_NEW_TOKENS, OVERLONG_TOKENS, Arrays, Subject, episodes_of, make_subject
+from podium.certify.talk import is_right, weighted
 from podium.certify.task import STOP, LetterBackend, Numbers, grade, letters
-from podium.certify.training import Step, Training, watch_training, with_other_options
+from podium.certify.training import Ledger, Step, Training, watch_training, with_other_options
 from podium.certify.updates import Updates, gradient_difference, loss_difference, naive_update, weight_difference
 from podium.models.params import trained_specs
+from podium.rollout.transcript import Transcript
 from podium.tasks.task import TaskSource
 from podium.train.generate import Group
 
@@ -37,8 +40,16 @@ def training_checks(updates: Updates) -> Iterator[Check]:
     """
     subject = make_subject(updates.subject.user) if updates.subject.full else updates.subject
     training = watch_training(subject)
+    talk = ("conversations",) if subject.converses else ()
+    if talk:
+        yield Check(
+            name="conversations",
+            claim="every conversation is, token for token, what the engine was given and drew, and nothing else",
+            difference=float(_unlike_the_engine(training)),
+            bar=0,
+        )
     if not subject.recipe.demonstrations:
-        yield from _sampling_checks(subject, training)
+        yield from _sampling_checks(subject, training, talk)
     yield Check(
         name="episodes",
         claim="every episode answers its own prompt, ends where it must, and has the reward of its text",
@@ -46,6 +57,7 @@ def training_checks(updates: Updates) -> Iterator[Check]:
             sum(_wrong_episodes(subject, training, *each) for each in _groups(training)) + _repeated(subject, training)
         ),
         bar=0,
+        after=talk,
     )
     pairs = _optimizer_steps(subject, training)
     yield Check(
@@ -132,7 +144,7 @@ class _Drawn:
     """True for tokens that this version of the weights drew, [S, n]."""
 
 
-def _sampling_checks(subject: Subject, training: Training) -> Iterator[Check]:
+def _sampling_checks(subject: Subject, training: Training, talk: tuple[str, ...]) -> Iterator[Check]:
     drawn = [each for number in range(len(training.steps)) for each in _drawn(subject, training, number)]
     largest = max(float(np.abs(each.naive.logprobs[each.used]).max()) for each in drawn)
     errors = [float(np.abs(each.sampled - each.naive.logprobs)[each.used].max()) for each in drawn]
@@ -140,7 +152,7 @@ def _sampling_checks(subject: Subject, training: Training) -> Iterator[Check]:
         name="hand-over",
         claim="after every update, a sampled token's log-probability is that of the weights that drew it",
         difference=max(errors) / largest,
-        after=(*OF_MODEL, "sampler"),
+        after=(*OF_MODEL, "sampler", *talk),
     )
     rollout = training.config.rollout
     if rollout.top_k or rollout.top_p < 1 or rollout.min_p:
@@ -168,7 +180,8 @@ def _drawn(subject: Subject, training: Training, number: int) -> Iterator[_Drawn
         transcripts = [each for group in own for each in group.transcripts]
         for row, (episode, transcript) in enumerate(zip(episodes, transcripts, strict=True)):
             sampled[row, : len(episode.logprobs)] = episode.logprobs
-            versions[row, : len(episode.logprobs)] = transcript.spans[1].versions
+            drew = _versions(transcript)[: len(episode.drawn)]
+            versions[row, : len(drew)] = np.where(episode.drawn, drew, -1)
         for version in np.unique(versions[versions >= 0]).astype(int).tolist():
             naive = subject.naive_scores(tokens, starts, training.version(version))
             yield _Drawn(sampled=sampled, naive=naive, used=versions == version)
@@ -188,17 +201,35 @@ def _wrong_episodes(subject: Subject, training: Training, number: int, group: Gr
     known = {each.id: each for each in Numbers(TaskSource(), vocab=subject.decoder.vocab).prompts("train")}
     encode = LetterBackend().encode
     wrong = 0
-    for episode, transcript in zip(episodes_of(group), group.transcripts, strict=True):
-        versions = transcript.spans[1].versions
+    for episode, transcript, reward in zip(episodes_of(group), group.transcripts, group.rewards, strict=True):
+        versions = _versions(transcript)[: len(episode.drawn)][np.array(episode.drawn, bool)]
         oldest = number - training.config.rollout.max_staleness
         right = episode.prompt == tuple(encode(known[asked].question))
-        if subject.recipe.demonstrations:
+        if subject.converses:
+            right &= is_right(subject, training, asked, transcript, reward)
+        elif subject.recipe.demonstrations:
             right &= episode.tokens == (*encode(known[asked].answer), 0) and episode.reward == 1.0
         else:
-            right &= _ends_rightly(episode) and all(oldest <= version <= number for version in versions)
+            right &= _ends_rightly(episode)
             right &= abs(episode.reward - _reward(training, asked, episode)) < 1e-6
+        if not subject.recipe.demonstrations:
+            right &= all(oldest <= version <= number for version in versions)
         wrong += not right
     return wrong
+
+
+def _versions(transcript: Transcript) -> np.ndarray:
+    """The weight version of each token after the prompt, [n]."""
+    return np.concatenate([span.versions for span in transcript.spans[1:]])
+
+
+def _unlike_the_engine(training: Training) -> int:
+    """Number of trained conversations that the engine did not hold, token for token."""
+    held = Counter(training.ledgers)
+    steps = [*training.steps, training.resumed]
+    trained = [each for step in steps for group in step.groups for each in group.transcripts]
+    found = Counter(Ledger(tuple(each.tokens.tolist()), tuple(each.mask.tolist())) for each in trained)
+    return sum((found - held).values())
 
 
 def _repeated(subject: Subject, training: Training) -> int:
@@ -226,9 +257,7 @@ def _ends_rightly(episode: Episode) -> bool:
 def _reward(training: Training, asked: str, episode: Episode) -> float:
     """The reward of an answer: the weighted sum of its grade and DAPO's overlong penalty (arXiv:2503.14476)."""
     over = len(episode.tokens) - (MAX_NEW_TOKENS - OVERLONG_TOKENS)
-    parts = {"correct": grade(asked, letters(episode.tokens)), "length": -min(1.0, max(0.0, over / OVERLONG_TOKENS))}
-    (task,) = training.config.tasks
-    return sum(weight * parts[name] for name, weight in task.rewards.items())
+    return weighted(training, grade(asked, letters(episode.tokens)), over)
 
 
 def _gradient_error(subject: Subject, step: Step, expected: Sequence[Sequences]) -> float:

@@ -41,7 +41,7 @@ class Sequences:
     starts: jax.Array  # [S] int32, length of the prompt
     valid: jax.Array  # [S, n] bool, which tokens after the prompt are trained on
     weights: jax.Array  # [S, n], what each token's loss is multiplied by
-    advantages: jax.Array  # [S]
+    advantages: jax.Array  # [S, n]
     sampled_logprobs: jax.Array  # [S, n]
     old_logprobs: jax.Array  # [S, n], of the trainer before the step's first update
     reference_logprobs: jax.Array  # [S, n], of the first model; 0 without a KL
@@ -206,7 +206,7 @@ def policy_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> ja
     Formulas: PPO's clipped surrogate (arXiv:1707.06347), dual clip (arXiv:1912.09729), GSPO (arXiv:2507.18071), CISPO
     (arXiv:2506.13585) and REINFORCE (Williams, 1992).
     """
-    A, sampled = sequences.advantages[:, None], sequences.sampled_logprobs
+    A, sampled = sequences.advantages, sequences.sampled_logprobs
     old = sampled if rules.old_logprobs == "sampler" else sequences.old_logprobs
     lowest, highest = 1 - rules.clip_low, 1 + rules.clip_high
     if rules.loss == "reinforce":

@@ -40,6 +40,8 @@ class Rules:
     mask_truncated: bool = False
     zero_variance: Literal["keep", "drop", "refill"] = "keep"
     max_refills: int = 3
+    credit: Literal["episode", "turn"] = "episode"
+    gamma: float = 1.0
     updates_per_batch: int = 1
     minibatches: int = 1
 

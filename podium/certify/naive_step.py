@@ -1,6 +1,7 @@
 """Naive form of preparing a step: from graded episodes to kept groups, advantages, token weights and minibatches.
 
-Plain numpy in float64. Shapes: N prompts with G episodes each; at most n tokens follow a prompt.
+Plain numpy in float64. Shapes: N prompts with G episodes each; at most n tokens follow a prompt. The reward of an
+episode that failed for a reason that is not the model's is NaN: it is in no mean.
 """
 
 import dataclasses
@@ -27,9 +28,18 @@ class Episode:
     """Whether the model drew each of `tokens`; the others came from an environment."""
     logprobs: tuple[float, ...]
     """The sampler's log-probability of each token, before top-k, top-p and min-p; 0 for tokens it did not draw."""
+    turns: tuple[int, ...]
+    """The turn of each of `tokens`: how often the model had answered before."""
     truncated: bool
-    """Whether it was cut at the maximum length."""
+    """Whether a limit ended it."""
     reward: float
+    turn_rewards: tuple[float, ...] = ()
+    """What each turn earned, in a conversation; empty: it has one turn, which earned `reward`."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it failed for a reason that is not the model's."""
+        return bool(np.isnan(self.reward))
 
 
 class Room(NamedTuple):
@@ -59,7 +69,7 @@ def optimizer_steps(
         policy: the policy before the step's first update.
         reference: the frozen first model; None if the algorithm has no KL.
     """
-    kept = [group for group in groups if rules.zero_variance == "keep" or not _equal(group)]
+    kept = [group for group in groups if rules.zero_variance == "keep" or not _equal(rules, group)]
     if not kept:
         return []
     flat = [episode for group in kept for episode in group]
@@ -73,15 +83,20 @@ def optimizer_steps(
     if rules.kl == "k1_reward":
         charged = np.sum((sampled - from_reference) * trained, axis=1)[: len(flat)]
         rewards = rewards - rules.kl_coef * charged.reshape(shape)
-    advantages = np.zeros(room.episodes)
-    advantages[: len(flat)] = advantages_of(rules, rewards, lengths[: len(flat)].reshape(shape)).ravel()
+    advantages = np.zeros(trained.shape)  # [S, n]
+    if rules.credit == "turn":
+        advantages[: len(flat)] = _of_turns(rules, kept, trained[: len(flat)])
+    else:
+        found = advantages_of(rules, rewards, lengths[: len(flat)].reshape(shape))
+        advantages[: len(flat)] = found.reshape(-1, 1)
     old = policy(tokens, starts) if rules.old_logprobs == "trainer" else sampled
 
     made = []
     for first, end in minibatch_bounds(len(kept), rules.minibatches):
         own = slice(first * shape[1], end * shape[1])
         weights = np.zeros(trained.shape)
-        weights[own] = token_weights(rules, trained[own], max_new_tokens)
+        failed = sum(episode.failed for episode in flat[own])
+        weights[own] = token_weights(rules, trained[own], max_new_tokens, failed=failed)
         if weights.any():
             made.append(
                 Sequences(
@@ -99,36 +114,67 @@ def optimizer_steps(
 
 
 def advantages_of(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Advantages [N, G] by `rules.advantage`, from rewards and numbers of trained tokens, [N, G] each."""
-    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    """Advantages [N, G] by `rules.advantage`, from rewards and numbers of trained tokens, [N, G] each; 0 without."""
+    count = np.maximum(np.sum(~np.isnan(rewards), axis=1, keepdims=True), 1)  # [N, 1]
+    total = np.nansum(rewards, axis=1, keepdims=True)
+    centred = rewards - total / count
     match rules.advantage:
         case "reward":
-            return rewards
+            found = rewards
         case "batch_mean":
-            return rewards - rewards.mean()
+            found = rewards - np.nanmean(rewards)
         case "leave_one_out":
-            others = rewards.shape[1] - 1
-            return rewards - (rewards.sum(axis=1, keepdims=True) - rewards) / others
+            found = rewards - (total - rewards) / np.maximum(count - 1, 1)
         case "maxrl":
-            mean = rewards.mean(axis=1, keepdims=True)
-            return np.where(mean > 0, centred / np.where(mean > 0, mean, 1.0), 0.0)
+            found = np.where(total > 0, centred / np.where(total > 0, total / count, 1.0), 0.0)
         case "whitened":
-            return _whitened(rewards, lengths, rules.std_eps)
+            found = _whitened(rewards, lengths, rules.std_eps)
         case "whitened_groups":
-            return _whitened(centred, lengths, rules.std_eps)
+            found = _whitened(centred, lengths, rules.std_eps)
         case "group":
-            return centred / _deviation(rules, rewards)
+            found = centred / _deviation(rules, rewards)
         case own:
-            return np.asarray(own(rewards.astype(np.float32), lengths), np.float64)
+            found = np.asarray(own(rewards.astype(np.float32), lengths), np.float64)
+    return np.nan_to_num(found)
 
 
-def token_weights(rules: Rules, trained: np.ndarray, max_new_tokens: int) -> np.ndarray:
+def _of_turns(rules: Rules, groups: Sequence[Sequence[Episode]], trained: np.ndarray) -> np.ndarray:
+    """The advantage of each token, [N * G, n]: that of the return from its turn on, among those who had that turn.
+
+    `trained` [N * G, n] says which tokens are trained. A turn that one episode of its group alone reached has 0.
+    """
+    flat = [episode for group in groups for episode in group]
+    returns = [_returns(rules, episode) for episode in flat]
+    found = np.zeros(trained.shape)
+    for turn in range(max(map(len, returns))):
+        own = np.array([each[turn] if turn < len(each) else np.nan for each in returns])  # [N * G]
+        cells = np.zeros(trained.shape, bool)
+        for row, episode in enumerate(flat):
+            cells[row, : len(episode.turns)] = np.array(episode.turns) == turn
+        shape = (len(groups), len(groups[0]))
+        rewards = own.astype(np.float32).astype(np.float64).reshape(shape)
+        of_turn = advantages_of(rules, rewards, (cells & trained).sum(axis=1).reshape(shape))
+        compared = np.sum(~np.isnan(rewards), axis=1, keepdims=True) > 1
+        found += np.where(compared, of_turn, 0.0).reshape(-1, 1) * cells
+    return found
+
+
+def _returns(rules: Rules, episode: Episode) -> list[float]:
+    """The discounted sum of the rewards from each turn on."""
+    earned = episode.turn_rewards or (episode.reward,)
+    return [
+        sum(rules.gamma ** (later - turn) * earned[later] for later in range(turn, len(earned)))
+        for turn in range(len(earned))
+    ]
+
+
+def token_weights(rules: Rules, trained: np.ndarray, max_new_tokens: int, *, failed: int = 0) -> np.ndarray:
     """The weight of each token's loss, [S, n], given which tokens an optimizer step trains, [S, n] bool.
 
     The weights of an optimizer step sum to 1 with `mean="token"`, and with `mean="sequence"` to the share of episodes
-    that have a trained token.
+    that have a trained token. Episodes that `failed` do not count.
     """
-    episodes, lengths = len(trained), trained.sum(axis=1, keepdims=True)
+    episodes, lengths = max(len(trained) - failed, 1), trained.sum(axis=1, keepdims=True)
     if rules.mean == "token":
         return trained / max(trained.sum(), 1)
     return trained / (episodes * (np.maximum(lengths, 1) if rules.mean == "sequence" else max_new_tokens))
@@ -155,14 +201,19 @@ def padded_tokens(episodes: Sequence[Episode], room: Room) -> tuple[np.ndarray, 
     return tokens, starts
 
 
-def _equal(group: Sequence[Episode]) -> bool:
-    """Whether all rewards of a group are equal in float32."""
-    return len({float(np.float32(each.reward)) for each in group}) == 1
+def _equal(rules: Rules, group: Sequence[Episode]) -> bool:
+    """Whether all rewards of a group, or all returns of each turn, are equal in float32, or only one is left."""
+    known = [episode for episode in group if not episode.failed]
+    if rules.credit == "episode":
+        return len({float(np.float32(each.reward)) for each in known}) <= 1
+    returns = [_returns(rules, episode) for episode in known]
+    turns = max(map(len, returns), default=0)
+    return all(len({float(np.float32(own[turn])) for own in returns if turn < len(own)}) <= 1 for turn in range(turns))
 
 
 def _trained(rules: Rules, episodes: Sequence[Episode], room: Room) -> np.ndarray:
-    """The tokens to train on, [S, n] bool: those that the model drew, except in masked episodes."""
-    masked = [rules.mask_truncated and each.truncated for each in episodes]
+    """The tokens to train on, [S, n] bool: those that the model drew, except in masked and failed episodes."""
+    masked = [each.failed or (rules.mask_truncated and each.truncated) for each in episodes]
     drawn = [() if out else each.drawn for each, out in zip(episodes, masked, strict=True)]
     return _padded(drawn, room) > 0
 
@@ -180,14 +231,15 @@ def _deviation(rules: Rules, rewards: np.ndarray) -> np.ndarray | float:
     if rules.std == "none":
         return 1.0
     axis = None if rules.std == "batch" else 1
-    count = rewards.size if rules.std == "batch" else rewards.shape[1]
-    squares = (rewards - rewards.mean(axis=axis, keepdims=True)) ** 2
-    return np.sqrt(squares.sum(axis=axis, keepdims=True) / (count - rules.std_ddof)) + rules.std_eps
+    count = np.maximum(np.sum(~np.isnan(rewards), axis=axis, keepdims=True), 1)
+    squares = (rewards - np.nansum(rewards, axis=axis, keepdims=True) / count) ** 2
+    freedom = np.maximum(count - rules.std_ddof, 1)
+    return np.sqrt(np.nansum(squares, axis=axis, keepdims=True) / freedom) + rules.std_eps
 
 
 def _whitened(returns: np.ndarray, lengths: np.ndarray, eps: float) -> np.ndarray:
     """Whiten returns [N, G] with mean and standard deviation over tokens, each of which has its episode's return."""
-    by_token = np.repeat(returns.ravel(), lengths.ravel().astype(int))
+    by_token = np.repeat(returns.ravel(), lengths.ravel().astype(int))  # failed episodes have no token
     if not len(by_token) or by_token.max() == by_token.min():
         return np.zeros(returns.shape)
     return (returns - by_token.mean()) / (by_token.std() + eps)

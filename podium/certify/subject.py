@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -14,9 +15,9 @@ from podium.algorithms.recipes import Recipe, make_recipe
 from podium.certify.naive import Scores, Sequences, Weights, in_float64, scores
 from podium.certify.naive_rules import Rules, rules_of
 from podium.certify.naive_step import Episode, Room, optimizer_steps
-from podium.certify.task import LONGEST_QUESTION, NAME, STOP, LetterBackend
+from podium.certify.task import CONVERSATIONS, LONGEST_QUESTION, LONGEST_REPLY, NAME, STOP, TURNS, LetterBackend
 from podium.config.imports import is_path
-from podium.config.schema import Config, GradingConfig, TaskConfig
+from podium.config.schema import Config, EnvironmentsConfig, GradingConfig, LimitsConfig, TaskConfig
 from podium.models.architecture import DecoderConfig, ModelError
 from podium.models.blocks.attention import Attention
 from podium.models.blocks.experts import Experts
@@ -29,7 +30,9 @@ from podium.rollout.request import Completion, Request
 from podium.rollout.transcript import Transcript, transcript_of
 from podium.run.resolve import resolve_recipe, resolve_rollout, sampling_params
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
+from podium.tasks.environment_forms import conversing
 from podium.tasks.mixture import TaskPrompt
+from podium.tasks.task import FAILED as FAILED_REWARD
 from podium.tasks.task import Prompt, Reward
 from podium.train.generate import Group, Rollouts
 from podium.train.platform import machine_of
@@ -43,6 +46,8 @@ MAX_NEW_TOKENS = 16
 """The setting in the subject's config; completions of `Subject.groups` have at most LONGEST tokens."""
 ROW_TOKENS = 28
 """Tokens per row of a batch; most rows hold several sequences."""
+LONGEST_CONVERSATION = LONGEST_QUESTION + 2 * MAX_NEW_TOKENS + LONGEST_REPLY
+"""Tokens of the longest conversation in the run that is watched: some are cut before their last turn."""
 SPREAD = 10.0  # times the initial standard deviation, so that predictions and attention are not nearly uniform
 TINY_WINDOW = 5  # positions: shorter than most sequences
 NOISE = 0.3  # nat between a recorded log-probability and the sampler's, so that ratios lie on both sides of a clip
@@ -52,7 +57,8 @@ OVERLONG_TOKENS = 6  # last tokens before MAX_NEW_TOKENS, over which the length 
 REWARDS = {"correct": 0.8, "length": 0.3}
 SPAN_ARRAYS = ("tokens", "sampled_logprobs", "full_logprobs", "versions")
 ALIKE = 1  # index of the group whose completions all have the same reward
-TURNS = 2  # index of the group in which one episode contains an environment's reply
+TALK = 2  # index of the group whose longer episodes contain an environment's replies
+FAILED = 3  # index of the group in which an episode fails, in the checks of batches
 
 Arrays = dict[str, np.ndarray]
 
@@ -125,8 +131,8 @@ class Subject:
     def groups(self) -> list[Group]:
         """The graded groups of one step, with the special cases that updates must handle.
 
-        Groups have different reward sums. In one group all rewards are equal, one episode contains an environment's
-        reply, and one completion was cut at the maximum length.
+        Groups have different reward sums. In one group all rewards are equal, in one the longer episodes are
+        conversations of up to three turns, and one completion was cut at the maximum length.
         """
         random = np.random.default_rng(2)
         groups = []
@@ -135,13 +141,35 @@ class Subject:
             transcripts = [transcript_of(prompt, _with_noise(each, random)) for each in completions]
             if index == ALIKE:
                 rewards[:] = rewards[0]
-            if index == TURNS:
-                longest = max(range(len(transcripts)), key=lambda own: transcripts[own].num_drawn)
-                transcripts[longest] = _with_a_reply(transcripts[longest])
+            turns: list[tuple[float, ...]] = [() for _ in transcripts]
+            if index == TALK:
+                transcripts = [_with_replies(each) for each in transcripts]
+                turns = [
+                    _divided(float(reward), each.num_turns) for reward, each in zip(rewards, transcripts, strict=True)
+                ]
             if index == len(self.prompts) - 1:
                 transcripts[-1] = dataclasses.replace(transcripts[-1], finish_reason="length")
-            groups.append(make_group(index, transcripts, rewards))
+            groups.append(make_group(index, transcripts, rewards, turns))
         return groups
+
+    @property
+    def failing_groups(self) -> list[Group]:
+        """The same groups, with one episode that failed for a reason that is not the model's."""
+        *others, group = self.groups
+        assert len(others) == FAILED, "the last group has one that fails"
+        (first, *rest), (_, *rewards) = group.transcripts, group.rewards
+        first = dataclasses.replace(first, finish_reason="failed")
+        return [*others, dataclasses.replace(group, transcripts=[first, *rest], rewards=[FAILED_REWARD, *rewards])]
+
+    @property
+    def converses(self) -> bool:
+        """Whether a task of the user's config has conversations; then the run that is watched has them."""
+        return self.config.rollout.max_episode_tokens is not None
+
+    @property
+    def longest(self) -> int:
+        """The longest completion or conversation, in tokens: the denominator of `mean: constant`."""
+        return self.config.rollout.max_episode_tokens or MAX_NEW_TOKENS
 
     @property
     def room(self) -> Room:
@@ -149,7 +177,7 @@ class Subject:
         return Room(
             episodes=self.config.prompts_per_step * self.config.group_size,
             prompt=LONGEST_PROMPT,
-            continuation=MAX_NEW_TOKENS,
+            continuation=self.longest,
         )
 
     @functools.cached_property
@@ -166,7 +194,7 @@ class Subject:
             rules,
             [episodes_of(group) for group in groups],
             self.room,
-            max_new_tokens=MAX_NEW_TOKENS,
+            max_new_tokens=self.longest,
             policy=lambda tokens, starts: self.naive_scores(tokens, starts, weights).logprobs,
             reference=None
             if reference is None
@@ -193,10 +221,10 @@ class Subject:
 
 def episodes_of(group: Group) -> list[Episode]:
     """Convert a group's transcripts and rewards to episodes of the naive implementation."""
-    return [_episode(each, float(reward.total)) for each, reward in zip(group.transcripts, group.rewards, strict=True)]
+    return [_episode(each, reward) for each, reward in zip(group.transcripts, group.rewards, strict=True)]
 
 
-def _episode(transcript: Transcript, reward: float) -> Episode:
+def _episode(transcript: Transcript, reward: Reward) -> Episode:
     prompt, *spans = transcript.spans
     while spans and spans[-1].source != "drawn":
         spans.pop()
@@ -205,8 +233,14 @@ def _episode(transcript: Transcript, reward: float) -> Episode:
         tokens=tuple(token for span in spans for token in span.tokens.tolist()),
         drawn=tuple(span.source == "drawn" for span in spans for _ in span.tokens),
         logprobs=tuple(logprob for span in spans for logprob in span.full_logprobs.tolist()),
-        truncated=transcript.finish_reason == "length",
-        reward=reward,
+        turns=tuple(
+            sum(each.source == "drawn" for each in spans[:place])
+            for place, span in enumerate(spans)
+            for _ in span.tokens
+        ),
+        truncated=transcript.finish_reason != "stop",
+        reward=float(reward.total),
+        turn_rewards=reward.turns,
     )
 
 
@@ -228,7 +262,8 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
     recipe = resolve_recipe(config)
     rules = _rules_of_own(recipe) if is_path(config.algorithm.recipe) else rules_of(config.algorithm)
     charged = rules.advantage != "maxrl"  # its rewards must not be negative
-    task = TaskConfig(name=NAME, options={"vocab": decoder.vocab}, rewards=REWARDS if charged else {"correct": 0.8})
+    name = NAME if config.rollout.max_episode_tokens is None else CONVERSATIONS
+    task = TaskConfig(name=name, options={"vocab": decoder.vocab}, rewards=REWARDS if charged else {"correct": 0.8})
     config = config.model_copy(update={"tasks": [task]})
     reference = other_weights(decoder, weights) if rules.kl != "none" else None
     return Subject(
@@ -322,10 +357,18 @@ def _spread(name: str, spec: ParamSpec) -> float:
     return 0.1 if is_adapter(name) or not spec.std else SPREAD * spec.std
 
 
-def make_group(index: int, transcripts: list[Transcript], rewards: Sequence[float] | np.ndarray) -> Group:
-    """Make a graded group like those that `Rollouts` returns."""
+def make_group(
+    index: int,
+    transcripts: list[Transcript],
+    rewards: Sequence[float] | np.ndarray,
+    turns: Sequence[tuple[float, ...]] | None = None,
+) -> Group:
+    """Make a graded group like those that `Rollouts` returns; `turns` are the rewards of conversations' turns."""
     task = TaskPrompt(task=0, prompt=Prompt(id=str(index), question="", answer=""), system_prompt=None)
-    paid = [Reward(total=float(reward), parts={"correct": float(reward)}) for reward in rewards]
+    paid = [
+        Reward(total=float(reward), parts={"correct": float(reward)}, turns=own)
+        for reward, own in zip(rewards, turns or [() for _ in transcripts], strict=True)
+    ]
     return Group(prompt=task, transcripts=transcripts, rewards=paid)
 
 
@@ -336,6 +379,8 @@ def one_device() -> jax.sharding.Mesh:
 
 def _small_step(config: Config) -> Config:
     """The config with a step of a few short completions; each batch is used twice if the recipe allows it.
+
+    If a task has conversations, `rollout.max_episode_tokens` is set, and unset otherwise.
 
     All computation is in float32, including weights that LoRA freezes. Values that would hide a bug are replaced: a
     temperature of 1, and a `rollout.in_flight` that carries no prompts over to the next step.
@@ -354,11 +399,14 @@ def _small_step(config: Config) -> Config:
         )
     algorithm = {"minibatches": 1, "updates_per_batch": 1 if twice.loss == "reinforce" else 2}
     given = config.rollout
+    talks = not twice.demonstrations and any(conversing(task) is not None for task in config.tasks)
     lengths = {"max_prompt_tokens": LONGEST_PROMPT, "max_new_tokens": MAX_NEW_TOKENS, "stop": [STOP]}
+    lengths |= {"max_episode_tokens": LONGEST_CONVERSATION if talks else None, "limits": LimitsConfig(max_turns=TURNS)}
     slots = {"slots": PROMPTS * group, "prefill_rows": PROMPTS, "layout": "replicated", "refill_steps": 2}
     visible = {
         "temperature": given.temperature if given.temperature != 1.0 else OTHER_THAN_1,
-        "in_flight": max(given.in_flight, IN_FLIGHT),
+        "in_flight": 1.0 if talks else max(given.in_flight, IN_FLIGHT),
+        "reproducible": talks,  # a step is repeated bit for bit
     }
     sizes = {"packing": "shared_prompts", "row_tokens": ROW_TOKENS, "rows_per_device": None, "tokens_per_device": None}
     lora = config.lora and config.lora.model_copy(update={"base": "bfloat16", "adapter": None})
@@ -369,6 +417,7 @@ def _small_step(config: Config) -> Config:
         "train": config.train.model_copy(update={**sizes, "dtype": "float32", "replay_routing": False}),
         "algorithm": config.algorithm.model_copy(update=algorithm),
         "grading": GradingConfig(workers=0, overlong_buffer_tokens=OVERLONG_TOKENS),
+        "environments": EnvironmentsConfig(workers=0, retries=0),
     }
     return config.model_copy(update={**parts, "prompts_per_step": PROMPTS, "group_size": group})
 
@@ -410,14 +459,28 @@ def _with_noise(completion: Completion, random: np.random.Generator) -> Completi
     return dataclasses.replace(completion, full_logprobs=completion.full_logprobs + noise)
 
 
-def _with_a_reply(transcript: Transcript) -> Transcript:
-    """Split the drawn tokens in thirds, and mark the middle third as an environment's reply."""
+def _with_replies(transcript: Transcript) -> Transcript:
+    """Split the drawn tokens into as many parts as fit, up to five, and mark every second as an environment's reply.
+
+    The parts are of unequal length, so that a turn's tokens are not mistaken for another's. An episode of one or two
+    tokens stays as it is.
+    """
     prompt, drawn = transcript.spans
-    third = len(drawn.tokens) // 3
-    first, reply, last = (
-        dataclasses.replace(drawn, **{name: getattr(drawn, name)[own] for name in SPAN_ARRAYS})
-        for own in (slice(third), slice(third, 2 * third), slice(2 * third, None))
-    )
-    nothing = np.zeros_like(reply.full_logprobs)
-    reply = dataclasses.replace(reply, source="environment", sampled_logprobs=nothing, full_logprobs=nothing)
-    return dataclasses.replace(transcript, spans=(prompt, first, reply, last))
+    size = len(drawn.tokens)
+    ends = {0: [0, size], 1: [0, 1, 2, size], 2: [0, 2, 3, 4, 5, size]}[min(2, size // 3)]
+    spans = [prompt]
+    for place, (start, end) in enumerate(itertools.pairwise(ends)):
+        own = {name: getattr(drawn, name)[start:end] for name in SPAN_ARRAYS}
+        choices = None if drawn.choices is None else drawn.choices[start:end]
+        span = dataclasses.replace(drawn, turn=(place + 1) // 2, choices=choices, **own)
+        if place % 2:
+            nothing = np.zeros_like(span.full_logprobs)
+            span = dataclasses.replace(span, source="environment", sampled_logprobs=nothing, full_logprobs=nothing)
+        spans.append(span)
+    return dataclasses.replace(transcript, spans=tuple(spans))
+
+
+def _divided(total: float, turns: int) -> tuple[float, ...]:
+    """Rewards of turns that sum to the total, all of them different."""
+    shares = [1.0 + turn for turn in range(turns)]
+    return tuple(total * share / sum(shares) for share in shares)

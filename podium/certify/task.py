@@ -1,15 +1,20 @@
-"""Task and tokenizer of the training run that `podium certify` watches: questions are numbers, answers are letters.
+"""Tasks and tokenizer of the training run that `podium certify` watches: questions are numbers, answers are letters.
 
-The grade depends only on question and answer, so the checks can compute it without the grader. No jax.
+Grades, replies and rewards depend only on question, turn and answer, so the checks can compute them without graders and
+environments. No jax.
 """
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from podium.tasks.conversation import Reply, Turn
 from podium.tasks.task import Prompt, TaskSource
 
 NAME = "podium.certify.task:Numbers"
+CONVERSATIONS = "podium.certify.task:Talk"
+TURNS = 3
+LONGEST_REPLY = 3  # tokens
 QUESTIONS = 7
 LONGEST_QUESTION = 12  # tokens
 LONGEST_ANSWER = 9  # tokens of the answers that are written in the data
@@ -47,6 +52,52 @@ class Numbers:
         return " ".join(map(str, random.integers(1, self._vocab, length).tolist()))
 
 
+class Talk(Numbers):
+    """The same questions, each with up to `TURNS` answers, all but the last of which get a reply."""
+
+    def open(self, prompt: Prompt, seed: int) -> "Talking":
+        """Begin the conversation about a question."""
+        return Talking(prompt.id, self._vocab)
+
+
+class Talking:
+    """A conversation whose replies and rewards are those of the functions `reply_to`, `pay` and `final_pay`."""
+
+    def __init__(self, question: str, vocab: int) -> None:
+        """Hold a conversation about the question with this id."""
+        self._question, self._vocab = question, vocab
+        self._last = ""
+
+    def reply(self, turn: Turn) -> Reply:
+        """Reply with numbers; end the conversation after `TURNS` answers."""
+        self._last = turn.text
+        reward = pay(self._question, turn.number, turn.text)
+        if turn.number + 1 == TURNS:
+            return Reply(reward=reward, done=True)
+        text = " ".join(map(str, reply_to(turn.number, turn.text, self._vocab)))
+        return Reply(messages=({"role": "user", "content": text},), reward=reward)
+
+    def grade(self) -> float:
+        """The final reward."""
+        return final_pay(self._last)
+
+
+def reply_to(turn: int, text: str, vocab: int) -> tuple[int, ...]:
+    """The tokens that follow an answer: 1 to `LONGEST_REPLY`, other ones for other turns and texts."""
+    total = sum(map(ord, text)) + 7 * turn
+    return tuple(1 + (total * (place + 3) + place) % (vocab - 1) for place in range(1 + total % LONGEST_REPLY))
+
+
+def pay(question: str, turn: int, text: str) -> float:
+    """The reward of a turn, 0 to 2."""
+    return (sum(map(ord, text)) + len(question) + turn) % 5 / 2
+
+
+def final_pay(text: str) -> float:
+    """The final reward, 0 or 0.5: whether the number of letters of the last answer that had a reply is odd."""
+    return len(text) % 2 / 2
+
+
 def grade(question: str, text: str) -> float:
     """The grade of an answer, 0, 0.5 or 1: the sum of its character codes modulo 3, halved; 0 for `NEVER_RIGHT`."""
     return 0.0 if question == NEVER_RIGHT else sum(map(ord, text)) % 3 / 2
@@ -66,8 +117,8 @@ class LetterBackend:
     special_tokens_map: Mapping[str, str] = {}
 
     def get_chat_template(self) -> str:
-        """A template that renders only the last message's content."""
-        return "{{ messages[-1]['content'] }}"
+        """A template that renders the contents of messages one after another."""
+        return "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
     def encode(self, text: str, **_: object) -> list[int]:
         """Parse the numbers in a text; each is a token."""

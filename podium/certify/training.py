@@ -2,13 +2,14 @@
 
 `run_steps`, `Rollouts` and `Trainer` are those of every run; only progress display and metric records are stubbed. The
 run has several minibatches with several updates each, completions that continue across updates, groups of equal
-rewards, warm-up, weight decay, and clipped gradients.
+rewards, warm-up, weight decay, and clipped gradients. If the config has tools or environments, its prompts are answered
+by conversations, and what the engine is given of each is recorded.
 """
 
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +25,8 @@ from podium.certify.updates import PLAIN, naive_update
 from podium.config.schema import AlgorithmConfig, CheckpointConfig, Config
 from podium.models.adapters import base_of
 from podium.models.params import TRAIN_AXES, trained_specs
+from podium.rollout.engine import RolloutEngine
+from podium.rollout.request import Key, Request, SamplingParams
 from podium.run.resolve import resolve_recipe
 from podium.run.spec import RunSpec
 from podium.sharding import Params, ShardingRules, abstract_params
@@ -58,6 +61,14 @@ class OptimizerStep(NamedTuple):
     after: Arrays
 
 
+class Ledger(NamedTuple):
+    """The tokens of a conversation in the engine."""
+
+    tokens: tuple[int, ...]
+    drawn: tuple[bool, ...]
+    """Which of them it drew; the others were given to it."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
     """The recorded data of one step of the run."""
@@ -79,6 +90,8 @@ class Training:
     """The last step, run again after resuming from the checkpoint before it."""
     weights: Arrays
     """All weights after the last step."""
+    ledgers: Sequence[Ledger]
+    """The conversations that the engine held."""
 
     def version(self, version: int) -> Arrays:
         """All weights after `version` steps."""
@@ -99,6 +112,8 @@ def training_config(subject: Subject) -> Config:
         "clip_norm": CLIPPED * norm,
     }
     train = {**PLAIN, "optimizer": given.model_copy(update=changed), "offload_optimizer": False, "rows_per_device": 2}
+    if subject.converses:
+        train["row_tokens"] = subject.longest
     evaluation = config.eval.model_copy(update={"at_start": False, "at_end": False, "every_steps": 0})
     parts: dict[str, Any] = {
         "algorithm": config.algorithm.model_copy(update=algorithm),
@@ -145,7 +160,9 @@ def watch_training(subject: Subject) -> Training:
     frozen, rollouts = subject.frozen(mesh), subject.rollouts
     rollouts.position = Position(cursor=0)
     rollouts.load(subject.trained(mesh), frozen, version=0)
+    ledgers: list[Ledger] = []
     with tempfile.TemporaryDirectory(prefix="podium-certify-") as folder, contextlib.ExitStack() as stack:
+        stack.enter_context(_recorded(rollouts.engine, ledgers))
         trainer = _Watched(
             Trainer(
                 spec.recipe,
@@ -185,7 +202,40 @@ def watch_training(subject: Subject) -> Training:
     *steps, resumed = trainer.steps
     last = steps[-1]
     trained = last.updates[-1].after if last.updates else last.weights
-    return Training(config=config, spec=spec, steps=steps, resumed=resumed, weights={**last.weights, **trained})
+    weights = {**last.weights, **trained}
+    return Training(config=config, spec=spec, steps=steps, resumed=resumed, weights=weights, ledgers=ledgers)
+
+
+@contextlib.contextmanager
+def _recorded(engine: RolloutEngine, ledgers: list[Ledger]) -> Iterator[None]:
+    """Add each conversation of the engine to `ledgers` when it is dropped; what it is given is noted as it is given."""
+    submit, extend, cancel = engine.submit, engine.extend, engine.cancel
+    given: dict[int, int] = {}  # length of the prompt of each request
+    replies: dict[Key, list[tuple[int, int]]] = {}  # start and end of each reply
+
+    def submitted(request: Request) -> int:
+        number = submit(request)
+        given[number] = len(request.prompt)
+        return number
+
+    def extended(key: Key, tokens: Iterable[int], sampling: SamplingParams, *, seed: int, keep: bool = False) -> None:
+        new, start = list(tokens), len(engine.ledger(key))
+        extend(key, new, sampling, seed=seed, keep=keep)
+        replies.setdefault(key, []).append((start, start + len(new)))
+
+    def cancelled(key: Key) -> None:
+        if key in engine.keys:
+            tokens = engine.ledger(key)
+            held = [(0, given[key.request]), *replies.get(key, ())]
+            drawn = tuple(not any(start <= place < end for start, end in held) for place in range(len(tokens)))
+            ledgers.append(Ledger(tokens, drawn))
+        cancel(key)
+
+    with contextlib.ExitStack() as stack:
+        for name, own in (("submit", submitted), ("extend", extended), ("cancel", cancelled)):
+            setattr(engine, name, own)
+            stack.callback(delattr, engine, name)
+        yield
 
 
 def keeping_gradient(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from podium.algorithms.recipes import Recipe
 from podium.certify.naive import Sequences, Weights, in_float64, objective, scores
 from podium.certify.naive_rules import Rules
-from podium.certify.subject import COMPLETIONS, MAX_NEW_TOKENS, PROMPTS, ROW_TOKENS, Arrays, Subject, one_device
+from podium.certify.subject import COMPLETIONS, PROMPTS, ROW_TOKENS, Arrays, Subject, one_device
 from podium.models.architecture import DecoderConfig
 from podium.models.params import trained_specs
 from podium.run.resolve import resolve_update
@@ -116,7 +116,7 @@ class Updates:
 
     def batch(self, form: Form) -> Batch:
         """Pack the subject's completions into a batch of this form, on the host; advantages are still 0."""
-        (minibatch,) = pack_step(self.subject.groups, self.recipe, sizes_of(form)).minibatches
+        (minibatch,) = pack_step(self.subject.groups, self.recipe, sizes_of(form, self.subject)).minibatches
         return minibatch.batch
 
     def run(self, form: Form, *, times: int = 1, groups: list[Group] | None = None) -> list[Update]:
@@ -130,7 +130,7 @@ class Updates:
         (placed,), _ = prepare_step(
             groups or subject.groups,
             self.recipe,
-            sizes_of(form),
+            sizes_of(form, subject),
             rules=settings.computing,
             scorers=make_scorers(self.recipe, settings, programs.score, reference),
             policy=params | frozen,
@@ -169,14 +169,15 @@ def naive_update(subject: Subject, sequences: Sequences, weights: Arrays) -> Nai
         return NaiveUpdate(float(loss), gradients, Sizes(float(size), norms))
 
 
-def sizes_of(form: Form) -> BatchSizes:
-    """The sizes of a form's batches."""
+def sizes_of(form: Form, subject: Subject) -> BatchSizes:
+    """The sizes of a form's batches; with the experts of tokens only where they are to be repeated."""
     return BatchSizes(
         row_tokens=form.row_tokens,
         rows=form.rows,
         max_rows=PROMPTS * COMPLETIONS,
         packing=form.packing,
-        max_new_tokens=MAX_NEW_TOKENS,
+        max_new_tokens=subject.longest,
+        choices=subject.decoder.choices if form.train.get("replay_routing") else 0,
     )
 
 

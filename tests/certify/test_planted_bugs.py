@@ -1,6 +1,6 @@
 """Bugs that others have had, planted one at a time by replacing one function: the certificate names each.
 
-`make test` plants five, `make test-long` all. A bug is looked for by the stage that is to name it.
+`make test` plants seven, `make test-long` all. A bug is looked for by the stage that is to name it.
 """
 
 import dataclasses
@@ -25,23 +25,33 @@ from podium.certify.subject import Subject, make_subject
 from podium.certify.updates import Updates
 from podium.config.schema import Config
 from podium.models import architecture
+from podium.models.blocks import routing
 from podium.models.visibility import Visibility
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.sequence import Sequence
+from podium.rollout.transcript import Transcript
 from podium.tasks import grading
 from podium.train import batch, feed, generate, offload, optimizer, prepare, samples, scorers, step, trainer
 
 QWEN3 = "Qwen/Qwen3-0.6B"
+EXPERTS = "Qwen/Qwen3-30B-A3B-Instruct-2507"
+SUBJECTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lora": {"lora": {"rank": 8, "alpha": 16}},
+    "experts": {"model": EXPERTS},
+    "talk": {"tasks": [{"name": "calculator"}], "algorithm": {"credit": "turn", "gamma": 0.5}},
+}
+"""What the config of a subject has besides."""
 
 
-def make_config(model: str = QWEN3, **changes) -> Config:
-    return Config.model_validate({"model": model, "tasks": [{"name": "arithmetic"}], "steps": 10, **changes})
+def make_config(**changes) -> Config:
+    return Config.model_validate({"model": QWEN3, "tasks": [{"name": "arithmetic"}], "steps": 10, **changes})
 
 
 @functools.cache
-def make_checked_subject(lora: bool = False) -> Subject:
+def make_checked_subject(kind: str = "plain") -> Subject:
     """A subject whose completions were sampled by the engine as it is, before any bug."""
-    subject = make_subject(make_config(**({"lora": {"rank": 8, "alpha": 16}} if lora else {})))
+    subject = make_subject(make_config(**SUBJECTS[kind]))
     assert subject.groups
     assert len(subject.sequences.valid)
     return subject
@@ -171,6 +181,49 @@ def constant_of_the_longest_completion() -> Plant:
 
 def baseline_of_the_batch() -> Plant:
     return advantages, "_centred_by_group", lambda rewards: rewards - rewards.mean()
+
+
+def mask_shifted_where_a_turn_starts() -> Plant:
+    """All turns but the first are trained one token too early."""
+    original = samples.transcript_sample
+
+    def planted(*given, **options):
+        made = original(*given, **options)
+        mask = np.where(made.turns > 0, np.roll(made.mask & (made.turns > 0), -1), made.mask)
+        mask[:-1] |= (made.mask & (made.turns > 0))[1:]
+        return dataclasses.replace(made, mask=mask)
+
+    return prepare, "transcript_sample", planted
+
+
+def credited_to_the_next_turn() -> Plant:
+    original = prepare.turn_advantages
+    return prepare, "turn_advantages", lambda *given: np.roll(original(*given), 1, axis=2)
+
+
+def turns_not_discounted() -> Plant:
+    original = prepare.turn_returns
+    return prepare, "turn_returns", lambda rewards, gamma: original(rewards, 1.0)
+
+
+def unreached_turns_count_as_zero() -> Plant:
+    """A turn is compared with conversations that had ended before it, too."""
+    original = prepare.turn_advantages
+
+    def planted(advantage, returns, lengths):
+        return original(lambda own, counts: advantage(np.nan_to_num(own), counts), returns, lengths)
+
+    return prepare, "turn_advantages", planted
+
+
+def failures_count_as_zero() -> Plant:
+    """A conversation that failed for no fault of the model has reward 0 in its group's mean."""
+    original = prepare.step_advantages
+
+    def planted(packed, recipe, scored):
+        return original(dataclasses.replace(packed, rewards=np.nan_to_num(packed.rewards)), recipe, scored)
+
+    return prepare, "step_advantages", planted
 
 
 def population_deviation() -> Plant:
@@ -325,6 +378,23 @@ def adapters_of_other_matrices() -> Plant:
     return architecture, "make_lora", planted
 
 
+def gates_of_all_experts() -> Plant:
+    """The gates of the chosen experts are not divided by their sum."""
+    original = routing.route
+    return routing, "route", lambda *given, **options: original(*given, **{**options, "normalized": False})
+
+
+def experts_of_another_token() -> Plant:
+    """Tokens go to the experts that the sampler chose for the token after them."""
+    original = samples._choices
+
+    def planted(spans):
+        found = original(spans)
+        return None if found is None else np.roll(found, -1, axis=0)
+
+    return samples, "_choices", planted
+
+
 # An update, and its forms.
 
 
@@ -427,6 +497,37 @@ def carried_tokens_called_new() -> Plant:
     return Sequence, "completion", planted
 
 
+def logprobs_of_the_turn_before() -> Plant:
+    """A turn's tokens have the log-probabilities of those of the turn before it."""
+    original = Transcript.add_completion
+
+    def planted(transcript, completion):
+        if before := transcript.drawn:
+            size = len(completion.tokens)
+            names = ("sampled_logprobs", "full_logprobs")
+            completion = dataclasses.replace(
+                completion, **{name: np.resize(getattr(before[-1], name), size) for name in names}
+            )
+        return original(transcript, completion)
+
+    return Transcript, "add_completion", planted
+
+
+def reply_encoded_anew() -> Plant:
+    """What is trained of a reply is not what the engine was given: its last token is another one."""
+    original = Transcript.add_environment
+
+    def planted(transcript, tokens, *, text=""):
+        return original(transcript, (*tokens[:-1], tokens[-1] + 1), text=text)
+
+    return Transcript, "add_environment", planted
+
+
+def turns_paid_in_reverse() -> Plant:
+    original = generate.with_turns
+    return generate, "with_turns", lambda reward, turns, weight: original(reward, turns[::-1], weight)
+
+
 def reward_weights_ignored() -> Plant:
     original = grading.make_reward
 
@@ -491,7 +592,7 @@ class Named(NamedTuple):
 
     stage: Stage
     check: str
-    lora: bool = False
+    subject: str = "plain"
 
 
 QUICK: dict[Callable[[], Plant], Named] = {
@@ -500,6 +601,8 @@ QUICK: dict[Callable[[], Plant], Named] = {
     baseline_of_the_batch: Named(batch_checks, "advantages"),
     misaligned_behind_dropped_groups: Named(batch_checks, "advantages"),
     k1_of_the_wrong_sign: Named(batch_checks, "advantages"),
+    mask_shifted_where_a_turn_starts: Named(batch_checks, "mask"),
+    credited_to_the_next_turn: Named(batch_checks, "advantages"),
 }
 """Planted by `make test` too."""
 SLOW: dict[Callable[[], Plant], Named] = {
@@ -511,6 +614,9 @@ SLOW: dict[Callable[[], Plant], Named] = {
     environment_trained: Named(batch_checks, "prompts untrained"),
     mean_of_completion_means: Named(batch_checks, "denominators"),
     constant_of_the_longest_completion: Named(batch_checks, "denominators"),
+    turns_not_discounted: Named(batch_checks, "advantages"),
+    unreached_turns_count_as_zero: Named(batch_checks, "advantages"),
+    failures_count_as_zero: Named(batch_checks, "advantages"),
     population_deviation: Named(batch_checks, "advantages"),
     whitened_over_episodes: Named(batch_checks, "advantages"),
     reference_follows_the_policy: Named(batch_checks, "scores"),
@@ -525,8 +631,10 @@ SLOW: dict[Callable[[], Plant], Named] = {
     clipped_by_tensor: Named(formula_checks, "optimizer adamw"),
     off_by_one_attention: Named(model_checks, "log-probabilities"),
     temperature_after_softmax: Named(model_checks, "temperature"),
-    adapters_unscaled: Named(model_checks, "adapters", lora=True),
-    adapters_of_other_matrices: Named(model_checks, "adapters", lora=True),
+    adapters_unscaled: Named(model_checks, "adapters", "lora"),
+    adapters_of_other_matrices: Named(model_checks, "adapters", "lora"),
+    gates_of_all_experts: Named(model_checks, "log-probabilities", "experts"),
+    experts_of_another_token: Named(form_checks, "replayed experts", "experts"),
     bfloat16_sum: Named(update_checks, "gradient"),
     tied_head_without_gradient: Named(update_checks, "gradient"),
     mean_of_means: Named(form_checks, "micro-batches"),
@@ -536,11 +644,14 @@ SLOW: dict[Callable[[], Plant], Named] = {
     rounded_in_the_hand_over: Named(training_checks, "hand-over"),
     hand_over_one_step_late: Named(training_checks, "hand-over"),
     carried_tokens_called_new: Named(training_checks, "hand-over"),
+    logprobs_of_the_turn_before: Named(training_checks, "hand-over", "talk"),
+    reply_encoded_anew: Named(training_checks, "conversations", "talk"),
+    turns_paid_in_reverse: Named(training_checks, "episodes", "talk"),
     reward_weights_ignored: Named(training_checks, "episodes"),
     seeds_reused: Named(training_checks, "episodes"),
     schedule_counts_twice: Named(training_checks, "new weights"),
     last_minibatch_skipped: Named(training_checks, "optimizer steps"),
-    half_of_the_adapters_frozen: Named(training_checks, "new weights", lora=True),
+    half_of_the_adapters_frozen: Named(training_checks, "new weights", "lora"),
     old_logprobs_scored_anew: Named(training_checks, "other options"),
     entropy_by_micro_batch: Named(training_checks, "other options"),
 }
@@ -560,7 +671,7 @@ def causes(updates: Updates, named: Named) -> list[str]:
 
 
 def assert_named(bug: Callable[[], Plant], named: Named, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = make_checked_subject(named.lora)
+    subject = make_checked_subject(named.subject)
     monkeypatch.setattr(*bug())
     assert causes(Updates(subject), named) == [named.check]
 
@@ -577,8 +688,8 @@ def test_a_planted_bug_is_named_by_its_check_and_explains_all_others_of_its_stag
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lora", [False, True])
-def test_nothing_is_red_where_no_bug_is_planted(lora):
-    updates = Updates(make_checked_subject(lora))
+@pytest.mark.parametrize("kind", SUBJECTS)
+def test_nothing_is_red_where_no_bug_is_planted(kind):
+    updates = Updates(make_checked_subject(kind))
     for stage in {named.stage for named in BUGS.values()} - {form_checks}:
         assert [(check.name, check.difference) for check in stage(updates) if not check.ok] == []

