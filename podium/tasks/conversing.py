@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 from podium.config.schema import TaskConfig
 from podium.tasks.conversation import Reply, Turn
+from podium.tasks.environment_copy import Copied
 from podium.tasks.environment_forms import Conversing, Running, conversing
 from podium.tasks.task import Prompt
 
@@ -44,6 +45,8 @@ class Close(NamedTuple):
 
     number: int
     graded: bool
+    keep: bool = False
+    """Whether to return the environment too."""
 
 
 Asked = Open | Say | Close
@@ -57,6 +60,8 @@ class Answered(NamedTuple):
     value: str | Reply | float | None = None
     """The text to append to the prompt, the reply, the final reward, or a traceback."""
     seconds: float = 0.0
+    environment: object = None
+    """The environment after its end, if it was asked for: itself, or from another process a copy."""
 
 
 class Host:
@@ -82,32 +87,34 @@ class Host:
     def _handle(self, asked: Asked) -> None:
         start = time.perf_counter()
         try:
-            kind, value = self._value(asked)
+            answered = self._answered(asked)
         except BaseException:  # a user's environment may raise anything
-            kind, value = "failed", traceback.format_exc()
+            answered = Answered(asked.number, "failed", traceback.format_exc())
             with contextlib.suppress(Exception):
-                self._value(Close(asked.number, graded=False))
+                self._answered(Close(asked.number, graded=False))
         if isinstance(asked, Close) and not asked.graded:
             return
         with contextlib.suppress(OSError):  # the trainer has ended
-            self._answer(Answered(asked.number, kind, value, time.perf_counter() - start))
+            self._answer(answered._replace(seconds=time.perf_counter() - start))
 
-    def _value(self, asked: Asked) -> tuple[Literal["opened", "replied", "graded"], str | Reply | float | None]:
+    def _answered(self, asked: Asked) -> Answered:
         match asked:
             case Open():
                 held = self._tasks[asked.task]
                 assert held is not None, "the task has conversations"
                 running = held.open(asked.prompt, asked.seed, self._resolve)
                 self._open[asked.number] = running
-                return "opened", running.begin()
+                return Answered(asked.number, "opened", running.begin())
             case Say():
-                return "replied", self._open[asked.number].reply(asked.turn)
+                return Answered(asked.number, "replied", self._open[asked.number].reply(asked.turn))
             case Close():
                 running = self._open.pop(asked.number, None)
                 if running is None:
-                    return "graded", None
+                    return Answered(asked.number, "graded")
                 try:
-                    return "graded", _number(running.grade()) if asked.graded else None
+                    final = _number(running.grade()) if asked.graded else None
+                    kept = running.environment if asked.keep else None
+                    return Answered(asked.number, "graded", final, environment=kept)
                 finally:
                     running.close()
 
@@ -153,7 +160,8 @@ def main(file_descriptor: int) -> None:
 
     def answer(answered: Answered) -> None:
         with sending:
-            connection.send(answered)
+            kept = answered.environment
+            connection.send(answered if kept is None else answered._replace(environment=Copied(kept)))
 
     with contextlib.suppress(EOFError, OSError):
         host = Host(connection.recv(), answer)

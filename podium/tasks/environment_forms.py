@@ -30,6 +30,11 @@ OF_GYM = {"reset", "step", "close", "render", "seed"}
 class Running(Protocol):
     """A conversation as its process drives it: waiting for what is async is done."""
 
+    @property
+    def environment(self) -> object:
+        """The object that a user wrote, for reward functions that ask for it; None: there is none."""
+        ...
+
     def begin(self) -> str | None:
         """A text to append to the prompt, if any."""
         ...
@@ -100,7 +105,7 @@ def _of_class(name: str, environment: object, functions: Sequence[Tool]) -> Conv
             return Conversing(lambda prompt, seed, resolve: _Gym(make(), seed, resolve), (), rewards=True)
         case "trl":
             make = cast(Callable[[], object], environment)
-            methods = [types.MethodType(getattr(kind, method), object()) for method in _methods(kind)]
+            methods = [_unbound(kind, name) for name in _tool_names(kind)]
             tools = by_name([*methods, *functions])
             schemas = tuple(map(tool_schema, tools.values()))
 
@@ -124,13 +129,20 @@ def form_of(kind: type) -> Form | None:
     methods = {name for name, _ in inspect.getmembers(kind, predicate=inspect.isroutine) if not name.startswith("_")}
     if "step" in methods and methods <= OF_GYM:
         return "gym"
-    return "trl" if _methods(kind) else None
+    return "trl" if _tool_names(kind) else None
 
 
-def _methods(kind: type) -> list[str]:
-    """The names of a class's methods that are tools in TRL's form."""
-    names = (name for name, _ in inspect.getmembers(kind, predicate=inspect.isfunction))
-    return [name for name in names if name not in OF_THE_TRAINER and not name.startswith("_")]
+def _tool_names(kind: type) -> list[str]:
+    """The names of a class's methods that are tools in TRL's form; static methods are not."""
+    kinds = {name: inspect.getattr_static(kind, name) for name in dir(kind) if not name.startswith("_")}
+    methods = [name for name, found in kinds.items() if inspect.isfunction(found) or isinstance(found, classmethod)]
+    return [name for name in methods if name not in OF_THE_TRAINER]
+
+
+def _unbound(kind: type, name: str) -> Tool:
+    """A method of a class, for its signature: no instance is made."""
+    method = getattr(kind, name)
+    return method if inspect.ismethod(method) else types.MethodType(method, object())
 
 
 def _opened(opener: Callable[[Prompt, int], object], prompt: Prompt, seed: int, resolve: Resolve) -> Running:
@@ -141,7 +153,7 @@ class _Opened:
     """A conversation that a task opened."""
 
     def __init__(self, conversation: object, resolve: Resolve) -> None:
-        self._conversation, self._resolve = conversation, resolve
+        self.environment, self._resolve = conversation, resolve
 
     def begin(self) -> str | None:
         return cast("str | None", self._called("begin"))
@@ -156,12 +168,14 @@ class _Opened:
         self._called("close")
 
     def _called(self, name: str, *arguments: object) -> object:
-        method = getattr(self._conversation, name, None)
+        method = getattr(self.environment, name, None)
         return None if method is None else self._resolve(method(*arguments))
 
 
 class _Tools:
     """A conversation that answers calls of functions, and ends with an answer that has none."""
+
+    environment = None
 
     def __init__(self, tools: Mapping[str, Tool], resolve: Resolve) -> None:
         self._tools, self._resolve = tools, resolve
@@ -185,13 +199,13 @@ class _Methods:
     def __init__(
         self, environment: object, functions: Sequence[Tool], prompt: Prompt, seed: int, resolve: Resolve
     ) -> None:
-        methods: list[Tool] = [getattr(environment, name) for name in _methods(type(environment))]
+        methods: list[Tool] = [getattr(environment, name) for name in _tool_names(type(environment))]
         self._tools, self._resolve = by_name([*methods, *functions]), resolve
-        self._environment, self._row, self._seed = environment, dict(prompt.metadata), seed
+        self.environment, self._row, self._seed = environment, dict(prompt.metadata), seed
 
     def begin(self) -> str | None:
-        reset: Callable[..., object] = self._environment.reset  # pyright: ignore[reportAttributeAccessIssue]
-        first = self._resolve(reset(**_accepted(reset, {"seed": self._seed} | self._row)))
+        reset: Callable[..., object] = self.environment.reset  # pyright: ignore[reportAttributeAccessIssue]
+        first = self._resolve(reset(**_accepted(reset, self._seed, self._row)))
         if first is not None and not isinstance(first, str):
             raise TypeError(f"reset() returned {first!r:.80}; it must return a text or None")
         return first
@@ -200,7 +214,7 @@ class _Methods:
         return answer_calls(self._tools, turn, self._resolve) or Reply(done=True)
 
     def grade(self) -> float | None:
-        graded = getattr(self._environment, "get_reward", None)
+        graded = getattr(self.environment, "get_reward", None)
         return None if graded is None else cast("float | None", self._resolve(graded()))
 
     def close(self) -> None:
@@ -211,15 +225,15 @@ class _Gym:
     """An instance of a gym-like class: an answer is a step."""
 
     def __init__(self, environment: object, seed: int, resolve: Resolve) -> None:
-        self._environment, self._seed, self._resolve = environment, seed, resolve
+        self.environment, self._seed, self._resolve = environment, seed, resolve
 
     def begin(self) -> str:
-        reset: Callable[..., object] = self._environment.reset  # pyright: ignore[reportAttributeAccessIssue]
-        first = self._resolve(reset(**_accepted(reset, {"seed": self._seed})))
+        reset: Callable[..., object] = self.environment.reset  # pyright: ignore[reportAttributeAccessIssue]
+        first = self._resolve(reset(**_accepted(reset, self._seed, {})))
         return str(first[0] if isinstance(first, tuple) else first)
 
     def reply(self, turn: Turn) -> Reply:
-        step: Callable[[str], object] = self._environment.step  # pyright: ignore[reportAttributeAccessIssue]
+        step: Callable[[str], object] = self.environment.step  # pyright: ignore[reportAttributeAccessIssue]
         made = self._resolve(step(turn.text))
         if not isinstance(made, tuple) or len(made) not in (4, 5):
             raise TypeError(f"step() returned {made!r:.80}; it must return (text, reward, terminated, truncated, info)")
@@ -230,14 +244,13 @@ class _Gym:
         return 0.0
 
     def close(self) -> None:
-        closing = getattr(self._environment, "close", None)
+        closing = getattr(self.environment, "close", None)
         if closing is not None:
             self._resolve(closing())
 
 
-def _accepted(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:
-    """The row's columns, all of them as in TRL; the seed only where the function has a place for it."""
-    parameters = inspect.signature(function).parameters.values()
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    names = {each.name for each in parameters}
-    return {name: value for name, value in given.items() if name != "seed" or takes_all or "seed" in names}
+def _accepted(function: Callable[..., object], seed: int, row: Mapping[str, object]) -> dict[str, object]:
+    """The row's columns, all of them as in TRL; the seed only where a parameter has its name."""
+    if "seed" in inspect.signature(function).parameters:
+        return {"seed": seed, **row}
+    return dict(row)

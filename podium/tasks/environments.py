@@ -6,6 +6,7 @@ is ended as soon as its others are.
 """
 
 import contextlib
+import functools
 import os
 import queue
 import signal
@@ -19,6 +20,7 @@ from multiprocessing.connection import Pipe
 from podium.config.schema import EnvironmentsConfig, TaskConfig
 from podium.tasks.conversation import Turn
 from podium.tasks.conversing import Answered, Asked, Close, Host, Open, Say
+from podium.tasks.rewards import asks_for_environment
 from podium.tasks.task import Prompt
 
 ENDED = "the process of its environment ended"
@@ -36,9 +38,12 @@ class Environments:
         self._retired: list[_Process | _Threads] = []
         self._homes: dict[int, _Process | _Threads] = {}
         """Where each conversation is held."""
+        self._kept: set[int] = set()
+        """Conversations whose environment a reward function asks for."""
         self._deadlines: dict[int, float] = {}
         """When each open request is late, soonest first: all have the same limit."""
         self._lock = threading.Lock()
+        self._asked_for = functools.cache(lambda task: asks_for_environment(self._tasks[task]))
 
     def open(self, number: int, task: int, prompt: Prompt, seed: int) -> None:
         """Begin a conversation under a number of its own."""
@@ -48,6 +53,8 @@ class Environments:
             worker = min(self._workers, key=lambda each: len(each.numbers))
             self._homes[number] = worker
             worker.numbers.add(number)
+            if self._asked_for(task):
+                self._kept.add(number)
         self._ask(worker, Open(number, task, prompt, seed))
 
     def say(self, number: int, turn: Turn) -> None:
@@ -55,8 +62,8 @@ class Environments:
         self._ask(self._homes[number], Say(number, turn))
 
     def grade(self, number: int) -> None:
-        """End a conversation and ask for its final reward."""
-        self._ask(self._homes[number], Close(number, graded=True))
+        """End a conversation and ask for its final reward, and for its environment if a reward function wants it."""
+        self._ask(self._homes[number], Close(number, graded=True, keep=number in self._kept))
 
     def drop(self, number: int) -> None:
         """End a conversation; `next` returns nothing more of it."""
@@ -89,6 +96,7 @@ class Environments:
         self._workers.clear()
         self._retired.clear()
         self._homes.clear()
+        self._kept.clear()
         self._deadlines.clear()
 
     def _ask(self, worker: "_Process | _Threads", asked: Asked) -> None:
@@ -118,6 +126,7 @@ class Environments:
         self._deadlines.pop(number, None)
         with self._lock:
             worker = self._homes.pop(number, None)
+            self._kept.discard(number)
             if worker is not None:
                 worker.numbers.discard(number)
         if worker in self._retired and not worker.numbers:

@@ -11,6 +11,7 @@ A function gets the arguments that its parameters name:
     completions   the texts of all completions of the prompt; the function returns one number for each
     num_tokens    the completion's tokens; beside `completions`, a list
     transcript    the messages of a conversation after its prompt; beside `completions`, `transcripts`, a list of them
+    environment   the environment of a conversation after its end
     row           the prompt's row of the data: `question`, `answer` and whatever else it has
     any other     the row's column of that name, or the parameter's default
 
@@ -23,6 +24,7 @@ called as TRL calls it: once for a prompt's group, with lists that have one elem
     completions      the texts, or where the prompt is a conversation `[{"role": "assistant", "content": text}]`; of
                      conversations with tools or an environment all messages after the prompt
     completion_ids   the completions' tokens
+    environments     the environments of the completions' conversations after their ends
     every column     the row's value, repeated; in `**kwargs` those that no parameter names
 
 A list of values may contain None if the function does not apply to a prompt: that completion's reward is then the
@@ -55,9 +57,10 @@ FIRST_PAUSE_S = 0.5
 SHOWN_CHARS = 2_000
 """Characters of the question and of a completion shown in an error."""
 
-TRL_NAMES = frozenset({"prompts", "completion_ids"})
+TRL_NAMES = frozenset({"prompts", "completion_ids", "environments"})
 """Parameters that only functions for TRL's GRPOTrainer have."""
-OF_TRAINER = frozenset({"trainer_state", "log_extra", "log_metric", "environments"})
+OF_ENVIRONMENT = frozenset({"environment", "environments"})
+OF_TRAINER = frozenset({"trainer_state", "log_extra", "log_metric"})
 """Arguments that TRL's trainer passes and Podium does not; parameters with these names need a default."""
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -126,6 +129,8 @@ class RewardFunction:
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         self.parameters = {key: each for key, each in parameters.items() if each.kind in named}
         self.like_trl = self.takes_all or not TRL_NAMES.isdisjoint(self.parameters)
+        self.of_environment = not OF_ENVIRONMENT.isdisjoint(self.parameters)
+        """Whether it asks for environments."""
         self.of_group = self.like_trl or "completions" in self.parameters
         if self.of_group and "completion" in self.parameters:
             beside = "completions" if "completions" in self.parameters else "TRL's prompts, completion_ids or **kwargs"
@@ -134,9 +139,12 @@ class RewardFunction:
         self.is_async = inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(call)
         self.settings: CallSettings = getattr(self.call, "__podium_reward__", CallSettings())
 
-    def check(self, prompt: Prompt) -> None:
-        """Raise ValueError if the prompt's row lacks a column that the function needs."""
-        self._arguments(prompt, [Graded(text="", tokens=())])
+    def check(self, prompt: Prompt, *, environment: bool = False) -> None:
+        """Raise ValueError if the prompt's row lacks a column that the function needs.
+
+        `environment`: whether the task has one.
+        """
+        self._arguments(prompt, [Graded(text="", tokens=(), environment=object() if environment else None)])
 
     def arguments(self, prompt: Prompt, group: Sequence[Graded]) -> list[dict[str, object]]:
         """The arguments of each call: one call for the group, or one per completion."""
@@ -148,6 +156,10 @@ class RewardFunction:
         for name, parameter in self.parameters.items():
             if name in known or parameter.default is not parameter.empty:
                 continue
+            if name in OF_ENVIRONMENT:
+                raise ValueError(
+                    f"reward {self.name} asks for {name!r}, and its task has no `environment`; give it one"
+                )
             if name in OF_TRAINER:
                 raise ValueError(f"reward {self.name} asks for {name!r}, which only TRL has; give it a default")
             raise ValueError(
@@ -166,7 +178,9 @@ def _known(prompt: Prompt, group: Sequence[Graded], *, of_group: bool) -> dict[s
     """The values that parameters can name: the prompt's columns, and its completions or the single completion."""
     row, texts, counts = _row(prompt), [each.text for each in group], [each.num_tokens for each in group]
     transcripts = [list(each.transcript) for each in group]
-    of_each = {"completion": texts[0], "num_tokens": counts[0], "transcript": transcripts[0]}
+    of_each: dict[str, object] = {"completion": texts[0], "num_tokens": counts[0], "transcript": transcripts[0]}
+    if group[0].environment is not None:
+        of_each["environment"] = group[0].environment
     of_all = {"completions": texts, "num_tokens": counts, "transcripts": transcripts} if of_group else {}
     return row | {"row": row} | of_each | of_all
 
@@ -176,14 +190,20 @@ def _known_to_trl(prompt: Prompt, group: Sequence[Graded]) -> Mapping[str, objec
     row = _row(prompt)
     messages = None if prompt.messages is None else list(prompt.messages)
     columns = {"row": row} | {name: value for name, value in row.items() if name != "prompt"}
-    return {name: [value] * len(group) for name, value in columns.items()} | {
-        "num_tokens": [each.num_tokens for each in group],
-        "prompts": [prompt.question if messages is None else messages] * len(group),
-        "completions": [
-            list(each.transcript) or (each.text if messages is None else [_answer(each.text)]) for each in group
-        ],
-        "completion_ids": [list(each.tokens) for each in group],
-    }
+    environments = [each.environment for each in group]
+    of_environments = {} if environments[0] is None else {"environments": environments}
+    return (
+        {name: [value] * len(group) for name, value in columns.items()}
+        | of_environments
+        | {
+            "num_tokens": [each.num_tokens for each in group],
+            "prompts": [prompt.question if messages is None else messages] * len(group),
+            "completions": [
+                list(each.transcript) or (each.text if messages is None else [_answer(each.text)]) for each in group
+            ],
+            "completion_ids": [list(each.tokens) for each in group],
+        }
+    )
 
 
 def _answer(text: str) -> dict[str, str]:
@@ -194,8 +214,17 @@ def _answer(text: str) -> dict[str, str]:
 class FunctionGrader:
     """Calls the reward functions of a mixture's tasks, on a thread with its own event loop."""
 
-    def __init__(self, rewards: Sequence[Sequence[str]]) -> None:
-        """Start nothing yet. `rewards` has each task's function names. Raises ValueError for an invalid name."""
+    def __init__(self, rewards: Sequence[Sequence[str]], environments: Sequence[bool]) -> None:
+        """Start nothing yet.
+
+        Args:
+            rewards: each task's function names.
+            environments: whether each task has an environment.
+
+        Raises:
+            ValueError: a name is invalid.
+        """
+        self._environments = list(environments)
         self._functions = [[RewardFunction(name) for name in names] for names in rewards]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._limits: dict[str, asyncio.Semaphore] = {}
@@ -204,7 +233,7 @@ class FunctionGrader:
     def check(self, task: int, prompt: Prompt) -> None:
         """Raise ValueError if a function of the task asks for a column that the prompt's row lacks."""
         for function in self._functions[task]:
-            function.check(prompt)
+            function.check(prompt, environment=self._environments[task])
 
     def submit(self, task: int, prompt: Prompt, group: Sequence[Graded]) -> "Future[list[dict[str, Part]]]":
         """Start grading a prompt's completions; the future returns the parts of each completion, by function name.

@@ -91,7 +91,9 @@ class Grader:
         self._not_started: OSError | None = None
         """Why a process could not be restarted; if set, nothing can be graded any more."""
         self._own_tasks = [make_task(task) for task in tasks] if config.workers == 0 else []
-        self._functions = FunctionGrader([own_functions(task) for task in tasks])
+        self._functions = FunctionGrader(
+            [own_functions(task) for task in tasks], [task.environment is not None for task in tasks]
+        )
         self._threads = ThreadPoolExecutor(config.workers or 1, thread_name_prefix="grading")  # one per worker
         self._workers = {_Worker(self._configs, self._timeout_s) for _ in range(config.workers)}
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()

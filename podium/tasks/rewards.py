@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from podium.config.imports import is_path
 from podium.config.schema import TaskConfig
-from podium.tasks.functions import Part
+from podium.tasks.functions import Part, RewardFunction
 from podium.tasks.task import Graded, Reward
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -57,6 +57,11 @@ TEXT_REWARDS: dict[str, Callable[[Graded, LengthLimits], float]] = {
 def own_functions(task: TaskConfig) -> list[str]:
     """A task's reward parts that are functions given by import path."""
     return [name for name in task.rewards if is_path(name)]
+
+
+def asks_for_environment(task: TaskConfig) -> bool:
+    """Whether a reward function of the task asks for its environment."""
+    return task.environment is not None and any(RewardFunction(name).of_environment for name in own_functions(task))
 
 
 def make_reward(

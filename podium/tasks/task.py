@@ -47,6 +47,8 @@ class Graded:
     paid: float | None = None
     """The reward of its environment, which is then the `correct` part; None: the task grades `text`, the last answer
     of a conversation."""
+    environment: object = None
+    """The environment of a conversation after its end, for functions that ask for it; else None."""
 
     @property
     def num_tokens(self) -> int:

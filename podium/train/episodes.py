@@ -36,6 +36,8 @@ class Episode:
     """What the environment paid for each turn; empty for a single answer."""
     final_reward: float | None = None
     """What the environment paid at the end; None: the task grades the last answer."""
+    environment: object = None
+    """The environment after its end, if a reward function asks for it."""
 
     @property
     def failed(self) -> bool:
@@ -231,7 +233,7 @@ class _Rollout:
                 self._replied(live, answered.value)
             case "graded":
                 assert answered.value is None or isinstance(answered.value, float)
-                self._end(live, answered.value)
+                self._end(live, answered.value, answered.environment)
             case "failed":
                 self._failed(live, str(answered.value))
 
@@ -361,15 +363,16 @@ class _Rollout:
         self._drop_key(live)
         self._environments.grade(live.number)
 
-    def _end(self, live: _Live, final: float | None) -> None:
+    def _end(self, live: _Live, final: float | None, environment: object) -> None:
         """Take a conversation's grade."""
         del self._live[live.number]
         messages = tuple(live.messages)
-        self._add(live, dataclasses.replace(live.transcript, finish_reason=live.stop, messages=messages), final)
+        transcript = dataclasses.replace(live.transcript, finish_reason=live.stop, messages=messages)
+        self._add(live, transcript, final, environment)
 
-    def _add(self, live: _Live, transcript: Transcript, final: float | None) -> None:
+    def _add(self, live: _Live, transcript: Transcript, final: float | None, environment: object = None) -> None:
         self._made[live.index][live.sample] = Episode(
-            transcript=transcript, turn_rewards=tuple(live.rewards), final_reward=final
+            transcript=transcript, turn_rewards=tuple(live.rewards), final_reward=final, environment=environment
         )
         if live.index in self._beginning:
             self._submit_begun(live.index)

@@ -424,6 +424,7 @@ def _graded(episode: Episode) -> Graded:
         tokens=tuple(transcript.drawn_tokens.tolist()),
         transcript=transcript.messages,
         paid=paid,
+        environment=episode.environment,
     )
 
 

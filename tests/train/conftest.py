@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import pytest
 from made_once import made_once
+from scripted import TEMPLATE
 from tiny_runs import STEPWISE, make_config, write_tiny_model
 
 from podium.sharding import make_mesh
@@ -18,6 +19,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny"
     write_tiny_model(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The file of a chat template by which conversations can be continued."""
+    path = tmp_path_factory.mktemp("template") / "chat.jinja"
+    path.write_text(TEMPLATE)
+    return str(path)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,13 @@ import time
 from podium.tasks.conversation import Reply, Turn
 from podium.tasks.task import Prompt
 
+TEMPLATE = (
+    "{% for tool in tools or () %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}{{ message.content }}"
+    "{{ ' <end> ' if message.role == 'assistant' else ' ' }}{% endfor %}"
+)
+"""A chat template by which a conversation can be continued."""
+
 
 class Counting:
     """Replies with a word of its seed and the answer; pays for letters, at each turn and at the end."""

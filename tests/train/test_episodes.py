@@ -28,12 +28,6 @@ from podium.train.loop import train
 from podium.train.prepare import group_samples, pack_step, step_advantages
 from podium.train.setup import load_weights, make_model, rollout_spec
 
-TEMPLATE = (
-    "{% for tool in tools or () %}{{ tool.function.name }} {% endfor %}"
-    "{% for message in messages %}{{ message.content }}"
-    "{{ ' <end> ' if message.role == 'assistant' else ' ' }}{% endfor %}"
-)
-"""A chat template by which a conversation can be continued."""
 ROLLOUT = {"max_prompt_tokens": 24, "max_new_tokens": 8, "max_episode_tokens": 60, "page_tokens": 4, "slots": 8}
 TALK: dict[str, Any] = {
     "steps": 2,
@@ -47,13 +41,6 @@ TALK: dict[str, Any] = {
 
 
 GRPO = recipe_of(make_config())
-
-
-@pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("template") / "chat.jinja"
-    path.write_text(TEMPLATE)
-    return str(path)
 
 
 @pytest.fixture

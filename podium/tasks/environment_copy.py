@@ -1,0 +1,48 @@
+"""Copies of environments for reward functions, which run in the trainer's process.
+
+A copy has the class of the environment and those of its attributes that can be pickled; a connection to a server, say,
+stays behind.
+"""
+
+import contextlib
+import pickle
+import types
+from collections.abc import Mapping
+
+
+class Copied:
+    """An environment on its way to another process, where it arrives as a copy of it."""
+
+    def __init__(self, environment: object) -> None:
+        self._environment = environment
+
+    def __reduce__(self) -> tuple[object, ...]:
+        kind = type(self._environment)
+        values = dict(getattr(self._environment, "__dict__", {}))
+        pickled_kind = _pickled(kind)
+        if pickled_kind is None:  # a class inside a function: what its properties say is kept instead
+            names = [name for name in dir(kind) if isinstance(getattr(kind, name), property)]
+            for name in names:
+                with contextlib.suppress(Exception):
+                    values[name] = getattr(self._environment, name)
+        sent = {name: text for name, value in values.items() if (text := _pickled(value)) is not None}
+        return _arrived, (pickled_kind, sent)
+
+
+def _pickled(value: object) -> bytes | None:
+    try:
+        return pickle.dumps(value)
+    except Exception:  # objects of others raise what they like
+        return None
+
+
+def _arrived(kind: bytes | None, attributes: Mapping[str, bytes]) -> object:
+    """The copy of an environment."""
+    made: object = types.SimpleNamespace()
+    if kind is not None:
+        with contextlib.suppress(Exception):
+            made = object.__new__(pickle.loads(kind))
+    for name, text in attributes.items():
+        with contextlib.suppress(Exception):
+            made.__dict__[name] = pickle.loads(text)
+    return made
