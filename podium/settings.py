@@ -26,6 +26,7 @@ from podium.models.params import ROLLOUT_LAYOUTS
 from podium.models.source import on_disk, read_architecture, resolve
 from podium.run.resolve import resolve_recipe
 from podium.run.sizes import prompts_in_flight
+from podium.tasks.curriculum import leveled
 from podium.tasks.environment_forms import conversing
 from podium.tasks.functions import RewardFunction
 from podium.tasks.registry import make_task
@@ -242,7 +243,7 @@ def _conversations(config: Config) -> Iterator[Contradiction]:
     """Check tools and environments, and what conversations cannot be combined with."""
     for index, task in enumerate(config.tasks):
         try:
-            held = conversing(task)
+            held = conversing(leveled([task])[0][0])
         except (ValueError, OSError) as error:
             key = "tools" if task.tools and "tool" in str(error) else "environment" if task.environment else "name"
             if key != "name":  # `_tasks` reports it
@@ -260,18 +261,34 @@ def _conversations(config: Config) -> Iterator[Contradiction]:
             yield Contradiction((f"tasks.{index}.rewards", f"tasks.{index}.environment"), f"{rule}; {way_out}")
 
 
-RULES = (_names, _algorithm, _rewards, _layout, _in_flight, _conversations)
+def _curricula(config: Config) -> Iterator[Contradiction]:
+    """Check that curricula have answers to go by."""
+    try:
+        recipe = resolve_recipe(config)
+    except ValueError:
+        return  # `_algorithm` has reported it
+    for index, task in enumerate(config.tasks):
+        if task.curriculum is not None and recipe.demonstrations:
+            rule = f"recipe {config.algorithm.recipe} samples nothing, so no level goes well or badly; leave it out"
+            yield Contradiction((f"tasks.{index}.curriculum", "algorithm.recipe"), rule)
+
+
+RULES = (_names, _algorithm, _rewards, _layout, _in_flight, _conversations, _curricula)
 """Rules of recipes and rewards, in addition to those of `podium.config.schema`."""
 
 
 def _tasks(config: Config) -> Iterator[Contradiction]:
     """Report unknown tasks, and tasks that reject their options or data."""
-    for index, task in enumerate(config.tasks):
-        try:
-            make_task(task)
-        except (ValueError, OSError) as error:
-            named = [option for option in task.options if f"options.{option}:" in str(error)]
-            yield Contradiction((f"tasks.{index}.{f'options.{named[0]}' if named else 'name'}",), str(error))
+    for index, (task, levels) in enumerate(zip(config.tasks, leveled(config.tasks), strict=True)):
+        for number, level in enumerate(levels):
+            try:
+                make_task(level)
+            except (ValueError, OSError) as error:
+                named = [option for option in level.options if f"options.{option}:" in str(error)]
+                key = f"options.{named[0]}" if named else "name"
+                of_level = task.curriculum is not None and named and named[0] in task.curriculum.levels[number]
+                yield Contradiction((f"tasks.{index}.{'curriculum.levels' if of_level else key}",), str(error))
+                break
 
 
 def _model(config: Config) -> Iterator[Contradiction]:

@@ -23,6 +23,18 @@ Attention = Literal["auto", "kernel", "blocks", "reference"]
 Head = Literal["auto", "chunked", "fused"]
 
 
+class CurriculumConfig(Section):
+    """Levels of a task, drawn by how well they went: the most from those that about half of the answers solve."""
+
+    levels: list[dict[str, object]] = Field(min_length=2)
+    """Options of each level, easiest first, in place of the task's own of the same name. The last level is the task
+    proper: evaluation asks its questions."""
+    window: Positive = 16
+    """Groups of each level that count, the last ones."""
+    spread: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    """Share of prompts that are drawn evenly from all levels, so that none is forgotten; 1: all of them."""
+
+
 class TaskConfig(Section):
     """One task of the mixture: the source of its questions, and its rewards."""
 
@@ -55,6 +67,8 @@ class TaskConfig(Section):
     """Column of the text that recipe sft trains on; unset: `completion` if there is one, else the answer."""
     options: dict[str, object] = {}
     """Arguments of the task's constructor (`podium tasks NAME` lists them)."""
+    curriculum: CurriculumConfig | None = None
+    """Levels of difficulty to draw prompts from (docs/tasks.md); unset: one."""
 
     @model_validator(mode="before")
     @classmethod

@@ -191,6 +191,10 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("tools/<part>/mean_s", "s", "Mean duration of a call.", _by_tool(lambda ran: float(np.mean([each.seconds for each in ran])))),
         Metric("tools/unread_calls", "turns", "Answers with a call that could not be read, such as broken JSON.", lambda s: s.conversations and s.conversations.environments.unread_calls),
     ),
+    "Curriculum": (
+        Metric("curriculum/<part>/share", "fraction", "The step's prompts from a level of a curriculum, which `<part>` names.", lambda s: {level: each.share for level, each in s.levels.items()}),
+        Metric("curriculum/<part>/correct", "fraction", "Right answers to them.", lambda s: {level: each.correct for level, each in s.levels.items() if each.correct is not None}),
+    ),
     "Carry-over": (
         Metric("async/staleness", "updates", "Updates since a group's first token, over the groups of the step; at most `rollout.max_staleness`. This and the others here only with `rollout.in_flight` above 1.", lambda s: s.carried and s.carried.staleness, parts=MEAN_MAX),
         Metric("async/token_age", "updates", "Updates since a token was drawn, over the step's tokens.", _token_ages, parts=("mean", "p95")),

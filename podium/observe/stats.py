@@ -74,6 +74,16 @@ class ConversationStats:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LevelStats:
+    """A level of a curriculum in a step."""
+
+    share: float
+    """Share of the step's prompts of all tasks."""
+    correct: float | None
+    """Share of right answers; None where all conversations failed through no fault of the model."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CarryStats:
     """Ages of a step's completions in a run with carry-over, in updates."""
 
@@ -192,6 +202,8 @@ class StepStats:
     """None without carry-over."""
     conversations: ConversationStats | None = None
     """None where prompts are answered once."""
+    levels: Mapping[str, LevelStats] = dataclasses.field(default_factory=dict)
+    """Levels of curricula that prompts were drawn from, by label."""
     memory: tuple[int, int] | None = None
     """Bytes in use and at peak on the fullest device; None if devices do not report them (CPU)."""
 

@@ -3,16 +3,18 @@
 The n-th prompt of a run depends only on the seed and n, so every host, and a resumed run, sees the same sequence.
 """
 
+import bisect
 import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
 
 from podium.config.schema import TaskConfig
+from podium.tasks.curriculum import Curriculum, level_labels, leveled
 from podium.tasks.registry import make_task, task_labels
 from podium.tasks.task import Prompt
 
@@ -22,9 +24,11 @@ class TaskPrompt:
     """A prompt with its task."""
 
     task: int
-    """Index of its task in the config."""
+    """Index of its task among the levels of all tasks; without curricula, in the config."""
     prompt: Prompt
     system_prompt: str | None
+    level: int | None = None
+    """Its level in the task's curriculum, from 0; None: the task has none."""
 
 
 class TaskMixture:
@@ -35,19 +39,29 @@ class TaskMixture:
     """
 
     def __init__(self, tasks: Sequence[TaskConfig], *, seed: int) -> None:
-        self.labels = task_labels(tasks)
-        """A distinct short name for each task."""
+        levels = leveled(tasks)
+        self.levels = list(itertools.chain.from_iterable(levels))
+        """All tasks, and in place of one with a curriculum its levels."""
+        self.labels = level_labels(tasks)
+        """A distinct short name for each of them."""
         self.cursor = 0
         """The number of prompts drawn so far; saved with the run, and restored when it is resumed."""
         self._seed = seed
-        self._tasks = [make_task(task) for task in tasks]
+        self._names = task_labels(tasks)
+        self._first = [0, *itertools.accumulate(map(len, levels))]
+        """Index of each task's first level; one more at the end."""
+        self._curricula = [
+            None if task.curriculum is None else Curriculum(task.curriculum, self.labels[first : first + len(own)])
+            for task, own, first in zip(tasks, levels, self._first, strict=False)
+        ]
+        self._tasks = [make_task(task) for task in self.levels]
         self._system_prompts = [
             task.system_prompt if config.system_prompt is None else config.system_prompt or None
-            for config, task in zip(tasks, self._tasks, strict=True)
+            for config, task in zip(self.levels, self._tasks, strict=True)
         ]
         self._shares = _shares([config.weight for config in tasks])
         self._phases = [Fraction(_hash(seed, "phase", index) % 2**32, 2**32) for index in range(len(tasks))]
-        self._order = functools.lru_cache(maxsize=2 * len(tasks))(self._epoch_order)
+        self._order = functools.lru_cache(maxsize=2 * len(self.levels))(self._epoch_order)
         self._prompts = functools.cache(self._read_prompts)
 
     def num_prompts(self) -> dict[str, int]:
@@ -71,18 +85,44 @@ class TaskMixture:
         self.cursor += n
         return prompts
 
-    def prompt_at(self, cursor: int) -> TaskPrompt:
-        """The prompt at an index (counted from 0) of the run's sequence."""
+    def prompt_at(self, cursor: int, level: int | None = None) -> TaskPrompt:
+        """The prompt at an index (counted from 0) of the run's sequence.
+
+        Of a task with a curriculum it is of this `level`, or if that is None, of the one to draw now.
+        """
         task, draw = self._locate(cursor)
-        prompts = self._prompts(task, "train")
-        epoch, index = divmod(draw, len(prompts))
-        return self._task_prompt(task, prompts[self._order(task, epoch)[index]])
+        curriculum = self._curricula[task]
+        if curriculum is not None and level is None:
+            level = curriculum.level(_hash(self._seed, "level", task, draw) / 2**64)
+        index = self._first[task] + (level or 0)
+        prompts = self._prompts(index, "train")
+        epoch, place = divmod(draw, len(prompts))
+        prompt = self._task_prompt(index, prompts[self._order(index, epoch)[place]])
+        return prompt if curriculum is None else dataclasses.replace(prompt, level=level)
+
+    @property
+    def means(self) -> dict[str, tuple[float, ...]]:
+        """What decides the levels to draw: the means of the last groups of each level of curricula, by label."""
+        return {label: last for each in self._curricula if each for label, last in each.means.items()}
+
+    @means.setter
+    def means(self, means: Mapping[str, Sequence[float]]) -> None:
+        for each in self._curricula:
+            if each is not None:
+                each.means = means
+
+    def learn(self, prompt: TaskPrompt, mean: float) -> None:
+        """Take the share of right answers to a prompt; levels are drawn by it from now on."""
+        curriculum = self._curricula[bisect.bisect_right(self._first, prompt.task) - 1]
+        if curriculum is not None:
+            curriculum.add(self.labels[prompt.task], mean)
 
     def eval_prompts(self, limit: int | None = None) -> dict[str, list[TaskPrompt]]:
-        """The evaluation prompts of each task, by label: the first `limit`, or all."""
+        """The evaluation prompts of each task, by label: the first `limit`, or all; of curricula, the last level's."""
+        last = {label: self._first[task + 1] - 1 for task, label in enumerate(self._names)}
         return {
             label: [self._task_prompt(task, prompt) for prompt in self._prompts(task, "eval")[:limit]]
-            for task, label in enumerate(self.labels)
+            for label, task in last.items()
         }
 
     def _locate(self, cursor: int) -> tuple[int, int]:

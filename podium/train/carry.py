@@ -45,6 +45,8 @@ class PendingRecord(TypedDict):
     """A `Pending` as JSON; `number` is that of its prompt."""
 
     number: int
+    level: NotRequired[int]
+    """Its level in a curriculum; missing without."""
     completions: list[CompletionRecord]
     rewards: list[RewardRecord]
 
@@ -54,6 +56,8 @@ class PositionRecord(TypedDict):
 
     cursor: int
     in_flight: NotRequired[list[PendingRecord]]
+    curriculum: NotRequired[dict[str, list[float]]]
+    """Missing without curricula."""
 
 
 class HostState(PositionRecord):
@@ -93,16 +97,25 @@ class Position:
     """Number of prompts drawn so far, including those that were too long."""
     pending: tuple[Pending, ...] = ()
     """Prompts that no step has trained on yet, in order."""
+    curriculum: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    """Means of the last groups of each level of curricula, by label."""
 
     def record(self) -> PositionRecord:
         """Serialise the position to JSON, with arrays in base64."""
-        return {"cursor": self.cursor, "in_flight": [_pending_record(each) for each in self.pending]}
+        record: PositionRecord = {
+            "cursor": self.cursor,
+            "in_flight": [_pending_record(each) for each in self.pending],
+        }
+        if self.curriculum:
+            record["curriculum"] = {label: list(means) for label, means in self.curriculum.items()}
+        return record
 
     @classmethod
     def read(cls, record: PositionRecord, feed: Feed) -> "Position":
         """Read the result of `record`; `feed` recreates the prompts."""
         pending = tuple(_read_pending(each, feed) for each in record.get("in_flight", ()))
-        return cls(cursor=record["cursor"], pending=pending)
+        curriculum = {label: tuple(means) for label, means in record.get("curriculum", {}).items()}
+        return cls(cursor=record["cursor"], pending=pending, curriculum=curriculum)
 
 
 def chosen(
@@ -155,7 +168,8 @@ def drawn_lengths(before: Sequence[Pending], now: Sequence[Sequence[Completion]]
 
 
 def _pending_record(pending: Pending) -> PendingRecord:
-    return {
+    level = pending.prompt.prompt.level
+    record: PendingRecord = {
         "number": pending.prompt.number,
         "completions": [_completion_record(each) for each in pending.completions],
         "rewards": [
@@ -167,6 +181,9 @@ def _pending_record(pending: Pending) -> PendingRecord:
             for each in pending.rewards
         ],
     }
+    if level is not None:
+        record["level"] = level
+    return record
 
 
 def _completion_record(completion: Completion) -> CompletionRecord:
@@ -191,7 +208,7 @@ def _bits(array: np.ndarray) -> str:
 
 def _read_pending(record: PendingRecord, feed: Feed) -> Pending:
     return Pending(
-        prompt=feed.at(record["number"]),
+        prompt=feed.at(record["number"], record.get("level")),
         completions=tuple(_read_completion(each) for each in record["completions"]),
         rewards=tuple(Reward(**each) for each in record["rewards"]),
     )

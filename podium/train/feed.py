@@ -36,7 +36,7 @@ class Feed:
         """
         self.spec, self.tokenizer = spec, tokenizer
         self.tasks = TaskMixture(spec.tasks, seed=spec.seed)
-        self.conversing: list[Conversing | None] = [conversing(task) for task in spec.tasks]
+        self.conversing: list[Conversing | None] = [conversing(task) for task in self.tasks.levels]
         """How each task's conversations are held; None: its prompts are answered once."""
         self.dialogues = [
             None if held is None else Dialogue(label, tokenizer, held.tools)
@@ -73,9 +73,12 @@ class Feed:
                 raise ValueError(f"no prompt fits in rollout.max_prompt_tokens {limit}; raise it")
         return prompts
 
-    def at(self, number: int) -> EncodedPrompt:
-        """The prompt at this index in the run's sequence; it must be short enough for `rollout.max_prompt_tokens`."""
-        encoded = self._encode(self.tasks.prompt_at(number), number)
+    def at(self, number: int, level: int | None = None) -> EncodedPrompt:
+        """The prompt at this index in the run's sequence; it must be short enough for `rollout.max_prompt_tokens`.
+
+        `level` is the level of a curriculum that it was drawn from.
+        """
+        encoded = self._encode(self.tasks.prompt_at(number, level), number)
         assert encoded is not None, "a prompt that was drawn fits"
         return encoded
 

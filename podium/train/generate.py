@@ -64,6 +64,12 @@ class Group:
         return np.array([reward.total for reward in self.rewards], np.float32)
 
     @property
+    def correct(self) -> float | None:
+        """The share of right answers, among the episodes that did not fail; None: all failed."""
+        found = [reward.parts["correct"] for reward in self.rewards if not reward.failed]
+        return min(1.0, max(0.0, sum(found) / len(found))) if found else None
+
+    @property
     def equal_rewards(self) -> bool:
         """Whether all its episodes got the same reward, so that a group baseline learns nothing from it."""
         return bool(equal_reward_groups(self.totals[None])[0])
@@ -146,8 +152,9 @@ class Rollouts:
         self._stop = stop or AgreedStop(StopSignal())
         self._watchdog = watchdog or alone().watchdog
         self._on_progress = on_progress
-        self.grader = Grader(spec.prompts.tasks, spec.grading, max_new_tokens=spec.sampling.max_new_tokens)
-        self.environments = Environments(spec.prompts.tasks, spec.environments)
+        tasks = self.feed.tasks.levels
+        self.grader = Grader(tasks, spec.grading, max_new_tokens=spec.sampling.max_new_tokens)
+        self.environments = Environments(tasks, spec.environments)
         self.episodes = Episodes(
             self.engine, self.feed.dialogues, self.environments, rollout=settings, config=spec.environments
         )
@@ -162,11 +169,12 @@ class Rollouts:
     @property
     def position(self) -> Position:
         """The run's position in its prompts: saved with the run, and set when it resumes."""
-        return Position(cursor=self.feed.cursor, pending=self._pending)
+        return Position(cursor=self.feed.cursor, pending=self._pending, curriculum=self.feed.tasks.means)
 
     @position.setter
     def position(self, position: Position) -> None:
         self.feed.cursor, self._pending = position.cursor, position.pending
+        self.feed.tasks.means = position.curriculum
 
     def load(self, params: Params, frozen: Params | None = None, *, version: int = 0) -> float:
         """Use these weights from now on; returns the seconds that loading took.
@@ -245,6 +253,7 @@ class Rollouts:
             self.held = episodes
         if carries:
             self._pending = tuple(pending)
+            self._learn(groups)
         if settings.max_refills:
             groups.sort(key=lambda group: group.equal_rewards)
         return groups, dataclasses.replace(stats, in_flight=len(pending), answer_s=time.perf_counter() - start)
@@ -254,6 +263,12 @@ class Rollouts:
         self.grader.close()
         self.environments.close()
         self.engine.unload()
+
+    def _learn(self, groups: Sequence[Group]) -> None:
+        """Let the shares of right answers decide the next prompts' levels, where tasks have curricula."""
+        for group in groups:
+            if (correct := group.correct) is not None:
+                self.feed.tasks.learn(group.prompt, correct)
 
     def _poll(self) -> None:
         self._watchdog.beat()

@@ -27,6 +27,7 @@ from podium.observe.stats import (
     CompletionStats,
     ConversationStats,
     EnvironmentStats,
+    LevelStats,
     StepStats,
     UpdateStats,
 )
@@ -130,6 +131,7 @@ class Recorder:
             mean_step_s=float(np.mean(self._step_seconds)) if averaged else None,
             carried=carry_stats(groups, rolled.drawn_lengths) if self.spec.rollout.settings.in_flight > 1 else None,
             conversations=None if held is None else conversation_stats(groups, held),
+            levels=self._level_stats(groups),
             memory=device_memory(),
         )
         metrics = step_metrics(stats)
@@ -149,6 +151,18 @@ class Recorder:
         shown = ShownCompletion(first.prompt.prompt.question, first.transcripts[0].text, first.rewards[0].total)
         self.progress.step(step, metrics, shown)
         self._on_step(step, metrics, samples)
+
+    def _level_stats(self, groups: Sequence[Group]) -> dict[str, LevelStats]:
+        """What was drawn from each level of a curriculum, and how it went."""
+        drawn = sorted({group.prompt.task for group in groups if group.prompt.level is not None})
+        found: dict[str, LevelStats] = {}
+        for task in drawn:
+            own = [group for group in groups if group.prompt.task == task]
+            correct = [each for group in own if (each := group.correct) is not None]
+            found[self._labels[task]] = LevelStats(
+                share=len(own) / len(groups), correct=sum(correct) / len(correct) if correct else None
+            )
+        return found
 
     def _alarm_lines(self, stats: StepStats, metrics: Mapping[str, float]) -> list[str]:
         """Warnings about rewards, about the gap to the sampler, and about carry-over."""

@@ -303,4 +303,5 @@ def _load_state(
     state, saved = restore_state(fork.checkpoints, fork.step, abstract, base=checkpointer.base)
     begun = (each["number"] for each in saved.pop("in_flight", ()))  # settings may differ: start from their prompts
     saved["cursor"] = min(begun, default=saved["cursor"])
+    saved.pop("curriculum", None)
     return restarted(state), saved, 0

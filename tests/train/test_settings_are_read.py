@@ -56,7 +56,9 @@ def with_invented(section: type[Section]) -> type[Section]:
         if inner := inner_section(field.annotation):
             changed = with_invented(inner)
             several, optional = get_origin(field.annotation) is list, field.default is None
-            fields[name] = (list[changed], ...) if several else (changed | None if optional else changed, changed())
+            fields[name] = (
+                (list[changed], ...) if several else (changed | None, None) if optional else (changed, changed())
+            )
     return create_model(section.__name__, __base__=section, **fields)
 
 
@@ -131,7 +133,11 @@ def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, 
         "runs_dir": str(tmp_path),
         "steps": 2,
         "tasks": [
-            {"name": "arithmetic", "rewards": {"correct": 1.0, "length": 1.0}},
+            {
+                "name": "arithmetic",
+                "rewards": {"correct": 1.0, "length": 1.0},
+                "curriculum": {"levels": [{}, {"operations": ["sub"]}]},
+            },
             {"name": "jsonl", "path": str(long), "eval_path": str(short)},
         ],
         "algorithm": {"recipe": "dapo", "max_refills": 1, "kl": "k3", "kl_coef": 0.1, **correction},

@@ -1,0 +1,87 @@
+"""A run with a curriculum: levels that are solved give way, and a run that was broken off goes on with what it knew."""
+
+import pytest
+from tiny_runs import assert_same_run, make_config, trained
+
+from podium.observe.records import read_samples
+from podium.observe.run_dir import SAMPLES
+from podium.train.generate import Rollouts
+from podium.train.loop import train
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+SEED = 9
+SHARES = [0.5, 0.25, 0.25, 0.25, 0.25]
+"""Share of the first level in each step: a half until it is known to be solved, then less.
+
+A run that forgot after step 2 what it knew would draw 0.5, 1 and 0.25 in steps 3 to 5.
+"""
+
+
+def known(answer: str) -> float:
+    """Whatever the model says, sums of one digit are right, and of the others every second: levels follow from that."""
+    return float(int(answer) < 20 or int(answer) % 2)
+
+
+def short(num_tokens: int) -> float:
+    """Something to learn."""
+    return -0.1 * num_tokens
+
+
+def config(model, runs, steps: int = 5):
+    curriculum = {"levels": [{}, {"digits": 2}], "window": 3, "spread": 0.1}
+    parts = {f"test_curriculum_run:{name}": 1.0 for name in ("known", "short")}
+    task = {"name": "arithmetic", "curriculum": curriculum, "rewards": parts, "correct": next(iter(parts))}
+    return make_config(
+        model,
+        runs,
+        seed=SEED,
+        steps=steps,
+        tasks=[task],
+        checkpoint={"every_steps": 1},
+        eval={"at_start": False, "questions": 4},
+        metrics={"samples_every": 1},
+    )
+
+
+@pytest.fixture(scope="module")
+def unbroken(tiny_model, tmp_path_factory):
+    runs = tmp_path_factory.mktemp("unbroken")
+    assert train(config(tiny_model, runs), plain=True) == 0
+    return runs / "run"
+
+
+def shares(run) -> list[float]:
+    return [line.get("curriculum/arithmetic-level1/share", 0.0) for line in trained(run)]
+
+
+def test_a_level_that_is_solved_gives_way_and_the_last_is_evaluated(unbroken):
+    assert shares(unbroken) == SHARES
+    for line in trained(unbroken):
+        level1 = line.get("curriculum/arithmetic-level1/share", 0.0)
+        assert level1 + line.get("curriculum/arithmetic-level2/share", 0.0) == pytest.approx(1)
+        assert line.get("curriculum/arithmetic-level1/correct", 1.0) == 1.0
+    samples = read_samples(unbroken / SAMPLES)
+    drawn = {(line["task"], len(line["prompt"])) for line in samples if line["split"] == "train"}
+    assert drawn == {("arithmetic-level1", len("arithmetic/train/1+1")), ("arithmetic-level2", 22)}
+    evaluated = {line["task"] for line in samples if line["split"] == "eval"}
+    assert evaluated == {"arithmetic"}
+
+
+def test_a_run_broken_off_in_a_rollout_goes_on_as_if_nothing_had_happened(tiny_model, tmp_path, unbroken, monkeypatch):
+    answer, left = Rollouts.answer, [3]
+
+    def break_off(self, prompts, settings=None):
+        found = answer(self, prompts, settings)  # what was learned in this step is lost with it
+        left[0] -= settings is None
+        if not left[0]:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(Rollouts, "answer", break_off)
+    with pytest.raises(KeyboardInterrupt):
+        train(config(tiny_model, tmp_path), plain=True)
+    monkeypatch.undo()
+    assert train(config(tiny_model, tmp_path), plain=True) == 0
+    assert_same_run(tmp_path / "run", unbroken)
