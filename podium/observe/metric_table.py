@@ -170,6 +170,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/pages_peak", "pages", "Largest number of KV cache pages in use.", lambda s: s.rolled.pages_peak),
         Metric("rollout/preempted", "sequences", "Sequences that lost slot and pages to older ones; raise `rollout.cache_tokens`.", lambda s: s.rolled.preempted),
         Metric("rollout/evicted", "sequences", "Parked or waiting sequences that lost their pages.", lambda s: s.rolled.evicted),
+        Metric("rollout/parked", "sequences", "Largest number of conversations that waited for their environments at a time, over all hosts; only with conversations.", lambda s: s.conversations and s.rolled.parked),
         Metric("rollout/tokens_per_s", "tokens/s", "Completion tokens / seconds of `generate`.", lambda s: s.rolled.tokens_per_s),
         Metric("rollout/compilations", "programs", "Programs compiled during `generate`; 0 after the first steps.", lambda s: s.rolled.compilations),
         Metric("rollout/prompt_tokens", "tokens", "Prompt tokens prefilled, one copy per group.", lambda s: s.rolled.prompt_tokens),

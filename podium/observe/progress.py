@@ -20,6 +20,7 @@ from podium.observe.metrics import UPDATES
 from podium.observe.notebook import NotebookView, in_notebook
 from podium.observe.text import clock, shown, sparkline
 
+TURNS = "env/turns/mean"
 PHASES = ("rollout", "reward", "score", "update", "sync")
 """Phases whose duration in the last step is shown (`time/train/<phase>_s`)."""
 RECENT_STEPS = 10
@@ -78,6 +79,8 @@ class Progress:
         self._durations: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
         self._rewards: list[float] = []
         self._lengths: list[float] = []
+        self._turns: list[float] = []
+        """Mean number of turns in each step; empty where prompts are answered once."""
         self._metrics: Mapping[str, float] = {}
         self._evaluations: list[tuple[int, float]] = []
         self._sample: ShownCompletion | None = None
@@ -145,11 +148,14 @@ class Progress:
         self._metrics = metrics
         self._rewards.append(float(metrics.get("train-reward/total/mean", float("nan"))))
         self._lengths.append(float(metrics.get("train-seq_len/completion/mean", float("nan"))))
+        if TURNS in metrics:
+            self._turns.append(float(metrics[TURNS]))
         self._sample = sample or self._sample
         self._curve()
         if self._lines:
             self.message(
                 f"step {step}/{self._steps}  reward {self._rewards[-1]:.3f}  length {self._lengths[-1]:.1f}  "
+                f"{f'turns {self._turns[-1]:.1f}  ' if self._turns else ''}"
                 f"{_speed(self._metrics)}  {self._step_s():.2f} s  left {self._left()}"
             )
 
@@ -215,7 +221,13 @@ class Progress:
         return Panel(Group(*rows), title=title, title_align="left", border_style="cyan", width=self.console.width)
 
     def _numbers(self, width: int) -> RenderableType:
-        return _numbers(self._rewards, self._lengths, self._metrics, self._evaluations, width)
+        curves = (
+            _Curve("reward", self._rewards, ".3f", "green"),
+            _Curve("length", self._lengths, ".1f", "blue"),
+            _Curve("turns", self._turns, ".1f", "blue"),
+        )
+        drawn = [curve for curve in curves if curve.values]
+        return _numbers(drawn, self._metrics, self._evaluations, width)
 
     def _bar(self) -> RenderableType:
         row = Table.grid(padding=(0, 2), expand=True)
@@ -278,9 +290,18 @@ class _NoEcho:
             self._saved = None
 
 
+class _Curve(NamedTuple):
+    """A number of each step."""
+
+    name: str
+    values: Sequence[float]
+    form: str
+    """Format of a value."""
+    style: str
+
+
 def _numbers(
-    rewards: Sequence[float],
-    lengths: Sequence[float],
+    curves: Sequence[_Curve],
     metrics: Mapping[str, float],
     evaluations: Sequence[tuple[int, float]],
     width: int,
@@ -292,9 +313,10 @@ def _numbers(
     grid.add_column(style="dim", no_wrap=True, width=label)
     grid.add_column(justify="right", no_wrap=True, width=value)
     grid.add_column(no_wrap=True, overflow="crop", width=room)
-    if rewards:
-        grid.add_row("reward", f"{rewards[-1]:.3f}", Text(sparkline(rewards, room), style="green"))
-        grid.add_row("length", f"{lengths[-1]:.1f}", Text(sparkline(lengths, room), style="blue"))
+    for curve in curves:
+        last = format(curve.values[-1], curve.form)
+        grid.add_row(curve.name, last, Text(sparkline(curve.values, room), style=curve.style))
+    if curves:
         step_s = f"{metrics.get('time/train/step_s', 0.0):.1f} s"
         for index, text in enumerate(_seconds(metrics, room)):
             grid.add_row("" if index else "step", "" if index else step_s, Text(text))

@@ -133,6 +133,8 @@ class RolloutStats:
     """Running sequences that lost their slot and pages to older ones and returned to the queue."""
     evicted: int = 0
     """Parked or waiting sequences whose pages were freed; they are prefilled again."""
+    parked: int = 0
+    """Largest number of parked sequences at a time, with or without pages."""
     compilations: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -174,7 +176,7 @@ class RolloutStats:
 
     def then(self, later: "RolloutStats") -> "RolloutStats":
         """Statistics of this call followed by `later` on the same slots."""
-        return _merged(self, later, larger=("slots", "pages_peak", "in_flight"))
+        return _merged(self, later, larger=("slots", "pages_peak", "parked", "in_flight"))
 
     def beside(self, other: "RolloutStats") -> "RolloutStats":
         """Statistics of two simultaneous calls on different hosts, as if of one engine.

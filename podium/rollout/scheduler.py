@@ -192,6 +192,7 @@ class Scheduler:
         self._take_out(sequence)
         sequence.state = "parked"
         self.queues.parked[sequence] = None
+        self.queues.counts.parked = max(self.queues.counts.parked, len(self.queues.parked))
         if sequence.cut and self.pages.has_cells:
             self.pages.release(sequence)  # its cell's state includes tokens that were cut off
 

@@ -286,6 +286,8 @@ class Counts:
     """Running sequences that lost their slot and pages."""
     evicted: int = 0
     """Parked or waiting sequences that lost their pages."""
+    parked: int = 0
+    """Largest number of parked sequences."""
 
 
 class Queues:

@@ -61,6 +61,22 @@ def test_without_a_terminal_there_is_one_line_a_step():
     assert lines[-1].endswith("left 0:00")
 
 
+def test_conversations_show_their_turns():
+    talking = METRICS | {"env/turns/mean": 2.25}
+    console = plain_console()
+    with Progress("demo", 40, console) as progress:
+        progress.step(1, talking)
+    line = output(console).splitlines()[-1]
+    assert line == "step 1/40  reward 0.750  length 12.5  turns 2.2  1,234 tokens/s  4.20 s  left ?"
+    progress = terminal_progress()
+    for turns in (1.0, 3.5):
+        progress.step(1, METRICS | {"env/turns/mean": turns})
+    assert re.search("turns +3.5  \u2581\u2588", view(progress))
+    answered = terminal_progress()
+    answered.step(1, METRICS)
+    assert "turns" not in view(answered)
+
+
 def test_a_step_that_trained_on_nothing_shows_no_speed():
     idle = METRICS | {"optimizer/updates": 0.0, "throughput/train/valid_tokens_per_s": 0.0}
     console = plain_console()

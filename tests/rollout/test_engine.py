@@ -257,6 +257,8 @@ def test_stats_count_what_was_done():
 def test_stats_of_calls_one_after_the_other_add_up():
     one = RolloutStats(completion_tokens=8, decoded_tokens=6, decode_steps=3, slots=4, slot_steps=12, generate_s=2.0)
     other = RolloutStats(completion_tokens=2, decoded_tokens=2, decode_steps=1, slots=4, slot_steps=4, generate_s=3.0)
+    parked = [dataclasses.replace(each, parked=n) for each, n in ((one, 3), (other, 2))]
+    assert (parked[0].then(parked[1]).parked, parked[0].beside(parked[1]).parked) == (3, 5)
     both = one.then(other)
     assert (both.decode_steps, both.slots, both.slot_utilisation, both.tokens_per_s) == (4, 4, 0.5, 2.0)
     assert RolloutStats().then(one) == one.then(RolloutStats()) == one

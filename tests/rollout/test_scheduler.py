@@ -408,3 +408,8 @@ def test_a_parked_sequence_keeps_its_pages_until_others_need_them():
     scheduler.plan(STEPS)
     assert not row.sequence.pages
     assert scheduler.queues.counts.evicted == 1
+    assert scheduler.queues.counts.parked == 1  # twice, and never two
+    for sequence in list(scheduler.queues.running):
+        scheduler.park(sequence)
+    assert scheduler.queues.counts.parked == 2
+    assert scheduler.take_counts().parked == 2 and scheduler.queues.counts.parked == 0

@@ -92,6 +92,7 @@ def test_a_run_trains_on_what_was_drawn_and_pays_what_the_environment_pays(talk,
         assert step["train-reward/total/mean"] == pytest.approx(np.mean([each["reward"] for each in completions]))
         assert step["policy/logprob_gap/max"] < 1e-4
         assert step["env/turns/max"] == 3 and step["env/failed"] == 0
+        assert 1 <= step["rollout/parked"] <= 16
         assert step.get("env/stop/stop", 0.0) == pytest.approx(
             np.mean([each["finish_reason"] == "stop" for each in completions])
         )
@@ -120,6 +121,7 @@ def test_delays_and_evictions_change_the_schedule_and_no_token(talk):
     assert max(transcript.num_turns for group in first for transcript in group.transcripts) == 3
     assert stats.rebuilt_tokens == 0 < evicting.rebuilt_tokens
     assert max(slow.held.reply_s) > 0.005
+    assert 1 <= stats.parked <= 16
     for one, other in zip(first, few, strict=True):
         assert one.rewards == other.rewards
         for a, b in zip(one.transcripts, other.transcripts, strict=True):
