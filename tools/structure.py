@@ -45,6 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tasks",
         "algorithms.advantages",
         "algorithms.recipes",
+        "rollout.answer",
         "rollout.routes",
         "rollout.sequence",
         "rollout.pages",

@@ -21,7 +21,7 @@ from jax.lax import stop_gradient
 
 from podium.certify.naive_rules import Rules
 from podium.models.architecture import DecoderConfig
-from podium.models.blocks.activation import Activation
+from podium.models.blocks.activation import Activation, Clamped
 from podium.models.blocks.attention import Attention
 from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Block
@@ -112,27 +112,44 @@ def _layer(x: jax.Array, w: Weights, block: Block, decoder: DecoderConfig) -> ja
     return x + (_norm(found, w["mlp_out_norm"], decoder) if block.norms_behind else found)
 
 
-def _gated(y: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, activation: Activation) -> jax.Array:
-    """What a gated linear unit makes of [T, D]."""
-    shut = y @ gate
-    if activation == "silu":
+def _gated(
+    y: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    activation: Activation,
+    biases: tuple[jax.Array, ...] = (),
+) -> jax.Array:
+    """What a gated linear unit makes of [T, D]; `biases` are of gate, up and down."""
+    shut, passed = y @ gate, y @ up
+    if biases:
+        shut, passed = shut + biases[0][None], passed + biases[1][None]
+    if isinstance(activation, Clamped):
+        shut = jnp.where(shut > activation.limit, activation.limit, shut)
+        passed = jnp.where(jnp.abs(passed) > activation.limit, jnp.sign(passed) * activation.limit, passed) + 1
+        opened = shut / (1 + jnp.exp(-activation.alpha * shut))
+    elif activation == "silu":
         opened = shut / (1 + jnp.exp(-shut))
     else:
         opened = shut * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (shut + 0.044715 * shut**3))) / 2
-    return (opened * (y @ up)) @ down
+    made = (opened * passed) @ down
+    return made + biases[2][None] if biases else made
 
 
 def _of_experts(y: jax.Array, w: Weights, experts: Experts) -> jax.Array:
     """What a mixture of experts makes of [T, D]: all experts compute all tokens, most with a share of 0."""
-    shares = jax.nn.softmax(y @ w["router"], axis=-1)  # [T, E]
+    logits = y @ w["router"] + (w["router_bias"][None] if experts.bias else 0.0)
+    shares = jax.nn.softmax(logits, axis=-1)  # [T, E]
     least = jnp.sort(shares, axis=-1)[:, -experts.top, None]
     shares = jnp.where(shares >= least, shares, 0.0)
     if experts.normalized:
         shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
     found = jnp.zeros_like(y)
+    names = ("expert_gate", "expert_up", "expert_down")
     for each in range(experts.count):
-        gate, up, down = (w[name][each] for name in ("expert_gate", "expert_up", "expert_down"))
-        found = found + shares[:, each, None] * _gated(y, gate, up, down, experts.activation)
+        gate, up, down = (w[name][each] for name in names)
+        biases = tuple(w[f"{name}_bias"][each] for name in names) if experts.bias else ()
+        found = found + shares[:, each, None] * _gated(y, gate, up, down, experts.activation, biases)
     return found
 
 
@@ -158,8 +175,13 @@ def _attended(y: jax.Array, w: Weights, attention: Attention, decoder: DecoderCo
         q = q * (1 + sharpening.beta * jnp.log(1 + positions // sharpening.period))[:, None, None]
     k, v = (jnp.repeat(z, attention.heads // attention.kv_heads, axis=1) for z in (k, v))
     scores = jnp.einsum("thq,shq->hts", q, k) / np.sqrt(attention.scale_dims or attention.head_dim)
-    shares = jax.nn.softmax(jnp.where(seen[None], scores, -jnp.inf), axis=-1)
-    return jnp.einsum("hts,shq,hqd->td", shares, v, w["o"])
+    scores = jnp.where(seen[None], scores, -jnp.inf)
+    if attention.sinks:  # one more key, without a value
+        extra = jnp.broadcast_to(w["sinks"][:, None, None], (attention.heads, len(y), 1))
+        scores = jnp.concatenate([scores, extra], axis=-1)
+    shares = jax.nn.softmax(scores, axis=-1)[..., : len(y)]
+    found = jnp.einsum("hts,shq,hqd->td", shares, v, w["o"])
+    return found + w["o_bias"][None] if attention.out_bias else found
 
 
 def scores(

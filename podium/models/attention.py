@@ -4,13 +4,13 @@
 the others with it.
 """
 
-from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 from podium.config.attention import Backend
-from podium.models.blockwise import blockwise_attention
+from podium.models.blockwise import MASKED, blockwise_attention
 from podium.models.gpu_attention import gpu_attention
 from podium.models.params import mesh_axis_names
 from podium.models.sequence import over_tokens
@@ -18,8 +18,13 @@ from podium.models.tpu_attention import tpu_attention
 from podium.models.visibility import Visibility
 from podium.sharding import ShardingRules
 
-RowAttention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""`(q [B, T, H, Q], k [B, T, K, Q], v [B, T, K, Q]) -> attended [B, T, H, Q]`."""
+
+class RowAttention(Protocol):
+    """Attention over packed rows."""
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None, /) -> jax.Array:
+        """Attended [B, T, H, Q] from q [B, T, H, Q], k and v [B, T, K, Q], and sinks [H] (`At.sinks`)."""
+        ...
 
 
 def row_attention(backend: Backend, visibility: Visibility, rules: ShardingRules) -> RowAttention:
@@ -35,7 +40,7 @@ def row_attention(backend: Backend, visibility: Visibility, rules: ShardingRules
     """
     if backend == "reference":
         mask = rules.constrain(visibility.mask(), "batch", None, None)  # [B, T, T]
-        return lambda q, k, v: causal_attention(q, k, v, mask)
+        return lambda q, k, v, sinks=None: causal_attention(q, k, v, mask, sinks)
     batch, tokens = rules.axes.get("batch"), mesh_axis_names(rules.axes.get("tokens"))
     heads = None if set(mesh_axis_names(rules.axes.get("heads"))) & set(mesh_axis_names(batch)) else "heads"
     rows, ids = rules.spec(("batch", "tokens", heads, None)), rules.spec(("batch", "tokens"))
@@ -43,16 +48,18 @@ def row_attention(backend: Backend, visibility: Visibility, rules: ShardingRules
     attention = jax.shard_map(
         over_tokens(of_rows, rules.num_shards("tokens"), tokens),
         mesh=rules.mesh,
-        in_specs=(rows, rows, rows, ids),
+        in_specs=(rows, rows, rows, ids, rules.spec((heads,))),
         out_specs=rows,
         check_vma=False,
     )
     scoped = jax.named_scope("scores")(attention)
-    return lambda q, k, v: scoped(q, k, v, visibility)
+    return lambda q, k, v, sinks=None: scoped(q, k, v, visibility, sinks)
 
 
 @jax.named_scope("scores")
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def causal_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, sinks: jax.Array | None = None
+) -> jax.Array:
     """Scaled dot-product attention with grouped heads; all scores at once, softmax in float32.
 
     Args:
@@ -61,9 +68,22 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) 
         v: [B, S, K, Q].
         mask: [B, T, S] bool, True if a query attends to a key. Where it is False for all keys, the output is finite but
             meaningless.
+        sinks: [H], score of each head with a key that has no value (`At.sinks`); None: no such key.
 
     Returns:
         [B, T, H, Q].
     """
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
+        if sinks is not None:
+            return _with_sinks(q, k, v, mask, sinks)
         return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+
+
+def _with_sinks(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, sinks: jax.Array) -> jax.Array:
+    (B, T, H, Q), K = q.shape, k.shape[2]
+    queries = q.reshape(B, T, K, H // K, Q)
+    scores = jnp.einsum("btkgq,bskq->bkgts", queries, k, preferred_element_type=jnp.float32) * Q**-0.5
+    scores = jnp.where(mask[:, None, None], scores, MASKED)
+    column = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(1, K, H // K, 1, 1), (*scores.shape[:-1], 1))
+    shares = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1].astype(v.dtype)
+    return jnp.einsum("bkgts,bskq->btkgq", shares, v).reshape(B, T, H, Q)

@@ -22,7 +22,9 @@ Outputs = tuple[jax.Array, ...]  # one array per sum over pairs of blocks
 
 
 @jax.custom_vjp
-def blockwise_attention(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:
+def blockwise_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, sinks: jax.Array | None = None
+) -> jax.Array:
     """Scaled dot-product attention over packed rows with grouped heads; scores and softmax in float32.
 
     Args:
@@ -30,21 +32,28 @@ def blockwise_attention(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Vi
         k: [B, T, K, Q], K divides H.
         v: [B, T, K, Q].
         visibility: which tokens [B, T] attend to which.
+        sinks: [H], score of each head with a key that has no value (`At.sinks`); None: no such key.
 
     Returns:
         [B, T, H, Q]; zeros at padding.
     """
-    return _forward(q, k, v, visibility)[0]
+    return _forward(q, k, v, visibility, sinks)[0]
 
 
-Saved = tuple[jax.Array, jax.Array, jax.Array, Visibility, jax.Array, jax.Array]
-"""Saved for the backward pass: queries, keys, values, visibility, output, and each softmax's log-sum-exp."""
+Saved = tuple[jax.Array, jax.Array, jax.Array, Visibility, jax.Array | None, jax.Array, jax.Array]
+"""Saved for the backward pass: queries, keys, values, visibility, sinks, output, and each softmax's log-sum-exp."""
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> tuple[jax.Array, Saved]:
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, sinks: jax.Array | None
+) -> tuple[jax.Array, Saved]:
     def of_row(row: _Row) -> tuple[jax.Array, jax.Array]:
         n, K, M, Q = row.q.shape
-        nothing = (jnp.full((n, K, M, 1), MASKED / 2), jnp.zeros((n, K, M, 1)), jnp.zeros((n, K, M, Q)))
+        begun = (jnp.full((n, K, M, 1), MASKED / 2), jnp.zeros((n, K, M, 1)))
+        if sinks is not None:  # a sink is the first key; it has no value
+            of_heads = jnp.repeat(sinks.astype(jnp.float32).reshape(K, -1), M * K // len(sinks), axis=1)  # [K, M]
+            begun = (jnp.broadcast_to(of_heads[None, ..., None], (n, K, M, 1)), jnp.ones((n, K, M, 1)))
+        nothing = (*begun, jnp.zeros((n, K, M, Q)))
 
         def add(i: jax.Array, j: jax.Array, sums: Outputs) -> Outputs:
             top, total, out = (x[i] for x in sums)
@@ -60,11 +69,15 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -
 
     out, log_total = jax.lax.map(of_row, _Row.of(q, k, v, visibility))
     out = _to_tokens(out, q)
-    return out, (q, k, v, visibility, out, log_total)
+    return out, (q, k, v, visibility, sinks, out, log_total)
 
 
-def _backward(saved: Saved, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, visibility, out, log_total = saved
+Gradients = tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]
+"""Gradients of queries, keys, values, (none of) visibility, and sinks."""
+
+
+def _backward(saved: Saved, d_out: jax.Array) -> Gradients:
+    q, k, v, visibility, sinks, out, log_total = saved
     rows = _Row.of(q, k, v, visibility)
     scale = q.shape[-1] ** -0.5
     d_totals = jnp.sum((d_out * out).astype(jnp.float32), axis=-1, keepdims=True)
@@ -87,11 +100,31 @@ def _backward(saved: Saved, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax
         dq, dk, dv = _over_pairs(row, add, nothing, keys=(False, True, True))
         return dq * scale, dk * scale, dv
 
-    dq, dk, dv = jax.lax.map(of_row, (rows, log_total, _cut(d_out, n, kv_heads), _cut(d_totals, n, kv_heads)))
-    return _to_tokens(dq, q), _to_tokens(dk, k), _to_tokens(dv, v), None
+    d_total = _cut(d_totals, n, kv_heads)  # [B, n, K, M, 1]
+    dq, dk, dv = jax.lax.map(of_row, (rows, log_total, _cut(d_out, n, kv_heads), d_total))
+    if sinks is not None:
+        by_head = (*log_total.shape[:3], len(sinks) // kv_heads, -1)  # [B, n, K, G, t]
+        log_total, d_total = (jnp.moveaxis(x.reshape(by_head), 1, 3) for x in (log_total, d_total))
+        log_total, d_total = (x.reshape(len(x), len(sinks), -1) for x in (log_total, d_total))
+    d_sinks = sink_gradient(sinks, log_total, d_total)
+    return _to_tokens(dq, q), _to_tokens(dk, k), _to_tokens(dv, v), None, d_sinks
 
 
 blockwise_attention.defvjp(_forward, _backward)
+
+
+def sink_gradient(sinks: jax.Array | None, log_total: jax.Array, d_total: jax.Array) -> jax.Array | None:
+    """The gradient [H] of the sinks; None without sinks.
+
+    Args:
+        sinks: [H].
+        log_total: log-sum-exp of each softmax, sink included, [B, H, T].
+        d_total: sum over a query's elements of output times its gradient, [B, H, T].
+    """
+    if sinks is None:
+        return None
+    shares = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - log_total)
+    return -jnp.sum(shares * d_total, axis=(0, 2)).astype(sinks.dtype)
 
 
 class _Row(NamedTuple):

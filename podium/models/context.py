@@ -61,12 +61,18 @@ class LayerContext:
         gates: jax.Array,
         chosen: jax.Array,
         matrices: Sequence[LayerWeight],
+        biases: Sequence[LayerWeight],
         *,
         count: int,
         activation: Activation,
     ) -> jax.Array:
         """The sum over each token's chosen experts of gate times expert, [B, T, D]."""
-        return mixed(self.rules, x, gates, chosen, matrices, count=count, activation=activation)
+        values = [_value(bias) for bias in biases]
+        return mixed(self.rules, x, gates, chosen, matrices, values, count=count, activation=activation)
+
+    def biased(self, y: jax.Array, bias: LayerWeight) -> jax.Array:
+        """Activations plus a bias of their last dimensions."""
+        return (y + _value(bias)[None, None]).astype(y.dtype)
 
     def heads(self, x: jax.Array, w: LayerWeights, *, bias: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Project x [B, T, D] to queries [B, T, H, Q], keys and values [B, T, K, Q], with biases if `bias`.
@@ -76,7 +82,7 @@ class LayerContext:
         own = [w[name] for name in ("q", "k", "v")]
         q, k, v = several(self.linear, self.rules, "btd,dhq->bthq", x, own, "heads")
         if bias:
-            q, k, v = (_biased(y, w[name]) for y, name in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias")))
+            q, k, v = (self.biased(y, w[name]) for y, name in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias")))
         return to_sequences(self.rules, q, k, v)
 
     def rotate(self, x: jax.Array, rope: Rope) -> jax.Array:
@@ -84,9 +90,18 @@ class LayerContext:
         turn = mathematics.rotate_by_product if self.rules.platform == "tpu" else mathematics.rotate
         return turn(x, *self.tables[rope])
 
-    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None) -> tuple[Tree, jax.Array]:
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        window: int | None = None,
+        sinks: LayerWeight | None = None,
+    ) -> tuple[Tree, jax.Array]:
         """Call the caller's attention, and lay its output out for the next product."""
-        carried, attended = self.attention(self.carried, At(self.layer, window), q, k, v)
+        at = At(self.layer, window, None if sinks is None else _value(sinks))
+        carried, attended = self.attention(self.carried, at, q, k, v)
         return carried, from_sequences(self.rules, attended)
 
     def recur(self, initial: States, advance: Advance) -> tuple[Tree, jax.Array]:
@@ -96,6 +111,6 @@ class LayerContext:
         return self.recurrence(self.carried, At(self.layer, None), initial, advance)
 
 
-def _biased(y: jax.Array, bias: LayerWeight) -> jax.Array:
-    assert isinstance(bias, jax.Array), "a bias has no adapter and is no matrix"
-    return (y + bias[None, None]).astype(y.dtype)
+def _value(weight: LayerWeight) -> jax.Array:
+    assert isinstance(weight, jax.Array), "a bias, like a sink, has no adapter and is no matrix"
+    return weight

@@ -281,8 +281,9 @@ class GgufTensors:
         *rows, columns = tensor.shape
         return math.prod(rows), columns // block * size
 
-    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+    def read(self, name: str, start: int, stop: int, at: tuple[int, ...] = ()) -> np.ndarray:
         """Read rows [start, stop) of a tensor as float32, float16 or bfloat16."""
+        assert not at, "no layout reads a part of a tensor in GGUF"
         tensor = self._header.tensors[name]
         rows, row_bytes = self._byte_shape(tensor)
         raw = np.memmap(self._header.path, np.uint8, "r", tensor.offset, (rows, row_bytes))

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from podium.config.attention import attended_pairs, cut
-from podium.models.blockwise import MASKED, Saved
+from podium.models.blockwise import MASKED, Gradients, Saved, sink_gradient
 from podium.models.visibility import Visibility, pad_to
 from podium.models.visible import Keys, Queries, seen
 
@@ -22,33 +22,39 @@ WARPS = 4
 STAGES = 2
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def gpu_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, interpret: bool = False
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visibility: Visibility,
+    sinks: jax.Array | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """`podium.models.blockwise.blockwise_attention` as a kernel; `interpret` emulates it without a GPU, slowly."""
-    return _forward(q, k, v, visibility, interpret)[0]
+    return _forward(q, k, v, visibility, sinks, interpret)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, interpret: bool
+    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, sinks: jax.Array | None, interpret: bool
 ) -> tuple[jax.Array, Saved]:
     call = _Call(q, k, visibility, interpret)
     like = call.padded(q)
     statistics = jax.ShapeDtypeStruct((call.B, call.H, call.n * call.t), jnp.float32)
+    of_heads = () if sinks is None else (sinks.astype(jnp.float32)[:, None],)
     out, log_total = call.run(
-        _forward_kernel,
+        _forward_kernel if sinks is None else _forward_kernel_with_sink,
         heads=call.H,
         products=2,
-        inputs=("query", "keys", "keys"),
+        inputs=(*("sink" for _ in of_heads), "query", "keys", "keys"),
         outputs=(("query", like), ("statistic", statistics)),
-    )(*_listed(call.meets), call.ids, call.padded(q), call.padded(k), call.padded(v))
+    )(*_listed(call.meets), call.ids, *of_heads, call.padded(q), call.padded(k), call.padded(v))
     out = out[:, : call.T]
-    return out, (q, k, v, visibility, out, log_total)
+    return out, (q, k, v, visibility, sinks, out, log_total)
 
 
-def _backward(interpret: bool, saved: Saved, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, visibility, out, log_total = saved
+def _backward(interpret: bool, saved: Saved, d_out: jax.Array) -> Gradients:
+    q, k, v, visibility, sinks, out, log_total = saved
     call = _Call(q, k, visibility, interpret)
     T = call.T
     d_total = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # [B, T, H]
@@ -68,7 +74,7 @@ def _backward(interpret: bool, saved: Saved, d_out: jax.Array) -> tuple[jax.Arra
         inputs=("queries", "key", "key", "queries", "statistics", "statistics"),
         outputs=(("key", call.padded(k)), ("key", call.padded(v))),
     )(*_listed(jnp.swapaxes(call.meets, 1, 2)), *given)
-    return dq[:, :T], dk[:, :T], dv[:, :T], None
+    return dq[:, :T], dk[:, :T], dv[:, :T], None, sink_gradient(sinks, log_total, d_total)
 
 
 gpu_attention.defvjp(_forward, _backward)
@@ -136,6 +142,7 @@ def _blocks(call: _Call) -> dict[str, pl.BlockSpec]:
         "listed": pl.BlockSpec((None, None, n), lambda i, b, h: (b, i, 0)),
         "count": pl.BlockSpec((None, 1), lambda i, b, h: (b, i)),
         "ids": pl.BlockSpec((None, n * t), lambda i, b, h: (b, 0)),
+        "sink": pl.BlockSpec((None, 1), lambda i, b, h: (h, 0)),
         "query": pl.BlockSpec((None, t, None, Q), lambda i, b, h: (b, i, h, 0)),
         "keys": pl.BlockSpec((None, n * t, None, Q), lambda i, b, h: (b, 0, h // group, 0)),
         "key": pl.BlockSpec((None, t, None, Q), lambda i, b, h: (b, i, h, 0)),
@@ -176,6 +183,7 @@ def _forward_kernel(
     log_total: jax.Ref,
     *,
     t: int,
+    sink: jax.Ref | None = None,
 ) -> None:
     i = pl.program_id(0)
     queries = q[...]
@@ -190,11 +198,19 @@ def _forward_kernel(
         values = kept[:, None] * values + _dot(shares.astype(v.dtype), v[keys, :])
         return higher, kept * total + jnp.sum(shares, axis=1), values
 
-    first = (jnp.full(t, MASKED / 2), jnp.zeros(t), jnp.zeros(queries.shape, jnp.float32))
-    top, total, values = jax.lax.fori_loop(0, count[0], add, first)
+    begun = (jnp.full(t, MASKED / 2), jnp.zeros(t))
+    if sink is not None:  # it is the first key, and has no value
+        begun = (jnp.full(t, sink[0]), jnp.ones(t))
+    top, total, values = jax.lax.fori_loop(0, count[0], add, (*begun, jnp.zeros(queries.shape, jnp.float32)))
     divisor = jnp.where(total > 0, total, 1.0)
     out[...] = (values / divisor[:, None]).astype(out.dtype)
     log_total[...] = top + jnp.log(divisor)
+
+
+def _forward_kernel_with_sink(
+    listed: jax.Ref, count: jax.Ref, ids: Visibility, sink: jax.Ref, *others: jax.Ref, t: int
+) -> None:
+    _forward_kernel(listed, count, ids, *others, t=t, sink=sink)
 
 
 def _d_scores(

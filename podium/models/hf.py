@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from podium.models import mxfp4
 from podium.models.architecture import DecoderConfig, ModelError, shown
 from podium.models.blocks.spec import ParamSpec
 from podium.models.gguf import GgufHeader, GgufTensors, read_header, rope_divisors
@@ -30,6 +31,7 @@ from podium.models.hf_config import to_hf_config
 from podium.models.names import (
     IGNORED_SUFFIXES,
     NAMES,
+    FileKind,
     FilePart,
     StoredTensor,
     Tensors,
@@ -63,13 +65,15 @@ def load_params(
     is truncated, or a tensor is missing, unexpected, of the wrong shape, or not floating point.
     """
     specs = param_specs(config)
+    kind: FileKind = source.kind
     if source.kind == "gguf":
         header = read_header(source.path)
         tensors: Tensors = GgufTensors(header, config)
         _check_rope(header, config)
     else:
         tensors = SafetensorsFolder(source.path)
-    parts = list(file_parts(config, source.kind))
+        kind = "mxfp4" if tensors.packed else "folder"
+    parts = list(file_parts(config, kind))
     _check_tensors(tensors, parts, tied=config.tied, where=source.path)
     specs = {name: spec for name, spec in specs.items() if only is None or name in only}
 
@@ -85,12 +89,14 @@ def load_params(
 class SafetensorsFolder:
     """The tensors of a Hugging Face folder: model.safetensors, or the shards that its index lists.
 
-    For a model with a vision tower, only the text model's tensors, under the names that a text-only model has.
+    Those in MXFP4 are one entry each, with the shape of their numbers. For a model with a vision tower, only the text
+    model's tensors, under the names that a text-only model has.
     """
 
     def __init__(self, folder: Path):
         self.entries: dict[str, StoredTensor] = {}
         self._stored: dict[str, str] = {}  # names in the files, by those of the entries
+        self._files: dict[str, Path] = {}  # by names in the files
         dropped = 0
         for path in _weight_files(folder):
             try:
@@ -99,22 +105,36 @@ class SafetensorsFolder:
                     dropped += sum(not is_of_text(stored) for stored in names)
                     for stored in filter(is_of_text, names):
                         part, name = file.get_slice(stored), text_name(stored)
-                        self._stored[name] = stored
+                        self._stored[name], self._files[stored] = stored, path
                         self.entries[name] = StoredTensor(tuple(part.get_shape()), part.get_dtype(), path)
             except (SafetensorError, OSError) as error:
                 raise ModelError(
                     f"{path}: truncated or damaged ({error}; the file has {path.stat().st_size:,} bytes);"
                     " download or copy it again"
                 ) from error
+        self.packed = [name.removesuffix(mxfp4.BLOCKS) for name in self.entries if name.endswith(mxfp4.BLOCKS)]
+        for name in self.packed:
+            blocks, scales = self.entries.pop(name + mxfp4.BLOCKS), self.entries.pop(name + mxfp4.SCALES, None)
+            if scales is None or blocks.shape != (*scales.shape, mxfp4.BLOCK // 2) or blocks.dtype != "U8":
+                raise ModelError(f"{blocks.file}: {name}{mxfp4.BLOCKS} and {mxfp4.SCALES} are no tensor in MXFP4")
+            shape = (*scales.shape[:-1], scales.shape[-1] * mxfp4.BLOCK)
+            self.entries[name] = StoredTensor(shape, mxfp4.DTYPE, blocks.file)
         if dropped:
             logger.warning(
                 "%s: %d tensors of its vision tower are left out: the text model is trained", folder, dropped
             )
 
-    def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Read rows [start, stop) of a tensor in the file's dtype. The file is memory-mapped only during the call."""
-        with safe_open(self.entries[name].file, framework="numpy") as file:
-            return file.get_slice(self._stored[name])[start:stop]
+    def read(self, name: str, start: int, stop: int, at: tuple[int, ...] = ()) -> np.ndarray:
+        """Read rows [start, stop) of a tensor, or of its part at an index, in the file's dtype; MXFP4 as bfloat16."""
+        if self.entries[name].dtype == mxfp4.DTYPE:
+            return mxfp4.decoded(*(self._read(name + end, start, stop, at) for end in (mxfp4.BLOCKS, mxfp4.SCALES)))
+        return self._read(name, start, stop, at)
+
+    def _read(self, name: str, start: int, stop: int, at: tuple[int, ...]) -> np.ndarray:
+        """The file is memory-mapped only during the call."""
+        stored = self._stored[name]
+        with safe_open(self._files[stored], framework="numpy") as file:
+            return file.get_slice(stored)[(*at, slice(start, stop))]
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -147,7 +167,7 @@ def _check_tensors(tensors: Tensors, parts: list[FilePart], *, tied: bool, where
         elif entry.shape != expected:
             wrong = f"expected shape {list(expected)}, found {list(entry.shape)}"
             problems.append(f"tensor {part.tensor} in {entry.file}: {wrong}")
-        elif isinstance(tensors, SafetensorsFolder) and entry.dtype not in FLOATS:
+        elif isinstance(tensors, SafetensorsFolder) and entry.dtype not in (*FLOATS, mxfp4.DTYPE):
             wrong = f"expected dtype {', '.join(FLOATS)}, found {entry.dtype}"
             problems.append(f"tensor {part.tensor} in {entry.file}: {wrong}")
     known = {part.tensor for part in parts} | ({NAMES["head"].hf} if tied else set())
@@ -180,7 +200,7 @@ def _fill(target: jax.Array, part: FilePart, tensors: Tensors, spec: ParamSpec, 
     write it in place.
     """
     layout = part.layout
-    shape = layout.split_shape(part.shape)  # in the file's order, as everything below
+    shape, laned = layout.split_shape(part.shape), layout.laned_shape(part.shape)  # in the file's order
     axes = dict(zip(layout.ours, spec.axes[-len(layout.ours) :], strict=True))
     partition = rules.spec([axes[letter] for letter in layout.letters])
     sharding = jax.sharding.NamedSharding(rules.mesh, partition)
@@ -196,7 +216,10 @@ def _fill(target: jax.Array, part: FilePart, tensors: Tensors, spec: ParamSpec, 
 
         def piece(index: Any, start: int = start, read: Any = read) -> np.ndarray:
             row = (index[0].start or 0) // count * rows + start
-            block = read(part.first + row * width, part.first + (row + count) * width).reshape(count, *shape[1:])
+            block = read(part.first + row * width, part.first + (row + count) * width, part.at)
+            block = block.reshape(count, *laned[1:])
+            if part.lane is not None:
+                block = block.take(part.lane, axis=layout.lane_dim)
             return block[(slice(None), *index[1:])]
 
         values = jax.make_array_from_callback((count * shards, *shape[1:]), sharding, piece)
@@ -308,11 +331,17 @@ def _save_weights(params: Params, config: DecoderConfig, folder: Path, dtype: st
 
 def _file_tensor(params: Params, parts: list[FilePart], dtype: str) -> np.ndarray:
     """Assemble a tensor in the file's layout from its parts."""
-    found = []
-    for part in sorted(parts, key=lambda part: part.first):
-        ours = np.asarray(params[part.param][part.index].astype(dtype))
-        found.append(ours.transpose(part.layout.to_file_order()).reshape(part.layout.file_shape(part.shape)))
-    return np.ascontiguousarray(np.concatenate(found) if len(found) > 1 else found[0])
+    made = np.empty(parts[0].tensor_shape, jnp.dtype(dtype))
+    for part in parts:
+        layout = part.layout
+        ours = np.asarray(params[part.param][part.index].astype(dtype)).transpose(layout.to_file_order())
+        rows = made[part.at][part.first : part.first + layout.file_shape(part.shape)[0]]
+        split = rows.reshape(layout.laned_shape(part.shape))  # a view, as whole rows lie side by side
+        if part.lane is None:
+            split[...] = ours
+        else:
+            np.moveaxis(split, layout.lane_dim, 0)[part.lane] = ours
+    return made
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:

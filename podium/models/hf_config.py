@@ -14,7 +14,7 @@ from podium.models.architecture import (
     shown,
     whole_number,
 )
-from podium.models.blocks.activation import Activation
+from podium.models.blocks.activation import Activation, Clamped, Named
 from podium.models.blocks.attention import Attention, Sharpening
 from podium.models.blocks.experts import MAX_EXPERTS, Experts
 from podium.models.blocks.kind import Block, Kind, Stack
@@ -34,7 +34,7 @@ class Family:
     """Whether layers may have a sliding window; `layer_types` says which do, or without it `sliding_pattern`."""
     sliding_pattern: int | None = None
     """Every n-th layer attends to all tokens, and the others to a window; None: all layers have the window, if any."""
-    activation: Activation = "silu"
+    activation: Named = "silu"
     activation_key: str = "hidden_act"
     """The key of the activation in config.json."""
     experts: bool = False
@@ -44,6 +44,11 @@ class Family:
     """Whether the family has Gemma's features: norms also after mixer and feed-forward; norm scales stored minus 1;
     embeddings times sqrt(width); a second rotary base for layers with a window; scores divided by the square root of
     `query_pre_attn_scalar`."""
+    like_gpt_oss: bool = False
+    """Whether the family has gpt-oss's features: sinks; biases of all products; experts of width `intermediate_size`
+    with a clamped activation; experts in MXFP4."""
+    neutral: Mapping[str, tuple[object, ...]] = dataclasses.field(default_factory=dict)
+    """Replaces entries of NEUTRAL."""
     defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Values of keys that are missing or null in config.json."""
 
@@ -84,6 +89,39 @@ FAMILIES: Mapping[str, Family] = {
             "mlp_only_layers": [],
         },
     ),
+    "gpt_oss": Family(
+        transformers_class="GptOssForCausalLM",
+        qkv_bias=True,
+        windows=True,
+        sliding_pattern=2,
+        experts=True,
+        like_gpt_oss=True,
+        neutral={"attention_bias": (True,)},
+        defaults={
+            "num_experts": 128,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "head_dim": 64,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 128,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+    ),
     "gemma3_text": Family(
         transformers_class="Gemma3ForCausalLM",
         qk_norm=True,
@@ -108,7 +146,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 WRAPPERS: Mapping[str, str] = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 """Model types with a vision tower, and the type of their text model if its settings, in `text_config`, have none."""
-ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+ACTIVATIONS: Mapping[Named, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 """Names of each activation in config.json; the first is written."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -137,7 +175,7 @@ def check_family(model_type: object, where: str) -> Family:
         reason = f": {NOT_YET[model_type]}" if isinstance(model_type, str) and model_type in NOT_YET else ""
         raise ModelError(
             f"{where}: model type {shown(model_type)} is not supported{reason}; Podium trains {', '.join(FAMILIES)}"
-            " (Llama 2 and 3, SmolLM2, Mistral, Ministral, Qwen2 and 2.5, Qwen3, Qwen3-MoE, Gemma 3)"
+            " (Llama 2 and 3, SmolLM2, Mistral, Ministral, Qwen2 and 2.5, Qwen3, Qwen3-MoE, gpt-oss, Gemma 3)"
         )
     return FAMILIES[model_type]
 
@@ -155,8 +193,13 @@ def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
     if family.experts and "num_local_experts" in raw:  # transformers 5 writes it so
         raw = {"num_experts": raw["num_local_experts"], **raw}
         silent -= {"num_experts"}
+    if family.like_gpt_oss:
+        raw = _without_mxfp4(raw)
+        if raw.get("rope_parameters"):  # of transformers 5, with the theta
+            silent -= {"rope_scaling"}
     raw = {**raw, **{key: family.defaults[key] for key in silent}}
-    for key, accepted in {**NEUTRAL, family.activation_key: ACTIVATIONS[family.activation]}.items():
+    neutral = {**NEUTRAL, **family.neutral, family.activation_key: ACTIVATIONS[family.activation]}
+    for key, accepted in neutral.items():
         if raw.get(key, accepted[0]) not in accepted:
             raise ModelError(f"{where}: {key} {shown(raw[key])} is not supported; it must be {accepted[0]!r} or absent")
     number = functools.partial(whole_number, raw, where=where)
@@ -172,6 +215,8 @@ def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
             head_dim=head_dim,
             rope=rope,
             bias=family.qkv_bias,
+            out_bias=family.like_gpt_oss,
+            sinks=family.like_gpt_oss,
             norm=family.qk_norm,
             window=number("sliding_window") if layer_type == SLIDING else None,
             scale_dims=None if scale_dims == head_dim else scale_dims,
@@ -206,8 +251,19 @@ def _routed_layers(raw: Mapping[str, object], layers: int, where: str) -> set[in
     return {layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense}
 
 
+def _without_mxfp4(raw: Mapping[str, object]) -> Mapping[str, object]:
+    """The settings without the format of gpt-oss's experts, which the files themselves show."""
+    stored = raw.get("quantization_config")
+    packed = isinstance(stored, Mapping) and stored.get("quant_method") == "mxfp4"
+    return {key: value for key, value in raw.items() if not (packed and key == "quantization_config")}
+
+
 def _experts(raw: Mapping[str, object], family: Family, where: str) -> Experts:
     """The mixture of experts of a layer."""
+    activation: Activation = family.activation
+    if family.like_gpt_oss:
+        alpha, limit = (real_number(raw, f"swiglu_{name}", where) for name in ("alpha", "limit"))
+        activation = Clamped(alpha=alpha, limit=limit)
     normalized = raw.get("norm_topk_prob")
     if not isinstance(normalized, bool):
         raise ModelError(f"{where}: norm_topk_prob must be true or false, found {shown(normalized)}")
@@ -215,9 +271,10 @@ def _experts(raw: Mapping[str, object], family: Family, where: str) -> Experts:
     return Experts(
         count=count,
         top=whole_number(raw, "num_experts_per_tok", where, most=count),
-        width=whole_number(raw, "moe_intermediate_size", where),
+        width=whole_number(raw, "intermediate_size" if family.like_gpt_oss else "moe_intermediate_size", where),
         normalized=normalized,
-        activation=family.activation,
+        activation=activation,
+        bias=family.like_gpt_oss,
     )
 
 
@@ -413,6 +470,15 @@ def _feed_forwards(config: DecoderConfig) -> dict[str, object]:
     if not experts:
         return {"intermediate_size": dense[0].width}
     first = experts[0]
+    if isinstance(first.activation, Clamped):  # gpt-oss
+        return {
+            "intermediate_size": first.width,
+            "num_local_experts": first.count,
+            "num_experts_per_tok": first.top,
+            "swiglu_alpha": first.activation.alpha,
+            "swiglu_limit": first.activation.limit,
+            "attention_bias": True,
+        }
     width = next(iter(dense.values())).width if dense else first.top * first.width  # transformers wants a number
     return {
         "intermediate_size": width,
@@ -441,7 +507,9 @@ def _ropes(config: DecoderConfig, family: Family) -> dict[str, object]:
     """The keys of config.json for the rotary embedding and the scale of attention scores."""
     attentions = _attentions(config)
     first = attentions[0]
-    if isinstance(first.rope.scaling, YarnScaling):  # transformers 4 does not know the keys of some of them
+    if (
+        isinstance(first.rope.scaling, YarnScaling) and not family.like_gpt_oss
+    ):  # transformers 4 does not know the keys of some of them
         parameters = {"rope_theta": first.rope.theta, **(_scaling_config(first.rope.scaling) or {})}
         sharpening = first.sharpening
         return {"rope_parameters": parameters | ({"llama_4_scaling_beta": sharpening.beta} if sharpening else {})}

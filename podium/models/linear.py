@@ -37,7 +37,7 @@ def layer_weight(
     if name.endswith(SCALE) or stored.dtype == jnp.int8:
         return rules.constrain_weight(stored, *axes)
     kept = as_stored if rules.on_cpu and rules.mesh.size == 1 else None  # nothing is gathered, and a cast is cheap
-    if "experts" in axes:  # gathered where they are multiplied with (`podium.models.mixture`)
+    if matrix and "experts" in axes:  # gathered where they are multiplied with (`podium.models.mixture`)
         if frozen:
             return Weight(stored.astype(dtype), None)
         return Weight(jax.lax.stop_gradient(stored).astype(dtype), stored) if wide else stored.astype(dtype)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from podium.kernels.grouped import Form, grouped_product
+from podium.kernels.grouped import LANES, Form, grouped_product
 from podium.models.blocks.activation import Activation
 from podium.models.blocks.experts import DENSE_ROWS
 from podium.models.blocks.mathematics import gated
@@ -24,8 +24,11 @@ from podium.sharding import ShardingRules
 
 MOST_AT_ONCE = 8
 """Most devices that exchange parts of experts at once (`_phases`)."""
+SUBLANES = 8
+"""Rows of a tile of LANES columns."""
 INTO, OUT_OF = ("experts", "expert_width", "expert_mlp"), ("experts", "expert_mlp", "expert_width")
 """Logical axes of the matrices of all experts: into their width, and out of it."""
+INTO_BIAS, OUT_OF_BIAS = ("experts", "expert_mlp"), ("experts", None)
 
 
 def mixed(
@@ -34,6 +37,7 @@ def mixed(
     gates: jax.Array,
     chosen: jax.Array,
     matrices: Sequence[LayerWeight],
+    biases: Sequence[jax.Array] = (),
     *,
     count: int,
     activation: Activation,
@@ -46,6 +50,7 @@ def mixed(
         gates: [B, T, k] float32.
         chosen: [B, T, k] int32.
         matrices: gate, up [E, D, F] and down [E, F, D], as stored.
+        biases: of gate, up [E, F] and down [E, D], as layers compute with them; empty without biases.
         count: E.
         activation: opens the gate.
     """
@@ -55,12 +60,14 @@ def mixed(
         weights.append(each)
     local = functools.partial(_local, rules, count, activation)
     if rules.mesh.size == 1:
-        return local(x, gates, chosen, weights)
+        return local(x, gates, chosen, weights, biases)
     rows = rules.spec(("rows", "tokens", None))
     stored = [rules.storage.spec(axes) for axes in (INTO, INTO, OUT_OF)]
     specs = [jax.tree.map(lambda _, spec=spec: spec, w) for w, spec in zip(weights, stored, strict=True)]
-    return jax.shard_map(local, mesh=rules.mesh, in_specs=(rows, rows, rows, specs), out_specs=rows, check_vma=False)(
-        x, gates, chosen, weights
+    of_biases = [rules.spec(axes) for axes in (INTO_BIAS, INTO_BIAS, OUT_OF_BIAS)[: len(biases)]]
+    given = (rows, rows, rows, specs, of_biases)
+    return jax.shard_map(local, mesh=rules.mesh, in_specs=given, out_specs=rows, check_vma=False)(
+        x, gates, chosen, weights, list(biases)
     )
 
 
@@ -72,6 +79,7 @@ def _local(
     gates: jax.Array,
     chosen: jax.Array,
     weights: Sequence[AnyWeight],
+    biases: Sequence[jax.Array],
 ) -> jax.Array:
     """`mixed` for the tokens of one device."""
     B, T, D = x.shape
@@ -83,9 +91,13 @@ def _local(
         own = (own - held * _index(rules, "experts")) % count
     weights_of = gates.reshape(B * T, -1)
     if T == 1 and B <= DENSE_ROWS:
-        y = dense_form(flat, weights_of, own, gathered, activation)
+        y = dense_form(flat, weights_of, own, gathered, activation, biases, platform=rules.platform)
     else:
-        y = sorted_form(flat, weights_of, own, gathered, activation, platform=rules.platform, all_here=held == count)
+        y = sorted_form(
+            flat, weights_of, own, gathered, activation, biases, platform=rules.platform, all_here=held == count
+        )
+    if biases:
+        y = y + _out_bias(rules, weights_of, own, biases[-1]).astype(y.dtype)
     summed = [name for axis in ("experts", "expert_mlp") for name in mesh_axis_names(rules.axes.get(axis))]
     if parts := tuple(name for name in summed if rules.mesh.shape[name] > 1):
         y = jax.lax.psum(y, parts)
@@ -95,6 +107,32 @@ def _local(
 def _index(rules: ShardingRules, axis: str) -> jax.Array:
     """The number of this device's part of a logical axis."""
     return jax.lax.axis_index(mesh_axis_names(rules.axes[axis]))
+
+
+def _beyond_tiles(rows: int, shape: tuple[int, ...], platform: str) -> int:
+    """How many rows to add so that a TPU's compiler takes experts [G, D, F] as they are stored.
+
+    If the rows fill its tiles and the experts do not, it computes everything transposed, and first copies all experts
+    of all layers into another layout: gpt-oss's are 2,880 wide.
+    """
+    fill = rows % LANES == 0 and any(size % LANES for size in shape[1:])
+    return SUBLANES if platform == "tpu" and fill else 0
+
+
+def _out_bias(rules: ShardingRules, gates: jax.Array, chosen: jax.Array, bias: jax.Array) -> jax.Array:
+    """Each token's gates times its experts' biases [G, D] of the output, [N, D]; where tp adds up, on one device."""
+    every = _every_gate(gates, chosen, len(bias)).astype(bias.dtype)
+    y = jnp.einsum("ng,gd->nd", every, bias, precision=_precision(bias.dtype), preferred_element_type=jnp.float32)
+    for name in mesh_axis_names(rules.axes.get("expert_mlp")):
+        if rules.mesh.shape[name] > 1:
+            y = jnp.where(jax.lax.axis_index(name) == 0, y, 0)
+    return y
+
+
+def _every_gate(gates: jax.Array, chosen: jax.Array, here: int) -> jax.Array:
+    """The gate [N, G] of every expert that is here, from those [N, k] of the chosen ones: 0 for the others."""
+    hits = chosen[..., None] == jnp.arange(here)[None, None]  # [N, k, G]
+    return jnp.sum(jnp.where(hits, gates[..., None], 0.0), axis=1)
 
 
 Matrices = tuple[jax.Array, jax.Array | None, bool]
@@ -182,17 +220,28 @@ def dense_form(
     chosen: jax.Array,
     experts: Sequence[Matrices],
     activation: Activation,
+    biases: Sequence[jax.Array] = (),
+    *,
+    platform: str = "cpu",
 ) -> jax.Array:
-    """Every token [N, D] with all experts that are here, by a gate of 0 where it was not chosen. Has no gradient."""
+    """Every token [N, D] with all experts that are here, by a gate of 0 where it was not chosen. Has no gradient.
+
+    Of `biases`, those into the experts are added here.
+    """
     (gate, *_), (up, *_), (down, *_) = experts
-    hits = chosen[..., None] == jnp.arange(len(down))[None, None]  # [N, k, G]
-    every = jnp.sum(jnp.where(hits, gates[..., None], 0.0), axis=1)  # [N, G]
+    every = _every_gate(gates, chosen, len(down))  # [N, G]
     product = functools.partial(jnp.einsum, precision=_precision(gate.dtype), preferred_element_type=x.dtype)
     operand = x.astype(gate.dtype)
+    if beyond := _beyond_tiles(len(x), gate.shape, platform):
+        operand, every = (jnp.pad(each, ((0, beyond), (0, 0))) for each in (operand, every))
     every_operand = jnp.broadcast_to(operand[None], (len(down), *operand.shape))  # so that experts stay as stored
-    opened = gated(product("gnd,gdf->gnf", every_operand, gate), product("gnd,gdf->gnf", every_operand, up), activation)
+    opening, passing = (product("gnd,gdf->gnf", every_operand, matrix) for matrix in (gate, up))
+    if biases:
+        opening, passing = ((y + b[:, None]).astype(y.dtype) for y, b in zip((opening, passing), biases, strict=False))
+    opened = gated(opening, passing, activation)
     weighted = (opened.astype(jnp.float32) * every.T[..., None]).astype(down.dtype)
-    return product("gnf,gfd->nd", weighted, down)
+    y = product("gnf,gfd->nd", weighted, down)
+    return jax.lax.optimization_barrier(y)[: len(x)] if beyond else y  # else rows would be cut off before the product
 
 
 def sorted_form(
@@ -201,13 +250,15 @@ def sorted_form(
     chosen: jax.Array,
     experts: Sequence[Matrices],
     activation: Activation,
+    biases: Sequence[jax.Array] = (),
     *,
     platform: str,
     all_here: bool,
 ) -> jax.Array:
     """Each token [N, D] with its experts: its rows sorted by expert, and multiplied group by group.
 
-    Unless `all_here`, numbers from the number of experts on are those of other devices' experts, which add nothing.
+    Of `biases`, those into the experts are added here. Unless `all_here`, numbers from the number of experts on are
+    those of other devices' experts, which add nothing.
     """
     N, k = chosen.shape
     here = len(experts[0][0])
@@ -222,12 +273,25 @@ def sorted_form(
 
     rows: jax.Array = _spread(k, x, order, places)
     gate, up, down = experts
-    opened = gated(product(rows, gate), product(rows, up), activation)
+    opening, passing = product(rows, gate), product(rows, up)
+    if biases:
+        own = chosen.reshape(-1)[order]  # [N k]
+        opening, passing = (y + _of_rows(b, own, y.dtype) for y, b in zip((opening, passing), biases, strict=False))
+    opened = gated(opening, passing, activation)
     weighted = opened.astype(jnp.float32) * _spread(1, gates.reshape(-1, 1), order, places)
     made = product(weighted.astype(x.dtype), down)
     if not all_here:
         made = jnp.where((jnp.arange(N * k) < jnp.sum(sizes))[:, None], made, 0)  # what lies behind is undefined
     return _collected(k, made, order, places)
+
+
+def _of_rows(bias: jax.Array, own: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Each row's bias [M, F], that of its expert; by a product, since a gather's gradient is a scatter.
+
+    In bfloat16 it is exact: a float32 bias holds values of bfloat16 then (`podium.models.linear.layer_weight`).
+    """
+    hits = (own[:, None] == jnp.arange(len(bias))[None]).astype(bias.dtype)  # [M, G]
+    return jnp.einsum("mg,gf->mf", hits, bias, precision=_precision(dtype), preferred_element_type=dtype)
 
 
 # A permutation's transpose is its inverse. As gathers both are fast; a gather's own transpose is a scatter.

@@ -18,11 +18,16 @@ from podium.models.blocks.spec import ParamSpec
 from podium.models.hf_config import FAMILIES
 from podium.models.params import own_name, param_specs
 
+LANE = "G"
+FileKind = Literal["folder", "gguf", "mxfp4"]
+"""Kinds of model files: safetensors, GGUF, and safetensors whose experts are in MXFP4."""
+
 
 class Layout(NamedTuple):
     """How a parameter is stored in a file.
 
-    Dimensions are letters: V vocabulary, D width, F MLP width, H and K heads, Q head size, E experts.
+    Dimensions are letters: V vocabulary, D width, F MLP width, H and K heads, Q head size, E experts; G in a file's
+    counts `lanes`.
     """
 
     hf: str  # name in safetensors; {} is the layer, a second {} the expert
@@ -31,20 +36,36 @@ class Layout(NamedTuple):
     file: str  # the file's dimensions; letters in one word are merged into one dimension
     joined: tuple[str, ...] = ()
     """The parameters whose rows the tensor holds one after another, including this one; (): only this one."""
+    lanes: tuple[str, ...] = ()
+    """The parameters whose numbers the tensor holds in turn along G, including this one; (): only this one."""
+    whole: bool = False
+    """Whether one tensor holds all of a layer's experts, along a first dimension; else each expert has its own."""
 
     @property
     def letters(self) -> str:
-        """The file's dimensions, unmerged, in the file's order."""
-        return self.file.replace(" ", "")
+        """The file's dimensions but G, unmerged, in the file's order."""
+        return self.file.replace(" ", "").replace(LANE, "")
+
+    @property
+    def lane_dim(self) -> int:
+        """Where G is among the unmerged dimensions of the file."""
+        return self.file.replace(" ", "").index(LANE)
 
     def split_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Our shape (without layers) in the order of `letters`."""
         sizes = dict(zip(self.ours, shape, strict=True))
         return tuple(sizes[letter] for letter in self.letters)
 
+    def laned_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Our shape (without layers) in the file's order, with G if there is one."""
+        split = list(self.split_shape(shape))
+        if self.lanes:
+            split.insert(self.lane_dim, len(self.lanes))
+        return tuple(split)
+
     def file_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape in the file of a parameter with our `shape` (without layers)."""
-        sizes = dict(zip(self.ours, shape, strict=True))
+        sizes = {LANE: len(self.lanes), **dict(zip(self.ours, shape, strict=True))}
         return tuple(math.prod(sizes[letter] for letter in word) for word in self.file.split())
 
     def file_rows(self, spec: ParamSpec) -> int:
@@ -95,6 +116,29 @@ NORMS_BEHIND: dict[str, Layout] = {
     ),
 }
 
+# For gpt-oss: one tensor for the experts of a layer, in which gate and up alternate. In MXFP4, the numbers that share a
+# scale come last, so its matrices are transposed.
+OPENING = ("expert_gate", "expert_up")
+OPENING_BIAS = ("expert_gate_bias", "expert_up_bias")
+_EXPERTS = "model.layers.{}.mlp.experts."
+GPT_OSS: dict[str, Layout] = {
+    "layers.o_bias": Layout("model.layers.{}.self_attn.o_proj.bias", "", "D", "D"),
+    "layers.sinks": Layout("model.layers.{}.self_attn.sinks", "", "H", "H"),
+    "layers.router": Layout("model.layers.{}.mlp.router.weight", "", "DE", "E D"),
+    "layers.router_bias": Layout("model.layers.{}.mlp.router.bias", "", "E", "E"),
+    **{f"layers.{name}": Layout(f"{_EXPERTS}gate_up_proj", "", "DF", "D FG", (), OPENING, True) for name in OPENING},
+    **{
+        f"layers.{name}": Layout(f"{_EXPERTS}gate_up_proj_bias", "", "F", "FG", (), OPENING_BIAS, True)
+        for name in OPENING_BIAS
+    },
+    "layers.expert_down": Layout(f"{_EXPERTS}down_proj", "", "FD", "F D", whole=True),
+    "layers.expert_down_bias": Layout(f"{_EXPERTS}down_proj_bias", "", "D", "D", whole=True),
+}
+GPT_OSS_MXFP4: dict[str, Layout] = {
+    **{f"layers.{name}": GPT_OSS[f"layers.{name}"]._replace(file="FG D") for name in OPENING},
+    "layers.expert_down": GPT_OSS["layers.expert_down"]._replace(file="D F"),
+}
+
 # Tensors that old files hold and no decoder needs: the rotary frequencies follow from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rope_freqs.weight")
 
@@ -117,12 +161,12 @@ def text_name(stored: str) -> str:
     return stored
 
 
-def layout_of(param: str, config: DecoderConfig) -> Layout:
+def layout_of(param: str, config: DecoderConfig, kind: FileKind = "folder") -> Layout:
     """Name and layout, in a model's files, of one of our parameters."""
-    name = LAYERS + own_name(param) if param.startswith(LAYERS) else param
-    if FAMILIES[config.model_type].like_gemma and name in NORMS_BEHIND:
-        return NORMS_BEHIND[name]
-    return NAMES[name]
+    name, family = LAYERS + own_name(param) if param.startswith(LAYERS) else param, FAMILIES[config.model_type]
+    own = NORMS_BEHIND if family.like_gemma else GPT_OSS if family.like_gpt_oss else {}
+    packed = GPT_OSS_MXFP4 if kind == "mxfp4" else {}
+    return {**NAMES, **own, **packed}[name]
 
 
 def layers_of(param: str, config: DecoderConfig) -> Sequence[int]:
@@ -140,24 +184,33 @@ class FilePart:
     """Index into the stacked dimensions of our parameter."""
     shape: tuple[int, ...]
     """Our shape, without the stacked dimensions."""
+    at: tuple[int, ...]
+    """Index into the tensor's dimensions before its rows: the expert, in a tensor that holds all."""
     first: int
     """First row in the tensor."""
     rows: int
-    """Rows of the whole tensor, including other parameters' rows."""
+    """Rows of the tensor, including other parameters' rows."""
+    lead: tuple[int, ...]
+    """The tensor's dimensions before its rows."""
     layout: Layout
     """Its layout in the file."""
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor."""
-        return (self.rows, *self.layout.file_shape(self.shape)[1:])
+        return (*self.lead, self.rows, *self.layout.file_shape(self.shape)[1:])
+
+    @property
+    def lane(self) -> int | None:
+        """Its index along the file's dimension G; None: there is none."""
+        return self.layout.lanes.index(own_name(self.param)) if self.layout.lanes else None
 
 
-def file_parts(config: DecoderConfig, kind: Literal["folder", "gguf"]) -> Iterator[FilePart]:
+def file_parts(config: DecoderConfig, kind: FileKind) -> Iterator[FilePart]:
     """All parts of a model's files, parameter by parameter."""
     specs = param_specs(config)
     for param, spec in specs.items():
-        layout, layers = layout_of(param, config), layers_of(param, config)
+        layout, layers = layout_of(param, config, kind), layers_of(param, config)
         name = layout.gguf if kind == "gguf" else layout.hf
         prefix = param.removesuffix(own_name(param))
         rows = {own: layout_of(prefix + own, config).file_rows(specs[prefix + own]) for own in layout.joined}
@@ -165,11 +218,14 @@ def file_parts(config: DecoderConfig, kind: Literal["folder", "gguf"]) -> Iterat
         before = list(rows)[: list(rows).index(own_name(param))]
         for index in itertools.product(*map(range, spec.shape[: spec.stacked])):
             numbers = (layers[index[0]], *index[1:]) if layers else ()
+            at, lead = (index[1:], spec.shape[1 : spec.stacked]) if layout.whole else ((), ())
             yield FilePart(
                 tensor=name.format(*numbers),
                 param=param,
                 index=index,
                 shape=spec.shape[spec.stacked :],
+                at=at,
+                lead=lead,
                 first=sum(rows[own] for own in before),
                 rows=sum(rows.values()),
                 layout=layout,
@@ -189,6 +245,6 @@ class Tensors(Protocol):
 
     entries: dict[str, StoredTensor]
 
-    def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Read rows [start, stop) of a tensor as float32, float16 or bfloat16."""
+    def read(self, name: str, start: int, stop: int, at: tuple[int, ...] = ()) -> np.ndarray:
+        """Read rows [start, stop) of a tensor, or of its part at an index, as float32, float16 or bfloat16."""
         ...

@@ -134,6 +134,20 @@ def _qwen3_moe(
     return from_hf_config({**said, **other}, "podium/models/presets.py")
 
 
+def _gpt_oss(layers: int, experts: int) -> DecoderConfig:
+    """Make a gpt-oss from what its config.json says."""
+    said = {
+        "model_type": "gpt_oss",
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "num_hidden_layers": layers,
+        "num_local_experts": experts,
+        "intermediate_size": 2880,
+        "attention_bias": True,
+    }
+    return from_hf_config(said, "podium/models/presets.py")
+
+
 _GEMMA3_SMALL: Mapping[str, object] = {"vocab_size": 262_144, "max_position_embeddings": 32768, "sliding_window": 512}
 _GEMMA3_LARGE: Mapping[str, object] = {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 PRESETS: Mapping[str, DecoderConfig] = {
@@ -150,6 +164,8 @@ PRESETS: Mapping[str, DecoderConfig] = {
     "Qwen/Qwen3-30B-A3B-Instruct-2507": _qwen3_moe(
         2048, 48, 768, (32, 4), {"max_position_embeddings": 262_144, "rope_theta": 1e7}
     ),
+    "openai/gpt-oss-20b": _gpt_oss(24, 32),
+    "openai/gpt-oss-120b": _gpt_oss(36, 128),
     "meta-llama/Llama-3.2-1B-Instruct": _preset(_LLAMA32, 2048, 16, 32, 64, 8192),
     "meta-llama/Llama-3.2-3B-Instruct": _preset(_LLAMA32, 3072, 28, 24, 128, 8192),
     "meta-llama/Llama-3.1-8B-Instruct": _preset(_LLAMA31, 4096, 32, 32, 128, 14336),

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from podium.models.visibility import Visibility
 
-Attention = Callable[[jax.Array, jax.Array, jax.Array, Visibility], jax.Array]
-"""`(q [B, T, H, Q], k [B, T, K, Q], v [B, T, K, Q], visibility [B, T]) -> attended [B, T, H, Q]`."""
+Attention = Callable[[jax.Array, jax.Array, jax.Array, Visibility, jax.Array | None], jax.Array]
+"""`(q [B, T, H, Q], k [B, T, K, Q], v [B, T, K, Q], visibility [B, T], sinks [H] or None) -> attended [B, T, H, Q]`."""
 
 
 def over_tokens(attention: Attention, devices: int, axes: tuple[str, ...]) -> Attention:
@@ -30,11 +30,14 @@ def over_tokens(attention: Attention, devices: int, axes: tuple[str, ...]) -> At
     if devices == 1:
         return attention
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility) -> jax.Array:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, sinks: jax.Array | None) -> jax.Array:
         whole = jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=1, tiled=True), visibility)
         k, v = (_keys(x, q.shape[2], devices, axes) for x in (k, v))
+        if sinks is not None:
+            own = len(sinks) // devices
+            sinks = jax.lax.dynamic_slice_in_dim(sinks, jax.lax.axis_index(axes) * own, own)
         q = jax.lax.all_to_all(q, axes, split_axis=2, concat_axis=1, tiled=True)  # [B, T, H/devices, Q]
-        return jax.lax.all_to_all(attention(q, k, v, whole), axes, split_axis=1, concat_axis=2, tiled=True)
+        return jax.lax.all_to_all(attention(q, k, v, whole, sinks), axes, split_axis=1, concat_axis=2, tiled=True)
 
     return attend
 

@@ -5,6 +5,7 @@ per-query statistics are then rows [1, t], which broadcast for free and take lit
 sublanes. jax's splash kernel only compares segments for equality, but a completion attends to two segments.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,39 +16,47 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from podium.config.attention import attended_pairs, cut
-from podium.models.blockwise import MASKED, Saved
+from podium.models.blockwise import MASKED, Gradients, Saved, sink_gradient
 from podium.models.visibility import Visibility, pad_to
 from podium.models.visible import Block, Bounds, Keys, Queries, meets, seen
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def tpu_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, interpret: bool = False
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visibility: Visibility,
+    sinks: jax.Array | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """`podium.models.blockwise.blockwise_attention` as a kernel; `interpret` emulates it without a TPU, slowly."""
-    return _forward(q, k, v, visibility, interpret)[0]
+    return _forward(q, k, v, visibility, sinks, interpret)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, interpret: bool
+    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, sinks: jax.Array | None, interpret: bool
 ) -> tuple[jax.Array, Saved]:
     call = _Call(q, k, visibility.window, interpret)
     B, H, Q, t, n = call.B, call.H, call.Q, call.t, call.n
     statistics = jax.ShapeDtypeStruct((B, H, 1, n * t), jnp.float32)
+    bounds, *ids = call.ids(visibility)
+    scalars = (bounds,) if sinks is None else (bounds, sinks.astype(jnp.float32))
     out, log_total = call.run(
-        _forward_kernel,
+        _forward_kernel if sinks is None else _forward_kernel_with_sinks,
         grid=(B, H, n, n),
         inputs=("query_ids", "key_ids", "query", "key", "key"),
         outputs=(("query", jax.ShapeDtypeStruct((B, H, n * t, Q), q.dtype)), ("statistics", statistics)),
         scratch=[pltpu.VMEM((1, t), jnp.float32), pltpu.VMEM((1, t), jnp.float32), pltpu.VMEM((Q, t), jnp.float32)],
         products=2,
-    )(*call.ids(visibility), *map(call.heads_first, (q, k, v)))
+        scalars=len(scalars),
+    )(*scalars, *ids, *map(call.heads_first, (q, k, v)))
     out = call.tokens_first(out, q)
-    return out, (q, k, v, visibility, out, log_total)
+    return out, (q, k, v, visibility, sinks, out, log_total)
 
 
-def _backward(interpret: bool, saved: Saved, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, visibility, out, log_total = saved
+def _backward(interpret: bool, saved: Saved, d_out: jax.Array) -> Gradients:
+    q, k, v, visibility, sinks, out, log_total = saved
     call = _Call(q, k, visibility.window, interpret)
     B, H, K, Q, t, n = call.B, call.H, call.K, call.Q, call.t, call.n
     d_total = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # [B, T, H]
@@ -73,7 +82,8 @@ def _backward(interpret: bool, saved: Saved, d_out: jax.Array) -> tuple[jax.Arra
         products=4,
         by_keys=True,
     )(*given)
-    return call.tokens_first(dq, q), call.tokens_first(dk, k), call.tokens_first(dv, v), None
+    d_sinks = sink_gradient(sinks, log_total[:, :, 0], d_total[:, :, 0])
+    return call.tokens_first(dq, q), call.tokens_first(dk, k), call.tokens_first(dv, v), None, d_sinks
 
 
 tpu_attention.defvjp(_forward, _backward)
@@ -112,6 +122,8 @@ class _Call:
 
         The last row and column are the positions, included only if there is a window.
         """
+        if visibility.window is None:
+            visibility = dataclasses.replace(visibility, positions=None)  # other layers of the decoder may need them
         cut_ids = visibility.cut(self.n, self.t)
         blocks = cut_ids.blocks()
         bounds = [*blocks.segments, *blocks.prompts, *(blocks.positions or ())]
@@ -130,11 +142,12 @@ class _Call:
         scratch: list[pl.MemoryRef],
         products: int,
         by_keys: bool = False,
+        scalars: int = 1,
     ) -> Callable[..., Sequence[jax.Array]]:
         """Wrap a kernel over a grid of rows, heads, own blocks and blocks of the other side.
 
-        The kernel's first argument is the blocks' bounds; `inputs` names the blocks of the others. `products` is the
-        number of products of the size queries x keys that it computes.
+        The kernel's first argument is the blocks' bounds, and a second of `scalars` the sinks; `inputs` names the
+        blocks of the others. `products` is the number of products of the size queries x keys that it computes.
         """
         blocks = _blocks(self, by_keys)
         pairs = self.B * self.H * attended_pairs("tpu_kernel", self.T)
@@ -142,7 +155,7 @@ class _Call:
         return pl.pallas_call(
             functools.partial(kernel, sizes=self.sizes),
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=1,
+                num_scalar_prefetch=scalars,
                 grid=grid,
                 in_specs=[blocks[name] for name in inputs],
                 out_specs=[blocks[name] for name, _ in outputs],
@@ -170,7 +183,7 @@ def _blocks(call: _Call, by_keys: bool) -> dict[str, pl.BlockSpec]:
         return head, head // group, block, jnp.minimum(step, block)
 
     def spec(shape: tuple[int, ...], index: Callable[..., tuple[jax.Array | int, ...]]) -> pl.BlockSpec:
-        return pl.BlockSpec(shape, lambda b, head, block, step, _: index(b, *place(head, block, step)))
+        return pl.BlockSpec(shape, lambda b, head, block, step, *_: index(b, *place(head, block, step)))
 
     return {
         "query_ids": spec((1, key_ids + 1, t), lambda b, h, k, i, j: (b, 0, i)),
@@ -237,13 +250,14 @@ def _forward_kernel(
     sums: jax.Ref,
     *,
     sizes: _Sizes,
+    sinks: jax.Ref | None = None,
 ) -> None:
-    b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    b, head, i, j = (pl.program_id(axis) for axis in range(4))
 
     @pl.when(j == 0)
     def _() -> None:
-        top[...] = jnp.full(top.shape, MASKED / 2, jnp.float32)
-        total[...] = jnp.zeros(total.shape, jnp.float32)
+        top[...] = jnp.full(top.shape, MASKED / 2 if sinks is None else sinks[head], jnp.float32)
+        total[...] = jnp.full(total.shape, 0 if sinks is None else 1, jnp.float32)  # a sink is the first key
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
     @pl.when(_meet(bounds, b, i, j, sizes))
@@ -261,6 +275,10 @@ def _forward_kernel(
         divisor = jnp.where(any_seen, total[...], 1.0)
         out[0, 0] = jnp.where(any_seen, sums[...] / divisor, 0.0).T.astype(out.dtype)
         log_total[0, 0] = top[...] + jnp.log(divisor)
+
+
+def _forward_kernel_with_sinks(bounds: jax.Ref, sinks: jax.Ref, *others: jax.Ref, sizes: _Sizes) -> None:
+    _forward_kernel(bounds, *others, sizes=sizes, sinks=sinks)
 
 
 def _d_scores(

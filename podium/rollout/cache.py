@@ -173,7 +173,19 @@ class Rows:
         tables = self.tables
         if (ring := kept.kv.ring) is not None:
             tables = self.cells[:, None] * ring + jnp.arange(tables.shape[1])[None] % ring
-        kv, found = extend(kept.kv, at.layer, tables, self.starts, self.counts, q, k, v, self.rules, at.window)
+        kv, found = extend(
+            kept.kv,
+            at.layer,
+            tables,
+            self.starts,
+            self.counts,
+            q,
+            k,
+            v,
+            self.rules,
+            window=at.window,
+            sinks=at.sinks,
+        )
         return dataclasses.replace(kept, kv=kv), found
 
     def recur(self, kept: PlaceCache, at: At, initial: States, advance: Advance) -> tuple[PlaceCache, jax.Array]:
@@ -219,7 +231,9 @@ def extend(
     k: jax.Array,
     v: jax.Array,
     rules: ShardingRules,
+    *,
     window: int | None = None,
+    sinks: jax.Array | None = None,
 ) -> tuple[KvPages, jax.Array]:
     """Append new tokens' keys and values to each row, and attend from them; updates a loop's carry in place.
 
@@ -234,17 +248,27 @@ def extend(
         v: [R, T, K, Q].
         rules: how rows and pages are split over devices; each device reads and writes only its own.
         window: number of positions that a query attends to, including its own; None: all.
+        sinks: [H], score of each head with a key that has no value (`At.sinks`); None: no such key.
 
     Returns:
         The updated cache, and the output [R, T, H, Q]; scores and softmax are computed in float32.
     """
     pages_at_once = cache_block_pages(cache.page_tokens, rules.platform)
 
-    def local(cache: KvPages, *given: jax.Array) -> tuple[KvPages, jax.Array]:
-        layer, tables, starts, counts, q, k, v = given
+    def local(
+        cache: KvPages,
+        layer: jax.Array,
+        tables: jax.Array,
+        starts: jax.Array,
+        counts: jax.Array,
+        sinks: jax.Array | None,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+    ) -> tuple[KvPages, jax.Array]:
         write = _append if q.shape[1] == 1 else _write
         cache = write(cache, layer, tables, starts, counts, k, v)
-        return cache, _attend(cache, layer, tables, starts, counts, q, pages_at_once, window)
+        return cache, _attend(cache, layer, tables, starts, counts, q, pages_at_once, window, sinks)
 
     if cache.ring is not None:
         assert window is not None, "layers whose pages are a ring have a window"
@@ -254,25 +278,32 @@ def extend(
     mapped = jax.shard_map(
         local,
         mesh=rules.mesh,
-        in_specs=(pages, PartitionSpec(), rows, rows, rows, heads, heads, heads),
+        in_specs=(pages, PartitionSpec(), rows, rows, rows, rules.spec(("cache_heads",)), heads, heads, heads),
         out_specs=(pages, heads),
         check_vma=False,  # the loop over blocks starts from constants, which are equal on all devices
     )
-    return mapped(cache, layer, tables, starts, counts, q, k, v)
+    return mapped(cache, layer, tables, starts, counts, sinks, q, k, v)
 
 
 Extend = Callable[..., tuple[KvPages, jax.Array]]
-"""`(cache, layer, tables, starts, counts, q, k, v) -> (cache, output)`, the same as `extend`."""
+"""`(cache, layer, tables, starts, counts, sinks, q, k, v) -> (cache, output)`, the same as `extend`."""
 
 
 def _in_pieces(local: Extend, piece: int) -> Extend:
     """Apply `local` to chunks of any length, `piece` tokens at a time: a ring holds the window plus one piece."""
 
-    def whole(cache: KvPages, *given: jax.Array) -> tuple[KvPages, jax.Array]:
-        layer, tables, starts, counts, *heads = given
+    def whole(
+        cache: KvPages,
+        layer: jax.Array,
+        tables: jax.Array,
+        starts: jax.Array,
+        counts: jax.Array,
+        sinks: jax.Array | None,
+        *heads: jax.Array,
+    ) -> tuple[KvPages, jax.Array]:
         R, T = heads[0].shape[:2]
         if piece >= T:
-            return local(cache, *given)
+            return local(cache, layer, tables, starts, counts, sinks, *heads)
         n = -(-T // piece)
         cut = [jnp.pad(x, ((0, 0), (0, n * piece - T), (0, 0), (0, 0))) for x in heads]
         cut = [jnp.moveaxis(x.reshape(R, n, piece, *x.shape[2:]), 1, 0) for x in cut]
@@ -280,7 +311,7 @@ def _in_pieces(local: Extend, piece: int) -> Extend:
         def enter(cache: KvPages, xs: tuple[jax.Array, list[jax.Array]]) -> tuple[KvPages, jax.Array]:
             i, heads = xs
             done = jnp.minimum(i * piece, counts)
-            return local(cache, layer, tables, starts + done, jnp.minimum(counts - done, piece), *heads)
+            return local(cache, layer, tables, starts + done, jnp.minimum(counts - done, piece), sinks, *heads)
 
         cache, found = jax.lax.scan(enter, cache, (jnp.arange(n), cut))  # [n, R, piece, H, Q]
         return cache, jnp.moveaxis(found, 0, 1).reshape(R, n * piece, *found.shape[3:])[:, :T]
@@ -371,6 +402,7 @@ def _attend(
     q: jax.Array,
     pages_at_once: int,
     window: int | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """Attention output [R, T, H, Q]; a query attends to its own and earlier positions within the window."""
     R, T, H, Q = q.shape
@@ -406,6 +438,9 @@ def _attend(
 
     first = 0 if window is None else _first_block(starts, counts, window, block)
     nothing = jnp.full((*queries.shape[:3], 1), jnp.finfo(jnp.float32).min), jnp.zeros((*queries.shape[:3], 1))
+    if sinks is not None:  # a sink is the first key; it has no value
+        of_queries = jnp.repeat(sinks.astype(jnp.float32).reshape(K, H // K), T, axis=1)[None, ..., None]
+        nothing = jnp.broadcast_to(of_queries, nothing[0].shape), jnp.ones_like(nothing[1])
     blocks = (jnp.max(starts + counts) + block - 1) // block
     _, total, weighted = jax.lax.fori_loop(first, blocks, attend, (*nothing, jnp.zeros(queries.shape, jnp.float32)))
     first_value = Q if cache.layout.joined else 0

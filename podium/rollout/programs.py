@@ -282,7 +282,8 @@ def nonfinite_layer(
 
     def attend(bad: jax.Array, at: At, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         found = ~(jnp.isfinite(q).all() & jnp.isfinite(k).all() & jnp.isfinite(v).all())
-        return bad.at[at.layer].set(found), causal_attention(q, k, v, Visibility(one_sequence, one_sequence).mask())
+        mask = Visibility(one_sequence, one_sequence).mask()
+        return bad.at[at.layer].set(found), causal_attention(q, k, v, mask, at.sinks)
 
     def recur(bad: jax.Array, at: At, initial: States, advance: Advance) -> tuple[jax.Array, jax.Array]:
         _, y = advance(initial, jnp.array([len(tokens)]))

@@ -42,7 +42,7 @@ class Completion:
     versions: np.ndarray
     """[n] int32, version of the weights that drew each token, as passed to `RolloutEngine.load`."""
     text: str
-    """Text without special tokens; empty until the completion has ended."""
+    """Text without special tokens (`podium.rollout.answer`); empty until the completion has ended."""
     finish_reason: FinishReason | None
     """None until the completion has ended."""
     choices: np.ndarray | None = None

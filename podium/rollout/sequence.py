@@ -8,30 +8,16 @@ import collections
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
+from podium.rollout.answer import TextDecoder, answer_text
 from podium.rollout.request import Completion, FinishReason, Key, Request, SamplingParams
 from podium.rollout.routes import Routes, unknown
 
 MAX_STOP_TOKENS = 8
 State = Literal["waiting", "running", "parked", "finished", "gone"]
-
-
-class TextDecoder(Protocol):
-    """The tokenizer methods that the engine needs."""
-
-    eos_tokens: tuple[int, ...]
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """Special tokens by text; `decode` omits them."""
-        ...
-
-    def decode(self, tokens: list[int]) -> str:
-        """Decode tokens to text without special tokens."""
-        ...
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -200,7 +186,7 @@ class Sequence:
             sampled_logprobs=np.array(self.logprobs, np.float32),
             full_logprobs=np.array(self.full_logprobs, np.float32),
             versions=np.array(self.versions, np.int32),
-            text=tokenizer.decode(self.drawn) if ended and tokenizer is not None else "",
+            text=answer_text(self.drawn, tokenizer) if ended and tokenizer is not None else "",
             finish_reason=self.finish_reason,
             choices=None if routes is None else routes.rows(begin, self.length),
             context_choices=None if routes is None else routes.rows(0, begin),

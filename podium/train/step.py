@@ -266,7 +266,7 @@ def _logprobs(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) 
         visibility: Visibility, at: At, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[Visibility, jax.Array]:
         own = dataclasses.replace(visibility, window=at.window)
-        return visibility, row_attention(settings.attention, own, rules)(q, k, v)
+        return visibility, row_attention(settings.attention, own, rules)(q, k, v, at.sinks)
 
     recorded = None
     if batch.choices is not None:

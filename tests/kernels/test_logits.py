@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_lowering import lowered_for_gpu
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
+from lowering import lowered_for_gpu
 
 from podium.algorithms.logits_loss import grpo_loss_of_logits
 from podium.kernels.logits import LogitsOptions, logprobs_of_logits

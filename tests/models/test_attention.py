@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_lowering import lowered_for_gpu
+from lowering import lowered_for_gpu, lowered_for_tpu
 from tiny_models import rules_on
 
 from podium.config import attention
@@ -64,10 +64,10 @@ def arrays(B: int, heads: tuple[int, int, int], dtype="float32") -> list[jax.Arr
 
 
 def reference(visibility):
-    return lambda q, k, v: causal_attention(q, k, v, visibility.mask())
+    return lambda q, k, v, *sinks: causal_attention(q, k, v, visibility.mask(), *sinks)
 
 
-def naive(visibility: Visibility, q, k, v) -> np.ndarray:
+def naive(visibility: Visibility, q, k, v, sinks=None) -> np.ndarray:
     """In float64, by the rule written out: zeros where a token attends to nothing."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     segments, prompts, position = (
@@ -85,12 +85,13 @@ def naive(visibility: Visibility, q, k, v) -> np.ndarray:
         for h in range(q.shape[2]):
             scores = k[b, keys, h // group] @ q[b, i, h] / np.sqrt(q.shape[3])
             weights = np.exp(scores - scores.max()) if keys else scores
-            out[b, i, h] = weights @ v[b, keys, h // group] / weights.sum() if keys else 0.0
+            rest = np.exp(float(sinks[h]) - scores.max()) if keys and sinks is not None else 0.0
+            out[b, i, h] = weights @ v[b, keys, h // group] / (weights.sum() + rest) if keys else 0.0
     return out
 
 
-def with_gradients(attend, q, k, v, d_out):
-    out, pull = jax.vjp(attend, q, k, v)
+def with_gradients(attend, q, k, v, d_out, *sinks):
+    out, pull = jax.vjp(attend, q, k, v, *sinks)
     return [out, *pull(d_out)]
 
 
@@ -120,6 +121,25 @@ def test_a_window_reaches_into_the_shared_prompt_by_positions(backend):
     expected[0] = naive(visibility, q, k, v)
     for name, each, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
         np.testing.assert_allclose(each, other, rtol=1e-5, atol=2e-5, err_msg=name)
+
+
+SINKS = jnp.array([-1.0, 3.0, 0.5, 40.0])
+"""Of four heads; the last takes nearly everything."""
+
+
+@pytest.mark.parametrize("window", [None, 45])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sink_takes_its_share_of_each_softmax_and_has_a_gradient(backend, window):
+    visibility = visible(["completions of a prompt", "two prompts and padding", "padding alone"], window=window)
+    live = (visibility.segments > 0)[:, :, None, None]
+    q, k, v, d_out = arrays(len(live), (4, 2, 8))
+    ours = lambda q, k, v, sinks: BACKENDS[backend](q, k, v, visibility, sinks)  # noqa: E731
+    found = jax.jit(functools.partial(with_gradients, ours))(q, k, v, d_out * live, SINKS)
+    expected = with_gradients(reference(visibility), q, k, v, d_out * live, SINKS)
+    expected[0] = naive(visibility, q, k, v, SINKS)
+    for name, each, other in zip(("out", "dq", "dk", "dv", "d_sinks"), found, expected, strict=True):
+        np.testing.assert_allclose(each, other, rtol=1e-5, atol=2e-5, err_msg=name)
+    assert np.abs(found[4]).max() > 1
 
 
 def test_a_window_needs_positions():
@@ -167,14 +187,15 @@ def test_rows_and_heads_split_over_devices_attend_as_on_one(mesh):
     visibility = visible(["two prompts and padding", "sequences"] * 4, window=40)
     q, k, v, d_out = arrays(8, (4, 2, 8))
     d_out = d_out * (visibility.segments > 0)[:, :, None, None]
-    alone = with_gradients(lambda *qkv: blockwise.blockwise_attention(*qkv, visibility), q, k, v, d_out)
+    alone = with_gradients(lambda *qkv: blockwise.blockwise_attention(*qkv[:3], visibility, SINKS), q, k, v, d_out)
+    alone.append(with_gradients(reference(visibility), q, k, v, d_out, SINKS)[-1])
 
     @jax.jit
     def split(q, k, v, d_out):
-        return with_gradients(row_attention("blocks", visibility, rules), q, k, v, d_out)
+        return with_gradients(row_attention("blocks", visibility, rules), q, k, v, d_out, SINKS)
 
     for each, other in zip(split(q, k, v, d_out), alone, strict=True):
-        np.testing.assert_allclose(each, other, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(each, other, rtol=1e-5, atol=1e-6 * max(1, np.abs(other).max()))
 
 
 @pytest.mark.parametrize("layout", ROLLOUT_LAYOUTS)
@@ -230,9 +251,24 @@ def test_the_reference_is_one_of_the_choices():
     np.testing.assert_array_equal(found, reference(visibility)(q, k, v))
 
 
+@pytest.mark.parametrize("sinks", [None, jnp.zeros(4, jnp.bfloat16)], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 50])
+def test_the_tpus_kernels_lower_for_a_tpu_whether_or_not_other_layers_need_positions(window, sinks, monkeypatch):
+    monkeypatch.setattr(attention, "TPU_BLOCKS", (128,))
+    q, k = (jnp.zeros((2, 256, n, 64), jnp.bfloat16) for n in (4, 2))
+    ones = jnp.ones((2, 256), jnp.int32)
+    visibility = Visibility(ones, ones, ones, window)
+
+    def total(q, k, v):
+        return tpu_attention.tpu_attention(q, k, v, visibility, sinks).astype(jnp.float32).sum()
+
+    text = lowered_for_tpu(jax.grad(total, argnums=(0, 1, 2)), q, k, k)
+    assert text.count("custom_call @tpu_custom_call") == 3
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(None, None), (50, None), (50, jnp.zeros(4, jnp.bfloat16))])
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
-def test_the_gpus_kernels_lower_for_a_gpu_and_declare_their_operations(heads, window):
+def test_the_gpus_kernels_lower_for_a_gpu_and_declare_their_operations(heads, window, sinks):
     H, K = heads
     T, Q = 128, 64
     q, k = (jnp.zeros((2, T, n, Q), jnp.bfloat16) for n in (H, K))
@@ -240,7 +276,7 @@ def test_the_gpus_kernels_lower_for_a_gpu_and_declare_their_operations(heads, wi
     visibility = Visibility(ones, ones, ones, window)
 
     def total(q, k, v):
-        return gpu_attention.gpu_attention(q, k, v, visibility).astype(jnp.float32).sum()
+        return gpu_attention.gpu_attention(q, k, v, visibility, sinks).astype(jnp.float32).sum()
 
     text = lowered_for_gpu(jax.grad(total, argnums=(0, 1, 2)), q, k, k)
     pairs = 2 * H * attended_pairs("gpu_kernel", T) * Q

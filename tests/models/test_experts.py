@@ -184,6 +184,19 @@ def test_devices_that_share_experts_and_tokens_compute_what_one_does(mesh):
         assert error_of_scale(gradient, wanted[name]) <= TOLERANCE, name
 
 
+def test_rows_that_fill_a_tpus_tiles_are_more_where_the_experts_do_not():
+    """The dense form of 128 rows is that of 136, without the last."""
+    x, gates = normal(128, 20), jax.nn.softmax(normal(128, 2))
+    chosen = jnp.asarray(np.random.default_rng(0).integers(0, 4, (128, 2)), jnp.int32)
+    experts = [(normal(*shape), None, True) for shape in ((4, 20, 24), (4, 20, 24), (4, 24, 20))]
+    biases = [normal(4, 24), normal(4, 24)]
+    plain, wide = (dense_form(x, gates, chosen, experts, "silu", biases, platform=kind) for kind in ("cpu", "tpu"))
+    np.testing.assert_allclose(plain, wide, rtol=1e-6, atol=1e-6)
+    text = jax.jit(lambda x: dense_form(x, gates, chosen, experts, "silu", biases, platform="tpu")).lower(x).as_text()
+    assert "4x136x24" in text
+    assert mixture._beyond_tiles(128, (4, 256, 128), "tpu") == mixture._beyond_tiles(64, (4, 20, 24), "tpu") == 0
+
+
 def test_parts_of_many_devices_are_exchanged_in_two_phases(monkeypatch):
     """A gather, and its transpose: the sum of each device's part."""
     mesh = make_mesh("fsdp:8", jax.devices())

@@ -63,7 +63,7 @@ def test_rings_make_the_cache_of_a_long_sequence_of_gemma_small():
 PIECE = RolloutConfig(max_prompt_tokens=24, max_new_tokens=8, slots=4, refill_steps=3, prefill_rows=2, page_tokens=2)
 
 
-@pytest.mark.parametrize("model", ["google/gemma-3-27b-it", "mistralai/Mistral-7B-Instruct-v0.1"])
+@pytest.mark.parametrize("model", ["google/gemma-3-27b-it", "mistralai/Mistral-7B-Instruct-v0.1", "openai/gpt-oss-20b"])
 def test_the_sampler_s_log_probabilities_are_those_of_plain_float64(model: str):
     """Prompts longer than the rings, shared by completions, in pieces and pages that end anywhere."""
     decoder = tiny_clone(PRESETS[model])
@@ -128,7 +128,7 @@ def test_a_quantised_model_with_a_vision_tower_is_refused():
         from_hf_config(raw, "config.json")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "gemma" in case or "stral" in case])
+@pytest.mark.parametrize("case", [case for case in CASES if "gemma" in case or "stral" in case or "oss" in case])
 def test_an_export_s_config_is_read_as_the_same_decoder(case: str):
     config = from_hf_config(hf_config(case), case)
     assert from_hf_config(to_hf_config(config), case) == config

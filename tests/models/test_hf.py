@@ -75,6 +75,7 @@ def torch_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
         "mistral_window",
         "ministral",
         "ministral3",
+        "gpt_oss",
         "gemma3_tied",
     ],
 )
@@ -89,7 +90,7 @@ def test_transformers_loads_an_export_with_equal_logits(case: str, tmp_path: Pat
 
 @pytest.mark.parity
 @pytest.mark.parametrize(
-    "case", ["llama3_rope_parameters", "llama_tied", "qwen2", "qwen3_tied", "qwen3_moe", "gemma3_tied"]
+    "case", ["llama3_rope_parameters", "llama_tied", "qwen2", "qwen3_tied", "qwen3_moe", "gpt_oss", "gemma3_tied"]
 )
 def test_folder_that_transformers_wrote_is_read(case: str, tmp_path: Path):
     torch = others_code("torch")

@@ -24,6 +24,8 @@ PARAMETERS = {
     "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-30B-A3B-Instruct-2507": 30_532_122_624,
+    "openai/gpt-oss-20b": 20_914_757_184,  # 20.91 and 116.83 billion (arXiv:2508.10925)
+    "openai/gpt-oss-120b": 116_829_156_672,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,

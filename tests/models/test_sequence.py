@@ -15,14 +15,15 @@ TOLERANCE = 1e-6  # of the largest number
 
 
 def attended(mesh: str, devices: int, arrays: tuple[np.ndarray, ...], ids: tuple[np.ndarray, ...]) -> list[np.ndarray]:
-    """What is attended, and the gradients of a weighted sum of it."""
+    """What is attended, and the gradients of a weighted sum of it; each head has a sink."""
     rules = ShardingRules(make_mesh(mesh, jax.devices()[:devices]), GATHERED_AXES)
 
-    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out = row_attention("blocks", Visibility(*map(jnp.asarray, ids)), rules)(q, k, v)
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = row_attention("blocks", Visibility(*map(jnp.asarray, ids)), rules)(q, k, v, sinks)
         return jnp.sum(out * arrays[3]), out
 
-    gradients, out = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arrays[:3])
+    sinks = jnp.arange(arrays[0].shape[2]) * 0.3
+    gradients, out = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))(*arrays[:3], sinks)
     return [np.asarray(x) for x in (out, *gradients)]
 
 

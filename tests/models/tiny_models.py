@@ -65,6 +65,7 @@ GEMMA = {
     "rope_theta": 1000.0,
     "rope_local_base_freq": 100.0,
 }
+FULL, SLIDING = "full_attention", "sliding_attention"
 MOE = {
     "model_type": "qwen3_moe",
     "rope_theta": 1000.0,
@@ -72,6 +73,26 @@ MOE = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "head_dim": 16,
+    "num_hidden_layers": 5,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 32,
+    "sliding_window": 8,
+    "swiglu_limit": 0.7,
+    "rope_theta": 1000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    },
 }
 # What config.json says beyond the sizes; both ways of transformers (4 and 5) to write rotary settings are among them.
 CASES: dict[str, dict[str, Any]] = {
@@ -97,6 +118,8 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": (["full_attention"] + 3 * ["sliding_attention"]) * 2 + ["full_attention"],
     },
     "ministral3": {"model_type": "ministral3", "head_dim": 16, "rope_parameters": YARN_ROPE},
+    "gpt_oss": GPT_OSS,
+    "gpt_oss_layer_types_tied": {**GPT_OSS, "num_hidden_layers": 3, "layer_types": [FULL, SLIDING, SLIDING]},
     "gemma3_tied": {**GEMMA, "num_hidden_layers": 14, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     "gemma3_rope_parameters_tied": {
         **GEMMA,
@@ -134,6 +157,7 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     V, D, F = config["vocab_size"], config["hidden_size"], config["intermediate_size"]
     H, K = config["num_attention_heads"], config["num_key_value_heads"]
     Q = config.get("head_dim", D // H)
+    gpt_oss = config["model_type"] == "gpt_oss"
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, D)
@@ -141,16 +165,18 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         prefix = f"model.layers.{layer}."
         for name, heads in (("q", H), ("k", K), ("v", K)):
             shapes[f"{prefix}self_attn.{name}_proj.weight"] = (heads * Q, D)
-            if config["model_type"] == "qwen2":
+            if config["model_type"] in ("qwen2", "gpt_oss"):
                 shapes[f"{prefix}self_attn.{name}_proj.bias"] = (heads * Q,)
             if config["model_type"] in LIKE_QWEN3 and name != "v":
                 shapes[f"{prefix}self_attn.{name}_norm.weight"] = (Q,)
         shapes[f"{prefix}self_attn.o_proj.weight"] = (D, H * Q)
         dense = (layer + 1) % config.get("decoder_sparse_step", 1) or layer in config.get("mlp_only_layers", ())
         experts = 0 if dense else config.get("num_experts", 0)
+        if gpt_oss:
+            shapes |= {prefix + name: shape for name, shape in _gpt_oss_shapes(config, H).items()}
         if experts:
             shapes[f"{prefix}mlp.gate.weight"] = (experts, D)
-        for mlp in [f"experts.{expert}." for expert in range(experts)] or [""]:
+        for mlp in [] if gpt_oss else [f"experts.{expert}." for expert in range(experts)] or [""]:
             inner = config["moe_intermediate_size"] if experts else F
             shapes[f"{prefix}mlp.{mlp}gate_proj.weight"] = shapes[f"{prefix}mlp.{mlp}up_proj.weight"] = (inner, D)
             shapes[f"{prefix}mlp.{mlp}down_proj.weight"] = (D, inner)
@@ -159,6 +185,21 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}pre_feedforward_layernorm.weight"] = (D,)
             shapes[f"{prefix}post_feedforward_layernorm.weight"] = (D,)
     return shapes
+
+
+def _gpt_oss_shapes(config: dict[str, Any], heads: int) -> dict[str, tuple[int, ...]]:
+    """What a layer of gpt-oss has beyond Llama's attention, and in place of its MLP."""
+    E, D, W = config["num_local_experts"], config["hidden_size"], config["intermediate_size"]
+    return {
+        "self_attn.o_proj.bias": (D,),
+        "self_attn.sinks": (heads,),
+        "mlp.router.weight": (E, D),
+        "mlp.router.bias": (E,),
+        "mlp.experts.gate_up_proj": (E, D, 2 * W),
+        "mlp.experts.gate_up_proj_bias": (E, 2 * W),
+        "mlp.experts.down_proj": (E, W, D),
+        "mlp.experts.down_proj_bias": (E, D),
+    }
 
 
 def hf_tensors(case: str) -> dict[str, np.ndarray]:
@@ -199,7 +240,7 @@ def make_logits(config: DecoderConfig, rules: ShardingRules) -> Callable[[Params
 
         def attend(kv: Any, at: At, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, jax.Array]:
             mask = seen_in_sequence(places[:, None], places[None], at.window)
-            return kv, causal_attention(q, k, v, mask[None])
+            return kv, causal_attention(q, k, v, mask[None], at.sinks)
 
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         hidden, _, _ = forward(params, tokens, positions, attend, config=config, rules=rules, dtype=jnp.float32)

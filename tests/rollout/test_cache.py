@@ -71,11 +71,11 @@ def sequence(cache, layer, table, length):
     return tuple(x.reshape(-1, K, Q)[:length] for x in (keys, values))
 
 
-def extended(cache, tables, starts, counts, T, rules, seed=1, window=None):
+def extended(cache, tables, starts, counts, T, rules, seed=1, window=None, sinks=None):
     """The cache with T random tokens behind each row's, what they see, and the tokens."""
     rng, R = np.random.default_rng(seed), len(starts)
     q, k, v = (rng.normal(size=(R, T, heads, Q)).astype(np.float32) for heads in (H, K, K))
-    extend = jax.jit(lambda *given: caches.extend(*given, rules, window))
+    extend = jax.jit(lambda *given: caches.extend(*given, rules, window=window, sinks=sinks))
     got, seen = extend(cache, jnp.int32(1), tables, np.int32(starts), np.int32(counts), q, k, v)
     return got, np.asarray(seen), (q, k, v)
 
@@ -90,15 +90,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("window", "sinks"), [(None, None), (3, None), (3, jnp.linspace(-1, 2, H))], ids=str)
 @pytest.mark.parametrize(("starts", "counts", "T"), CASES)
 def test_new_tokens_are_written_after_the_old_ones_and_attend_to_what_their_window_holds(
-    starts, counts, T, window, layout
+    starts, counts, T, window, sinks, layout
 ):
     rules, P = rules_on(1), 4
     cache = pages_of(random_cache(24, P, rules))
     tables = np.random.default_rng(2).permutation(24)[:16].reshape(4, 4).astype(np.int32)
-    got, seen, (q, k, v) = extended(cache, tables, starts, counts, T, rules, window=window)
+    got, seen, (q, k, v) = extended(cache, tables, starts, counts, T, rules, window=window, sinks=sinks)
     touched = set()
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
         if not count:
@@ -110,7 +110,8 @@ def test_new_tokens_are_written_after_the_old_ones_and_attend_to_what_their_wind
         assert np.array_equal(values, np.concatenate([before[1], v[row, :count]]))
         back = (start + np.arange(count))[None, :, None] - np.arange(total)[None, None]
         mask = (back >= 0) & (back < (window or total))
-        expected = causal_attention(*(jnp.asarray(x)[None] for x in (q[row, :count], keys, values)), jnp.asarray(mask))
+        heads = (jnp.asarray(x)[None] for x in (q[row, :count], keys, values))
+        expected = causal_attention(*heads, jnp.asarray(mask), sinks)
         np.testing.assert_allclose(seen[row, :count], expected[0], atol=2e-6)
         touched |= {(int(tables[row, p // P]), p % P) for p in range(start, total)}
     for x, y in ((np.asarray(cache.values), np.asarray(got.values)),):

@@ -42,18 +42,29 @@ QWEN3_MOE: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 64,
+    "sliding_window": 8,
+    "num_hidden_layers": 3,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False},
+}
 MISTRAL: dict[str, Any] = {"model_type": "mistral", "sliding_window": 4}
 
 
 @pytest.fixture(scope="module")
-def family_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], Path]:
+def family_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Makes the folder of a tiny random model of a family, with the tokenizer of `tiny_model`."""
 
-    def make(name: str, said: dict[str, Any]) -> Path:
+    def make(name: str, said: dict[str, Any], seed: int = 0) -> Path:
         folder = tmp_path_factory.mktemp("families") / name
         config = json.loads((tiny_model / "config.json").read_text()) | said
         decoder = from_hf_config(config, name)
-        weights = {param: jnp.asarray(value) for param, value in random_weights(decoder, seed=0).items()}
+        weights = {param: jnp.asarray(value) for param, value in random_weights(decoder, seed=seed).items()}
         save_model(weights, decoder, None, folder, dtype="float32")
         for file in tiny_model.iterdir():
             if not (folder / file.name).exists():
@@ -65,7 +76,12 @@ def family_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("gemma", GEMMA), ("qwen3_moe", QWEN3_MOE), pytest.param("mistral", MISTRAL, marks=pytest.mark.long)],
+    [
+        ("gemma", GEMMA),
+        ("qwen3_moe", QWEN3_MOE),
+        pytest.param("gpt_oss", GPT_OSS | {"sliding_window": 4}, marks=pytest.mark.long),
+        pytest.param("mistral", MISTRAL, marks=pytest.mark.long),
+    ],
 )
 def test_a_run_of_a_family_with_windows_is_continued_bit_for_bit(name, said, family_model, tmp_path):
     model = family_model(name, said)
@@ -77,10 +93,15 @@ def test_a_run_of_a_family_with_windows_is_continued_bit_for_bit(name, said, fam
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("gemma", GEMMA), ("mistral", MISTRAL | {"sliding_window": 8}), ("qwen3_moe", QWEN3_MOE)],
+    ("name", "said", "seed"),
+    [
+        ("gemma", GEMMA, 0),
+        ("mistral", MISTRAL | {"sliding_window": 8}, 0),
+        ("qwen3_moe", QWEN3_MOE, 0),
+        *(("gpt_oss", GPT_OSS, seed) for seed in range(3)),
+    ],
 )
-def test_a_tiny_model_of_a_family_learns(name, said, family_model, tmp_path):
-    shutil.copytree(family_model(name, said), tmp_path / "model")
+def test_a_tiny_model_of_a_family_learns(name, said, seed, family_model, tmp_path):
+    shutil.copytree(family_model(name, said, seed), tmp_path / "model")
     first, last = first_and_last(learn("grpo", tmp_path))
     assert last - first >= RISE

@@ -1,4 +1,4 @@
-"""Softmax attention with grouped heads and a rotary embedding: Llama, Mistral, Qwen, Gemma. No jax until applied."""
+"""Softmax attention with grouped heads and a rotary embedding, as most decoders have it. No jax until applied."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ class Attention:
     head_dim: int
     rope: Rope
     bias: bool = False
-    """Whether queries, keys and values have a bias (Qwen2)."""
+    """Whether queries, keys and values have a bias (Qwen2, gpt-oss)."""
+    out_bias: bool = False
+    """Whether the output has a bias (gpt-oss)."""
+    sinks: bool = False
+    """Whether each head has one more score in its softmax, which takes a share and gives nothing (gpt-oss)."""
     norm: bool = False
     """RMS norm of each head's query and key before the rotation (Qwen3, Gemma 3)."""
     window: int | None = None
@@ -62,6 +66,10 @@ class Attention:
             specs["q_bias"] = ParamSpec((H, Q), ("heads", None), 0.0)
             specs["k_bias"] = ParamSpec((K, Q), ("kv_heads", None), 0.0)
             specs["v_bias"] = ParamSpec((K, Q), ("kv_heads", None), 0.0)
+        if self.out_bias:
+            specs["o_bias"] = ParamSpec((D,), (None,), 0.0)
+        if self.sinks:
+            specs["sinks"] = ParamSpec((H,), ("heads",), 0.0)
         if self.norm:
             specs["q_norm"] = ParamSpec((Q,), (None,), 0.0, 1.0)
             specs["k_norm"] = ParamSpec((Q,), (None,), 0.0, 1.0)
@@ -93,5 +101,7 @@ class Attention:
             q = scaled_queries(q, math.sqrt(self.head_dim / self.scale_dims))
         if self.sharpening is not None:
             q = sharpened(q, context.positions, self.sharpening.beta, self.sharpening.period)
-        carried, attended = context.attend(q, k, v, window=self.window)
-        return Applied(context.linear("bthq,hqd->btd", attended, w["o"]), carried)
+        sinks = w["sinks"] if self.sinks else None
+        carried, attended = context.attend(q, k, v, window=self.window, sinks=sinks)
+        y = context.linear("bthq,hqd->btd", attended, w["o"])
+        return Applied(context.biased(y, w["o_bias"]) if self.out_bias else y, carried)

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of the feed-forward: Qwen3-MoE. No jax until it is applied."""
+"""A mixture of experts in place of the feed-forward: Qwen3-MoE, gpt-oss. No jax until it is applied."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 MAX_EXPERTS = UNKNOWN
 """Experts are numbered by bytes, and one value says that the number is not known."""
 
+MATRICES = ("expert_gate", "expert_up", "expert_down")
 DENSE_ROWS = 512
 """Most tokens of a decode step that are multiplied with all experts. So few rows reach most experts anyway, and the
 weights are read once, from where they are stored; above, the products of the other experts take longer."""
@@ -36,6 +37,8 @@ class Experts:
     normalized: bool
     """Whether the gates of a token's experts sum to 1; else they are its shares of all experts (norm_topk_prob)."""
     activation: Activation = "silu"
+    bias: bool = False
+    """Whether the router and the experts' matrices have biases (gpt-oss)."""
 
     scope = "mlp"
 
@@ -48,12 +51,18 @@ class Experts:
         """The weights of one layer."""
         E, D, F = self.count, width, self.width
         into = ParamSpec((E, D, F), ("experts", "expert_width", "expert_mlp"), std, stacked=1)
-        return {
+        specs = {
             "router": ParamSpec((D, E), ("width", "router"), std),
             "expert_gate": into,
             "expert_up": into,
             "expert_down": ParamSpec((E, F, D), ("experts", "expert_mlp", "expert_width"), out_std, stacked=1),
         }
+        if self.bias:
+            specs["router_bias"] = ParamSpec((E,), (None,), 0.0)
+            specs["expert_gate_bias"] = ParamSpec((E, F), ("experts", "expert_mlp"), 0.0, stacked=1)
+            specs["expert_up_bias"] = ParamSpec((E, F), ("experts", "expert_mlp"), 0.0, stacked=1)
+            specs["expert_down_bias"] = ParamSpec((E, D), ("experts", None), 0.0, stacked=1)
+        return specs
 
     def work(self, width: int) -> Work:
         """The cost of one layer: the router, and three matrices of each of a token's experts."""
@@ -70,9 +79,12 @@ class Experts:
         from podium.models.blocks.routing import route
 
         logits = context.exact("btd,de->bte", x, w["router"])
+        if self.bias:
+            logits = context.biased(logits, w["router_bias"])
         gates, chosen, told = route(
             logits, self.top, normalized=self.normalized, recorded=context.recorded, replay=context.replay
         )
-        matrices = w["expert_gate"], w["expert_up"], w["expert_down"]
-        y = context.experts(x, gates, chosen, matrices, count=self.count, activation=self.activation)
+        matrices = [w[name] for name in MATRICES]
+        biases = [w[f"{name}_bias"] for name in MATRICES] if self.bias else []
+        y = context.experts(x, gates, chosen, matrices, biases, count=self.count, activation=self.activation)
         return Applied(y, context.carried, told)

@@ -58,11 +58,13 @@ class Work(NamedTuple):
 
 
 class At(NamedTuple):
-    """Identifies the layer that attends or recurs."""
+    """Identifies the layer that attends or recurs, and says how it attends."""
 
     layer: jax.Array  # [] int32, index among the layers of its place in the pattern
     window: int | None
     """Number of positions that a query sees, including its own; None: all before it."""
+    sinks: jax.Array | None = None
+    """[H], score of each head with a key that has no value and that every query sees; None: there is no such key."""
 
 
 class Attend(Protocol):
@@ -156,11 +158,16 @@ class Context(Protocol):
         gates: jax.Array,
         chosen: jax.Array,
         matrices: Sequence[LayerWeight],
+        biases: Sequence[LayerWeight],
         *,
         count: int,
         activation: Activation,
     ) -> jax.Array:
         """The sum over each token's chosen experts of gate times expert, [B, T, D]; arguments as for `mixed`."""
+        ...
+
+    def biased(self, y: jax.Array, bias: LayerWeight) -> jax.Array:
+        """Activations [B, T, ...] plus a bias of their last dimensions, in the format of the activations."""
         ...
 
     def heads(self, x: jax.Array, w: LayerWeights, *, bias: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -171,8 +178,16 @@ class Context(Protocol):
         """Apply a rotary embedding to [B, T, H, Q] at the tokens' positions; `rope` is one of the kind's `ropes`."""
         ...
 
-    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None) -> tuple[Tree, jax.Array]:
-        """Attend; returns the updated `carried` and the output [B, T, H, Q]."""
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        window: int | None = None,
+        sinks: LayerWeight | None = None,
+    ) -> tuple[Tree, jax.Array]:
+        """Attend; returns the updated `carried` and the output [B, T, H, Q]. `window` and `sinks` are as in `At`."""
         ...
 
     def recur(self, initial: States, advance: Advance) -> tuple[Tree, jax.Array]:

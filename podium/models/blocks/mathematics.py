@@ -6,12 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podium.models.blocks.activation import Activation
+from podium.models.blocks.activation import Activation, Clamped
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def gated(gate: jax.Array, up: jax.Array, activation: Activation = "silu") -> jax.Array:
     """act(gate) * up. Recomputed in the backward pass, which would otherwise keep three more arrays of its size."""
+    if isinstance(activation, Clamped):
+        gate = jnp.minimum(gate, activation.limit)
+        up = jnp.clip(up, -activation.limit, activation.limit)
+        return gate * jax.nn.sigmoid(activation.alpha * gate) * (up + 1)
     return (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
 
 
