@@ -1,6 +1,7 @@
 """A run with a curriculum: levels that are solved give way, and a run that was broken off goes on with what it knew."""
 
 import pytest
+from test_episodes import opened
 from tiny_runs import assert_same_run, make_config, trained
 
 from podium.observe.records import read_samples
@@ -85,3 +86,26 @@ def test_a_run_broken_off_in_a_rollout_goes_on_as_if_nothing_had_happened(tiny_m
     monkeypatch.undo()
     assert train(config(tiny_model, tmp_path), plain=True) == 0
     assert_same_run(tmp_path / "run", unbroken)
+
+
+def test_conversations_of_a_level_are_held_with_its_options(tiny_model, template, tmp_path):
+    """A game of level 1 is lost after one guess, and one of level 2 after two."""
+    levels = [{"turns": 1}, {"turns": 2}]
+    game = {"name": "guess", "options": {"largest": 10**6}, "curriculum": {"levels": levels}}
+    config = make_config(
+        tiny_model,
+        tmp_path,
+        chat_template=template,
+        steps=1,
+        tasks=[game],
+        prompts_per_step=8,
+        environments={"workers": 1},
+        rollout={"max_prompt_tokens": 60, "max_new_tokens": 8, "max_episode_tokens": 100, "slots": 8, "stop": [" "]},
+    )
+    turns: dict[int, set[int]] = {}
+    with opened(config) as rollouts:
+        groups, _ = rollouts.answer(rollouts.feed.next(8))
+    for group in groups:
+        ended = (each for each in group.transcripts if each.finish_reason == "stop")
+        turns.setdefault(group.prompt.task, set()).update(each.num_turns for each in ended)
+    assert turns == {0: {1}, 1: {2}}
