@@ -22,7 +22,7 @@ def plan_schema() -> dict[str, Any]:
     cost = _object(RunCost)
     refused = _closed({name: {"type": "string"} for name in ("tpu", "setting", "error")})
     properties = plan["properties"]
-    del properties["host"]
+    del properties["host"], properties["environments"]
     fields = properties["rollout"]["properties"]
     properties["rollout"] = _closed({name: fields.get(name) or _of_property(Workload, name) for name in ROLLOUT})
     properties |= {

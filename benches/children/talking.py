@@ -1,8 +1,10 @@
-"""Conversations whose replies take time and use a process of their own: what `benches.kill_resume --tools` kills.
+"""Conversations whose replies take time, for benches.
 
-While a reply is made, its tool has a file in the folder `tools` of the job, so that one sees whether any runs.
+`Talking`, which `benches.kill_resume --tools` kills, has tools that use a process of their own; while one runs, it has
+a file in the folder `tools` of the job. `Waiting`, which `benches.turns` times, only waits.
 """
 
+import asyncio
 import os
 import random
 import subprocess
@@ -16,6 +18,8 @@ from podium.tasks.conversation import Reply, Turn
 from podium.tasks.task import Prompt
 
 TURNS = 3
+WAITING = "TALKING_WAITS"
+"""Environment variable with the turns of `Waiting`, and the least and the most seconds of a reply."""
 STARTING = threading.Lock()
 SERVICES: list[subprocess.Popen[bytes]] = []
 """The process that tools of this process use, once one has run."""
@@ -39,6 +43,30 @@ class Talking:
     def grade(self) -> float:
         """What the text of all answers is worth."""
         return self.letters % 3 / 2
+
+
+class Waiting:
+    """Asks for something else after each answer; replies after a time drawn from the range in the environment."""
+
+    def __init__(self, prompt: Prompt, seed: int) -> None:
+        self.random = random.Random(f"{prompt.question} {seed}")
+        self.turns, self.low, self.high = (float(each) for each in os.environ[WAITING].split(","))
+
+    def begin(self) -> str:
+        """The first request."""
+        thing = self.random.choice(("fruit", "animal", "city", "colour", "river", "tool"))
+        return f"Say something about a {thing}, in one short sentence."
+
+    async def reply(self, turn: Turn) -> Reply | None:
+        """The next request; none after the last turn, at once."""
+        if turn.number + 1 >= self.turns:
+            return None
+        await asyncio.sleep(self.random.uniform(self.low, self.high))
+        return Reply(messages=({"role": "user", "content": self.begin()},))
+
+    def grade(self) -> float:
+        """Nothing is paid."""
+        return 0.0
 
 
 def use_tool(seconds: float) -> None:

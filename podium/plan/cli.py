@@ -41,8 +41,9 @@ Fast = Annotated[
 Lengths = Annotated[
     str | None,
     typer.Option(
-        metavar="gsm8k|fixed:N|RUN",
-        help="Lengths of prompts and completions; unset: GSM8K's, with a note on the longest.",
+        metavar="gsm8k|fixed:N|RUN[,turns:T,reply:R,seconds:S]",
+        help="Lengths of prompts and completions; unset: GSM8K's, with a note on the longest. With turns: conversations"
+        " of T answers, with replies of R tokens after S seconds.",
     ),
 ]
 SEARCHED = "train.rows_per_device, prompts_per_step, rollout.max_new_tokens or rollout.slots"

@@ -4,18 +4,25 @@ from collections.abc import Iterator, Sequence
 
 from podium.accelerators import ALLOCATOR_RESERVE, GIB, GPUS, POOL_VARIABLE, Accelerator, pool_share
 from podium.config.attention import LANES
+from podium.config.schema import TaskConfig
+from podium.config.sizes import cache_pages
 from podium.plan.calibration import load_chip
 from podium.plan.formatting import LITTLE
 from podium.plan.result import Phase, judge, margin
 from podium.plan.sizes import F32, RunSizes, offloaded_bytes, optimizer_bytes, reduced_number
-from podium.plan.workload import Workload
+from podium.plan.workload import Replies, Workload
+from podium.tasks.environment_forms import conversing
 
+LEAST_AGAIN = 0.01  # share of prefilled tokens that are prefilled again, from which a plan says so
 MORE_OPERATIONS = 1.02  # ratio to the closed form's operations above which a program is said to recompute
 
 
-def explain(run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], workload: Workload) -> tuple[str, ...]:
-    """The notes of a plan, most important first."""
+def explain(
+    run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], workload: Workload, replies: Replies | None = None
+) -> tuple[str, ...]:
+    """The notes of a plan, most important first; `replies` are those of conversations."""
     found = [*_verdict(phases, accelerator), *_recomputation(phases), *_decode(phases, workload)]
+    found += _conversations(run, workload, replies)
     host = (F32 * run.own_count + optimizer_bytes(run)) * accelerator.devices_per_host
     checkpoint = f"a checkpoint copies {host / GIB:.1f} GiB to each host's memory"
     return (*found, *_padding(run), *_rollout(run, workload), *_reduction(run), *_offload(run, accelerator), checkpoint)
@@ -32,6 +39,35 @@ def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]
             f" arrays ({POOL_VARIABLE} sets another share), less {ALLOCATOR_RESERVE:.0%} for its allocator; CUDA's"
             " context is outside. Not calibrated on a GPU yet: benches/gpu.sh does that"
         )
+
+
+def _conversations(run: RunSizes, workload: Workload, replies: Replies | None) -> Iterator[str]:
+    """What conversations were planned with, and whether parked ones keep their pages."""
+    if replies is None:
+        if any(map(_converses, run.spec.rollout.prompts.tasks)):
+            yield (
+                "tasks have conversations, and each prompt is planned with one answer: --lengths"
+                " LENGTHS,turns:T,reply:R,seconds:S plans T answers, and replies of R tokens after S seconds"
+            )
+        return
+    pages = cache_pages(run.rollout, run.rollout_shards)
+    yield (
+        f"conversations of {replies.turns} answers, replies of {replies.tokens} tokens after {replies.seconds:g} s;"
+        f" with those that wait for replies they fill {workload.pages_peak / pages:.0%} of the cache"
+    )
+    again = workload.rebuilt_tokens / max(workload.prefill_tokens, 1)
+    if again > LEAST_AGAIN:
+        yield (
+            f"{again:.0%} of the prefilled tokens are of conversations that lost their pages while they waited: raise"
+            " rollout.cache_tokens"
+        )
+
+
+def _converses(task: TaskConfig) -> bool:
+    try:
+        return conversing(task) is not None
+    except (ValueError, OSError):  # code that is on another machine
+        return bool(task.tools or task.environment)
 
 
 def _reduction(run: RunSizes) -> Iterator[str]:

@@ -78,7 +78,8 @@ def step_parts(plan: Plan) -> list[tuple[str, Seconds]]:
         times = [known[name] for name in names if name in known]
         if times and any(each.value for each in times):
             parts.append((part, total(times)))
-    return [*parts, ("host", plan.host)] if plan.host is not None and plan.host.value else parts
+    waited = (("environments", plan.environments), ("host", plan.host))
+    return [*parts, *((name, time) for name, time in waited if time is not None and time.value)]
 
 
 def largest_part(phase: Phase) -> tuple[str, int]:

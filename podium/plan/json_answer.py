@@ -44,7 +44,7 @@ def plan_object(entry: Outcome, suggestions: Sequence[Outcome] | None = None, lo
     """
     plan = entry.plan
     found = as_object(plan)
-    del found["host"]  # listed among the parts of the step
+    del found["host"], found["environments"]  # listed among the parts of the step
     found["rollout"] = {name: getattr(plan.workload, name) for name in ROLLOUT}
     return found | {
         "advice": advice_line(plan, suggestions),

@@ -12,7 +12,7 @@ import podium.plan.estimate as closed_form
 from podium import __version__
 from podium.accelerators import Accelerator
 from podium.config.schema import Config
-from podium.config.sizes import steps_at_once
+from podium.config.sizes import slot_sizes, steps_at_once
 from podium.hlo.cost import Peaks, Roofline, roofline, sum_collectives
 from podium.models.architecture import DecoderConfig
 from podium.models.flops import step_work, update_flops
@@ -26,7 +26,7 @@ from podium.plan.result import BoundBy, LargeArray, Phase, Plan, Seconds, Verdic
 from podium.plan.sizes import F32, RunSizes, make_sizes, network_bytes
 from podium.plan.topology import compiler_versions
 from podium.plan.worker import CompiledPhase, Job
-from podium.plan.workload import SequenceLengths, Workload, packed, simulate_rollout
+from podium.plan.workload import Clock, SequenceLengths, Workload, packed, simulate_rollout
 
 KINDS: Mapping[str, str] = {"prefill": "prefill", "score": "update", "update": "update"}
 """The calibration of each phase; phases that are not listed stream memory, as decoding does."""
@@ -90,6 +90,8 @@ def make_plan(
     drawn = run.draw_lengths(lengths)
     device = _Device(accelerator, chip or (load_chip(accelerator.generation) if run.platform != "cpu" else None))
     workload = simulate_rollout(drawn, run.rollout, shards=run.rollout_shards, overlap=device.chip is not None)
+    if drawn.replies is not None:
+        workload = with_all_sizes(run, workload)
     micro_batches, attended = packed(
         drawn, spec.batch, minibatches=spec.recipe.minibatches, attention=run.update.attention
     )
@@ -97,9 +99,16 @@ def make_plan(
     calls = step_calls(run, workload, micro_batches)
     names = {} if fast or not is_compiled(config, accelerator) else _slowest_first(calls)
     compiled = compile_phases(make_jobs(config, decoder, accelerator, names, whole), progress=progress) if names else {}
+    waiting = None
+    if drawn.replies is not None and device.chip is not None:
+        clock = device.clock(calls, compiled, run)
+        workload = simulate_rollout(drawn, run.rollout, shards=run.rollout_shards, overlap=True, clock=clock)
+        calls = step_calls(run, workload, micro_batches)
+        waiting = Seconds(value=workload.idle_s, low=workload.idle_s, high=workload.idle_s)
     phases = tuple(device.phases(calls, compiled, run))
     host = device.host(sum(call.calls for call in calls))
-    step = total([*(phase.seconds for phase in phases if phase.seconds), host]) if host else None
+    seconds = [*(phase.seconds for phase in phases if phase.seconds), *([waiting] if waiting else [])]
+    step = total([*seconds, host]) if host else None
     return Plan(
         config=config.name or config.model,
         accelerator=accelerator.name,
@@ -110,16 +119,30 @@ def make_plan(
         phases=phases,
         host=host,
         step=step,
+        environments=waiting,
         tokens_per_s_per_device=step.rate(workload.completion_tokens / accelerator.devices) if step else None,
         workload=workload,
         micro_batches=micro_batches,
-        notes=(*explain(run, accelerator, phases, workload), *carry_over(run, device, drawn, workload, micro_batches)),
+        notes=(
+            *explain(run, accelerator, phases, workload, drawn.replies),
+            *carry_over(run, device, drawn, workload, micro_batches),
+        ),
         estimate_only=not compiled,
         slots=run.rollout.slots,
         versions={"podium": __version__} | (compiler_versions(accelerator) if compiled else {}),
         mfu=device.mfu(run, drawn, phases),
         rollout_rate=_rate(_rollout_s(phases), workload.completion_tokens / accelerator.devices),
         full_slots_rate=device.full_slots_rate(calls, compiled, run),
+    )
+
+
+def with_all_sizes(run: RunSizes, workload: Workload) -> Workload:
+    """The workload with every size of the engine's programs: those without calls may get some when replies are late."""
+    sizes = slot_sizes(run.rollout, run.rollout_shards)
+    return dataclasses.replace(
+        workload,
+        decodes=dict.fromkeys(sizes, (0, 0, 0.0)) | workload.decodes,
+        prefill_calls=dict.fromkeys(run.buckets, 0) | workload.prefill_calls,
     )
 
 
@@ -313,6 +336,16 @@ class _Device:
             flops=flops,
             closed_form_flops=flops,
         )
+
+    def clock(self, calls: list[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes) -> Clock:
+        """How long a prefill call and a decode step of each size takes, with the host's time for a call."""
+        seconds: dict[str, dict[int, float]] = {"prefill": {}, "decode": {}}
+        for call in calls:
+            kind, _, size = call.program.partition(":")
+            if kind in seconds and call.calls:
+                both = [next(self.phases([call], compiled, run)).seconds, self.host(call.calls)]
+                seconds[kind][int(size)] = total(each for each in both if each).value / call.repeats
+        return Clock(prefill_s=seconds["prefill"], decode_s=seconds["decode"])
 
     def full_slots_rate(
         self, calls: list[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes

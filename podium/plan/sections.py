@@ -240,6 +240,8 @@ def _memory(plan: Plan) -> Chart:
 def _timeline(plan: Plan) -> Chart:
     """The phases of a step as bars; each starts where the previous one ends."""
     rows = [(phase.name, phase.seconds, _work(phase)) for phase in plan.phases if phase.seconds is not None]
+    if plan.environments is not None:
+        rows.append(("environments", plan.environments, "all conversations wait for replies"))
     rows += [("host", plan.host, "between programs, and grading")] if plan.host is not None else []
     segments = _stacked({name: time.value for name, time, _ in rows})
     bars = (

@@ -1,14 +1,15 @@
 """The workload of a step: lengths of prompts and completions, and the calls and steps that their rollout takes.
 
 Lengths are drawn from a distribution or from an earlier run. The engine's own scheduler is then driven with them,
-without a model.
+without a model. Of conversations also the number of turns, the tokens of replies and their seconds are given: a `Clock`
+says how long calls take, so that replies come while others are decoded.
 """
 
 import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,12 +40,48 @@ STEPS_BEFORE, STEPS_COUNTED = 3, 6  # simulated and counted steps if completions
 COMPLETION_MEAN, COMPLETION_SIGMA = 200, 0.6
 
 
+class Replies(NamedTuple):
+    """The environment's part in conversations."""
+
+    turns: int
+    """Answers in each conversation."""
+    tokens: int
+    """Tokens of each reply, with what the chat template adds."""
+    seconds: float
+    """Time that each reply takes; replies to different conversations overlap."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SequenceLengths:
     """Lengths in tokens of the prompts and completions of one step."""
 
     prompts: np.ndarray  # [N] int
-    completions: np.ndarray  # [N, G] int
+    completions: np.ndarray  # [N, G] int, of conversations: answers and replies together
+    replies: Replies | None = None
+    """None: prompts are answered once."""
+
+    @property
+    def drawn(self) -> np.ndarray:
+        """Tokens that the model draws, [N, G]."""
+        replies = self.replies
+        return self.completions if replies is None else self.completions - (replies.turns - 1) * replies.tokens
+
+
+class Clock(NamedTuple):
+    """How long the engine's calls take, in seconds."""
+
+    prefill_s: Mapping[int, float]
+    """A prefill call, by chunk length."""
+    decode_s: Mapping[int, float]
+    """A decode step, by slots."""
+
+    def seconds(self, chunks: Iterable[int], slots: int, steps: int) -> float:
+        """Prefill calls of these chunk lengths, and decode steps; for unknown sizes those of the nearest one."""
+        return sum(_nearest(self.prefill_s, chunk) for chunk in chunks) + steps * _nearest(self.decode_s, slots)
+
+
+def _nearest(seconds: Mapping[int, float], size: int) -> float:
+    return seconds[min(seconds, key=lambda known: abs(known - size))] if seconds else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +102,14 @@ class Workload:
     preempted: int = 0
     staleness: float = 0.0
     """Updates since the first token of a step's prompts, on average."""
+    rebuilt_tokens: int = 0
+    """Tokens that are prefilled again because parked conversations lost their pages."""
+    pages_peak: int = 0
+    """Most pages in use at once, those of parked conversations included."""
+    seconds: float = 0.0
+    """Of the rollout, by the clock that it was simulated with."""
+    idle_s: float = 0.0
+    """Those in which all conversations wait for their environments."""
 
     @property
     def decode_steps(self) -> int:
@@ -89,7 +134,9 @@ def draw_lengths(
 
     Args:
         source: `gsm8k`; `fixed:N` for completions of N tokens with GSM8K's prompts; or the path of a run or of its
-            lengths.jsonl, whose groups are drawn, with replacement only if there are too few.
+            lengths.jsonl, whose groups are drawn, with replacement only if there are too few. Followed by
+            `,turns:T,reply:R,seconds:S` for conversations of T answers of such lengths, with replies of R tokens
+            after S seconds; a run's completions are those of whole conversations already.
         rollout: gives the longest prompt and the longest completion.
         prompts: N.
         completions: G, per prompt.
@@ -98,6 +145,10 @@ def draw_lengths(
     Raises:
         ValueError: the source is none of these, or has completions that are too long.
     """
+    source, _, talk = source.partition(",turns:")
+    if talk:
+        alone = draw_lengths(source, rollout, prompts=prompts, completions=completions, seed=seed)
+        return _conversing(alone, _replies(talk), rollout, whole=source != "gsm8k" and not source.startswith("fixed:"))
     rng = np.random.default_rng(seed)
     if source == "gsm8k":
         return SequenceLengths(
@@ -116,24 +167,55 @@ def draw_lengths(
     if not path.exists():
         raise ValueError(f"lengths {source!r}: no such file; write gsm8k, fixed:N, or the path of a run")
     found = _from_run(rng, path / LENGTHS if path.is_dir() else path, prompts, completions)
+    longest = rollout.max_new_tokens if rollout.max_episode_tokens is None else rollout.longest - 1
     return SequenceLengths(
         prompts=np.clip(found.prompts, 1, rollout.max_prompt_tokens),
-        completions=np.clip(found.completions, 1, rollout.max_new_tokens),
+        completions=np.clip(found.completions, 1, longest),
     )
 
 
+def _replies(text: str) -> Replies:
+    """Read `T,reply:R,seconds:S`. Raises ValueError if it is not of that form."""
+    found = re.fullmatch(r"([1-9]\d*),reply:([1-9]\d*),seconds:(\d+(?:\.\d+)?)", text)
+    if found is None:
+        raise ValueError(
+            f"lengths ',turns:{text}': write LENGTHS,turns:T,reply:R,seconds:S, as gsm8k,turns:4,reply:40,seconds:2"
+        )
+    return Replies(turns=int(found[1]), tokens=int(found[2]), seconds=float(found[3]))
+
+
+def _conversing(alone: SequenceLengths, replies: Replies, rollout: RolloutConfig, *, whole: bool) -> SequenceLengths:
+    """Conversations with answers of these lengths, or of these lengths as a `whole`.
+
+    Raises ValueError if they do not fit in `rollout.max_episode_tokens`.
+    """
+    given = (replies.turns - 1) * replies.tokens
+    drawn = alone.completions - given if whole else replies.turns * alone.completions
+    room = rollout.longest - alone.prompts[:, None] - given
+    if room.min() < replies.turns:
+        rule = f"rollout.max_episode_tokens {rollout.longest} has no room for {replies.turns} answers"
+        raise ValueError(f"{rule} and {replies.turns - 1} replies of {replies.tokens} tokens; raise it")
+    return dataclasses.replace(alone, completions=np.clip(drawn, replies.turns, room) + given, replies=replies)
+
+
 def simulate_rollout(
-    lengths: SequenceLengths, rollout: RolloutConfig, *, shards: int = 1, overlap: bool = False
+    lengths: SequenceLengths,
+    rollout: RolloutConfig,
+    *,
+    shards: int = 1,
+    overlap: bool = False,
+    clock: Clock | None = None,
 ) -> Workload:
     """Simulate the engine's work for these lengths, with slots split over `shards`: its scheduler, without a model.
 
-    With `overlap`, a decode call is issued before the previous one is read, as the engine does on TPU and GPU.
+    With `overlap`, a decode call is issued before the previous one is read, as the engine does on TPU and GPU. `clock`
+    times calls, so that replies come in time; None: replies come at once.
 
     Raises:
         ValueError: slots or prefill rows do not divide over the shards, or the cache is too small.
     """
     check_split(rollout, shards)
-    return _Rollout(lengths, rollout, shards, overlap).run()
+    return _Rollout(lengths, rollout, shards, overlap, clock).run()
 
 
 def packed(lengths: SequenceLengths, sizes: BatchSizes, *, minibatches: int, attention: Backend) -> tuple[int, float]:
@@ -226,8 +308,15 @@ def _groups(record: dict[str, object], path: Path, number: int) -> list[tuple[in
 class _Rollout:
     """Simulates the engine over one or several steps, with all lengths known in advance."""
 
-    def __init__(self, lengths: SequenceLengths, rollout: RolloutConfig, shards: int, overlap: bool) -> None:
-        self.lengths = lengths
+    def __init__(
+        self, lengths: SequenceLengths, rollout: RolloutConfig, shards: int, overlap: bool, clock: Clock | None
+    ) -> None:
+        self.lengths, self.drawn = lengths, lengths.drawn
+        self.clock, self.now = clock, 0.0
+        self.turns: collections.Counter[Key] = collections.Counter()
+        """Answers that each conversation has completed."""
+        self.due: collections.deque[tuple[float, EngineSequence]] = collections.deque()
+        """When the replies to parked conversations come, soonest first: all take as long."""
         self.steps = rollout.refill_steps
         self.overlap = overlap
         self.at_once = steps_at_once(rollout.refill_steps, shards)
@@ -248,6 +337,7 @@ class _Rollout:
         self.prefills: collections.Counter[int] = collections.Counter()
         self.decodes: dict[int, tuple[int, int, float]] = {}
         self.copies = self.copied = self.occupied = self.attended = 0
+        self.idle_s, self.began = 0.0, self.now
         self.staleness: list[int] = []
 
     def run(self) -> Workload:
@@ -272,10 +362,14 @@ class _Rollout:
             occupied_slot_steps=self.occupied // steps,
             mean_context=self.attended / self.occupied if self.occupied else 0.0,
             prompt_tokens=int(self.lengths.prompts.sum()),
-            completion_tokens=int(self.lengths.completions.sum()),
+            completion_tokens=int(self.drawn.sum()),
             completions=self.lengths.completions.size,
             preempted=counts.preempted // steps,
             staleness=float(np.mean(self.staleness)),
+            rebuilt_tokens=counts.rebuilt_tokens // steps,
+            pages_peak=counts.pages_peak,
+            seconds=(self.now - self.began) / steps,
+            idle_s=self.idle_s / steps,
         )
 
     def complete(self) -> None:
@@ -288,7 +382,14 @@ class _Rollout:
         for number, begun in self.made.items():
             prompt = (0,) * int(self.lengths.prompts[number % len(self.lengths.prompts)])
             sequences = [
-                EngineSequence(key=Key(number, index), context=prompt, sampling=sampling, seed=0, drawn=[0] * made)
+                EngineSequence(
+                    key=Key(number, index),
+                    context=prompt,
+                    sampling=sampling,
+                    seed=0,
+                    drawn=[0] * made,
+                    keep=self.lengths.replies is not None,
+                )
                 for index, made in begun.items()
             ]
             self.scheduler.submit(prompt, sequences)
@@ -307,6 +408,7 @@ class _Rollout:
             )
             if taken is not None:
                 break
+            self.take_replies()
             self.engine_step()
         self.read()
         for sequence, left in self.left.items():
@@ -320,9 +422,29 @@ class _Rollout:
         self.step += 1
 
     def whole(self, sequence: EngineSequence) -> int:
-        """The final length of a completion in tokens."""
+        """The final length of a completion, or of a conversation's current answer, in tokens."""
         request, completion = sequence.key
-        return int(self.lengths.completions[request % len(self.lengths.prompts), completion])
+        drawn = int(self.drawn[request % len(self.lengths.prompts), completion])
+        if (replies := self.lengths.replies) is None:
+            return drawn
+        size, longer = divmod(drawn, replies.turns)
+        return size + (self.turns[sequence.key] < longer)
+
+    def take_replies(self) -> None:
+        """Begin the next answers of conversations whose replies have come; wait for one if there is nothing to do."""
+        replies = self.lengths.replies
+        if replies is None or not self.due:
+            return
+        if not self.scheduler.busy and not self.unread:
+            soonest = self.due[0][0]
+            self.idle_s += max(0.0, soonest - self.now)
+            self.now = max(self.now, soonest)
+        sampling = SamplingParams(max_new_tokens=self.rollout.max_new_tokens)
+        while self.due and self.due[0][0] <= self.now:
+            _, sequence = self.due.popleft()
+            sequence.begin_turn([0] * replies.tokens, sampling, seed=0, keep=True)
+            self.left[sequence] = self.whole(sequence)
+            self.scheduler.resume(sequence)
 
     def engine_step(self) -> None:
         """One step of the engine."""
@@ -334,6 +456,9 @@ class _Rollout:
         self.copies += bool(plan.copies)
         self.copied += len(plan.copies)
         made = self.decode(plan.rows)
+        if self.clock is not None:
+            steps = -(-max((each.steps for each in made), default=0) // self.at_once) * self.at_once
+            self.now += self.clock.seconds((call.chunk for call in plan.prefills), self.scheduler.size, steps)
         if self.overlap:
             self.read()
         self.unread = made
@@ -374,10 +499,20 @@ class _Rollout:
             if tokens:
                 self.first.setdefault(sequence.key.request, self.step)
             if len(sequence.drawn) == self.whole(sequence):
-                self.scheduler.retire(sequence)
-                del self.left[sequence]
-                del self.made[sequence.key.request][sequence.key.completion]
+                self.end_turn(sequence)
         self.unread = []
+
+    def end_turn(self, sequence: EngineSequence) -> None:
+        """Park a conversation until its reply comes; retire it, or a completion, at its end."""
+        replies = self.lengths.replies
+        del self.left[sequence]
+        self.turns[sequence.key] += 1
+        if replies is not None and self.turns[sequence.key] < replies.turns:
+            self.scheduler.park(sequence)
+            self.due.append((self.now + replies.seconds * (self.clock is not None), sequence))
+            return
+        self.scheduler.retire(sequence)
+        del self.made[sequence.key.request][sequence.key.completion]
 
 
 class _Made(NamedTuple):

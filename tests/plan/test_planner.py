@@ -16,6 +16,7 @@ from podium.hlo.cost import Peaks, Roofline
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.plan.calibration import Chip, Factor, calibrated, load_chip
 from podium.plan.compile import compile_phases
+from podium.plan.formatting import step_parts
 from podium.plan.planner import ROLLOUT, make_jobs, make_plan, step_calls
 from podium.plan.residents import residents, trainers
 from podium.plan.result import Plan, Seconds, judge, total
@@ -335,6 +336,29 @@ def test_the_plan_says_whether_carrying_completions_over_pays(lengths, verdict):
     config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config
     (note,) = (note for note in make_plan(config, V6E, fast=True, lengths=lengths).notes if "in_flight" in note)
     assert re.search(r"^rollout\.in_flight 1\.5 makes a step [\d.]+ s .*" + verdict, note)
+
+
+def test_conversations_are_planned_with_their_replies():
+    """The same tokens are decoded however late replies are; seconds that no decoding hides are a part of a step."""
+    changes = ["prompts_per_step=16", "rollout.max_episode_tokens=1024", "rollout.max_new_tokens=128"]
+    config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], changes, {}).config
+    fast, slow, single = (
+        make_plan(config, V6E, fast=True, lengths=f"fixed:64{talk}")
+        for talk in (",turns:3,reply:40,seconds:0.01", ",turns:3,reply:40,seconds:20", "")
+    )
+    for plan in (fast, slow):
+        assert plan.step is not None and plan.environments is not None and plan.host is not None
+        times = [phase.seconds for phase in plan.phases if phase.seconds]
+        assert plan.step.value == pytest.approx(total([*times, plan.host, plan.environments]).value)
+        assert plan.workload.completion_tokens == 3 * single.workload.completion_tokens
+    assert 38 < slow.environments.value < 40.1
+    assert fast.environments.value < 0.05
+    assert "environments" in dict(step_parts(slow))
+    assert single.environments is None
+    assert any("conversations of 3 answers, replies of 40 tokens after 20 s" in note for note in slow.notes)
+    tools = load_settings([ROOT / "configs" / "tools.yaml"], [], {}).config
+    notes = make_plan(tools, find_accelerator("v6e-1"), fast=True).notes
+    assert any("each prompt is planned with one answer: --lengths" in note for note in notes)
 
 
 def test_a_rollout_s_rate_is_its_tokens_over_its_devices_time_and_less_than_that_of_full_slots():

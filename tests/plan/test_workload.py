@@ -9,7 +9,7 @@ from podium.config.attention import cut
 from podium.config.schema import Config
 from podium.models.visibility import Visibility
 from podium.observe.records import lengths_record
-from podium.plan.workload import SequenceLengths, draw_lengths, packed, simulate_rollout
+from podium.plan.workload import Clock, Replies, SequenceLengths, Workload, draw_lengths, packed, simulate_rollout
 from podium.train.batch import BatchSizes, make_batch
 from podium.train.samples import single_answer
 from tests.rollout.tiny_engine import CONFIG, make_engine, random_requests
@@ -269,3 +269,50 @@ def test_carrying_completions_over_takes_fewer_steps_for_the_same_tokens():
     assert carries.decode_steps < 0.8 * waits.decode_steps
     assert (waits.staleness, carries.staleness) == (0.0, pytest.approx(0.5, abs=0.3))
     assert carries.prefill_tokens > waits.prefill_tokens
+
+
+def talk(lengths: list[list[int]], replies: Replies, **changes) -> Workload:
+    """Conversations of prompts of 4 tokens, timed: a prefill call takes 0.5 s, a decode step 0.1 s."""
+    shape = {"max_prompt_tokens": 8, "max_new_tokens": 8, "max_episode_tokens": 64, "refill_steps": 4, **changes}
+    found = SequenceLengths(prompts=np.full(len(lengths), 4), completions=np.array(lengths), replies=replies)
+    rollout = config(rollout={"page_tokens": 4, "slots": 4, "prefill_rows": 4, **shape}).rollout
+    return simulate_rollout(found, rollout, clock=Clock(prefill_s={8: 0.5}, decode_s={1: 0.1, 4: 0.1}))
+
+
+def test_a_conversation_waits_for_its_replies_and_prefills_only_what_is_new():
+    """Two answers of 5 tokens: a prompt, 5 steps (the first token needs none), 2 s, 3 new tokens, 5 steps."""
+    found = talk([[13]], Replies(turns=2, tokens=3, seconds=2.0))
+    assert (found.completion_tokens, found.prefill_tokens) == (10, 4 + 1 + 3)
+    assert found.prefill_calls == {8: 2}
+    assert found.idle_s == pytest.approx(2.0)
+    assert found.seconds == pytest.approx(2 * 0.5 + found.decode_steps * 0.1 + 2.0)
+    assert found.decode_steps == 2 * 4  # the first token of each answer is drawn from what prefill kept
+
+
+def test_others_are_decoded_while_one_waits():
+    """One slot, two conversations: the second answers while the first one's reply is made."""
+    found = talk([[13], [13]], Replies(turns=2, tokens=3, seconds=1.0), slots=1, prefill_rows=1)
+    alone = talk([[13]], Replies(turns=2, tokens=3, seconds=1.0), slots=1, prefill_rows=1)
+    assert found.seconds < 2 * alone.seconds - 0.9
+    assert found.idle_s < alone.idle_s == pytest.approx(1.0)
+    assert found.completion_tokens == found.occupied_slot_steps + 4 == 20
+
+
+def test_parked_conversations_hold_pages_and_lose_them_where_there_are_few():
+    lengths = [[23, 23, 23, 23]] * 4
+    enough = talk(lengths, Replies(turns=2, tokens=3, seconds=9.0))
+    few = talk(lengths, Replies(turns=2, tokens=3, seconds=9.0), cache_tokens=18 * 4)
+    assert enough.rebuilt_tokens == 0 < few.rebuilt_tokens
+    assert few.pages_peak <= 18 < enough.pages_peak
+
+
+def test_lengths_of_conversations_are_said_and_must_fit():
+    rollout = config(rollout={"max_episode_tokens": 2048}).rollout
+    found = draw_lengths("fixed:20,turns:3,reply:40,seconds:1.5", rollout, prompts=2, completions=2)
+    assert found.replies == Replies(turns=3, tokens=40, seconds=1.5)
+    assert found.drawn.tolist() == [[60, 60]] * 2
+    assert found.completions.tolist() == [[140, 140]] * 2
+    with pytest.raises(ValueError, match=r"write LENGTHS,turns:T,reply:R,seconds:S"):
+        draw_lengths("gsm8k,turns:3", rollout, prompts=2, completions=2)
+    with pytest.raises(ValueError, match=r"has no room for 9 answers and 8 replies of 400 tokens; raise it"):
+        draw_lengths("gsm8k,turns:9,reply:400,seconds:1", rollout, prompts=2, completions=2)

@@ -1,6 +1,7 @@
 """Runs whose prompts are conversations: a tiny random model talks to environments whose replies are written down."""
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -11,16 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 from processes import below
-from scripted import Echo
+from scripted import Counting, Echo
 from tiny_runs import make_config, merged, recipe_of, sizes, weights_of
 
 import podium
 from podium.observe.records import read_metrics, read_samples
 from podium.observe.run_dir import LENGTHS, METRICS, SAMPLES
+from podium.plan.workload import Clock, Replies, SequenceLengths, simulate_rollout
+from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import RolloutStats
 from podium.rollout.transcript import Transcript
-from podium.tasks.conversation import ToolCall
+from podium.tasks.conversation import ToolCall, Turn, as_reply
+from podium.tasks.conversing import Answered
 from podium.tasks.environments import ENDED
+from podium.tasks.task import Prompt
 from podium.tasks.tool_calls import Calls
 from podium.train.dialogue import Dialogue
 from podium.train.generate import AnswerSettings, FailingEnvironmentError, Group, Rollouts
@@ -361,6 +366,86 @@ def test_a_run_broken_off_while_tools_run_continues_as_if_nothing_had_happened(t
     one, two = tmp_path / "one" / "run", tmp_path / "two" / "run"
     assert weights_of(one) == weights_of(two)
     assert all((one / name).read_bytes() == (two / name).read_bytes() for name in (SAMPLES, LENGTHS))
+
+
+class Timed:
+    """Environments that reply after some seconds of a clock, which the engine's calls advance."""
+
+    def __init__(self, seconds: float, clock: Clock) -> None:
+        self.seconds, self.clock, self.now = seconds, clock, 0.0
+        self.talks: dict[int, Counting] = {}
+        self.due: list[tuple[float, int, Answered]] = []
+        self.numbers = itertools.count()
+
+    def watch(self, engine: RolloutEngine) -> None:
+        prefill, decode = engine.device.prefill, engine.device.decode
+
+        def prefilled(call):
+            self.now += self.clock.seconds([call.chunk], 8, 0)
+            prefill(call)
+
+        def decoded(rows, tokenizer):
+            drawn, steps = decode(rows, tokenizer)
+            self.now += self.clock.seconds([], len(drawn.counts), int(steps))
+            return drawn, steps
+
+        engine.device.prefill, engine.device.decode = prefilled, decoded
+
+    def _answer(self, seconds: float, *answered: Any) -> None:
+        self.due.append((self.now + seconds, next(self.numbers), Answered(*answered)))
+
+    def open(self, number: int, task: int, prompt: Prompt, seed: int) -> None:
+        self.talks[number] = Counting(prompt, seed)
+        self._answer(0.0, number, "opened")
+
+    def say(self, number: int, turn: Turn) -> None:
+        reply = as_reply(self.talks[number].reply(turn))
+        self._answer(0.0 if reply.done else self.seconds, number, "replied", reply)
+
+    def grade(self, number: int) -> None:
+        self._answer(0.0, number, "graded", float(self.talks[number].grade()))
+
+    def drop(self, number: int) -> None:
+        self.talks.pop(number, None)
+
+    def next(self, wait_s: float) -> Answered | None:
+        soonest = min(self.due, default=None, key=lambda each: each[:2])
+        if soonest is None or (soonest[0] > self.now and not wait_s):
+            return None
+        self.now = max(self.now, soonest[0])
+        self.due.remove(soonest)
+        return soonest[2]
+
+    def close(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.2, 2.0])
+def test_the_loop_takes_as_long_as_the_planner_says(talk, seconds):
+    """By a clock of its own: what a call takes is given, and so is the time of a reply."""
+    clock = Clock(prefill_s={24: 0.03}, decode_s={8: 0.02, 4: 0.012, 2: 0.008})
+    config = talk(rollout={"max_new_tokens": 30, "max_episode_tokens": 140}, prompts_per_step=8)
+    with opened(config) as rollouts:
+        rollouts.feed.tokenizer.eos_tokens = (2, 3, 4, 5, 13, 14, 15, 16)  # a quarter of all, so that answers end soon
+        timed = Timed(seconds, clock)
+        timed.watch(rollouts.engine)
+        rollouts.environments.close()
+        rollouts.episodes.environments = timed  # pyright: ignore[reportAttributeAccessIssue]
+        groups, _ = rollouts.answer(rollouts.feed.next(8))
+    found = [group.transcripts for group in groups]
+    assert {transcript.num_turns for each in found for transcript in each} == {3}
+    drawn = np.array([[transcript.num_drawn for transcript in each] for each in found])
+    given = np.mean([t.num_tokens - len(t.prompt) - t.num_drawn for each in found for t in each]) / 2
+    replies = Replies(turns=3, tokens=round(given), seconds=seconds)
+    lengths = SequenceLengths(
+        prompts=np.array([len(group.tokens) for group in groups]),
+        completions=drawn + 2 * replies.tokens,
+        replies=replies,
+    )
+    planned = simulate_rollout(lengths, config.rollout, clock=clock)
+    assert planned.seconds == pytest.approx(timed.now, rel=0.2)
+    assert planned.completion_tokens == drawn.sum()
+    assert (planned.idle_s > 0) == (seconds == 2.0)
 
 
 def test_credit_of_turns_is_the_hand_computed_advantage_of_each_token(talk, tmp_path):
