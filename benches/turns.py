@@ -1,8 +1,10 @@
 """Conversations with a slow environment on this machine: what waiting costs, what is planned, what exactness costs.
 
-    python -m benches.turns            (CPU; some minutes; --tiny for a trial)
+    python -m benches.turns                (CPU; a minute or two; --tiny for a trial)
+    python -m benches.turns --model demo   (SmolLM2-135M; half an hour)
 
-SmolLM2-135M, in float32, holds 64 conversations of 6 short answers in 16 slots; replies come from a process beside it.
+A random model of 2 layers, in float32, holds 64 conversations of 6 short answers in 16 slots; replies come from a
+process beside it.
 
     wall          seconds with replies after 0 to 1 s, over the larger of those with replies at once and of the
                   environments alone; bar 1.15
@@ -11,7 +13,7 @@ SmolLM2-135M, in float32, holds 64 conversations of 6 short answers in 16 slots;
     reproducible  CPU seconds with `rollout.reproducible` over those without, replies at once; and the largest
                   difference of log-probabilities between replies at once and late ones, with and without
 
-Prints one JSON line and writes benches/results/turns-PLATFORM.json; exit status 1 where a bar is missed.
+Prints one JSON line and writes benches/results/turns-PLATFORM.json, or turns-demo-PLATFORM.json; exit status 1 where a bar is missed.
 """
 
 import collections
@@ -30,6 +32,8 @@ import jax
 import numpy as np
 
 from benches.children.talking import WAITING
+from benches.kill_resume import TEMPLATE
+from benches.recipes import write_tiny_model
 from benches.record import arguments, record
 from podium.config.schema import Config
 from podium.plan.workload import Clock, Replies, SequenceLengths, simulate_rollout
@@ -43,8 +47,9 @@ from podium.train.setup import Model, load_weights, make_model, rollout_spec
 
 BARS = {"wall": 1.15, "planned": 0.2}
 PROMPTS, GROUP, TURNS = 16, 4, 6
-ENDS = (".", ",", "!", "?", "\n")
+ENDS = (".", ",", "!", "?", "is", "3", "5")
 """Texts of tokens that end an answer, beside the model's own, so that answers are short."""
+TINY = "tiny"
 ROLLOUT: dict[str, Any] = {
     "max_prompt_tokens": 64,
     "max_new_tokens": 48,
@@ -113,13 +118,20 @@ class Watch:
 
 
 def make_config(folder: Path, *, turns: int, model: str, prompts: int, **rollout: Any) -> Config:
-    """A run of one step of conversations."""
+    """A run of one step of conversations; the tiny model is made if it is asked for."""
+    settings: dict[str, Any] = {"model": model}
+    if model == TINY:
+        settings = {"model": str(folder / "model"), "chat_template": str(folder / "chat.jinja")}
+        if not (folder / "model").exists():
+            (folder / "model").mkdir()
+            write_tiny_model(folder / "model")
+            (folder / "chat.jinja").write_text(TEMPLATE)
     task = {"environment": "benches.children.talking:Waiting", "options": {"episodes": prompts, "eval_episodes": 1}}
     return Config.model_validate(
         {
             "name": "turns",
             "runs_dir": str(folder),
-            "model": model,
+            **settings,
             "prompts_per_step": prompts,
             "group_size": GROUP,
             "tasks": [task],
@@ -198,11 +210,11 @@ def planned_seconds(held: Held, config: Config, clock: Clock, seconds: float) ->
     return simulate_rollout(lengths, config.rollout, clock=clock).seconds
 
 
-def measure(folder: Path, *, tiny: bool) -> dict[str, Any]:
-    """All figures."""
+def measure(folder: Path, name: str, *, tiny: bool) -> dict[str, Any]:
+    """All figures of the model with this name."""
     turns, prompts = (2, 2) if tiny else (TURNS, PROMPTS)
-    config = make_config(folder, turns=turns, model="demo", prompts=prompts)
-    exact = make_config(folder, turns=turns, model="demo", prompts=prompts, reproducible=True)
+    config = make_config(folder, turns=turns, model=name, prompts=prompts)
+    exact = make_config(folder, turns=turns, model=name, prompts=prompts, reproducible=True)
     model = make_model(config)
     ends = tuple(model.tokenizer.encode(each)[0] for each in ENDS)
     model.tokenizer.eos_tokens = tuple(dict.fromkeys((*model.tokenizer.eos_tokens, *ends)))
@@ -269,14 +281,16 @@ def distinct_tokens(held: Held) -> int:
 def main() -> None:
     """Prints and writes the figures; exit status 1 where a bar is missed."""
     parser = arguments(__doc__)
+    parser.add_argument("--model", choices=(TINY, "demo"), default=TINY)
     parser.add_argument("--tiny", action="store_true", help="few conversations, and no bars: a trial of this script")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(Path(folder), tiny=args.tiny)
+        result = measure(Path(folder), args.model, tiny=args.tiny)
     print(json.dumps(result))
     if args.tiny:
         return
-    record(f"turns-{jax.default_backend()}", {"bars": BARS, **result}, args.results)
+    name = "turns" if args.model == TINY else f"turns-{args.model}"
+    record(f"{name}-{jax.default_backend()}", {"model": args.model, "bars": BARS, **result}, args.results)
     sys.exit(result["wall"]["ratio"] > BARS["wall"] or abs(result["planned"]["ratio"] - 1) > BARS["planned"])
 
 

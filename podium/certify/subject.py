@@ -406,6 +406,7 @@ def _small_step(config: Config) -> Config:
     visible = {
         "temperature": given.temperature if given.temperature != 1.0 else OTHER_THAN_1,
         "in_flight": 1.0 if talks else max(given.in_flight, IN_FLIGHT),
+        "thinking": "keep",
         "reproducible": talks,  # a step is repeated bit for bit
     }
     sizes = {"packing": "shared_prompts", "row_tokens": ROW_TOKENS, "rows_per_device": None, "tokens_per_device": None}

@@ -166,6 +166,10 @@ class RolloutConfig(Section):
     others continue under the new weights, so slots do not idle while the longest finishes (docs/carry-over.md)."""
     max_staleness: NotNegative = 2
     """With `in_flight` above 1, most updates between a completion's first token and the update that trains on it."""
+    thinking: Literal["keep", "segment"] = "keep"
+    """Thinking in earlier answers of a conversation, where the model's chat template leaves it out. keep: what was
+    drawn stays in the conversation. segment: at each new message of the user the conversation goes on from the
+    template's own rendering, without it; each part is then a sequence of the update."""
     reproducible: bool = False
     """Draw log-probabilities that are equal to the last bit whatever the schedule; without it, delays of environments
     change them by up to 1e-5, and no token. One size of decode calls and one of prefill calls; and a sequence starts

@@ -180,6 +180,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Conversations": (
         Metric("env/turns", "turns", "Answers of the model in a conversation. This and the others here only where prompts are answered more than once.", lambda s: s.conversations and s.conversations.turns, parts=MEAN_MAX),
         Metric("env/stop/<part>", "fraction", "Conversations by the reason for which they ended: `stop` (by themselves), `length`, `turns`, `drawn`, `calls`, `timeout` (limits), `failed`.", lambda s: s.conversations and s.conversations.stops),
+        Metric("env/segments", "sequences", "Sequences of the update that a conversation becomes, on average: 1 with `rollout.thinking: keep`.", lambda s: s.conversations and s.conversations.segments),
         Metric("env/failed", "conversations", "Conversations that failed through no fault of the model after all retries; they count in no mean.", lambda s: s.conversations and s.conversations.failed),
         Metric("env/retried", "conversations", "Failures of environments, in all attempts.", lambda s: s.conversations and len(s.conversations.environments.failures)),
         Metric("env/reply_s", "s", "An environment's reply to a turn, tools included.", _reply_s, parts=("mean", "p95")),

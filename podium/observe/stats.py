@@ -64,6 +64,8 @@ class ConversationStats:
     """The conversations of a step, over all hosts."""
 
     turns: np.ndarray  # [n], answers of the model in each
+    segments: float
+    """Sequences of the update that a conversation becomes, on average."""
     stops: Mapping[str, float]
     """Share of conversations by the reason for which they ended."""
     failed: int

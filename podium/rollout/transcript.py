@@ -2,7 +2,8 @@
 
 An episode begins with its prompt. The model draws a span of tokens, an environment may reply with another span, and so
 on; a single answer is one drawn span after the prompt. Transcripts only grow, so the model is trained on exactly the
-tokens that it read and drew.
+tokens that it read and drew. With `rollout.thinking: segment` a conversation may go on from another prompt, its history
+as the chat template renders it: each prompt begins a segment, which is trained as a sequence of its own.
 """
 
 import dataclasses
@@ -53,6 +54,12 @@ class Transcript:
         """Start with these tokens. Raises ValueError if the transcript is not empty."""
         if self.spans:
             raise ValueError(f"a prompt comes first, and this transcript has {self.num_tokens} tokens already")
+        return self._add_given("prompt", tokens, text)
+
+    def add_segment(self, tokens: tuple[int, ...] | np.ndarray, *, text: str = "") -> "Transcript":
+        """Go on from this prompt instead of the tokens so far. Raises ValueError if the model has drawn none yet."""
+        if not any(span.drawn for span in self.spans):
+            raise ValueError("a segment follows another, and this transcript has no drawn token; call add_prompt")
         return self._add_given("prompt", tokens, text)
 
     def add_environment(self, tokens: tuple[int, ...] | np.ndarray, *, text: str = "") -> "Transcript":
@@ -109,8 +116,9 @@ class Transcript:
         """The same tokens with the experts in `choices` [n, C] where none are known yet; None: nothing to tell."""
         if choices is None:
             return self
-        spans: list[Span] = []
-        for span in self.spans:
+        first = max(place for place, span in enumerate(self.spans) if span.source == "prompt")
+        spans = list(self.spans[:first])
+        for span in self.spans[first:]:
             told, choices = choices[: len(span.tokens)], choices[len(span.tokens) :]
             if span.choices is not None:
                 told = np.where(known(span.choices)[:, None], span.choices, told)
@@ -132,6 +140,15 @@ class Transcript:
         return dataclasses.replace(self, spans=(*self.spans, span))
 
     @property
+    def segments(self) -> tuple["Transcript", ...]:
+        """The parts that begin with a prompt; one, unless it went on from others."""
+        starts = [place for place, span in enumerate(self.spans) if span.source == "prompt"]
+        ends = [*starts[1:], len(self.spans)]
+        return tuple(
+            dataclasses.replace(self, spans=self.spans[start:end]) for start, end in zip(starts, ends, strict=True)
+        )
+
+    @property
     def prompt(self) -> np.ndarray:
         """Tokens before the first drawn span, [p] int32."""
         return self.spans[0].tokens
@@ -143,7 +160,7 @@ class Transcript:
 
     @property
     def continuation(self) -> tuple[Span, ...]:
-        """The spans after the prompt, up to the last drawn token: those that can be trained on."""
+        """The spans after the prompt of a segment, up to the last drawn token: those that can be trained on."""
         last = max((place for place, span in enumerate(self.spans) if span.drawn), default=0)
         return self.spans[1 : last + 1]
 

@@ -37,8 +37,9 @@ def optimizer_steps(config: Config) -> int:
 
 
 def batch_sequences(config: Config) -> int:
-    """Maximum number of completions in one optimizer step."""
-    return -(-config.prompts_per_step // config.algorithm.minibatches) * config.group_size
+    """Maximum number of completions, or segments of conversations, in one optimizer step."""
+    segments = config.rollout.limits.max_turns if config.rollout.thinking == "segment" else 1
+    return -(-config.prompts_per_step // config.algorithm.minibatches) * config.group_size * segments
 
 
 def prompts_in_flight(config: Config) -> int:

@@ -315,18 +315,46 @@ class _Rollout:
             new = dialogue.reply(
                 messages, history=history, drawn_end=ended if ended in dialogue.tokenizer.eos_tokens else None
             )
+            again = self._rendered(live, dialogue, messages)
         except ValueError as error:  # messages of a kind that the template refuses
             self._failed(live, str(error))
             return
-        room, reason = self._room(live, live.transcript.num_tokens + len(new))
+        tokens = (*live.transcript.segments[-1].tokens.tolist(), *new)
+        room, reason = self._room(live, len(tokens if again is None else again))
         if reason is not None:
             self._finish(live, reason)
             return
-        live.transcript = live.transcript.add_environment(tuple(new), text=_text_of(messages))
-        self._extend_tokens += len(new)
         sampling = dataclasses.replace(self._sampling, max_new_tokens=room)
         seed = request_seed(self._prompts[live.index].seed, "turn", len(live.rewards))
+        if again is not None and again != tokens:
+            self._go_on_from(live, again, sampling, seed)
+            return
+        live.transcript = live.transcript.add_environment(tuple(new), text=_text_of(messages))
+        self._extend_tokens += len(new)
         self._engine.extend(live.key, new, sampling, seed=seed, keep=True)
+
+    def _rendered(self, live: _Live, dialogue: Dialogue, new: Sequence[Message]) -> tuple[int, ...] | None:
+        """The conversation as the chat template renders it, where it goes on from that: at the user's messages."""
+        segments = self._owner._rollout.thinking == "segment"
+        if not segments or not any(message.get("role") == "user" for message in new):
+            return None
+        return dialogue.prompt([*live.before, *live.messages])
+
+    def _go_on_from(self, live: _Live, tokens: tuple[int, ...], sampling: SamplingParams, seed: int) -> None:
+        """Begin a segment with these tokens and the next turn in it."""
+        self._drop_key(live)
+        live.transcript = live.transcript.add_segment(tokens)
+        self._extend_tokens += len(tokens)
+        request = Request(
+            prompt=tokens[:1],
+            sampling=sampling,
+            seed=seed,
+            completions=self._completions,
+            keep=True,
+            ledgers={live.sample: tokens},
+        )
+        live.key = Key(self._engine.submit(request), live.sample)
+        self._keys[live.key] = live
 
     def _room(self, live: _Live, tokens: int) -> tuple[int, StopReason | None]:
         """The next turn's limit of tokens after `tokens` of them, or the reason why there is no next turn."""

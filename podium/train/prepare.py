@@ -31,13 +31,15 @@ from podium.train.samples import Sample, transcript_sample, with_advantage, with
 from podium.train.scorers import Scorer, with_scores
 from podium.train.step import batch_sharding, shard_batch
 
+MOST_SEGMENTS = 2**20  # of a group
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Minibatch:
     """The packed samples of one optimizer step; advantages are still 0."""
 
     places: list[tuple[int, int]]
-    """For each sample, its group (counted over the kept groups) and its index in the group."""
+    """For each sample, its group (counted over the kept groups) and its episode's index in the group."""
     samples: list[Sample]
     batch: Batch[np.ndarray]
     spans: list[TokenSpan]
@@ -51,7 +53,7 @@ class PackedStep:
     returns: np.ndarray | None  # [N, G, K], of each turn with `credit: turn`; NaN: not reached, or failed
     equal: np.ndarray  # [N] bool, groups whose episodes all have the same reward, or all turns the same returns
     kept: np.ndarray  # [n], indices of the kept groups within the step
-    lengths: np.ndarray  # [n, G], drawn tokens of each sample; 0 if the recipe masks it
+    lengths: np.ndarray  # [n, G], drawn tokens of each episode; 0 if the recipe masks it
     minibatches: list[Minibatch]
     """The minibatches with at least one token to train on."""
 
@@ -70,52 +72,70 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
         equal = np.all([equal_reward_groups(returns[:, :, k]) for k in range(returns.shape[2])], axis=0)
     kept = np.flatnonzero(~equal if recipe.zero_variance != "keep" else np.ones_like(equal))
     samples = [group_samples(groups[n], n, recipe) for n in kept.tolist()]
-    lengths = np.array([[sample.num_drawn for sample in group] for group in samples])
+    lengths = np.zeros((len(kept), rewards.shape[1]), np.int64)
+    for n, group in enumerate(samples):
+        for sample in group:
+            lengths[n, sample.episode] += sample.num_drawn
     parts = np.array_split(np.arange(len(kept)), recipe.minibatches)
     failed = np.isnan(rewards[kept])
-    minibatches = [_minibatch(part.tolist(), samples, recipe, sizes, int(failed[part].sum())) for part in parts]
+    minibatches = [
+        _minibatch(part.tolist(), samples, lengths, recipe, sizes, int(failed[part].sum())) for part in parts
+    ]
     return PackedStep(
         rewards=rewards,
         returns=returns,
         equal=equal,
         kept=kept,
-        lengths=lengths.reshape(len(kept), rewards.shape[1]),
+        lengths=lengths,
         minibatches=[each for each in minibatches if each.samples],
     )
 
 
 def group_samples(group: Group, index: int, recipe: Recipe) -> list[Sample]:
-    """Make samples from a group's episodes; masked ones have no tokens.
+    """Make samples from a group's episodes, one for each segment; masked ones have no tokens.
 
     Masked are those that failed through no fault of the model and, with `mask_truncated`, those that a limit ended.
-    Conversations that begin differently share no prompt, and so have other numbers of their group for packing.
+    Segments that begin differently share no prompt, and so have other numbers of their group for packing.
     """
-    prompts = [transcript.prompt.tobytes() for transcript in group.transcripts]
-    size = len(prompts)
-    return [
-        transcript_sample(
-            transcript,
-            group=index if (first := prompts.index(prompt)) == 0 else -(index * size + first),
+    segments = [(g, each) for g, transcript in enumerate(group.transcripts) for each in transcript.segments]
+    prompts = [segment.prompt.tobytes() for _, segment in segments]
+    starts, made = dict[int, int](), list[Sample]()
+    for (g, segment), prompt in zip(segments, prompts, strict=True):
+        sample = transcript_sample(
+            segment,
+            group=index if (first := prompts.index(prompt)) == 0 else -(index * MOST_SEGMENTS + first),
             version=group.version,
-            masked=transcript.finish_reason == "failed"
-            or (recipe.mask_truncated and transcript.finish_reason not in ("stop", None)),
+            masked=segment.finish_reason == "failed"
+            or (recipe.mask_truncated and segment.finish_reason not in ("stop", None)),
+            episode=g,
+            start=starts.get(g, 0),
         )
-        for transcript, prompt in zip(group.transcripts, prompts, strict=True)
-    ]
+        starts[g] = sample.start + len(sample.tokens)
+        made.append(sample)
+    return made
 
 
 def _minibatch(
-    part: list[int], samples: list[list[Sample]], recipe: Recipe, sizes: BatchSizes, failed: int
+    part: list[int],
+    samples: list[list[Sample]],
+    lengths: np.ndarray,
+    recipe: Recipe,
+    sizes: BatchSizes,
+    failed: int,
 ) -> Minibatch:
     """Weight and pack the samples of some groups. Masked samples count in the mean, but are not packed.
 
-    `failed` samples, of conversations that failed through no fault of the model, do not count either.
+    `lengths` [n, G] are the drawn tokens of episodes. `failed` episodes, which failed through no fault of the model, do
+    not count either.
     """
-    places = [(n, g) for n in part for g in range(len(samples[n]))]
-    flat = [samples[n][g] for n, g in places]
-    lengths = np.array([sample.num_drawn for sample in flat])
-    weights = token_weights(recipe.mean, lengths, num_sequences=len(flat) - failed, max_new_tokens=sizes.max_new_tokens)
-    weighted = [with_weight(sample, weight) for sample, weight in zip(flat, weights, strict=True)]
+    places = [(n, sample.episode) for n in part for sample in samples[n]]
+    flat = [sample for n in part for sample in samples[n]]
+    own = lengths[part]  # [m, G]
+    weights = np.zeros(lengths.shape, np.float32)
+    weights[part] = token_weights(
+        recipe.mean, own.ravel(), num_sequences=own.size - failed, max_new_tokens=sizes.max_new_tokens
+    ).reshape(own.shape)
+    weighted = [with_weight(sample, weights[place]) for place, sample in zip(places, flat, strict=True)]
     trained = [sample for sample in weighted if sample.num_drawn]
     batch, spans = make_batch(trained, sizes)
     return Minibatch(
@@ -190,12 +210,12 @@ def _turn_advantages(packed: PackedStep, returns: np.ndarray, recipe: Recipe) ->
     placed = [pair for each in packed.minibatches for pair in zip(each.places, each.samples, strict=True)]
     lengths = np.zeros(returns.shape, np.int64)
     for place, sample in placed:
-        lengths[place] = np.bincount(sample.turns[sample.mask], minlength=returns.shape[2])
+        lengths[place] += np.bincount(sample.turns[sample.mask], minlength=returns.shape[2])
     advantages = turn_advantages(recipe.advantage, returns, lengths)
-    longest = max((len(sample.tokens) for _, sample in placed), default=0)
+    longest = max((sample.start + len(sample.tokens) for _, sample in placed), default=0)
     spread = np.zeros((*returns.shape[:2], longest), np.float32)
     for place, sample in placed:
-        own = slice(len(sample.tokens))
+        own = slice(sample.start, sample.start + len(sample.tokens))
         spread[place][own] = np.where(sample.mask, advantages[place][np.minimum(sample.turns, returns.shape[2] - 1)], 0)
     return spread
 
@@ -221,13 +241,14 @@ def _reward_kl(packed: PackedStep, scored: Sequence[Batch[jax.Array]]) -> Reward
     for minibatch, batch in zip(packed.minibatches, scored, strict=True):
         found = take(on_host(batch.scores[REFERENCE_LOGPROBS]), minibatch.spans)
         for (n, g), sample, reference in zip(minibatch.places, minibatch.samples, found, strict=True):
-            sums[n, g] = np.sum((sample.sampled_logprobs - reference)[sample.mask])
+            sums[n, g] += np.sum((sample.sampled_logprobs - reference)[sample.mask])
     return RewardKl(sums=sums, num_tokens=int(packed.lengths.sum()))
 
 
 def _token_scores(packed: PackedStep, scored: Sequence[Batch[jax.Array]]) -> TokenScores:
     """All scores of each token, padded to the longest sample."""
-    longest = max((len(sample.tokens) for each in packed.minibatches for sample in each.samples), default=0)
+    ends = (sample.start + len(sample.tokens) for each in packed.minibatches for sample in each.samples)
+    longest = max(ends, default=0)
     shape = (*packed.lengths.shape, longest)
     names = sorted({name for batch in scored for name in batch.scores})
     mask = np.zeros(shape, bool)
@@ -236,7 +257,7 @@ def _token_scores(packed: PackedStep, scored: Sequence[Batch[jax.Array]]) -> Tok
     for minibatch, batch in zip(packed.minibatches, scored, strict=True):
         found = {name: take(on_host(batch.scores[name]), minibatch.spans) for name in names}
         for index, ((n, g), sample) in enumerate(zip(minibatch.places, minibatch.samples, strict=True)):
-            own = slice(len(sample.tokens))
+            own = slice(sample.start, sample.start + len(sample.tokens))
             mask[n, g, own] = sample.mask
             sampled_logprobs[n, g, own] = sample.sampled_logprobs
             for name in names:
@@ -250,7 +271,7 @@ def _finish(
     """The batch on the devices with its advantages and the scores that the loss reads."""
     host = np.zeros(batch.tokens.shape, np.float32)
     own = [
-        with_advantage(sample, advantages[place] if advantages.ndim == 2 else advantages[place][: len(sample.tokens)])
+        with_advantage(sample, advantages[place] if advantages.ndim == 2 else _of_sample(advantages[place], sample))
         for place, sample in zip(minibatch.places, minibatch.samples, strict=True)
     ]
     put(host, minibatch.spans, [sample.advantages for sample in own])
@@ -259,6 +280,11 @@ def _finish(
         advantages=to_devices(host, batch_sharding(host, rules)),
         scores={name: batch.scores[name] for name in recipe.loss_scores},
     )
+
+
+def _of_sample(advantages: np.ndarray, sample: Sample) -> np.ndarray:
+    """The part of an episode's advantages, one per token, that is a sample's."""
+    return advantages[sample.start : sample.start + len(sample.tokens)]
 
 
 def _batch_stats(packed: PackedStep, recipe: Recipe, advantages: np.ndarray, reward_kl: RewardKl | None) -> BatchStats:

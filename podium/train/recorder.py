@@ -247,9 +247,11 @@ def conversation_stats(groups: Sequence[Group], held: EnvironmentStats) -> Conve
     """Lengths and ends of a step's conversations."""
     transcripts = [transcript for group in groups for transcript in group.transcripts]
     reasons = [str(transcript.finish_reason) for transcript in transcripts]
-    given = sum(len(span.tokens) for transcript in transcripts for span in transcript.continuation)
+    segments = [segment for transcript in transcripts for segment in transcript.segments]
+    given = sum(len(span.tokens) for segment in segments for span in segment.continuation)
     return ConversationStats(
         turns=np.array([transcript.num_turns for transcript in transcripts]),
+        segments=len(segments) / max(1, len(transcripts)),
         stops={reason: reasons.count(reason) / len(reasons) for reason in sorted(set(reasons))},
         failed=reasons.count("failed"),
         drawn_share=sum(transcript.num_drawn for transcript in transcripts) / max(1, given),

@@ -18,10 +18,14 @@ from podium.train.balance import Lengths
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One episode as training data."""
+    """One episode as training data, or a segment of it."""
 
     group: int
     """Index of the prompt within the step."""
+    episode: int = 0
+    """Index of the episode in its group."""
+    start: int = 0
+    """Tokens in the episode's segments before it, without their prompts."""
     prompt: tuple[int, ...]
     tokens: np.ndarray  # [n] int32, the tokens after the prompt
     mask: np.ndarray  # [n] bool, whether the model drew the token
@@ -68,19 +72,25 @@ def single_answer(
     )
 
 
-def transcript_sample(transcript: Transcript, *, group: int, version: int, masked: bool = False) -> Sample:
-    """Make the sample of an episode; advantages and weights are still 0.
+def transcript_sample(
+    transcript: Transcript, *, group: int, version: int, masked: bool = False, episode: int = 0, start: int = 0
+) -> Sample:
+    """Make the sample of an episode, or of a segment; advantages and weights are still 0.
 
     Args:
-        transcript: the episode.
+        transcript: the episode, if it has one segment, or else a segment.
         group: index of the prompt within the step.
         version: weight version at the start of the step; a token's age is this minus the token's version.
         masked: leave everything out: the sample has no tokens.
+        episode: index of the episode in its group.
+        start: tokens in the episode's segments before this one, without their prompts.
     """
     spans: Sequence[Span] = () if masked else transcript.continuation
     tokens = joined([span.tokens for span in spans], np.int32)
     return Sample(
         group=group,
+        episode=episode,
+        start=start,
         prompt=tuple(transcript.prompt.tolist()),
         tokens=tokens,
         mask=joined([np.full(len(span.tokens), span.drawn) for span in spans], np.bool_),

@@ -180,7 +180,7 @@ def constant_of_the_longest_completion() -> Plant:
 
 
 def baseline_of_the_batch() -> Plant:
-    return advantages, "_centred_by_group", lambda rewards: rewards - rewards.mean()
+    return advantages, "_centred_by_group", lambda rewards: np.nan_to_num(rewards - np.nanmean(rewards))
 
 
 def mask_shifted_where_a_turn_starts() -> Plant:
@@ -250,10 +250,12 @@ def k1_of_the_wrong_sign() -> Plant:
 
 
 def misaligned_behind_dropped_groups() -> Plant:
-    """Kept groups get the advantages of as many first ones."""
+    """Kept groups get the advantages of as many first ones; credit of turns would notice it by their number."""
     original = prepare.step_advantages
 
     def planted(packed, recipe, scored):
+        if packed.returns is not None:
+            return original(packed, recipe, scored)
         return original(dataclasses.replace(packed, kept=np.arange(len(packed.kept))), recipe, scored)
 
     return prepare, "step_advantages", planted

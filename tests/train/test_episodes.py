@@ -28,6 +28,7 @@ from podium.tasks.environments import ENDED
 from podium.tasks.task import Prompt
 from podium.tasks.tool_calls import Calls
 from podium.train.dialogue import Dialogue
+from podium.train.feed import prompt_messages
 from podium.train.generate import AnswerSettings, FailingEnvironmentError, Group, Rollouts
 from podium.train.loop import train
 from podium.train.prepare import group_samples, pack_step, step_advantages
@@ -446,6 +447,49 @@ def test_the_loop_takes_as_long_as_the_planner_says(talk, seconds):
     assert planned.seconds == pytest.approx(timed.now, rel=0.2)
     assert planned.completion_tokens == drawn.sum()
     assert (planned.idle_s > 0) == (seconds == 2.0)
+
+
+FORGETFUL = TEMPLATE.replace("{{ message.content }}", "{{ message.content.split(' 1')[-1] }}")
+"""It leaves out what stands before the last number that begins with 1, as others leave out thinking."""
+
+
+@pytest.mark.parametrize("credit", ["episode", "turn"])
+def test_a_conversation_goes_on_from_what_the_template_keeps_of_it(talk, tmp_path, credit):
+    """Each part is a sequence of the update; all that was drawn is trained once, where it was drawn."""
+    path = tmp_path / "forgetful.jinja"
+    path.write_text(FORGETFUL)
+    sampling = {"thinking": "segment", "max_new_tokens": 12, "max_episode_tokens": 90, "stop": ["3", "5", "is", "+"]}
+    algorithm = {"recipe": "dr_grpo", "credit": credit} | ({"gamma": 0.5} if credit == "turn" else {})
+    config = talk(chat_template=str(path), rollout=sampling, algorithm=algorithm)
+    groups, rollouts, _ = answered(config)
+    dialogue, several = rollouts.feed.dialogues[0], 0
+    recipe = recipe_of(config)
+    for group in groups:
+        for transcript in group.transcripts:
+            answers = [place for place, each in enumerate(transcript.messages) if each["role"] == "assistant"]
+            for segment in transcript.segments[1:]:
+                before = answers[segment.spans[0].turn]
+                said = [*prompt_messages(group.prompt), *transcript.messages[:before]]
+                assert segment.prompt.tolist() == list(dialogue.prompt(said))
+            several += len(transcript.segments) > 1
+    assert several > 3
+    packed = pack_step(groups, recipe, sizes(row_tokens=90, rows=4, max_rows=64, packing="shared_prompts"))
+    advantages, _ = step_advantages(packed, recipe, [])
+    (minibatch,) = packed.minibatches
+    found = dict.fromkeys(minibatch.places, 0)
+    for (n, g), sample in zip(minibatch.places, minibatch.samples, strict=True):
+        transcript = groups[packed.kept[n]].transcripts[g]
+        segment = next(each for each in transcript.segments if each.prompt.tolist() == list(sample.prompt))
+        assert sample.tokens.tolist() == np.concatenate([each.tokens for each in segment.continuation]).tolist()
+        if credit == "turn":
+            own = advantages[n, g, sample.start : sample.start + len(sample.tokens)]
+            by_turn = {int(t): {float(a) for a in own[sample.mask & (sample.turns == t)]} for t in sample.turns}
+            assert all(len(each) <= 1 for each in by_turn.values())
+        found[n, g] += sample.num_drawn
+    assert found == {(n, g): groups[packed.kept[n]].transcripts[g].num_drawn for n, g in found}
+    assert train(config, plain=True) == 0
+    steps = [line for line in read_metrics(tmp_path / "run" / METRICS) if "train-other/loss" in line]
+    assert all(line["policy/logprob_gap/max"] < 1e-4 and line["env/segments"] > 1 for line in steps)
 
 
 def test_credit_of_turns_is_the_hand_computed_advantage_of_each_token(talk, tmp_path):
