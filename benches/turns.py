@@ -13,7 +13,8 @@ process beside it.
     reproducible  CPU seconds with `rollout.reproducible` over those without, replies at once; and the largest
                   difference of log-probabilities between replies at once and late ones, with and without
 
-Prints one JSON line and writes benches/results/turns-PLATFORM.json, or turns-demo-PLATFORM.json; exit status 1 where a bar is missed.
+Prints one JSON line and writes benches/results/turns-PLATFORM.json, or turns-demo-PLATFORM.json; exit status 1 where a
+bar is missed.
 """
 
 import collections

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from processes import below
-from scripted import Counting, Echo
+from scripted import TEMPLATE, Counting, Echo
 from tiny_runs import make_config, merged, recipe_of, sizes, weights_of
 
 import podium
