@@ -57,6 +57,10 @@ SPARSE_CORE = {
 # instead of 10.8, as logits are freed before gradients begin (benches/results/memory-cpu.json); an update's CPU time is
 # the same.
 CPU_OPTIONS: Mapping[str, str] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+# XLA for GPUs joins products of one left side, such as those with gate and up, or with a matrix and its adapter, by
+# copying their weights side by side in every call: a decode step of Qwen2.5-3B on an H100 would write every weight once
+# (benches/results/gpu-decode-planned.json).
+GPU_ENGINE_OPTIONS: Mapping[str, str] = {"xla_gpu_dot_merger_threshold_mb": "0"}
 FUSED_GATHERS = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 FUSED_GATHERS_UNTIL = (0, 0, 43)
 """libtpu 0.0.42 accepts that option on every TPU; 0.0.50 only on v5e. Versions between them were not tried."""
@@ -89,6 +93,11 @@ def compiler_options(
         del options[FUSED_GATHERS]
     already_set = re.findall(r"--(\w+)", os.environ.get("LIBTPU_INIT_ARGS", ""))
     return {name: value for name, value in options.items() if name not in already_set}
+
+
+def engine_options(platform: str) -> dict[str, str]:
+    """Compiler options of the engine's programs that read the model's weights."""
+    return dict(GPU_ENGINE_OPTIONS) if platform == "gpu" else {}
 
 
 def quick_flags(jaxlib: str | None = None) -> tuple[str, ...]:

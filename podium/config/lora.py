@@ -41,10 +41,11 @@ class LoraConfig(Section):
     base: Base = "bfloat16"
     """Storage format of the layers' frozen matrices. int8: half the memory, with a scale per output; use it only if
     memory is short, because it changes the model slightly."""
-    rollout: Literal["auto", "apart", "merged"] = "auto"
-    """How the rollout applies the adapters. apart: as separate low-rank products beside the frozen model, which is
-    stored once; merged: in a copy of the model with the adapters added, remade after every update and rounded to its
-    number format. auto: apart up to rank 64, or with an int8 base."""
+    rollout: Literal["auto", "apart", "shared", "merged"] = "auto"
+    """How the rollout applies the adapters. apart: as separate low-rank products beside the frozen model, of which a
+    GPU has a second copy, with each layer's matrices ready for decoding; shared: the same, but with one copy on a GPU
+    too, which decodes up to three times slower; merged: in a copy of the model with the adapters added, remade after
+    every update and rounded to its number format. auto: apart up to rank 64, shared with an int8 base."""
     adapter: str | None = None
     """Folder of an adapter in PEFT's format to start from, instead of new adapters."""
 

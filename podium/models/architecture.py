@@ -42,6 +42,8 @@ class Lora:
     """Storage format of the frozen matrices."""
     merged: bool = False
     """Whether the rollout merges the adapters into the model, rather than computing their products separately."""
+    shared: bool = False
+    """Whether an unmerged rollout reads the trainer's frozen weights on GPUs too, as they are stored."""
 
     @property
     def scale(self) -> float:
@@ -54,15 +56,16 @@ def make_lora(config: LoraConfig | None) -> Lora | None:
     if config is None:
         return None
     named = {name for target in config.targets for name in TARGETS[target]}
-    apart = config.rollout == "apart" or (
-        config.rollout == "auto" and (config.rank <= APART_RANK or config.base != "bfloat16")
-    )
+    how = config.rollout
+    if how == "auto":
+        how = "shared" if config.base == "int8" else "apart" if config.rank <= APART_RANK else "merged"
     return Lora(
         rank=config.rank,
         alpha=config.alpha,
         targets=tuple(name for name in MATRICES if name in named),
         base=config.base,
-        merged=not apart,
+        merged=how == "merged",
+        shared=how == "shared",
     )
 
 
@@ -260,6 +263,11 @@ def with_layers(decoder: DecoderConfig, layers: int) -> DecoderConfig:
     if others or layers % len(stack.pattern):
         raise ModelError(f"this {decoder.model_type} cannot have {layers} layers: its stacks repeat other patterns")
     return dataclasses.replace(decoder, stacks=(dataclasses.replace(stack, repeats=layers // len(stack.pattern)),))
+
+
+def unrolled(decoder: DecoderConfig) -> DecoderConfig:
+    """The same decoder as one stack that is not repeated: each layer is a place of its own, with arrays of its own."""
+    return dataclasses.replace(decoder, stacks=(Stack(pattern=tuple(decoder.blocks), repeats=1),))
 
 
 def shown(value: object) -> str:

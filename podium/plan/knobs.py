@@ -184,6 +184,14 @@ def _doublings(first: int, most: int) -> list[int]:
     return [*found, most] if most > found[-1] else found
 
 
+def _near_adapters(_: Config, run: RunSizes) -> Iterable[str]:
+    """One copy of the frozen weights on a GPU instead of two, or the reverse."""
+    lora = run.decoder.lora
+    if lora is None or lora.merged or run.platform != "gpu":
+        return ()
+    return ("apart",) if lora.shared else ("shared",)
+
+
 KNOBS: Mapping[str, Knob] = {
     "train.rows_per_device": Knob(
         range=_range_of_rows,
@@ -208,5 +216,6 @@ KNOBS: Mapping[str, Knob] = {
     ),
     "rollout.refill_steps": Knob(near=lambda config, run: (2 * config.rollout.refill_steps,)),
     "lora.rank": Knob(range=_range_of_rank),
+    "lora.rollout": Knob(near=_near_adapters),
 }
 """The settings that can be varied; if changes help equally, those of earlier settings are suggested first."""

@@ -29,7 +29,7 @@ from podium.rollout.programs import (
     make_engine_programs,
     prefill,
 )
-from podium.rollout.weights import abstract_weights, keeps
+from podium.rollout.weights import abstract_weights, engine_decoder, frozen_in_rollout, keeps
 from podium.run.spec import RunSpec
 from podium.sharding import AbstractParams, Params, ShardingRules, abstract_params
 from podium.train.batch import make_batch
@@ -96,7 +96,8 @@ def _kept(spec: RunSpec, mesh: Mesh, frozen: AbstractParams) -> dict[str, int]:
     if keeps(frozen, spec.decoder, rules, dtype):
         return {}
     weights = abstract_weights(spec.decoder, rules, dtype)
-    return {"rollout_weights": device_bytes([weights[name] for name in frozen])}
+    own = [weight for name, weight in weights.items() if frozen_in_rollout(spec.decoder, name)]
+    return {"rollout_weights": device_bytes(own)}
 
 
 def _rollout_programs(
@@ -114,7 +115,11 @@ def _rollout_programs(
     programs = make_engine_programs(*engine)
     weights = abstract_weights(decoder, rules, dtype)
     cache = abstract_engine_cache(*engine)
-    extend = _with_all_logits(*engine[1:]) if rollout.layout == "legacy" else programs.extend
+    extend = (
+        _with_all_logits(engine_decoder(decoder, rules), rules, dtype)
+        if rollout.layout == "legacy"
+        else programs.extend
+    )
     found = {"sync": _phase(programs.sync, (params,), beside_params)}
     for length in prompt_buckets(rollout):
         chunk = abstract_chunk(rollout, length, rules)

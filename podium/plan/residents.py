@@ -19,9 +19,9 @@ def frozen_bytes(run: RunSizes) -> int:
 
 
 def shares_frozen(run: RunSizes) -> bool:
-    """Whether the rollout reads the trainer's frozen weights directly: both hold all of them, in bfloat16."""
+    """Whether the rollout reads the trainer's frozen weights directly: both hold all of them, alike, in bfloat16."""
     lora, specs = run.decoder.lora, frozen_specs(run.decoder)
-    if lora is None or lora.merged or run.rollout_activation == F32:
+    if lora is None or lora.merged or run.rollout_activation == F32 or (run.platform == "gpu" and not lora.shared):
         return False
     layouts = (run.train_parts, run.rollout_parts)
     return all(local_count(spec, parts) == math.prod(spec.shape) for parts in layouts for spec in specs.values())

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podium.compiler import engine_options
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import check_split, steps_at_once, table_pages
 from podium.models.architecture import DecoderConfig
@@ -21,14 +22,13 @@ from podium.models.blocks.kind import Advance, At, States
 from podium.models.decoder import forward, head_weights
 from podium.models.linear import activation_dtype, of_bits
 from podium.models.logprobs import logits_at
-from podium.models.params import LAYERS
 from podium.models.recorded_routing import joined_choices
 from podium.models.visibility import Visibility
 from podium.rollout import cache as caches
 from podium.rollout.cache import Cache, Rows
 from podium.rollout.sampling import A, SamplingRows, idle_rows, sample_split
 from podium.rollout.sequence import MAX_STOP_TOKENS
-from podium.rollout.weights import Program, SyncProgram, make_sync
+from podium.rollout.weights import Program, SyncProgram, engine_decoder, make_sync
 from podium.sharding import Params, ShardingRules
 
 Tree = TypeVar("Tree")
@@ -175,13 +175,14 @@ def make_engine_programs(
     Raises ValueError if slots or prefill rows do not divide over the devices that split them.
     """
     check_split(config, rules.num_shards("batch"))
+    computed = engine_decoder(decoder, rules)
     return EnginePrograms(
         sync=make_sync(decoder, rules, dtype),
         place=make_sync(decoder, rules, dtype, frozen=True),
-        extend=make_extend(decoder, rules, dtype),
-        copy=make_copy(decoder, rules),
-        copy_cells=make_copy_cells(decoder, rules),
-        decode=make_decode(decoder, rules, dtype, steps=config.refill_steps),
+        extend=make_extend(computed, rules, dtype),
+        copy=make_copy(computed, rules),
+        copy_cells=make_copy_cells(computed, rules),
+        decode=make_decode(computed, rules, dtype, steps=config.refill_steps),
     )
 
 
@@ -189,7 +190,8 @@ def abstract_engine_cache(
     config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> Cache:
     """An engine's cache with abstract arrays."""
-    return caches.abstract_cache(decoder, config, dtype=activation_dtype(rules, dtype), rules=rules)
+    computed = engine_decoder(decoder, rules)
+    return caches.abstract_cache(computed, config, dtype=activation_dtype(rules, dtype), rules=rules)
 
 
 def abstract_slots(config: RolloutConfig, size: int, rules: ShardingRules) -> tuple[Where[jax.Array], Slots[jax.Array]]:
@@ -225,7 +227,8 @@ def make_extend(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) 
         return prefill(params, cache, chunk, decoder=decoder, rules=rules, dtype=dtype)[1:]
 
     shardings = caches.cache_shardings(decoder, rules), rules.sharding("rows")
-    return cast(ExtendProgram, jax.jit(extend, donate_argnums=1, out_shardings=shardings))
+    options = engine_options(rules.platform)
+    return cast(ExtendProgram, jax.jit(extend, donate_argnums=1, out_shardings=shardings, compiler_options=options))
 
 
 def prefill(
@@ -267,6 +270,7 @@ def nonfinite_layer(
     params: Params, tokens: Sequence[int], decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> str:
     """Describe the first non-finite weight or layer of a forward pass over these tokens. Compiles a program; slow."""
+    decoder = engine_decoder(decoder, rules)
     whole = rules.sharding()  # replicated, so that every host can read it
 
     def finite(value: jax.Array) -> jax.Array:
@@ -275,7 +279,8 @@ def nonfinite_layer(
     for name, value in params.items():
         wrong = ~np.asarray(jax.jit(finite, out_shardings=whole)(value))
         if wrong.any():
-            layer = f" of layer {int(np.argmax(wrong))}" if name.startswith(LAYERS) else ""
+            of_place = [place.layers for place in decoder.places if name.startswith(place.prefix)]
+            layer = f" of layer {of_place[0][int(np.argmax(wrong))]}" if of_place else ""
             return f"weight {name}{layer} is not finite"
 
     one_sequence = jnp.ones((1, len(tokens)), jnp.int32)
@@ -370,7 +375,8 @@ def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, 
 
     rows, pages = rules.sharding("rows"), caches.cache_shardings(decoder, rules)
     shardings = pages, row_shardings(nowhere(1), rules), rows, rules.sharding()
-    return cast(DecodeProgram, jax.jit(decode, donate_argnums=1, out_shardings=shardings))
+    options = engine_options(rules.platform)
+    return cast(DecodeProgram, jax.jit(decode, donate_argnums=1, out_shardings=shardings, compiler_options=options))
 
 
 def _begin(left: Where[jax.Array], slots: Slots[jax.Array]) -> Where[jax.Array]:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from podium.compiler import Lowerable
 from podium.models.adapters import merged
-from podium.models.architecture import DecoderConfig
+from podium.models.architecture import DecoderConfig, unrolled
+from podium.models.blocks.kind import Place
 from podium.models.linear import as_bits, kept_dtype, of_bits
 from podium.models.params import (
     LAYERS,
@@ -37,9 +38,19 @@ class SyncProgram(Program, Protocol):
         ...
 
 
+def engine_decoder(decoder: DecoderConfig, rules: ShardingRules) -> DecoderConfig:
+    """The decoder as an engine computes it: unrolled on GPUs, unless it shares the trainer's frozen weights.
+
+    XLA for GPUs copies a layer's slice of a stack of weights before each product, so that a decode step would move
+    every weight three times (benches/results/gpu-decode-planned.json).
+    """
+    stacked = rules.platform != "gpu" or (decoder.lora is not None and decoder.lora.shared)
+    return decoder if stacked else unrolled(decoder)
+
+
 def engine_specs(decoder: DecoderConfig, rules: ShardingRules) -> ParamSpecs:
     """The specs of an engine's weights under these rules."""
-    return rollout_specs(decoder, rules.num_shards("logits"))
+    return rollout_specs(engine_decoder(decoder, rules), rules.num_shards("logits"))
 
 
 def frozen_in_rollout(decoder: DecoderConfig, name: str) -> bool:
@@ -61,8 +72,13 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
     stored = param_shardings(param_specs(decoder), ShardingRules(rules.mesh, TRAIN_AXES))
     wanted = param_shardings(specs, rules)
     merging = decoder.lora is not None and decoder.lora.merged
-    in_place = not merging and all(
-        stored[name].is_equivalent_to(wanted[name], len(spec.shape)) for name, spec in specs.items()
+    engine = engine_decoder(decoder, rules)
+    prefixes = {layer: place.prefix for place in engine.places for layer in place.layers}
+    stacked = engine == decoder
+    in_place = (
+        stacked
+        and not merging
+        and all(stored[name].is_equivalent_to(wanted[name], len(spec.shape)) for name, spec in specs.items())
     )
 
     def move(name: str, value: jax.Array) -> jax.Array:
@@ -72,16 +88,26 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
         value = as_bits(value) if rules.on_cpu else value
         return jnp.copy(rules.constrain(value, *axes[len(axes) - value.ndim :]))
 
-    def move_layer(carry: None, layer: Params) -> tuple[None, Params]:
+    def move_layer(layer: Params, prefix: str) -> Params:
         if decoder.lora and merging:
             layer = merged({name: of_bits(value) for name, value in layer.items()}, decoder.lora.scale)
-        return carry, {name: move(name, value) for name, value in layer.items()}
+        return {prefix + name: move(prefix + name, value) for name, value in layer.items()}
+
+    def move_stack(layers: Params, place: Place) -> Params:
+        if stacked:
+            return jax.lax.scan(lambda _, layer: (None, move_layer(layer, place.prefix)), None, layers)[1]
+        moved: Params = {}
+        for index, layer in enumerate(place.layers):
+            one = move_layer({name: value[index] for name, value in layers.items()}, prefixes[layer])
+            moved |= {name: value[None] for name, value in one.items()}
+        return moved
 
     def sync(params: Params) -> Params:
         moved = {name: move(name, value) for name, value in params.items() if in_place or not name.startswith(LAYERS)}
         for place in decoder.places if not in_place else ():
-            layers = {name: value for name, value in params.items() if name.startswith(place.prefix)}
-            moved |= jax.lax.scan(move_layer, None, layers)[1] if layers else {}
+            names = {name.removeprefix(place.prefix): name for name in params if name.startswith(place.prefix)}
+            layers = {own: params[name] for own, name in names.items()}
+            moved |= move_stack(layers, place) if layers else {}
         return moved
 
     return cast(SyncProgram, jax.jit(sync, out_shardings=wanted))
@@ -104,6 +130,8 @@ def keeps(params: AnyParams, decoder: DecoderConfig, rules: ShardingRules, dtype
     """
     if decoder.lora is None or decoder.lora.merged:
         return True
+    if engine_decoder(decoder, rules) != decoder:
+        return False
     wanted = abstract_weights(decoder, rules, dtype)
 
     def kept(name: str, value: jax.Array | jax.ShapeDtypeStruct) -> bool:

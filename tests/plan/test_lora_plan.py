@@ -66,6 +66,23 @@ def test_on_one_device_trainer_and_rollout_have_one_base_between_them(base):
     assert kept_bytes(run) == 0
 
 
+@pytest.mark.parametrize("base", ["bfloat16", "int8"])
+def test_on_a_gpu_the_rollout_shares_the_base_only_if_told_to(base):
+    apart, shared = ({"rank": 4, "base": base, "rollout": how} for how in ("apart", "shared"))
+    h100 = find_accelerator("h100-1")
+    two, one = (sizes(lora, h100) for lora in (apart, shared))
+    assert (shares_frozen(two), shares_frozen(one)) == (False, True)
+    assert kept_bytes(two) == frozen_bytes(two) == frozen_bytes(one)
+    assert kept_bytes(one) == 0
+    # the default saves memory where memory was the reason for int8
+    assert shares_frozen(sizes({"rank": 4, "base": base}, h100)) == (base == "int8")
+
+    def offered(lora: dict[str, Any], run: RunSizes) -> list[object]:
+        return [change.value for change in candidates(config_of(lora), run) if change.key == "lora.rollout"]
+
+    assert (offered(apart, two), offered(shared, one), offered(apart, sizes(apart))) == (["shared"], ["apart"], [])
+
+
 def test_on_several_devices_the_rollout_has_a_base_of_its_own():
     found, run = programs({"rank": 4}, 8), sizes({"rank": 4}, CPU)
     assert not shares_frozen(run)

@@ -1,0 +1,108 @@
+"""Compiles a decode program for a GPU that is not there, and prints what one of its steps moves, as JSON.
+
+    python -m benches.children.decode_bytes MACHINE FORM SLOTS CONTEXT SETTING...       (benches.gpu_decode calls it)
+
+FORM is `stacks` for a loop over stacked weights, as the trainer has them, or `layers` for what the engine does.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Iterable
+
+import jax.numpy as jnp
+
+import podium.rollout.programs
+import podium.rollout.weights
+from benches.record import ROOT
+from podium.accelerators import Accelerator, find_accelerator
+from podium.config.attention import cache_block_pages
+from podium.config.mesh import mesh_text
+from podium.hlo.cost import ProgramCost, roofline
+from podium.hlo.text import parse
+from podium.models.architecture import DecoderConfig
+from podium.models.presets import find_decoder
+from podium.plan.calibration import load_chip
+from podium.plan.phases import device_bytes, phase_programs
+from podium.plan.topology import topology_devices
+from podium.plan.worker import looped_work
+from podium.rollout.weights import abstract_weights
+from podium.run.machine import Machine
+from podium.run.resolve import resolve
+from podium.run.spec import RunSpec
+from podium.settings import load_settings
+from podium.sharding import AbstractParams, ShardingRules, make_mesh
+from podium.train.generate import rollout_rules
+
+CONFIG = ROOT / "configs" / "gsm8k_qwen25_3b.yaml"
+MADE = re.compile(r"^\s*(?:ROOT )?%\S+ = \w+\[([\d,]+)\]\S* (?:fusion|copy|convert|concatenate)\(")
+
+
+def main(machine: str, form: str, slots: str, context: str, *settings: str) -> None:
+    if form == "stacks":
+        podium.rollout.weights.engine_decoder = lambda decoder, rules: decoder
+        podium.rollout.programs.engine_decoder = lambda decoder, rules: decoder
+        podium.rollout.programs.engine_options = lambda platform: {}
+    accelerator = find_accelerator(machine)
+    config = load_settings([str(CONFIG)], [f"rollout.slots={slots}", *settings]).config
+    decoder = find_decoder(config)
+    spec = resolve(config, decoder, Machine.planned(accelerator))
+    mesh = make_mesh(mesh_text(spec.mesh), topology_devices(accelerator))
+    rules = rollout_rules(spec.rollout.layout, decoder, mesh)
+    start = time.process_time()
+    compiled = phase_programs(spec, mesh)[f"decode:{slots}"].lower().compile()
+    cpu_s, text, memory = time.process_time() - start, compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and memory is not None
+    weights = abstract_weights(decoder, rules, jnp.dtype(spec.rollout.dtype))
+    rows = int(slots) // rules.num_shards("batch")
+    found = {
+        **step_cost(text, spec, int(context), accelerator),
+        "floor_bytes": floor_bytes(decoder, weights, rules, rows, int(context)),
+        "weights_written": weights_written(text, weights),
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "compile_cpu_s": round(cpu_s, 1),
+    }
+    print(json.dumps(found))
+
+
+def step_cost(text: str, spec: RunSpec, context: int, accelerator: Accelerator) -> dict[str, float]:
+    """Bytes that a device moves in one step of the program's loop, and its milliseconds by the roofline."""
+    page = spec.rollout.settings.page_tokens
+    blocks = math.ceil(context / (page * cache_block_pages(page, "gpu")))
+    works = looped_work(parse(text), spec.mesh, blocks, skipped=["sample"])
+    step = ProgramCost(tuple(dataclasses.replace(each.work, times=each.each) for each in works if each.each))
+    chip = load_chip(accelerator.generation)
+    return {
+        "step_bytes": step.hbm_bytes,
+        "step_ms": 1e3 * sum(roofline(step, chip.peaks, links=chip.links).parts.values()),
+        "bandwidth": chip.peaks.hbm_bandwidth,
+    }
+
+
+def floor_bytes(decoder: DecoderConfig, weights: AbstractParams, rules: ShardingRules, rows: int, context: int) -> int:
+    """The bytes of a step that reads each weight, key and value once, and writes float32 logits."""
+    read = device_bytes(weights) - (0 if decoder.tied else device_bytes(weights["embed"]))
+    numbers = sum(2 * layers * kind.kv_heads * kind.head_dim for layers, kind in decoder.attention_layers())
+    cache = 2 * rows * context * numbers // rules.num_shards("cache_heads")
+    return read + cache + 4 * rows * decoder.vocab
+
+
+def weights_written(text: str, weights: AbstractParams) -> int:
+    """Number of instructions that write an array with the dimensions of a matrix of weights, or of a slice of one."""
+    shapes = {
+        _dimensions(value.shape[1:] if name.startswith("layers") else value.shape) for name, value in weights.items()
+    }
+    matrices = {shape for shape in shapes if len(shape) > 1}
+    made = (_dimensions(map(int, found[1].split(","))) for line in text.splitlines() if (found := MADE.match(line)))
+    return sum(shape in matrices for shape in made)
+
+
+def _dimensions(shape: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(each for each in shape if each > 1))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,87 @@
+"""What a decode step on a GPU moves, compiled for GPUs that are not there: weights by layer beside a loop over stacks.
+
+    python -m benches.gpu_decode            (an hour of CPU time; needs pip install 'podium-rl[plan-gpu]')
+
+For each case, the bytes of a step over those of its floor, which reads each weight, key and value once and writes the
+logits; its milliseconds by the roofline; and how many instructions write an array as large as a matrix of weights. Both
+forms are compiled in the same run: `stacks`, a loop over the trainer's stacks, in which XLA copies each layer's slice
+and joins weights in every call; and `layers`, what the engine does. Each is compiled as XLA chooses kernels, and with
+cuBLAS for every product. Writes benches/results/gpu-decode-planned.json; exit status 1 where a step of `layers` moves
+more than 1.15 times its floor. Cases that a file of an interrupted run has are not compiled again.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from benches.record import ROOT, arguments, record
+from podium.accelerators import find_accelerator
+from podium.plan.topology import compiler_environment
+
+BAR = 1.15
+CONTEXT = 1024
+LORA = "lora.rank=32"
+INT8 = ("lora.rank=32", "lora.base=int8")
+MODELS = {"3B": "Qwen/Qwen2.5-3B-Instruct", "7B": "Qwen/Qwen2.5-7B-Instruct", "8B": "Qwen/Qwen3-8B"}
+MACHINES = ("h100-1", "h200-1", "a100-80-1", "l4-1", "rtx4090-1", "h100-8")
+CUBLAS = "--xla_gpu_enable_triton_gemm=false"
+PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
+
+
+def cases() -> Iterator[tuple[str, str, int, str, str]]:
+    """Yield model, machine, slots, settings and kernels: everything around Qwen2.5-3B with 64 slots on an H100."""
+    for adapters in ("", LORA):
+        yield from (("3B", machine, 64, adapters, kernels) for machine in MACHINES for kernels in ("auto",))
+        yield from (("3B", "h100-1", slots, adapters, "auto") for slots in (16, 256))
+        yield "3B", "h100-1", 64, adapters, "cublas"
+        yield from (
+            (model, machine, 64, adapters, "auto") for model in ("7B", "8B") for machine in ("h100-1", "h100-8")
+        )
+    yield "8B", "h100-1", 256, LORA, "cublas"
+    yield "3B", "h100-1", 64, " ".join(INT8), "auto"
+
+
+def measure(form: str, model: str, machine: str, slots: int, settings: str, kernels: str) -> dict[str, Any]:
+    """Compile one decode program in a process of its own, and return what its step moves."""
+    environment = {**os.environ, **compiler_environment(find_accelerator(machine))}
+    if kernels == "cublas":
+        environment["XLA_FLAGS"] += f" {CUBLAS}"
+    command = [sys.executable, "-m", "benches.children.decode_bytes", machine, form, str(slots), str(CONTEXT)]
+    command += [f"model={MODELS[model]}", "mesh=auto", *settings.split()]
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{process.stderr[-3000:]}")
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    args = arguments(__doc__).parse_args()
+    path = args.results / "gpu-decode-planned.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
+    known = {tuple(row["case"]) for row in rows}
+    for case in cases():
+        if case in known:
+            continue
+        row: dict[str, Any] = {"case": list(case)}
+        for form in ("stacks", "layers"):
+            found = measure(form, *case)
+            floor_ms = 1e3 * found["floor_bytes"] / found["bandwidth"]
+            row |= {
+                f"{form}_over_floor": round(found["step_bytes"] / found["floor_bytes"], 3),
+                f"{form}_ms": round(found["step_ms"], 2),
+                f"{form}_weights_written": found["weights_written"],
+                f"{form}_compile_cpu_s": found["compile_cpu_s"],
+                "floor_ms": round(floor_ms, 2),
+            }
+        print(row, flush=True)
+        rows.append(row)
+        result = {"bar": BAR, "context": CONTEXT, "columns": "model, machine, slots, settings, kernels", "rows": rows}
+        record("gpu-decode-planned", result, args.results, packages=PACKAGES)
+    sys.exit(any(row["layers_over_floor"] > BAR for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The engine's form on GPUs, computed on the CPU: each layer has its own weights and cache."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mixed_decoder import MIXED, weights
+from tiny_decoder import DECODER
+from tiny_engine import CONFIG, Letters, mesh_of, random_requests, same
+
+from podium.models.architecture import Lora, unrolled
+from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, frozen_specs, is_adapter, param_specs
+from podium.rollout.engine import NonFiniteError, RolloutEngine
+from podium.rollout.request import Request, SamplingParams
+from podium.rollout.weights import engine_decoder, engine_specs, keeps
+from podium.sharding import ShardingRules, init_params
+
+LORA = Lora(rank=2, alpha=4.0, targets=("q", "v", "up"), base="bfloat16", merged=False)
+
+
+class OfGpu(ShardingRules):
+    """Rules of a mesh that claims to be of GPUs."""
+
+    @property
+    def platform(self) -> str:
+        return "gpu"
+
+
+def make_engine(kind, decoder, config=CONFIG, tokenizer=None):
+    rules = kind(mesh_of(1), ROLLOUT_AXES)
+    return RolloutEngine(config, decoder, rules, tokenizer or Letters(299), dtype=jnp.float32)
+
+
+def random_weights(decoder, seed):
+    params = init_params(seed, param_specs(decoder), ShardingRules(mesh_of(1), TRAIN_AXES))
+    return {name: value if "norm" in name else 10 * value for name, value in params.items()}
+
+
+def test_a_gpu_has_each_layer_apart_and_others_stack_them():
+    cpu, gpu = (kind(mesh_of(1), ROLLOUT_AXES) for kind in (ShardingRules, OfGpu))
+    assert engine_decoder(DECODER, cpu) is DECODER
+    assert [len(place.layers) for place in engine_decoder(DECODER, gpu).places] == [1] * DECODER.layers
+    assert engine_specs(DECODER, cpu)["layers.q"].shape[0] == DECODER.layers
+    assert engine_specs(DECODER, gpu)["layers.1.q"].shape == (1, *engine_specs(DECODER, cpu)["layers.q"].shape[1:])
+
+
+def test_an_unrolled_decoder_has_the_same_layers_in_the_same_order():
+    assert unrolled(MIXED).blocks == MIXED.blocks
+    assert unrolled(unrolled(MIXED)) == unrolled(MIXED)
+
+
+def test_it_draws_what_a_loop_over_stacks_draws_and_takes_new_weights():
+    requests = random_requests(5, completions=2)
+    stacked, apart = make_engine(ShardingRules, DECODER), make_engine(OfGpu, DECODER)
+    answers = []
+    for seed in (0, 1):
+        for engine in (stacked, apart):
+            engine.load(random_weights(DECODER, seed))
+        answers.append(stacked.generate(requests)[0])
+        assert same(answers[-1], apart.generate(requests)[0])
+    assert not same(*answers)
+
+
+def test_windows_rings_and_states_of_several_places_are_each_layers_own():
+    config = CONFIG.model_copy(update={"max_prompt_tokens": 40, "slots": 4, "prefill_rows": 2, "page_tokens": 4})
+    random = np.random.default_rng(1)
+    requests = [
+        Request(
+            prompt=tuple(random.integers(0, 64, n).tolist()),
+            sampling=SamplingParams(max_new_tokens=12),
+            seed=n,
+            completions=2,
+        )
+        for n in (1, 13, 33, 40)
+    ]
+    answers = []
+    for kind in (ShardingRules, OfGpu):
+        engine = make_engine(kind, MIXED, config, Letters())
+        engine.load(weights(ShardingRules(mesh_of(1), TRAIN_AXES)))
+        answers.append(engine.generate(requests)[0])
+    assert same(*answers)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_adapters_and_frozen_weights_come_from_the_trainers_stacks(merged):
+    decoder = dataclasses.replace(DECODER, lora=dataclasses.replace(LORA, merged=merged))
+    params = random_weights(decoder, 0)
+    params = {name: 0.3 * value if is_adapter(name) else value for name, value in params.items()}
+    own = {name: value for name, value in params.items() if is_adapter(name)}
+    own = {name: value + 0.1 for name, value in own.items()}
+    frozen = {name: params[name].astype(jnp.bfloat16) for name in frozen_specs(decoder)}
+    answers = []
+    for kind in (ShardingRules, OfGpu):
+        engine = make_engine(kind, decoder)
+        engine.device.freeze(frozen)
+        engine.load(own)
+        answers.append(engine.generate(random_requests(3, completions=2))[0])
+    assert same(*answers)
+    assert keeps(frozen, decoder, OfGpu(mesh_of(1), ROLLOUT_AXES), jnp.dtype(jnp.bfloat16)) == merged
+
+
+def test_a_weight_that_is_not_finite_is_named_with_its_layer():
+    engine = make_engine(OfGpu, DECODER)
+    params = random_weights(DECODER, 0)
+    engine.load(params | {"layers.up": params["layers.up"].at[1].set(jnp.nan)})
+    with pytest.raises(NonFiniteError, match=r"weight layers\.1\.up of layer 1 is not finite"):
+        engine.generate(random_requests(1))
