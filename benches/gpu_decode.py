@@ -1,6 +1,6 @@
 """What a decode step on a GPU moves, compiled for GPUs that are not there: weights by layer beside a loop over stacks.
 
-    python -m benches.gpu_decode            (an hour of CPU time; needs pip install 'podium-rl[plan-gpu]')
+    python -m benches.gpu_decode            (a quarter of an hour of CPU time; needs pip install 'podium-rl[plan-gpu]')
 
 For each case, the bytes of a step over those of its floor, which reads each weight, key and value once and writes the
 logits; its milliseconds by the roofline; and how many instructions write an array as large as a matrix of weights. Both

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.choices import Balance, Recorded, Routing
@@ -14,10 +15,13 @@ def routings(auxiliary: tuple[Tree, ...]) -> list[Routing]:
     return [each for each in kinds if isinstance(each, Routing)]
 
 
-def joined_choices(auxiliary: tuple[Tree, ...]) -> jax.Array | None:
-    """The experts of each token [B, T, C] uint8, place after place and layer after layer; None without routers."""
+def joined_choices(auxiliary: tuple[Tree, ...], decoder: DecoderConfig) -> jax.Array | None:
+    """The experts of each token [B, T, C] uint8, layer after layer; None without routers."""
     found = [jnp.moveaxis(each.choices, 0, 2) for each in routings(auxiliary)]  # [B, T, L, k]
-    return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in found], axis=-1) if found else None
+    if not found:
+        return None
+    by_place = jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in found], axis=-1)
+    return _taken(by_place, np.argsort(_columns(decoder), kind="stable"))
 
 
 def recorded_choices(choices: jax.Array, counted: jax.Array, decoder: DecoderConfig) -> list[Recorded | None]:
@@ -26,6 +30,8 @@ def recorded_choices(choices: jax.Array, counted: jax.Array, decoder: DecoderCon
     `choices` are [B, T, C]; `counted` [B, T] says which tokens are in statistics.
     """
     begin, found = 0, dict[str, Recorded]()
+    by_layer = np.argsort(_columns(decoder), kind="stable")
+    choices = _taken(choices, np.argsort(by_layer))
     for place, kind in decoder.routed:
         layers = len(place.layers)
         own = choices[..., begin : begin + layers * kind.top].reshape(*choices.shape[:2], layers, kind.top)
@@ -33,6 +39,16 @@ def recorded_choices(choices: jax.Array, counted: jax.Array, decoder: DecoderCon
         found[place.prefix] = Recorded(jnp.moveaxis(own, 2, 0), every)
         begin += layers * kind.top
     return [found.get(place.prefix) for place in decoder.places]
+
+
+def _columns(decoder: DecoderConfig) -> list[int]:
+    """The layer of each choice, with the choices of one place after those of another."""
+    return [layer for place, kind in decoder.routed for layer in place.layers for _ in range(kind.top)]
+
+
+def _taken(choices: jax.Array, columns: np.ndarray) -> jax.Array:
+    """The columns [..., C] in this order. Trainer and engine may have other places, but they have the same layers."""
+    return choices if np.array_equal(columns, np.arange(len(columns))) else choices[..., columns]
 
 
 def balances(auxiliary: tuple[Tree, ...]) -> list[Balance]:

@@ -263,7 +263,7 @@ def _enter(
         rules=rows.rules,
         dtype=dtype,
     )
-    return hidden, dataclasses.replace(cache, places=places), joined_choices(told)
+    return hidden, dataclasses.replace(cache, places=places), joined_choices(told, decoder)
 
 
 def nonfinite_layer(

@@ -188,7 +188,7 @@ def pass_on(mesh: str, devices: int, backend: str = "blocks", replay: bool = Fal
         options = {"config": decoder, "rules": rules, "dtype": jnp.dtype(dtype), "remat": "layer", "wide": wide}
         hidden, _, told = forward(params, TOKENS, jnp.asarray(POSITIONS), attend, recorded=recorded, **options)
         logits = logits_at(hidden, head_weights(params, rules, jnp.dtype(dtype)), 1.0)
-        return jnp.mean(logits * WEIGHING), joined_choices(told)
+        return jnp.mean(logits * WEIGHING), joined_choices(told, decoder)
 
     (value, choices), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     return float(value), jax.tree.map(np.asarray, gradients), np.asarray(choices)

@@ -9,8 +9,10 @@ from mixed_decoder import MIXED, weights
 from tiny_decoder import DECODER
 from tiny_engine import CONFIG, Letters, mesh_of, random_requests, same
 
+from podium.certify.subject import random_weights, tiny_clone
 from podium.models.architecture import Lora, unrolled
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, frozen_specs, is_adapter, param_specs
+from podium.models.presets import PRESETS
 from podium.rollout.engine import NonFiniteError, RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.rollout.weights import engine_decoder, engine_specs, keeps
@@ -32,7 +34,7 @@ def make_engine(kind, decoder, config=CONFIG, tokenizer=None):
     return RolloutEngine(config, decoder, rules, tokenizer or Letters(299), dtype=jnp.float32)
 
 
-def random_weights(decoder, seed):
+def opinionated(decoder, seed):
     params = init_params(seed, param_specs(decoder), ShardingRules(mesh_of(1), TRAIN_AXES))
     return {name: value if "norm" in name else 10 * value for name, value in params.items()}
 
@@ -56,12 +58,13 @@ def test_it_draws_what_a_loop_over_stacks_draws_and_takes_new_weights():
     answers = []
     for seed in (0, 1):
         for engine in (stacked, apart):
-            engine.load(random_weights(DECODER, seed))
+            engine.load(opinionated(DECODER, seed))
         answers.append(stacked.generate(requests)[0])
         assert same(answers[-1], apart.generate(requests)[0])
     assert not same(*answers)
 
 
+@pytest.mark.long  # compiles 15 layers of three kinds for each length; the last test has windows too
 def test_windows_rings_and_states_of_several_places_are_each_layers_own():
     config = CONFIG.model_copy(update={"max_prompt_tokens": 40, "slots": 4, "prefill_rows": 2, "page_tokens": 4})
     random = np.random.default_rng(1)
@@ -85,7 +88,7 @@ def test_windows_rings_and_states_of_several_places_are_each_layers_own():
 @pytest.mark.parametrize("merged", [False, True])
 def test_adapters_and_frozen_weights_come_from_the_trainers_stacks(merged):
     decoder = dataclasses.replace(DECODER, lora=dataclasses.replace(LORA, merged=merged))
-    params = random_weights(decoder, 0)
+    params = opinionated(decoder, 0)
     params = {name: 0.3 * value if is_adapter(name) else value for name, value in params.items()}
     own = {name: value for name, value in params.items() if is_adapter(name)}
     own = {name: value + 0.1 for name, value in own.items()}
@@ -102,7 +105,26 @@ def test_adapters_and_frozen_weights_come_from_the_trainers_stacks(merged):
 
 def test_a_weight_that_is_not_finite_is_named_with_its_layer():
     engine = make_engine(OfGpu, DECODER)
-    params = random_weights(DECODER, 0)
+    params = opinionated(DECODER, 0)
     engine.load(params | {"layers.up": params["layers.up"].at[1].set(jnp.nan)})
     with pytest.raises(NonFiniteError, match=r"weight layers\.1\.up of layer 1 is not finite"):
         engine.generate(random_requests(1))
+
+
+def test_experts_of_several_places_are_recorded_layer_after_layer():
+    """The trainer's stacks alternate; the engine on a GPU has every layer apart."""
+    decoder = tiny_clone(PRESETS["openai/gpt-oss-20b"])
+    assert len(decoder.routed) > 1
+    config = CONFIG.model_copy(update={"max_prompt_tokens": 24, "max_new_tokens": 4, "slots": 4, "prefill_rows": 4})
+    values = {name: jnp.asarray(value) for name, value in random_weights(decoder, seed=0).items()}
+    answers = []
+    for kind in (ShardingRules, OfGpu):
+        engine = make_engine(kind, decoder, config, Letters())
+        engine.load(values)
+        prompt = tuple(range(3, 20))
+        request = Request(prompt=prompt, sampling=SamplingParams(max_new_tokens=4), seed=1, completions=2)
+        answers.append(engine.generate([request])[0])
+    assert same(*answers)
+    for one, other in zip(*(found[0] for found in answers), strict=True):
+        assert one.choices.shape[1] == decoder.choices
+        assert np.array_equal(one.choices, other.choices)

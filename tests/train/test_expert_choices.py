@@ -293,7 +293,7 @@ def choosing(replay: bool):
                 rules=rules,
                 dtype=jnp.bfloat16,
             )
-            return joined_choices(told)
+            return joined_choices(told, DECODER)
 
         whole = dataclasses.replace(batch, num_micro_batches=None, num_tokens=None)
         return jax.lax.map(of_rows, whole)
