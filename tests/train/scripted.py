@@ -14,6 +14,8 @@ TEMPLATE = (
     "{{ ' <end> ' if message.role == 'assistant' else ' ' }}{% endfor %}"
 )
 """A chat template by which a conversation can be continued."""
+ROOMY = {"max_prompt_tokens": 100, "max_new_tokens": 8, "max_episode_tokens": 160, "slots": 8}
+"""Sizes of a rollout for environments that say more; tests with the same sizes compile their programs once."""
 
 
 class Counting:

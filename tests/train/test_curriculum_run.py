@@ -1,6 +1,7 @@
 """A run with a curriculum: levels that are solved give way, and a run that was broken off goes on with what it knew."""
 
 import pytest
+from scripted import ROOMY
 from test_episodes import opened
 from tiny_runs import assert_same_run, make_config, trained
 
@@ -100,7 +101,7 @@ def test_conversations_of_a_level_are_held_with_its_options(tiny_model, template
         tasks=[game],
         prompts_per_step=8,
         environments={"workers": 1},
-        rollout={"max_prompt_tokens": 60, "max_new_tokens": 8, "max_episode_tokens": 100, "slots": 8, "stop": [" "]},
+        rollout={**ROOMY, "stop": [" "]},
     )
     turns: dict[int, set[int]] = {}
     with opened(config) as rollouts:

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from scripted import ROOMY
 from shown_commands import ROOT, fenced
-from tiny_runs import make_config, merged
+from tiny_runs import make_config
 
 import podium
 from podium.config.imports import name_of
@@ -137,19 +138,18 @@ def test_the_settings_of_the_page_are_run(number, folder, tiny_model, template, 
     (folder / "base.yaml").write_text("model: a/b\n")
     (folder / "page.yaml").write_text(fenced(PAGE, "yaml")[number])
     shown = load_settings([folder / "base.yaml", folder / "page.yaml"], [], {}).config
-    task = shown.model_dump(mode="json")["tasks"]
-    tiny: dict[str, Any] = {"max_prompt_tokens": 100, "max_new_tokens": 4, "max_episode_tokens": 160, "slots": 8}
-    changes = merged({"rollout": tiny, "eval": {"at_start": False, "at_end": False}}, {"tasks": task})
     config = make_config(
         tiny_model,
         folder,
         chat_template=template,
         steps=1,
-        prompts_per_step=2,
+        prompts_per_step=6,
+        tasks=shown.model_dump(mode="json")["tasks"],
         environments={"workers": 0},
+        rollout=ROOMY,
+        eval={"at_start": False, "at_end": False},
         metrics={"samples_every": 1},
-        **changes,
     )
     assert train(config, plain=True) == 0
     completions = [each for line in read_samples(folder / "run" / SAMPLES) for each in line["completions"]]
-    assert len(completions) == 8 and all(each["messages"] for each in completions)
+    assert len(completions) == 24 and all(each["messages"] for each in completions)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import trl_shapes
+from scripted import ROOMY
 from tiny_runs import make_config
 from trl_shapes import CatchEnv, EchoToolEnv, WordleEnv
 
@@ -199,13 +200,7 @@ def test_a_run_trains_on_the_three_of_them(tiny_model, template, tmp_path, one_d
         prompts_per_step=6,
         tasks=tasks,
         environments={"workers": 1, "retries": 0},
-        rollout={
-            "max_prompt_tokens": 64,
-            "max_new_tokens": 8,
-            "max_episode_tokens": 160,
-            "slots": 8,
-            "limits": {"max_turns": 4},
-        },
+        rollout={**ROOMY, "limits": {"max_turns": 4}},
         eval={"at_start": False, "at_end": False},
         metrics={"samples_every": 1},
     )
