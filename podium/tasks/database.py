@@ -2,7 +2,8 @@
 
 SQLite asks for permission of each thing that a statement does, and only reading and functions that depend on nothing
 but their arguments are allowed: no other file, no extension, no clock, no random numbers. A query that runs long is
-interrupted after a number of SQLite's instructions, not of seconds, so that its answer is the same everywhere.
+interrupted after a number of SQLite's instructions, not of seconds, so that its answer does not depend on how busy the
+machine is.
 """
 
 import sqlite3

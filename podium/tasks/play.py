@@ -65,6 +65,9 @@ def play(target: str, answers: Iterable[str], say: Callable[[str], None], *, see
                 say("(the conversation ends)")
                 break
         final = running.grade()
+        if final is None and config.environment and not prompt.answer:
+            say("(the environment pays no reward of its own: a reward function grades it)")
+            return paid
         total = task.grade(prompt, last) if final is None else paid + final
         say(f"(graded as the last answer: {total:g})" if final is None else f"(reward: {total:g})")
         return total

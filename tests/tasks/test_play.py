@@ -68,6 +68,18 @@ def test_an_environment_begins_replies_and_pays():
     assert lines[0] == "[user] Say three words." and "[word] 2 of 3" in lines
 
 
+class Unpaid:
+    """A class whose reward a function reads from it."""
+
+    reset, word = Rows.reset, Rows.word
+
+
+def test_an_environment_without_a_reward_is_played_too():
+    paid, lines = played("test_play:Unpaid", 'word {"text": "a"}', "")
+    assert paid == 0.0 and "[word] 1 of 3" in lines
+    assert lines[-1] == "(the environment pays no reward of its own: a reward function grades it)"
+
+
 def test_what_cannot_be_played_is_said():
     for target, message in (
         ("gsm8k", "its prompts are answered once"),
