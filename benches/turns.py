@@ -10,8 +10,8 @@ process beside it.
                   environments alone; bar 1.15
     planned       seconds by the planner's simulation with replies after 2 s, from the seconds of calls that were
                   measured with replies at once, over the measured ones; bar 1 +- 0.2
-    reproducible  CPU seconds with `rollout.reproducible` over those without, replies at once; and the largest
-                  difference of log-probabilities between replies at once and late ones, with and without
+    reproducible  CPU seconds with `rollout.reproducible` over those without, with replies at once and after 0 to 1 s;
+                  and the largest difference of log-probabilities between the two, with and without
 
 Prints one JSON line and writes benches/results/turns-PLATFORM.json, or turns-demo-PLATFORM.json; exit status 1 where a
 bar is missed.
@@ -43,6 +43,7 @@ from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import RolloutStats
 from podium.tasks.conversation import Turn
 from podium.tasks.environments import Environments
+from podium.train.feed import request_seed
 from podium.train.generate import AnswerSettings, Group, Rollouts
 from podium.train.setup import Model, load_weights, make_model, rollout_spec
 
@@ -180,7 +181,8 @@ def environments_alone(rollouts: Rollouts, waits: Mapping[str, Any]) -> float:
     prompts = rollouts.feed.next(waits["prompts"])
     start, turns = time.perf_counter(), dict[int, int]()
     for number in range(len(prompts) * GROUP):
-        environments.open(number, 0, prompts[number // GROUP].prompt.prompt, number)
+        prompt = prompts[number // GROUP]
+        environments.open(number, 0, prompt.prompt.prompt, request_seed(prompt.seed, "environment", 0))
         turns[number] = 0
     while turns:
         answered = environments.next(1.0)
@@ -211,9 +213,8 @@ def planned_seconds(held: Held, config: Config, clock: Clock, seconds: float) ->
     return simulate_rollout(lengths, config.rollout, clock=clock).seconds
 
 
-def measure(folder: Path, name: str, *, tiny: bool) -> dict[str, Any]:
+def measure(folder: Path, name: str, *, turns: int, prompts: int) -> dict[str, Any]:
     """All figures of the model with this name."""
-    turns, prompts = (2, 2) if tiny else (TURNS, PROMPTS)
     config = make_config(folder, turns=turns, model=name, prompts=prompts)
     exact = make_config(folder, turns=turns, model=name, prompts=prompts, reproducible=True)
     model = make_model(config)
@@ -260,6 +261,7 @@ def measure(folder: Path, name: str, *, tiny: bool) -> dict[str, Any]:
             "cpu_s": ours.cpu_s,
             "plain_cpu_s": immediate.cpu_s,
             "ratio": ours.cpu_s / immediate.cpu_s,
+            "late_ratio": later.cpu_s / delayed.cpu_s,
             "difference": difference(ours, later),
             "plain_difference": difference(immediate, delayed),
         },
@@ -283,10 +285,12 @@ def main() -> None:
     """Prints and writes the figures; exit status 1 where a bar is missed."""
     parser = arguments(__doc__)
     parser.add_argument("--model", choices=(TINY, "demo"), default=TINY)
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="with four conversations each")
     parser.add_argument("--tiny", action="store_true", help="few conversations, and no bars: a trial of this script")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(Path(folder), args.model, tiny=args.tiny)
+        shape = {"turns": 2, "prompts": 2} if args.tiny else {"turns": TURNS, "prompts": args.prompts}
+        result = measure(Path(folder), args.model, **shape)
     print(json.dumps(result))
     if args.tiny:
         return
