@@ -86,7 +86,10 @@ def _of_place(weights: Weights, prefix: str, decoder: DecoderConfig) -> Weights:
     for name in [name.removesuffix(".lora_a") for name in layers if name.endswith(".lora_a")]:
         a, b = layers[f"{name}.lora_a"], layers[f"{name}.lora_b"]
         lora = decoder.lora
-        outer = jnp.einsum("l...r,lrm->l...m", a, b.reshape(*b.shape[:2], -1)).reshape(layers[name].shape)
+        if name.startswith("expert_"):
+            outer = jnp.einsum("lexr,lery->lexy", a, b)
+        else:
+            outer = jnp.einsum("l...r,lrm->l...m", a, b.reshape(*b.shape[:2], -1)).reshape(layers[name].shape)
         layers[name] += lora.alpha / lora.rank * outer if lora else 0.0
     return layers
 

@@ -9,12 +9,16 @@ from podium.config.errors import Contradiction, nearest
 from podium.config.section import Positive, PositiveFloat, Section
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-"""A layer's matrices that can have an adapter."""
+"""A dense layer's matrices, which can have an adapter, and of which `base` says the format."""
+EXPERTS = ("expert_gate", "expert_up", "expert_down")
+"""The matrices of a mixture's experts, which can have an adapter: each expert its own."""
+ADAPTABLE = (*MATRICES, *EXPERTS)
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "all": MATRICES,
     "attention": MATRICES[:4],
     "mlp": MATRICES[4:],
-    **{name: (name,) for name in MATRICES},
+    "experts": EXPERTS,
+    **{name: (name,) for name in ADAPTABLE},
 }
 """The groups that `lora.targets` may name, and their matrices."""
 FULL_RATE, LORA_RATE = 1e-6, 1e-5
@@ -34,13 +38,14 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 32.0
     """An adapter's output is multiplied by alpha / rank."""
     targets: Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)] = ["all"]
-    """Matrices that get an adapter: all, attention, mlp, or names of q, k, v, o, gate, up, down. Experts and their
-    routers have none: of a mixture of experts, all means attention."""
+    """Matrices that get an adapter: all, attention, mlp, experts, or names of q, k, v, o, gate, up, down, expert_gate,
+    expert_up, expert_down. Experts have adapters only if they are named: of a mixture of experts, all means attention.
+    Routers have none."""
     seed: int = 0
     """Seed of the adapters' first factors; the second factors start at 0, so the run starts with the model itself."""
     base: Base = "bfloat16"
-    """Storage format of the layers' frozen matrices. int8: half the memory, with a scale per output; use it only if
-    memory is short, because it changes the model slightly."""
+    """Storage format of the layers' frozen matrices, except experts: these are bfloat16. int8: half the memory, with a
+    scale per output; use it only if memory is short, because it changes the model slightly."""
     rollout: Literal["auto", "apart", "shared", "merged"] = "auto"
     """How the rollout applies the adapters. apart: as separate low-rank products beside the frozen model, of which a
     GPU has a second copy, with each layer's matrices ready for decoding; shared: the same, but with one copy on a GPU

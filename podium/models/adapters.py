@@ -1,5 +1,6 @@
 """LoRA's operations on stored weights: merging adapters, quantising frozen matrices to int8, and fingerprints."""
 
+import functools
 import hashlib
 import math
 from collections.abc import Mapping
@@ -36,7 +37,10 @@ def merged(params: Params, scale: float) -> Params:
         if value.dtype == jnp.int8:
             raise ValueError(f"{name} is kept in int8, into which adapters cannot be merged; set lora.base to bfloat16")
         a, b = (params[name + part].astype(jnp.float32) for part in (LORA_A, LORA_B))
-        product = jnp.tensordot(a, b, axes=1, precision=jax.lax.Precision.HIGHEST)
+        product = functools.partial(jnp.tensordot, axes=1, precision=jax.lax.Precision.HIGHEST)
+        for _ in range(a.ndim + b.ndim - value.ndim - 2):  # dimensions that count matrices, such as experts
+            product = jax.vmap(product)
+        product = product(a, b)
         return value.astype(jnp.float32) + scale * product
 
     return {name: whole(name, value) for name, value in params.items() if not is_adapter(name)}

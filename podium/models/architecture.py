@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 from podium.config.attention import kv_layout
-from podium.config.lora import APART_RANK, MATRICES, TARGETS, Base, LoraConfig
+from podium.config.lora import ADAPTABLE, APART_RANK, TARGETS, Base, LoraConfig
 from podium.models.blocks.attention import Attention
 from podium.models.blocks.experts import DENSE_ROWS, Experts
 from podium.models.blocks.kind import Block, Place, Stack, Work, places
@@ -37,7 +37,7 @@ class Lora:
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """The layers' matrices that have an adapter, in the order of MATRICES."""
+    """The layers' matrices that have an adapter, in the order of ADAPTABLE."""
     base: Base = "bfloat16"
     """Storage format of the frozen matrices."""
     merged: bool = False
@@ -62,7 +62,7 @@ def make_lora(config: LoraConfig | None) -> Lora | None:
     return Lora(
         rank=config.rank,
         alpha=config.alpha,
-        targets=tuple(name for name in MATRICES if name in named),
+        targets=tuple(name for name in ADAPTABLE if name in named),
         base=config.base,
         merged=how == "merged",
         shared=how == "shared",
@@ -245,13 +245,13 @@ def with_lora(decoder: DecoderConfig, config: LoraConfig | None) -> DecoderConfi
     if lora is None or config is None:
         return dataclasses.replace(decoder, lora=lora)
     width = decoder.width
-    own = {name for block in decoder.blocks for name in block.specs(width, std=0.0, out_std=0.0)} & set(MATRICES)
+    own = {name for block in decoder.blocks for name in block.specs(width, std=0.0, out_std=0.0)} & set(ADAPTABLE)
     for target in config.targets:
         if not own & set(TARGETS[target]):
-            experts = "; its experts and routers stay frozen" if decoder.routed else ""
+            experts = "; its experts have adapters if targets name experts" if decoder.routed else ""
             raise ModelError(
                 f"lora.targets: this {decoder.model_type} has no matrix {target} that an adapter can be put beside"
-                f"{experts}; name {', '.join(name for name in MATRICES if name in own)}, or attention"
+                f"{experts}; name {', '.join(name for name in ADAPTABLE if name in own)}, or attention"
             )
     targets = tuple(name for name in lora.targets if name in own)
     return dataclasses.replace(decoder, lora=dataclasses.replace(lora, targets=targets))

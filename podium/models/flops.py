@@ -49,7 +49,7 @@ def update_flops(decoder: DecoderConfig, work: Work) -> int:
     whole = PASSES * forward_flops(decoder, work)
     if decoder.lora is None:
         return whole
-    return whole + 2 * work.tokens * (PASSES * count(trained_specs(decoder)) - matrix_elements(decoder))
+    return whole + 2 * work.tokens * (PASSES * trained_elements(decoder) - matrix_elements(decoder))
 
 
 def forward_flops(decoder: DecoderConfig, work: Work) -> int:
@@ -65,3 +65,13 @@ def matrix_elements(decoder: DecoderConfig) -> int:
 def pair_flops(decoder: DecoderConfig) -> int:
     """Operations of a forward pass per query-key pair, over all heads: the score and the weighted value."""
     return 2 * decoder.total(lambda work: work.pair)
+
+
+def trained_elements(decoder: DecoderConfig) -> int:
+    """Number of elements of the adapters that every token is multiplied with: of experts, those of a token's own."""
+    of_all = trained_specs(decoder)
+    every = count({name: spec for name, spec in of_all.items() if "experts" not in spec.axes})
+    for place, kind in decoder.routed:
+        own = {name: spec for name, spec in of_all.items() if name.startswith(place.prefix) and "experts" in spec.axes}
+        every += count(own) * kind.top // kind.count
+    return every

@@ -8,6 +8,7 @@ and computes their part for all tokens of the group; the parts are added.
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from podium.kernels.grouped import LANES, Form, grouped_product
 from podium.models.blocks.activation import Activation
 from podium.models.blocks.experts import DENSE_ROWS
 from podium.models.blocks.mathematics import gated
-from podium.models.blocks.weights import AnyWeight, LayerWeight, Weight
+from podium.models.blocks.weights import Adapted, AnyWeight, LayerWeight, Weight
 from podium.models.params import mesh_axis_names
 from podium.sharding import ShardingRules
 
@@ -28,6 +29,12 @@ SUBLANES = 8
 """Rows of a tile of LANES columns."""
 INTO, OUT_OF = ("experts", "expert_width", "expert_mlp"), ("experts", "expert_mlp", "expert_width")
 """Logical axes of the matrices of all experts: into their width, and out of it."""
+AXES = (
+    (INTO, ("experts", "expert_width", "rank"), ("experts", "rank", "expert_mlp")),
+    (INTO, ("experts", "expert_width", "rank"), ("experts", "rank", "expert_mlp")),
+    (OUT_OF, ("experts", "expert_mlp", "rank"), ("experts", "rank", "expert_width")),
+)
+"""Logical axes of gate, up and down, and of the factors of their adapters."""
 INTO_BIAS, OUT_OF_BIAS = ("experts", "expert_mlp"), ("experts", None)
 
 
@@ -49,21 +56,22 @@ def mixed(
         x: [B, T, D].
         gates: [B, T, k] float32.
         chosen: [B, T, k] int32.
-        matrices: gate, up [E, D, F] and down [E, F, D], as stored.
+        matrices: gate, up [E, D, F] and down [E, F, D], as stored, and perhaps with adapters.
         biases: of gate, up [E, F] and down [E, D], as layers compute with them; empty without biases.
         count: E.
         activation: opens the gate.
     """
-    weights: list[AnyWeight] = []
-    for each in matrices:
-        assert isinstance(each, jax.Array | Weight), "experts have no adapters"
-        weights.append(each)
-    local = functools.partial(_local, rules, count, activation)
+    weights = [_factors(each) for each in matrices]
+    scales = [each.scale if isinstance(each, Adapted) else 0.0 for each in matrices]
+    local = functools.partial(_local, rules, count, activation, scales)
     if rules.mesh.size == 1:
         return local(x, gates, chosen, weights, biases)
     rows = rules.spec(("rows", "tokens", None))
-    stored = [rules.storage.spec(axes) for axes in (INTO, INTO, OUT_OF)]
-    specs = [jax.tree.map(lambda _, spec=spec: spec, w) for w, spec in zip(weights, stored, strict=True)]
+
+    def stored(axes: Sequence[str], w: AnyWeight) -> AnyWeight:
+        return jax.tree.map(lambda _: rules.storage.spec(axes), w)
+
+    specs = [list(map(stored, axes, each)) for axes, each in zip(AXES, weights, strict=True)]
     of_biases = [rules.spec(axes) for axes in (INTO_BIAS, INTO_BIAS, OUT_OF_BIAS)[: len(biases)]]
     given = (rows, rows, rows, specs, of_biases)
     return jax.shard_map(local, mesh=rules.mesh, in_specs=given, out_specs=rows, check_vma=False)(
@@ -75,16 +83,20 @@ def _local(
     rules: ShardingRules,
     count: int,
     activation: Activation,
+    scales: Sequence[float],
     x: jax.Array,
     gates: jax.Array,
     chosen: jax.Array,
-    weights: Sequence[AnyWeight],
+    weights: Sequence[Sequence[AnyWeight]],
     biases: Sequence[jax.Array],
 ) -> jax.Array:
     """`mixed` for the tokens of one device."""
     B, T, D = x.shape
-    gathered = [_gathered(rules, axes, w) for axes, w in zip((INTO, INTO, OUT_OF), weights, strict=True)]
-    held = len(gathered[0][0])
+    gathered = [
+        Group(*(_gathered(rules, own, w) for own, w in zip(axes, each, strict=False)), scale=scale)
+        for axes, each, scale in zip(AXES, weights, scales, strict=True)
+    ]
+    held = len(gathered[0].matrix[0])
     flat = x.reshape(B * T, D)
     own = chosen.reshape(B * T, -1)
     if held < count:  # those of this device come first
@@ -135,9 +147,24 @@ def _every_gate(gates: jax.Array, chosen: jax.Array, here: int) -> jax.Array:
     return jnp.sum(jnp.where(hits, gates[..., None], 0.0), axis=1)
 
 
+def _factors(matrix: LayerWeight) -> list[AnyWeight]:
+    """A matrix of all experts, with the two factors of its adapters if it has some."""
+    return [matrix.matrix, matrix.a, matrix.b] if isinstance(matrix, Adapted) else [matrix]
+
+
 Matrices = tuple[jax.Array, jax.Array | None, bool]
 """A device's experts [G, ...]; what gets their gradient in their stead, if it is float32; and whether they are
 frozen."""
+
+
+class Group(NamedTuple):
+    """A matrix of a device's experts, with the factors of their adapters, if they have some."""
+
+    matrix: Matrices  # [G, D, F]
+    a: Matrices | None = None  # [G, D, r]
+    b: Matrices | None = None  # [G, r, F]
+    scale: float = 0.0
+    """Factor of the adapters' products."""
 
 
 def _gathered(rules: ShardingRules, axes: Sequence[str], w: AnyWeight) -> Matrices:
@@ -218,7 +245,7 @@ def dense_form(
     x: jax.Array,
     gates: jax.Array,
     chosen: jax.Array,
-    experts: Sequence[Matrices],
+    experts: Sequence[Group],
     activation: Activation,
     biases: Sequence[jax.Array] = (),
     *,
@@ -228,19 +255,27 @@ def dense_form(
 
     Of `biases`, those into the experts are added here.
     """
-    (gate, *_), (up, *_), (down, *_) = experts
+    gate, down = experts[0].matrix[0], experts[2].matrix[0]
     every = _every_gate(gates, chosen, len(down))  # [N, G]
-    product = functools.partial(jnp.einsum, precision=_precision(gate.dtype), preferred_element_type=x.dtype)
+    einsum = functools.partial(jnp.einsum, precision=_precision(gate.dtype), preferred_element_type=x.dtype)
+
+    def product(pattern: str, rows: jax.Array, group: Group) -> jax.Array:
+        y = einsum(pattern, rows, group.matrix[0])
+        if group.a is None or group.b is None:
+            return y
+        thin = (einsum("gnd,gdr->gnr", rows, group.a[0]) * group.scale).astype(rows.dtype)
+        return y + einsum(pattern.replace("f" if pattern.endswith("d") else "d", "r"), thin, group.b[0])
+
     operand = x.astype(gate.dtype)
     if beyond := _beyond_tiles(len(x), gate.shape, platform):
         operand, every = (jnp.pad(each, ((0, beyond), (0, 0))) for each in (operand, every))
     every_operand = jnp.broadcast_to(operand[None], (len(down), *operand.shape))  # so that experts stay as stored
-    opening, passing = (product("gnd,gdf->gnf", every_operand, matrix) for matrix in (gate, up))
+    opening, passing = (product("gnd,gdf->gnf", every_operand, group) for group in experts[:2])
     if biases:
         opening, passing = ((y + b[:, None]).astype(y.dtype) for y, b in zip((opening, passing), biases, strict=False))
     opened = gated(opening, passing, activation)
     weighted = (opened.astype(jnp.float32) * every.T[..., None]).astype(down.dtype)
-    y = product("gnf,gfd->nd", weighted, down)
+    y = product("gnf,gfd->nd", weighted, experts[2])
     return jax.lax.optimization_barrier(y)[: len(x)] if beyond else y  # else rows would be cut off before the product
 
 
@@ -248,7 +283,7 @@ def sorted_form(
     x: jax.Array,
     gates: jax.Array,
     chosen: jax.Array,
-    experts: Sequence[Matrices],
+    experts: Sequence[Group],
     activation: Activation,
     biases: Sequence[jax.Array] = (),
     *,
@@ -261,15 +296,19 @@ def sorted_form(
     those of other devices' experts, which add nothing.
     """
     N, k = chosen.shape
-    here = len(experts[0][0])
+    here = len(experts[0].matrix[0])
     order = jnp.argsort(chosen.reshape(-1))  # [N k]
     places = jnp.argsort(order)
     sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(here)[None], axis=0, dtype=jnp.int32)
 
-    def product(rows: jax.Array, matrices: Matrices) -> jax.Array:
+    def plain(rows: jax.Array, matrices: Matrices) -> jax.Array:
         value, sums, frozen = matrices
         gradient = "none" if frozen else "own" if sums is None else "float32"
         return grouped_product(Form(platform, jnp.dtype(x.dtype), gradient), rows, value, sums, sizes)
+
+    def product(rows: jax.Array, group: Group) -> jax.Array:
+        y = plain(rows, group.matrix)
+        return y if group.a is None or group.b is None else y + plain(plain(rows, group.a) * group.scale, group.b)
 
     rows: jax.Array = _spread(k, x, order, places)
     gate, up, down = experts

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from podium.config.lora import MATRICES
+from podium.config.lora import ADAPTABLE, MATRICES
 from podium.models.architecture import LAYERS, DecoderConfig, Lora
 from podium.models.blocks.spec import ParamSpec, ParamSpecs, matrix_outputs, stacked
 
@@ -114,7 +114,7 @@ def _lora_specs(layer: ParamSpecs, lora: Lora) -> ParamSpecs:
     of a stack has its own factors.
     """
     found: ParamSpecs = {}
-    for name in (name for name in MATRICES if name in layer):
+    for name in (name for name in ADAPTABLE if name in layer):
         spec = layer[name]
         shape = spec.shape
         axes = spec.axes
@@ -126,7 +126,7 @@ def _lora_specs(layer: ParamSpecs, lora: Lora) -> ParamSpecs:
             found[name + LORA_B] = ParamSpec(
                 (*shape[:lead], lora.rank, *shape[first:]), (*axes[:lead], "rank", *axes[first:]), 0.0, stacked=lead
             )
-        if lora.base == "int8":
+        if lora.base == "int8" and name in MATRICES:
             found[name + SCALE] = ParamSpec(
                 (*shape[:lead], *shape[first:]), (*axes[:lead], *axes[first:]), 0.0, 1.0, stacked=lead
             )

@@ -46,13 +46,14 @@ def save_adapter(params: Params, frozen: Params, config: DecoderConfig, folder: 
 
     `model` is the config's name of the base model. Raises ModelError if the folder is not empty.
     """
-    lora = _lora_of(config)
+    lora, specs = _lora_of(config), trained_specs(config)
     tensors = {}
     for name, value in params.items():
         stacked = np.asarray(value, np.float32)
-        for layer, one in zip(layers_of(name, config), stacked, strict=True):
+        for index in np.ndindex(stacked.shape[: specs[name].stacked]):
+            one = stacked[index]
             matrix = one.reshape(-1, lora.rank) if name.endswith(LORA_A) else one.reshape(lora.rank, -1)
-            tensors[_tensor(name, layer, config)] = np.ascontiguousarray(matrix.T)
+            tensors[_tensor(name, index, config)] = np.ascontiguousarray(matrix.T)
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -103,10 +104,16 @@ def _module(target: str, config: DecoderConfig) -> str:
     return layout_of(LAYERS + target, config).hf.split(".")[-2]
 
 
-def _tensor(name: str, layer: int, config: DecoderConfig) -> str:
-    """PEFT's name of a layer's factor."""
+def _tensor(name: str, index: tuple[int, ...], config: DecoderConfig) -> str:
+    """PEFT's name of a factor of a layer, or of one of a layer's experts. Raises ModelError if PEFT has no name."""
     matrix, part = name.rsplit(".", 1)
-    module = layout_of(matrix, config).hf.format(layer).removesuffix(".weight")
+    layout = layout_of(matrix, config)
+    if layout.whole:
+        raise ModelError(
+            f"{matrix}: PEFT has no name for the adapters of experts that a {config.model_type} stores in one tensor;"
+            " export the merged model, or leave experts out of lora.targets"
+        )
+    module = layout.hf.format(layers_of(name, config)[index[0]], *index[1:]).removesuffix(".weight")
     return f"{PREFIX}{module}.{PARTS['.' + part]}.weight"
 
 
@@ -140,9 +147,9 @@ def _read(folder: Path, specs: Mapping[str, ParamSpec], config: DecoderConfig) -
     if not path.is_file():
         raise ModelError(f"{folder}: has no {WEIGHTS}; Podium reads adapters in safetensors only")
     wanted = {
-        _tensor(name, layer, config): (name, index)
-        for name in specs
-        for index, layer in enumerate(layers_of(name, config))
+        _tensor(name, index, config): (name, index)
+        for name, spec in specs.items()
+        for index in np.ndindex(spec.shape[: spec.stacked])
     }
     found = {name: np.empty(spec.shape, np.float32) for name, spec in specs.items()}
     try:
@@ -151,7 +158,7 @@ def _read(folder: Path, specs: Mapping[str, ParamSpec], config: DecoderConfig) -
             _check_names(set(wanted), set(stored), path)
             for tensor, (name, index) in wanted.items():
                 value = np.asarray(file.get_tensor(stored[tensor]).astype(jnp.float32)).T
-                shape = specs[name].shape[1:]
+                shape = specs[name].shape[specs[name].stacked :]
                 flat = (int(np.prod(shape[:-1])), shape[-1]) if name.endswith(LORA_A) else (shape[0], -1)
                 expected = np.empty(shape, np.bool_).reshape(flat).shape
                 if value.shape != expected:

@@ -90,12 +90,15 @@ def switches(layer):
     return (
         attention.bias,
         attention.norm,
+        attention.out_bias,
+        attention.sinks,
         bool(attention.window),
         scaled,
         rope.theta,
         rope.scaling,
         after.activation,
         getattr(after, "normalized", None),
+        getattr(after, "bias", None),
     )
 
 

@@ -95,8 +95,9 @@ def test_a_rank_of_zero(errors):
 def test_an_unknown_target_names_the_nearest(errors):
     (found,) = errors("lora:\n  targets: [q, v_proj]\n")
     assert found == (
-        "lora.targets.1: expected one of all, attention, mlp, q, k, v, o, gate, up, down, got 'v_proj';"
-        " did you mean v?\n    a.yaml:4 (lora.targets.1)\n    a.yaml:4 (lora.targets)"
+        "lora.targets.1: expected one of all, attention, mlp, experts, q, k, v, o, gate, up, down, expert_gate,"
+        " expert_up, expert_down, got 'v_proj'; did you mean v?\n"
+        "    a.yaml:4 (lora.targets.1)\n    a.yaml:4 (lora.targets)"
     )
     (found,) = errors("lora: {targets: atention}\n")
     assert "got 'atention'; did you mean attention?" in found

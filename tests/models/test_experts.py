@@ -59,7 +59,7 @@ def routed(w, x, normalized=True, recorded=None, replay=True):
 
 def computed(form, w, x, normalized=True):
     gates, chosen, _ = routed(w, x, normalized)
-    experts = [(w[name], None, False) for name in ("gate", "up", "down")]
+    experts = [mixture.Group((w[name], None, False)) for name in ("gate", "up", "down")]
     if form is dense_form:
         return form(x, gates[0], chosen[0], experts, "silu")
     return form(x, gates[0], chosen[0], experts, "silu", platform="cpu", all_here=True)
@@ -188,7 +188,7 @@ def test_rows_that_fill_a_tpus_tiles_are_more_where_the_experts_do_not():
     """The dense form of 128 rows is that of 136, without the last."""
     x, gates = normal(128, 20), jax.nn.softmax(normal(128, 2))
     chosen = jnp.asarray(np.random.default_rng(0).integers(0, 4, (128, 2)), jnp.int32)
-    experts = [(normal(*shape), None, True) for shape in ((4, 20, 24), (4, 20, 24), (4, 24, 20))]
+    experts = [mixture.Group((normal(*shape), None, True)) for shape in ((4, 20, 24), (4, 20, 24), (4, 24, 20))]
     biases = [normal(4, 24), normal(4, 24)]
     plain, wide = (dense_form(x, gates, chosen, experts, "silu", biases, platform=kind) for kind in ("cpu", "tpu"))
     np.testing.assert_allclose(plain, wide, rtol=1e-6, atol=1e-6)
@@ -245,7 +245,7 @@ def test_adapters_are_beside_attention_and_experts_have_none_by_name():
     model = PRESETS["Qwen/Qwen3-30B-A3B"]
     named = {name.split(".")[1] for name in trained_specs(with_lora(model, LoraConfig(rank=4)))}
     assert named == {"q", "k", "v", "o"}
-    with pytest.raises(ModelError, match=r"qwen3_moe has no matrix mlp .* experts and routers stay frozen; name q, k"):
+    with pytest.raises(ModelError, match=r"qwen3_moe has no matrix mlp .* if targets name experts; name q, k, v"):
         with_lora(model, LoraConfig(targets=["attention", "mlp"]))
 
 

@@ -8,7 +8,7 @@ import pytest
 from others_code import others_code
 from tiny_models import LOGITS_TOLERANCE, error_of_scale, make_logits, rules_on, tokens_of, write_model
 
-from podium.config.lora import MATRICES
+from podium.config.lora import EXPERTS, MATRICES, TARGETS
 from podium.models.architecture import Lora
 from podium.models.hf import load_params
 from podium.models.params import trained_specs
@@ -62,6 +62,24 @@ def test_peft_loads_our_export_and_its_logits_are_ours(model, tmp_path):
     assert error_of_scale(ours, theirs) < LOGITS_TOLERANCE
     plain = logits_of_torch(hf_model(source), tokens)
     assert error_of_scale(plain, theirs) > 100 * LOGITS_TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # its own, when it joins them
+def test_peft_loads_our_adapters_of_experts_and_its_logits_are_ours(tmp_path):
+    """PEFT joins those of single experts, of gate and of up, as transformers 5 joins their matrices."""
+    peft = others_code("peft")
+    source = write_model(tmp_path / "model", "qwen3_moe")
+    plain = read_architecture(source)
+    decoder = dataclasses.replace(plain, lora=Lora(rank=4, alpha=6.0, targets=(*TARGETS["attention"], *EXPERTS)))
+    base = load_params(source, plain, rules_on("auto", 1))
+    adapters, tokens = random_adapters(decoder), tokens_of(source.name)
+    save_adapter(adapters, base, decoder, tmp_path / "adapter", model=str(source.path))
+    theirs = logits_of_torch(peft.PeftModel.from_pretrained(hf_model(source), tmp_path / "adapter"), tokens)
+    ours = np.asarray(make_logits(decoder, rules_on("auto", 1))(base | adapters, tokens))
+    assert error_of_scale(ours, theirs) < LOGITS_TOLERANCE
+    attention = {name: x * (0 if "expert" in name else 1) for name, x in adapters.items()}
+    without = np.asarray(make_logits(decoder, rules_on("auto", 1))(base | attention, tokens))
+    assert error_of_scale(without, theirs) > 100 * LOGITS_TOLERANCE
 
 
 def test_we_load_what_peft_saves_and_our_logits_are_its(model, tmp_path):
