@@ -4,6 +4,9 @@ All conversations share the engine's slots. Replies that have come are admitted 
 when all conversations wait for their environments, so does this thread. A turn's draws depend on the run's seed, the
 prompt, the conversation's index, the turn and the position, never on when a reply came: delays change only the
 schedule.
+
+Where several hosts decode together, all of them do the same with the same conversations. Each holds the environments of
+its own prompts, and they exchange what environments have answered.
 """
 
 import dataclasses
@@ -25,6 +28,10 @@ from podium.train.feed import EncodedPrompt, prompt_messages, request_seed
 
 POLL_S = 0.5
 """Longest wait for environments between calls of `on_poll`."""
+POLL_TOGETHER_S = 0.05
+"""The same where hosts decode together: each waits for the answers of the others, too."""
+STEPS_TOGETHER = 4
+"""Engine steps between exchanges of hosts that decode together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +52,8 @@ class Episode:
         return self.transcript.finish_reason == "failed"
 
 
+Exchange = Callable[[list[Answered]], list[Answered]]
+"""Sends what this host's environments have answered to all hosts; returns the answers of all, in one order."""
 OnEpisodes = Callable[[int, list[Episode]], None]
 """Called with a prompt's index and its episodes as soon as all of them have ended."""
 
@@ -85,9 +94,20 @@ class Episodes:
         environments: Environments,
         rollout: RolloutConfig,
         config: EnvironmentsConfig,
+        exchange: Exchange | None = None,
     ) -> None:
-        """`dialogues` has each task's chat format of conversations; None: its prompts are answered once."""
+        """Hold nothing yet.
+
+        Args:
+            engine: decodes.
+            dialogues: each task's chat format of conversations; None: its prompts are answered once.
+            environments: of this host.
+            rollout: limits of conversations.
+            config: what happens if environments fail.
+            exchange: set if hosts decode together; all hosts must then make the same calls.
+        """
         self.engine = engine
+        self.exchange = exchange
         self.dialogues = list(dialogues)
         self.environments = environments
         self._rollout = rollout
@@ -101,13 +121,16 @@ class Episodes:
         completions: int,
         on_episodes: OnEpisodes,
         on_poll: OnPoll,
+        own: slice = slice(None),
     ) -> tuple[list[list[Episode]], RolloutStats, EnvironmentStats]:
         """Hold `completions` conversations about each prompt; returns all episodes in order, and statistics.
+
+        `own` are the prompts whose environments are on this host.
 
         Raises what `on_poll` and `on_episodes` raise, after ending all conversations.
         """
         self.engine.stats()
-        rollout = _Rollout(self, prompts, sampling, completions, on_episodes)
+        rollout = _Rollout(self, prompts, sampling, completions, on_episodes, own)
         try:
             rollout.run(on_poll)
         except BaseException:
@@ -131,7 +154,10 @@ class _Rollout:
         sampling: SamplingParams,
         completions: int,
         on_episodes: OnEpisodes,
+        own: slice,
     ) -> None:
+        self._own = range(len(prompts))[own]
+        self._steps = 0
         self._owner, self._engine, self._environments = owner, owner.engine, owner.environments
         self._limits, self._longest = owner._rollout.limits, owner._rollout.longest
         self._prompts, self._sampling, self._completions = list(prompts), sampling, completions
@@ -185,6 +211,7 @@ class _Rollout:
             on_poll()
             self._take_answers()
             if self._engine.busy:
+                self._steps += 1
                 self._engine.step()
                 for key, completion in self._engine.poll():
                     self._take_turn(key, completion)
@@ -206,16 +233,25 @@ class _Rollout:
         live.began = time.monotonic()
         self._live[live.number] = live
         seed = request_seed(prompt.seed, "environment", live.sample if own else 0)
-        self._environments.open(live.number, prompt.prompt.task, prompt.prompt.prompt, seed)
+        if live.index in self._own:
+            self._environments.open(live.number, prompt.prompt.task, prompt.prompt.prompt, seed)
 
     def _take_answers(self) -> None:
         """Take what environments have answered; waits for one if the engine has nothing to do."""
-        wait_s = 0.0 if self._engine.busy else POLL_S
+        exchange, idle = self._owner.exchange, not self._engine.busy
+        if exchange is not None and not idle and self._steps % STEPS_TOGETHER:
+            return
+        wait_s = 0.0 if not idle else POLL_S if exchange is None else POLL_TOGETHER_S
         start = time.perf_counter()
+        found: list[Answered] = []
         while (answered := self._environments.next(wait_s)) is not None:
-            if wait_s:
-                self._idle_s += time.perf_counter() - start
             wait_s = 0.0
+            found.append(answered)
+        if exchange is not None:
+            found = exchange(found)
+        if idle:
+            self._idle_s += time.perf_counter() - start
+        for answered in found:
             live = self._live.get(answered.number)
             if live is not None:
                 self._take_answer(live, answered)
@@ -389,7 +425,8 @@ class _Rollout:
         """End the turns of a conversation and ask for its grade."""
         live.stop = reason
         self._drop_key(live)
-        self._environments.grade(live.number)
+        if live.index in self._own:
+            self._environments.grade(live.number)
 
     def _end(self, live: _Live, final: float | None, environment: object) -> None:
         """Take a conversation's grade."""
@@ -439,7 +476,8 @@ class _Rollout:
             self._finish(live, "calls")
             return
         turn = Turn(text=completion.text, number=number, calls=read.calls, problem=read.problem)
-        self._environments.say(live.number, turn)
+        if live.index in self._own:
+            self._environments.say(live.number, turn)
 
     def _why_cut(self, live: _Live) -> StopReason:
         """Which limit cut a turn."""

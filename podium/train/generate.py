@@ -28,6 +28,7 @@ from podium.rollout.transcript import Transcript, transcript_of
 from podium.run.resolve import host_share
 from podium.run.spec import RolloutSpec
 from podium.sharding import Params, ShardingRules
+from podium.tasks.conversing import Answered
 from podium.tasks.environments import Environments
 from podium.tasks.grading import Grader, Grading
 from podium.tasks.mixture import TaskPrompt
@@ -156,14 +157,20 @@ class Rollouts:
         self.grader = Grader(tasks, spec.grading, max_new_tokens=spec.sampling.max_new_tokens)
         self.environments = Environments(tasks, spec.environments)
         self.episodes = Episodes(
-            self.engine, self.feed.dialogues, self.environments, rollout=settings, config=spec.environments
+            self.engine,
+            self.feed.dialogues,
+            self.environments,
+            rollout=settings,
+            config=spec.environments,
+            exchange=self._exchange if self.layout.over_hosts else None,
         )
         self.converses = any(self.feed.dialogues)
         """Whether a task has conversations; then all prompts are answered beside them."""
-        if self.converses and self.layout.over_hosts:
+        if self.converses and self.layout.over_hosts and settings.limits.episode_timeout_s is not None:
             raise ValueError(
-                f"rollout.layout {self.layout.name}: several hosts decode together, and conversations need each host to"
-                " decode by itself; set rollout.layout to replicated, tensor, or hybrid within a host"
+                f"rollout.layout {self.layout.name}: several hosts decode together, and their clocks differ; leave"
+                " rollout.limits.episode_timeout_s out, or set rollout.layout to replicated, tensor, or hybrid within"
+                " a host"
             )
 
     @property
@@ -230,7 +237,7 @@ class Rollouts:
                 on_poll, enough = (self._watchdog.beat, choice.enough) if choice.asks else (self._poll, None)
                 idle = not (requests or choice.asks)
                 if self.converses:
-                    part = self._converse(drawn_here, settings, grades)
+                    part = self._converse(drawn_here, settings, grades, own)
                 elif idle:
                     part = grades.wait_for([], RolloutStats())
                 else:
@@ -274,11 +281,28 @@ class Rollouts:
         self._watchdog.beat()
         self._stop.poll()
 
-    def _converse(self, pending: Sequence[Pending], settings: AnswerSettings, grades: "_Grades") -> _HostPart:
-        """Hold this host's conversations, and grade each group when its last one has ended."""
+    def _converse(
+        self, pending: Sequence[Pending], settings: AnswerSettings, grades: "_Grades", own: slice
+    ) -> _HostPart:
+        """Hold conversations, and grade each group of this host when its last one has ended.
+
+        `own` is the host's share where all hosts hold all conversations together.
+        """
         prompts = [each.prompt for each in pending]
-        made = self.episodes.hold(prompts, settings.sampling, settings.completions, grades.submit_episodes, self._poll)
-        return grades.wait_for_episodes(*made)
+        asked = settings.sampling, settings.completions, grades.submit_episodes
+        if self.layout.over_hosts:
+            return grades.wait_for_episodes(*self.episodes.hold(prompts, *asked, self._watchdog.beat, own))
+        return grades.wait_for_episodes(*self.episodes.hold(prompts, *asked, self._poll))
+
+    def _exchange(self, answered: list[Answered]) -> list[Answered]:
+        """What the environments of all hosts have answered. Raises Interrupted on all of them if one must stop."""
+        with contextlib.suppress(Interrupted):
+            self._stop.poll()  # signals received by other processes
+        with self._watchdog.waiting():
+            hosts = gather((answered, self._stop.asked()))
+        if any(asked == signal.SIGTERM for _, asked in hosts):
+            raise Interrupted
+        return [each for found, _ in hosts for each in found]
 
     def _check_failures(self, groups: Sequence[Group], held: EnvironmentStats) -> None:
         """Raise FailingEnvironmentError if too many conversations failed through no fault of the model."""
@@ -303,7 +327,8 @@ class Rollouts:
         if self.layout.over_hosts:  # all hosts have counted the same
             beside = [dataclasses.replace(beside[0], reward_s=max(stats.reward_s for stats in beside))]
         stats = functools.reduce(RolloutStats.beside, beside)
-        held = functools.reduce(EnvironmentStats.then, (part.episodes for part in parts))
+        told = [part.episodes for part in parts]
+        held = functools.reduce(EnvironmentStats.then, told[:1] if self.layout.over_hosts else told)
         return [answer for part in parts for answer in part.answers], stats, held
 
 
@@ -403,7 +428,9 @@ class _Grades:
     def submit_episodes(self, index: int, episodes: list[Episode]) -> None:
         """Start grading the episodes of a prompt; those that failed through no fault of the model get no reward."""
         asked = self._pending[index].prompt.prompt
-        self._gradings[index] = self._grader.submit([(asked, _graded(each)) for each in episodes if not each.failed])
+        if index in self._own:
+            graded = [(asked, _graded(each)) for each in episodes if not each.failed]
+            self._gradings[index] = self._grader.submit(graded)
         self._done += len(episodes)
         self._tokens += sum(each.transcript.num_drawn for each in episodes)
         self._on_progress(self._done, self._tokens)
@@ -412,7 +439,8 @@ class _Grades:
         """Wait for the grades of all episodes; returns them with their transcripts."""
         start = time.perf_counter()
         answers: list[_Answer] = []
-        for index, episodes in enumerate(made):
+        for index in self._own:
+            episodes = made[index]
             rewards = iter(self._gradings[index].result())
             weight = self._grader.correct_weight(self._pending[index].prompt.prompt.task)
             given = [

@@ -286,6 +286,41 @@ def test_hosts_that_carry_completions_over_draw_what_one_process_waits_for(tiny_
         assert [shared_by_all(record) for record in metrics] == [shared_by_all(record) for record in records]
 
 
+@pytest.mark.long
+def test_hosts_hold_the_conversations_of_one_process(tiny_model, template, tmp_path):
+    """Each host decodes those of its own prompts, or all hosts decode all of them together."""
+    talk = {
+        "chat_template": template,
+        "tasks": [{"name": "arithmetic", "environment": "scripted:Slow"}],
+        "environments": {"workers": 1},
+        "rollout": {"max_prompt_tokens": 24, "max_new_tokens": 8, "max_episode_tokens": 60, "page_tokens": 4},
+        "metrics": {"samples_every": 1},
+    }
+    layouts = {"apart": {}, OVER_HOSTS: {"rollout": {"layout": "hybrid", "group_chips": 2}}, "alone": {}}
+    changes = merged(SETTINGS, talk)
+    configs = {
+        name: make_config(tiny_model, tmp_path, name=name, steps=2, **merged(changes, layout))
+        for name, layout in layouts.items()
+    }
+    order = {"configs": [configs[name].model_dump(mode="json") for name in ("apart", OVER_HOSTS)]}
+    job = Hosts(tmp_path / "job", order, hosts=2, devices=1)
+    try:
+        assert job.statuses() == [0, 0], job.logs()
+    finally:
+        job.close()
+    assert train(configs["alone"], plain=True) == 0
+    expected = texts(tmp_path / "alone")
+    assert len(expected) == 2 * 6
+    for name in ("apart", OVER_HOSTS):
+        assert texts(tmp_path / name) == expected
+        written = [record for record in read_records(tmp_path / name / "metrics.jsonl") if "env/turns/max" in record]
+        assert [record["env/turns/max"] for record in written] == [3, 3]
+        assert [record["env/failed"] for record in written] == [0, 0]
+        whole = [record for record in read_records(tmp_path / "alone" / "metrics.jsonl") if "env/turns/max" in record]
+        for key in ("env/reply_tokens", "train-reward/total/mean", "train-other/total_valid_token_count"):
+            assert [record[key] for record in written] == pytest.approx([record[key] for record in whole])
+
+
 def wait_for(job: Hosts, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
