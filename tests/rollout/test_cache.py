@@ -90,8 +90,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("window", "sinks"), [(None, None), (3, None), (3, jnp.linspace(-1, 2, H))], ids=str)
-@pytest.mark.parametrize(("starts", "counts", "T"), CASES)
+@pytest.mark.parametrize(
+    ("starts", "counts", "T", "window", "sinks"),
+    [
+        *((*case, window, None) for case in CASES for window in (None, 3)),
+        *((*case, 3, jnp.linspace(-1, 2, H)) for case in (CASES[0], CASES[3])),
+    ],
+)
 def test_new_tokens_are_written_after_the_old_ones_and_attend_to_what_their_window_holds(
     starts, counts, T, window, sinks, layout
 ):
