@@ -87,6 +87,8 @@ class DecoderConfig:
     """Adapters that are trained in place of the weights, which are frozen; no part of config.json."""
     norm_offset: float = 0.0
     """Offset that every norm adds to its stored scale (Gemma: 1)."""
+    wide_norms: bool = False
+    """Whether norms multiply with their scale in float32 and round once (Gemma, gpt-oss); others round before too."""
     embed_scale: float = 1.0
     """Factor of the embeddings, in the number format of the products (Gemma: the square root of the width)."""
 

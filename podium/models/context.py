@@ -33,6 +33,7 @@ class LayerContext:
     recurrence: Recur | None
     eps: float
     norm_offset: float
+    wide_norms: bool
     rules: ShardingRules
     recorded: Recorded | None = None
     replay: bool = True
@@ -40,7 +41,7 @@ class LayerContext:
     def norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
         """RMS norm over the last dimension."""
         assert isinstance(scale, jax.Array), "the scale of a norm has no adapter and is no matrix"
-        return mathematics.rms_norm(x, scale, self.eps, self.norm_offset)
+        return mathematics.rms_norm(x, scale, self.eps, self.norm_offset, self.wide_norms)
 
     def linear(self, pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
         """The einsum of an activation and a weight."""

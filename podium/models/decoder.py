@@ -124,7 +124,8 @@ def forward(
             auxiliary += made
     norm = weight("final_norm", params["final_norm"])
     assert isinstance(norm, jax.Array)
-    return rms_norm(x, norm, config.norm_eps, config.norm_offset), tuple(kept), tuple(auxiliary)
+    normed = rms_norm(x, norm, config.norm_eps, config.norm_offset, config.wide_norms)
+    return normed, tuple(kept), tuple(auxiliary)
 
 
 LayerInputs = tuple[jax.Array, Params, Recorded | None]
@@ -195,6 +196,7 @@ def _layer(
         recurrence=recur,
         eps=config.norm_eps,
         norm_offset=config.norm_offset,
+        wide_norms=config.wide_norms,
         rules=rules,
         recorded=known,
         replay=replay,

@@ -238,6 +238,7 @@ def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
         norm_eps=real_number(raw, "rms_norm_eps", where, 1e-6),
         tied=_tied(raw, where),
         norm_offset=1.0 if family.like_gemma else 0.0,
+        wide_norms=family.like_gemma or family.like_gpt_oss,
         embed_scale=math.sqrt(width) if family.like_gemma else 1.0,
     )
     return check_config(config, where)

@@ -105,7 +105,7 @@ def switches(layer):
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_clone_keeps_every_switch_and_the_ratio_of_heads(name):
     model, clone = PRESETS[name], tiny_clone(PRESETS[name])
-    for field in ("model_type", "tied", "norm_eps", "norm_offset"):
+    for field in ("model_type", "tied", "norm_eps", "norm_offset", "wide_norms"):
         assert getattr(clone, field) == getattr(model, field)
     assert {place.block.norms_behind for place in clone.places} == {place.block.norms_behind for place in model.places}
     assert {switches(block.kinds) for block in clone.blocks} == {switches(block.kinds) for block in model.blocks}

@@ -232,13 +232,23 @@ def test_rms_norm_by_hand():
     x = jnp.array([[3.0, 4.0]])
     scale = jnp.array([1.0, 2.0])
     root = math.sqrt(12.5 + 0.5)
-    np.testing.assert_allclose(rms_norm(x, scale, 0.5, 0.0), [[3 / root, 8 / root]], rtol=1e-6)
+    np.testing.assert_allclose(rms_norm(x, scale, 0.5, 0.0, False), [[3 / root, 8 / root]], rtol=1e-6)
+
+
+def test_a_wide_norm_rounds_once():
+    random = np.random.default_rng(0)
+    x, scale = (jnp.asarray(random.standard_normal((64,)), jnp.bfloat16) for _ in range(2))
+    exact = np.asarray(x, np.float64) / np.sqrt(np.mean(np.asarray(x, np.float64) ** 2)) * np.asarray(scale, np.float64)
+    once = np.asarray(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16), np.float32)
+    wide, plain = (np.asarray(rms_norm(x, scale, 0.0, 0.0, each), np.float32) for each in (True, False))
+    assert np.mean(wide == once) > 0.95  # a product in float32 is not the exact one
+    assert np.mean(plain == once) < 0.9
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_helpers_return_the_dtype_that_they_are_given(dtype):
     x, cos, sin = jnp.ones((1, 1, 1, 8), dtype), *rope_tables(jnp.array([[3]]), FREQUENCIES)
-    assert rms_norm(x, jnp.ones(8, dtype), 1e-5, 0.0).dtype == dtype
+    assert rms_norm(x, jnp.ones(8, dtype), 1e-5, 0.0, False).dtype == dtype
     assert rotate(x, cos, sin).dtype == dtype
     tokens, positions = np.zeros((1, 4), np.int32), np.arange(4)[None]
     hidden = hidden_states(tokens, positions, causal(4), dtype=jnp.dtype(dtype))

@@ -19,18 +19,19 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation = "silu") -> ja
     return (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(2, 3))
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float) -> jax.Array:
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(2, 3, 4))
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float, wide: bool) -> jax.Array:
     """RMS norm (arXiv:1910.07467) over the last dimension, computed in float32, in the dtype of `x`.
 
-    The scale is `offset` + `scale`. Without an offset the product with it is made in the dtype of `x`, as in Llama;
-    with one in float32, as in Gemma. Recomputed in the backward pass, which would otherwise keep two float32 arrays of
+    The scale is `offset` + `scale`. The product with it is made in float32 if `wide`, else in the dtype of `x`, as in
+    Llama. Recomputed in the backward pass, which would otherwise keep two float32 arrays of
     its size.
     """
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    if offset:
+    if wide:
         return (y * jnp.expand_dims(offset + scale.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)
+    scale = scale + offset if offset else scale
     return (y.astype(x.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
 
 
