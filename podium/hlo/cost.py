@@ -20,6 +20,7 @@ HOP_S = 1e-6  # seconds of a message to the neighbouring chip: jax-ml.github.io/
 KERNELS = ('"tpu_custom_call"', '"__gpu$xla.gpu.triton"')
 DECLARED = re.compile(
     r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(?P<tpu>\d+)|serialized_metadata = "\{\\22flops\\22: \\22(?P<gpu>\d+)'
+    r"(?:\\22, \\22bytes\\22: \\22(?P<bytes>\d+))?"
 )
 SPARSE_CORE = 'async_execution_thread="sparsecore"'
 GPU_COLLECTIVE = '"collective_backend_config"'
@@ -52,6 +53,7 @@ class Work:
     host_bytes: float = 0  # copied from or to the host's memory
     beside: Beside = (0.0, 0.0, 0.0)  # work that the device does while the host copies are in flight
     kernel: bool = False  # whether it is a Pallas kernel
+    of_block: bool = False  # whether the kernel's operations and bytes are those of one block of the cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +208,8 @@ def _work(context: _Context, each: Instruction, computation: Computation, times:
         declared = DECLARED.search(each.attributes)
         flops = float(declared["tpu"] or declared["gpu"]) if declared else 0.0
         work = dataclasses.replace(work, flops=flops, kernel=True)
+        if declared and declared["bytes"]:  # of a kernel that reads only the pages in use
+            work = dataclasses.replace(work, hbm_bytes=float(declared["bytes"]), of_block=True)
     return work if any((work.flops, work.flops_f32, work.hbm_bytes, work.transfers, work.host_bytes)) else None
 
 

@@ -167,7 +167,8 @@ def looped_work(
 ) -> tuple[LoopedWork, ...]:
     """The cost of a program, split into work outside and inside the program's own loop; equal pieces are merged.
 
-    Attention's inner loop over the cache runs `blocks` rounds. `skipped` and `per_machine` are passed to `walk`.
+    Attention's inner loop over the cache runs `blocks` rounds, and so does the work of a kernel that declares that of
+    one block. `skipped` and `per_machine` are passed to `walk`.
     """
     trips = {loop: blocks for loop in unknown_loops(module) if ATTENTION in loop}
     trips |= {loop: 1.0 for loop in unknown_loops(module) if OPTIMIZER in loop}
@@ -185,7 +186,8 @@ def looped_work(
     for first, second in zip(one, two, strict=True):
         key = dataclasses.replace(first, name="", source="", times=0.0), ATTENTION in first.source and first.kernel
         once, each = times.get(key, (0.0, 0.0))
-        times[key] = (once + 2 * first.times - second.times, each + second.times - first.times)
+        rounds = blocks if first.of_block else 1.0
+        times[key] = (once + rounds * (2 * first.times - second.times), each + rounds * (second.times - first.times))
     return tuple(LoopedWork(work, once, each, attends) for (work, attends), (once, each) in times.items())
 
 

@@ -13,7 +13,8 @@ states of recurrent layers, and rings. A ring holds the pages of a windowed laye
 page c modulo the ring's length, and overwrites positions that the window no longer reaches.
 
 Attention loops over blocks of pages up to the longest sequence of its rows, with a running softmax (arXiv:1805.02867):
-its cost depends on the tokens in the cache, not on the cache's size, and a row's bits do not depend on other rows.
+its cost depends on the tokens in the cache, not on the cache's size, and a row's bits do not depend on other rows. On
+GPUs, decoding has a kernel (`podium.kernels.gpu_decode`).
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ from jax.sharding import PartitionSpec
 from podium.config.attention import KvLayout, cache_block_pages, kv_layout
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import cache_pages, ring_piece
+from podium.kernels import gpu_decode
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.kind import Advance, At, States, StateSpec, Work
 from podium.models.linear import full_precision
@@ -268,6 +270,10 @@ def extend(
     ) -> tuple[KvPages, jax.Array]:
         write = _append if q.shape[1] == 1 else _write
         cache = write(cache, layer, tables, starts, counts, k, v)
+        if q.shape[1] == 1 and rules.platform == "gpu" and gpu_decode.fits(cache.page_tokens, q.shape[-1]):
+            paged = functools.partial(gpu_decode.paged_attention, window=window, sinks=sinks)
+            found = paged(q[:, 0], cache.stored_keys, cache.values, layer, tables, (starts + counts) * counts)
+            return cache, found[:, None]
         return cache, _attend(cache, layer, tables, starts, counts, q, pages_at_once, window, sinks)
 
     if cache.ring is not None:

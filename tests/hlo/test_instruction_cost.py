@@ -8,11 +8,16 @@ from recorded_programs import FSDP, MESH, by_kind
 from podium.hlo.collectives import group_of
 from podium.hlo.cost import Peaks, roofline, walk
 from podium.hlo.text import parse
+from podium.plan.worker import looped_work
+
+
+def module_of(instructions, *, computations="", mesh=FSDP):
+    header = f"HloModule m, num_partitions={math.prod(mesh.values())}"
+    return parse(f"{header}\n{computations}\nENTRY %main () -> f32[] {{\n{instructions}\n}}\n")
 
 
 def cost_of(instructions, *, computations="", mesh=FSDP):
-    header = f"HloModule m, num_partitions={math.prod(mesh.values())}"
-    return walk(parse(f"{header}\n{computations}\nENTRY %main () -> f32[] {{\n{instructions}\n}}\n"), mesh)
+    return walk(module_of(instructions, computations=computations, mesh=mesh), mesh)
 
 
 def test_a_fusion_that_slices_a_stack_reads_the_slice_through_nested_fusions():
@@ -258,6 +263,18 @@ def test_a_triton_kernel_counts_with_what_it_declares():
     )
     assert cost.flops == 2415919104
     assert cost.hbm_bytes == 2 * 2 * 16 * 4 * 512 * 128
+
+
+def test_a_kernel_that_reads_the_cache_declares_the_work_on_a_block_of_it():
+    module = module_of(
+        r"""  %q = bf16[16,4,512,128]{3,2,1,0} parameter(0)
+  ROOT %c = bf16[16,4,512,128]{3,2,1,0} custom-call(%q), custom_call_target="__gpu$xla.gpu.triton", """
+        r"""backend_config={serialized_metadata = "{\22flops\22: \22300\22, \22bytes\22: \2270\22}"}"""
+    )
+    (work,) = walk(module, FSDP).works
+    assert (work.flops, work.hbm_bytes, work.of_block) == (300, 70, True)
+    (looped,) = looped_work(module, FSDP, blocks=4)
+    assert looped.once == 4  # four blocks of the cache in each call
 
 
 def test_products_of_a_dilated_convolution_leave_out_its_holes():

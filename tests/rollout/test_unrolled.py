@@ -1,6 +1,7 @@
 """The engine's form on GPUs, computed on the CPU: each layer has its own weights and cache."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,8 @@ from tiny_decoder import DECODER
 from tiny_engine import CONFIG, Letters, mesh_of, random_requests, same
 
 from podium.certify.subject import random_weights, tiny_clone
-from podium.models.architecture import Lora, unrolled
+from podium.kernels import gpu_decode
+from podium.models.architecture import Lora, unrolled, with_layers
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, frozen_specs, is_adapter, param_specs
 from podium.models.presets import PRESETS
 from podium.rollout.engine import NonFiniteError, RolloutEngine
@@ -27,6 +29,12 @@ class OfGpu(ShardingRules):
     @property
     def platform(self) -> str:
         return "gpu"
+
+
+@pytest.fixture(autouse=True)
+def without_kernel(monkeypatch: pytest.MonkeyPatch):
+    """The decode kernel is for devices that are GPUs; a test below emulates it."""
+    monkeypatch.setattr(gpu_decode, "fits", lambda page_tokens, head_dim: False)
 
 
 def make_engine(kind, decoder, config=CONFIG, tokenizer=None):
@@ -62,6 +70,24 @@ def test_it_draws_what_a_loop_over_stacks_draws_and_takes_new_weights():
         answers.append(stacked.generate(requests)[0])
         assert same(answers[-1], apart.generate(requests)[0])
     assert not same(*answers)
+
+
+def test_the_decode_kernel_reads_the_pages_that_the_engine_writes(monkeypatch):
+    emulated = functools.partial(gpu_decode.paged_attention, interpret=True)
+    monkeypatch.setattr(gpu_decode, "fits", lambda page_tokens, head_dim: True)
+    monkeypatch.setattr(gpu_decode, "paged_attention", emulated)
+    config = CONFIG.model_copy(update={"max_new_tokens": 5, "slots": 4, "prefill_rows": 2})
+    requests = random_requests(3, completions=2, max_new_tokens=5)
+    answers = []
+    for kind in (ShardingRules, Kernel):
+        engine = make_engine(kind, with_layers(DECODER, 1), config)
+        engine.load(opinionated(with_layers(DECODER, 1), 0))
+        answers.append(engine.generate(requests)[0])
+    assert same(*answers)
+
+
+class Kernel(OfGpu):
+    """As `OfGpu`, with programs of its own."""
 
 
 @pytest.mark.long  # compiles 15 layers of three kinds for each length; the last test has windows too
