@@ -2,7 +2,8 @@
 
     python -m benches.children.decode_bytes MACHINE FORM SLOTS CONTEXT SETTING...       (benches.gpu_decode calls it)
 
-FORM is `stacks` for a loop over stacked weights, as the trainer has them, or `layers` for what the engine does.
+FORM is `stacks` for a loop over stacked weights, as the trainer has them, and attention in XLA; or `layers` for what
+the engine does.
 """
 
 import dataclasses
@@ -21,8 +22,10 @@ from benches.record import ROOT
 from podium.accelerators import Accelerator, find_accelerator
 from podium.config.attention import cache_block_pages
 from podium.config.mesh import mesh_text
+from podium.config.sizes import steps_at_once
 from podium.hlo.cost import ProgramCost, roofline
 from podium.hlo.text import parse
+from podium.kernels import gpu_decode
 from podium.models.architecture import DecoderConfig
 from podium.models.presets import find_decoder
 from podium.plan.calibration import load_chip
@@ -38,6 +41,7 @@ from podium.sharding import AbstractParams, ShardingRules, make_mesh
 from podium.train.generate import rollout_rules
 
 CONFIG = ROOT / "configs" / "gsm8k_qwen25_3b.yaml"
+SMALLEST_MATRIX = 2**18  # elements; biases of heads have fewer, and the dimensions of some activations
 MADE = re.compile(r"^\s*(?:ROOT )?%\S+ = \w+\[([\d,]+)\]\S* (?:fusion|copy|convert|concatenate)\(")
 
 
@@ -46,6 +50,7 @@ def main(machine: str, form: str, slots: str, context: str, *settings: str) -> N
         podium.rollout.weights.engine_decoder = lambda decoder, rules: decoder
         podium.rollout.programs.engine_decoder = lambda decoder, rules: decoder
         podium.rollout.programs.engine_options = lambda platform: {}
+        gpu_decode.fits = lambda page_tokens, head_dim: False
     accelerator = find_accelerator(machine)
     config = load_settings([str(CONFIG)], [f"rollout.slots={slots}", *settings]).config
     decoder = find_decoder(config)
@@ -72,8 +77,9 @@ def step_cost(text: str, spec: RunSpec, context: int, accelerator: Accelerator) 
     """Bytes that a device moves in one step of the program's loop, and its milliseconds by the roofline."""
     page = spec.rollout.settings.page_tokens
     blocks = math.ceil(context / (page * cache_block_pages(page, "gpu")))
+    at_once = steps_at_once(spec.rollout.settings.refill_steps, spec.machine.devices)
     works = looped_work(parse(text), spec.mesh, blocks, skipped=["sample"])
-    step = ProgramCost(tuple(dataclasses.replace(each.work, times=each.each) for each in works if each.each))
+    step = ProgramCost(tuple(dataclasses.replace(each.work, times=each.each / at_once) for each in works if each.each))
     chip = load_chip(accelerator.generation)
     return {
         "step_bytes": step.hbm_bytes,
@@ -95,7 +101,7 @@ def weights_written(text: str, weights: AbstractParams) -> int:
     shapes = {
         _dimensions(value.shape[1:] if name.startswith("layers") else value.shape) for name, value in weights.items()
     }
-    matrices = {shape for shape in shapes if len(shape) > 1}
+    matrices = {shape for shape in shapes if math.prod(shape) >= SMALLEST_MATRIX}
     made = (_dimensions(map(int, found[1].split(","))) for line in text.splitlines() if (found := MADE.match(line)))
     return sum(shape in matrices for shape in made)
 
