@@ -3,11 +3,13 @@
     python -m benches.gpu_decode            (a quarter of an hour of CPU time; needs pip install 'podium-rl[plan-gpu]')
 
 For each case, the bytes of a step over those of its floor, which reads each weight, key and value once and writes the
-logits; its milliseconds by the roofline; and how many instructions write an array as large as a matrix of weights. Both
-forms are compiled in the same run: `stacks`, a loop over the trainer's stacks, in which XLA copies each layer's slice,
-joins weights in every call and gathers pages of the cache; and `layers`, what the engine does. Each is compiled as XLA chooses kernels, and with
-cuBLAS for every product. Writes benches/results/gpu-decode-planned.json; exit status 1 where a step of `layers` moves
-more than 1.15 times its floor. Cases that a file of an interrupted run has are not compiled again.
+logits; its milliseconds by the roofline; and how many instructions write an array as large as a matrix of weights.
+
+Both forms are compiled in the same run: `stacks`, a loop over the trainer's stacks, in which XLA copies each layer's
+slice, joins weights in every call and gathers pages of the cache; and `layers`, what the engine does. Each is compiled
+as XLA chooses kernels, and with cuBLAS for every product. Writes benches/results/gpu-decode-planned.json; exit status 1
+where a step of `layers` moves more than 1.15 times its floor. Cases that an interrupted run's file has are not compiled
+again.
 """
 
 import json
