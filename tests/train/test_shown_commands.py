@@ -64,6 +64,7 @@ TINY = {
 ALSO = {  # of commands with these words
     "gsm8k": {"TASKS__0__PATH": "data"},
     "gsm8k_qwen": {"TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
+    "gsm8k_gpt_oss": {"TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
     "qwen3_8b": {"GRADING__OVERLONG_BUFFER_TOKENS": "1"},
     "--profile": {"STEPS": "12"},
     "configs/tools.yaml": {"ROLLOUT__MAX_EPISODE_TOKENS": "null"},
