@@ -5,6 +5,7 @@ import itertools
 import os
 import random
 import signal
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from podium.plan.workload import Clock, Replies, SequenceLengths, simulate_rollo
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import RolloutStats
 from podium.rollout.transcript import Transcript
+from podium.tasks import environments
 from podium.tasks.conversation import ToolCall, Turn, as_reply
 from podium.tasks.conversing import Answered
 from podium.tasks.environments import ENDED
@@ -318,7 +320,14 @@ def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
     ]
     failing = {"workers": 2, "retries": 1, "timeout_s": 5.0, "max_failed": 1.0}
     config = talk(tasks=wild, environments=failing, rollout={"cache_tokens": 96, "stop": ["3", "5", "is", "+"]})
-    before, draw, seen = below(os.getpid()), random.Random(0), Counter()
+    draw, seen, started = random.Random(0), Counter(), list[subprocess.Popen]()
+    begin = environments._Process.__init__
+
+    def begun(self, *options) -> None:
+        begin(self, *options)
+        started.append(self._process)
+
+    monkeypatch.setattr(environments._Process, "__init__", begun)
     with opened(config) as rollouts:
         settings = AnswerSettings(sampling=rollouts.spec.sampling, completions=4)
         for number in range(rounds):
@@ -341,7 +350,9 @@ def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
             assert rollouts.engine.keys == [] and rollouts.engine.pages_used == 0 and not rollouts.engine.busy
             assert not rollouts.environments._homes and not rollouts.environments._deadlines
     assert all(seen[each] for each in ("evicted", "length", "failed", "ended", "wrong")), seen
-    assert below(os.getpid()) == before
+    assert len(started) > failing["workers"]  # some ended and were replaced
+    assert all(process.returncode is not None for process in started)
+    assert not {process.pid for process in started} & set(below(os.getpid()))
 
 
 @pytest.mark.parametrize("polls", [1, 4])
