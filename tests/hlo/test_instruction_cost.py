@@ -265,6 +265,14 @@ def test_a_triton_kernel_counts_with_what_it_declares():
     assert cost.hbm_bytes == 2 * 2 * 16 * 4 * 512 * 128
 
 
+def test_the_workspace_of_a_product_by_cublas_is_not_traffic():
+    cost = cost_of("""  %x = bf16[64,2048]{1,0} parameter(0)
+  %w = bf16[2048,512]{1,0} parameter(1)
+  ROOT %c = (bf16[64,512]{1,0}, s8[33554432]{0}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul"
+""")
+    assert cost.hbm_bytes == 2 * (64 * 2048 + 2048 * 512 + 64 * 512)
+
+
 def test_a_kernel_that_reads_the_cache_declares_the_work_on_a_block_of_it():
     module = module_of(
         r"""  %q = bf16[16,4,512,128]{3,2,1,0} parameter(0)
