@@ -69,7 +69,7 @@ TALKING: dict[str, Any] = {
     "environments": {"workers": 2},
     "rollout": {"max_prompt_tokens": 20, "max_episode_tokens": 60, "reproducible": True},
 }
-"""Every prompt is a conversation of up to three turns, and tools run between them, for times that nobody knows."""
+"""Each prompt starts a conversation of up to three turns; between them tools run for unpredictable times."""
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"
     "{{ ' <end> ' if message.role == 'assistant' else ' ' }}{% endfor %}"

@@ -30,11 +30,11 @@ ON_THE_WAY = 0.5
 class FrozenLake:
     """Walk over a lake of `side` x `side` cells from its upper left to its lower right corner, without falling in.
 
-    The reward is 1 at the goal and 0 in a hole; who is still on the ice after `turns` moves gets half of the share of
-    the way that is covered, by the shortest ways. With `slippery`, one move in three goes as said, and the others to
-    its sides, by the environment's seed. Against the edge, and without a move in the answer, the player stays; that is
-    a move as well. A cell is a hole with probability `holes`, and each lake has a way. Lakes of evaluation are never
-    walked in training.
+    The reward is 1 at the goal and 0 in a hole. A player still on the ice after `turns` moves earns half the share of
+    the shortest path that is covered. With `slippery`, one move in three goes in the direction named, and the others
+    go to its left or right, as the environment's seed decides. A move against the edge, or an answer without a move,
+    leaves the player in place and counts. A cell is a hole with probability `holes`; every lake has a path to the
+    goal. Lakes used for evaluation do not occur in training.
     """
 
     system_prompt: str | None = None

@@ -1,4 +1,4 @@
-"""A run with a curriculum: levels that are solved give way, and a run that was broken off goes on with what it knew."""
+"""A run with a curriculum: solved levels are drawn less often, and an interrupted run keeps what it knows of them."""
 
 import pytest
 from scripted import ROOMY
