@@ -10,7 +10,7 @@ from pydantic import Field
 
 from podium.tasks.conversation import Turn
 from podium.tasks.final_answer import answer_text
-from podium.tasks.generated import distinct, held_out
+from podium.tasks.generated import PaidByEnvironment, distinct, held_out
 from podium.tasks.task import Prompt, TaskSource
 
 Count = Annotated[int, Field(ge=1)]
@@ -27,7 +27,7 @@ ON_THE_WAY = 0.5
 """The most that a walk pays which does not reach the goal."""
 
 
-class FrozenLake:
+class FrozenLake(PaidByEnvironment):
     """Walk over a lake of `side` x `side` cells from its upper left to its lower right corner, without falling in.
 
     The reward is 1 at the goal and 0 in a hole. A player still on the ice after `turns` moves earns half the share of
@@ -80,10 +80,6 @@ class FrozenLake:
         """A walk over the prompt's lake; the seed decides where it slips."""
         slips = random.Random(f"{prompt.id} {seed}") if self.slippery else None
         return Walk(prompt.metadata["lake"], self.turns, slips)
-
-    def grade(self, prompt: Prompt, completion: str) -> float:
-        """Never asked: walks pay their own reward."""
-        return 0.0
 
     def _lake(self, generator: random.Random) -> tuple[str, ...]:
         """The rows of a lake whose goal can be reached."""

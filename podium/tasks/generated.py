@@ -1,12 +1,22 @@
-"""What tasks whose questions are generated share: distinct questions, and some of them held out."""
+"""Shared by generated tasks and games: distinct questions, those held out, and the rewards of games."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
+
+from podium.tasks.task import Prompt
 
 Made = TypeVar("Made", bound=Hashable)
 
 DRAWS = 20
 """Draws for each question that is wanted, before it is taken that there are no more."""
+
+
+class PaidByEnvironment:
+    """A task whose conversations give the reward, so that its own grade is never used."""
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        """Return 0; the environment's own reward counts instead."""
+        return 0.0
 
 
 def distinct(draw: Callable[[], Made], count: int) -> list[Made]:

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from podium.tasks.conversation import Reply, Turn
-from podium.tasks.generated import earned
+from podium.tasks.generated import PaidByEnvironment, earned
 from podium.tasks.task import Prompt, TaskSource
 
 Count = Annotated[int, Field(ge=1)]
@@ -16,7 +16,7 @@ Largest = Annotated[int, Field(ge=2)]
 NUMBER = re.compile(r"[0-9]{1,9}")
 
 
-class GuessGame:
+class GuessGame(PaidByEnvironment):
     """Guess a number from 1 to `largest`; each answer is a guess, and the reply is `larger` or `smaller`.
 
     The reward is 1 for the number at the first guess, and falls linearly to 0.5 at guess `turns`; without the number in
@@ -44,10 +44,6 @@ class GuessGame:
         """A game with a number of its own."""
         number = random.Random(f"{prompt.id} {seed}").randint(1, self.largest)
         return Game(number, self.turns)
-
-    def grade(self, prompt: Prompt, completion: str) -> float:
-        """Never asked: games pay their own reward."""
-        return 0.0
 
 
 class Game:

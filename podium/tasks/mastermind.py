@@ -10,7 +10,7 @@ from pydantic import Field
 
 from podium.tasks.conversation import Turn
 from podium.tasks.final_answer import answer_text
-from podium.tasks.generated import distinct, earned, held_out
+from podium.tasks.generated import PaidByEnvironment, distinct, earned, held_out
 from podium.tasks.task import Prompt, TaskSource
 
 Count = Annotated[int, Field(ge=1)]
@@ -21,7 +21,7 @@ CLOSEST = 0.4
 """The most that a game pays whose code is not found."""
 
 
-class Mastermind:
+class Mastermind(PaidByEnvironment):
     """Guess a code of `pegs` digits from 1 to `colours`; replies count right digits in and out of their place.
 
     The reward is 1 for the code at the first guess, and falls linearly to 0.5 at guess `turns`. If it is not found, the
@@ -62,10 +62,6 @@ class Mastermind:
     def open(self, prompt: Prompt, seed: int) -> "Game":
         """A game about the prompt's code; it does not depend on the seed."""
         return Game(prompt.answer, self.turns)
-
-    def grade(self, prompt: Prompt, completion: str) -> float:
-        """Never asked: games pay their own reward."""
-        return 0.0
 
 
 class Marks(NamedTuple):

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from podium.config.errors import suggestion
 from podium.tasks.conversation import Reply, Turn
+from podium.tasks.generated import PaidByEnvironment
 from podium.tasks.task import Prompt, TaskSource
 
 Count = Annotated[int, Field(ge=1)]
@@ -33,7 +34,7 @@ class _Game(Protocol):
     def close(self) -> tuple[Mapping[int, object] | None, Mapping[int, Mapping[str, object]]]: ...
 
 
-class TextArena:
+class TextArena(PaidByEnvironment):
     """Games of one player of TextArena: `tasks: [{name: textarena:GuessTheNumber-v0}]`.
 
     The reward is the game's own, of most games 0 to 1, and 0 for a game that a limit ended. `config` has arguments of
@@ -73,10 +74,6 @@ class TextArena:
     def open(self, prompt: Prompt, seed: int) -> "Playing":
         """A game."""
         return Playing(self._make, random.Random(f"{prompt.id} {seed}").getrandbits(31))
-
-    def grade(self, prompt: Prompt, completion: str) -> float:
-        """Never asked: games pay their own reward."""
-        return 0.0
 
 
 def textarena_task(game: str) -> type[TextArena]:

@@ -11,7 +11,7 @@ from pydantic import Field
 from podium.tasks.conversation import Turn
 from podium.tasks.final_answer import answer_text
 from podium.tasks.five_letter_words import WORDS
-from podium.tasks.generated import earned, held_out
+from podium.tasks.generated import PaidByEnvironment, earned, held_out
 from podium.tasks.task import Prompt, TaskSource
 
 Count = Annotated[int, Field(ge=1)]
@@ -21,7 +21,7 @@ WORTH = {PLACED: 0.1, ELSEWHERE: 0.05, ABSENT: 0.0}
 """What a letter of the best guess pays if the word is not found."""
 
 
-class Wordle:
+class Wordle(PaidByEnvironment):
     """Guess a word of five letters; replies mark each letter: G in its place, Y in another one, X not in the word.
 
     The reward is 1 for the word at the first guess, and falls linearly to 0.5 at guess `turns`. If it is not found, the
@@ -52,10 +52,6 @@ class Wordle:
     def open(self, prompt: Prompt, seed: int) -> "Game":
         """A game about the prompt's word; it does not depend on the seed."""
         return Game(prompt.answer, self.turns)
-
-    def grade(self, prompt: Prompt, completion: str) -> float:
-        """Never asked: games pay their own reward."""
-        return 0.0
 
 
 def marks(word: str, guess: str) -> str:
