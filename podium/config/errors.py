@@ -22,7 +22,7 @@ class Problem:
 
     def __str__(self) -> str:
         """Several lines: the error, its origins, and the setting's documentation."""
-        about = (self.about,) if self.about else ()
+        about = self.about.splitlines() if self.about else ()
         return "\n    ".join((f"{self.key}: {self.message}", *self.origins, *about))
 
 

@@ -222,7 +222,8 @@ def rule_text(node: Schema, schema: Schema) -> str:
         return ("a whole number" if kind == "integer" else "a number") + _bounds(node)
     if kind == "array":
         inner = rule_text(node.get("items", Schema()), schema)
-        least = f" with at least {node['minItems']} element" if "minItems" in node else ""
+        count = node.get("minItems")
+        least = f" with at least {count} element{'s'[: count != 1]}" if count else ""
         return f"a list{least}, each {inner}"
     if kind == "object" and "properties" in node:
         return "a section (`key: value` lines)"

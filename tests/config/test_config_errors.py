@@ -37,6 +37,19 @@ def test_a_wrong_type_shows_rule_value_line_and_purpose(errors):
     ]
 
 
+def test_every_line_of_a_setting_s_purpose_is_indented(errors):
+    (problem,) = errors("rollout: {thinking: drop}\n")
+    first, *others = problem.splitlines()
+    assert first == "rollout.thinking: expected one of keep, segment, got 'drop'"
+    assert len(others) > 2
+    assert all(line.startswith("    ") for line in others)
+
+
+def test_a_list_that_is_too_short_says_how_many_it_needs(errors):
+    (problem,) = errors("", "tasks.0.curriculum={levels: []}")
+    assert "expected a list with at least 2 elements, each a section" in problem
+
+
 def test_an_unknown_key_names_the_nearest(errors):
     assert errors("rollout:\n  max_new_token: 64\n") == [
         "rollout.max_new_token: unknown key; did you mean rollout.max_new_tokens?\n    a.yaml:4"
