@@ -252,8 +252,8 @@ def test_an_unknown_key_is_listed(translate):
          "train.optimizer.name: expected one of adamw, lion, sgd, muon, adafactor, got 'adam'; did you mean adamw?\n"
          "    old.yaml\n"
          "    Update rule; bytes of state per parameter: adamw 8, lion, muon and sgd 4, adafactor about 0. Or your own"
-         " function\nas `package.module:name`, which takes these settings and returns an optax transformation whose"
-         " output is an ascent\ndirection."),
+         " function\n    as `package.module:name`, which takes these settings and returns an optax transformation whose"
+         " output is an ascent\n    direction."),
     ],
 )  # fmt: skip
 def test_what_made_no_sense_there_is_an_error(translate, text, message):
