@@ -348,7 +348,7 @@ def _check_empty(path: Path) -> None:
 
 
 def _kept_fork(path: Path, asked: Fork | None) -> Fork | None:
-    stored = Fork(**json.loads((path / FORK).read_text())) if (path / FORK).exists() else None
+    stored = _read_fork(path) if (path / FORK).exists() else None
     if asked is not None and asked != stored:
         began = f"began from {stored.run}@{stored.step}" if stored else "did not begin from another run"
         raise RunFileError(
@@ -356,6 +356,24 @@ def _kept_fork(path: Path, asked: Fork | None) -> Fork | None:
             "leave --from out to continue it, or set another name"
         )
     return stored
+
+
+def _read_fork(path: Path) -> Fork:
+    match _parsed(path / FORK):
+        case {"run": str(run), "step": int() | None as step}:
+            return Fork(run, step)
+        case other:
+            raise RunFileError(
+                f"{path / FORK} does not name the run and the step that this run began from ({other!r}); put back a"
+                f' copy ({{"run": FOLDER, "step": NUMBER}}), or delete the folder {path}'
+            )
+
+
+def _parsed(path: Path) -> object:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        return str(error)
 
 
 def _check_agreement(path: Path, settings: Settings) -> None:
@@ -381,10 +399,10 @@ def _check_agreement(path: Path, settings: Settings) -> None:
 def read_config(path: Path) -> Config:
     """The config of the run in a folder. Raises RunFileError if it is missing or this version cannot read it."""
     try:
-        return Config.model_validate(yaml.safe_load((path / CONFIG).read_text()))
+        return Config.model_validate(yaml.safe_load((path / CONFIG).read_text(encoding="utf-8")))
     except ValidationError as error:
         problem = "; ".join(f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a date that does not exist
         problem = str(error)
     raise RunFileError(f"{path / CONFIG} is not a config ({problem}); set another name, or delete the folder {path}")
 

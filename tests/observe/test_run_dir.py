@@ -120,10 +120,28 @@ def test_a_key_whose_name_begins_like_a_free_one_is_not_free(tmp_path):
         open_run(make_config(tmp_path, grading={"timeout_s": 6.0}))
 
 
-def test_a_stored_config_that_cannot_be_read_is_an_error_with_a_way_out(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"model: demo\nrecipe: grpo\n", "tasks: Field required; recipe: Extra .*"),
+        (b"model: demo\xef\n", "'utf-8' codec can't decode byte 0xef .*"),
+        (b"name: 2026-13-45\n", "month must be in .*"),
+        (b"model: [demo\n", "while parsing a flow sequence.*"),
+    ],
+    ids=["other keys", "not UTF-8", "no such date", "not YAML"],
+)
+def test_a_stored_config_that_cannot_be_read_is_an_error_with_a_way_out(tmp_path, content, problem):
     run = open_and_close(make_config(tmp_path))
-    (run.path / "config.yaml").write_text("model: demo\nrecipe: grpo\n")
-    with pytest.raises(RunFileError, match=r"is not a config \(tasks: Field required; recipe: Extra .*; set another"):
+    (run.path / "config.yaml").write_bytes(content)
+    with pytest.raises(RunFileError, match=rf"(?s)is not a config \({problem}; set another"):
+        open_run(make_config(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b'{"run": "x"\xef', b'{"run": 1, "step": 2}', b'["run", "step"]'])
+def test_a_stored_fork_that_cannot_be_read_is_an_error_with_a_way_out(tmp_path, content):
+    run = open_and_close(make_config(tmp_path), fork=Fork("runs/other", 3))
+    (run.path / "fork.json").write_bytes(content)
+    with pytest.raises(RunFileError, match=r"fork\.json does not name the run and the step .*; put back a copy"):
         open_run(make_config(tmp_path))
 
 
