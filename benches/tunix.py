@@ -40,6 +40,8 @@ from podium.tasks.task import Prompt, TaskSource
 BAR = 1.5
 PARTS = ("rollout", "update", "step")
 QUESTIONS = 512
+END = 0
+"""Ends a completion; questions are without it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,15 +103,19 @@ def share_of_even(text: str) -> float:
 
 
 def write_model(folder: Path, sizes: Sizes) -> None:
-    """The random Qwen2 as a Hugging Face folder: the model cannot draw what ends a completion."""
+    """The random Qwen2 as a Hugging Face folder.
+
+    Its end token, which is in the vocabulary as the model check wants it, is never drawn: the first entry of all
+    embeddings is 1, and of this one -1, so that its logit is some 30 below the others.
+    """
     import transformers
     from tokenizers import Tokenizer, models
 
     words = [text_of([number]) for number in range(sizes.vocab)]
-    rust = Tokenizer(models.BPE(vocab={word: token for token, word in enumerate([*words, "<end>"])}, merges=[]))
+    rust = Tokenizer(models.BPE(vocab={word: token for token, word in enumerate(words)}, merges=[]))
     rust.add_tokens(words)  # found whole, whatever the class that transformers takes for a Qwen2's tokenizer
     backend = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=rust, chat_template="{{ messages[-1].content }}", eos_token="<end>"
+        tokenizer_object=rust, chat_template="{{ messages[-1].content }}", eos_token=words[END]
     )
     decoder = dense_decoder(
         model_type="qwen2",
@@ -128,7 +134,8 @@ def write_model(folder: Path, sizes: Sizes) -> None:
         qkv_bias=True,
         qk_norm=False,
     )
-    params = init_params(0, param_specs(decoder), ShardingRules(make_mesh("auto"), TRAIN_AXES))
+    params = dict(init_params(0, param_specs(decoder), ShardingRules(make_mesh("auto"), TRAIN_AXES)))
+    params["embed"] = params["embed"].at[:, 0].set(1.0).at[END, 0].set(-1.0)
     save_model(params, decoder, None, folder, dtype="float32")
     backend.save_pretrained(folder)
 
