@@ -101,15 +101,16 @@ def meets_bar(row: dict[str, Any], control: bool) -> bool:
     return after >= BAR_ACCURACY and row["wall_s"] <= BAR_S
 
 
-def _seeds(text: str) -> list[int]:
+def seeds_of(text: str) -> list[int]:
+    """The numbers of a comma-separated list."""
     return [int(seed) for seed in text.split(",") if seed]
 
 
 def main() -> None:
     """Prints and writes the table; exit status 1 where a run misses its bar."""
     parser = arguments(__doc__)
-    parser.add_argument("--seeds", type=_seeds, default=[0, 1, 2], help="comma-separated")
-    parser.add_argument("--control-seeds", type=_seeds, default=[0], help="of the runs with random rewards")
+    parser.add_argument("--seeds", type=seeds_of, default=[0, 1, 2], help="comma-separated")
+    parser.add_argument("--control-seeds", type=seeds_of, default=[0], help="of the runs with random rewards")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="as in podium")
     parser.add_argument("--isa", help="newest instruction set that XLA may use, as AVX2; unset: all that the CPU has")
     parser.add_argument("--runs", type=Path, help="keep the runs in this folder")
