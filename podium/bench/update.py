@@ -72,7 +72,7 @@ def measure(config: Config, decoder: DecoderConfig, lengths: SequenceLengths, re
         jax.block_until_ready(metrics)
         times.append((time.perf_counter() - start, time.process_time() - cpu))
     wall_s, cpu_s = (min(each) for each in zip(*times[1:], strict=True))
-    work = step_work(lengths.prompts.tolist(), lengths.completions.tolist())
+    work = step_work(lengths.prompts.tolist(), lengths.completions.tolist(), decoder.windows)
     room = int(on_host.num_micro_batches) * int(np.prod(on_host.tokens.shape[1:]))
     return {
         "model": config.model,

@@ -155,6 +155,12 @@ class DecoderConfig:
         """Sum a field of `Work` over all layers."""
         return sum(len(place.layers) * count(place.block.work(self.width)) for place in self.places)
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different windows of its layers' attention, the smallest first; None, at the end: all before a token."""
+        works = [place.block.work(self.width) for place in self.places]
+        return tuple(sorted({each.window for each in works if each.pair}, key=lambda window: window or math.inf))
+
     def attention_layers(self) -> Iterator[tuple[int, Attention]]:
         """Yield (number of layers, attention) for each place with attention."""
         for place in self.places:

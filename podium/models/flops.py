@@ -4,7 +4,7 @@
 pairs. A prompt counts once for all its completions, whatever the packing; padding and recomputation never count.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from podium.models.architecture import DecoderConfig
@@ -14,31 +14,46 @@ PASSES = 3
 """Forward once, and backward twice as much."""
 
 
+Window = int | None
+"""Number of keys that a query sees, including its own; None: all before it."""
+ALL: Collection[Window] = (None,)
+
+
 class Work(NamedTuple):
     """Number of tokens that pass through the layers, and of query-key pairs, each token's pair with itself included."""
 
     tokens: int
-    pairs: int
+    pairs: Mapping[Window, int]
+    """By the window of the layers' attention."""
 
 
-def group_work(prompt: int, completions: Iterable[int]) -> Work:
+def group_work(prompt: int, completions: Iterable[int], windows: Collection[Window] = ALL) -> Work:
     """The work of one prompt with its completions, given their lengths in tokens.
 
     Counted as rows hold them: the prompt without its last token once; and for each completion the prompt's last token
     and the completion without its last token, from which its tokens are predicted.
     """
-    shown = prompt - 1
-    tokens, pairs = shown, shown * (shown + 1) // 2
-    for length in completions:
-        tokens += length
-        pairs += length * shown + length * (length + 1) // 2
-    return Work(tokens, pairs)
+    shown, lengths = prompt - 1, list(completions)
+    tokens = shown + sum(lengths)
+    return Work(tokens, {window: _group_pairs(shown, lengths, window) for window in windows})
 
 
-def step_work(prompts: Sequence[int], completions: Sequence[Sequence[int]]) -> Work:
+def _group_pairs(shown: int, lengths: Sequence[int], window: Window) -> int:
+    alone = _causal_pairs(shown, window)
+    return alone + sum(_causal_pairs(shown + length, window) - alone for length in lengths)
+
+
+def _causal_pairs(tokens: int, window: Window) -> int:
+    """Pairs of a sequence: token i, from 1, sees i tokens, or as many as the window has."""
+    growing = tokens if window is None else min(tokens, window)
+    return growing * (growing + 1) // 2 + (tokens - growing) * growing
+
+
+def step_work(prompts: Sequence[int], completions: Sequence[Sequence[int]], windows: Collection[Window] = ALL) -> Work:
     """The work of a step's groups, with lengths [N] and [N][G]; a completion that is not trained on has length 0."""
-    groups = [group_work(int(prompt), map(int, own)) for prompt, own in zip(prompts, completions, strict=True)]
-    return Work(sum(each.tokens for each in groups), sum(each.pairs for each in groups))
+    groups = [group_work(int(prompt), map(int, own), windows) for prompt, own in zip(prompts, completions, strict=True)]
+    pairs = {window: sum(each.pairs[window] for each in groups) for window in windows}
+    return Work(sum(each.tokens for each in groups), pairs)
 
 
 def update_flops(decoder: DecoderConfig, work: Work) -> int:
@@ -54,7 +69,8 @@ def update_flops(decoder: DecoderConfig, work: Work) -> int:
 
 def forward_flops(decoder: DecoderConfig, work: Work) -> int:
     """Operations of one forward pass, including logits for every token."""
-    return 2 * matrix_elements(decoder) * work.tokens + pair_flops(decoder) * work.pairs
+    attention = sum(_windowed_pair_flops(decoder, window) * work.pairs[window] for window in decoder.windows)
+    return 2 * matrix_elements(decoder) * work.tokens + attention
 
 
 def matrix_elements(decoder: DecoderConfig) -> int:
@@ -65,6 +81,11 @@ def matrix_elements(decoder: DecoderConfig) -> int:
 def pair_flops(decoder: DecoderConfig) -> int:
     """Operations of a forward pass per query-key pair, over all heads: the score and the weighted value."""
     return 2 * decoder.total(lambda work: work.pair)
+
+
+def _windowed_pair_flops(decoder: DecoderConfig, window: Window) -> int:
+    """The same, of the layers with this window."""
+    return 2 * decoder.total(lambda work: work.pair if work.window == window else 0)
 
 
 def trained_elements(decoder: DecoderConfig) -> int:

@@ -396,7 +396,7 @@ class _Device:
         seconds = next((phase.seconds for phase in phases if phase.name == "update"), None)
         if self.chip is None or seconds is None:
             return None
-        work = step_work(lengths.prompts.tolist(), lengths.completions.tolist())
+        work = step_work(lengths.prompts.tolist(), lengths.completions.tolist(), run.decoder.windows)
         peak = self.chip.peaks.flops_f32 if run.activation == F32 else self.chip.peaks.flops_bf16
         flops = run.spec.recipe.updates_per_batch * update_flops(run.decoder, work)
         return seconds.rate(flops / self.accelerator.devices / peak)

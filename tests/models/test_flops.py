@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 from tiny_decoder import DECODER, tiny
@@ -5,6 +7,7 @@ from tiny_decoder import DECODER, tiny
 from podium.models.architecture import Lora
 from podium.models.flops import Work, forward_flops, group_work, matrix_elements, step_work, update_flops
 from podium.models.params import param_specs
+from podium.models.presets import PRESETS
 from podium.models.visibility import Visibility
 from podium.train.batch import BatchSizes, make_batch
 from podium.train.samples import single_answer
@@ -12,15 +15,15 @@ from podium.train.samples import single_answer
 
 def test_a_group_s_prompt_counts_once_and_its_completions_see_it():
     # 4 tokens of the prompt by themselves: 10 pairs; 3 and 2 that each see them and their own: 12 + 6, 8 + 3
-    assert group_work(5, [3, 2]) == Work(tokens=9, pairs=39)
-    assert group_work(1, [1]) == Work(tokens=1, pairs=1)
-    assert step_work([5, 1], [[3, 2], [1]]) == Work(tokens=10, pairs=40)
+    assert group_work(5, [3, 2]) == Work(tokens=9, pairs={None: 39})
+    assert group_work(1, [1]) == Work(tokens=1, pairs={None: 1})
+    assert step_work([5, 1], [[3, 2], [1]]) == Work(tokens=10, pairs={None: 40})
 
 
 def test_an_update_is_six_operations_an_element_and_token_and_attention_by_half():
     layer = 2 * 32 * (4 + 2) * 8 + 3 * 32 * 48
     assert matrix_elements(DECODER) == 2 * layer + 300 * 32
-    causal = Work(tokens=100, pairs=100 * 101 // 2)
+    causal = Work(tokens=100, pairs={None: 100 * 101 // 2})
     whole_square = 12 * 100 * 100 * 4 * 8 * 2
     found = update_flops(DECODER, causal) - 6 * 100 * matrix_elements(DECODER)
     assert found == pytest.approx(whole_square / 2, rel=0.011)
@@ -30,7 +33,7 @@ def test_an_update_is_six_operations_an_element_and_token_and_attention_by_half(
 def test_with_adapters_the_frozen_matrices_have_no_gradient():
     decoder = tiny(lora=Lora(rank=2, alpha=2.0, targets=("q", "down")))
     adapters = 2 * (2 * (32 + 32) + 2 * (48 + 32))
-    found = update_flops(decoder, Work(tokens=10, pairs=0))
+    found = update_flops(decoder, Work(tokens=10, pairs={None: 0}))
     assert found == 10 * (4 * matrix_elements(DECODER) + 6 * adapters)
 
 
@@ -55,5 +58,17 @@ def test_the_work_is_what_a_row_of_shared_prompts_holds():
     batch, _ = make_batch(samples, sizes)
     segments, shared = np.concatenate(batch.segments), np.concatenate(batch.prompts)
     used = segments > 0
-    mask = np.asarray(Visibility(segments, shared).mask()) & used[:, :, None]
-    assert step_work(prompts, lengths) == Work(tokens=int(used.sum()), pairs=int(mask.sum()))
+    visibility = Visibility(segments, shared, np.concatenate(batch.positions))
+    pairs = {
+        window: int((np.asarray(dataclasses.replace(visibility, window=window).mask()) & used[:, :, None]).sum())
+        for window in (1, 3, 5, None)
+    }
+    assert len(set(pairs.values())) == 4
+    assert step_work(prompts, lengths, (1, 3, 5, None)) == Work(tokens=int(used.sum()), pairs=pairs)
+
+
+def test_attention_within_a_window_counts_the_pairs_of_the_window():
+    decoder = PRESETS["google/gemma-3-1b-it"]  # 22 layers of windows of 512, and 4 without; 4 heads of 256
+    assert decoder.windows == (512, None)
+    a_pair = 2 * 2 * 4 * 256  # a score and a weighted value
+    assert forward_flops(decoder, Work(tokens=0, pairs={512: 10, None: 1000})) == a_pair * (22 * 10 + 4 * 1000)

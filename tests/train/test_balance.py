@@ -39,7 +39,7 @@ def works(rows: list[list[Chunk]], samples: list[Lengths]) -> np.ndarray:
         return group_work(samples[chunk[0]].shown + 1, (samples[index].own for index in chunk))
 
     found = [[of_chunk(chunk) for chunk in row] for row in rows]
-    return np.array([sum(each.tokens + PAIR_COST * each.pairs for each in row) for row in found])
+    return np.array([sum(each.tokens + PAIR_COST * each.pairs[None] for each in row) for row in found])
 
 
 def spread(rows: list[list[Chunk]], samples: list[Lengths]) -> float:
