@@ -101,7 +101,7 @@ class Flight:
                 prompt=tuple(prompt),
                 sampling=SamplingParams(max_new_tokens=int(length)),
                 seed=G * number + index,
-                begun=tuple(begun[index]),
+                begun=dict(enumerate(begun[index])),
             )
             for index, length in enumerate(self.lengths[number])
         ]

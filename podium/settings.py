@@ -252,9 +252,6 @@ def _conversations(config: Config) -> Iterator[Contradiction]:
         if held is None:
             continue
         key = "environment" if task.environment else "tools" if task.tools else "name"
-        if config.rollout.in_flight > 1:
-            rule = "conversations are not carried over to the next step"
-            yield Contradiction(("rollout.in_flight", f"tasks.{index}.{key}"), f"{rule}; set rollout.in_flight to 1")
         if key == "environment" and not held.rewards and "correct" in task.rewards and not task.path:
             rule = f"{task.environment} pays no reward of its own, and there are no answers to compare"
             way_out = "give it a method get_reward, or name a reward function instead of `correct`"

@@ -173,8 +173,9 @@ class RolloutConfig(Section):
     reproducible: bool = False
     """Draw log-probabilities that are equal to the last bit whatever the schedule; without it, delays of environments
     change them by up to 1e-5, and no token. One size of decode calls and one of prefill calls; and a sequence starts
-    only when the cache has room for its longest length, so that nothing is evicted and recomputed. Slower
-    (docs/environments.md); a run without conversations is reproducible anyway."""
+    only when the cache has room for its longest length, so that nothing is evicted and recomputed. With `in_flight`
+    above 1, replies are taken after a fixed number of steps of the engine. Slower (docs/environments.md); a run without
+    conversations is reproducible anyway."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature, also of the trainer's log-probabilities. For greedy answers see `eval.greedy`."""
     top_k: NotNegative = 0
@@ -463,9 +464,6 @@ def _reproducible(config: Config) -> Iterator[Contradiction]:
     this = "rollout.reproducible"
     if not config.rollout.reproducible:
         return
-    if config.rollout.in_flight > 1:
-        rule = "true, and with rollout.in_flight above 1 the schedule decides what is decoded with which weights"
-        yield Contradiction((this, "rollout.in_flight"), f"{rule}; set rollout.in_flight to 1, or leave this out")
     if config.rollout.limits.episode_timeout_s is not None:
         rule = "true, and with rollout.limits.episode_timeout_s a clock decides where conversations end"
         yield Contradiction((this, "rollout.limits.episode_timeout_s"), f"{rule}; leave one of them out")

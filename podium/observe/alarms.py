@@ -134,6 +134,14 @@ class CarryAlarms:
                 " rollout.dtype and train.dtype to the same, or float32",
             )
 
+        if changed := int(metrics.get("env/changed", 0)):
+            yield (
+                "changed",
+                f"the environments of {changed} conversations answered otherwise when they were opened anew; the"
+                " conversations began again. What an environment says may depend on its prompt, its seed and the"
+                " answers alone",
+            )
+
     def _distance(self) -> float | None:
         """Distance between the lengths of the last WINDOW steps; None unless too large, and significant at 1 %."""
         if len(self._lengths) < WINDOW:

@@ -183,6 +183,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("env/segments", "sequences", "Sequences of the update that a conversation becomes, on average: 1 with `rollout.thinking: keep`.", lambda s: s.conversations and s.conversations.segments),
         Metric("env/failed", "conversations", "Conversations that failed through no fault of the model after all retries; they count in no mean.", lambda s: s.conversations and s.conversations.failed),
         Metric("env/retried", "conversations", "Failures of environments, in all attempts.", lambda s: s.conversations and len(s.conversations.environments.failures)),
+        Metric("env/changed", "conversations", "Conversations that were in flight when a run was stopped, and whose environments answered otherwise when they were opened anew; they begin again. Only with `rollout.in_flight` above 1.", lambda s: s.conversations.environments.changed if s.conversations and s.carried else None),
         Metric("env/reply_s", "s", "An environment's reply to a turn, tools included.", _reply_s, parts=("mean", "p95")),
         Metric("env/begin_s", "s", "An environment's beginning.", lambda s: np.array(s.conversations.environments.begin_s) if s.conversations and s.conversations.environments.begin_s else None, parts=MEAN_MAX),
         Metric("env/idle_s", "s", "Waiting for environments while the engine had nothing to do.", lambda s: s.conversations and s.conversations.environments.idle_s),

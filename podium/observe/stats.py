@@ -34,6 +34,8 @@ class EnvironmentStats:
 
     failures: tuple[str, ...] = ()
     """The traceback of each failure of an environment, retried or not, in the order of the prompts."""
+    changed: int = 0
+    """Those of environments that, opened anew in a continued run, answered otherwise than before."""
     reply_s: tuple[float, ...] = ()
     """Seconds of each reply."""
     begin_s: tuple[float, ...] = ()
@@ -50,6 +52,7 @@ class EnvironmentStats:
         """Add those of a later round, or of another host."""
         return EnvironmentStats(
             failures=self.failures + other.failures,
+            changed=self.changed + other.changed,
             reply_s=self.reply_s + other.reply_s,
             begin_s=self.begin_s + other.begin_s,
             ran=self.ran + other.ran,

@@ -317,6 +317,10 @@ class _Rollout:
         """Answers that each conversation has completed."""
         self.due: collections.deque[tuple[float, EngineSequence]] = collections.deque()
         """When the replies to parked conversations come, soonest first: all take as long."""
+        self.given: collections.Counter[Key] = collections.Counter()
+        """Tokens between the prompt and the current answer of conversations that an earlier step left."""
+        self.waiting: dict[Key, float] = {}
+        """When the replies come that they wait for."""
         self.steps = rollout.refill_steps
         self.overlap = overlap
         self.at_once = steps_at_once(rollout.refill_steps, shards)
@@ -384,7 +388,7 @@ class _Rollout:
             sequences = [
                 EngineSequence(
                     key=Key(number, index),
-                    context=prompt,
+                    context=prompt + (0,) * self.given[Key(number, index)],
                     sampling=sampling,
                     seed=0,
                     drawn=[0] * made,
@@ -394,7 +398,12 @@ class _Rollout:
             ]
             self.scheduler.submit(prompt, sequences)
             for sequence in sequences:
-                self.left[sequence] = self.whole(sequence) - len(sequence.drawn)
+                if (reply := self.waiting.get(sequence.key)) is not None:
+                    self.scheduler.park(sequence)
+                    self.due.append((reply, sequence))
+                else:
+                    self.left[sequence] = self.whole(sequence) - len(sequence.drawn)
+        self.due = collections.deque(sorted(self.due, key=lambda each: each[0]))
         first = [self.first.get(number) for number in self.made]
         while True:
             complete = [not each for each in self.made.values()]
@@ -411,10 +420,14 @@ class _Rollout:
             self.take_replies()
             self.engine_step()
         self.read()
-        for sequence, left in self.left.items():
-            self.made[sequence.key.request][sequence.key.completion] = self.whole(sequence) - left
+        self.waiting = {sequence.key: reply for reply, sequence in self.due}
+        for sequence in (*self.left, *(sequence for _, sequence in self.due)):
+            number, index = sequence.key
+            self.made[number][index] = len(sequence.drawn)
+            self.given[sequence.key] = len(sequence.context) - int(self.lengths.prompts[number % per_step])
             self.scheduler.retire(sequence)
         self.left.clear()
+        self.due.clear()
         numbers = list(self.made)
         for index in taken:
             del self.made[numbers[index]]

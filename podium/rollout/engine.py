@@ -212,6 +212,20 @@ class RolloutEngine:
         if (sequence := self._sequences.pop(key, None)) is not None:
             self._scheduler.retire(sequence)
 
+    def withdraw(self, keys: Iterable[Key]) -> dict[Key, Completion]:
+        """Drop completions, and return what has been drawn of their current turns; a turn may just have ended.
+
+        To continue one that has not ended, submit it again (`Request.begun`). Raises ValueError if one is unknown.
+        """
+        self._read_all()
+        ended = dict(self._finished)
+        drawn: dict[Key, Completion] = {}
+        for key in keys:
+            sequence = self._known(key)
+            drawn[key] = ended[key] if key in ended else self._completion(sequence)
+            self.cancel(key)
+        return drawn
+
     def ledger(self, key: Key) -> tuple[int, ...]:
         """All tokens of a completion: prompt, earlier turns, and those generated so far. ValueError if unknown."""
         return tuple(self._known(key).tokens)
@@ -277,9 +291,8 @@ class RolloutEngine:
             if answers.unfinished():
                 self._read_all()  # tokens drawn with these weights
                 answers.take(self._take_finished(answers.indices))
-            for key in answers.unfinished():
-                answers.made[answers.indices[key.request]][key.completion] = self._completion(self._sequences[key])
-                self.cancel(key)
+            for key, completion in self.withdraw(answers.unfinished()).items():
+                answers.made[answers.indices[key.request]][key.completion] = completion
         except BaseException:
             for key in [key for key in self._sequences if key.request in answers.indices]:
                 self.cancel(key)
@@ -432,7 +445,7 @@ class _Answers:
         self.indices: dict[int, int] = {}
         """Index of each submitted request, by its engine number."""
         self.missing = [set(request.unfinished) for request in requests]
-        self.made = [dict(enumerate(request.begun)) for request in requests]
+        self.made = [dict(request.begun) for request in requests]
 
     def to_submit(self) -> list[tuple[int, Request]]:
         """The requests that still need tokens, with their indices."""

@@ -65,20 +65,19 @@ class Request:
     completions: int = 1
     keep: bool = False
     """Whether to park each ended completion for `RolloutEngine.extend`, until `RolloutEngine.cancel`."""
-    begun: tuple[Completion, ...] = ()
-    """What has been drawn so far of each completion: those without a finish reason continue after their last token, the
-    others are returned unchanged. Empty: nothing has been drawn."""
+    begun: Mapping[int, Completion] = dataclasses.field(default_factory=dict[int, Completion])
+    """What has been drawn so far, by completion index: completions without a finish reason continue after their last
+    token, the others are returned unchanged."""
     ledgers: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict[int, tuple[int, ...]])
     """Conversations to restore, by completion index (which determines the draws): all tokens before the turn to
-    generate, starting with the prompt. Completions without an entry start from the prompt. If `begun` is empty, only
-    completions with an entry are generated."""
+    generate, starting with the prompt. Completions without an entry start from the prompt. If `begun` or `ledgers` has
+    entries, only the completions that they name are generated."""
 
     @property
     def unfinished(self) -> dict[int, Completion | None]:
         """The completions to generate, by index, with what has been drawn of each so far.
 
-        Raises ValueError if `begun` has the wrong length, or a ledger has a wrong index or does not start with the
-        prompt.
+        Raises ValueError if an index is wrong, or a ledger does not start with the prompt.
         """
         for index, ledger in self.ledgers.items():
             if not 0 <= index < self.completions or ledger[: len(self.prompt)] != self.prompt:
@@ -86,11 +85,11 @@ class Request:
                     f"the ledger of completion {index} of {self.completions} must begin with the prompt's"
                     f" {len(self.prompt)} tokens; give the completion's own index and all its tokens"
                 )
-        if not self.begun:
-            return dict.fromkeys(self.ledgers or range(self.completions))
-        if len(self.begun) != self.completions:
-            raise ValueError(f"{len(self.begun)} of {self.completions} completions have begun; give all, or none")
-        return {index: each for index, each in enumerate(self.begun) if each.finish_reason is None}
+        if wrong := [index for index in self.begun if not 0 <= index < self.completions]:
+            raise ValueError(f"completion {wrong[0]} has begun, and {self.completions} are asked for: 0 is the first")
+        named = sorted({*self.begun, *self.ledgers}) or range(self.completions)
+        found = {index: self.begun.get(index) for index in named}
+        return {index: each for index, each in found.items() if each is None or each.finish_reason is None}
 
 
 class Key(NamedTuple):

@@ -43,7 +43,8 @@ class Environments:
         self._deadlines: dict[int, float] = {}
         """When each open request is late, soonest first: all have the same limit."""
         self._lock = threading.Lock()
-        self._asked_for = functools.cache(lambda task: asks_for_environment(self._tasks[task]))
+        self.keeps = functools.cache(lambda task: asks_for_environment(self._tasks[task]))
+        """Whether the environments of a task (by number) are returned with their grades, for reward functions."""
 
     def open(self, number: int, task: int, prompt: Prompt, seed: int) -> None:
         """Begin a conversation under a number of its own."""
@@ -53,7 +54,7 @@ class Environments:
             worker = min(self._workers, key=lambda each: len(each.numbers))
             self._homes[number] = worker
             worker.numbers.add(number)
-            if self._asked_for(task):
+            if self.keeps(task):
                 self._kept.add(number)
         self._ask(worker, Open(number, task, prompt, seed))
 
@@ -74,9 +75,6 @@ class Environments:
     def next(self, wait_s: float) -> Answered | None:
         """Return the next answer to a request, waiting up to `wait_s` seconds; None if none came."""
         while True:
-            late = self._late()
-            if late is not None:
-                return late
             until = next(iter(self._deadlines.values()), None)
             patience = wait_s if until is None else min(wait_s, max(0.0, until - time.monotonic()))
             try:

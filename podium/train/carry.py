@@ -1,44 +1,30 @@
-"""Completions carried over updates (partial rollouts): which prompts form a step, and how the others are saved.
+"""Completions and conversations carried over updates (partial rollouts): which form a step, and how others are saved.
 
 A step takes the oldest prompts whose completions are all complete; the rest continue under the new weights in the next
 step. Nothing is dropped because of its age: a step waits for prompts that would become too old. Keys and values are not
 saved but recomputed from the tokens, so a resumed run is identical to an uninterrupted one.
 """
 
-import base64
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NotRequired, TypedDict
 
-import numpy as np
-
 from podium.observe.record_check import Extent
-from podium.rollout.request import Completion, FinishReason
-from podium.rollout.transcript import Transcript
+from podium.rollout.request import Completion
 from podium.tasks.task import Reward
+from podium.train.episode import Episode
 from podium.train.feed import EncodedPrompt, Feed
-
-
-class CompletionRecord(TypedDict):
-    """A completion as JSON; the bits of arrays, 4 bytes a token, are in base 64."""
-
-    tokens: str
-    sampled_logprobs: str
-    full_logprobs: str
-    versions: str
-    text: str
-    finish_reason: FinishReason | None
-    choices: NotRequired[str]
-    context_choices: NotRequired[str]
-    """A byte for each choice of an expert; absent in models without experts."""
-
-
-class RewardRecord(TypedDict):
-    """A `Reward` as JSON."""
-
-    total: float
-    parts: dict[str, float]
-    timed_out: bool
+from podium.train.stored import (
+    CompletionRecord,
+    EpisodeRecord,
+    RewardRecord,
+    completion_record,
+    episode_record,
+    read_completion,
+    read_episode,
+    read_reward,
+    reward_record,
+)
 
 
 class PendingRecord(TypedDict):
@@ -49,6 +35,8 @@ class PendingRecord(TypedDict):
     """Its level in a curriculum; missing without."""
     completions: list[CompletionRecord]
     rewards: list[RewardRecord]
+    episodes: NotRequired[list[EpisodeRecord]]
+    """Missing in runs without conversations."""
 
 
 class PositionRecord(TypedDict):
@@ -80,13 +68,15 @@ class Pending:
     """The completions as drawn so far; empty: generation has not begun."""
     rewards: tuple[Reward, ...] = ()
     """Rewards of the completions; empty until all have ended."""
-    transcripts: tuple[Transcript, ...] = ()
-    """The whole conversations of a prompt that is answered more than once; they are never carried over."""
+    episodes: tuple[Episode, ...] = ()
+    """Instead of completions in a run with conversations: those of the prompt so far, or its single answers."""
 
     @property
     def first_version(self) -> int | None:
         """Weight version that drew its first token; None: no token yet."""
-        return min((int(each.versions[0]) for each in self.completions if len(each.versions)), default=None)
+        versions = [int(each.versions[0]) for each in self.completions if len(each.versions)]
+        versions += [each.first_version for each in self.episodes if each.first_version is not None]
+        return min(versions, default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,77 +148,36 @@ def chosen(
     return ready[:count]
 
 
-def drawn_lengths(before: Sequence[Pending], now: Sequence[Sequence[Completion]]) -> Iterator[int]:
-    """Yield the length in tokens of each completion that has ended since `before`."""
-    for pending, completions in zip(before, now, strict=True):
-        for index, completion in enumerate(completions):
-            begun = pending.completions[index] if pending.completions else None
+def drawn_lengths(before: Sequence[Pending], now: Sequence[Pending]) -> Iterator[int]:
+    """Yield the length in tokens of each completion, or of what was drawn of each episode, that has ended since."""
+    for earlier, later in zip(before, now, strict=True):
+        for index, completion in enumerate(later.completions):
+            begun = earlier.completions[index] if earlier.completions else None
             if completion.finish_reason is not None and (begun is None or begun.finish_reason is None):
                 yield len(completion.tokens)
+        for index, episode in enumerate(later.episodes):
+            if episode.ended and not (earlier.episodes and earlier.episodes[index].ended):
+                yield episode.transcript.num_drawn
 
 
 def _pending_record(pending: Pending) -> PendingRecord:
     level = pending.prompt.prompt.level
     record: PendingRecord = {
         "number": pending.prompt.number,
-        "completions": [_completion_record(each) for each in pending.completions],
-        "rewards": [
-            {
-                "total": float(each.total),
-                "parts": {name: float(value) for name, value in each.parts.items()},
-                "timed_out": each.timed_out,
-            }
-            for each in pending.rewards
-        ],
+        "completions": [completion_record(each) for each in pending.completions],
+        "rewards": [reward_record(each) for each in pending.rewards],
     }
     if level is not None:
         record["level"] = level
+    if pending.episodes:
+        record["episodes"] = [episode_record(each) for each in pending.episodes]
     return record
-
-
-def _completion_record(completion: Completion) -> CompletionRecord:
-    record: CompletionRecord = {
-        "tokens": _bits(completion.tokens),
-        "sampled_logprobs": _bits(completion.sampled_logprobs),
-        "full_logprobs": _bits(completion.full_logprobs),
-        "versions": _bits(completion.versions),
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-    }
-    if completion.choices is not None:
-        record["choices"] = _bits(completion.choices)
-    if completion.context_choices is not None:
-        record["context_choices"] = _bits(completion.context_choices)
-    return record
-
-
-def _bits(array: np.ndarray) -> str:
-    return base64.b64encode(array.tobytes()).decode()
 
 
 def _read_pending(record: PendingRecord, feed: Feed) -> Pending:
     return Pending(
         prompt=feed.at(record["number"], record.get("level")),
-        completions=tuple(_read_completion(each) for each in record["completions"]),
-        rewards=tuple(Reward(**each) for each in record["rewards"]),
-    )
-
-
-def _read_completion(record: CompletionRecord) -> Completion:
-    def array(bits: str, dtype: type[np.generic]) -> np.ndarray:
-        return np.frombuffer(base64.b64decode(bits), dtype)
-
-    tokens = array(record["tokens"], np.int32)
-    choices, of_context = record.get("choices"), record.get("context_choices")
-    own = None if choices is None else array(choices, np.uint8).reshape(len(tokens), -1)
-    width = 0 if own is None else own.shape[1]
-    return Completion(
-        tokens=tokens,
-        sampled_logprobs=array(record["sampled_logprobs"], np.float32),
-        full_logprobs=array(record["full_logprobs"], np.float32),
-        versions=array(record["versions"], np.int32),
-        text=record["text"],
-        finish_reason=record["finish_reason"],
-        choices=own,
-        context_choices=array(of_context, np.uint8).reshape(-1, width) if of_context and width else None,
+        completions=tuple(read_completion(each) for each in record["completions"]),
+        rewards=tuple(read_reward(each) for each in record["rewards"]),
+        episodes=tuple(read_episode(each) for each in record.get("episodes", ())),
     )

@@ -5,6 +5,14 @@ when all conversations wait for their environments, so does this thread. A turn'
 prompt, the conversation's index, the turn and the position, never on when a reply came: delays change only the
 schedule.
 
+A step that has enough complete prompts leaves the other conversations where they are (`Episode.state`): what was drawn
+is taken out of the engine and goes on in the next call of `hold`, under newer weights, while environments stay open. An
+environment that is not there any more, because the run was continued or another host held it, is opened anew with the
+same seed and told the same answers. If it replies otherwise than before, its conversation has failed and begins again.
+
+With `rollout.reproducible` the schedule of such steps does not depend on clocks: a reply is taken after the same number
+of engine steps, however fast it was.
+
 Where several hosts decode together, all of them do the same with the same conversations. Each holds the environments of
 its own prompts, and they exchange what environments have answered.
 """
@@ -16,7 +24,7 @@ from collections.abc import Callable, Sequence
 from podium.config.schema import EnvironmentsConfig, RolloutConfig
 from podium.models.chat_format import Message
 from podium.observe.stats import EnvironmentStats
-from podium.rollout.engine import OnPoll, RolloutEngine
+from podium.rollout.engine import Enough, OnPoll, RolloutEngine
 from podium.rollout.request import Completion, Key, Request, RolloutStats, SamplingParams, StopReason
 from podium.rollout.transcript import Transcript, transcript_of
 from podium.tasks.conversation import Reply, ToolRun, Turn
@@ -24,6 +32,7 @@ from podium.tasks.conversing import Answered
 from podium.tasks.environments import Environments
 from podium.tasks.tool_calls import Calls
 from podium.train.dialogue import Dialogue
+from podium.train.episode import Episode, State
 from podium.train.feed import EncodedPrompt, prompt_messages, request_seed
 
 POLL_S = 0.5
@@ -32,30 +41,22 @@ POLL_TOGETHER_S = 0.05
 """The same where hosts decode together: each waits for the answers of the others, too."""
 STEPS_TOGETHER = 4
 """Engine steps between exchanges of hosts that decode together."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Episode:
-    """A conversation that has ended, or a single answer."""
-
-    transcript: Transcript
-    turn_rewards: tuple[float, ...] = ()
-    """What the environment paid for each turn; empty for a single answer."""
-    final_reward: float | None = None
-    """What the environment paid at the end; None: the task grades the last answer."""
-    environment: object = None
-    """The environment after its end, if a reward function asks for it."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether it failed through no fault of the model; it then says nothing about the model."""
-        return self.transcript.finish_reason == "failed"
+CHANGED = (
+    "what an environment says may depend on its prompt, its seed and the answers alone (docs/carry-over.md); otherwise"
+    " set rollout.in_flight to 1"
+)
+REPLY_STEPS = 2
+"""Engine steps from a request to an environment until its answer is taken, where clocks must not decide."""
 
 
 Exchange = Callable[[list[Answered]], list[Answered]]
 """Sends what this host's environments have answered to all hosts; returns the answers of all, in one order."""
 OnEpisodes = Callable[[int, list[Episode]], None]
 """Called with a prompt's index and its episodes as soon as all of them have ended."""
+
+
+Place = tuple[int, int, int]
+"""A conversation of a run: the number of its prompt, its index among the prompt's, and its attempt."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -67,9 +68,14 @@ class _Live:
     sample: int
     """Index among the prompt's conversations."""
     attempt: int = 0
+    state: State = "beginning"
     number: int = -1
     """Its number in `Environments`; another one for each attempt."""
+    due: int | None = None
+    """The step in which the answer of its environment is taken, if clocks must not decide; None: it was not asked."""
     key: Key | None = None
+    first: str | None = None
+    """What the environment added to the prompt."""
     tokens: tuple[int, ...] | None = None
     """Tokens of the prompt, once the environment has begun."""
     before: list[Message] = dataclasses.field(default_factory=list)
@@ -77,11 +83,54 @@ class _Live:
     messages: list[Message] = dataclasses.field(default_factory=list)
     """Those after it."""
     transcript: Transcript = dataclasses.field(default_factory=Transcript)
+    drawing: Completion | None = None
+    """What had been drawn of its turn when the last step ended."""
     rewards: list[float] = dataclasses.field(default_factory=list)
+    replies: int = 0
     calls: int = 0
     began: float = 0.0
-    last: Completion | None = None
     stop: StopReason | None = None
+
+    @classmethod
+    def of(cls, episode: Episode, index: int, sample: int) -> "_Live":
+        """A conversation that goes on."""
+        return cls(
+            index=index,
+            sample=sample,
+            attempt=episode.attempt,
+            state="ending" if episode.ended else episode.state,
+            messages=list(episode.transcript.messages),
+            transcript=episode.transcript,
+            drawing=episode.drawing,
+            rewards=list(episode.turn_rewards),
+            replies=episode.replies,
+            calls=episode.calls,
+            began=time.monotonic() - episode.seconds,
+            stop=episode.transcript.finish_reason,
+        )
+
+    def episode(self, reason: StopReason | None, *, ended: bool = False, timed: bool = False) -> Episode:
+        """What there is of it so far; its seconds count only if it is `timed`."""
+        return Episode(
+            transcript=dataclasses.replace(self.transcript, finish_reason=reason, messages=tuple(self.messages)),
+            turn_rewards=tuple(self.rewards),
+            state="ended" if ended else self.state,
+            drawing=self.drawing,
+            first=self.first,
+            replies=self.replies,
+            attempt=self.attempt,
+            seconds=time.monotonic() - self.began if timed and not ended else 0.0,
+        )
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Replay:
+    """A conversation whose environment is told again what it was told before."""
+
+    live: _Live
+    episode: Episode
+    told: int = 0
+    """Turns that it has been told."""
 
 
 class Episodes:
@@ -113,6 +162,12 @@ class Episodes:
         self._rollout = rollout
         self._config = config
         self._numbers = 0
+        self.open = dict[Place, int]()
+        """Numbers of conversations that go on in the next carrying call, with their environments."""
+        self.kept = dict[Place, object]()
+        """Environments, for reward functions, of conversations that have ended before others of their prompt."""
+        self.early = dict[int, Answered]()
+        """What environments have answered and was not taken yet, by conversation."""
 
     def hold(
         self,
@@ -122,17 +177,31 @@ class Episodes:
         on_episodes: OnEpisodes,
         on_poll: OnPoll,
         own: slice = slice(None),
+        *,
+        begun: Sequence[Sequence[Episode]] | None = None,
+        enough: Enough | None = None,
     ) -> tuple[list[list[Episode]], RolloutStats, EnvironmentStats]:
         """Hold `completions` conversations about each prompt; returns all episodes in order, and statistics.
 
-        `own` are the prompts whose environments are on this host.
+        Args:
+            prompts: what to talk about.
+            sampling: settings of each turn.
+            completions: conversations, or single answers, of each prompt.
+            on_episodes: called with a prompt's index and its episodes as soon as all of them have ended.
+            on_poll: called before every step.
+            own: the prompts whose environments are on this host.
+            begun: each prompt's episodes so far, or none, in a call that goes on where the last such call stopped; None
+                in other calls, between which those are left alone.
+            enough: called before every step with a flag per prompt that says whether it is complete; True returns
+                early, with episodes that have not ended. Unset: until all have ended.
 
-        Raises what `on_poll` and `on_episodes` raise, after ending all conversations.
+        Raises what `on_poll`, `on_episodes` and `enough` raise, after ending all conversations.
         """
         self.engine.stats()
-        rollout = _Rollout(self, prompts, sampling, completions, on_episodes, own)
+        rollout = _Rollout(self, prompts, sampling, completions, on_episodes, on_poll, own, carries=enough is not None)
         try:
-            rollout.run(on_poll)
+            rollout.begin(begun)
+            rollout.run(enough)
         except BaseException:
             rollout.abandon()
             raise
@@ -154,39 +223,51 @@ class _Rollout:
         sampling: SamplingParams,
         completions: int,
         on_episodes: OnEpisodes,
+        on_poll: OnPoll,
         own: slice,
+        *,
+        carries: bool,
     ) -> None:
         self._own = range(len(prompts))[own]
         self._steps = 0
         self._owner, self._engine, self._environments = owner, owner.engine, owner.environments
         self._limits, self._longest = owner._rollout.limits, owner._rollout.longest
         self._prompts, self._sampling, self._completions = list(prompts), sampling, completions
-        self._on_episodes = on_episodes
+        self._on_episodes, self._on_poll = on_episodes, on_poll
+        self._paced = carries and owner._rollout.reproducible
+        """Whether answers are taken after a number of steps, and not when they come."""
+        self._open, self._kept = dict[Place, int](), dict[Place, object]()
         self._live: dict[int, _Live] = {}
         """Conversations by their number in `Environments`."""
+        self._replays: dict[int, _Replay] = {}
         self._keys: dict[Key, _Live] = {}
         self._single: dict[int, int] = {}
         """Index of the prompt of each request that is answered once."""
         self._beginning: dict[int, dict[int, _Live]] = {}
         """Conversations that have begun, of prompts of which others have not."""
         self._made: list[dict[int, Episode]] = [{} for _ in prompts]
+        """Episodes that have ended."""
+        self._left: list[dict[int, Episode]] = [{} for _ in prompts]
+        """Those that have not when the call returns early."""
         self._failures: list[tuple[int, int, int, str]] = []
         self._reply_s: list[float] = []
         self._begin_s: list[float] = []
         self._ran: list[ToolRun] = []
-        self._unread_calls = self._extend_tokens = 0
+        self._unread_calls = self._extend_tokens = self._changed = 0
         self._idle_s = 0.0
 
     @property
     def episodes(self) -> list[list[Episode]]:
         """The episodes of each prompt, by index."""
-        return [[made[sample] for sample in sorted(made)] for made in self._made]
+        found = [made | left for made, left in zip(self._made, self._left, strict=True)]
+        return [[each[sample] for sample in sorted(each)] for each in found]
 
     @property
     def stats(self) -> EnvironmentStats:
         """What was counted."""
         return EnvironmentStats(
             failures=tuple(text for *_, text in sorted(self._failures)),
+            changed=self._changed,
             reply_s=tuple(self._reply_s),
             begin_s=tuple(self._begin_s),
             ran=tuple(self._ran),
@@ -195,68 +276,290 @@ class _Rollout:
             idle_s=self._idle_s,
         )
 
-    def run(self, on_poll: OnPoll) -> None:
-        """Hold all conversations to their ends."""
-        for index, prompt in enumerate(self._prompts):
-            if self._dialogue(index) is None:
-                request = Request(
-                    prompt=prompt.tokens, sampling=self._sampling, seed=prompt.seed, completions=self._completions
-                )
-                self._single[self._engine.submit(request)] = index
-                continue
-            self._beginning[index] = {}
-            for sample in range(self._completions):
-                self._begin(_Live(index=index, sample=sample))
-        while self._live or self._single:
-            on_poll()
+    def begin(self, begun: Sequence[Sequence[Episode]] | None) -> None:
+        """Begin all conversations, or let them go on."""
+        owner = self._owner
+        if begun is not None:
+            self._open, owner.open = owner.open, {}
+            self._kept, owner.kept = owner.kept, {}
+        for index in range(len(self._prompts)):
+            self._begin_prompt(index, [] if begun is None else begun[index])
+        for number in self._open.values():  # held by another host from now on
+            owner.early.pop(number, None)
+            self._environments.drop(number)
+        self._open = {}
+        while self._replays:
+            self._on_poll()
+            self._receive(self._patience)
+            for number in [number for number in self._replays if number in owner.early]:
+                self._take_replay(self._replays[number], owner.early.pop(number))
+        self._submit_drawing()
+
+    def run(self, enough: Enough | None) -> None:
+        """Hold all conversations to their ends, or until there is `enough`."""
+        while True:
+            complete = [len(made) == self._completions for made in self._made]
+            if all(complete) if enough is None else enough(complete):
+                break
+            self._on_poll()
             self._take_answers()
             if self._engine.busy:
-                self._steps += 1
                 self._engine.step()
                 for key, completion in self._engine.poll():
                     self._take_turn(key, completion)
+            self._steps += 1
+        self._put_down()
 
     def abandon(self) -> None:
         """End all conversations and requests."""
-        for live in self._live.values():
-            self._environments.drop(live.number)
+        for number in {*self._live, *self._open.values()}:
+            self._owner.early.pop(number, None)
+            self._environments.drop(number)
         requests = {*self._single, *(key.request for key in self._keys)}
         for key in [key for key in self._engine.keys if key.request in requests]:
             self._engine.cancel(key)
         self._live.clear()
 
+    # From step to step.
+
+    def _begin_prompt(self, index: int, episodes: Sequence[Episode]) -> None:
+        """Begin the episodes of a prompt, or let them go on."""
+        ended = {sample: each for sample, each in enumerate(episodes) if each.ended}
+        self._made[index] = ended
+        if len(ended) == self._completions:  # they are graded, and wait for a step
+            return
+        if self._dialogue(index) is None:
+            self._ask(index, {sample: each.drawing for sample, each in enumerate(episodes) if each.drawing is not None})
+            return
+        if all(each.state == "beginning" or each.failed for each in episodes):
+            self._beginning[index] = {}
+        for sample in range(self._completions):
+            if not episodes:
+                self._begin(_Live(index=index, sample=sample))
+            elif not episodes[sample].ended:
+                self._go_on(index, sample, episodes[sample])
+            elif self._environments.keeps(self._prompts[index].prompt.task) and not episodes[sample].failed:
+                self._find_environment(index, sample, episodes[sample])
+
+    def _ask(self, index: int, begun: dict[int, Completion]) -> None:
+        """Submit a prompt that is answered once."""
+        prompt = self._prompts[index]
+        request = Request(
+            prompt=prompt.tokens,
+            sampling=self._sampling,
+            seed=prompt.seed,
+            completions=self._completions,
+            begun=begun,
+        )
+        self._single[self._engine.submit(request)] = index
+
+    def _go_on(self, index: int, sample: int, episode: Episode) -> None:
+        """Continue a conversation, with its environment if that is still open."""
+        live = _Live.of(episode, index, sample)
+        number = self._open.pop(self._place(live), None)
+        if episode.state == "beginning" and number is None:
+            self._begin(live)
+            return
+        if episode.state != "beginning":
+            self._set_prompt(live, episode.first)
+        if number is None:
+            self._reopen(live, episode)
+            return
+        live.number = number
+        self._live[number] = live
+        if live.state != "drawing":
+            self._asked(live)
+
+    def _find_environment(self, index: int, sample: int, episode: Episode) -> None:
+        """Give a conversation that has ended its environment again, for reward functions."""
+        live = _Live.of(episode, index, sample)
+        if (place := self._place(live)) in self._kept:
+            self._made[index][sample] = dataclasses.replace(episode, environment=self._kept[place])
+            return
+        del self._made[index][sample]
+        self._set_prompt(live, episode.first)
+        self._reopen(live, episode)
+
+    def _reopen(self, live: _Live, episode: Episode) -> None:
+        """Open an environment anew, to tell it what it was told before."""
+        live.number = self._owner.new_number()
+        self._live[live.number] = live
+        self._replays[live.number] = _Replay(live=live, episode=episode)
+        self._open_environment(live)
+
+    def _take_replay(self, replay: _Replay, answered: Answered) -> None:
+        """Compare what an environment answers with what it answered before, and tell it the next turn."""
+        live, episode = replay.live, replay.episode
+        live.due = None
+        dialogue = self._dialogue(live.index)
+        assert dialogue is not None, "single answers have no environment"
+        if answered.kind == "failed":
+            del self._replays[live.number]
+            self._failed(live, str(answered.value))
+            return
+        if isinstance(answered.value, Reply):
+            messages = self._fitting(dialogue, answered.value)
+            same = episode.replied(replay.told - 1, messages, answered.value.reward)
+            what = f"its reply to answer {replay.told}"
+        elif answered.kind == "opened":
+            same, what = answered.value == episode.first, "its first message"
+        else:
+            same, what = answered.value == episode.final_reward, "its final reward"
+        if not same:
+            del self._replays[live.number]
+            self._changed += 1
+            self._failed(live, f"{what} is another one than before the run was continued: {CHANGED}")
+        elif answered.kind == "graded":
+            del self._replays[live.number], self._live[live.number]
+            self._made[live.index][live.sample] = dataclasses.replace(episode, environment=answered.environment)
+        elif replay.told < episode.replies:
+            replay.told += 1
+            self._say(live, self._answered(live, replay.told - 1))
+        elif episode.ended:
+            self._grade(live)
+        else:
+            del self._replays[live.number]
+            self._wait_again(live)
+
+    def _wait_again(self, live: _Live) -> None:
+        """Ask an environment again what it was asked when the run stopped."""
+        if live.state == "replying":
+            self._say(live, self._answered(live, live.replies))
+        elif live.state == "ending":
+            self._grade(live)
+
+    def _answered(self, live: _Live, number: int) -> Turn:
+        """A turn of the model, as its environment was told of it."""
+        dialogue, text = self._dialogue(live.index), live.transcript.drawn[number].text
+        assert dialogue is not None, "single answers have no environment"
+        return _turn(number, text, dialogue.read(text))
+
+    def _submit_drawing(self) -> None:
+        """Submit the turns that the last step left, those of a prompt that go on alike together."""
+        alike: dict[tuple[int, tuple[int, ...], int, int], list[_Live]] = {}
+        for live in sorted(self._live.values(), key=_in_order):
+            if live.state == "drawing":
+                tokens, whole = live.tokens, tuple(live.transcript.segments[-1].tokens.tolist())
+                assert tokens is not None, "its environment has begun"
+                prompt = tokens if len(live.transcript.segments) == 1 else whole[:1]
+                group = live.index, prompt, len(live.rewards), self._most(live, len(whole))
+                alike.setdefault(group, []).append(live)
+        for (index, prompt, turn, room), lives in alike.items():
+            request = Request(
+                prompt=prompt,
+                sampling=dataclasses.replace(self._sampling, max_new_tokens=room),
+                seed=self._seed(index, turn),
+                completions=self._completions,
+                keep=True,
+                begun={live.sample: live.drawing for live in lives if live.drawing is not None},
+                ledgers={live.sample: tuple(live.transcript.segments[-1].tokens.tolist()) for live in lives},
+            )
+            number = self._engine.submit(request)
+            for live in lives:
+                live.key, live.drawing = Key(number, live.sample), None
+                self._keys[live.key] = live
+
+    def _put_down(self) -> None:
+        """Take what has been drawn out of the engine, and note what goes on in the next step."""
+        keys = [live.key for live in self._live.values() if live.state == "drawing" and live.key is not None]
+        for request, index in self._single.items():
+            keys += [Key(request, sample) for sample in range(self._completions) if sample not in self._made[index]]
+        for key, completion in self._engine.withdraw(keys).items():
+            if completion.finish_reason is not None:
+                self._take_turn(key, completion)
+            elif key in self._keys:
+                self._keys[key].drawing = completion
+            else:
+                self._left[self._single[key.request]][key.completion] = Episode(state="drawing", drawing=completion)
+        for live in self._live.values():
+            self._left[live.index][live.sample] = self._put_aside(live)
+        for index, made in enumerate(self._made):
+            for sample, episode in made.items():
+                if episode.environment is not None and len(made) < self._completions:
+                    self._owner.kept[self._prompts[index].number, sample, episode.attempt] = episode.environment
+                made[sample] = dataclasses.replace(episode, environment=None)
+
+    def _put_aside(self, live: _Live) -> Episode:
+        """What there is of a conversation; its environment stays open."""
+        self._drop_key(live)
+        self._owner.open[self._place(live)] = live.number
+        if live.state != "beginning":
+            reason = live.stop if live.state == "ending" else live.transcript.finish_reason
+            return live.episode(reason, timed=self._limits.episode_timeout_s is not None)
+        if live.tokens is not None:  # it has begun, and waits for the others of its prompt
+            self._owner.early[live.number] = Answered(live.number, "opened", live.first)
+        return Episode(state="beginning", attempt=live.attempt)
+
+    def _place(self, live: _Live) -> Place:
+        return self._prompts[live.index].number, live.sample, live.attempt
+
     # Environments.
 
     def _begin(self, live: _Live) -> None:
-        prompt, own = self._prompts[live.index], self._owner._config.group_seed == "own"
         live.number = self._owner.new_number()
         live.began = time.monotonic()
         self._live[live.number] = live
+        self._open_environment(live)
+
+    def _open_environment(self, live: _Live) -> None:
+        prompt, own = self._prompts[live.index], self._owner._config.group_seed == "own"
         seed = request_seed(prompt.seed, "environment", live.sample if own else 0)
         if live.index in self._own:
             self._environments.open(live.number, prompt.prompt.task, prompt.prompt.prompt, seed)
+        self._asked(live)
 
-    def _take_answers(self) -> None:
-        """Take what environments have answered; waits for one if the engine has nothing to do."""
-        exchange, idle = self._owner.exchange, not self._engine.busy
-        if exchange is not None and not idle and self._steps % STEPS_TOGETHER:
-            return
-        wait_s = 0.0 if not idle else POLL_S if exchange is None else POLL_TOGETHER_S
-        start = time.perf_counter()
+    def _say(self, live: _Live, turn: Turn) -> None:
+        if live.index in self._own:
+            self._environments.say(live.number, turn)
+        self._asked(live)
+
+    def _grade(self, live: _Live) -> None:
+        if live.index in self._own:
+            self._environments.grade(live.number)
+        self._asked(live)
+
+    def _asked(self, live: _Live) -> None:
+        live.due = self._steps + REPLY_STEPS
+
+    @property
+    def _patience(self) -> float:
+        """Seconds to wait for an answer between calls of `on_poll`."""
+        return POLL_S if self._owner.exchange is None else POLL_TOGETHER_S
+
+    def _receive(self, wait_s: float) -> None:
+        """Add what environments have answered to `early`, waiting for the first; on all hosts that decode together."""
         found: list[Answered] = []
         while (answered := self._environments.next(wait_s)) is not None:
             wait_s = 0.0
             found.append(answered)
-        if exchange is not None:
-            found = exchange(found)
+        if self._owner.exchange is not None:
+            found = self._owner.exchange(found)
+        self._owner.early |= {answered.number: answered for answered in found}
+
+    def _take_answers(self) -> None:
+        """Take what environments have answered; waits for it if the engine has nothing to do, or it is due."""
+        early, idle = self._owner.early, not self._engine.busy
+        start = time.perf_counter()
+        if self._paced:
+            due = [live for live in self._live.values() if live.due is not None and live.due <= self._steps]
+            while any(live.number not in early for live in due):
+                self._on_poll()
+                self._receive(self._patience)
+            ready = sorted(due, key=_in_order)
+            idle = True
+        elif self._owner.exchange is not None and not idle and self._steps % STEPS_TOGETHER:
+            return
+        else:
+            waits = idle and bool(self._live) and not any(number in early for number in self._live)
+            self._receive(self._patience if waits else 0.0)
+            ready = [self._live[number] for number in early if number in self._live]
         if idle:
             self._idle_s += time.perf_counter() - start
-        for answered in found:
-            live = self._live.get(answered.number)
-            if live is not None:
-                self._take_answer(live, answered)
+        for live in ready:
+            self._take_answer(live, early.pop(live.number))
 
     def _take_answer(self, live: _Live, answered: Answered) -> None:
+        live.due = None
         match answered.kind:
             case "opened":
                 self._begin_s.append(answered.seconds)
@@ -275,8 +578,19 @@ class _Rollout:
 
     def _opened(self, live: _Live, first: str | None) -> None:
         """Submit a conversation whose environment has begun, together with the others of its prompt."""
+        self._set_prompt(live, first)
+        waiting = self._beginning.get(live.index)
+        if waiting is None:  # a second attempt
+            self._submit(live.index, [live])
+            return
+        waiting[live.sample] = live
+        self._submit_begun(live.index)
+
+    def _set_prompt(self, live: _Live, first: str | None) -> None:
+        """Set the messages and tokens of a conversation's prompt, to which the environment adds `first`."""
         prompt, dialogue = self._prompts[live.index], self._dialogue(live.index)
         assert dialogue is not None, "single answers have no environment"
+        live.first = first
         live.before = list(prompt_messages(prompt.prompt))
         live.tokens = prompt.tokens
         if first is not None:
@@ -291,12 +605,6 @@ class _Rollout:
             what = f"has {len(live.tokens)} tokens and rollout.max_prompt_tokens is {limit}; raise it"
             what = what if live.before else "is empty: reset() must return its first message, or rows hold a prompt"
             raise ValueError(f"prompt {prompt.prompt.prompt.id} with its environment's first message {what}")
-        waiting = self._beginning.get(live.index)
-        if waiting is None:  # a second attempt
-            self._submit(live.index, [live])
-            return
-        waiting[live.sample] = live
-        self._submit_begun(live.index)
 
     def _submit_begun(self, index: int) -> None:
         """Submit the conversations of a prompt if none of them is still beginning."""
@@ -318,8 +626,8 @@ class _Rollout:
         every = len(lives) == self._completions
         request = Request(
             prompt=tokens,
-            sampling=dataclasses.replace(self._sampling, max_new_tokens=self._first_turn()),
-            seed=self._prompts[index].seed,
+            sampling=dataclasses.replace(self._sampling, max_new_tokens=self._most(lives[0], len(tokens))),
+            seed=self._seed(index, 0),
             completions=self._completions,
             keep=True,
             ledgers={} if every else {live.sample: tokens for live in lives},
@@ -327,26 +635,22 @@ class _Rollout:
         number = self._engine.submit(request)
         for live in lives:
             live.transcript = Transcript().add_prompt(tokens)
-            live.key = Key(number, live.sample)
+            live.key, live.state = Key(number, live.sample), "drawing"
             self._keys[live.key] = live
-
-    def _first_turn(self) -> int:
-        """Tokens of a conversation's first turn; a prompt with a whole turn always fits."""
-        most = self._limits.max_drawn_tokens
-        return self._sampling.max_new_tokens if most is None else min(most, self._sampling.max_new_tokens)
 
     def _replied(self, live: _Live, reply: Reply) -> None:
         """Begin the next turn, unless the conversation ends."""
         dialogue = self._dialogue(live.index)
-        assert dialogue is not None and live.key is not None and live.last is not None
+        assert dialogue is not None
         live.rewards[-1] += reply.reward
+        live.replies += 1
         history = [*live.before, *live.messages[:-1]]
-        messages = [dialogue.fitting(message, self._limits.max_reply_tokens) for message in reply.messages]
+        messages = self._fitting(dialogue, reply)
         live.messages += messages
         if reply.done:
             self._finish(live, "stop")
             return
-        ended = int(live.last.tokens[-1])
+        ended = int(live.transcript.spans[-1].tokens[-1])
         try:
             new = dialogue.reply(
                 messages, history=history, drawn_end=ended if ended in dialogue.tokenizer.eos_tokens else None
@@ -360,14 +664,31 @@ class _Rollout:
         if reason is not None:
             self._finish(live, reason)
             return
-        sampling = dataclasses.replace(self._sampling, max_new_tokens=room)
-        seed = request_seed(self._prompts[live.index].seed, "turn", len(live.rewards))
+        live.state = "drawing"
         if again is not None and again != tokens:
-            self._go_on_from(live, again, sampling, seed)
+            self._drop_key(live)
+            live.transcript = live.transcript.add_segment(again)
+            self._extend_tokens += len(again)
+            self._submit_turn(live, again, room)
             return
         live.transcript = live.transcript.add_environment(tuple(new), text=_text_of(messages))
         self._extend_tokens += len(new)
+        if live.key is None:  # the last step ended before the reply came
+            self._submit_turn(live, tokens, room)
+            return
+        sampling, seed = (
+            dataclasses.replace(self._sampling, max_new_tokens=room),
+            self._seed(live.index, len(live.rewards)),
+        )
         self._engine.extend(live.key, new, sampling, seed=seed, keep=True)
+
+    def _fitting(self, dialogue: Dialogue, reply: Reply) -> list[Message]:
+        return [dialogue.fitting(message, self._limits.max_reply_tokens) for message in reply.messages]
+
+    def _seed(self, index: int, turn: int) -> int:
+        """The seed of the draws of a turn."""
+        seed = self._prompts[index].seed
+        return request_seed(seed, "turn", turn) if turn else seed
 
     def _rendered(self, live: _Live, dialogue: Dialogue, new: Sequence[Message]) -> tuple[int, ...] | None:
         """The conversation as the chat template renders it, where it goes on from that: at the user's messages."""
@@ -376,15 +697,12 @@ class _Rollout:
             return None
         return dialogue.prompt([*live.before, *live.messages])
 
-    def _go_on_from(self, live: _Live, tokens: tuple[int, ...], sampling: SamplingParams, seed: int) -> None:
-        """Begin a segment with these tokens and the next turn in it."""
-        self._drop_key(live)
-        live.transcript = live.transcript.add_segment(tokens)
-        self._extend_tokens += len(tokens)
+    def _submit_turn(self, live: _Live, tokens: tuple[int, ...], room: int) -> None:
+        """Submit a turn after these tokens, of which the engine knows nothing."""
         request = Request(
             prompt=tokens[:1],
-            sampling=sampling,
-            seed=seed,
+            sampling=dataclasses.replace(self._sampling, max_new_tokens=room),
+            seed=self._seed(live.index, len(live.rewards)),
             completions=self._completions,
             keep=True,
             ledgers={live.sample: tokens},
@@ -399,13 +717,16 @@ class _Rollout:
             return 0, "turns"
         if limits.episode_timeout_s is not None and time.monotonic() - live.began > limits.episode_timeout_s:
             return 0, "timeout"
-        budget = self._sampling.max_new_tokens
-        if limits.max_drawn_tokens is not None:
-            budget = min(budget, limits.max_drawn_tokens - live.transcript.num_drawn)
-        if budget < 1:
+        if limits.max_drawn_tokens is not None and live.transcript.num_drawn >= limits.max_drawn_tokens:
             return 0, "drawn"
-        room = min(budget, self._longest - tokens)
+        room = self._most(live, tokens)
         return room, "length" if room < 1 else None
+
+    def _most(self, live: _Live, tokens: int) -> int:
+        """Most tokens of a turn after `tokens` of them."""
+        most = min(self._sampling.max_new_tokens, self._longest - tokens)
+        drawn = self._limits.max_drawn_tokens
+        return most if drawn is None else min(most, drawn - live.transcript.num_drawn)
 
     def _failed(self, live: _Live, why: str) -> None:
         """Begin a conversation again that failed through no fault of the model, or give it up."""
@@ -416,29 +737,25 @@ class _Rollout:
         if live.attempt < self._owner._config.retries:
             self._begin(_Live(index=live.index, sample=live.sample, attempt=live.attempt + 1))
             return
-        transcript = live.transcript
-        if not transcript.spans:
-            transcript = transcript.add_prompt(live.tokens or self._prompts[live.index].tokens)
-        self._add(live, dataclasses.replace(transcript, finish_reason="failed", messages=tuple(live.messages)), None)
+        if not live.transcript.spans:
+            live.transcript = live.transcript.add_prompt(live.tokens or self._prompts[live.index].tokens)
+        self._add(live, live.episode("failed", ended=True))
 
     def _finish(self, live: _Live, reason: StopReason) -> None:
         """End the turns of a conversation and ask for its grade."""
-        live.stop = reason
+        live.stop, live.state = reason, "ending"
         self._drop_key(live)
-        if live.index in self._own:
-            self._environments.grade(live.number)
+        self._grade(live)
 
     def _end(self, live: _Live, final: float | None, environment: object) -> None:
         """Take a conversation's grade."""
         del self._live[live.number]
-        messages = tuple(live.messages)
-        transcript = dataclasses.replace(live.transcript, finish_reason=live.stop, messages=messages)
-        self._add(live, transcript, final, environment)
+        episode = live.episode(live.stop, ended=True)
+        self._add(live, dataclasses.replace(episode, final_reward=final, environment=environment))
 
-    def _add(self, live: _Live, transcript: Transcript, final: float | None, environment: object = None) -> None:
-        self._made[live.index][live.sample] = Episode(
-            transcript=transcript, turn_rewards=tuple(live.rewards), final_reward=final, environment=environment
-        )
+    def _add(self, live: _Live, episode: Episode) -> None:
+        """Add an episode that has ended."""
+        self._made[live.index][live.sample] = episode
         if live.index in self._beginning:
             self._submit_begun(live.index)
         if len(self._made[live.index]) == self._completions:
@@ -462,9 +779,9 @@ class _Rollout:
         dialogue = self._dialogue(live.index)
         assert dialogue is not None
         live.transcript = live.transcript.add_completion(completion)
-        live.last = completion
         number = len(live.rewards)
         live.rewards.append(0.0)
+        live.state = "replying"
         read = dialogue.read(completion.text)
         live.messages.append(_answer(number, completion.text, read))
         self._unread_calls += bool(read.problem)
@@ -475,9 +792,7 @@ class _Rollout:
         if self._limits.max_tool_calls is not None and live.calls > self._limits.max_tool_calls:
             self._finish(live, "calls")
             return
-        turn = Turn(text=completion.text, number=number, calls=read.calls, problem=read.problem)
-        if live.index in self._own:
-            self._environments.say(live.number, turn)
+        self._say(live, _turn(number, completion.text, read))
 
     def _why_cut(self, live: _Live) -> StopReason:
         """Which limit cut a turn."""
@@ -493,6 +808,15 @@ class _Rollout:
 
     def _dialogue(self, index: int) -> Dialogue | None:
         return self._owner.dialogues[self._prompts[index].prompt.task]
+
+
+def _in_order(live: _Live) -> tuple[int, int]:
+    """Sorts conversations by prompt, and by their index among the prompt's."""
+    return live.index, live.sample
+
+
+def _turn(number: int, text: str, read: Calls) -> Turn:
+    return Turn(text=text, number=number, calls=read.calls, problem=read.problem)
 
 
 def _answer(number: int, text: str, read: Calls) -> Message:

@@ -35,7 +35,8 @@ from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import FAILED, Graded, Reward, with_turns
 from podium.train.carry import Pending, Position, chosen, drawn_lengths
 from podium.train.distributed import AgreedStop, Interrupted, gather, host_mesh, make_localize, share
-from podium.train.episodes import Episode, Episodes
+from podium.train.episode import Episode
+from podium.train.episodes import Episodes
 from podium.train.feed import EncodedPrompt, Feed
 from podium.train.signals import StopSignal
 
@@ -94,13 +95,21 @@ class FailingEnvironmentError(ValueError):
 
 
 class _Answer(NamedTuple):
-    """The completions or conversations of a prompt, with their rewards."""
+    """The completions of a prompt, or in a run with conversations its episodes, with their rewards."""
 
     completions: list[Completion]
     rewards: list[Reward]
-    """Empty until all completions have ended."""
-    transcripts: list[Transcript]
-    """Of conversations; empty for single answers."""
+    """Empty until all have ended."""
+    episodes: list[Episode]
+
+    def of(self, pending: Pending) -> Pending:
+        """The prompt with this answer."""
+        return dataclasses.replace(
+            pending,
+            completions=tuple(self.completions),
+            rewards=tuple(self.rewards),
+            episodes=tuple(self.episodes),
+        )
 
 
 class _HostPart(NamedTuple):
@@ -143,6 +152,7 @@ class Rollouts:
         self._pending, self._version = tuple[Pending, ...](), 0
         self.held = EnvironmentStats()
         """Counts and times of environments and tools in the last call of `answer`."""
+        self._last_failures = ("it was in an earlier part of the run",)
         dtype = jnp.dtype(spec.dtype)
         self.layout = spec.layout
         local = mesh if self.layout.over_hosts else host_mesh(mesh)
@@ -237,7 +247,7 @@ class Rollouts:
                 on_poll, enough = (self._watchdog.beat, choice.enough) if choice.asks else (self._poll, None)
                 idle = not (requests or choice.asks)
                 if self.converses:
-                    part = self._converse(drawn_here, settings, grades, own)
+                    part = self._converse(drawn_here, settings, grades, own, choice, carries=carries)
                 elif idle:
                     part = grades.wait_for([], RolloutStats())
                 else:
@@ -246,8 +256,9 @@ class Rollouts:
                 part = None
             answers, rolled, held = self._gather(part)
             episodes = episodes.then(held)
-            drawn = tuple(drawn_lengths(pending, [answer.completions for answer in answers]))
-            taken, pending = choice.split(pending, answers)
+            now = [answer.of(each) for each, answer in zip(pending, answers, strict=True)]
+            drawn = tuple(drawn_lengths(pending, now))
+            taken, pending = choice.split(now)
             groups += taken
             rolled = dataclasses.replace(rolled, waited_s=choice.waited_s, drawn_lengths=drawn)
             stats = stats.then(rolled).then(RolloutStats(dropped_prompts=sum(prompt.skipped for prompt in more)))
@@ -282,17 +293,33 @@ class Rollouts:
         self._stop.poll()
 
     def _converse(
-        self, pending: Sequence[Pending], settings: AnswerSettings, grades: "_Grades", own: slice
+        self,
+        pending: Sequence[Pending],
+        settings: AnswerSettings,
+        grades: "_Grades",
+        own: slice,
+        choice: "_Choice",
+        *,
+        carries: bool,
     ) -> _HostPart:
         """Hold conversations, and grade each group of this host when its last one has ended.
 
-        `own` is the host's share where all hosts hold all conversations together.
+        `own` is the host's share where all hosts hold all conversations together. `carries`: whether conversations of
+        earlier steps go on.
         """
-        prompts = [each.prompt for each in pending]
-        asked = settings.sampling, settings.completions, grades.submit_episodes
-        if self.layout.over_hosts:
-            return grades.wait_for_episodes(*self.episodes.hold(prompts, *asked, self._watchdog.beat, own))
-        return grades.wait_for_episodes(*self.episodes.hold(prompts, *asked, self._poll))
+        together, several = self.layout.over_hosts, jax.process_count() > 1
+        made = self.episodes.hold(
+            [each.prompt for each in pending],
+            settings.sampling,
+            settings.completions,
+            grades.submit_episodes,
+            # Hosts that meet in the middle, to exchange replies or to count what is complete, must stop together.
+            self._watchdog.beat if together or (several and choice.leaves) else self._poll,
+            own if together else slice(None),
+            begun=[each.episodes for each in pending] if carries else None,
+            enough=choice.enough if choice.leaves else None,
+        )
+        return grades.wait_for_episodes(*made)
 
     def _exchange(self, answered: list[Answered]) -> list[Answered]:
         """What the environments of all hosts have answered. Raises Interrupted on all of them if one must stop."""
@@ -308,10 +335,11 @@ class Rollouts:
         """Raise FailingEnvironmentError if too many conversations failed through no fault of the model."""
         failed = [transcript.finish_reason == "failed" for group in groups for transcript in group.transcripts]
         limit = self.spec.environments.max_failed
+        self._last_failures = held.failures or self._last_failures  # a conversation may have failed in an earlier step
         if sum(failed) > limit * len(failed):
             raise FailingEnvironmentError(
                 f"{sum(failed)} of {len(failed)} conversations failed, and environments.max_failed is {limit:g}:"
-                f" this is no fault of the model. The first failure:\n{held.failures[0].rstrip()}\n"
+                f" this is no fault of the model. The first failure:\n{self._last_failures[0].rstrip()}\n"
                 "Mend the environment, then continue the run"
             )
 
@@ -345,37 +373,31 @@ class _Choice:
         self._engine_steps = 0
         self._since = math.inf
         self._together = rollouts.layout.over_hosts
-        self.asks = self._together or len(pending) > count  # else each host waits for all, at its own pace
+        self.leaves = len(pending) > count
+        """Whether prompts are left for the next step."""
+        self.asks = self._together or self.leaves
+        """Whether hosts ask each other what is complete; otherwise each waits for all, at its own pace."""
 
     @property
     def waited_s(self) -> float:
         """Seconds since enough prompts were complete."""
         return max(0.0, time.perf_counter() - self._since)
 
-    def split(self, pending: Sequence[Pending], answers: Sequence[_Answer]) -> tuple[list[Group], list[Pending]]:
+    def split(self, pending: Sequence[Pending]) -> tuple[list[Group], list[Pending]]:
         """The groups of the step, and the remaining prompts with what has been drawn of them; requires `enough`."""
-        now = [
-            dataclasses.replace(
-                each,
-                completions=tuple(answer.completions),
-                rewards=tuple(answer.rewards),
-                transcripts=tuple(answer.transcripts),
-            )
-            for each, answer in zip(pending, answers, strict=True)
-        ]
-        taken = self.of([bool(each.rewards) for each in now])
+        taken = self.of([bool(each.rewards) for each in pending])
         assert taken is not None, "there was enough"
         groups = [
             Group(
                 prompt=each.prompt.prompt,
-                transcripts=list(each.transcripts)
+                transcripts=[episode.transcript for episode in each.episodes]
                 or [transcript_of(each.prompt.tokens, completion) for completion in each.completions],
                 rewards=list(each.rewards),
                 version=self._version,
             )
-            for each in (now[index] for index in taken)
+            for each in (pending[index] for index in taken)
         ]
-        return groups, [each for index, each in enumerate(now) if index not in set(taken)]
+        return groups, [each for index, each in enumerate(pending) if index not in set(taken)]
 
     def of(self, complete: Sequence[bool]) -> list[int] | None:
         """Indices of the prompts (over all hosts) to take; None if decoding must continue."""
@@ -436,17 +458,18 @@ class _Grades:
         self._on_progress(self._done, self._tokens)
 
     def wait_for_episodes(self, made: list[list[Episode]], stats: RolloutStats, held: EnvironmentStats) -> _HostPart:
-        """Wait for the grades of all episodes; returns them with their transcripts."""
+        """Wait for the grades of all prompts whose episodes have ended; returns them with all episodes."""
         start = time.perf_counter()
         answers: list[_Answer] = []
         for index in self._own:
-            episodes = made[index]
-            rewards = iter(self._gradings[index].result())
-            weight = self._grader.correct_weight(self._pending[index].prompt.prompt.task)
-            given = [
-                FAILED if each.failed else with_turns(next(rewards), each.turn_rewards, weight) for each in episodes
-            ]
-            answers.append(_Answer([], given, [each.transcript for each in episodes]))
+            episodes, given = made[index], list(self._pending[index].rewards)
+            if (grading := self._gradings.get(index)) is not None:
+                rewards = iter(grading.result())
+                weight = self._grader.correct_weight(self._pending[index].prompt.prompt.task)
+                given = [
+                    FAILED if each.failed else with_turns(next(rewards), each.turn_rewards, weight) for each in episodes
+                ]
+            answers.append(_Answer([], given, episodes))
         return _HostPart(answers, dataclasses.replace(stats, reward_s=time.perf_counter() - start), held)
 
     def wait_for(self, completed: list[list[Completion]], stats: RolloutStats) -> _HostPart:
@@ -478,7 +501,7 @@ def _request(pending: Pending, settings: AnswerSettings) -> Request:
         sampling=settings.sampling,
         seed=pending.prompt.seed,
         completions=settings.completions,
-        begun=pending.completions,
+        begun=dict(enumerate(pending.completions)),
     )
 
 

@@ -259,12 +259,21 @@ def conversation_stats(groups: Sequence[Group], held: EnvironmentStats) -> Conve
     )
 
 
-def carry_stats(groups: Sequence[Group], drawn_lengths: Sequence[int]) -> CarryStats:
-    """Ages of a step's completions, and the distance of their lengths from those of completions drawn in the step."""
-    versions = [[transcript.versions for transcript in group.transcripts] for group in groups]
+def carry_stats(groups: Sequence[Group], drawn_lengths: Sequence[int]) -> CarryStats | None:
+    """Ages of a step's completions, and the distance of their lengths from those of completions drawn in the step.
+
+    None if all of them are conversations that failed.
+    """
+    groups = [group for group in groups if not all(reward.failed for reward in group.rewards)]
+    versions = [
+        [each.versions for each, reward in zip(group.transcripts, group.rewards, strict=True) if not reward.failed]
+        for group in groups
+    ]
+    if not groups:
+        return None
     ages = [group.version - np.concatenate(own) for group, own in zip(groups, versions, strict=True)]
     staleness = np.array([np.max(own) for own in ages])
-    totals = np.array([np.mean(group.totals) for group in groups])
+    totals = np.array([np.nanmean(group.totals) for group in groups])
     return CarryStats(
         staleness=staleness,
         token_ages=np.concatenate(ages),

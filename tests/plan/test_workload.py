@@ -271,6 +271,25 @@ def test_carrying_completions_over_takes_fewer_steps_for_the_same_tokens():
     assert carries.prefill_tokens > waits.prefill_tokens
 
 
+def test_conversations_that_a_step_leaves_go_on_in_the_next():
+    """In the middle of an answer, or waiting for a reply; what they said is prefilled again, and drawn once."""
+    lengths = [[4 + 23, 4 + 5], [4 + 6, 4 + 40], [4 + 8, 4 + 3], [4 + 30, 4 + 12]]
+    shape = {"max_prompt_tokens": 8, "max_new_tokens": 24, "max_episode_tokens": 64, "slots": 8, "refill_steps": 2}
+    made = SequenceLengths(
+        prompts=np.full(4, 4), completions=np.array(lengths), replies=Replies(turns=2, tokens=4, seconds=1.0)
+    )
+    clock = Clock(prefill_s={8: 0.01}, decode_s={1: 0.1, 2: 0.1, 4: 0.1, 8: 0.1})
+    waits, carries = (
+        simulate_rollout(made, config(prompts=4, group=2, rollout={**shape, "in_flight": over}).rollout, clock=clock)
+        for over in (1.0, 1.5)
+    )
+    assert carries.completion_tokens == waits.completion_tokens == sum(map(sum, lengths)) - 8 * 4
+    assert carries.occupied_slot_steps == pytest.approx(waits.occupied_slot_steps, rel=0.1)  # nothing is drawn twice
+    assert carries.seconds < waits.seconds and carries.decode_steps < waits.decode_steps
+    assert carries.prefill_tokens > waits.prefill_tokens and carries.rebuilt_tokens > 0
+    assert 0 < carries.staleness <= 2
+
+
 def talk(lengths: list[list[int]], replies: Replies, **changes) -> Workload:
     """Conversations of prompts of 4 tokens, timed: a prefill call takes 0.5 s, a decode step 0.1 s."""
     shape = {"max_prompt_tokens": 8, "max_new_tokens": 8, "max_episode_tokens": 64, "refill_steps": 4, **changes}

@@ -130,7 +130,7 @@ def test_completions_continue_where_an_earlier_step_left_them():
             sampling=request.sampling,
             seed=request.seed,
             completions=request.completions,
-            begun=tuple(group),
+            begun=dict(enumerate(group)),
         )
         for request, group in zip(REQUESTS, begun, strict=True)
     ]

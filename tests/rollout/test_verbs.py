@@ -161,7 +161,9 @@ def test_what_is_taken_out_and_submitted_again_gives_the_same_tokens(steps):
     unfinished = [each for group in made for each in group if each.finish_reason is None]
     assert unfinished
     assert {each.text for each in unfinished} == {""}
-    again = [dataclasses.replace(request, begun=tuple(begun)) for request, begun in zip(MIXED, made, strict=True)]
+    again = [
+        dataclasses.replace(request, begun=dict(enumerate(begun))) for request, begun in zip(MIXED, made, strict=True)
+    ]
     engine.load(tiny_params(), version=1)
     answers, second = engine.generate(again)
     check_all({Key(n, i): each for n, group in enumerate(answers) for i, each in enumerate(group)})
@@ -273,7 +275,9 @@ def test_a_restored_conversation_draws_as_if_it_had_not_been_interrupted():
     stats = engine.stats()
     assert set(found) == {Key(0, 1), Key(0, 2)}
     assert stats.rebuilt_tokens == 20 + sum(len(ledger) - 1 - 16 for ledger in ledgers.values())  # two pages are shared
-    middle = dataclasses.replace(restored, begun=(whole[Key(0, 0)], *(cut(whole[Key(0, i)], i) for i in (1, 2))))
+    middle = dataclasses.replace(
+        restored, begun={i: cut(whole[Key(0, i)], i) if i else whole[Key(0, i)] for i in range(3)}
+    )
     answers = answers_of(engine, [middle])[0]
     for i in (1, 2):
         close(found[Key(0, i)], whole[Key(0, i)])

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import pytest
 from made_once import made_once
-from scripted import TEMPLATE
-from tiny_runs import STEPWISE, make_config, write_tiny_model
+from scripted import TALK, TEMPLATE
+from tiny_runs import STEPWISE, make_config, merged, write_tiny_model
 
+from podium.config.schema import Config
 from podium.sharding import make_mesh
 from podium.train.loop import train
 
@@ -27,6 +28,18 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("template") / "chat.jinja"
     path.write_text(TEMPLATE)
     return str(path)
+
+
+@pytest.fixture
+def talk(tiny_model: Path, template: str, tmp_path: Path, one_device: None) -> Callable[..., Config]:
+    """Configs of runs that talk to an environment of `scripted`, with changes."""
+
+    def config(environment: str = "Counting", **changes: Any) -> Config:
+        task = {"name": "arithmetic", "environment": f"scripted:{environment}"}
+        changes = merged({"tasks": [task], "chat_template": template}, changes)
+        return make_config(tiny_model, tmp_path, **merged(TALK, changes))
+
+    return config
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import time
+from typing import Any
 
 from podium.tasks.conversation import Reply, Turn
 from podium.tasks.task import Prompt
@@ -16,6 +17,19 @@ TEMPLATE = (
 """A chat template by which a conversation can be continued."""
 ROOMY = {"max_prompt_tokens": 100, "max_new_tokens": 8, "max_episode_tokens": 160, "slots": 8}
 """Sizes of a rollout for environments that say more; tests with the same sizes compile their programs once."""
+
+
+ROLLOUT = {"max_prompt_tokens": 24, "max_new_tokens": 8, "max_episode_tokens": 60, "page_tokens": 4, "slots": 8}
+TALK: dict[str, Any] = {
+    "steps": 2,
+    "prompts_per_step": 4,
+    "tasks": [{"name": "arithmetic", "environment": "scripted:Counting"}],
+    "environments": {"workers": 0, "retries": 0},
+    "rollout": ROLLOUT,
+    "eval": {"questions": 2},
+    "metrics": {"samples_every": 1},
+}
+"""Settings of a short run with conversations of up to three turns."""
 
 
 class Counting:
@@ -54,6 +68,24 @@ class Failing(Counting):
         return super().reply(turn)
 
 
+class SlowFailing(Failing, Slow):
+    """Both; it raises more often, but never in an evaluation, which such a failure would stop."""
+
+    def __init__(self, prompt: Prompt, seed: int) -> None:
+        super().__init__(prompt, seed)
+        self.share = 0.6 if "/train/" in prompt.id else 0.0
+
+
+class Fickle(Counting):
+    """The same, but what it says depends on how often one was made before."""
+
+    made = 0
+
+    def __init__(self, prompt: Prompt, seed: int) -> None:
+        super().__init__(prompt, seed + Fickle.made)
+        Fickle.made += 1
+
+
 class Down(Failing):
     share = 1.0
 
@@ -90,6 +122,11 @@ class Echo:
 
     async def get_reward(self) -> float:
         return self.reward
+
+
+def echoed(environments: list, **columns) -> list[float]:
+    """A reward function that asks for environments: the length of the last message."""
+    return [environment.reward for environment in environments]
 
 
 class Doors:

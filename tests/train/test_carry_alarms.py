@@ -88,6 +88,11 @@ def test_a_gap_without_age_is_said():
     assert (when, "differ by 0.030 nat" in line) == (2, True)
 
 
+def test_environments_that_answer_otherwise_are_said_once():
+    ((when, line),) = said([(step(), {}), (step(), {"env/changed": 3.0}), (step(), {"env/changed": 1.0})])
+    assert (when, "the environments of 3 conversations answered otherwise" in line) == (2, True)
+
+
 def test_a_run_that_carries_nothing_hears_nothing():
     assert said([(step(carried=None, waited_s=1.0), {STALENESS: 2.0, GAP: 1.0})] * 20) == []
 

@@ -28,12 +28,12 @@ from podium.rollout.routes import Routes, unknown
 from podium.rollout.transcript import Transcript, transcript_of
 from podium.sharding import ShardingRules, make_mesh, param_shardings
 from podium.train.batch import make_batch
-from podium.train.carry import _completion_record, _read_completion
 from podium.train.generate import rollout_rules
 from podium.train.optimizer import make_optimizer
 from podium.train.samples import transcript_sample, with_advantage, with_weight
 from podium.train.state import init_state
 from podium.train.step import make_train_step, shard_batch
+from podium.train.stored import completion_record, read_completion
 
 DECODER = tiny_clone(PRESETS["Qwen/Qwen3-30B-A3B"])
 C = DECODER.choices
@@ -126,15 +126,15 @@ def test_choices_are_cut_with_the_tokens_saved_with_them_and_continued():
     cut = [each for each in stopped if each.finish_reason == "stop"]
     assert cut
     assert all(len(each.choices) == len(each.tokens) for each in stopped)
-    record = _completion_record(whole)
-    np.testing.assert_array_equal(_read_completion(record).choices, whole.choices)
-    np.testing.assert_array_equal(_read_completion(record).context_choices, whole.context_choices)
+    record = completion_record(whole)
+    np.testing.assert_array_equal(read_completion(record).choices, whole.choices)
+    np.testing.assert_array_equal(read_completion(record).context_choices, whole.context_choices)
     begun = [
         [dataclasses.replace(each, **_first(each, 3), finish_reason=None) for each in group] for group in answers()
     ]
     sampling = SamplingParams(max_new_tokens=8)
     requests = [
-        Request(prompt=prompt, sampling=sampling, seed=1, completions=2, begun=tuple(group))
+        Request(prompt=prompt, sampling=sampling, seed=1, completions=2, begun=dict(enumerate(group)))
         for prompt, group in zip(PROMPTS, begun, strict=True)
     ]
     for one, other in zip(flat(engine.generate(requests)[0]), flat(answers()), strict=True):

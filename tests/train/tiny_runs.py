@@ -67,6 +67,9 @@ BY_THE_CLOCK = (
     "rollout/decode_s",
     "rollout/tokens_per_s",
     "rollout/compilations",
+    "env/reply_s",
+    "env/begin_s",
+    "env/idle_s",
 )
 """Metrics that two equal runs do not share."""
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [0.5, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0]]

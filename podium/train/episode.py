@@ -1,0 +1,68 @@
+"""A conversation or a single answer, from its beginning to its end, as steps hand it on. No jax."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from podium.files import to_json
+from podium.rollout.request import Completion
+from podium.rollout.transcript import Transcript
+
+State = Literal["beginning", "drawing", "replying", "ending", "ended"]
+"""What an episode waits for: for its environment to begin (and for the others of its prompt, which begin together), for
+a turn of the model, for a reply, for the final reward; or for nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Episode:
+    """A conversation or a single answer, as far as it has come."""
+
+    transcript: Transcript = dataclasses.field(default_factory=Transcript)
+    """Whole turns and replies, and their messages; of a single answer nothing until it has ended."""
+    turn_rewards: tuple[float, ...] = ()
+    """What the environment paid for each turn; empty for a single answer."""
+    final_reward: float | None = None
+    """What the environment paid at the end; None: the task grades the last answer."""
+    environment: object = None
+    """The environment after its end, if a reward function asks for it; not part of a checkpoint."""
+    state: State = "ended"
+    drawing: Completion | None = None
+    """What has been drawn of a turn that has not ended."""
+    first: str | None = None
+    """What the environment added to the prompt."""
+    replies: int = 0
+    """Number of turns that the environment has replied to."""
+    attempt: int = 0
+    """How often it has begun again because its environment failed."""
+    seconds: float = 0.0
+    """How long it has been held, for `rollout.limits.episode_timeout_s`."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is missing."""
+        return self.state == "ended"
+
+    @property
+    def failed(self) -> bool:
+        """Whether it failed through no fault of the model; it then says nothing about the model."""
+        return self.transcript.finish_reason == "failed"
+
+    @property
+    def first_version(self) -> int | None:
+        """Weight version that drew its first token; None: no token yet."""
+        drawn = [span.versions for span in self.transcript.drawn]
+        drawn += [] if self.drawing is None else [self.drawing.versions]
+        return next((int(versions[0]) for versions in drawn if len(versions)), None)
+
+    @property
+    def calls(self) -> int:
+        """Number of calls of tools in its answers."""
+        called = [each.get("tool_calls") for each in self.transcript.messages]
+        return sum(len(calls) for calls in called if isinstance(calls, Sequence))
+
+    def replied(self, turn: int, messages: Sequence[Mapping[str, object]], reward: float) -> bool:
+        """Whether this is what the environment replied to a turn."""
+        said = self.transcript.messages
+        answers = [place for place, each in enumerate(said) if each["role"] == "assistant"]
+        given = said[answers[turn] + 1 : (*answers, len(said))[turn + 1]]
+        return to_json({"": given}) == to_json({"": messages}) and self.turn_rewards[turn] == reward
