@@ -19,6 +19,32 @@ from podium.models.params import param_specs
 
 
 @dataclasses.dataclass(frozen=True)
+class Adding:
+    """What `Decay` does with tokens that are projected."""
+
+    rate: float
+    added: jax.Array  # [B, T, D]
+
+    def append(self, states, counts):
+        def add(state, token):
+            i, token = token
+            state = jnp.where((i < counts)[:, None], self.rate * state + token, state)
+            return state, state
+
+        tokens = jnp.arange(self.added.shape[1]), self.added.swapaxes(0, 1)
+        state, y = jax.lax.scan(add, states[0], tokens)
+        return (state,), y.swapaxes(0, 1)
+
+    def packed(self, rows):
+        (B, T, _), row = self.added.shape, jnp.arange(len(self.added))
+
+        def add(i, y):  # one column more, for tokens without a previous one
+            return y.at[:, i].set(self.rate * y[row, rows.previous[:, i]] + self.added[:, i])
+
+        return jax.lax.fori_loop(0, T, add, jnp.zeros((B, T + 1, self.added.shape[2])))[:, :T]
+
+
+@dataclasses.dataclass(frozen=True)
 class Decay:
     """A state that each token decays and adds to, in place of keys and values."""
 
@@ -33,18 +59,8 @@ class Decay:
         return Work(active=width * width, total=width * width, outputs=width, states=states)
 
     def apply(self, w, x, context):
-        added = context.linear("btd,de->bte", x, w["into"])
-
-        def advance(states, counts):
-            def add(state, token):
-                i, token = token
-                state = jnp.where((i < counts)[:, None], self.rate * state + token, state)
-                return state, state
-
-            state, y = jax.lax.scan(add, states[0], (jnp.arange(x.shape[1]), added.swapaxes(0, 1)))
-            return (state,), y.swapaxes(0, 1)
-
-        carried, y = context.recur((jnp.zeros((len(x), x.shape[2])),), advance)
+        rule = Adding(self.rate, context.linear("btd,de->bte", x, w["into"]))
+        carried, y = context.recur((jnp.zeros((len(x), x.shape[2])),), rule)
         return Applied(y, carried)
 
 

@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "models.hf_config",
         "models.blocks",
         "models.blocks.mathematics",
+        "models.blocks.delta_rule",
         "models.blocks.routing",
         "models.layouts",
         "models.params",
@@ -69,7 +70,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("api",),
     ("cli",),
 )
-WHEN_APPLIED = {"models.blocks.mathematics", "models.blocks.routing"}
+WHEN_APPLIED = {"models.blocks.mathematics", "models.blocks.delta_rule", "models.blocks.routing"}
 """Imported by layers only when they are applied, in functions that are traced: they need jax, and of Podium no more
 than the layers do."""
 WITHOUT_JAX = {part for floor in FLOORS[:9] for part in floor} - WHEN_APPLIED

@@ -14,7 +14,7 @@ from podium.models.blocks.rope import Rope
 from podium.models.blocks.weights import LayerWeight, LayerWeights, Weight
 from podium.models.linear import make_linear, several
 from podium.models.mixture import mixed
-from podium.models.placement import from_sequences, to_sequences
+from podium.models.placement import from_sequences, projected_rows, to_sequences, whole_rows
 from podium.sharding import ShardingRules
 
 Tables = tuple[jax.Array, jax.Array]
@@ -43,6 +43,10 @@ class LayerContext:
         assert isinstance(scale, jax.Array), "the scale of a norm has no adapter and is no matrix"
         return mathematics.rms_norm(x, scale, self.eps, self.norm_offset, self.wide_norms)
 
+    def plain_norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
+        """RMS norm over the last dimension, without an offset of the scale, which rounds before it multiplies."""
+        return mathematics.rms_norm(x, _value(scale), self.eps, 0.0, False)
+
     def linear(self, pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
         """The einsum of an activation and a weight."""
         return make_linear(self.rules)(pattern, x, w)
@@ -70,6 +74,10 @@ class LayerContext:
         """The sum over each token's chosen experts of gate times expert, [B, T, D]."""
         values = [_value(bias) for bias in biases]
         return mixed(self.rules, x, gates, chosen, matrices, values, count=count, activation=activation)
+
+    def vector(self, w: LayerWeight) -> jax.Array:
+        """A weight that no product takes."""
+        return _value(w)
 
     def biased(self, y: jax.Array, bias: LayerWeight) -> jax.Array:
         """Activations plus a bias of their last dimensions."""
@@ -110,6 +118,14 @@ class LayerContext:
         if self.recurrence is None:
             raise ValueError("a layer keeps a state of each sequence and this pass keeps none; give forward a recur=")
         return self.recurrence(self.carried, At(self.layer, None), initial, advance)
+
+    def whole_rows(self, x: jax.Array) -> jax.Array:
+        """Lay out [B, T, H, ...] with whole rows, and the heads split over what split tokens or their widths."""
+        return whole_rows(self.rules, x)
+
+    def projected_rows(self, y: jax.Array) -> jax.Array:
+        """The inverse of `whole_rows`."""
+        return projected_rows(self.rules, y)
 
 
 def _value(weight: LayerWeight) -> jax.Array:

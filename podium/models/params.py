@@ -29,6 +29,8 @@ Dtype = TypeVar("Dtype")
 # tokens of each row over sp. An activation with the weights' split of the width has its rows over the remaining axes
 # ("batch_by_width") and its tokens whole. From there, its rows are split first, with sp's part of the width left in one
 # piece because sp is the outer axis ("width_of_rows"), then its tokens. "pieces" is a device's part of the batch.
+# Heads of recurrent layers are split over tp in weights ("delta_heads"); a recurrence needs whole rows, so there they
+# are split over sp too ("state_heads").
 TRAIN_AXES: Mapping[str, MeshAxes] = {
     "batch": ("dp", "fsdp"),
     "batch_by_width": "dp",
@@ -40,6 +42,8 @@ TRAIN_AXES: Mapping[str, MeshAxes] = {
     "heads": "tp",
     "kv_heads": "tp",
     "mlp": "tp",
+    "delta_heads": "tp",
+    "state_heads": ("tp", "sp"),
     "experts": "fsdp",
     "expert_width": "sp",
     "expert_mlp": "tp",
@@ -71,6 +75,8 @@ GROUP_AXES: Mapping[str, MeshAxes] = {
     "cache_heads": "tp",
     "head_dim": "fsdp",
     "mlp": ("tp", "fsdp"),
+    "delta_heads": ("tp", "fsdp"),
+    "state_heads": "tp",
     "experts": ("fsdp", "tp"),  # the order of training, so that a device keeps the experts that it stores
 }
 # The seed system's two layouts decode from weights split as in training. With sequences over all devices (legacy), each

@@ -37,6 +37,20 @@ def from_sequences(rules: ShardingRules, attended: jax.Array) -> jax.Array:
     return rules.constrain(attended, "rows", None, "heads", "head_dim")
 
 
+def whole_rows(rules: ShardingRules, x: jax.Array) -> jax.Array:
+    """Reshard [B, T, H, ...] for a recurrence: all tokens of some rows, and some of the heads ("state_heads")."""
+    rest = [None] * (x.ndim - 3)
+    x = rules.constrain(x, "rows", "tokens", "delta_heads", *rest)
+    return rules.constrain(x, "batch", None, "state_heads", *rest)
+
+
+def projected_rows(rules: ShardingRules, y: jax.Array) -> jax.Array:
+    """The inverse of `whole_rows`."""
+    rest = [None] * (y.ndim - 3)
+    y = rules.constrain(y, "batch", None, "state_heads", *rest)
+    return rules.constrain(y, "rows", "tokens", "delta_heads", *rest)
+
+
 def split_rows(rules: ShardingRules, x: jax.Array, groups: int) -> jax.Array:
     """Group every device's rows: [B, T, ...] becomes [groups, B/groups, T, ...] without communication."""
     devices = rules.num_shards("batch")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podium.models.blocks.kind import Packed
 from podium.models.visible import NEVER, Block, Bounds, Keys, Queries, meets, seen
 
 Array = jax.Array | np.ndarray
@@ -71,6 +72,16 @@ class Visibility:
         columns = jax.tree.map(lambda x: x[i][:, None], self)
         rows = jax.tree.map(lambda x: x[j][None], self)
         return _seen(columns, i * t + places[:, None], rows, j * t + places[None])
+
+
+def packed_rows(segments: jax.Array, prompts: jax.Array) -> Packed:
+    """The sequences of packed rows; `segments` and `prompts` [B, T] are as in `Packed`."""
+    T = segments.shape[1]
+    places = jnp.broadcast_to(jnp.arange(T)[None], segments.shape)
+    continues = jnp.pad(segments[:, 1:] == segments[:, :-1], ((0, 0), (1, 0)))
+    behind = jax.lax.cummax(jnp.where(segments == prompts, places, -1), axis=1)  # last token that is in no completion
+    first = jnp.where(prompts != segments, behind, T)
+    return Packed(segments, prompts, jnp.where(continues, places - 1, first))
 
 
 def _seen(q: Visibility, q_places: jax.Array, k: Visibility, k_places: jax.Array) -> jax.Array:

@@ -215,7 +215,7 @@ class Rows:
                 jnp.where(jnp.expand_dims(begun, range(1, x.ndim)), x, first)
                 for x, first in zip(found, initial, strict=True)
             )
-        new, y = advance(before, self.counts)
+        new, y = advance.append(before, self.counts)
         with jax.named_scope("cache"):
             states = mapped(write, in_specs=(specs, PartitionSpec(), rows, rows, of_rows), out_specs=specs)(
                 kept.states, at.layer, self.cells, self.counts, new

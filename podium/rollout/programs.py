@@ -291,7 +291,7 @@ def nonfinite_layer(
         return bad.at[at.layer].set(found), causal_attention(q, k, v, mask, at.sinks)
 
     def recur(bad: jax.Array, at: At, initial: States, advance: Advance) -> tuple[jax.Array, jax.Array]:
-        _, y = advance(initial, jnp.array([len(tokens)]))
+        _, y = advance.append(initial, jnp.array([len(tokens)]))
         return bad.at[at.layer].set(~jnp.isfinite(y).all()), y
 
     def meet(params: Params) -> tuple[jax.Array, ...]:

@@ -25,12 +25,12 @@ from podium.config.schema import Remat
 from podium.models.architecture import DecoderConfig
 from podium.models.attention import row_attention
 from podium.models.blocks.choices import Balance
-from podium.models.blocks.kind import At
+from podium.models.blocks.kind import Advance, At, Packed, States
 from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import TokenLogprobs, token_logprobs
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, trained_specs
 from podium.models.recorded_routing import balances, recorded_choices
-from podium.models.visibility import Visibility
+from podium.models.visibility import Visibility, packed_rows
 from podium.sharding import Params, ShardingRules, abstract_params, to_devices
 from podium.train.batch import Batch
 from podium.train.offload import Offloaded, apply_gradients
@@ -261,12 +261,17 @@ def _logprobs(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) 
     rules, wide = settings.computing, settings.reduce_dtype == jnp.float32
     windows = any(attention.window for _, attention in settings.decoder.attention_layers())
     visibility = Visibility(batch.segments, batch.prompts, batch.positions if windows else None)
+    packed = packed_rows(batch.segments, batch.prompts)
+    places = [place.block.work(settings.decoder.width) for place in settings.decoder.places]
 
     def attend(
         visibility: Visibility, at: At, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[Visibility, jax.Array]:
         own = dataclasses.replace(visibility, window=at.window)
         return visibility, row_attention(settings.attention, own, rules)(q, k, v, at.sinks)
+
+    def recur(rows: Packed, at: At, initial: States, advance: Advance) -> tuple[Packed, jax.Array]:
+        return rows, advance.packed(rows)
 
     recorded = None
     if batch.choices is not None:
@@ -276,9 +281,10 @@ def _logprobs(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) 
         batch.tokens,
         batch.positions,
         attend,
-        [visibility] * len(settings.decoder.places),
+        [packed if work.states else visibility for work in places],
         recorded=recorded,
         replay=settings.replay_routing,
+        recur=recur,
         config=settings.decoder,
         rules=rules,
         dtype=settings.dtype,

@@ -18,6 +18,7 @@ from podium.models.blocks.rope import RopeScaling
 from podium.models.decoder import forward
 from podium.models.params import param_specs
 from podium.models.stored import StoredDecoder
+from podium.models.visibility import Visibility, packed_rows
 
 T, B = 8, 4
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64)
@@ -40,7 +41,7 @@ def passed(params, tokens, start, caches, rules, **options):
         return cache, causal_attention(q, *cache[at.layer], jnp.broadcast_to(seen[None], (B, t, T)))
 
     def recur(cache, at, initial, advance):
-        (state,), y = advance((cache[at.layer],), jnp.full(B, t))
+        (state,), y = advance.append((cache[at.layer],), jnp.full(B, t))
         return cache.at[at.layer].set(state), y
 
     positions = start + jnp.broadcast_to(jnp.arange(t)[None], (B, t))
@@ -76,6 +77,34 @@ def test_decoding_a_token_at_a_time_gives_what_rows_give():
         found.append(hidden[:, 0])
     np.testing.assert_allclose(np.stack(found, axis=1), whole, rtol=1e-4, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), list(caches), list(kept))
+
+
+def test_packed_rows_behind_a_shared_prompt_give_what_each_sequence_alone_gives():
+    """A prompt of 3 tokens, two completions behind it, and a sequence of its own; then padding."""
+    rules = rules_on("dp:1", 1)
+    params = weights(rules)
+    segments = jnp.array([[1, 1, 1, 2, 2, 3, 3, 3, 4, 4, 0]])
+    prompts = jnp.where(segments == 4, 4, jnp.minimum(segments, 1))
+    positions = jnp.array([[0, 1, 2, 3, 4, 3, 4, 5, 0, 1, 0]])
+    tokens = np.random.default_rng(2).integers(0, 64, segments.shape).astype(np.int32)
+
+    def attend(rows, at, q, k, v):
+        seen = Visibility(segments, prompts, positions, at.window)
+        return rows, causal_attention(q, k, v, seen.mask())
+
+    hidden, _, _ = forward(
+        params,
+        tokens,
+        positions,
+        attend,
+        [packed_rows(segments, prompts)] * len(MIXED.places),
+        recur=lambda rows, at, initial, advance: (rows, advance.packed(rows)),
+        config=MIXED,
+        rules=rules,
+        dtype=jnp.dtype("float32"),
+    )
+    for places in ([0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7], [8, 9]):
+        np.testing.assert_allclose(hidden[0, places], naive(params, tokens[0, places])[0], rtol=1e-4, atol=1e-4)
 
 
 def test_a_decoder_is_the_same_after_a_way_through_json():

@@ -305,3 +305,15 @@ def test_no_policy_keeps_the_product_of_a_rotation():
     )
     _, back = jax.vjp(rotated, jnp.ones((1, 5, 3, 16)))
     assert [x.shape for x in jax.tree.leaves(back) if x.ndim == 4] == [(1, 5, 3, 16)]  # its argument
+
+
+def test_a_rotation_of_a_part_of_a_head_leaves_the_rest_as_it_is():
+    """By slices and by a product, with its gradient."""
+    x = np.random.default_rng(0).standard_normal((2, 5, 3, 12)).astype(np.float32)
+    tables = rope_tables(jnp.broadcast_to(jnp.arange(5)[None], (2, 5)), FREQUENCIES[:2])
+    whole = rotate(jnp.asarray(x[..., :4]), *tables)
+    for turn in (rotate, rotate_by_product):
+        found, back = jax.vjp(lambda x, turn=turn: turn(x, *tables), jnp.asarray(x))
+        np.testing.assert_allclose(found[..., :4], whole, rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(found[..., 4:], x[..., 4:])
+        np.testing.assert_allclose(back(found)[0], x, rtol=1e-5, atol=1e-6)  # a rotation: its transpose is its inverse

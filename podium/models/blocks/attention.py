@@ -35,6 +35,8 @@ class Attention:
     """Whether queries, keys and values have a bias (Qwen2, gpt-oss)."""
     out_bias: bool = False
     """Whether the output has a bias (gpt-oss)."""
+    gated: bool = False
+    """Whether each element of a head's output is multiplied by the sigmoid of another product of x (Qwen3.5)."""
     sinks: bool = False
     """Whether each head has one more score in its softmax, which takes a share and gives nothing (gpt-oss)."""
     norm: bool = False
@@ -62,6 +64,8 @@ class Attention:
             "v": ParamSpec((D, K, Q), ("width", "kv_heads", "head_dim"), std),
             "o": ParamSpec((H, Q, D), ("heads", "head_dim", "width"), out_std),
         }
+        if self.gated:
+            specs["q_gate"] = specs["q"]
         if self.bias:
             specs["q_bias"] = ParamSpec((H, Q), ("heads", None), 0.0)
             specs["k_bias"] = ParamSpec((K, Q), ("kv_heads", None), 0.0)
@@ -77,11 +81,12 @@ class Attention:
 
     def work(self, width: int) -> Work:
         """The cost of one layer: four matrices, and two products per head for each query-key pair."""
-        elements = 2 * width * (self.heads + self.kv_heads) * self.head_dim
+        gates = self.heads if self.gated else 0
+        elements = width * (2 * self.heads + 2 * self.kv_heads + gates) * self.head_dim
         return Work(
             active=elements,
             total=elements,
-            outputs=(self.heads + 2 * self.kv_heads) * self.head_dim,
+            outputs=(self.heads + 2 * self.kv_heads + gates) * self.head_dim,
             pair=2 * self.heads * self.head_dim,
             window=self.window,
             kv_heads=self.kv_heads,
@@ -91,7 +96,7 @@ class Attention:
 
     def apply(self, w: LayerWeights, x: jax.Array, context: Context) -> Applied:
         """softmax(q k' / sqrt(Q)) v, projected back to the width."""
-        from podium.models.blocks.mathematics import scaled_queries, sharpened
+        from podium.models.blocks.mathematics import opened, scaled_queries, sharpened
 
         q, k, v = context.heads(x, w, bias=self.bias)
         if self.norm:
@@ -103,5 +108,7 @@ class Attention:
             q = sharpened(q, context.positions, self.sharpening.beta, self.sharpening.period)
         sinks = w["sinks"] if self.sinks else None
         carried, attended = context.attend(q, k, v, window=self.window, sinks=sinks)
+        if self.gated:
+            attended = opened(attended, context.linear("btd,dhq->bthq", x, w["q_gate"]))
         y = context.linear("bthq,hqd->btd", attended, w["o"])
         return Applied(context.biased(y, w["o_bias"]) if self.out_bias else y, carried)

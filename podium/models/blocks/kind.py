@@ -8,7 +8,7 @@ declarations and must start without jax, so `apply` imports its mathematics when
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from podium.models.blocks.activation import Activation
@@ -53,6 +53,8 @@ class Work(NamedTuple):
     """Elements of such a key, and of such a value."""
     inner: int = 0
     """Elements per token in the input of its last product."""
+    per_token: int = 0
+    """Multiply-adds of a forward pass per token in which no weight takes part, whatever the length of its sequence."""
     states: tuple[StateSpec, ...] = ()
     """Arrays of fixed size that decoding stores for each sequence; updated through `Context.recur`."""
 
@@ -88,17 +90,46 @@ class Attend(Protocol):
 
 States: TypeAlias = "tuple[jax.Array, ...]"
 """The arrays of `Work.states` for some sequences, [B, ...] each."""
-Advance: TypeAlias = "Callable[[States, jax.Array], tuple[States, jax.Array]]"
-"""`(states after the previous tokens, counts [B] int32) -> (states after the new tokens, y [B, T, ...])`.
 
-Only the first `counts` of a row's T tokens are real; the others must not change the states, and their y is ignored."""
+
+class Packed(NamedTuple):
+    """Which sequences the tokens of packed rows belong to.
+
+    A sequence is a segment, or a segment behind that of its prompt: then nothing but other segments with the same
+    prompt lies between the two.
+    """
+
+    segments: jax.Array  # [B, T] int32, segment of each token; 0 is padding
+    prompts: jax.Array  # [B, T] int32, segment of each token's prompt; its own segment if it has no separate prompt
+    previous: jax.Array  # [B, T] int32, index in the row of the previous token of its sequence; T: there is none
+
+
+class Advance(Protocol):
+    """The computation of a recurrent layer, for both ways in which callers of `forward` lay out sequences."""
+
+    def append(self, states: States, counts: jax.Array, /) -> tuple[States, jax.Array]:
+        """Advance rows of one sequence each by their new tokens.
+
+        Args:
+            states: after the previous tokens.
+            counts: [B] int32. Only the first `counts` of a row's T tokens are real; the others must not change the
+                states, and their y is ignored.
+
+        Returns:
+            The states after the new tokens, and y [B, T, ...].
+        """
+        ...
+
+    def packed(self, rows: Packed, /) -> jax.Array:
+        """Compute y [B, T, ...] of whole sequences in packed rows; y at padding is finite and ignored."""
+        ...
 
 
 class Recur(Protocol):
     """Storage of recurrent states, provided by the caller of `forward`: in a cache, or nowhere."""
 
     def __call__(self, carried: Tree, at: At, initial: States, advance: Advance, /) -> tuple[Tree, jax.Array]:
-        """Call `advance` with the rows' states, and store the states that it returns.
+        """Call `advance.append` with the rows' states and store what it returns, or `advance.packed`.
 
         Args:
             carried: the caller's data for this place in the pattern.
@@ -107,7 +138,7 @@ class Recur(Protocol):
             advance: the layer's computation.
 
         Returns:
-            The updated `carried`, and the y that `advance` returned.
+            The updated `carried`, and y.
         """
         ...
 
@@ -141,7 +172,14 @@ class Context(Protocol):
         ...
 
     def norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
-        """RMS norm over the last dimension, with the decoder's epsilon."""
+        """RMS norm over the last dimension, with the decoder's epsilon, and its offset of the stored scale."""
+        ...
+
+    def plain_norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
+        """RMS norm over the last dimension with the decoder's epsilon, whose scale is stored as it is.
+
+        Names of such scales do not end in `_norm`: initial values of those that do are lowered by the offset.
+        """
         ...
 
     def linear(self, pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
@@ -164,6 +202,10 @@ class Context(Protocol):
         activation: Activation,
     ) -> jax.Array:
         """The sum over each token's chosen experts of gate times expert, [B, T, D]; arguments as for `mixed`."""
+        ...
+
+    def vector(self, w: LayerWeight) -> jax.Array:
+        """A weight that no product takes, such as a convolution's taps, in the number format of its use."""
         ...
 
     def biased(self, y: jax.Array, bias: LayerWeight) -> jax.Array:
@@ -195,6 +237,14 @@ class Context(Protocol):
 
         `initial` are the states of sequences without previous tokens, in the order of `Work.states`.
         """
+        ...
+
+    def whole_rows(self, x: jax.Array) -> jax.Array:
+        """Lay out [B, T, H, ...] for `recur`: each device has all tokens of some rows, in some of the heads."""
+        ...
+
+    def projected_rows(self, y: jax.Array) -> jax.Array:
+        """The inverse of `whole_rows`, for the next product with a weight."""
         ...
 
 
@@ -269,6 +319,7 @@ class Block:
             kv_heads=mixer.kv_heads,
             head_dim=mixer.head_dim,
             inner=mixer.inner + after.inner,
+            per_token=mixer.per_token + after.per_token,
             states=mixer.states,
         )
 

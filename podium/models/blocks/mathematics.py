@@ -19,6 +19,12 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation = "silu") -> ja
     return (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def opened(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """X times sigmoid(gate), recomputed in the backward pass as in `gated`."""
+    return x * jax.nn.sigmoid(gate)
+
+
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(2, 3, 4))
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float, wide: bool) -> jax.Array:
     """RMS norm (arXiv:1910.07467) over the last dimension, computed in float32, in the dtype of `x`.
@@ -43,7 +49,13 @@ def rope_tables(positions: jax.Array, frequencies: np.ndarray, length: float = 1
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary position embedding of `x` [B, T, H, Q]; pairs are formed from the halves of a head, as in Hugging Face."""
+    """Rotary position embedding of `x` [B, T, H, Q]; pairs are formed from the halves of a head, as in Hugging Face.
+
+    Tables for fewer than Q/2 pairs rotate the first elements of a head, and leave the others as they are.
+    """
+    turned = 2 * cos.shape[-1]
+    if turned < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :turned], cos, sin), x[..., turned:]], axis=-1)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]  # [B, T, 1, Q/2]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -67,11 +79,16 @@ def rotate_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array
     XLA fuses all of it into one pass. Slicing half heads takes three passes, because a register's lanes hold whole
     heads.
     """
-    swap = jnp.asarray(np.kron([[0, 1], [-1, 0]], np.eye(x.shape[-1] // 2)), x.dtype)  # (a, b) becomes (-b, a)
+    fixed = x.shape[-1] - 2 * cos.shape[-1]  # elements of a head that are not rotated
+    swap = np.kron([[0, 1], [-1, 0]], np.eye(cos.shape[-1]))  # (a, b) becomes (-b, a)
+    swap = jnp.asarray(np.pad(swap, (0, fixed)), x.dtype)
     turned = jnp.einsum(
         "bthq,qr->bthr", x, swap, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
     cos, sin = (jnp.concatenate([table, table], axis=-1)[:, :, None] for table in (cos, sin))
+    if fixed:
+        room = ((0, 0), (0, 0), (0, 0), (0, fixed))
+        cos, sin = jnp.pad(cos, room, constant_values=1), jnp.pad(sin, room)
     return (x.astype(jnp.float32) * cos + turned * sin).astype(x.dtype)
 
 

@@ -77,7 +77,7 @@ Scaling: TypeAlias = RopeScaling | LinearScaling | YarnScaling
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """A rotary embedding: base, elements per head, and scaling of the frequencies."""
+    """A rotary embedding: base, rotated elements of a head (its first ones), and scaling of the frequencies."""
 
     theta: float
     dims: int
@@ -89,7 +89,7 @@ class Rope:
         return self.scaling.length if isinstance(self.scaling, YarnScaling) else 1.0
 
     def frequencies(self) -> np.ndarray:
-        """Radians per position for each pair of a head, [Q/2] float32."""
+        """Radians per position for each rotated pair of a head, [dims/2] float32."""
         half = self.dims // 2
         frequencies = 1.0 / self.theta ** (np.arange(half, dtype=np.float64) / half)
         if self.scaling is not None:
