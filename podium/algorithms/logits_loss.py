@@ -67,4 +67,5 @@ def grpo_loss_of_logits(
     if reference_logprobs is not None:
         kl = kl_loss("k3", logprobs, reference_logprobs)
         losses = losses + kl_coef * kl
-    return LogitsLoss(losses, *jax.tree.map(stop_gradient, (logprobs, entropy, kl, *policy[1:])))
+    told = (logprobs, entropy, kl, policy.clipped_low, policy.clipped_high)
+    return LogitsLoss(losses, *jax.tree.map(stop_gradient, told))

@@ -34,6 +34,8 @@ class TokenLoss(NamedTuple):
     values: jax.Array  # [B, T]
     clipped_low: jax.Array  # [B, T]
     clipped_high: jax.Array  # [B, T]
+    stats: Mapping[str, jax.Array] = MappingProxyType({})
+    """[B, T] by name: further statistics, of which the update reports the mean over its tokens."""
 
 
 # (logprobs, old_logprobs, advantages, segments, mask), each [B, T]
@@ -54,17 +56,16 @@ def clipped_policy_loss(
     """PPO's clipped surrogate: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A).
 
     With different widths this is DAPO's clip-higher (arXiv:2503.14476). `dual_clip` c bounds the loss for A < 0 by -c
-    A, so that one unlikely token cannot dominate (arXiv:1912.09729); such tokens count in `clipped_high`.
+    A, so that one unlikely token cannot dominate (arXiv:1912.09729); such tokens are the statistic `dual_clipped`, and
+    count neither as low nor as high.
     """
     loss = _clipped(token_ratio(logprobs, old_logprobs), advantages, clip_low=clip_low, clip_high=clip_high)
     if dual_clip is None:
         return loss
     bound = -dual_clip * advantages  # [B, T]
     bounded = (advantages < 0) & (loss.values > bound)
-    return loss._replace(
-        values=jnp.where(bounded, bound, loss.values),
-        clipped_high=jnp.where(bounded, 1.0, loss.clipped_high),
-    )
+    values = jnp.where(bounded, bound, loss.values)
+    return loss._replace(values=values, stats={"dual_clipped": bounded.astype(values.dtype)})
 
 
 def gspo_loss(
@@ -80,10 +81,19 @@ def gspo_loss(
     """PPO's clipped surrogate with the sequence's ratio, exp(mean_t log ratio_t): GSPO (arXiv:2507.18071).
 
     Advantages must be equal within a sequence. All tokens of a sequence have the same loss, and the gradient flows
-    through the mean; with `mean="sequence"` the weighted sum is the paper's objective.
+    through the mean; with `mean="sequence"` the weighted sum is the paper's objective. The statistics `sequences`,
+    `sequences_clipped_low` and `sequences_clipped_high` sum up to numbers of sequences.
     """
     ratio = jnp.exp(segment_means(_log_ratio(logprobs, old_logprobs), segments, mask))
-    return _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+    loss = _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+    shares = 1 / jnp.maximum(segment_sums(jnp.ones_like(ratio), segments, mask), 1.0)  # of its sequence, each token
+    return loss._replace(
+        stats={
+            "sequences": shares,
+            "sequences_clipped_low": shares * loss.clipped_low,
+            "sequences_clipped_high": shares * loss.clipped_high,
+        }
+    )
 
 
 def cispo_loss(
@@ -235,7 +245,8 @@ def policy_loss(
 
     Returns:
         The loss [B, T], not masked and not averaged, and statistics [B, T] without gradient: always `clip_low`,
-        `clip_high` and `kl_sampled`; `correction_weight` and `kl_reference` if the recipe has these terms.
+        `clip_high` and `kl_sampled`, and those of the policy term; `correction_weight` and `kl_reference` if the recipe
+        has these terms.
     """
     of_this_update = sampled_logprobs if recipe.old_logprobs == "sampler" else logprobs
     old_logprobs = stop_gradient(scores.get(OLD_LOGPROBS, of_this_update))
@@ -245,6 +256,7 @@ def policy_loss(
         "clip_low": policy.clipped_low,
         "clip_high": policy.clipped_high,
         "kl_sampled": k3_estimate(sampled_logprobs, logprobs),
+        **policy.stats,
     }
     if recipe.correction != "none":
         low, high = recipe.correction_low, recipe.correction_high
@@ -293,12 +305,20 @@ def segment_means(x: jax.Array, segments: jax.Array, mask: jax.Array) -> jax.Arr
 
     Segment numbers are 0 to T, and differ between the sequences of a row.
     """
-    _, T = x.shape
     counted = mask.astype(x.dtype)
-    sum_by_segment = jax.vmap(partial(jax.ops.segment_sum, num_segments=T + 1))  # [B, T] -> [B, T + 1]
-    sums = sum_by_segment(x * counted, segments)
-    counts = sum_by_segment(counted, segments)
-    return jnp.take_along_axis(sums / jnp.maximum(counts, 1.0), segments, axis=1)
+    means = _by_segment(x * counted, segments) / jnp.maximum(_by_segment(counted, segments), 1.0)
+    return jnp.take_along_axis(means, segments, axis=1)
+
+
+def segment_sums(x: jax.Array, segments: jax.Array, mask: jax.Array) -> jax.Array:
+    """The sum of `x` [B, T] over each sequence's masked tokens, at every token of the sequence; see `segment_means`."""
+    return jnp.take_along_axis(_by_segment(x * mask.astype(x.dtype), segments), segments, axis=1)
+
+
+def _by_segment(x: jax.Array, segments: jax.Array) -> jax.Array:
+    """The sum of `x` [B, T] over each segment, [B, T + 1]."""
+    _, T = x.shape
+    return jax.vmap(partial(jax.ops.segment_sum, num_segments=T + 1))(x, segments)
 
 
 def _clipped(ratio: jax.Array, advantages: jax.Array, *, clip_low: float, clip_high: float) -> TokenLoss:

@@ -96,6 +96,12 @@ class ChatFormat:
         pieces[-1] += text[begin:]
         return [token for piece in pieces for token in self._encode(piece)]
 
+    def encode_answer(self, text: str) -> list[int]:
+        """Encode the text of an answer, such as one in the data: control tokens that it spells stay text."""
+        cuts = [found.start() + 1 for found in self._control.finditer(text)] if self._control else []
+        pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        return [token for piece in pieces for token in self._encode(piece)]
+
     def _guarded(self, message: Message) -> Message:
         content, role = message.get("content"), message.get("role")
         if role not in GUARDED_ROLES or not isinstance(content, str):

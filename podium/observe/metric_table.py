@@ -73,9 +73,11 @@ def _token_ages(stats: StepStats) -> tuple[float, float] | None:
     return None if ages is None else (float(np.mean(ages)), float(np.percentile(ages, 95)))
 
 
-def _clip_fractions(stats: StepStats) -> tuple[float, float] | None:
-    means = stats.updated.token_means
-    return (means["clip_low"], means["clip_high"]) if means else None
+def clip_fractions(token_means: Mapping[str, float]) -> tuple[float, float] | None:
+    """The shares clipped low and high: of tokens, or of sequences if the loss counts those; None without an update."""
+    if sequences := token_means.get("sequences"):
+        return token_means["sequences_clipped_low"] / sequences, token_means["sequences_clipped_high"] / sequences
+    return (token_means["clip_low"], token_means["clip_high"]) if token_means else None
 
 
 def _by_tool(read: Callable[[Sequence[ToolRun]], float]) -> Callable[[StepStats], Mapping[str, float] | None]:
@@ -145,7 +147,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/router_unused", "fraction", "Experts without a token in a micro-batch; mean over layers.", lambda s: s.updated.token_means.get("router_unused")),
         Metric("policy/router_balance", "", "The balance loss that `algorithm.router_loss_coef` weighs; 1: all experts are used equally.", lambda s: s.updated.token_means.get("router_balance")),
         Metric("policy/correction_weight", "", "Importance weight of `algorithm.correction`, mean over the tokens.", lambda s: s.updated.token_means.get("correction_weight")),
-        Metric("policy/clip_fraction", "fraction", "Tokens whose ratio was clipped below or above.", _clip_fractions, parts=LOW_HIGH),
+        Metric("policy/clip_fraction", "fraction", "Tokens whose ratio was clipped below or above; with `loss: gspo`, sequences.", lambda s: clip_fractions(s.updated.token_means), parts=LOW_HIGH),
+        Metric("policy/dual_clip_fraction", "fraction", "Tokens whose loss `algorithm.dual_clip` bounds; only with it.", lambda s: s.updated.token_means.get("dual_clipped")),
     ),
     "Optimizer": (
         Metric("optimizer/gradient_norm", "", "Global norm of the gradient before clipping, mean over the updates.", lambda s: s.updated.gradient_norm if s.updated.updates else None),

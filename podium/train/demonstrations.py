@@ -27,7 +27,7 @@ def demonstrate(
     for each in prompts:
         prompt = each.prompt.prompt
         text = completion_text(prompt, spec.prompts.tasks[each.prompt.task].completion)
-        tokens = np.array([*tokenizer.encode(text), tokenizer.eos_tokens[0]], np.int32)
+        tokens = np.array([*tokenizer.chat_format.encode_answer(text), tokenizer.eos_tokens[0]], np.int32)
         cut = tokens[: spec.sampling.max_new_tokens]
         nothing = np.zeros(len(cut), np.float32)
         completion = Completion(

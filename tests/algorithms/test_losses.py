@@ -132,7 +132,7 @@ def one_token(loss: Loss, ratio: float, advantage: float, logprob: float = -2.0)
         (CLIPPED, 1.5, -1.0, (1.5, 1.5, 0, 0)),  # a bad token that became likelier is always corrected
         (CLIPPED, 0.5, -1.0, (0.8, 0.0, 1, 0)),
         (CLIPPED, 5.0, -1.0, (5.0, 5.0, 0, 0)),
-        (DUAL, 5.0, -1.0, (1.5, 0.0, 0, 1)),
+        (DUAL, 5.0, -1.0, (1.5, 0.0, 0, 0)),  # neither low nor high
         (DUAL, 1.4, -1.0, (1.4, 1.4, 0, 0)),
         (DUAL, 5.0, 1.0, (-1.28, 0.0, 0, 1)),
         (GSPO, 1.2, 1.0, (-1.15, 0.0, 0, 1)),
@@ -166,7 +166,8 @@ def test_packed_rows_equal_sequences_alone(loss: Loss, naive: Naive, seed: int) 
         alone["segments"], alone["mask"] = np.zeros((1, T), np.int32), np.zeros((1, T), bool)
         for name, array in batch.items():
             alone[name][0, 2 : 2 + len(columns)] = array[row, columns]
-        for result, expected in zip(loss(**alone), together, strict=True):
+        assert loss(**alone).stats.keys() == together.stats.keys()
+        for result, expected in zip(jax.tree.leaves(loss(**alone)), jax.tree.leaves(together), strict=True):
             np.testing.assert_allclose(result[0, 2 : 2 + len(columns)], expected[row, columns], rtol=1e-5, atol=1e-6)
 
 
@@ -193,6 +194,22 @@ def test_rows_split_over_devices_give_the_same_gradient() -> None:
 
     np.testing.assert_allclose(gradient(spread, spread["logprobs"]), one, rtol=1e-6)
     assert "all-gather" not in str(gradient.lower(spread, spread["logprobs"]).compile().as_text())
+
+
+def test_tokens_that_the_dual_clip_bounds_are_counted_apart() -> None:
+    ratios, advantages = jnp.array([[5.0, 5.0, 1.4, 0.5]]), jnp.array([[-1.0, 1.0, -1.0, -1.0]])
+    found = DUAL(jnp.log(ratios), jnp.zeros((1, 4)), advantages, jnp.ones((1, 4), jnp.int32), jnp.ones((1, 4), bool))
+    np.testing.assert_array_equal(found.stats["dual_clipped"], [[1, 0, 0, 0]])
+    np.testing.assert_array_equal((found.clipped_low, found.clipped_high), [[[0, 0, 0, 1]], [[0, 1, 0, 0]]])
+
+
+def test_gspo_counts_sequences_and_not_their_tokens() -> None:
+    ratios = jnp.array([[1.2, 1.2, 1.2, 1.0, 0.8, 0.5]])
+    segments, mask = jnp.array([[1, 1, 1, 2, 3, 0]], jnp.int32), jnp.array([[True] * 5 + [False]])
+    found = GSPO(jnp.log(ratios), jnp.zeros((1, 6)), jnp.array([[1.0, 1.0, 1.0, 1.0, -1.0, -1.0]]), segments, mask)
+    counts = {name: float(jnp.sum(values * mask)) for name, values in found.stats.items()}
+    expected = {"sequences": 3, "sequences_clipped_low": 1, "sequences_clipped_high": 1}
+    assert counts == pytest.approx(expected)
 
 
 def test_segment_means_by_hand() -> None:

@@ -38,7 +38,7 @@ def test_each_recipe_is_its_loss_and_reports_it(name: str) -> None:
     np.testing.assert_array_equal(stats["clip_high"], expected.clipped_high)
     log_ratio = batch["logprobs"] - batch["sampled_logprobs"]
     np.testing.assert_allclose(stats["kl_sampled"], np.exp(log_ratio) - log_ratio - 1, rtol=1e-4, atol=1e-6)
-    assert set(stats) == {"clip_low", "clip_high", "kl_sampled"}
+    assert set(stats) == {"clip_low", "clip_high", "kl_sampled", *expected.stats}
 
 
 def test_correction_weighs_the_policy_term_and_not_the_kl() -> None:

@@ -59,6 +59,7 @@ CASES = {
     "gspo_wide": Case(
         {"recipe": "gspo", "clip_low": 0.2, "clip_high": 0.2}, {**GSPO, "epsilon_low": 0.2, "epsilon_high": 0.2}, 0.5
     ),
+    "grpo_dual_clip": Case({"recipe": "grpo", "dual_clip": 1.5}, {**GRPO, "delta": 1.5}, 0.5),
 }
 
 
@@ -115,12 +116,13 @@ def _stand_in(options: dict[str, Any], logprobs: Any, entropy: Any) -> SimpleNam
         "use_vllm": False,
         "vllm_importance_sampling_correction": False,
         "_entropy_bonus_enabled": False,
+        "delta": None,
         **options,
     }
     return SimpleNamespace(
         **settings,
         model=SimpleNamespace(training=True),
-        args=SimpleNamespace(delta=None, steps_per_generation=1, use_bias_correction_kl=False),
+        args=SimpleNamespace(steps_per_generation=1, use_bias_correction_kl=False, **settings),
         accelerator=SimpleNamespace(
             num_processes=1,
             sync_gradients=True,

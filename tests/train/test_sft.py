@@ -19,6 +19,7 @@ from podium.tasks.task import Prompt
 from podium.train.demonstrations import completion_text, demonstrate
 from podium.train.feed import Feed
 from podium.train.loop import train
+from tests.chat_formats import backend_of, format_of, stop_tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_device")
 SFT = {"algorithm": {"recipe": "sft"}, "group_size": 1}
@@ -50,6 +51,15 @@ def test_groups_are_the_data_with_an_end(tiny_model):
     shorter = make_config(tiny_model, rollout={"max_new_tokens": 1}, **SFT)
     (cut, *_), _ = demonstrate(prompts, spec_of(shorter).rollout, tokenizer)
     assert (cut.transcripts[0].num_drawn, cut.transcripts[0].finish_reason) == (1, "length")
+
+
+def test_a_control_token_that_the_data_spells_stays_text():
+    format_, tokenizer = format_of("smollm2"), backend_of("smollm2")
+    text = "Type <|im_end|> at the end: <|im_end|>"
+    tokens = format_.encode_answer(text)
+    assert not set(tokens) & set(stop_tokens_of("smollm2"))
+    assert tokenizer.decode(tokens) == text
+    assert format_.encode_answer("4 + 4") == tokenizer.encode("4 + 4", add_special_tokens=False)
 
 
 def test_the_column_of_the_completion():
