@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 
 from podium.algorithms import recipes
-from podium.algorithms.recipes import RECIPES
+from podium.algorithms.recipes import LOSSES, RECIPES
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
 COLUMNS = ("recipe", "paper", "advantage", "loss", "mean", "clip", "ratio to", "equal rewards")
@@ -33,7 +33,7 @@ def _row(name: str) -> tuple[str, ...]:
     recipe, paper = RECIPES[name], PAPER.search(_docstring(name))
     assert paper is not None, f"the docstring of {name} cites no paper: arXiv:NUMBER or doi:NAME"
     site, number = paper.groups()
-    clip = "none" if recipe.loss == "reinforce" else f"{recipe.clip_low:g} / {recipe.clip_high:g}"
+    clip = "none" if not LOSSES[recipe.loss].clips else f"{recipe.clip_low:g} / {recipe.clip_high:g}"
     return (
         f"`{name}`",
         f"[{number if site == 'arXiv' else paper[0]}]({ADDRESSES[site]}{number})",

@@ -9,7 +9,9 @@ advantages, segments and mask, and returns the loss of each token, not masked an
 clip_low to 1 + clip_high.
 """
 
+import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -119,6 +121,120 @@ def cispo_loss(
     )
 
 
+def sapo_loss(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    segments: jax.Array,
+    mask: jax.Array,
+    *,
+    tau_positive: float,
+    tau_negative: float,
+) -> TokenLoss:
+    """A soft gate of the ratio instead of a clip: -(4 / tau) sigmoid(tau (ratio - 1)) A. SAPO (arXiv:2511.20347).
+
+    Its gradient is that of the surrogate at ratio 1, and fades as the ratio leaves it. `tau_positive` is tau where A >
+    0, `tau_negative` elsewhere; a larger one fades faster.
+    """
+    tau = jnp.where(advantages > 0, tau_positive, tau_negative)
+    gate = jax.nn.sigmoid(tau * (token_ratio(logprobs, old_logprobs) - 1)) * 4 / tau
+    return _unclipped(-gate * advantages)
+
+
+def vespo_loss(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    segments: jax.Array,
+    mask: jax.Array,
+    *,
+    k_positive: float,
+    lambda_positive: float,
+    k_negative: float,
+    lambda_negative: float,
+) -> TokenLoss:
+    """Log-likelihood weighted by a smooth function of the sequence's ratio: -sg(phi(w)) A logprob. VESPO
+    (arXiv:2602.10693).
+
+    w is the product of the sequence's token ratios, bounded to 1e-8 and e^20, and phi(w) = w^k exp(lambda (1 - w)),
+    which is 1 at w = 1 and falls towards 0 on both sides; k and lambda depend on the advantage's sign (0 counts as
+    positive).
+    """
+    log_w = segment_sums(_log_ratio(logprobs, old_logprobs), segments, mask)
+    log_w = stop_gradient(jnp.clip(log_w, math.log(1e-8), LOG_RATIO_BOUND))
+    good = advantages >= 0
+    k, lambda_ = jnp.where(good, k_positive, k_negative), jnp.where(good, lambda_positive, lambda_negative)
+    weight = jnp.exp(k * log_w + lambda_ * (1 - jnp.exp(log_w)))
+    return _unclipped(-weight * advantages * logprobs)
+
+
+def dppo_tv_loss(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    segments: jax.Array,
+    mask: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    weight_cap: float,
+) -> TokenLoss:
+    """Log-likelihood weighted by the ratio, without tokens whose probability moved too far: DPPO by total variation.
+
+    -sg(min(ratio, weight_cap)) A logprob (arXiv:2602.04879), or 0 where A > 0 and the probability rose by more than
+    `clip_high`, or A <= 0 and it fell by more than `clip_low`.
+    """
+    moved = jnp.exp(logprobs) - jnp.exp(old_logprobs)
+    return _masked(logprobs, old_logprobs, advantages, -moved > clip_low, moved > clip_high, weight_cap=weight_cap)
+
+
+def dppo_kl_loss(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    segments: jax.Array,
+    mask: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    weight_cap: float,
+) -> TokenLoss:
+    """DPPO by KL (arXiv:2602.04879): as `dppo_tv_loss`, where the move is the KL between two choices, token or not.
+
+    With p the token's probability and q the old one, it is q log(q / p) + (1 - q) log((1 - q) / (1 - p)), with 1e-8
+    added to 1 - q and 1 - p. `clip_low` bounds it where the probability fell, `clip_high` where it rose.
+    """
+    p, q = jnp.exp(logprobs), jnp.exp(old_logprobs)
+    others = [jnp.maximum(1 - x, 0.0) + 1e-8 for x in (q, p)]  # rounding can make a probability larger than 1
+    kl = q * (old_logprobs - logprobs) + (1 - q) * jnp.log(others[0] / others[1])
+    low, high = (kl > clip_low) & (p < q), (kl > clip_high) & (p > q)
+    return _masked(logprobs, old_logprobs, advantages, low, high, weight_cap=weight_cap)
+
+
+def gmpo_loss(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    segments: jax.Array,
+    mask: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """The geometric mean of clipped token ratios, times -A: GMPO (arXiv:2507.20673).
+
+    Each log-ratio is clipped, as PPO clips ratios, to at most clip_high where A > 0 and at least -clip_low elsewhere.
+    Advantages must be equal within a sequence. All tokens of a sequence have the same loss; with `mean="sequence"` the
+    weighted sum is the paper's objective.
+    """
+    log_ratio = _log_ratio(logprobs, old_logprobs)
+    is_high = (log_ratio > clip_high) & (advantages > 0)
+    is_low = (log_ratio < -clip_low) & (advantages <= 0)
+    clipped = jnp.where(is_high, clip_high, jnp.where(is_low, -clip_low, log_ratio))
+    values = -jnp.exp(segment_means(clipped, segments, mask)) * advantages
+    return TokenLoss(values, is_low.astype(values.dtype), is_high.astype(values.dtype))
+
+
 def reinforce_loss(
     logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, segments: jax.Array, mask: jax.Array
 ) -> TokenLoss:
@@ -126,46 +242,49 @@ def reinforce_loss(
 
     Its gradient equals that of the clipped surrogate at ratio 1, so it is valid only for the first update of a batch.
     """
-    never = jnp.zeros_like(logprobs)
-    return TokenLoss(values=-advantages * logprobs, clipped_low=never, clipped_high=never)
+    return _unclipped(-advantages * logprobs)
+
+
+POLICY_LOSSES: Mapping[str, Callable[..., TokenLoss]] = {
+    "clipped": clipped_policy_loss,
+    "gspo": gspo_loss,
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
+    "vespo": vespo_loss,
+    "dppo_tv": dppo_tv_loss,
+    "dppo_kl": dppo_kl_loss,
+    "gmpo": gmpo_loss,
+    "reinforce": reinforce_loss,
+}
+"""By the names of `podium.algorithms.recipes.LOSSES`, which has their options."""
 
 
 def make_loss(recipe: Recipe, scores: Mapping[str, jax.Array] = MappingProxyType({})) -> Loss:
-    """The recipe's policy term with its options bound. To add a loss, write a function above and a case here.
+    """The recipe's policy term with its options bound.
 
-    A loss given by import path takes the same arguments as the others and returns a `TokenLoss` or [B, T]. If it has an
-    argument `scores`, it also gets the batch's scores, [B, T] by name.
+    To add a loss, write a function above, its line in POLICY_LOSSES, and its options in
+    `podium.algorithms.recipes.LOSSES`. A loss given by import path takes the same arguments as the others and returns a
+    `TokenLoss` or [B, T]. If it has an argument `scores`, it also gets the batch's scores, [B, T] by name.
     """
-    match recipe.loss:
-        case "clipped":
-            clip = partial(clipped_policy_loss, clip_low=recipe.clip_low, clip_high=recipe.clip_high)
-            return partial(clip, dual_clip=recipe.dual_clip)
-        case "gspo":
-            return partial(gspo_loss, clip_low=recipe.clip_low, clip_high=recipe.clip_high)
-        case "cispo":
-            return partial(cispo_loss, clip_low=recipe.clip_low, clip_high=recipe.clip_high)
-        case "reinforce":
-            return reinforce_loss
-        case _:
-            return _imported_loss(recipe, scores)
-
-
-def _imported_loss(recipe: Recipe, scores: Mapping[str, jax.Array]) -> Loss:
-    """A user's loss, with the clip options that its signature has, and with scores if it takes them."""
-    function = imported(recipe.loss, what="a loss", known=LOSSES)
+    function = POLICY_LOSSES.get(recipe.loss) or _imported_loss(recipe.loss)
     options = {name: getattr(recipe, name) for name in ("clip_low", "clip_high", "dual_clip")} | {"scores": scores}
+    options |= LOSSES[recipe.loss].options if recipe.loss in LOSSES else {}
+    options |= recipe.loss_options
     known = inspect.signature(function).parameters
-    bound = partial(function, **{name: value for name, value in options.items() if name in known})
+    return partial(function, **{name: value for name, value in options.items() if name in known})
 
-    def loss(
-        logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, segments: jax.Array, mask: jax.Array
-    ) -> TokenLoss:
-        found = bound(logprobs, old_logprobs, advantages, segments, mask)
-        never = jnp.zeros_like(logprobs)
-        found = found if isinstance(found, TokenLoss) else TokenLoss(found, never, never)
+
+def _imported_loss(path: str) -> Callable[..., TokenLoss]:
+    """A user's loss, whose result is checked and made a `TokenLoss`."""
+    function = imported(path, what="a loss", known=LOSSES)
+
+    @functools.wraps(function)
+    def loss(logprobs: jax.Array, *given: jax.Array, **options: object) -> TokenLoss:
+        found = function(logprobs, *given, **options)
+        found = found if isinstance(found, TokenLoss) else _unclipped(found)
         if found.values.shape != logprobs.shape:
             raise ValueError(
-                f"loss {recipe.loss} gives {list(found.values.shape)} for log-probabilities of {list(logprobs.shape)};"
+                f"loss {path} gives {list(found.values.shape)} for log-probabilities of {list(logprobs.shape)};"
                 " it must give the loss of each token, not masked and not averaged"
             )
         return found
@@ -286,7 +405,8 @@ def narrow_clip_warning(recipe: Recipe, logprob_gap: float) -> str | None:
     """
     narrow = min(("clip_low", "clip_high"), key=lambda option: getattr(recipe, option))
     width = getattr(recipe, narrow)
-    if recipe.loss == "reinforce" or recipe.old_logprobs == "trainer" or logprob_gap <= width:
+    clips = recipe.loss not in LOSSES or LOSSES[recipe.loss].clips
+    if not clips or recipe.old_logprobs == "trainer" or logprob_gap <= width:
         return None
     return (
         f"algorithm.{narrow} is {width:g}, and the sampler's log-probabilities differ from the trainer's by"
@@ -328,6 +448,26 @@ def _clipped(ratio: jax.Array, advantages: jax.Array, *, clip_low: float, clip_h
     is_high = (ratio > high) & (advantages > 0)
     bounded = jnp.where(is_low, low, jnp.where(is_high, high, ratio))
     return TokenLoss(-bounded * advantages, is_low.astype(ratio.dtype), is_high.astype(ratio.dtype))
+
+
+def _masked(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    low: jax.Array,
+    high: jax.Array,
+    *,
+    weight_cap: float,
+) -> TokenLoss:
+    """DPPO's loss: -sg(min(ratio, weight_cap)) A logprob, but 0 where A > 0 and `high`, or A <= 0 and `low`."""
+    is_low, is_high = low & (advantages <= 0), high & (advantages > 0)
+    weight = jnp.where(is_low | is_high, 0.0, jnp.minimum(token_ratio(logprobs, old_logprobs), weight_cap))
+    values = -stop_gradient(weight) * advantages * logprobs
+    return TokenLoss(values, is_low.astype(values.dtype), is_high.astype(values.dtype))
+
+
+def _unclipped(values: jax.Array) -> TokenLoss:
+    return TokenLoss(values, jnp.zeros_like(values), jnp.zeros_like(values))
 
 
 def _log_ratio(logprobs: jax.Array, old_logprobs: jax.Array) -> jax.Array:

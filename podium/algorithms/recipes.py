@@ -7,9 +7,10 @@ combination is reported as a config error; the losses are in `podium.algorithms.
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Literal, get_args
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -26,8 +27,31 @@ from podium.config.errors import not_in
 from podium.config.imports import imported, is_path
 from podium.config.schema import AlgorithmConfig
 
-LossName = Literal["clipped", "gspo", "cispo", "reinforce"]
-LOSSES: tuple[str, ...] = get_args(LossName)
+
+class LossKind(NamedTuple):
+    """What a policy term reads of a recipe."""
+
+    clips: bool
+    """Whether it reads clip_low and clip_high."""
+    options: Mapping[str, float] = MappingProxyType({})
+    """What `loss_options` may change, with the values that are used if it does not."""
+
+
+LOSSES: Mapping[str, LossKind] = {
+    "clipped": LossKind(clips=True),
+    "gspo": LossKind(clips=True),
+    "cispo": LossKind(clips=True),
+    "sapo": LossKind(clips=False, options={"tau_positive": 1.0, "tau_negative": 1.05}),
+    "vespo": LossKind(
+        clips=False,
+        options={"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0},
+    ),
+    "dppo_tv": LossKind(clips=True, options={"weight_cap": 20.0}),
+    "dppo_kl": LossKind(clips=True, options={"weight_cap": 20.0}),
+    "gmpo": LossKind(clips=True),
+    "reinforce": LossKind(clips=False),
+}
+"""The values of `algorithm.loss`; `podium.algorithms.losses.POLICY_LOSSES` has the functions of the same names."""
 OLD_LOGPROBS, REFERENCE_LOGPROBS = "old_logprobs", "reference_logprobs"
 """The scores that options of `algorithm:` need: from the trainer before the first update, or the first model."""
 
@@ -42,9 +66,11 @@ class Recipe:
     advantages, [N, G, n]."""
     group_baseline: bool = True
     """Whether completions are compared with others of the same prompt: requires G >= 2; equal rewards teach nothing."""
-    loss: LossName | str = "clipped"
-    """The policy term: one of LOSSES, or `package.module:function`; `podium.algorithms.losses.make_loss` binds the clip
+    loss: str = "clipped"
+    """The policy term: one of LOSSES, or `package.module:function`; `podium.algorithms.losses.make_loss` binds the
     options that it takes."""
+    loss_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """All options of the loss but those of the clip, by name."""
     mean: Mean
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -222,6 +248,61 @@ def cispo() -> Recipe:
     )
 
 
+def sapo() -> Recipe:
+    """SAPO (arXiv:2511.20347): GRPO with a soft gate of the ratio instead of the clip.
+
+    Differs: the ratio's denominator is the sampler's own log-probabilities; standard deviation as in `grpo`.
+    """
+    return Recipe(
+        advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
+        loss="sapo",
+        mean="sequence",
+    )
+
+
+def vespo() -> Recipe:
+    """VESPO (arXiv:2602.10693): the log-likelihood, weighted by a smooth function of the whole sequence's ratio.
+
+    Differs: the mean is over the batch's tokens, as in TRL; the ratio is to the sampler, so it corrects for the
+    difference between the two programs too; standard deviation as in `grpo`.
+    """
+    return Recipe(
+        advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
+        loss="vespo",
+        mean="token",
+    )
+
+
+def dppo() -> Recipe:
+    """DPPO (arXiv:2602.04879): tokens whose probability moved too far have no gradient, instead of a clipped ratio.
+
+    Differs: total variation of a token against all others; `loss: dppo_kl` bounds the KL instead (clip_low and
+    clip_high of 0.05 are the authors'). Weights are capped at 20, which is verl's default; the authors' script has
+    10,000 (`loss_options: {weight_cap: 10000}`).
+    """
+    return Recipe(
+        advantage=partial(group_advantages, std="none", std_ddof=1, std_eps=1e-6),
+        loss="dppo_tv",
+        mean="constant",
+        clip_low=0.15,
+        clip_high=0.15,
+    )
+
+
+def gmpo() -> Recipe:
+    """GMPO (arXiv:2507.20673): one ratio per sequence, the geometric mean of its tokens' clipped ratios.
+
+    Differs: the ratio's denominator is the sampler's own log-probabilities; standard deviation as in `grpo`.
+    """
+    return Recipe(
+        advantage=partial(group_advantages, std="group", std_ddof=1, std_eps=1e-6),
+        loss="gmpo",
+        mean="sequence",
+        clip_low=0.4,
+        clip_high=0.4,
+    )
+
+
 def maxrl() -> Recipe:
     """MaxRL (arXiv:2602.02710): centred rewards divided by the group's mean, so that rarely solved prompts weigh most.
 
@@ -257,6 +338,10 @@ RECIPES: dict[str, Recipe] = {
     "reinforce_pp_baseline": reinforce_pp_baseline(),
     "gspo": gspo(),
     "cispo": cispo(),
+    "sapo": sapo(),
+    "vespo": vespo(),
+    "dppo": dppo(),
+    "gmpo": gmpo(),
     "maxrl": maxrl(),
     "sft": sft(),
 }
@@ -297,6 +382,7 @@ def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int
         *_advantage_conflicts(config, recipe, group_size),
         *_credit_conflicts(config, recipe),
         *_loss_conflicts(config, recipe),
+        *_loss_option_conflicts(config, recipe),
         *_correction_conflicts(config, recipe),
         *_update_conflicts(config, recipe, prompts_per_step),
     ]
@@ -316,6 +402,8 @@ def _changed(config: AlgorithmConfig) -> Recipe:
         options.setdefault("old_logprobs", "trainer")  # it has no ratio
     std_options = {name: options.pop(name) for name in _STD_OPTIONS if name in options}
     std_options = {name: value for name, value in std_options.items() if name in recipe.advantage.keywords}
+    if "loss_options" in options:
+        options["loss_options"] = {**recipe.loss_options, **options["loss_options"]}
     return dataclasses.replace(recipe, advantage=partial(recipe.advantage, **std_options), **options)
 
 
@@ -358,10 +446,6 @@ def _credit_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
 
 def _loss_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
     name, kl = config.recipe, recipe.kl
-    for option in ("clip_low", "clip_high"):
-        if recipe.loss == "reinforce" and getattr(config, option) is not None:
-            way_out = "leave it unset, or set algorithm.recipe to reinforce_pp"
-            yield option, f"recipe {name} has no ratio to clip; {way_out}"
     if recipe.clip_low > 1:
         rule = f"a ratio is never below 0, so 1 - clip_low must not be, got {recipe.clip_low:g}"
         yield "clip_low", f"{rule}; set 1 for no lower bound"
@@ -379,6 +463,22 @@ def _loss_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
         rule = "with a KL of its own in each reward, a group of equal rewards still teaches"
         way_out = "set zero_variance to keep, or kl to k2, k3 or k3+"
         yield "kl", f"{rule}, and zero_variance {recipe.zero_variance} would drop it; {way_out}"
+
+
+def _loss_option_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
+    loss, kind = recipe.loss, LOSSES.get(recipe.loss)
+    for option in ("clip_low", "clip_high"):
+        if kind and not kind.clips and getattr(config, option) is not None:
+            way_out = "leave it unset, or set algorithm.recipe to reinforce_pp"
+            yield option, f"loss {loss} has no ratio to clip; {way_out}"
+    given = config.loss_options or {}
+    known = kind.options if kind or not given else inspect.signature(imported(loss, what="a loss")).parameters
+    for option in given:
+        if option not in known:
+            yield "loss_options", f"loss {loss} has no option {option!r}; it has: {', '.join(known) or 'none'}"
+    if loss == "vespo" and recipe.correction != "none":
+        rule = "loss vespo weighs a sequence by its ratio to the sampler already"
+        yield "correction", f"{rule}; set it to none, and algorithm.old_logprobs to sampler"
 
 
 def _correction_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:

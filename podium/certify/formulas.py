@@ -28,6 +28,13 @@ Changes = Mapping[str, Any]
 """Options of an algorithm that replace the config's, both in the recipe and in the naive rules."""
 PLAIN: Changes = {"kl": "none", "kl_coef": 0.0, "correction": "none", "dual_clip": None, "old_logprobs": "sampler"}
 UNEVEN: Changes = {**PLAIN, "clip_low": LOW, "clip_high": HIGH}
+OPTIONED: Mapping[str, Changes] = {
+    "sapo": {"tau_positive": 0.8, "tau_negative": 1.4},
+    "vespo": {"k_positive": 1.5, "lambda_positive": 1.0, "k_negative": 0.5, "lambda_negative": 1.2},
+    "dppo_tv": {"weight_cap": 1.3},
+    "dppo_kl": {"weight_cap": 1.3},
+}
+"""Losses with options, which the formulas get too."""
 CORRECTED: Changes = {**UNEVEN, "loss": "clipped", "old_logprobs": "trainer"}
 RULE_STEPS, RULE_TOTAL = 5, 7
 """Number of updates made with each update rule, and the length of the learning-rate schedule."""
@@ -66,7 +73,8 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
     """Check the policy terms, the KL terms, the entropy bonus, the learning-rate schedule, and the update rules."""
     subject = updates.subject
     made: list[Changes] = [{"kl": "none", "kl_coef": 0.0}]
-    made += [{**UNEVEN, "loss": loss} for loss in ("clipped", "gspo", "cispo", "reinforce")]
+    made += [{**UNEVEN, "loss": loss} for loss in ("clipped", "gspo", "cispo", "gmpo", "reinforce")]
+    made += [{**UNEVEN, "loss": loss, "loss_options": options} for loss, options in OPTIONED.items()]
     made += [{**UNEVEN, "loss": "clipped", "dual_clip": 2.0}, {**UNEVEN, "loss": "gspo", "old_logprobs": "trainer"}]
     yield Check(
         name="clip",

@@ -238,6 +238,8 @@ def policy_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> ja
         losses = -A * logprobs
     elif rules.loss == "cispo":
         losses = -stop_gradient(jnp.clip(jnp.exp(logprobs - old), lowest, highest)) * A * logprobs
+    elif rules.loss in SOFT:
+        losses = SOFT[rules.loss](rules, logprobs, old, sequences)
     else:
         ratio = jnp.exp(logprobs - old)
         if rules.loss == "gspo":
@@ -254,6 +256,52 @@ def policy_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> ja
         return losses * jnp.minimum(weight, rules.correction_high)
     inside = (weight >= rules.correction_low) & (weight <= rules.correction_high)
     return losses * jnp.where(inside, weight, 0.0)
+
+
+def _sapo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequences) -> jax.Array:
+    """SAPO (arXiv:2511.20347): the gate f(r) = sigmoid(tau (r - 1)) 4 / tau."""
+    positive, negative = (
+        rules.loss_options.get(f"tau_{sign}", tau) for sign, tau in (("positive", 1.0), ("negative", 1.05))
+    )
+    A = sequences.advantages
+    tau = jnp.where(A > 0, positive, negative)
+    return -4 / tau / (1 + jnp.exp(-tau * (jnp.exp(logprobs - old) - 1))) * A
+
+
+def _vespo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequences) -> jax.Array:
+    """VESPO (arXiv:2602.10693): the weight w^k exp(lambda (1 - w)) of a whole sequence has no gradient."""
+    A, given = sequences.advantages, rules.loss_options
+    w = jnp.exp(jnp.sum((logprobs - old) * sequences.valid, axis=1, keepdims=True))
+    good = w ** given.get("k_positive", 2.0) * jnp.exp(given.get("lambda_positive", 3.0) * (1 - w))
+    bad = w ** given.get("k_negative", 3.0) * jnp.exp(given.get("lambda_negative", 2.0) * (1 - w))
+    return -stop_gradient(jnp.where(A >= 0, good, bad)) * A * logprobs
+
+
+def _dppo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequences) -> jax.Array:
+    """DPPO (arXiv:2602.04879): no token whose binary divergence is too large and still growing."""
+    A, p, q = sequences.advantages, jnp.exp(logprobs), jnp.exp(old)
+    divergence = jnp.abs(p - q)
+    if rules.loss == "dppo_kl":
+        rest = [jnp.log(1e-8 + jnp.where(each < 1, 1 - each, 0.0)) for each in (q, p)]
+        divergence = q * jnp.log(q / p) + (1 - q) * (rest[0] - rest[1])
+    bound = jnp.where(A > 0, rules.clip_high, rules.clip_low)
+    growing = jnp.where(A > 0, p > q, p < q)
+    weight = jnp.minimum(p / q, rules.loss_options.get("weight_cap", 20.0))
+    return -stop_gradient(jnp.where(growing & (divergence > bound), 0.0, weight)) * A * logprobs
+
+
+def _gmpo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequences) -> jax.Array:
+    """GMPO (arXiv:2507.20673): the product of a sequence's clipped ratios to the power of 1 / its length."""
+    sign = jnp.where(sequences.advantages > 0, 1.0, -1.0)
+    ratio = logprobs - old
+    ratio = sign * jnp.minimum(sign * ratio, sign * jnp.clip(ratio, -rules.clip_low, rules.clip_high))
+    lengths = jnp.maximum(jnp.sum(sequences.valid, axis=1, keepdims=True), 1)
+    product = jnp.sum(ratio * sequences.valid, axis=1, keepdims=True)
+    return -jnp.exp(product / lengths) * sequences.advantages
+
+
+SOFT = {"sapo": _sapo, "vespo": _vespo, "dppo_tv": _dppo, "dppo_kl": _dppo, "gmpo": _gmpo}
+"""The losses that are not PPO's or a log-likelihood's."""
 
 
 def kl_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Array:

@@ -4,7 +4,7 @@ Imports nothing from `podium.algorithms`, so that a mistake in a recipe is not r
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import numpy as np
@@ -23,6 +23,7 @@ class Rules:
     advantage: AdvantageName | OwnAdvantage
     mean: Literal["token", "sequence", "constant"]
     loss: str = "clipped"
+    loss_options: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     std: Literal["none", "group", "batch"] = "group"
     std_ddof: int = 1
     std_eps: float = 1e-6
@@ -60,6 +61,10 @@ RULES: dict[str, Rules] = {
         advantage="group", mean="sequence", loss="gspo", clip_low=3e-4, clip_high=4e-4, old_logprobs="trainer"
     ),
     "cispo": Rules(advantage="group", mean="token", loss="cispo", clip_low=1.0, clip_high=4.0),
+    "sapo": Rules(advantage="group", mean="sequence", loss="sapo"),
+    "vespo": Rules(advantage="group", mean="token", loss="vespo"),
+    "dppo": Rules(advantage="group", std="none", mean="constant", loss="dppo_tv", clip_low=0.15, clip_high=0.15),
+    "gmpo": Rules(advantage="group", mean="sequence", loss="gmpo", clip_low=0.4, clip_high=0.4),
     "maxrl": Rules(advantage="maxrl", mean="constant"),
     "sft": Rules(advantage="reward", mean="token", loss="reinforce", old_logprobs="trainer"),
 }

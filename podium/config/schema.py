@@ -199,7 +199,10 @@ class AlgorithmConfig(Section):
     recipe: str = "grpo"
     """Published algorithm to start from, or your own Recipe as `package.module:name`."""
     loss: str | None = None
-    """Policy loss: clipped, gspo, cispo or reinforce, or your own function as `package.module:name`."""
+    """Policy loss: clipped, gspo, cispo, sapo, vespo, dppo_tv, dppo_kl, gmpo or reinforce, or your own function as
+    `package.module:name`."""
+    loss_options: dict[str, Finite] | None = None
+    """Further numbers of the loss, by name, such as sapo's tau_negative (docs/algorithms.md); unset: the loss's own."""
     mean: Literal["token", "sequence", "constant"] | None = None
     """How token losses are averaged: over all tokens, per sequence, or with a constant length (Dr. GRPO)."""
     std: Literal["none", "group", "batch"] | None = None

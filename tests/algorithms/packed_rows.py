@@ -13,7 +13,7 @@ def packed(seed: int = 0, spread: float = 0.4) -> Batch:
     """Rows of sequences with an unmasked token (a prompt) before each, and noise wherever the mask is 0: [B, T]."""
     random = np.random.default_rng(seed)
     shape = (len(LAYOUT), 12)
-    lp = -random.exponential(1.0, shape)
+    lp = -1e-3 - random.exponential(1.0, shape)
     segments, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
     advantages = random.normal(size=shape)
     for row, lengths in enumerate(LAYOUT):
@@ -23,6 +23,6 @@ def packed(seed: int = 0, spread: float = 0.4) -> Batch:
             mask[row, start + 1 : start + length + 1] = True
             advantages[row, start : start + length + 1] = random.normal()
             start += length + 1
-    old = lp + spread * random.normal(size=shape)
+    old = np.minimum(lp + spread * random.normal(size=shape), -1e-3)
     arrays = {"logprobs": lp, "old_logprobs": old, "advantages": advantages}
     return {name: array.astype(np.float32) for name, array in arrays.items()} | {"segments": segments, "mask": mask}

@@ -1,5 +1,6 @@
 """Losses against numbers worked by hand, naive loops in float64 with finite differences, and exact expectations."""
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import partial
@@ -13,22 +14,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_rows import LAYOUT, Batch, packed
 
+from podium.algorithms import recipes
+from podium.algorithms.advantages import token_weights
 from podium.algorithms.losses import (
+    POLICY_LOSSES,
     TokenLoss,
     cispo_loss,
     clipped_policy_loss,
     correction_weights,
+    dppo_kl_loss,
+    dppo_tv_loss,
+    gmpo_loss,
     gspo_loss,
     k3_estimate,
     kl_loss,
     reinforce_loss,
+    sapo_loss,
     segment_means,
+    vespo_loss,
 )
 
 CLIPPED = partial(clipped_policy_loss, clip_low=0.2, clip_high=0.28, dual_clip=None)
 DUAL = partial(clipped_policy_loss, clip_low=0.2, clip_high=0.28, dual_clip=1.5)
 GSPO = partial(gspo_loss, clip_low=0.1, clip_high=0.15)
 CISPO = partial(cispo_loss, clip_low=0.3, clip_high=0.4)
+SAPO = partial(sapo_loss, tau_positive=0.9, tau_negative=1.3)
+VESPO = partial(vespo_loss, k_positive=2.0, lambda_positive=3.0, k_negative=1.5, lambda_negative=0.5)
+DPPO_TV = partial(dppo_tv_loss, clip_low=0.03, clip_high=0.04, weight_cap=1.5)
+DPPO_KL = partial(dppo_kl_loss, clip_low=0.03, clip_high=0.04, weight_cap=1.5)
+GMPO = partial(gmpo_loss, clip_low=0.2, clip_high=0.3)
 
 Loss = Callable[..., TokenLoss]
 # A naive loss takes one sequence: log-probabilities, the same ones frozen, the old ones, and its advantage.
@@ -54,6 +68,34 @@ def naive_cispo(lp: list[float], frozen: list[float], old: list[float], A: float
     return [-weight * A * p for weight, p in zip(weights, lp, strict=True)]
 
 
+def naive_sapo(lp: list[float], frozen: list[float], old: list[float], A: float) -> list[float]:
+    tau = 0.9 if A > 0 else 1.3
+    return [-4 / (tau * (1 + math.exp(-tau * (math.exp(p - o) - 1)))) * A for p, o in zip(lp, old, strict=True)]
+
+
+def naive_vespo(lp: list[float], frozen: list[float], old: list[float], A: float) -> list[float]:
+    w = math.exp(sum(f - o for f, o in zip(frozen, old, strict=True)))
+    k, rate = (2.0, 3.0) if A >= 0 else (1.5, 0.5)
+    return [-(w**k) * math.exp(rate * (1 - w)) * A * p for p in lp]
+
+
+def naive_dppo(kl: bool, lp: list[float], frozen: list[float], old: list[float], A: float) -> list[float]:
+    losses = []
+    for x, f, o in zip(lp, frozen, old, strict=True):
+        p, q = math.exp(f), math.exp(o)
+        divergence = abs(p - q)
+        if kl:
+            divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        outside = (p > q and divergence > 0.04) if A > 0 else (p < q and divergence > 0.03)
+        losses.append(0.0 if outside else -min(p / q, 1.5) * A * x)
+    return losses
+
+
+def naive_gmpo(lp: list[float], frozen: list[float], old: list[float], A: float) -> list[float]:
+    logs = [min(p - o, 0.3) if A > 0 else max(p - o, -0.2) for p, o in zip(lp, old, strict=True)]
+    return [-math.exp(sum(logs) / len(logs)) * A] * len(lp)
+
+
 def naive_reinforce(lp: list[float], frozen: list[float], old: list[float], A: float) -> list[float]:
     return [-A * p for p in lp]
 
@@ -63,6 +105,11 @@ LOSSES = [
     pytest.param(DUAL, partial(naive_clipped, 1.5), id="dual"),
     pytest.param(GSPO, naive_gspo, id="gspo"),
     pytest.param(CISPO, naive_cispo, id="cispo"),
+    pytest.param(SAPO, naive_sapo, id="sapo"),
+    pytest.param(VESPO, naive_vespo, id="vespo"),
+    pytest.param(DPPO_TV, partial(naive_dppo, False), id="dppo_tv"),
+    pytest.param(DPPO_KL, partial(naive_dppo, True), id="dppo_kl"),
+    pytest.param(GMPO, naive_gmpo, id="gmpo"),
     pytest.param(reinforce_loss, naive_reinforce, id="reinforce"),
 ]
 
@@ -141,13 +188,27 @@ def one_token(loss: Loss, ratio: float, advantage: float, logprob: float = -2.0)
         (CISPO, 2.0, 1.0, (2.8, -1.4, 0, 1)),  # clipped, and still learned from
         (CISPO, 0.5, -1.0, (-1.4, 0.7, 1, 0)),
         (reinforce_loss, 3.0, 0.5, (1.0, -0.5, 0, 0)),
+        (SAPO, 1.0, 1.0, (-2 / 0.9, -1.0, 0, 0)),  # the gradient of the surrogate at ratio 1
+        (SAPO, 1.0, -1.0, (2 / 1.3, 1.0, 0, 0)),
+        (VESPO, 1.0, 1.0, (2.0, -1.0, 0, 0)),
+        (VESPO, 2.0, 1.0, (8 * math.exp(-3), -4 * math.exp(-3), 0, 0)),
+        (VESPO, 2.0, -1.0, (-2 * 2**1.5 * math.exp(-0.5), 2**1.5 * math.exp(-0.5), 0, 0)),
+        (DPPO_TV, 1.2, 1.0, (2.4, -1.2, 0, 0)),  # from e^-2 / 1.2 to e^-2: 0.0226
+        (DPPO_TV, 1.5, 1.0, (0.0, 0.0, 0, 1)),  # 0.045
+        (DPPO_TV, 4.0, -1.0, (-3.0, 1.5, 0, 0)),  # a bad token that became likelier is corrected, with a capped weight
+        (DPPO_TV, 0.8, -1.0, (0.0, 0.0, 1, 0)),  # -0.034
+        (DPPO_KL, 1.5, 1.0, (3.0, -1.5, 0, 0)),  # a KL of 0.010
+        (DPPO_KL, 3.0, 1.0, (0.0, 0.0, 0, 1)),  # 0.045
+        (GMPO, 1.5, 1.0, (-math.exp(0.3), 0.0, 0, 1)),
+        (GMPO, 1.2, 1.0, (-1.2, -1.2, 0, 0)),
+        (GMPO, 0.5, -1.0, (math.exp(-0.2), 0.0, 1, 0)),
     ],
 )
 def test_one_token_by_hand(loss: Loss, ratio: float, advantage: float, expected: tuple[float, ...]) -> None:
     np.testing.assert_allclose(one_token(loss, ratio, advantage), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", [CLIPPED, DUAL, GSPO, CISPO])
+@pytest.mark.parametrize("loss", [CLIPPED, DUAL, GSPO, CISPO, SAPO, VESPO, DPPO_TV, DPPO_KL, GMPO])
 @pytest.mark.parametrize("ratio", [1e-200, 1e200])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 def test_extreme_ratios_stay_finite(loss: Loss, ratio: float, advantage: float) -> None:
@@ -194,6 +255,34 @@ def test_rows_split_over_devices_give_the_same_gradient() -> None:
 
     np.testing.assert_allclose(gradient(spread, spread["logprobs"]), one, rtol=1e-6)
     assert "all-gather" not in str(gradient.lower(spread, spread["logprobs"]).compile().as_text())
+
+
+def test_a_loss_has_the_options_of_its_line_and_those_of_the_clip() -> None:
+    assert POLICY_LOSSES.keys() == recipes.LOSSES.keys()
+    for name, kind in recipes.LOSSES.items():
+        parameters = inspect.signature(POLICY_LOSSES[name]).parameters.values()
+        own = {each.name for each in parameters if each.kind == each.KEYWORD_ONLY} - {"dual_clip"}
+        assert own == {*kind.options, *(("clip_low", "clip_high") if kind.clips else ())}
+
+
+def test_luspo_is_gspo_with_a_constant_divisor() -> None:
+    """LUSPO (arXiv:2602.05261) is mean_i L_i l_i with GSPO's loss l_i of sequence i; ours is that / max_new_tokens."""
+    batch, longest = packed(3), 16
+
+    def luspo(logprobs: jax.Array) -> jax.Array:
+        losses = []
+        for row, columns in sequences(batch):
+            ratio = jnp.exp(jnp.mean(logprobs[row, columns] - batch["old_logprobs"][row, columns]))
+            A = batch["advantages"][row, columns[0]]
+            losses.append(-jnp.minimum(ratio * A, jnp.clip(ratio, 0.9, 1.15) * A) * float(len(columns)))
+        return jnp.mean(jnp.stack(losses))
+
+    lengths = np.array([len(columns) for _, columns in sequences(batch)])
+    weights = token_weights("constant", lengths, num_sequences=len(lengths), max_new_tokens=longest)
+    assert len(set(weights.tolist())) == 1
+    ours = jax.grad(lambda lp: jnp.sum(weights[0] * batch["mask"] * GSPO(**{**batch, "logprobs": lp}).values))
+    theirs = jax.grad(luspo)(batch["logprobs"])
+    np.testing.assert_allclose(longest * ours(batch["logprobs"]), theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_tokens_that_the_dual_clip_bounds_are_counted_apart() -> None:
@@ -256,7 +345,7 @@ def test_k1_as_a_loss_would_teach_nothing() -> None:
     np.testing.assert_allclose(expected_gradient(lambda lp: lp - reference[None], logits), np.zeros(8), atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", [CLIPPED, DUAL, CISPO, GSPO, reinforce_loss])
+@pytest.mark.parametrize("loss", [CLIPPED, DUAL, CISPO, GSPO, SAPO, VESPO, DPPO_TV, DPPO_KL, GMPO, reinforce_loss])
 @pytest.mark.parametrize("seed", range(3))
 def test_on_policy_the_expected_gradient_is_that_of_the_expected_reward(loss: Loss, seed: int) -> None:
     logits, _ = softmax_pair(seed)

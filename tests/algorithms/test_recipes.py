@@ -53,6 +53,7 @@ def test_a_recipe_without_options_is_itself(name: str) -> None:
         ("grpo", "old_logprobs", "trainer"),
         ("rloo", "updates_per_batch", 2),
         ("cispo", "minibatches", 4),
+        ("sapo", "loss_options", {"tau_negative": 1.1}),
     ],
 )
 def test_an_option_replaces_the_recipes(recipe: str, option: str, value: Any) -> None:
@@ -99,6 +100,19 @@ CONFLICTS = [
     ("algorithm.max_refills", "zero_variance is keep", {"recipe": "grpo", "max_refills": 2}),
     ("algorithm.clip_low", "no ratio to clip", {"recipe": "reinforce", "clip_low": 0.2}),
     ("algorithm.clip_high", "no ratio to clip", {"recipe": "reinforce", "clip_high": 0.2}),
+    ("algorithm.clip_low", "loss sapo has no ratio to clip", {"recipe": "sapo", "clip_low": 0.2}),
+    ("algorithm.clip_high", "loss vespo has no ratio to clip", {"recipe": "grpo", "loss": "vespo", "clip_high": 0.2}),
+    (
+        "algorithm.loss_options",
+        "no option 'tau'; it has: tau_positive,",
+        {"recipe": "sapo", "loss_options": {"tau": 1.0}},
+    ),
+    ("algorithm.loss_options", "no option 'tau'; it has: none", {"recipe": "grpo", "loss_options": {"tau": 1.0}}),
+    (
+        "algorithm.correction",
+        "by its ratio to the sampler already",
+        {"recipe": "vespo", "correction": "truncate", "old_logprobs": "trainer"},
+    ),
     ("algorithm.clip_low", "got 1.5", {"recipe": "cispo", "clip_low": 1.5}),
     ("algorithm.dual_clip", "recipe gspo does not have", {"recipe": "gspo", "dual_clip": 3.0}),
     ("algorithm.dual_clip", "recipe cispo does not have", {"recipe": "cispo", "dual_clip": 3.0}),

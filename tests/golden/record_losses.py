@@ -35,6 +35,16 @@ GRPO = {"loss_type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2}
 DAPO = {"loss_type": "dapo", "epsilon_low": 0.2, "epsilon_high": 0.28}
 CISPO = {"loss_type": "cispo", "epsilon_high": 5.0}
 GSPO = {"loss_type": "grpo", "epsilon_low": 3e-4, "epsilon_high": 4e-4, "importance_sampling_level": "sequence"}
+SAPO = {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+VESPO = {
+    "loss_type": "vespo",
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+}
+GMPO = {"loss_type": "gmpo", "epsilon_low": 0.4, "epsilon_high": 0.4}
+"""The loss of `trl.experimental.gmpo`, which has no `loss_type` of its own."""
 TRUNCATE = {"correction": "truncate", "correction_high": CAP, "old_logprobs": "trainer"}
 CASES = {
     "grpo_on_policy": Case({"recipe": "grpo", "old_logprobs": "trainer"}, GRPO, 0.0),
@@ -60,6 +70,15 @@ CASES = {
         {"recipe": "gspo", "clip_low": 0.2, "clip_high": 0.2}, {**GSPO, "epsilon_low": 0.2, "epsilon_high": 0.2}, 0.5
     ),
     "grpo_dual_clip": Case({"recipe": "grpo", "dual_clip": 1.5}, {**GRPO, "delta": 1.5}, 0.5),
+    "sapo": Case({"recipe": "sapo"}, SAPO, 0.5),
+    "sapo_on_policy": Case({"recipe": "sapo", "old_logprobs": "trainer"}, SAPO, 0.0),
+    "vespo": Case({"recipe": "vespo"}, VESPO, 0.3),
+    "vespo_options": Case(
+        {"recipe": "vespo", "loss_options": {"k_positive": 1.0, "lambda_negative": 0.5}},
+        {**VESPO, "vespo_k_pos": 1.0, "vespo_lambda_neg": 0.5},
+        0.3,
+    ),
+    "gmpo": Case({"recipe": "gmpo"}, GMPO, 0.5),
 }
 
 
@@ -85,6 +104,7 @@ def trl_output(case: Case, inputs: dict[str, np.ndarray]) -> dict[str, Any]:
     """Loss [], its gradient by logprobs [B, T], and the clip fractions that TRL reports."""
     import torch
     from trl import GRPOTrainer  # pyright: ignore[reportMissingImports]
+    from trl.experimental.gmpo import GMPOTrainer  # pyright: ignore[reportMissingImports]
 
     tensors = {name: torch.tensor(array) for name, array in inputs.items()}
     logprobs = tensors["logprobs"].requires_grad_()
@@ -96,12 +116,15 @@ def trl_output(case: Case, inputs: dict[str, np.ndarray]) -> dict[str, Any]:
         "advantages": tensors["advantages"],
         "num_items_in_batch": tensors["mask"].sum(),
         "ref_per_token_logps": tensors["reference_logprobs"],
-        "importance_sampling_ratio": (tensors["old_logprobs"] - tensors["sampled_logprobs"]).exp().clamp(max=CAP),
     }
+    if case.trl.get("use_vllm"):
+        ratio = (tensors["old_logprobs"] - tensors["sampled_logprobs"]).exp().clamp(max=CAP)
+        batch["importance_sampling_ratio"] = ratio
     if case.spread:
         batch["old_per_token_logps"] = tensors["old_logprobs"]
     trainer = _stand_in(case.trl, logprobs, tensors["entropy"])
-    loss = GRPOTrainer._compute_loss(trainer, trainer.model, batch)
+    kind = GMPOTrainer if case.trl is GMPO else GRPOTrainer
+    loss = kind._compute_loss(trainer, trainer.model, batch)
     loss.backward()
     assert logprobs.grad is not None
     clips = {name.rsplit("/")[-1]: values[0] for name, values in trainer._metrics["train"].items() if "_mean" in name}
@@ -110,6 +133,8 @@ def trl_output(case: Case, inputs: dict[str, np.ndarray]) -> dict[str, Any]:
 
 def _stand_in(options: dict[str, Any], logprobs: Any, entropy: Any) -> SimpleNamespace:
     """What `_compute_loss` reads of a trainer on one process with one micro-batch per step."""
+    from trl import GRPOTrainer  # pyright: ignore[reportMissingImports]
+
     settings = {
         "importance_sampling_level": "token",
         "beta": 0.0,
@@ -135,6 +160,7 @@ def _stand_in(options: dict[str, Any], logprobs: Any, entropy: Any) -> SimpleNam
         off_policy_mask_threshold=None,
         top_entropy_quantile=1.0,
         use_adaptive_entropy=False,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
         _metrics={"train": defaultdict(list)},
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logprobs, entropy, None),
     )
