@@ -7,6 +7,7 @@ a reason that is not the model's: it counts in no mean, and its advantage is 0. 
 sums which differ only by rounding are equal; arithmetic is float64. Numpy only.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -58,11 +59,80 @@ def group_advantages(
     return centred.astype(np.float32)
 
 
-def leave_one_out_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Rewards minus the mean of the group's other rewards: G / (G - 1) (r - mean_g). RLOO (arXiv:2402.14740)."""
+def leave_one_out_advantages(
+    rewards: np.ndarray, lengths: np.ndarray, *, std: Std = "none", std_ddof: int = 1, std_eps: float = 1e-6
+) -> np.ndarray:
+    """Rewards minus the mean of the group's other rewards: G / (G - 1) (r - mean_g). RLOO (arXiv:2402.14740).
+
+    `std="group"` divides by the standard deviation of the same others, which is NeMo-RL's default; by nothing where
+    they are equal. `std="batch"` divides by that of all rewards.
+    """
     rewards, _ = _checked(rewards, lengths, least_group=2)
     group = np.count_nonzero(~np.isnan(rewards), axis=1, keepdims=True)  # [N, 1]
-    return (group / np.maximum(group - 1, 1) * _centred_by_group(rewards)).astype(np.float32)
+    found = group / np.maximum(group - 1, 1) * _centred_by_group(rewards)
+    if std == "group":
+        _, G = rewards.shape
+        others = np.where(np.eye(G, dtype=bool)[None], np.nan, rewards[:, None])  # [N, G, G]: of each, without itself
+        spread = _std(others.reshape(-1, G), std_ddof, axis=1).reshape(rewards.shape)
+        found = found / np.where(spread > 0, spread + std_eps, 1.0)
+    elif std == "batch":
+        found = found / (_std(rewards, std_ddof, axis=None) + std_eps)
+    return found.astype(np.float32)
+
+
+def length_weighted_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Rewards minus the group's mean weighted by length: r - sum L r / sum L. OPO (arXiv:2505.23585).
+
+    That baseline has the least variance if the squared gradient of a completion grows with its length. A completion
+    that is left out has length 0, and so no share in it.
+    """
+    rewards, lengths = _checked(rewards, lengths, least_group=2)
+    centred = _centred_by_group(rewards)
+    total = lengths.sum(axis=1, keepdims=True)  # [N, 1]
+    shift = (lengths * centred).sum(axis=1, keepdims=True) / np.maximum(total, 1.0)
+    return np.where(np.isnan(rewards), 0.0, centred - shift).astype(np.float32)
+
+
+def rescaled_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Rewards minus the group's mean, times B / (B - M): GPG (arXiv:2504.02546).
+
+    Of the batch's B completions, M are in groups of equal rewards, which have no gradient; the factor keeps the mean
+    over the batch that of the others.
+    """
+    rewards, _ = _checked(rewards, lengths, least_group=2)
+    known = np.count_nonzero(~np.isnan(rewards), axis=1)  # [N]
+    taught = known[~equal_reward_groups(rewards)].sum()
+    return (_centred_by_group(rewards) * known.sum() / max(taught, 1)).astype(np.float32)
+
+
+def pass_at_k_advantages(rewards: np.ndarray, lengths: np.ndarray, *, k: float) -> np.ndarray:
+    """Advantages under the reward of a set of k completions, its best: pass@k training (arXiv:2508.10751).
+
+    A completion has the mean reward of the sets that it is in, minus the mean of all sets of its group, divided by
+    their (population) standard deviation + 1e-6. With rewards 0 and 1, c of n right, that mean is rho = 1 - C(n - c, k)
+    / C(n, k); a right completion has (1 - rho) / sqrt(rho (1 - rho)).
+    """
+    rewards, _ = _checked(rewards, lengths, least_group=2)
+    found = np.zeros(rewards.shape)
+    for row, own in enumerate(rewards):
+        known = np.flatnonzero(~np.isnan(own))
+        if len(known):
+            found[row, known] = _of_sets(own[known] - own[known].mean(), min(int(k), len(known)))
+    return found.astype(np.float32)
+
+
+def _of_sets(rewards: np.ndarray, k: int) -> np.ndarray:
+    """`pass_at_k_advantages` of one group, [n]."""
+    n = len(rewards)
+    ranked = np.sort(rewards)
+    share = np.array([math.comb(rank, k - 1) / math.comb(n, k) for rank in range(n)])  # of sets whose best it is
+    mean = share @ ranked
+    deviation = math.sqrt(share @ (ranked - mean) ** 2)
+    own = rewards
+    if k > 1:
+        share = np.array([math.comb(rank, k - 2) / math.comb(n - 1, k - 1) for rank in range(n - 1)])  # of the others
+        own = np.array([share @ np.maximum(np.sort(np.delete(rewards, i)), rewards[i]) for i in range(n)])
+    return (own - mean) / (deviation + 1e-6)
 
 
 def maxrl_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:

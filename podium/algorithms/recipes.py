@@ -19,7 +19,10 @@ from podium.algorithms.advantages import (
     batch_mean_advantages,
     group_advantages,
     leave_one_out_advantages,
+    length_weighted_advantages,
     maxrl_advantages,
+    pass_at_k_advantages,
+    rescaled_advantages,
     reward_advantages,
     whitened_advantages,
 )
@@ -61,7 +64,8 @@ class Recipe:
     """What the trainer computes between rewards and gradient. Fields named as in `AlgorithmConfig` mean the same."""
 
     advantage: partial[np.ndarray]
-    """(rewards [N, G], lengths [N, G]) -> [N, G]. A config may change std, std_ddof and std_eps if they are bound here.
+    """(rewards [N, G], lengths [N, G]) -> [N, G]. A config may change std, std_ddof and std_eps if they are bound here,
+    and whatever else is by `advantage_options`.
     With an argument `tokens`, it also gets `podium.algorithms.advantages.TokenScores`, and may return per-token
     advantages, [N, G, n]."""
     group_baseline: bool = True
@@ -171,9 +175,46 @@ def rloo() -> Recipe:
 
     Differs: the paper's KL in the reward is off (set `kl: k1_reward`), and its sum over tokens is divided by
     `rollout.max_new_tokens`. The paper has no ratio; ours is PPO's, which allows several updates per batch, and differs
-    from 1 in the first update only by rounding between sampler and trainer.
+    from 1 in the first update only by rounding between sampler and trainer. With `std: group` the others' standard
+    deviation divides, which is NeMo-RL's `grpo`.
     """
-    return Recipe(advantage=partial(leave_one_out_advantages), mean="constant")
+    return Recipe(
+        advantage=partial(leave_one_out_advantages, std="none", std_ddof=1, std_eps=1e-6),
+        mean="constant",
+    )
+
+
+def opo() -> Recipe:
+    """OPO (arXiv:2505.23585): rewards minus the mean of their group weighted by length, without clip and KL.
+
+    Differs: the mean is over the batch's tokens, as in verl. The paper is on-policy; ours has PPO's ratio and clip,
+    which allow several updates per batch.
+    """
+    return Recipe(advantage=partial(length_weighted_advantages), mean="token")
+
+
+def gpg() -> Recipe:
+    """GPG (arXiv:2504.02546): the log-likelihood weighted by centred rewards, rescaled for groups of equal rewards.
+
+    Differs: groups are not drawn again until enough of them teach (`zero_variance: refill` does that for each); verl
+    counts rewards that are 0 in place of groups of equal rewards. One update per batch: there is no ratio.
+    """
+    return Recipe(
+        advantage=partial(rescaled_advantages),
+        loss="reinforce",
+        mean="sequence",
+        old_logprobs="trainer",
+    )
+
+
+def pass_at_k() -> Recipe:
+    """Pass@k training (arXiv:2508.10751): a completion is paid for the sets of k completions that it is in.
+
+    Differs: any rewards, a set having its best, while the paper's are 0 or 1. Of DAPO it has, as the paper, the wider
+    clip and the mean over tokens alone. k is 4; set `advantage_options: {k: ...}`. verl's `grpo_passk` is another
+    paper's (arXiv:2503.19595).
+    """
+    return Recipe(advantage=partial(pass_at_k_advantages, k=4), mean="token", clip_high=0.28)
 
 
 def reinforce() -> Recipe:
@@ -333,6 +374,9 @@ RECIPES: dict[str, Recipe] = {
     "dr_grpo": dr_grpo(),
     "dapo": dapo(),
     "rloo": rloo(),
+    "opo": opo(),
+    "gpg": gpg(),
+    "pass_at_k": pass_at_k(),
     "reinforce": reinforce(),
     "reinforce_pp": reinforce_pp(),
     "reinforce_pp_baseline": reinforce_pp_baseline(),
@@ -380,6 +424,7 @@ def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int
         return [("algorithm.recipe", str(error))]
     found = [
         *_advantage_conflicts(config, recipe, group_size),
+        *_advantage_option_conflicts(config, recipe, group_size),
         *_credit_conflicts(config, recipe),
         *_loss_conflicts(config, recipe),
         *_loss_option_conflicts(config, recipe),
@@ -395,16 +440,16 @@ _STD_OPTIONS = ("std", "std_ddof", "std_eps")
 
 
 def _changed(config: AlgorithmConfig) -> Recipe:
-    """The recipe with the config's options; std options that its advantage lacks are ignored."""
+    """The recipe with the config's options; those that its advantage lacks are ignored."""
     recipe = find_recipe(config.recipe)
-    options = config.model_dump(exclude={"recipe"}, exclude_none=True)
+    options = config.model_dump(exclude={"recipe", "advantage_options"}, exclude_none=True)
     if options.get("loss") == "reinforce":
         options.setdefault("old_logprobs", "trainer")  # it has no ratio
-    std_options = {name: options.pop(name) for name in _STD_OPTIONS if name in options}
-    std_options = {name: value for name, value in std_options.items() if name in recipe.advantage.keywords}
+    own = {name: options.pop(name) for name in _STD_OPTIONS if name in options} | (config.advantage_options or {})
+    own = {name: value for name, value in own.items() if name in recipe.advantage.keywords}
     if "loss_options" in options:
         options["loss_options"] = {**recipe.loss_options, **options["loss_options"]}
-    return dataclasses.replace(recipe, advantage=partial(recipe.advantage, **std_options), **options)
+    return dataclasses.replace(recipe, advantage=partial(recipe.advantage, **own), **options)
 
 
 def _advantage_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int) -> _Conflicts:
@@ -428,6 +473,16 @@ def _advantage_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: in
     if zero_variance != "refill" and config.max_refills != AlgorithmConfig().max_refills:
         rule = f"it only applies with zero_variance: refill, and zero_variance is {zero_variance}"
         yield "max_refills", f"{rule}; set zero_variance to refill, or leave max_refills unset"
+
+
+def _advantage_option_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int) -> _Conflicts:
+    known = [option for option in recipe.advantage.keywords if option not in _STD_OPTIONS]
+    for option, value in (config.advantage_options or {}).items():
+        if option not in known:
+            rule = f"recipe {config.recipe} has no option {option!r}"
+            yield "advantage_options", f"{rule}; it has: {', '.join(known) or 'none'}"
+        elif option == "k" and not 1 <= value <= group_size:
+            yield "advantage_options", f"k {value:g} must be from 1 to group_size {group_size}"
 
 
 def _credit_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:

@@ -11,7 +11,18 @@ import numpy as np
 
 from podium.config.schema import AlgorithmConfig
 
-AdvantageName = Literal["group", "leave_one_out", "maxrl", "batch_mean", "whitened", "whitened_groups", "reward"]
+AdvantageName = Literal[
+    "group",
+    "leave_one_out",
+    "length_weighted",
+    "rescaled",
+    "pass_at_k",
+    "maxrl",
+    "batch_mean",
+    "whitened",
+    "whitened_groups",
+    "reward",
+]
 OwnAdvantage = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """A user's own function from rewards and lengths, [N, G] each, to advantages [N, G]; it is called, not checked."""
 
@@ -24,6 +35,7 @@ class Rules:
     mean: Literal["token", "sequence", "constant"]
     loss: str = "clipped"
     loss_options: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    advantage_options: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     std: Literal["none", "group", "batch"] = "group"
     std_ddof: int = 1
     std_eps: float = 1e-6
@@ -53,7 +65,10 @@ RULES: dict[str, Rules] = {
     "dapo": Rules(
         advantage="group", mean="token", clip_high=0.28, mask_truncated=True, zero_variance="refill", max_refills=3
     ),
-    "rloo": Rules(advantage="leave_one_out", mean="constant"),
+    "rloo": Rules(advantage="leave_one_out", std="none", mean="constant"),
+    "opo": Rules(advantage="length_weighted", mean="token"),
+    "gpg": Rules(advantage="rescaled", mean="sequence", loss="reinforce", old_logprobs="trainer"),
+    "pass_at_k": Rules(advantage="pass_at_k", advantage_options={"k": 4}, mean="token", clip_high=0.28),
     "reinforce": Rules(advantage="batch_mean", mean="constant", loss="reinforce", old_logprobs="trainer"),
     "reinforce_pp": Rules(advantage="whitened", mean="token"),
     "reinforce_pp_baseline": Rules(advantage="whitened_groups", mean="token"),

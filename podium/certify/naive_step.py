@@ -5,6 +5,7 @@ episode that failed for a reason that is not the model's is NaN: it is in no mea
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -125,6 +126,7 @@ def advantages_of(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.
             found = rewards - np.nanmean(rewards)
         case "leave_one_out":
             found = rewards - (total - rewards) / np.maximum(count - 1, 1)
+            found /= _others_deviation(rules, rewards) if rules.std == "group" else _deviation(rules, rewards)
         case "maxrl":
             found = np.where(total > 0, centred / np.where(total > 0, total / count, 1.0), 0.0)
         case "whitened":
@@ -133,6 +135,8 @@ def advantages_of(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.
             found = _whitened(centred, lengths, rules.std_eps)
         case "group":
             found = centred / _deviation(rules, rewards)
+        case "length_weighted" | "rescaled" | "pass_at_k" as name:
+            found = LISTED[name](rules, rewards, lengths)
         case own:
             found = np.asarray(own(rewards.astype(np.float32), lengths), np.float64)
     return np.nan_to_num(found)
@@ -235,6 +239,49 @@ def _deviation(rules: Rules, rewards: np.ndarray) -> np.ndarray | float:
     squares = (rewards - np.nansum(rewards, axis=axis, keepdims=True) / count) ** 2
     freedom = np.maximum(count - rules.std_ddof, 1)
     return np.sqrt(np.nansum(squares, axis=axis, keepdims=True) / freedom) + rules.std_eps
+
+
+def _others_deviation(rules: Rules, rewards: np.ndarray) -> np.ndarray:
+    """For each reward [N, G] the standard deviation of its group's others, plus eps; 1 where they are equal."""
+    found = np.ones(rewards.shape)
+    for (row, column), reward in np.ndenumerate(rewards):
+        others = [each for place, each in enumerate(rewards[row].tolist()) if place != column and each == each]
+        if reward == reward and len(set(others)) > 1:
+            found[row, column] = np.std(others, ddof=rules.std_ddof) + rules.std_eps
+    return found
+
+
+def _length_weighted(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """OPO (arXiv:2505.23585): the baseline is the mean reward of a group's tokens."""
+    total = np.maximum(lengths.sum(axis=1, keepdims=True), 1)
+    mean = np.nansum(rewards, axis=1, keepdims=True) / np.maximum(np.sum(~np.isnan(rewards), axis=1, keepdims=True), 1)
+    by_token = np.nansum(rewards * lengths, axis=1, keepdims=True) / total
+    return rewards - np.where(lengths.sum(axis=1, keepdims=True) > 0, by_token, mean)
+
+
+def _rescaled(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """GPG (arXiv:2504.02546): as if the batch were the groups alone whose rewards differ."""
+    known = [row[~np.isnan(row)].tolist() for row in rewards]
+    taught = sum(len(row) for row in known if len(set(row)) > 1)
+    means = [np.mean(row) if row else 0.0 for row in known]
+    return (rewards - np.reshape(means, (-1, 1))) * sum(map(len, known)) / max(taught, 1)
+
+
+def _pass_at_k(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Pass@k training (arXiv:2508.10751), by listing all sets of k completions, each paid its best reward."""
+    found = np.zeros(rewards.shape)
+    for own, paid in zip(found, rewards.tolist(), strict=True):
+        known = [place for place, reward in enumerate(paid) if reward == reward]
+        sets = list(itertools.combinations(known, min(int(rules.advantage_options["k"]), len(known))))
+        best = [max((paid[place] for place in each), default=0.0) for each in sets]
+        for place in known:
+            mine = [pay for each, pay in zip(sets, best, strict=True) if place in each]
+            own[place] = (np.mean(mine) - np.mean(best)) / (np.std(best) + 1e-6)
+    return found
+
+
+LISTED = {"length_weighted": _length_weighted, "rescaled": _rescaled, "pass_at_k": _pass_at_k}
+"""Advantages that are more than a baseline and a deviation."""
 
 
 def _whitened(returns: np.ndarray, lengths: np.ndarray, eps: float) -> np.ndarray:

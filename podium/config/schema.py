@@ -211,6 +211,8 @@ class AlgorithmConfig(Section):
     """1: unbiased standard deviation (n - 1), 0: population."""
     std_eps: PositiveFloat | None = None
     """Added to the standard deviation."""
+    advantage_options: dict[str, Finite] | None = None
+    """Further numbers of the recipe's advantage, by name, such as pass_at_k's k (docs/algorithms.md)."""
     clip_low: NotNegativeFloat | None = None
     """Ratios below 1 - clip_low get no gradient where the advantage is negative."""
     clip_high: NotNegativeFloat | None = None

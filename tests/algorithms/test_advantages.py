@@ -1,3 +1,5 @@
+import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -13,8 +15,11 @@ from podium.algorithms.advantages import (
     equal_reward_groups,
     group_advantages,
     leave_one_out_advantages,
+    length_weighted_advantages,
     maxrl_advantages,
+    pass_at_k_advantages,
     penalised_rewards,
+    rescaled_advantages,
     token_weights,
     turn_advantages,
     turn_returns,
@@ -28,7 +33,12 @@ BATCH_STD = partial(group_advantages, std="batch", std_ddof=1, std_eps=1e-6)
 NO_STD = partial(group_advantages, std="none", std_ddof=1, std_eps=1e-6)
 WHITENED = partial(whitened_advantages, group_baseline=False, std_eps=1e-6)
 WHITENED_BASELINE = partial(whitened_advantages, group_baseline=True, std_eps=1e-6)
+OTHERS_STD = partial(leave_one_out_advantages, std="group")
 ALL = [
+    partial(pass_at_k_advantages, k=2),
+    OTHERS_STD,
+    length_weighted_advantages,
+    rescaled_advantages,
     GROUP_STD,
     BATCH_STD,
     NO_STD,
@@ -63,6 +73,11 @@ def random_batch(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
         (leave_one_out_advantages, 1.0, -0.143),
         (maxrl_advantages, 7.0, -1.0),
         (batch_mean_advantages, 0.875, -0.125),
+        (OTHERS_STD, 1.0, -0.378),
+        (length_weighted_advantages, 0.875, -0.125),
+        (rescaled_advantages, 0.875, -0.125),
+        (partial(pass_at_k_advantages, k=1), 2.646, -0.378),
+        (partial(pass_at_k_advantages, k=4), 1.0, -0.143),  # half of all sets have it: 1/2, and 1/2 - C(6, 3) / C(7, 3)
     ],
 )
 def test_one_correct_completion_of_eight(advantage: Advantage, correct: float, wrong: float) -> None:
@@ -70,6 +85,47 @@ def test_one_correct_completion_of_eight(advantage: Advantage, correct: float, w
     result = advantage(rewards, np.ones((1, 8)))
     assert result.dtype == np.float32
     np.testing.assert_allclose(result, [[correct] + [wrong] * 7], atol=5e-4)
+
+
+def test_the_baseline_of_opo_by_hand() -> None:
+    """The mean over tokens: (1 x 10 + 0 x 30) / 40; a completion that is left out has no token."""
+    rewards = np.array([[1.0, 0.0, 0.0]])
+    found = length_weighted_advantages(rewards, np.array([[10, 30, 0]]))
+    np.testing.assert_allclose(found, [[0.75, -0.25, -0.25]], rtol=1e-6)
+
+
+def test_groups_of_equal_rewards_rescale_the_others() -> None:
+    rewards = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
+    found = rescaled_advantages(rewards, np.ones((3, 2)))
+    np.testing.assert_allclose(found, [[1.5, -1.5], [0, 0], [0, 0]])
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 6])
+def test_pass_at_k_is_the_mean_over_all_sets(k: int) -> None:
+    """Each completion has the mean reward of the sets of k that it is in, minus that of all, in their deviations."""
+    random = np.random.default_rng(k)
+    rewards = np.concatenate([random.integers(0, 2, (20, 6)), random.uniform(size=(5, 6)).astype(np.float32)])
+    found = pass_at_k_advantages(rewards, np.ones(rewards.shape), k=k)
+    for row, own in zip(rewards, found, strict=True):
+        n, right = len(row), int(row.sum())
+        rho = 1 - math.comb(n - right, k) / math.comb(n, k)
+        if set(row.tolist()) <= {0, 1} and 0 < rho < 1:  # the paper's formulas
+            sigma = math.sqrt(rho * (1 - rho)) + 1e-6
+            wrong = (1 - rho - math.comb(n - right - 1, k - 1) / math.comb(n - 1, k - 1)) / sigma
+            np.testing.assert_allclose(own, np.where(row == 1, (1 - rho) / sigma, wrong), rtol=1e-5)
+        sets = list(itertools.combinations(range(6), k))
+        paid = np.array([row[list(each)].max() for each in sets])
+        if paid.std() == 0:
+            np.testing.assert_allclose(own, np.zeros(6), atol=1e-6)
+            continue
+        means = [paid[[place in each for each in sets]].mean() for place in range(6)]
+        np.testing.assert_allclose(own, (np.array(means) - paid.mean()) / paid.std(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_deviation_of_the_others_by_hand() -> None:
+    """Of 1, 0, 0.5 the others of the first have mean 1/4 and variance 1/8, of the second 3/4 and 1/8, ...: 1/2, 1/2."""
+    found = OTHERS_STD(np.array([[1.0, 0.0, 0.5]]), np.ones((1, 3)))
+    np.testing.assert_allclose(found, [[0.75 * 8**0.5, -0.75 * 8**0.5, 0.0]], rtol=1e-5, atol=1e-7)
 
 
 def test_batch_std_by_hand() -> None:

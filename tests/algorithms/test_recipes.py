@@ -62,7 +62,7 @@ def test_an_option_replaces_the_recipes(recipe: str, option: str, value: Any) ->
 
 
 def test_every_option_of_the_config_is_a_recipes() -> None:
-    options = set(AlgorithmConfig.model_fields) - {"recipe", "std", "std_ddof", "std_eps"}
+    options = set(AlgorithmConfig.model_fields) - {"recipe", "advantage_options", "std", "std_ddof", "std_eps"}
     assert options <= set(vars(RECIPES["grpo"]))
 
 
@@ -90,7 +90,17 @@ CONFLICTS = [
     ("algorithm.recipe", "expected one of grpo, dr_grpo, ", {"recipe": "ppo2"}),
     ("group_size", "at least 2, got 1", {"recipe": "grpo", "group_size": 1}),
     ("group_size", "at least 2, got 1", {"recipe": "reinforce_pp_baseline", "group_size": 1}),
-    ("algorithm.std", "rloo has no such option", {"recipe": "rloo", "std": "group"}),
+    ("algorithm.std", "opo has no such option", {"recipe": "opo", "std": "group"}),
+    (
+        "algorithm.advantage_options",
+        "has no option 'k'; it has: none",
+        {"recipe": "grpo", "advantage_options": {"k": 2}},
+    ),
+    (
+        "algorithm.advantage_options",
+        "from 1 to group_size 8",
+        {"recipe": "pass_at_k", "advantage_options": {"k": 9}},
+    ),
     ("algorithm.std_ddof", "reinforce_pp has no such option", {"recipe": "reinforce_pp", "std_ddof": 1}),
     ("algorithm.std_eps", "maxrl has no such option", {"recipe": "maxrl", "std_eps": 1e-4}),
     ("algorithm.std_ddof", "std is none", {"recipe": "dr_grpo", "std_ddof": 0}),
@@ -166,7 +176,7 @@ def test_what_cannot_be_combined_is_one_error_that_names_its_key(key: str, rule:
 
 
 def test_several_conflicts_are_reported_at_once() -> None:
-    config = AlgorithmConfig(recipe="rloo", std="group", kl_coef=0.1, correction_low=0.5)
+    config = AlgorithmConfig(recipe="opo", std="group", kl_coef=0.1, correction_low=0.5)
     found = conflicts(config, group_size=1, prompts_per_step=32)
     assert [key for key, _ in found] == [
         "algorithm.std",
