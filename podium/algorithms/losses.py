@@ -36,7 +36,7 @@ class TokenLoss(NamedTuple):
     values: jax.Array  # [B, T]
     clipped_low: jax.Array  # [B, T]
     clipped_high: jax.Array  # [B, T]
-    stats: Mapping[str, jax.Array] = MappingProxyType({})
+    stats: dict[str, jax.Array] = {}  # noqa: RUF012 (a NamedTuple's default; nothing changes it)
     """[B, T] by name: further statistics, of which the update reports the mean over its tokens."""
 
 

@@ -73,7 +73,7 @@ class Recipe:
     loss: str = "clipped"
     """The policy term: one of LOSSES, or `package.module:function`; `podium.algorithms.losses.make_loss` binds the
     options that it takes."""
-    loss_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    loss_options: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     """All options of the loss but those of the clip, by name."""
     mean: Mean
     clip_low: float = 0.2
@@ -526,9 +526,8 @@ def _loss_option_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflict
         if kind and not kind.clips and getattr(config, option) is not None:
             way_out = "leave it unset, or set algorithm.recipe to reinforce_pp"
             yield option, f"loss {loss} has no ratio to clip; {way_out}"
-    given = config.loss_options or {}
-    known = kind.options if kind or not given else inspect.signature(imported(loss, what="a loss")).parameters
-    for option in given:
+    for option in config.loss_options or {}:
+        known = kind.options if kind else inspect.signature(imported(loss, what="a loss")).parameters
         if option not in known:
             yield "loss_options", f"loss {loss} has no option {option!r}; it has: {', '.join(known) or 'none'}"
     if loss == "vespo" and recipe.correction != "none":

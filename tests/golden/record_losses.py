@@ -69,7 +69,7 @@ CASES = {
     "gspo_wide": Case(
         {"recipe": "gspo", "clip_low": 0.2, "clip_high": 0.2}, {**GSPO, "epsilon_low": 0.2, "epsilon_high": 0.2}, 0.5
     ),
-    "grpo_dual_clip": Case({"recipe": "grpo", "dual_clip": 1.5}, {**GRPO, "delta": 1.5}, 0.5),
+    "grpo_dual_clip": Case({"recipe": "grpo", "dual_clip": 1.3}, {**GRPO, "delta": 1.3}, 1.0),
     "sapo": Case({"recipe": "sapo"}, SAPO, 0.5),
     "sapo_on_policy": Case({"recipe": "sapo", "old_logprobs": "trainer"}, SAPO, 0.0),
     "vespo": Case({"recipe": "vespo"}, VESPO, 0.3),
