@@ -439,8 +439,7 @@ def _naive_scorer(decoder: DecoderConfig, n: int) -> _NaiveScorer:
 def _rules_of_own(recipe: Recipe) -> Rules:
     """Rules for a user's own recipe, copied from its options; its advantage function is used unchecked."""
     names = {field.name for field in dataclasses.fields(Rules)} & {field.name for field in dataclasses.fields(recipe)}
-    found = {name: getattr(recipe, name) for name in names}
-    return Rules(**found)
+    return Rules(**{name: getattr(recipe, name) for name in names})
 
 
 def _cut(completion: Completion, length: int) -> Completion:

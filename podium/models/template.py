@@ -242,7 +242,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def concat(self, parts: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # "".join
         """Join the output of a template, a macro or a block."""
-        budget, found, size = _running.get(), [], 0
+        budget = _running.get()
+        found = []
+        size = 0
         for part in parts:
             size += len(part)
             budget.check(size)

@@ -59,7 +59,10 @@ class RunLine:
         with open_file(self.folder / METRICS) as file:
             found = os.fstat(file.fileno())
             if (found.st_dev, found.st_ino) != self._file or found.st_size < self._read:
-                self.step, self.rewards, self.accuracy, self._read = 0, [], None, 0
+                self.step = 0
+                self.rewards = []
+                self.accuracy = None
+                self._read = 0
                 self._file = (found.st_dev, found.st_ino)
             file.seek(self._read)
             new = file.read()

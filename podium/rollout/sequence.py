@@ -147,7 +147,9 @@ class Sequence:
         self.logprobs = []
         self.full_logprobs = []
         self.versions = []
-        self.carried, self.finish_reason, self.cut = 0, None, False
+        self.carried = 0
+        self.finish_reason = None
+        self.cut = False
 
     def append(
         self,

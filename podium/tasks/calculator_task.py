@@ -27,7 +27,9 @@ class CalculatorTask:
 
     def __init__(self, source: TaskSource, *, digits: Digits = 4, size: Count = 2000, eval_size: Count = 100) -> None:
         source.refuse("calculator")
-        self.digits, self.size, self.eval_size = digits, size, eval_size
+        self.digits = digits
+        self.size = size
+        self.eval_size = eval_size
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """All questions of a split; none is in both."""

@@ -201,7 +201,9 @@ class _Methods:
     ) -> None:
         methods: list[Tool] = [getattr(environment, name) for name in _tool_names(type(environment))]
         self._tools, self._resolve = by_name([*methods, *functions]), resolve
-        self.environment, self._row, self._seed = environment, dict(prompt.metadata), seed
+        self.environment = environment
+        self._row = dict(prompt.metadata)
+        self._seed = seed
 
     def begin(self) -> str | None:
         reset: Callable[..., object] = self.environment.reset  # pyright: ignore[reportAttributeAccessIssue]
@@ -225,7 +227,9 @@ class _Gym:
     """An instance of a gym-like class: an answer is a step."""
 
     def __init__(self, environment: object, seed: int, resolve: Resolve) -> None:
-        self.environment, self._seed, self._resolve = environment, seed, resolve
+        self.environment = environment
+        self._seed = seed
+        self._resolve = resolve
 
     def begin(self) -> str:
         reset: Callable[..., object] = self.environment.reset  # pyright: ignore[reportAttributeAccessIssue]

@@ -31,7 +31,9 @@ class EnvironmentRows:
         dataset: str | None = None,
         subset: str | None = None,
     ) -> None:
-        self.source, self.episodes, self.eval_episodes = source, episodes, eval_episodes
+        self.source = source
+        self.episodes = episodes
+        self.eval_episodes = eval_episodes
         self.dataset = HubDataset(dataset, subset) if dataset else None
 
     def prompts(self, split: str) -> Sequence[Prompt]:

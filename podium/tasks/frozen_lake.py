@@ -54,7 +54,10 @@ class FrozenLake(PaidByEnvironment):
         least = 2 * (side - 1)
         if turns < least:
             raise ValueError(f"frozen_lake: options.turns: the goal is {least} moves away; {turns} do not reach it")
-        self.side, self.holes, self.slippery, self.turns = side, holes, slippery, turns
+        self.side = side
+        self.holes = holes
+        self.slippery = slippery
+        self.turns = turns
         self.size, self.eval_size = size, eval_size
 
     def prompts(self, split: str) -> Sequence[Prompt]:
@@ -120,7 +123,10 @@ class Walk:
 
     def __init__(self, lake: Sequence[str], turns: int, slips: random.Random | None) -> None:
         """`slips` decides where moves go on slippery ice; None: they go as said."""
-        self.lake, self.turns, self.moves, self.player = lake, turns, 0, START
+        self.lake = lake
+        self.turns = turns
+        self.moves = 0
+        self.player = START
         self._slips = slips
 
     def reply(self, turn: Turn) -> str | None:

@@ -176,7 +176,9 @@ def _row(prompt: Prompt) -> dict[str, object]:
 
 def _known(prompt: Prompt, group: Sequence[Graded], *, of_group: bool) -> dict[str, object]:
     """The values that parameters can name: the prompt's columns, and its completions or the single completion."""
-    row, texts, counts = _row(prompt), [each.text for each in group], [each.num_tokens for each in group]
+    row = _row(prompt)
+    texts = [each.text for each in group]
+    counts = [each.num_tokens for each in group]
     transcripts = [list(each.transcript) for each in group]
     of_each: dict[str, object] = {"completion": texts[0], "num_tokens": counts[0], "transcript": transcripts[0]}
     if group[0].environment is not None:

@@ -29,7 +29,10 @@ class GuessGame(PaidByEnvironment):
         self, source: TaskSource, *, largest: Largest = 64, turns: Count = 8, size: Count = 2000, eval_size: Count = 100
     ) -> None:
         source.refuse("guess")
-        self.largest, self.turns, self.size, self.eval_size = largest, turns, size, eval_size
+        self.largest = largest
+        self.turns = turns
+        self.size = size
+        self.eval_size = eval_size
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """One game per prompt; the number depends on the split and the game."""
@@ -50,7 +53,10 @@ class Game:
     """One game."""
 
     def __init__(self, number: int, turns: int) -> None:
-        self.number, self.turns, self.guesses, self.found = number, turns, 0, False
+        self.number = number
+        self.turns = turns
+        self.guesses = 0
+        self.found = False
 
     def reply(self, turn: Turn) -> Reply | str | None:
         """Compare the last number of an answer."""

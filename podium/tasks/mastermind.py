@@ -42,7 +42,11 @@ class Mastermind(PaidByEnvironment):
         eval_size: Count = 100,
     ) -> None:
         source.refuse("mastermind")
-        self.pegs, self.colours, self.turns, self.size, self.eval_size = pegs, colours, turns, size, eval_size
+        self.pegs = pegs
+        self.colours = colours
+        self.turns = turns
+        self.size = size
+        self.eval_size = eval_size
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """One game per code."""
@@ -83,7 +87,9 @@ class Game:
     """One game."""
 
     def __init__(self, code: str, turns: int) -> None:
-        self.code, self.turns, self.guesses = code, turns, 0
+        self.code = code
+        self.turns = turns
+        self.guesses = 0
         self.best = 0.0
         """Share of the best guess that is right."""
 

@@ -71,7 +71,9 @@ def read_quantity(text: str) -> Quantity | None:
     text = re.sub(r"\s+", " ", _TEXT_COMMAND.sub(r" \1 ", text)).strip(" .*")
     if not re.fullmatch(_QUANTITY, text):
         return None
-    amount, kinds, sizes = Fraction(0), set[str](), list[int]()
+    amount = Fraction(0)
+    kinds = set[str]()
+    sizes = list[int]()
     for figures, name in _PART.findall(text):
         number = read_number(figures)
         if number is None or name.lower() not in _UNIT:

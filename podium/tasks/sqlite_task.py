@@ -119,7 +119,9 @@ class Questioning:
     """A conversation with a database."""
 
     def __init__(self, database: Database, answer: str) -> None:
-        self._database, self._answer, self._last = database, answer, ""
+        self._database = database
+        self._answer = answer
+        self._last = ""
 
     def reply(self, turn: Turn) -> Reply:
         """Run the queries of an answer; one without ends the conversation."""

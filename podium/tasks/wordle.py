@@ -73,7 +73,10 @@ class Game:
     """One game."""
 
     def __init__(self, word: str, turns: int) -> None:
-        self.word, self.turns, self.guesses, self.found = word, turns, 0, False
+        self.word = word
+        self.turns = turns
+        self.guesses = 0
+        self.found = False
         self.best = 0.0
         """What the best guess pays if the word is not found."""
 
