@@ -9,6 +9,7 @@ training run that is stopped saves a checkpoint first and can be continued.
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ config_app = typer.Typer(help="Show settings, print their schema, translate old 
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 app.add_typer(pod_app, name="pod")
+sandbox_app = typer.Typer(help="Run code that a model wrote, without trusting it.", no_args_is_help=True)
+app.add_typer(sandbox_app, name="sandbox")
 
 ConfigFiles = Annotated[list[Path], typer.Argument(metavar="CONFIG...", help="YAML files; later ones override.")]
 Settings = Annotated[
@@ -365,6 +368,40 @@ def tasks(
         print(task_page(name))
     except ValueError as error:
         _fail(error, status=2)
+
+
+@sandbox_app.command("check")
+def sandbox_check() -> None:
+    """Try by attacks whether the sandbox holds on this machine. Exit status: 0 it does, 1 it does not, and why."""
+    from podium.sandbox.check import check
+    from podium.sandbox.runs import Sandbox, SandboxError
+
+    with Sandbox() as sandbox:
+        try:
+            print(check(sandbox))
+        except SandboxError as error:
+            _fail(error, status=1)
+
+
+@sandbox_app.command("run")
+def sandbox_run(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Python file.")],
+    wall_s: Annotated[float, typer.Option(min=0.0, help="Limit of time in seconds.")] = 10.0,
+    memory_mib: Annotated[int, typer.Option(min=1, help="Limit of memory in MiB.")] = 512,
+) -> None:
+    """Run a Python file in the sandbox; it reads this command's input. Exit status: 1 if it raises or is ended."""
+    from podium.sandbox.runs import Limits, Sandbox, SandboxError
+
+    code, stdin = file.read_text("utf-8"), "" if sys.stdin.isatty() else sys.stdin.read()
+    with Sandbox(Limits(wall_s=wall_s, cpu_s=math.ceil(wall_s) + 1, memory_mib=memory_mib)) as sandbox:
+        try:
+            result = sandbox.run(code, stdin)
+        except SandboxError as error:
+            _fail(error, status=1)
+    print(result.output, end="")
+    if result.why not in (None, "ended"):
+        _fail(f"{file} was ended: {result.why}", status=1)
+    raise typer.Exit(1 if result.error else 0)
 
 
 def _try_task(target: str | None, seed: int, number: int, say: list[str] | None) -> None:

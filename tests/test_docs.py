@@ -18,7 +18,10 @@ from benches.recipes import write_tiny_model
 from podium.config.load import load
 from podium.sharding import make_mesh
 
-NOT_RUN = {"PeftModel.from_pretrained": "needs torch, peft and 16 GB of weights; tests/models/test_peft.py"}
+NOT_RUN = {
+    "PeftModel.from_pretrained": "needs torch, peft and 16 GB of weights; tests/models/test_peft.py",
+    "Sandbox(": "needs namespaces; tests/sandbox",
+}
 TINY: dict[str, Any] = {
     "steps": 1,
     "prompts_per_step": 2,

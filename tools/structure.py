@@ -22,6 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "files",
         "malloc",
         "rollout.request",
+        "sandbox",
     ),
     (
         "prices",

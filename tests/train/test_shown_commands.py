@@ -45,6 +45,7 @@ SHORTER: list[tuple[str, str, str, str]] = [  # (where it matches, what is repla
     (r"^podium pod (?!slurm|k8s|sky)", "$", " --dry-run", "rents machines; tests/pods has a fake Google Cloud"),
     (r"^podium bench", "$", " --help", "measures for minutes; tests/bench runs each with tiny shapes"),
     (r"^podium (train|eval) .*gs://", "gs://BUCKET/runs", "runs", "tests/train/test_bucket.py has a fake bucket"),
+    (r"^podium sandbox", "$", " --help", "needs namespaces; tests/sandbox runs both where they are permitted"),
     (r"^make ", "make", "make -n", "installs, trains or tests for minutes"),
     (r"^podium tasks first", "first", "arithmetic", "NAME is a task here"),
     (r"^podium pod k8s(?!.*--claim)", "--type", "--set runs_dir=gs://b/r --type", "it names a bucket here"),

@@ -1,0 +1,141 @@
+"""What a process in the sandbox does once it has given up everything: it runs code, and answers what it is asked.
+
+A request is a line of JSON on a pipe; its answer goes to the output, behind a nonce that came with the request, so that
+what the code prints is no answer. An answer is what the code says, true or not.
+"""
+
+import ast
+import functools
+import importlib
+import io
+import json
+import linecache
+import os
+import random
+import sys
+import traceback
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, NoReturn, TextIO
+
+FILE = "<code>"
+OFTEN_USED = (
+    "bisect", "collections", "copy", "datetime", "decimal", "fractions", "heapq", "itertools", "math", "operator", "re",
+    "statistics", "string", "typing",
+)  # fmt: skip
+"""Modules that the zygote has imported before, so that runs need not."""
+for module in OFTEN_USED:
+    importlib.import_module(module)
+Answer = dict[str, object]
+
+
+def written(value: Any) -> object:
+    """A value as JSON: plain values and lists as they are, others by their type's name. ValueError where none fits."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is list:
+        return [written(each) for each in value]
+    if kind in (tuple, set, frozenset):
+        return {kind.__name__: [written(each) for each in value]}
+    if kind is dict:
+        return {"dict": [[written(key), written(each)] for key, each in value.items()]}
+    raise ValueError(f"a value of type {kind.__name__} cannot be sent")
+
+
+def read(value: Any) -> object:
+    """The value that `written` wrote. LookupError, ValueError or TypeError if it wrote none such."""
+    if isinstance(value, list):
+        return [read(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    ((name, inner),) = value.items()
+    if name == "dict":
+        return {read(key): read(each) for key, each in inner}
+    return {"tuple": tuple, "set": set, "frozenset": frozenset}[name](map(read, inner))
+
+
+class Child:
+    """The state of a run: the names that its code has made."""
+
+    def __init__(self, requests: TextIO) -> None:
+        self._requests = requests
+        self._nonce = ""
+        self._names: dict[str, Any] = {"__name__": "__main__", "exchange": self._exchange}
+
+    def serve(self) -> NoReturn:
+        """Answer requests until there are no more."""
+        verbs = {"run": self._run, "call": self._call}
+        while True:
+            request = self._next()
+            self._answer(verbs[request["do"]](request))
+
+    def _next(self) -> Any:
+        line = self._requests.readline()
+        if not line:
+            os._exit(0)
+        request = json.loads(line)
+        self._nonce = request["nonce"]
+        return request
+
+    def _answer(self, value: Mapping[str, object]) -> None:
+        try:
+            text = json.dumps(value)
+        except (ValueError, RecursionError) as error:
+            text = json.dumps({"error": f"{type(error).__name__}: {error}"})
+        sys.stdout.flush()
+        left = f"{self._nonce}{text}\n".encode()
+        while left:
+            left = left[os.write(1, left) :]
+
+    def _exchange(self, value: object) -> Any:
+        """For code that asks back: answer the request that it runs for, and return what comes next."""
+        self._answer({"asks": written(value)})
+        return read(self._next()["value"])
+
+    def _run(self, request: Any) -> Answer:
+        """Run code as a program under a name; names are kept. `shown`: print the value of a last expression."""
+        self._names["__name__"], code = request["name"], request["code"]
+        linecache.cache[FILE] = (len(code), None, code.splitlines(keepends=True), FILE)  # for tracebacks
+        try:
+            tree = ast.parse(code, FILE)
+            last = tree.body.pop() if request["shown"] and tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            exec(compile(tree, FILE, "exec"), self._names)
+            if isinstance(last, ast.Expr):
+                value = eval(compile(ast.Expression(last.value), FILE, "eval"), self._names)
+                if value is not None:
+                    print(repr(value))
+        except SystemExit:
+            return {}
+        except BaseException as error:
+            traceback.print_exception(type(error), error, _from_own_line(error.__traceback__))
+            return {"error": f"{type(error).__name__}: {error}"[:1000]}
+        return {}
+
+    def _call(self, request: Any) -> Answer:
+        """Call a function, or a method of a class `Solution`, and answer with its value."""
+        try:
+            name = request["name"]
+            owner = self._names if name in self._names else vars(self._names.get("Solution"))
+            function = (
+                owner[name] if owner is self._names else functools.partial(owner[name], self._names["Solution"]())
+            )
+            return {"value": written(function(*map(read, request["arguments"])))}
+        except BaseException as error:
+            return {"error": f"{type(error).__name__}: {error}"[:1000]}
+
+
+def _from_own_line(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the code's own lines on."""
+    while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
+        trace = trace.tb_next
+    return trace
+
+
+def serve(requests: int) -> NoReturn:
+    """Answer what comes by the descriptor `requests`."""
+    sys.stdout = sys.stderr = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), "utf-8", "replace", write_through=True)
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0)), "utf-8", "replace")
+    random.seed(0)
+    with open(requests, encoding="utf-8") as lines:
+        Child(lines).serve()

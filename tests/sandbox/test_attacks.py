@@ -1,0 +1,131 @@
+"""Attacks on the sandbox: none gets through, whoever starts it; and what each layer holds when another is missing."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import attacks
+import pytest
+from sandboxes import need_sandbox
+
+from podium.sandbox.child import read
+from podium.sandbox.kernel import landlock_version
+from podium.sandbox.runs import Limits, Sandbox
+
+ROOT = Path(__file__).parents[2]
+SYSTEM_PYTHON = "/usr/bin/python3"
+NOBODY = 65534
+HELD_BY_SECCOMP = ("14 ", "17 ", "18 ", "19 ", "22 ", "26 ", "27 ", "own 3 ", "own 4 ", "own 7 ")
+"""Attacks within the run's own spaces, of which some get through where the filter of system calls is left out."""
+ALL = attacks.attacks(attacks.World("/secret", 1, 1))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[attacks.World]:
+    need_sandbox()
+    planted = attacks.Planted(str(tmp_path_factory.mktemp("planted")))
+    yield planted.world
+    planted.close()
+
+
+@pytest.fixture(scope="module")
+def sandbox(world: attacks.World) -> Iterator[Sandbox]:
+    with Sandbox(attacks.LIMITS) as sandbox:
+        yield sandbox
+
+
+def test_every_attack_of_the_specification_has_a_program():
+    numbers = {name.split()[0] for name in ALL if not name.startswith("own")}
+    assert numbers == {str(number) for number in range(1, 45)} - {"39", "40"}  # tests of sqlite and calculator
+    assert sum(name.startswith("own") for name in ALL) == 10
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in attacks.SLOW])
+def test_an_attack_fails(name: str, world: attacks.World, sandbox: Sandbox):
+    result = sandbox.run(attacks.attacks(world)[name])
+    assert not attacks.through(name, result), result
+    assert sandbox.run("print(1)").output == "1\n"
+
+
+@pytest.mark.parametrize("name", ["10 memory of many processes", "11 sleep"])
+def test_an_attack_is_ended_by_a_limit(name: str, world: attacks.World):
+    wall_s = 0.3 if name == "11 sleep" else 60.0
+    with Sandbox(Limits(wall_s=wall_s, memory_mib=400)) as sandbox:
+        result = sandbox.run(attacks.attacks(world)[name])
+    assert not attacks.through(name, result), result
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(attacks.SLOW))
+def test_a_slow_attack_fails(name: str, world: attacks.World, sandbox: Sandbox):
+    if name != "11 sleep":
+        result = sandbox.run(attacks.attacks(world)[name])
+        assert not attacks.through(name, result), result
+
+
+def test_a_symbolic_link_is_gone_with_its_run(sandbox: Sandbox):
+    assert sandbox.run("import os; os.symlink('/etc/passwd', '/work/answer.txt')").error == ""
+    assert sandbox.run("import os; print(os.listdir('/work'))").output == "[]\n"
+
+
+def test_a_value_that_is_no_json_is_an_error(sandbox: Sandbox):
+    with sandbox.open() as run:
+        run.execute(
+            "class P(int):\n  def __reduce__(self): return (print, (1,))\ndef f(): return P()\ndef g(): return 10**9999"
+        )
+        assert "cannot be sent" in run.call("f", [])["error"]
+        assert "ValueError" in run.call("g", [])["error"]
+
+
+def script(*arguments: str, python: str = sys.executable, user: int | None = None) -> dict[str, object]:
+    """What the attacks as a script say."""
+    done = subprocess.run(
+        [python, "-B", str(ROOT / "tests/sandbox/attacks.py"), *arguments],
+        env={"PYTHONPATH": str(ROOT)},
+        cwd="/",
+        user=user,
+        group=user,
+        extra_groups=None if user is None else [],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("speed", ["quick", pytest.param("slow", marks=pytest.mark.long)])
+def test_attacks_fail_as_another_user(speed: str):
+    need_sandbox()
+    if os.getuid() != 0:
+        pytest.skip("only root becomes another user")
+    code = "import sys, podium.sandbox.zygote; sys.exit(sys.version_info < (3, 11))"
+    asked = {"env": {"PYTHONPATH": str(ROOT)}, "user": NOBODY, "group": NOBODY, "cwd": "/"}
+    if not Path(SYSTEM_PYTHON).exists() or subprocess.run([SYSTEM_PYTHON, "-c", code], **asked).returncode:
+        pytest.skip(f"{SYSTEM_PYTHON} is missing, older than 3.11, or may not read this checkout as user {NOBODY}")
+    assert script(speed, python=SYSTEM_PYTHON, user=NOBODY) == {"user": NOBODY, "through": []}
+
+
+@pytest.mark.parametrize("speed", ["quick", pytest.param("slow", marks=pytest.mark.long)])
+def test_attacks_fail_without_landlock(speed: str):
+    need_sandbox()
+    assert script(speed, "landlock")["through"] == []
+
+
+@pytest.mark.parametrize("speed", ["quick", pytest.param("slow", marks=pytest.mark.long)])
+def test_without_seccomp_nothing_leaves_the_spaces_of_the_run(speed: str):
+    need_sandbox()
+    if not landlock_version():
+        pytest.skip("this kernel has no Landlock")
+    through = script(speed, "seccomp")["through"]
+    assert isinstance(through, list)
+    assert through, "the filter holds nothing that other layers do not"
+    assert [each for each in through if not each.startswith(HELD_BY_SECCOMP)] == []
+
+
+@pytest.mark.parametrize("forged", [{"a": 1, "b": 2}, {"code": []}, {}, {"tuple": 3}, {"dict": [1]}])
+def test_what_is_no_value_is_not_read(forged: object):
+    with pytest.raises((ValueError, TypeError, LookupError)):
+        read(forged)

@@ -1,0 +1,187 @@
+"""The sandbox by itself: programs, calls, limits, what is left, and what a machine without it is told."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from sandboxes import need_sandbox
+
+from podium.sandbox import check, kernel
+from podium.sandbox.child import read, written
+from podium.sandbox.runs import Ended, Limits, Sandbox, SandboxError
+
+ROOT = Path(__file__).parents[2]
+HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
+
+
+@pytest.fixture
+def sandbox():
+    need_sandbox()
+    with Sandbox(Limits(wall_s=60.0)) as sandbox:
+        yield sandbox
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below one, at any depth."""
+    found = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, thread.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def test_a_program_prints_reads_and_fails(sandbox: Sandbox):
+    done = sandbox.run("name = input()\nprint('hello', name)\n1 / 0", "world\n")
+    assert done.output.startswith("hello world\nTraceback")
+    assert "1 / 0" in done.output
+    assert (done.why, done.error) == (None, "ZeroDivisionError: division by zero")
+    assert sandbox.run("import sys; sys.exit(3)").why is None
+    assert sandbox.run("import os; os._exit(0)").why == "ended"
+
+
+def test_names_are_kept_within_a_run_and_gone_after_it(sandbox: Sandbox):
+    with sandbox.open() as run:
+        assert run.execute("x = 41", shown=True)[0] == ""
+        assert run.execute("x + 1", shown=True)[0] == "42\n"
+        assert run.execute("x + 1")[0] == ""
+    with sandbox.open() as run:
+        assert run.execute("x")[1] == {"error": "NameError: name 'x' is not defined"}
+
+
+def test_functions_and_methods_are_called_with_plain_values(sandbox: Sandbox):
+    with sandbox.open() as run:
+        run.execute(
+            "def f(a, b): print('x'); return (a, {b: {1, 2}})\nclass Solution:\n  def g(self, x): return [x, None]"
+        )
+        assert read(run.call("f", [written((1, 2)), "b"])["value"]) == ((1, 2), {"b": {1, 2}})
+        assert run.call("g", [1.5])["value"] == [1.5, None]
+        assert run.call("h", [])["error"].startswith("KeyError")
+
+
+def test_a_run_that_is_too_slow_ends_and_says_so(sandbox: Sandbox):
+    with Sandbox(Limits(wall_s=0.2)) as quick, quick.open() as run:
+        with pytest.raises(Ended) as ended:
+            run.execute("print('begun')\nwhile True: pass")
+        assert (ended.value.why, ended.value.output) == ("time", "begun\n")
+    with Sandbox(Limits(wall_s=60.0, cpu_s=1)) as busy:
+        assert busy.run("while True: pass").why == "time"
+
+
+def test_runs_of_several_threads_go_on_beside_each_other(sandbox: Sandbox):
+    found: dict[int, str] = {}
+
+    def run(number: int) -> None:
+        found[number] = sandbox.run(f"import time; time.sleep(0.05); print({number})").output
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: f"{number}\n" for number in range(8)}
+
+
+def test_sets_have_the_same_order_in_every_sandbox(sandbox: Sandbox):
+    code = "import random; print(set('sandbox'), random.random())"
+    with Sandbox() as other:
+        assert sandbox.run(code).output == other.run(code).output
+
+
+def test_many_runs_leave_nothing(sandbox: Sandbox):
+    sandbox.run("1")
+    assert sandbox._process is not None
+    descriptors, mounts = len(os.listdir("/proc/self/fd")), Path("/proc/mounts").read_text()
+    shared = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    first = descendants(sandbox._process.pid)
+    for number in range(300):
+        assert sandbox.run(f"open('x', 'w').write('x'); print({number})").output == f"{number}\n"
+    assert descendants(sandbox._process.pid) == first
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert Path("/proc/mounts").read_text() == mounts
+    assert (os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []) == shared
+    sandbox.close()
+    assert [pid for pid in first if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_all_ends_with_the_process_that_asked():
+    need_sandbox()
+    code = (
+        "import os, signal; from podium.sandbox.runs import *; s = Sandbox(Limits(wall_s=60)); r = s.begin();"
+        "r.execute('import os\\nif os.fork() == 0:\\n  import time; time.sleep(600)');"
+        "print(s._process.pid, flush=True);"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    pid = int(done.stdout)
+    for _ in range(600):
+        if not Path(f"/proc/{pid}").exists() or b"zygote" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return
+        threading.Event().wait(0.1)
+    pytest.fail("the sandbox outlived the process that asked for it")
+
+
+def test_the_check_says_what_holds_and_what_is_missing(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch):
+    number = len(check.PROBES)
+    assert check.check(sandbox).endswith(f"seccomp, limits; {number} of {number} attacks failed")
+    monkeypatch.setattr(check, "landlock_version", lambda: 0)
+    assert "no Landlock (this kernel has none)" in check.check(sandbox)
+    with Sandbox(without=["seccomp"]) as weak, pytest.raises(SandboxError, match="code in it opens a socket and makes"):
+        check.check(weak)
+
+
+def test_a_machine_without_namespaces_is_told_the_way_out():
+    need_sandbox()
+    code = "from podium.sandbox.runs import Sandbox; Sandbox().run('1')"
+    none = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
+    inside = ["unshare", "--user", "--map-root-user", "sh", "-c", none, sys.executable, code]
+    done = subprocess.run(inside, cwd=ROOT, capture_output=True, text=True)
+    if "unshare" in done.stderr.split(":")[0]:
+        pytest.skip(done.stderr)
+    assert "SandboxError: this machine permits no sandbox: " in done.stderr
+    assert "kernel.apparmor_restrict_unprivileged_userns" in done.stderr
+    assert "seccomp=unconfined" in done.stderr
+
+
+def test_a_run_that_cannot_be_set_up_is_no_result_of_the_code(sandbox: Sandbox):
+    with Sandbox(Limits(disk_mib=-1)) as broken, pytest.raises(SandboxError, match="could not be set up"):
+        broken.run("print(1)")
+
+
+def test_the_sandbox_needs_the_standard_library_alone():
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import podium.sandbox.check, podium.sandbox.zygote;"
+        "foreign = {name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names - {'podium', '__main__'};"
+        "sys.exit(str(foreign) if foreign else 0)"
+    )
+    done = subprocess.run([sys.executable, "-S", "-s", "-P", "-c", code, str(ROOT)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("machine", HEADERS)
+def test_numbers_of_system_calls_are_the_kernels(machine: str):
+    header = Path(HEADERS[machine])
+    if not header.exists():
+        pytest.skip(f"{header} is not installed")
+    known = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text()))
+    known["newfstatat"] = known.get("newfstatat") or known["fstatat"]
+    known["umount2"] = known["umount2"]
+    place = 1 + list(kernel.MACHINES).index(machine)
+    rows = [row.split(":") for table in (kernel.ALLOWED, kernel.PARTLY, kernel.OURS) for row in table.split()]
+    ours = {row[0]: row[place] for row in rows}
+    missing = {name for name, number in ours.items() if number == "-"}
+    assert {name: number for name, number in ours.items() if name not in missing} == {
+        name: known[name] for name in ours if name not in missing
+    }
+    assert missing.isdisjoint(known)
+
+
+@pytest.mark.parametrize(
+    "value", [1, 1.5, True, None, "x", [1], (1, [2]), {"a": (1,)}, {1, 2}, frozenset("a"), {(1, 2): 3}]
+)
+def test_values_come_back_as_they_were(value: object):
+    again = read(written(value))
+    assert (again, type(again)) == (value, type(value))
