@@ -319,23 +319,50 @@ def k3_estimate(logprobs: jax.Array, other_logprobs: jax.Array) -> jax.Array:
 
 
 def correction_weights(
-    correction: Literal["truncate", "mask"],
-    old_logprobs: jax.Array,
-    sampled_logprobs: jax.Array,
-    *,
-    low: float,
-    high: float,
+    recipe: Recipe, old_logprobs: jax.Array, sampled_logprobs: jax.Array, segments: jax.Array, mask: jax.Array
 ) -> jax.Array:
-    """Importance weight of each token from sampler to trainer, w = exp(old - sampled).
+    """Importance weight of each token from sampler to trainer, w = exp(old - sampled); no gradient flows.
 
-    "truncate" gives min(w, high); "mask" gives w where low <= w <= high and 0 elsewhere; no gradient flows.
-    `old_logprobs` are the trainer's, with the weights that sampled; `sampled_logprobs` are the sampler's, before
-    truncation.
+    With `correction_level: sequence`, w is the product over the token's sequence, with `mean` its geometric mean.
+    "truncate" gives min(w, correction_high); "mask" gives w where it is from correction_low to correction_high, and 0
+    elsewhere; "reject" gives the token's own weight where the sequence's w is in that band, and 0 elsewhere.
+
+    Args:
+        recipe: the correction, its level and its bounds.
+        old_logprobs: the trainer's, with the weights that sampled.
+        sampled_logprobs: the sampler's, before truncation.
+        segments: [B, T] int32.
+        mask: [B, T].
     """
-    weights = stop_gradient(token_ratio(old_logprobs, sampled_logprobs))
-    if correction == "truncate":
-        return jnp.minimum(weights, high)
-    return jnp.where((weights >= low) & (weights <= high), weights, 0.0)
+    of_token = stop_gradient(_log_ratio(old_logprobs, sampled_logprobs))
+    log_weights = of_token
+    if recipe.correction_level == "sequence":
+        log_weights = jnp.clip(segment_sums(of_token, segments, mask), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    elif recipe.correction_level == "mean":
+        log_weights = segment_means(of_token, segments, mask)
+    weights = jnp.exp(log_weights)
+    if recipe.correction == "truncate":
+        return jnp.minimum(weights, recipe.correction_high)
+    inside = (weights >= recipe.correction_low) & (weights <= recipe.correction_high)
+    return jnp.where(inside, jnp.exp(of_token) if recipe.correction == "reject" else weights, 0.0)
+
+
+def off_policy_mask(
+    logprobs: jax.Array,
+    sampled_logprobs: jax.Array,
+    advantages: jax.Array,
+    segments: jax.Array,
+    mask: jax.Array,
+    *,
+    threshold: float,
+) -> jax.Array:
+    """Where a token is trained on, [B, T] bool: not in stale sequences that would be made less likely still.
+
+    Left out where A < 0 are sequences whose mean of sampled - current log-probability exceeds `threshold`: off-policy
+    sequence masking of DeepSeek-V3.2 (arXiv:2512.02556).
+    """
+    drift = segment_means(sampled_logprobs - stop_gradient(logprobs), segments, mask)
+    return (advantages >= 0) | (drift <= threshold)
 
 
 def policy_loss(
@@ -349,6 +376,9 @@ def policy_loss(
     scores: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss that a recipe minimises per token: correction x policy term + kl_coef KL, without `entropy_loss`.
+
+    `kl_by_ratio` multiplies the KL by the policy's ratio, with its gradient, so that k3 is unbiased when tokens are not
+    the current policy's: DeepSeek-V3.2 (arXiv:2512.02556).
 
     Args:
         recipe: the terms and their options.
@@ -364,8 +394,8 @@ def policy_loss(
 
     Returns:
         The loss [B, T], not masked and not averaged, and statistics [B, T] without gradient: always `clip_low`,
-        `clip_high` and `kl_sampled`, and those of the policy term; `correction_weight` and `kl_reference` if the recipe
-        has these terms.
+        `clip_high` and `kl_sampled`, and those of the policy term; `correction_weight`, `correction_dropped`,
+        `off_policy_dropped` and `kl_reference` if the recipe has these terms.
     """
     of_this_update = sampled_logprobs if recipe.old_logprobs == "sampler" else logprobs
     old_logprobs = stop_gradient(scores.get(OLD_LOGPROBS, of_this_update))
@@ -378,14 +408,17 @@ def policy_loss(
         **policy.stats,
     }
     if recipe.correction != "none":
-        low, high = recipe.correction_low, recipe.correction_high
-        weights = correction_weights(recipe.correction, old_logprobs, sampled_logprobs, low=low, high=high)
-        stats["correction_weight"] = weights
+        weights = correction_weights(recipe, old_logprobs, sampled_logprobs, segments, mask)
+        stats |= {"correction_weight": weights, "correction_dropped": (weights == 0).astype(weights.dtype)}
         loss = loss * weights
+    if (threshold := recipe.off_policy_threshold) is not None:
+        kept = off_policy_mask(logprobs, sampled_logprobs, advantages, segments, mask, threshold=threshold)
+        stats["off_policy_dropped"] = (~kept).astype(loss.dtype)
+        loss = jnp.where(kept, loss, 0.0)
     if recipe.kl in ("k2", "k3", "k3+"):
         assert REFERENCE_LOGPROBS in scores, f"kl {recipe.kl} needs reference_logprobs"
-        stats["kl_reference"] = kl_loss(recipe.kl, logprobs, scores[REFERENCE_LOGPROBS])
-        loss = loss + recipe.kl_coef * stats["kl_reference"]
+        stats["kl_reference"] = kl = kl_loss(recipe.kl, logprobs, scores[REFERENCE_LOGPROBS])
+        loss = loss + recipe.kl_coef * (token_ratio(logprobs, old_logprobs) * kl if recipe.kl_by_ratio else kl)
     return loss, jax.tree.map(stop_gradient, stats)
 
 

@@ -81,9 +81,12 @@ class Recipe:
     dual_clip: float | None = None
     kl: Literal["none", "k1_reward", "k2", "k3", "k3+"] = "none"
     kl_coef: float = 0.0
-    correction: Literal["none", "truncate", "mask"] = "none"
+    kl_by_ratio: bool = False
+    correction: Literal["none", "truncate", "mask", "reject"] = "none"
+    correction_level: Literal["token", "sequence", "mean"] = "token"
     correction_low: float = 0.0
     correction_high: float = 2.0
+    off_policy_threshold: float | None = None
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
     entropy_bonus: float = 0.0
     router_loss_coef: float = 0.0
@@ -509,6 +512,8 @@ def _loss_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
     if kl == "none" and recipe.kl_coef > 0:
         way_out = "set algorithm.kl to k2, k3, k3+ or k1_reward"
         yield "kl_coef", f"kl is none, so nothing uses the weight {recipe.kl_coef:g}; {way_out}"
+    if recipe.kl_by_ratio and kl in ("none", "k1_reward"):
+        yield "kl_by_ratio", f"it weighs a KL in the loss, and kl is {kl}; set algorithm.kl to k2, k3 or k3+"
     if kl != "none" and not recipe.kl_coef:
         yield "kl", f"{kl} needs a weight: set algorithm.kl_coef above 0 (1e-4 to 1e-3 is usual), or kl to none"
     if kl == "k1_reward" and recipe.advantage.func is maxrl_advantages:
@@ -538,17 +543,24 @@ def _loss_option_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflict
 def _correction_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
     low, high = config.correction_low, config.correction_high
     correction = recipe.correction
-    if correction == "none" and high is not None:
-        yield "correction_high", "correction is none, so nothing reads it; set algorithm.correction to truncate or mask"
-    if correction != "mask" and low is not None:
-        yield "correction_low", f"it only applies with correction: mask, and correction is {correction}; leave it unset"
-    if correction == "mask" and (low is None or high is None):
-        yield (
-            "correction",
-            "mask needs both ends of its band: set correction_low and correction_high (0.5 and 2 are usual)",
-        )
-    if correction == "mask" and low is not None and high is not None and low >= high:
+    banded = correction in ("mask", "reject")
+    for option in ("correction_high", "correction_level"):
+        if correction == "none" and getattr(config, option) is not None:
+            yield (
+                option,
+                "correction is none, so nothing reads it; set algorithm.correction to truncate, mask or reject",
+            )
+    if not banded and low is not None:
+        rule = f"it only applies with correction: mask or reject, and correction is {correction}"
+        yield "correction_low", f"{rule}; leave it unset"
+    if banded and (low is None or high is None):
+        way_out = "set correction_low and correction_high (0.5 and 2 are usual)"
+        yield "correction", f"{correction} needs both ends of its band: {way_out}"
+    if banded and low is not None and high is not None and low >= high:
         yield "correction_low", f"the band is empty: correction_low {low} must be below correction_high {high}"
+    if correction == "reject" and recipe.correction_level == "token":
+        way_out = "set algorithm.correction_level to sequence or mean, or correction to mask"
+        yield "correction_level", f"reject leaves out whole sequences, and the level is token; {way_out}"
     if correction != "none" and recipe.old_logprobs == "sampler":
         rule = "the ratio is already relative to the sampler, so nothing is left to correct"
         yield "correction", f"{rule}; set algorithm.old_logprobs to trainer, or correction to none"

@@ -26,7 +26,18 @@ LOW, HIGH = 0.1, 0.3
 """Widths of an asymmetric clip."""
 Changes = Mapping[str, Any]
 """Options of an algorithm that replace the config's, both in the recipe and in the naive rules."""
-PLAIN: Changes = {"kl": "none", "kl_coef": 0.0, "correction": "none", "dual_clip": None, "old_logprobs": "sampler"}
+PLAIN: Changes = {
+    "kl": "none",
+    "kl_coef": 0.0,
+    "kl_by_ratio": False,
+    "correction": "none",
+    "correction_level": "token",
+    "correction_low": 0.0,
+    "correction_high": 2.0,
+    "off_policy_threshold": None,
+    "dual_clip": None,
+    "old_logprobs": "sampler",
+}
 UNEVEN: Changes = {**PLAIN, "clip_low": LOW, "clip_high": HIGH}
 OPTIONED: Mapping[str, Changes] = {
     "sapo": {"tau_positive": 0.8, "tau_negative": 1.4},
@@ -84,19 +95,26 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
     corrections: list[Changes] = [
         {**CORRECTED, "correction": "truncate", "correction_high": 1.2},
         {**CORRECTED, "correction": "mask", "correction_low": 0.8, "correction_high": 1.3},
+        {**CORRECTED, "correction": "mask", "correction_level": "sequence", "correction_high": 3.0},
+        {**CORRECTED, "correction": "truncate", "correction_level": "mean", "correction_high": 1.05},
+        {**CORRECTED, "correction": "reject", "correction_level": "mean", "correction_low": 0.95},
+        {**UNEVEN, "loss": "clipped", "off_policy_threshold": 0.05},
     ]
     yield Check(
         name="correction",
-        claim="tokens are weighted by exp(trainer's - sampler's log-probability), truncated or masked",
+        claim="tokens and sequences are weighted by exp(trainer's - sampler's log-probability), truncated or masked",
         difference=max(_loss_error(subject, each) for each in corrections),
         after=("clip",),
     )
+    terms: list[Changes] = [
+        {"kl": kind, "kl_coef": 0.7, "kl_by_ratio": weighed}
+        for kind in ("k2", "k3", "k3+")
+        for weighed in (False, True)
+    ]
     yield Check(
         name="kl",
         claim="KL terms k2, k3 and k3+ and their gradients are those of their formulas",
-        difference=max(
-            _loss_error(subject, {"kl": kind, "kl_coef": 0.7}, only_kl=True) for kind in ("k2", "k3", "k3+")
-        ),
+        difference=max(_loss_error(subject, each, only_kl=True) for each in terms),
     )
     yield Check(
         name="entropy",

@@ -243,19 +243,33 @@ def policy_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> ja
     else:
         ratio = jnp.exp(logprobs - old)
         if rules.loss == "gspo":
-            lengths = jnp.maximum(jnp.sum(sequences.valid, axis=1, keepdims=True), 1)
-            mean = jnp.sum((logprobs - old) * sequences.valid, axis=1, keepdims=True) / lengths
+            mean = jnp.sum((logprobs - old) * sequences.valid, axis=1, keepdims=True) / _lengths(sequences)
             ratio = jnp.broadcast_to(jnp.exp(mean), logprobs.shape)
         losses = -jnp.minimum(ratio * A, jnp.clip(ratio, lowest, highest) * A)
         if rules.dual_clip is not None:
             losses = jnp.where(A < 0, jnp.minimum(losses, -rules.dual_clip * A), losses)
-    if rules.correction == "none":
-        return losses
-    weight = jnp.exp(old - sampled)
+    if rules.off_policy_threshold is not None:
+        drift = jnp.sum((sampled - logprobs) * sequences.valid, axis=1, keepdims=True) / _lengths(sequences)
+        losses = jnp.where((A < 0) & (drift > rules.off_policy_threshold), 0.0, losses)
+    return losses if rules.correction == "none" else losses * _correction(rules, old - sampled, sequences)
+
+
+def _correction(rules: Rules, log_ratio: jax.Array, sequences: Sequences) -> jax.Array:
+    """The importance weight of each token, [S, n], from its log-ratio of trainer to sampler."""
+    weight = jnp.exp(log_ratio)
+    judged = weight
+    if rules.correction_level != "token":
+        total = jnp.sum(log_ratio * sequences.valid, axis=1, keepdims=True)
+        judged = jnp.exp(total if rules.correction_level == "sequence" else total / _lengths(sequences))
     if rules.correction == "truncate":
-        return losses * jnp.minimum(weight, rules.correction_high)
-    inside = (weight >= rules.correction_low) & (weight <= rules.correction_high)
-    return losses * jnp.where(inside, weight, 0.0)
+        return jnp.minimum(judged, rules.correction_high)
+    inside = (judged >= rules.correction_low) & (judged <= rules.correction_high)
+    return jnp.where(inside, weight if rules.correction == "reject" else judged, 0.0)
+
+
+def _lengths(sequences: Sequences) -> jax.Array:
+    """The number of trained tokens of each sequence, [S, 1], at least 1."""
+    return jnp.maximum(jnp.sum(sequences.valid, axis=1, keepdims=True), 1)
 
 
 def _sapo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequences) -> jax.Array:
@@ -295,9 +309,8 @@ def _gmpo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequence
     sign = jnp.where(sequences.advantages > 0, 1.0, -1.0)
     ratio = logprobs - old
     ratio = sign * jnp.minimum(sign * ratio, sign * jnp.clip(ratio, -rules.clip_low, rules.clip_high))
-    lengths = jnp.maximum(jnp.sum(sequences.valid, axis=1, keepdims=True), 1)
     product = jnp.sum(ratio * sequences.valid, axis=1, keepdims=True)
-    return -jnp.exp(product / lengths) * sequences.advantages
+    return -jnp.exp(product / _lengths(sequences)) * sequences.advantages
 
 
 SOFT = {"sapo": _sapo, "vespo": _vespo, "dppo_tv": _dppo, "dppo_kl": _dppo, "gmpo": _gmpo}
@@ -310,9 +323,12 @@ def kl_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Ar
         return jnp.zeros_like(logprobs)
     d = logprobs - sequences.reference_logprobs
     k2, k3 = d * d / 2, jnp.exp(-d) + d - 1
-    if rules.kl == "k3+":  # the value of k3, at most 10, and the gradient of k2
-        return rules.kl_coef * (k2 + stop_gradient(jnp.minimum(k3, 10.0) - k2))
-    return rules.kl_coef * (k2 if rules.kl == "k2" else k3)
+    plus = k2 + stop_gradient(jnp.minimum(k3, 10.0) - k2)  # the value of k3, at most 10, and the gradient of k2
+    kl = {"k2": k2, "k3": k3, "k3+": plus}[rules.kl]
+    if rules.kl_by_ratio:
+        old = sequences.sampled_logprobs if rules.old_logprobs == "sampler" else sequences.old_logprobs
+        kl = kl * jnp.exp(logprobs - old)
+    return rules.kl_coef * kl
 
 
 def _frequencies(rope: Rope) -> np.ndarray:

@@ -44,9 +44,12 @@ class Rules:
     dual_clip: float | None = None
     kl: Literal["none", "k1_reward", "k2", "k3", "k3+"] = "none"
     kl_coef: float = 0.0
-    correction: Literal["none", "truncate", "mask"] = "none"
+    kl_by_ratio: bool = False
+    correction: Literal["none", "truncate", "mask", "reject"] = "none"
+    correction_level: Literal["token", "sequence", "mean"] = "token"
     correction_low: float = 0.0
     correction_high: float = 2.0
+    off_policy_threshold: float | None = None
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
     entropy_bonus: float = 0.0
     router_loss_coef: float = 0.0

@@ -223,13 +223,22 @@ class AlgorithmConfig(Section):
     """KL to the frozen first model: in the reward (k1_reward) or in the loss (k2, k3, k3+)."""
     kl_coef: NotNegativeFloat | None = None
     """Weight of the KL term."""
-    correction: Literal["none", "truncate", "mask"] | None = None
-    """Importance correction per token from sampler to trainer: truncate the weight at its cap, or mask tokens outside
-    its band."""
+    kl_by_ratio: bool | None = None
+    """Weigh the KL of a token by the policy's ratio, so that it is unbiased for tokens of older weights
+    (arXiv:2512.02556)."""
+    correction: Literal["none", "truncate", "mask", "reject"] | None = None
+    """Importance correction from sampler to trainer: truncate the weight at its cap, mask tokens whose weight is
+    outside its band, or reject sequences outside it, which leaves the others' tokens their own weights."""
+    correction_level: Literal["token", "sequence", "mean"] | None = None
+    """The weight that is corrected by: of each token, the product over its sequence, or the product's geometric mean
+    over the tokens. Unset: token."""
     correction_low: NotNegativeFloat | None = None
-    """Lower end of the band of `correction: mask`."""
+    """Lower end of the band of `correction: mask` and `reject`."""
     correction_high: PositiveFloat | None = None
-    """Cap of `correction: truncate`, upper end of the band of `correction: mask`."""
+    """Cap of `correction: truncate`, upper end of the band of `mask` and `reject`."""
+    off_policy_threshold: PositiveFloat | None = None
+    """Leave out sequences of negative advantage whose mean log-probability has fallen by more than this since they were
+    sampled, in nat (arXiv:2512.02556); unset: none."""
     old_logprobs: Literal["sampler", "trainer"] | None = None
     """Log-probabilities in the ratio's denominator: the sampler's (before top-k, top-p and min-p), or the trainer's
     before the first update, which cost a forward pass if there are several updates per batch."""

@@ -147,6 +147,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/router_unused", "fraction", "Experts without a token in a micro-batch; mean over layers.", lambda s: s.updated.token_means.get("router_unused")),
         Metric("policy/router_balance", "", "The balance loss that `algorithm.router_loss_coef` weighs; 1: all experts are used equally.", lambda s: s.updated.token_means.get("router_balance")),
         Metric("policy/correction_weight", "", "Importance weight of `algorithm.correction`, mean over the tokens.", lambda s: s.updated.token_means.get("correction_weight")),
+        Metric("policy/correction_dropped", "fraction", "Tokens whose weight `algorithm.correction` made 0; only with it.", lambda s: s.updated.token_means.get("correction_dropped")),
+        Metric("policy/off_policy_dropped", "fraction", "Tokens left out by `algorithm.off_policy_threshold`; only with it.", lambda s: s.updated.token_means.get("off_policy_dropped")),
         Metric("policy/clip_fraction", "fraction", "Tokens whose ratio was clipped below or above; with `loss: gspo`, sequences.", lambda s: clip_fractions(s.updated.token_means), parts=LOW_HIGH),
         Metric("policy/dual_clip_fraction", "fraction", "Tokens whose loss `algorithm.dual_clip` bounds; only with it.", lambda s: s.updated.token_means.get("dual_clipped")),
     ),

@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from packed_rows import LAYOUT, Batch, packed
 
 from podium.algorithms import recipes
-from podium.algorithms.advantages import token_weights
+from podium.algorithms.advantages import reward_advantages, token_weights
 from podium.algorithms.losses import (
     POLICY_LOSSES,
     TokenLoss,
@@ -28,11 +28,13 @@ from podium.algorithms.losses import (
     gspo_loss,
     k3_estimate,
     kl_loss,
+    off_policy_mask,
     reinforce_loss,
     sapo_loss,
     segment_means,
     vespo_loss,
 )
+from podium.algorithms.recipes import Recipe
 
 CLIPPED = partial(clipped_policy_loss, clip_low=0.2, clip_high=0.28, dual_clip=None)
 DUAL = partial(clipped_policy_loss, clip_low=0.2, clip_high=0.28, dual_clip=1.5)
@@ -380,11 +382,33 @@ def test_the_mean_of_k3_is_the_exact_kl() -> None:
     np.testing.assert_allclose(jnp.sum(jnp.exp(lp) * k3_estimate(lp, reference)), exact, rtol=1e-5)
 
 
-def test_correction_weights_by_hand() -> None:
-    old, sampled = jnp.log(jnp.array([[0.4, 0.1, 0.9]])), jnp.log(jnp.array([[0.4, 0.5, 0.3]]))
-    truncated = correction_weights("truncate", old, sampled, low=0.0, high=2.0)
-    np.testing.assert_allclose(truncated, [[1.0, 0.2, 2.0]], rtol=1e-5)
-    masked = correction_weights("mask", old, sampled, low=0.5, high=2.0)
-    np.testing.assert_allclose(masked, [[1.0, 0.0, 0.0]], rtol=1e-5)
-    wide = correction_weights("mask", old, sampled, low=0.1, high=4.0)
-    np.testing.assert_allclose(wide, [[1.0, 0.2, 3.0]], rtol=1e-5)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"correction": "truncate", "correction_high": 2.0}, [1.0, 0.2, 2.0, 3.0]),
+        ({"correction": "mask", "correction_low": 0.5, "correction_high": 2.0}, [1.0, 0.0, 0.0, 3.0]),
+        ({"correction": "mask", "correction_low": 0.1, "correction_high": 4.0}, [1.0, 0.2, 3.0, 3.0]),
+        # Products: 1 x 0.2 = 0.2 and 3; geometric means: 0.447 and 3.
+        ({"correction": "mask", "correction_level": "sequence", "correction_high": 2.0}, [0.2, 0.2, 0.0, 0.0]),
+        ({"correction": "truncate", "correction_level": "mean", "correction_high": 2.0}, [0.447, 0.447, 2.0, 2.0]),
+        ({"correction": "reject", "correction_level": "mean", "correction_low": 0.4}, [1.0, 0.2, 0.0, 0.0]),
+        ({"correction": "reject", "correction_level": "mean", "correction_low": 0.5}, [0.0, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_correction_weights_by_hand(options: dict[str, Any], expected: list[float]) -> None:
+    """Two sequences, of tokens with weights 1 and 0.2, and 3; the last token is not trained."""
+    old, sampled = jnp.log(jnp.array([[0.4, 0.1, 0.9, 0.3]])), jnp.log(jnp.array([[0.4, 0.5, 0.3, 0.1]]))
+    recipe = Recipe(advantage=partial(reward_advantages), mean="token", **options)
+    segments, mask = jnp.array([[1, 1, 2, 2]], jnp.int32), jnp.array([[True, True, True, False]])
+    weights = correction_weights(recipe, old, sampled, segments, mask)
+    np.testing.assert_allclose(weights[:, :3], [expected[:3]], rtol=1e-3)
+
+
+def test_only_stale_sequences_of_negative_advantage_are_left_out() -> None:
+    """Four sequences of two tokens; the mean log-probability of the first and third fell by 0.3."""
+    fell = jnp.array([[0.5, 0.1, 0.1, 0.1, 0.5, 0.1, -2.0, 0.1]])
+    segments = jnp.array([[1, 1, 2, 2, 3, 3, 4, 4]], jnp.int32)
+    advantages = jnp.array([[-1.0, -1.0, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0]])
+    mask = jnp.ones((1, 8), bool)
+    kept = off_policy_mask(jnp.zeros((1, 8)), fell, advantages, segments, mask, threshold=0.2)
+    np.testing.assert_array_equal(kept, [[0, 0, 1, 1, 1, 1, 1, 1]])

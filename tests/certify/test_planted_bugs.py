@@ -299,7 +299,7 @@ def kl_k1_as_loss() -> Plant:
 
 def inverted_correction() -> Plant:
     original = losses.correction_weights
-    return losses, "correction_weights", lambda kind, old, new, **band: original(kind, new, old, **band)
+    return losses, "correction_weights", lambda recipe, old, new, *rows: original(recipe, new, old, *rows)
 
 
 def schedule_off_by_one() -> Plant:

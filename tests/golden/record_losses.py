@@ -46,6 +46,14 @@ VESPO = {
 GMPO = {"loss_type": "gmpo", "epsilon_low": 0.4, "epsilon_high": 0.4}
 """The loss of `trl.experimental.gmpo`, which has no `loss_type` of its own."""
 TRUNCATE = {"correction": "truncate", "correction_high": CAP, "old_logprobs": "trainer"}
+MASK = {**TRUNCATE, "correction": "mask", "correction_low": 0.0}
+
+
+def _corrected(mode: str) -> dict[str, Any]:
+    options = {"use_vllm": True, "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": mode}
+    return {**GRPO, **options}
+
+
 CASES = {
     "grpo_on_policy": Case({"recipe": "grpo", "old_logprobs": "trainer"}, GRPO, 0.0),
     "grpo": Case({"recipe": "grpo"}, GRPO, 0.3),
@@ -79,6 +87,21 @@ CASES = {
         0.3,
     ),
     "gmpo": Case({"recipe": "gmpo"}, GMPO, 0.5),
+    "grpo_off_policy": Case(
+        {"recipe": "grpo", "off_policy_threshold": 0.05}, {**GRPO, "off_policy_mask_threshold": 0.05}, 0.5
+    ),
+    "grpo_kl_by_ratio": Case(
+        {"recipe": "grpo", "kl": "k3", "kl_coef": 0.04, "kl_by_ratio": True},
+        {**GRPO, "beta": 0.04, "use_bias_correction_kl": True},
+        0.3,
+    ),
+    "grpo_token_mask": Case({"recipe": "grpo", **MASK}, _corrected("token_mask"), 0.3),
+    "grpo_sequence_mask": Case(
+        {"recipe": "grpo", **MASK, "correction_level": "sequence"}, _corrected("sequence_mask"), 0.3
+    ),
+    "grpo_sequence_truncate": Case(
+        {"recipe": "grpo", **TRUNCATE, "correction_level": "sequence"}, _corrected("sequence_truncate"), 0.3
+    ),
 }
 
 
@@ -118,8 +141,7 @@ def trl_output(case: Case, inputs: dict[str, np.ndarray]) -> dict[str, Any]:
         "ref_per_token_logps": tensors["reference_logprobs"],
     }
     if case.trl.get("use_vllm"):
-        ratio = (tensors["old_logprobs"] - tensors["sampled_logprobs"]).exp().clamp(max=CAP)
-        batch["importance_sampling_ratio"] = ratio
+        batch["importance_sampling_ratio"] = _trl_correction(case.trl, tensors)
     if case.spread:
         batch["old_per_token_logps"] = tensors["old_logprobs"]
     trainer = _stand_in(case.trl, logprobs, tensors["entropy"])
@@ -129,6 +151,14 @@ def trl_output(case: Case, inputs: dict[str, np.ndarray]) -> dict[str, Any]:
     assert logprobs.grad is not None
     clips = {name.rsplit("/")[-1]: values[0] for name, values in trainer._metrics["train"].items() if "_mean" in name}
     return {"loss": loss.item(), "gradient": logprobs.grad.tolist(), "clip": clips}
+
+
+def _trl_correction(options: dict[str, Any], tensors: dict[str, Any]) -> Any:
+    """The ratio that TRL's `_generate_and_score_completions` computes, [B, T] or [B, 1], written as there."""
+    level, how = options.get("vllm_importance_sampling_mode", "token_truncate").split("_")
+    difference = (tensors["old_logprobs"] - tensors["sampled_logprobs"]) * tensors["mask"]
+    ratio = (difference.sum(dim=-1, keepdim=True) if level == "sequence" else difference).exp()
+    return ratio.clamp(max=CAP) if how == "truncate" else ratio.masked_fill(ratio > CAP, 0.0)
 
 
 def _stand_in(options: dict[str, Any], logprobs: Any, entropy: Any) -> SimpleNamespace:
@@ -142,12 +172,14 @@ def _stand_in(options: dict[str, Any], logprobs: Any, entropy: Any) -> SimpleNam
         "vllm_importance_sampling_correction": False,
         "_entropy_bonus_enabled": False,
         "delta": None,
+        "use_bias_correction_kl": False,
+        "off_policy_mask_threshold": None,
         **options,
     }
     return SimpleNamespace(
         **settings,
         model=SimpleNamespace(training=True),
-        args=SimpleNamespace(steps_per_generation=1, use_bias_correction_kl=False, **settings),
+        args=SimpleNamespace(steps_per_generation=1, **settings),
         accelerator=SimpleNamespace(
             num_processes=1,
             sync_gradients=True,
@@ -157,10 +189,10 @@ def _stand_in(options: dict[str, Any], logprobs: Any, entropy: Any) -> SimpleNam
         aux_loss_enabled=False,
         current_gradient_accumulation_steps=1,
         max_completion_length=MAX_NEW_TOKENS,
-        off_policy_mask_threshold=None,
         top_entropy_quantile=1.0,
         use_adaptive_entropy=False,
         get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
         _metrics={"train": defaultdict(list)},
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logprobs, entropy, None),
     )
