@@ -1,4 +1,4 @@
-"""The chat formats of eighteen families of models, and random conversations in them.
+"""The chat formats of nineteen families of models, and random conversations in them.
 
 Templates are read from the wheel of TRL, which `make test` installs without its dependencies; Mistral's and SmolLM2's
 are not in it. All formats share the demo model's tokenizer, with the tokens that their texts name whole added to it:
@@ -54,6 +54,25 @@ MISTRAL_V1 = (
 )
 """The published format of Mistral-7B-Instruct-v0.1, without its check of the order of roles."""
 
+MISTRAL_TOOLS = (
+    *MISTRAL,
+    "[TOOL_CALLS]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+)
+MISTRAL_V3 = (
+    "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS] {{ tools|tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'tool' %}"
+    "{{ '[TOOL_RESULTS] {\"content\": ' + message['content'] + '}[/TOOL_RESULTS]' }}"
+    "{% elif message['role'] != 'assistant' %}{{ '[INST] ' + message['content'] + '[/INST]' }}"
+    "{% elif message['tool_calls'] %}{{ '[TOOL_CALLS] [' }}{% for call in message['tool_calls'] %}"
+    "{{ call['function']|tojson + (']' if loop.last else ', ') }}{% endfor %}{{ eos_token }}"
+    "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+"""The published format of Mistral-7B-Instruct-v0.3, with the tools first and without the ids of calls."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
@@ -99,6 +118,14 @@ FORMATS = {
         bos="<bos>",
     ),
     "mistral-v1": Format(template=None, text=MISTRAL_V1, tokens=MISTRAL, stops=("</s>",), tools=False, bos="<s>"),
+    "mistral-v3": Format(
+        template=None,
+        text=MISTRAL_V3,
+        tokens=MISTRAL_TOOLS,
+        stops=("</s>",),
+        content_beside_calls=False,
+        bos="<s>",
+    ),
     "gpt-oss": Format(
         template="gptoss",
         tokens=HARMONY,

@@ -99,6 +99,10 @@ class Tokenizer:
         """Decode tokens to text, omitting special tokens."""
         return self._backend.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def spelled(self, tokens: list[int]) -> str:
+        """Decode tokens to text, special tokens included."""
+        return self._backend.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token, special tokens included; an incomplete character is shown as U+FFFD."""
         return [self._backend.decode([token], clean_up_tokenization_spaces=False) for token in tokens]

@@ -1,23 +1,45 @@
-"""Reads the calls of tools that a model wrote, in two forms, and describes tools to models whose template does not.
+"""Reads the calls of tools that a model wrote, in the forms of `FORMS`, and describes tools to models whose template
+does not. What cannot be read is a problem for the model to mend, never an error.
 
-`tags`: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, among other text (Qwen2.5, Qwen3,
-SmolLM, Hermes). `object`: the whole answer is `{"name": ..., "parameters": {...}}` (Llama 3). What cannot be read is a
-problem for the model to mend, never an error.
+tags        `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, among other text (Qwen2.5, Qwen3,
+            SmolLM, Hermes)
+parameters  `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>` (Qwen3-Coder, Qwen3.5,
+            Nemotron 3)
+keys        `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>` (GLM 4.5)
+harmony     a message `to=functions.NAME` with the arguments as JSON (gpt-oss)
+mistral     `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]NAME[ARGS]{...}`
+deepseek    the name and a block of JSON between marks (DeepSeek V3)
+object      the whole answer is `{"name": ..., "parameters": {...}}` (Llama 3)
 """
 
 import json
 import re
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from podium.models.chat_format import ToolSchema
 from podium.tasks.conversation import ToolCall
 
-CallForm = Literal["tags", "object"]
-FORMS: tuple[CallForm, ...] = ("tags", "object")
+CallForm = Literal["tags", "parameters", "keys", "harmony", "mistral", "deepseek", "object"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TAGGED = re.compile(f"{OPEN}(.*?)(?:{CLOSE}|(?={OPEN})|$)", re.DOTALL)
 EXAMPLE = '{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}'
+BAR = "\uff5c"  # DeepSeek's upright bar
+BEGIN, SEPARATOR, END = (f"<{BAR}tool▁{name}{BAR}>" for name in ("call▁begin", "sep", "call▁end"))
+BLOCK = re.compile(f"(?:function)?{SEPARATOR}(.*?)\n```json\n(.*?)\n```", re.DOTALL)
+FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>\s*)?", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+KEY = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+MESSAGE = re.compile(
+    r"(?:\A|<\|start\|>)((?:(?!<\|(?:start|end|message)\|>).)*<\|message\|>.*?)"
+    r"(?:<\|(?:call|end|return)\|>|(?=<\|start\|>)|\Z)",
+    re.DOTALL,
+)
+RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+IN_PYTHON = {"True": True, "False": False, "None": None}
+
+Types = Mapping[str, Mapping[str, object]]
+"""The schemas of arguments, by the names of tool and argument joined by a line break."""
 
 
 class Calls(NamedTuple):
@@ -30,46 +52,178 @@ class Calls(NamedTuple):
     """The rest of the answer."""
 
 
-def read_calls(text: str, form: CallForm) -> Calls:
-    """The calls in an answer; what the model thought before it, up to `</think>`, is not looked at."""
+class Form(NamedTuple):
+    """How a family of models writes calls."""
+
+    marks: tuple[str, ...]
+    """Texts around calls, which are special tokens of some models."""
+    pattern: re.Pattern[str]
+    """Finds what `read` reads, as its first group."""
+    read: Callable[[str, Types], list[ToolCall]]
+    """The calls in it. Raises ValueError, for the model, if it cannot be read."""
+    example: str
+
+
+def read_calls(text: str, form: CallForm, tools: Sequence[ToolSchema] = ()) -> Calls:
+    """The calls in an answer; what the model thought before it, up to `</think>`, is not looked at.
+
+    `tools` say which arguments are texts, where the form does not.
+    """
     thought, end, answer = text.rpartition("</think>")
-    before = thought + end
-    if form == "tags":
-        found = [match.group(1) for match in TAGGED.finditer(answer)]
-        said = before + TAGGED.sub("", answer).strip()
-    else:
-        is_call = re.match(r"\s*\{\s*\"(name|type|function|parameters)\"", answer)
-        found, said = ([answer], before) if is_call else ([], text)
-    calls: list[ToolCall] = []
-    for each in found:
-        call = _call(each)
-        if isinstance(call, str):
-            return Calls(problem=call, said=said)
-        calls.append(call)
+    shape = FORMS[form]
+    said = thought + end + shape.pattern.sub("", answer).strip()
+    try:
+        types = _types(tools)
+        calls = [call for match in shape.pattern.finditer(answer) for call in shape.read(match.group(1), types)]
+    except ValueError as error:
+        return Calls(problem=f"{error}; write {shape.example}", said=said)
     return Calls(calls=tuple(calls), said=said if calls else text)
 
 
-def _call(text: str) -> ToolCall | str:
-    """A call, or what is wrong with it."""
-    try:
-        value = json.loads(text, strict=False)
-    except (ValueError, RecursionError) as error:
-        return f"the call is not valid JSON ({error}); write {EXAMPLE}"
-    if isinstance(value, dict) and isinstance(value.get("function"), dict):
-        value = value["function"]
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return f"the call has no name; write {EXAMPLE}"
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(arguments, dict):
-        return f"the arguments of {value['name']} are no object; write {EXAMPLE}"
-    return ToolCall(name=value["name"], arguments=arguments)
-
-
-def instructions(tools: Sequence[ToolSchema]) -> str:
+def instructions(tools: Sequence[ToolSchema], form: CallForm = "tags") -> str:
     """A description of tools for the system message, in the words of models that were trained with one."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return (
         "You may call these functions, one JSON schema a line:\n"
         f"<tools>\n{lines}\n</tools>\n"
-        f"To call one, write {OPEN}{EXAMPLE}{CLOSE} and nothing else."
+        f"To call one, write {FORMS[form].example} and nothing else."
     )
+
+
+def _json(text: str) -> object:
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the call is not valid JSON ({error})") from None
+
+
+def _call(value: object) -> ToolCall:
+    """A call from its name and arguments in one object."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError("the call has no name")
+    return _named(value["name"], value.get("arguments", value.get("parameters", {})))
+
+
+def _named(name: str, arguments: object) -> ToolCall:
+    if not name:
+        raise ValueError("the call has no name")
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of {name} are no object")
+    return ToolCall(name=name, arguments=arguments)
+
+
+def _object(text: str, types: Types) -> list[ToolCall]:
+    return [_call(_json(text))]
+
+
+def _parameters(text: str, types: Types) -> list[ToolCall]:
+    found = FUNCTION.fullmatch(text.rstrip())
+    if found is None:
+        raise ValueError("the call has no name")
+    return [_of_texts(found[1], PARAMETER, found[2], types)]
+
+
+def _keys(text: str, types: Types) -> list[ToolCall]:
+    name, mark, rest = text.partition("<arg_key>")
+    if len(name.split()) != 1:
+        raise ValueError("the call has no name")
+    return [_of_texts(name.strip(), KEY, mark + rest, types)]
+
+
+def _of_texts(name: str, pattern: re.Pattern[str], text: str, types: Types) -> ToolCall:
+    """A call whose arguments are texts, those of them that are no strings as JSON."""
+    if left := pattern.sub("", text).strip():
+        raise ValueError(f"the arguments of {name} cannot be read from {left[:40]!r} on")
+    arguments: dict[str, object] = {}
+    for key, value in pattern.findall(text):
+        arguments[key] = value if _is_text(types.get(f"{name}\n{key}", {})) else _value(value)
+    return ToolCall(name=name, arguments=arguments)
+
+
+def _value(text: str) -> object:
+    """A value as JSON, or as Python writes it where templates do; or else the text."""
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return IN_PYTHON.get(text, text)
+
+
+def _is_text(schema: Mapping[str, object]) -> bool:
+    options = schema.get("anyOf")
+    kinds = [schema, *(options if isinstance(options, list) else ())]
+    return any(each.get("type") == "string" for each in kinds)
+
+
+def _types(tools: Sequence[ToolSchema]) -> Types:
+    found: dict[str, Mapping[str, object]] = {}
+    for tool in tools:
+        function: Any = tool["function"]
+        for key, schema in function["parameters"].get("properties", {}).items():
+            found[f"{function['name']}\n{key}"] = schema
+    return found
+
+
+def _harmony(text: str, types: Types) -> list[ToolCall]:
+    """The call of a message, if its header names a recipient."""
+    header, _, body = text.partition("<|message|>")
+    recipient = RECIPIENT.search(header)
+    return [] if recipient is None else [_named(recipient[1], _json(body))]
+
+
+def _mistral(text: str, types: Types) -> list[ToolCall]:
+    name, mark, arguments = text.partition("[ARGS]")
+    if mark:
+        return [_named(name.partition("[CALL_ID]")[0].strip(), _json(arguments))]
+    calls = _json(text)
+    return [_call(each) for each in (calls if isinstance(calls, list) else [calls])]
+
+
+def _deepseek(text: str, types: Types) -> list[ToolCall]:
+    found = BLOCK.fullmatch(text.strip())
+    if found is None:
+        raise ValueError("the call cannot be read")
+    return [_named(found[1].strip(), _json(found[2]))]
+
+
+FORMS: dict[CallForm, Form] = {
+    "tags": Form((OPEN, CLOSE), TAGGED, _object, f"{OPEN}{EXAMPLE}{CLOSE}"),
+    "parameters": Form(
+        (OPEN, CLOSE),
+        TAGGED,
+        _parameters,
+        f"{OPEN}\n<function=NAME>\n<parameter=ARGUMENT>\nVALUE\n</parameter>\n</function>\n{CLOSE}",
+    ),
+    "keys": Form(
+        (OPEN, CLOSE, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        TAGGED,
+        _keys,
+        f"{OPEN}NAME\n<arg_key>ARGUMENT</arg_key>\n<arg_value>VALUE</arg_value>\n{CLOSE}",
+    ),
+    "harmony": Form(
+        ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|end|>", "<|return|>"),
+        MESSAGE,
+        _harmony,
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{ARGUMENT: VALUE}<|call|>",
+    ),
+    "mistral": Form(
+        ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        re.compile(r"\[TOOL_CALLS\](.*?)(?=\[TOOL_CALLS\]|</s>|$)", re.DOTALL),
+        _mistral,
+        f"[TOOL_CALLS] [{EXAMPLE}]",
+    ),
+    "deepseek": Form(
+        (BEGIN, SEPARATOR, END),
+        re.compile(f"{BEGIN}(.*?)(?:{END}|(?={BEGIN})|$)", re.DOTALL),
+        _deepseek,
+        f"{BEGIN}function{SEPARATOR}NAME\n```json\n{{ARGUMENT: VALUE}}\n```{END}",
+    ),
+    "object": Form(
+        (),
+        re.compile(r"\A\s*(\{\s*\"(?:name|type|function|parameters)\".*)\Z", re.DOTALL),
+        _object,
+        EXAMPLE,
+    ),
+}
+"""By name, in the order in which a chat template's calls are tried."""

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 
-from podium.models.chat_format import ChatFormat, Message, ToolSchema
+from podium.models.chat_format import ChatFormat, Message, ToolSchema, any_of
 from podium.models.tokenizer import Tokenizer
 from podium.rollout.turn_format import MADE_UP, TurnFormat
 from podium.tasks.tool_calls import FORMS, CallForm, Calls, instructions, read_calls
@@ -11,7 +11,11 @@ from podium.tasks.tool_calls import FORMS, CallForm, Calls, instructions, read_c
 PROBE = "qzPROBEzq"
 SCHEMA: ToolSchema = {
     "type": "function",
-    "function": {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": PROBE,
+        "description": PROBE,
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
+    },
 }
 CUT_MARK = "\n[... cut ...]\n"
 
@@ -33,6 +37,9 @@ class Dialogue:
             raise ValueError(f"{label}: {error}") from None
         self._described = bool(tools) and not _renders_tools(chat)
         self.form: CallForm | None = _call_form(label, chat) if tools else None
+        marks = () if self.form is None else FORMS[self.form].marks
+        self._whole = any(mark in tokenizer.special_tokens for mark in marks)
+        """Whether calls are written with special tokens, which are no part of an answer's text."""
 
     @property
     def line(self) -> str:
@@ -50,9 +57,18 @@ class Dialogue:
         """The tokens that follow an answer, as `TurnFormat.reply` makes them; `history` begins with the prompt's."""
         return self.turns.reply(messages, history=self._with_tools(history), drawn_end=drawn_end)
 
-    def read(self, text: str) -> Calls:
-        """The calls in an answer."""
-        return Calls(said=text) if self.form is None else read_calls(text, self.form)
+    def read(self, text: str, tokens: Sequence[int]) -> Calls:
+        """The calls in an answer, of which `text` is what it says without special tokens."""
+        if self.form is None:
+            return Calls(said=text)
+        if not self._whole:
+            return read_calls(text, self.form, self._tools)
+        ended = bool(tokens) and tokens[-1] in self.tokenizer.eos_tokens
+        spelled = self.tokenizer.spelled(list(tokens[: len(tokens) - ended]))
+        found = read_calls(spelled, self.form, self._tools)
+        special = any_of(list(self.tokenizer.special_tokens))
+        assert special is not None, "the form's marks are among them"
+        return found._replace(said=special.sub("", found.said).strip() if found.calls else text)
 
     def fitting(self, message: Message, limit: int | None) -> Message:
         """A message of at most `limit` tokens; the middle of a longer one is cut out."""
@@ -70,7 +86,8 @@ class Dialogue:
         """The messages; if the template does not show tools, with their description in the system message."""
         if not self._described:
             return list(messages)
-        text = instructions(self._tools)
+        assert self.form is not None, "there are tools"
+        text = instructions(self._tools, self.form)
         if messages and messages[0]["role"] == "system":
             return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
         return [{"role": "system", "content": text}, *messages]
@@ -96,13 +113,14 @@ def _call_form(label: str, chat: ChatFormat) -> CallForm:
             break
     if PROBE not in written:
         return "tags"
-    begin = min(found for found in (written.find("<tool_call>"), written.find("{"), len(written)) if found >= 0)
-    end = written.rfind("}") + 1
+    begin, end = max(0, written.find("{")), written.rfind("}") + 1
     for form in FORMS:
-        text = written if form == "tags" else written[begin:end]
-        if [(each.name, dict(each.arguments)) for each in read_calls(text, form).calls] == [(PROBE, {"x": "12"})]:
+        text = written[begin:end] if form == "object" else written
+        calls = read_calls(text, form, (SCHEMA,)).calls
+        if [(each.name, dict(each.arguments)) for each in calls] == [(PROBE, {"x": "12"})]:
             return form
     raise ValueError(
         f"{label}: the model's chat template writes calls as {written.strip()[:120]!r}, a form that is not read; leave"
-        " the tools out, or take a model with <tool_call> JSON (Qwen2.5, Qwen3, SmolLM) or Llama 3's form"
+        f" the tools out, or take a model that writes them in one of these forms: {', '.join(FORMS)}"
+        " (docs/environments.md)"
     )

@@ -430,9 +430,9 @@ class _Rollout:
 
     def _answered(self, live: _Live, number: int) -> Turn:
         """A turn of the model, as its environment was told of it."""
-        dialogue, text = self._dialogue(live.index), live.transcript.drawn[number].text
+        dialogue, span = self._dialogue(live.index), live.transcript.drawn[number]
         assert dialogue is not None, "single answers have no environment"
-        return _turn(number, text, dialogue.read(text))
+        return _turn(number, span.text, dialogue.read(span.text, span.tokens.tolist()))
 
     def _submit_drawing(self) -> None:
         """Submit the turns that the last step left, those of a prompt that go on alike together."""
@@ -782,7 +782,7 @@ class _Rollout:
         number = len(live.rewards)
         live.rewards.append(0.0)
         live.state = "replying"
-        read = dialogue.read(completion.text)
+        read = dialogue.read(completion.text, completion.tokens.tolist())
         live.messages.append(_answer(number, completion.text, read))
         self._unread_calls += bool(read.problem)
         if completion.finish_reason == "length":

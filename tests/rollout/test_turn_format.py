@@ -1,4 +1,4 @@
-"""What is put between two answers is what the chat template itself writes there, in eighteen formats."""
+"""What is put between two answers is what the chat template itself writes there, in nineteen formats."""
 
 import random
 from collections.abc import Sequence

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -13,10 +14,10 @@ from podium.tasks.calculator import calculator
 from podium.tasks.conversation import Reply, ToolCall, Turn, as_reply
 from podium.tasks.guess import GuessGame
 from podium.tasks.task import TaskSource
-from podium.tasks.tool_calls import instructions, read_calls
+from podium.tasks.tool_calls import BEGIN, instructions, read_calls
 from podium.tasks.tools import answer_calls, by_name, find_tool, tool_schema
 from podium.train.dialogue import Dialogue
-from tests.chat_formats import TOOLS, backend_of
+from tests.chat_formats import FORMATS, TOOLS, backend_of, stop_tokens_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,6 +131,77 @@ def test_calls_are_read_in_both_forms(text, form, calls, said):
     assert read_calls(text, form) == (calls, "", said)
 
 
+QUERY = "<parameter=query>\na<b\n</parameter>"
+TYPED = (tool_schema(search),)
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "said"),
+    [
+        (f"Look.\n<tool_call>\n<function=search>\n{QUERY}\n</function>\n</tool_call>", "parameters", "Look."),
+        (f"<tool_call><function=search>{QUERY}", "parameters", ""),
+        (
+            "<think>no</think><tool_call>search\n<arg_key>query</arg_key>\n<arg_value>a<b</arg_value></tool_call>",
+            "keys",
+            "<think>no</think>",
+        ),
+        (' to=functions.search<|channel|>commentary json<|message|>{"query": "a<b"}', "harmony", ""),
+        (
+            "<|channel|>analysis<|message|>I search to=functions.no<|end|><|start|>assistant<|channel|>commentary"
+            ' to=functions.search <|constrain|>json<|message|>{"query": "a<b"}<|call|>',
+            "harmony",
+            "",
+        ),
+        (f"[TOOL_CALLS] [{ONE}]", "mistral", ""),
+        ('Look: [TOOL_CALLS]search[CALL_ID]a1[ARGS]{"query": "a<b"}', "mistral", "Look:"),
+    ],
+)
+def test_calls_are_read_in_the_forms_of_other_families(text, form, said):
+    assert read_calls(text, form, TYPED) == ((CALL,), "", said)
+
+
+def test_arguments_that_are_written_as_texts_have_the_types_of_the_schema():
+    text = "<tool_call>search<arg_key>query</arg_key><arg_value>12</arg_value>"
+    text += "<arg_key>limit</arg_key><arg_value>12</arg_value><arg_key>kind</arg_key><arg_value>text</arg_value>"
+    (call,) = read_calls(text, "keys", TYPED).calls
+    assert call.arguments == {"query": "12", "limit": 12, "kind": "text"}
+
+
+@pytest.mark.parametrize("form", ["parameters", "keys", "harmony", "mistral", "deepseek"])
+def test_an_answer_without_a_call_is_what_it_says(form):
+    for text in ("The answer is 4.", "<|channel|>final<|message|>4<|return|>", '{"name": "f"}', ""):
+        assert read_calls(text, form, TYPED) == ((), "", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "problem"),
+    [
+        ("<tool_call>search</tool_call>", "parameters", "the call has no name; write <tool_call>\n<function=NAME>"),
+        (
+            "<tool_call><function=f>query=3</function></tool_call>",
+            "parameters",
+            "of f cannot be read from 'query=3' on",
+        ),
+        ("<tool_call><function=f><parameter=a>3", "parameters", "of f cannot be read from '<parameter=a>3' on"),
+        ("<tool_call><arg_key>a</arg_key>", "keys", "the call has no name; write <tool_call>NAME"),
+        ("<tool_call>f <arg_key>a</arg_key></tool_call>", "keys", "of f cannot be read from '<arg_key>a</arg_key>' on"),
+        (
+            "to=functions.f<|message|>3<|call|>",
+            "harmony",
+            "the arguments of f are no object; write <|channel|>commentary",
+        ),
+        ("to=functions.f<|message|>{<|call|>", "harmony", "not valid JSON"),
+        ("[TOOL_CALLS] f(3)", "mistral", "not valid JSON"),
+        ("[TOOL_CALLS][ARGS]{}", "mistral", "the call has no name; write [TOOL_CALLS] [{"),
+        (f"{BEGIN}f", "deepseek", f"the call cannot be read; write {BEGIN}function"),
+        (f"<tool_call><function=f><parameter=a>{'[' * 100_000}</parameter>", "parameters", ""),
+    ],
+)
+def test_a_call_of_another_form_that_cannot_be_read_is_an_observation(text, form, problem):
+    read = read_calls(text, form, TYPED)
+    assert problem in read.problem and bool(read.calls) == (not problem)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -211,8 +283,21 @@ def test_the_calculator_knows_numbers_and_operators_alone(expression):
     assert len(str(error.value)) < 400
 
 
-READ = {"qwen2.5": "tags", "qwen3": "tags", "qwen3-2507": "tags", "smollm2": "tags", "llama3.2": "object"}
-NOT_READ = ("qwen3.5", "gemma4", "gpt-oss", "glm4.5", "deepseek-v3")
+READ = {
+    "qwen2.5": "tags",
+    "qwen3": "tags",
+    "qwen3-2507": "tags",
+    "smollm2": "tags",
+    "llama3.2": "object",
+    "qwen3.5": "parameters",
+    "qwen3.8": "parameters",
+    "glm4.5": "keys",
+    "gpt-oss": "harmony",
+    "mistral-v3": "mistral",
+    "deepseek-v3": "deepseek",
+}
+NOT_READ = ("gemma4",)
+ARGUMENTS = {"x": '12 "<b>" é \n</parameter ', "n": 2.5, "list": [1, {"a": None}], "more": True}
 
 
 @pytest.mark.parametrize("name", READ)
@@ -221,7 +306,30 @@ def test_the_form_of_calls_is_found_in_the_template(name):
     assert dialogue.form == READ[name]
     shown = "".join(dialogue.tokenizer.pieces(dialogue.prompt([{"role": "user", "content": "Hello"}])))
     assert all(str(tool["function"]["name"]) in shown for tool in TOOLS)  # whether the template shows them or not
-    assert ("system message" in dialogue.line) == (name == "smollm2")
+    assert ("system message" in dialogue.line) == (name in ("smollm2", "deepseek-v3"))
+
+
+@pytest.mark.parametrize("name", [name for name in READ if name != "smollm2"])
+def test_what_a_template_writes_as_a_call_is_read_as_that_call(name):
+    """From the tokens that the model would have drawn, up to the one that ends its answer."""
+    tokenizer = Tokenizer(backend_of(name), eos_tokens=tuple(stop_tokens_of(name)))
+    dialogue = Dialogue("a task", tokenizer, TOOLS)
+    arguments = json.dumps(ARGUMENTS) if FORMATS[name].text_arguments else ARGUMENTS
+    count = 2 if FORMATS[name].parallel else 1
+    calls = [
+        {"id": f"call0000{n}", "type": "function", "function": {"name": "python", "arguments": arguments}}
+        for n in range(count)
+    ]
+    chat, asked = tokenizer.chat_format, {"role": "user", "content": "Hello"}
+    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    prompt, whole = (chat.render(said, tools=TOOLS, answer=said == [asked]) for said in ([asked], [asked, answer]))
+    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False))))
+    drawn = chat.encode(whole[shared:])
+    ends = [place for place, token in enumerate(drawn) if token in tokenizer.eos_tokens]
+    drawn = drawn[: ends[0] + 1] if ends else drawn
+    found = dialogue.read(tokenizer.decode(drawn), drawn)
+    assert [(call.name, call.arguments) for call in found.calls] == [("python", ARGUMENTS)] * count
+    assert not found.problem
 
 
 @pytest.mark.parametrize("name", NOT_READ)
