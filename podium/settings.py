@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+from podium.algorithms.advantages import no_advantages
 from podium.algorithms.recipes import LOSSES, RECIPES, conflicts, find_recipe
 from podium.config.document import Plain
 from podium.config.errors import Contradiction, nearest, not_in
@@ -131,11 +132,38 @@ def _algorithm(config: Config) -> Iterator[Contradiction]:
         yield Contradiction((key, *named), message, scope)
 
 
+def _teacher(config: Config) -> Iterator[Contradiction]:
+    """Report what a teacher cannot be combined with, and a recipe that has nothing to learn from."""
+    try:
+        recipe = resolve_recipe(config)
+    except ValueError:
+        return  # `_algorithm` has reported it
+    name = config.algorithm.recipe
+    if config.teacher is None:
+        if recipe.advantage.func is no_advantages:
+            rule = f"recipe {name} learns from a teacher alone, and there is none"
+            yield Contradiction(("algorithm.recipe", "teacher"), f"{rule}; set teacher.model")
+        return
+    if recipe.demonstrations:
+        rule = f"recipe {name} trains on completions of the data, and a teacher is asked about the policy's own"
+        yield Contradiction(("teacher", "algorithm.recipe"), f"{rule}; set algorithm.recipe to distill or grpo")
+    if recipe.loss in ("gspo", "gmpo"):
+        rule = f"{recipe.loss} has one ratio for a completion, and a teacher gives each token an advantage of its own"
+        yield Contradiction(("teacher", "algorithm.loss", "algorithm.recipe"), f"{rule}; set algorithm.loss to clipped")
+    if recipe.zero_variance != "keep":
+        rule = f"completions of equal reward still learn from a teacher, and {recipe.zero_variance} leaves them out"
+        yield Contradiction(("algorithm.zero_variance", "teacher"), f"{rule}; set algorithm.zero_variance to keep")
+    for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        if getattr(config.rollout, key) != off:
+            rule = "tokens drawn from a part of the vocabulary do not estimate the distance to a teacher over all of it"
+            yield Contradiction((f"rollout.{key}", "teacher"), f"{rule}; set it to {off:g}")
+
+
 def _rewards(config: Config) -> Iterator[Contradiction]:
     for index, task in enumerate(config.tasks):
         yield from _reward_parts(index, task)
     yield from _length_reward(config)
-    if not any(weight for task in config.tasks for weight in task.rewards.values()):
+    if config.teacher is None and not any(weight for task in config.tasks for weight in task.rewards.values()):
         message = "every weight is 0: nothing would be rewarded; set one, as `correct: 1.0`"
         yield Contradiction(("tasks.0.rewards",), message)
 
@@ -270,7 +298,7 @@ def _curricula(config: Config) -> Iterator[Contradiction]:
             yield Contradiction((f"tasks.{index}.curriculum", "algorithm.recipe"), rule)
 
 
-RULES = (_names, _algorithm, _rewards, _layout, _in_flight, _conversations, _curricula)
+RULES = (_names, _algorithm, _teacher, _rewards, _layout, _in_flight, _conversations, _curricula)
 """Rules of recipes and rewards, in addition to those of `podium.config.schema`."""
 
 

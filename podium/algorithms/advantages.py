@@ -41,6 +41,11 @@ def reward_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.nan_to_num(np.asarray(rewards, np.float32))
 
 
+def no_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Zeros: rewards train nothing, and a teacher does."""
+    return np.zeros(np.shape(rewards), np.float32)
+
+
 def group_advantages(
     rewards: np.ndarray, lengths: np.ndarray, *, std: Std, std_ddof: int, std_eps: float
 ) -> np.ndarray:
@@ -210,6 +215,25 @@ def turn_advantages(
     by_turn = [advantage(returns[:, :, k], lengths[:, :, k]) for k in range(returns.shape[2])]
     alone = np.count_nonzero(~np.isnan(returns), axis=1, keepdims=True) < 2  # [N, 1, K]
     return np.where(alone | np.isnan(returns), np.float32(0), np.stack(by_turn, axis=2)).astype(np.float32)
+
+
+def taught_advantages(
+    advantages: np.ndarray, teacher_logprobs: np.ndarray, logprobs: np.ndarray, mask: np.ndarray, *, weight: float
+) -> np.ndarray:
+    """Advantages of tokens, with a teacher's: A_t + weight (teacher_logprob_t - logprob_t), [N, G, n].
+
+    On-policy, the expected gradient of the second term is that of -weight KL(policy || teacher). It is added after the
+    rewards' advantages are normalised, and is not normalised itself.
+
+    Args:
+        advantages: [N, G], or of tokens, [N, G, n].
+        teacher_logprobs: [N, G, n].
+        logprobs: [N, G, n], of the policy before the step's first update.
+        mask: [N, G, n] bool, whether the model drew the token; others have advantage 0.
+        weight: of the teacher.
+    """
+    own = advantages if advantages.ndim == 3 else advantages[:, :, None]
+    return np.where(mask, own + np.float32(weight) * (teacher_logprobs - logprobs), np.float32(0))
 
 
 def penalised_rewards(rewards: np.ndarray, kl_sums: np.ndarray, coef: float) -> np.ndarray:

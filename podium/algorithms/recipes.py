@@ -21,6 +21,7 @@ from podium.algorithms.advantages import (
     leave_one_out_advantages,
     length_weighted_advantages,
     maxrl_advantages,
+    no_advantages,
     pass_at_k_advantages,
     rescaled_advantages,
     reward_advantages,
@@ -57,6 +58,15 @@ LOSSES: Mapping[str, LossKind] = {
 """The values of `algorithm.loss`; `podium.algorithms.losses.POLICY_LOSSES` has the functions of the same names."""
 OLD_LOGPROBS, REFERENCE_LOGPROBS = "old_logprobs", "reference_logprobs"
 """The scores that options of `algorithm:` need: from the trainer before the first update, or the first model."""
+TEACHER_LOGPROBS = "teacher_logprobs"
+"""The scores of `teacher:`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Teaching:
+    """What a teacher adds to a recipe. Fields are those of `TeacherConfig`."""
+
+    weight: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +109,8 @@ class Recipe:
     gamma: float = 1.0
     demonstrations: bool = False
     """Whether completions come from the data, one per prompt, instead of being sampled."""
+    teacher: Teaching | None = None
+    """None: there is no teacher, only rewards."""
     needs: tuple[str, ...] = ()
     """Further scores that advantage or loss read, as `package.module:function`: the function returns a
     `podium.train.scorers.Scorer`, whose scores are passed as `scores["function"]`."""
@@ -115,16 +127,19 @@ class Recipe:
 
     @property
     def scorers(self) -> tuple[str, ...]:
-        """The scorers of a batch before its advantages: OLD_LOGPROBS, REFERENCE_LOGPROBS, and `needs`."""
-        old = (OLD_LOGPROBS,) if self.scores_old_logprobs else ()
+        """The scorers of a batch before its advantages, beside the teacher: OLD_LOGPROBS, REFERENCE_LOGPROBS, `needs`.
+
+        A teacher's log-probabilities are compared with OLD_LOGPROBS: with the sampler's, rounding would be a reward.
+        """
+        old = (OLD_LOGPROBS,) if self.scores_old_logprobs or self.teacher else ()
         reference = (REFERENCE_LOGPROBS,) if self.needs_reference else ()
         return (*old, *reference, *self.needs)
 
     @property
     def loss_scores(self) -> tuple[str, ...]:
-        """Names of the scores that a batch keeps for its updates: all except a reference used only in the reward."""
-        names = (score_name(scorer) for scorer in self.scorers)
-        return tuple(name for name in names if name != REFERENCE_LOGPROBS or self.kl != "k1_reward")
+        """Names of the scores that a batch keeps for its updates: those that are not used in advantages alone."""
+        kept = {OLD_LOGPROBS: self.scores_old_logprobs, REFERENCE_LOGPROBS: self.kl != "k1_reward"}
+        return tuple(name for name in map(score_name, self.scorers) if kept.get(name, True))
 
 
 def score_name(scorer: str) -> str:
@@ -372,6 +387,16 @@ def sft() -> Recipe:
     )
 
 
+def distill() -> Recipe:
+    """On-policy distillation (arXiv:2306.13649): the policy imitates `teacher:` on its own completions; no rewards.
+
+    Differs: the gradient of the reverse KL is estimated at the sampled tokens, as an advantage of each, with PPO's clip
+    (https://thinkingmachines.ai/blog/on-policy-distillation/); no completions of the teacher or of the data are mixed
+    in. Rewards are recorded, and train nothing.
+    """
+    return Recipe(advantage=partial(no_advantages), group_baseline=False, mean="token")
+
+
 RECIPES: dict[str, Recipe] = {
     "grpo": grpo(),
     "dr_grpo": dr_grpo(),
@@ -391,6 +416,7 @@ RECIPES: dict[str, Recipe] = {
     "gmpo": gmpo(),
     "maxrl": maxrl(),
     "sft": sft(),
+    "distill": distill(),
 }
 """The values of `algorithm.recipe`. To add a recipe, write a function above and a line here."""
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podium.algorithms.recipes import OLD_LOGPROBS, RECIPES, REFERENCE_LOGPROBS, Recipe
+from podium.algorithms.recipes import OLD_LOGPROBS, RECIPES, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Recipe, Teaching
 from podium.certify.naive import Sequences
 from podium.certify.naive_rules import RULES, Rules
 from podium.certify.naive_step import optimizer_steps
@@ -25,14 +25,15 @@ from podium.sharding import Params
 from podium.train.batch import Batch
 from podium.train.generate import Group
 from podium.train.prepare import prepare_step
-from podium.train.scorers import make_scorers
+from podium.train.scorers import Scorer, make_scorers
 
 Prediction = tuple[int, int, int, float]
 """Identifies a trained token: its position, input token, target token and sampled log-probability."""
 FORMS = (Form(packing="none"), Form(packing="sequences"), Form(), Form(rows=2))
 MOST_SHIFT = 2
-POLICY, REFERENCE = 0, 1
-"""Arguments of `table`: the made-up log-probabilities of the policy and of the reference model."""
+POLICY, REFERENCE, TEACHER = 0, 1, 2
+"""Arguments of `table`: the made-up log-probabilities of the policy, of the reference model and of a teacher."""
+TEACHER_WEIGHT = 0.7
 
 
 class Variant(NamedTuple):
@@ -117,6 +118,10 @@ def variants() -> Iterator[Variant]:
     for name in ("grpo", "dr_grpo", "rloo", "gspo"):
         yield _variant(name, {**halves, "credit": "turn", "gamma": 0.5})
     yield _variant("dapo", {**halves, "zero_variance": "drop", "credit": "turn"})
+    for name in ("distill", "grpo"):
+        plain = _variant(name, halves)
+        taught = dataclasses.replace(plain.recipe, teacher=Teaching(weight=TEACHER_WEIGHT))
+        yield Variant(taught, dataclasses.replace(plain.rules, teacher_weight=TEACHER_WEIGHT))
 
 
 def _may_fail(variant: Variant) -> bool:
@@ -209,12 +214,14 @@ def _prepared(updates: Updates, form: Form, recipe: Recipe, groups: list[Group])
         (which,) = params.values()
         return jnp.asarray(table(np.asarray(batch.positions), np.asarray(batch.targets), float(which)))
 
+    params = {"table": jnp.float32(TEACHER)}
+    teacher = Scorer(name=TEACHER_LOGPROBS, decoder=settings.decoder, params=params, program=score)
     batches, _ = prepare_step(
         groups,
         recipe,
         sizes_of(form, updates.subject),
         rules=settings.computing,
-        scorers=make_scorers(recipe, settings, score, {"table": jnp.float32(REFERENCE)}),
+        scorers=make_scorers(recipe, settings, score, {"table": jnp.float32(REFERENCE)}, teacher),
         policy={"table": jnp.float32(POLICY)},
     )
     return batches
@@ -235,6 +242,7 @@ def _naive_steps(subject: Subject, rules: Rules, groups: list[Group]) -> list[Se
         max_new_tokens=subject.longest,
         policy=lambda tokens, starts: model(POLICY, tokens, starts),
         reference=lambda tokens, starts: model(REFERENCE, tokens, starts),
+        teacher=lambda tokens, starts: model(TEACHER, tokens, starts),
     )
 
 

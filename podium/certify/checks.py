@@ -131,8 +131,9 @@ def update_checks(updates: Updates) -> Iterator[Check]:
     recipe = subject.recipe
     if recipe.demonstrations:
         return  # their advantage is 1, whatever their reward
-    if recipe.kl != "none" or recipe.entropy_bonus:
-        updates = Updates(subject, dataclasses.replace(recipe, kl="none", kl_coef=0.0, entropy_bonus=0.0))
+    if recipe.kl != "none" or recipe.entropy_bonus or recipe.teacher:
+        alone = dataclasses.replace(recipe, kl="none", kl_coef=0.0, entropy_bonus=0.0, teacher=None)
+        updates = Updates(subject, alone)
     equal = [
         make_group(
             n,

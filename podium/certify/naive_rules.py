@@ -22,6 +22,7 @@ AdvantageName = Literal[
     "whitened",
     "whitened_groups",
     "reward",
+    "none",
 ]
 OwnAdvantage = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """A user's own function from rewards and lengths, [N, G] each, to advantages [N, G]; it is called, not checked."""
@@ -58,6 +59,8 @@ class Rules:
     max_refills: int = 3
     credit: Literal["episode", "turn"] = "episode"
     gamma: float = 1.0
+    teacher_weight: float = 0.0
+    """0: there is no teacher."""
     updates_per_batch: int = 1
     minibatches: int = 1
 
@@ -85,6 +88,7 @@ RULES: dict[str, Rules] = {
     "gmpo": Rules(advantage="group", mean="sequence", loss="gmpo", clip_low=0.4, clip_high=0.4),
     "maxrl": Rules(advantage="maxrl", mean="constant"),
     "sft": Rules(advantage="reward", mean="token", loss="reinforce", old_logprobs="trainer"),
+    "distill": Rules(advantage="none", mean="token"),
 }
 """By the name of the recipe."""
 

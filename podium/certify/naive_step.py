@@ -59,6 +59,7 @@ def optimizer_steps(
     max_new_tokens: int,
     policy: Scored,
     reference: Scored | None,
+    teacher: Scored | None,
 ) -> list[Sequences]:
     """The optimizer steps of one pass over a step's groups, in order, without those that have no token to train on.
 
@@ -69,6 +70,7 @@ def optimizer_steps(
         max_new_tokens: maximum length of a completion.
         policy: the policy before the step's first update.
         reference: the frozen first model; None if the algorithm has no KL.
+        teacher: None if the algorithm has none.
     """
     kept = [group for group in groups if rules.zero_variance == "keep" or not _equal(rules, group)]
     if not kept:
@@ -90,6 +92,8 @@ def optimizer_steps(
     else:
         found = advantages_of(rules, rewards, lengths[: len(flat)].reshape(shape))
         advantages[: len(flat)] = found.reshape(-1, 1)
+    if rules.teacher_weight and teacher is not None:
+        advantages = advantages + rules.teacher_weight * (teacher(tokens, starts) - policy(tokens, starts))
     old = policy(tokens, starts) if rules.old_logprobs == "trainer" else sampled
 
     made = []
@@ -120,6 +124,8 @@ def advantages_of(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.
     total = np.nansum(rewards, axis=1, keepdims=True)
     centred = rewards - total / count
     match rules.advantage:
+        case "none":
+            found = np.zeros(rewards.shape)
         case "reward":
             found = rewards
         case "batch_mean":

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from podium.certify.naive_step import Episode, Room, optimizer_steps
 from podium.certify.task import CONVERSATIONS, LONGEST_QUESTION, LONGEST_REPLY, NAME, STOP, TURNS, LetterBackend
 from podium.config.imports import is_path
 from podium.config.schema import Config, EnvironmentsConfig, GradingConfig, LimitsConfig, TaskConfig
-from podium.models.architecture import DecoderConfig, ModelError
+from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder
 from podium.models.blocks.attention import Attention
 from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Block, Kind, Stack
@@ -36,7 +36,9 @@ from podium.tasks.task import FAILED as FAILED_REWARD
 from podium.tasks.task import Prompt, Reward
 from podium.train.generate import Group, Rollouts
 from podium.train.platform import machine_of
+from podium.train.scorers import Scorer, make_teacher_scorer
 from podium.train.setup import load_weights, make_model
+from podium.train.step import TrainSettings
 
 PROMPTS = 4
 COMPLETIONS = 4
@@ -63,6 +65,19 @@ FAILED = 3  # index of the group in which an episode fails, in the checks of bat
 Arrays = dict[str, np.ndarray]
 
 
+class NaiveTeacher(NamedTuple):
+    """A model that the policy learns from."""
+
+    decoder: DecoderConfig
+    weights: Arrays
+
+    def scorer(self, settings: TrainSettings) -> Scorer:
+        """The trainer's scorer of this teacher."""
+        shardings = param_shardings(param_specs(self.decoder), settings.stored)
+        params = {name: jax.device_put(value, shardings[name]) for name, value in self.weights.items()}
+        return make_teacher_scorer(settings, self.decoder, params)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
     """A small model with weights, the algorithm that trains it, and a step of graded completions to train on."""
@@ -80,6 +95,8 @@ class Subject:
     """Whether this is the model itself and not a tiny clone."""
     reference: Arrays | None
     """Weights of the reference model in the KL; None if the algorithm has no KL."""
+    teacher: NaiveTeacher | None
+    """None if the config has no teacher."""
 
     def params(self, mesh: jax.sharding.Mesh, weights: Arrays | None = None) -> Params:
         """Copy `weights` (None: the subject's) to a mesh; a new copy in every call, since updates donate theirs."""
@@ -190,6 +207,7 @@ class Subject:
     def naive_steps(self, groups: Sequence[Group], rules: Rules, weights: Arrays) -> list[Sequences]:
         """The naive implementation's optimizer steps for one pass over `groups`, starting from `weights`."""
         reference = self.reference if rules.kl != "none" else None
+        teacher = self.teacher
         return optimizer_steps(
             rules,
             [episodes_of(group) for group in groups],
@@ -199,10 +217,22 @@ class Subject:
             reference=None
             if reference is None
             else (lambda tokens, starts: self.naive_scores(tokens, starts, reference).logprobs),
+            teacher=None
+            if teacher is None
+            else (
+                lambda tokens, starts: (
+                    self.naive_scores(tokens, starts, teacher.weights, decoder=teacher.decoder).logprobs
+                )
+            ),
         )
 
     def naive_scores(
-        self, tokens: np.ndarray, starts: np.ndarray, weights: Arrays, temperature: float | None = None
+        self,
+        tokens: np.ndarray,
+        starts: np.ndarray,
+        weights: Arrays,
+        temperature: float | None = None,
+        decoder: DecoderConfig | None = None,
     ) -> Scores[np.ndarray]:
         """Score the tokens after each prompt with the naive model, [S, n] float64.
 
@@ -211,10 +241,11 @@ class Subject:
             starts: [S] int32, lengths of the prompts.
             weights: by parameter name.
             temperature: of the softmax; None: the config's.
+            decoder: of the weights; None: the subject's.
         """
         with in_float64():
             wide = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
-            score = _naive_scorer(self.decoder, self.room.continuation)
+            score = _naive_scorer(decoder or self.decoder, self.room.continuation)
             found = score(wide, tokens, starts, self.config.rollout.temperature if temperature is None else temperature)
             return Scores(*(np.asarray(x) for x in found))
 
@@ -261,6 +292,10 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
         weights = random_weights(decoder, seed=0)
     recipe = resolve_recipe(config)
     rules = _rules_of_own(recipe) if is_path(config.algorithm.recipe) else rules_of(config.algorithm)
+    teacher = None
+    if config.teacher is not None:
+        rules = dataclasses.replace(rules, teacher_weight=config.teacher.weight)
+        teacher = _tiny_teacher(decoder)
     charged = rules.advantage != "maxrl"  # its rewards must not be negative
     name = NAME if config.rollout.max_episode_tokens is None else CONVERSATIONS
     task = TaskConfig(name=name, options={"vocab": decoder.vocab}, rewards=REWARDS if charged else {"correct": 0.8})
@@ -275,7 +310,16 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
         weights=weights,
         full=full,
         reference=reference,
+        teacher=teacher,
     )
+
+
+def _tiny_teacher(student: DecoderConfig) -> NaiveTeacher:
+    """A small random teacher of a student, with its vocabulary and a layer more of each kind, all of it frozen."""
+    tiny = tiny_clone(student)
+    stacks = tuple(dataclasses.replace(stack, repeats=stack.repeats + 1) for stack in tiny.stacks)
+    decoder = dataclasses.replace(tiny, vocab=student.vocab, stacks=stacks, lora=None)
+    return NaiveTeacher(frozen_decoder(decoder, "bfloat16"), random_weights(decoder, seed=2))
 
 
 def other_weights(decoder: DecoderConfig, weights: Arrays) -> Arrays:

@@ -140,12 +140,14 @@ def with_other_options(subject: Subject) -> Subject:
         mask_truncated=True,
         updates_per_batch=2,
     )
+    config = subject.config.model_copy(update={"algorithm": algorithm, "teacher": None})
     other = dataclasses.replace(
         subject,
-        config=subject.config.model_copy(update={"algorithm": algorithm}),
-        recipe=resolve_recipe(subject.config, algorithm),
+        config=config,
+        recipe=resolve_recipe(config),
         rules=rules_of(algorithm),
         reference=subject.reference or other_weights(subject.decoder, subject.weights),
+        teacher=None,
     )
     for name in ("rollouts", "sampled"):  # these do not depend on the algorithm
         other.__dict__[name] = getattr(subject, name)
@@ -163,16 +165,18 @@ def watch_training(subject: Subject) -> Training:
     ledgers: list[Ledger] = []
     with tempfile.TemporaryDirectory(prefix="podium-certify-") as folder, contextlib.ExitStack() as stack:
         stack.enter_context(_recorded(rollouts.engine, ledgers))
+        settings = make_train_settings(spec.update, subject.decoder, mesh)
         trainer = _Watched(
             Trainer(
                 spec.recipe,
-                make_train_settings(spec.update, subject.decoder, mesh),
+                settings,
                 optimizer,
                 sizes=spec.batch,
                 schedule=spec.optimizer,
                 reference=None if subject.reference is None else subject.params(mesh, subject.reference),
                 folder=Path(folder),
                 frozen=frozen,
+                teacher=subject.teacher and subject.teacher.scorer(settings),
             )
         )
         silent: Any = _Silent()

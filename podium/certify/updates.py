@@ -132,7 +132,13 @@ class Updates:
             self.recipe,
             sizes_of(form, subject),
             rules=settings.computing,
-            scorers=make_scorers(self.recipe, settings, programs.score, reference),
+            scorers=make_scorers(
+                self.recipe,
+                settings,
+                programs.score,
+                reference,
+                subject.teacher and subject.teacher.scorer(settings),
+            ),
             policy=params | frozen,
         )
         state, found = init_state(params, _keeping_gradient(RATE)), []

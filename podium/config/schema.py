@@ -16,6 +16,7 @@ from podium.config.lora import LoraConfig, contradictions, with_rate
 from podium.config.mesh import mesh_sizes
 from podium.config.optimizer import OptimizerConfig
 from podium.config.section import Finite, Fraction, NotNegative, NotNegativeFloat, Positive, PositiveFloat, Section
+from podium.config.teacher import TeacherConfig
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Remat = Literal["none", "layer", "products", "offload"]
@@ -406,6 +407,8 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     lora: LoraConfig | None = None
     """Train low-rank adapters beside the frozen model, in a fraction of the memory; unset: all weights are trained."""
+    teacher: TeacherConfig | None = None
+    """Learn from a larger model's log-probabilities too, or with recipe distill from them alone; unset: no teacher."""
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -265,6 +265,11 @@ def with_lora(decoder: DecoderConfig, config: LoraConfig | None) -> DecoderConfi
     return dataclasses.replace(decoder, lora=dataclasses.replace(lora, targets=targets))
 
 
+def frozen_decoder(decoder: DecoderConfig, base: Base) -> DecoderConfig:
+    """The decoder of a model that is never trained, with the layers' matrices stored in `base`: without adapters."""
+    return dataclasses.replace(decoder, lora=Lora(rank=1, alpha=1.0, targets=(), base=base))
+
+
 def with_layers(decoder: DecoderConfig, layers: int) -> DecoderConfig:
     """A copy with another number of layers. Raises ModelError if the number is not a multiple of the pattern."""
     stack, *others = decoder.stacks

@@ -91,6 +91,18 @@ class Tokenizer:
                 " different models"
             )
 
+    def first_difference(self, other: "Tokenizer") -> str:
+        """The first token in which another tokenizer differs from this one, special ones included; empty if none."""
+        mine, theirs = ({token: text for text, token in each._backend.get_vocab().items()} for each in (self, other))
+        for token in sorted(mine.keys() | theirs.keys()):
+            if mine.get(token) != theirs.get(token):
+                own, its = (repr(each[token]) if token in each else "missing" for each in (mine, theirs))
+                return f"token {token} is {own} and {its}"
+        for name in sorted(self.special_tokens.keys() | other.special_tokens.keys()):
+            if (name in self.special_tokens) != (name in other.special_tokens):
+                return f"{name!r} is a special token of one of them only"
+        return ""
+
     def encode(self, text: str) -> list[int]:
         """Encode plain text, without beginning- or end-of-sequence tokens."""
         return self._backend.encode(text, add_special_tokens=False)

@@ -128,6 +128,8 @@ class BatchStats:
     penalties: np.ndarray | None  # [N G], penalties of `kl: k1_reward`
     penalised_rewards: np.ndarray | None  # [N G], rewards minus penalties
     reward_kl: RewardKl | None
+    teacher_kl: float | None = None
+    """Mean over the trained tokens of the policy's minus the teacher's log-probability; None without a teacher."""
     batch_s: float = 0.0
     """Seconds for packing samples into rows and sending them to the devices."""
     score_s: float = 0.0

@@ -11,7 +11,7 @@ from podium.plan.study import ORDER, Outcome
 ALIKE = 0.01  # differences below this share of a step's seconds are ignored
 MUCH = 1.05  # counts whose ratio is above this explain a difference
 HOST = "host"  # the part of a step outside all phases
-PER = {"decode": "token", "update": "micro-batch", "score": "micro-batch"}
+PER = {"decode": "token", "update": "micro-batch", "score": "micro-batch", "teacher": "micro-batch"}
 """The unit that a phase's counts are divided by; other phases use `call`."""
 
 
@@ -118,6 +118,7 @@ def _calls(plan: Plan, name: str) -> float:
         "decode": plan.workload.decode_steps,
         "update": plan.micro_batches,
         "score": plan.micro_batches,
+        "teacher": plan.micro_batches,
     }
     return float(counts.get(name, phase.calls if phase else 0)) or 1.0
 

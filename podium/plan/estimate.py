@@ -89,6 +89,8 @@ def estimate(run: RunSizes) -> list[PhaseEstimate]:
     phases = [sync_phase(run), prefill_phase(run, longest), copy_phase(run, copies), decode_phase(run)]
     if run.spec.recipe.scorers:
         phases.append(score_phase(run))
+    if run.spec.teacher is not None:
+        phases.append(teacher_phase(run))
     return [*phases, update_phase(run), checkpoint_phase(run)]
 
 
@@ -197,13 +199,24 @@ def copy_phase(run: RunSizes, pages: float) -> PhaseEstimate:
 
 def score_phase(run: RunSizes) -> PhaseEstimate:
     """Log-probabilities of a batch under frozen weights: a forward pass."""
+    return _scoring("score", run, in_updates(run) | _batch(run))
+
+
+def teacher_phase(run: RunSizes) -> PhaseEstimate:
+    """Log-probabilities of a batch under the teacher."""
+    teacher = run.of_teacher
+    assert teacher is not None, "the run has a teacher"
+    return _scoring("teacher", teacher, in_updates(run) | _batch(run))
+
+
+def _scoring(name: str, run: RunSizes, beside: Parts) -> PhaseEstimate:
+    """A forward pass of a batch through the decoder of `run`, with what else is on a device meanwhile."""
     a, tokens = run.activation, run.tokens
     layers, head = run.gathered_counts
     passes = _passes(run, "forward")
     return PhaseEstimate(
-        name="score",
-        parts=in_updates(run)
-        | _batch(run)
+        name=name,
+        parts=beside
         | {"working_weights": working_weights(run), "gathered_weights": copied(run, head, head_number(run))}
         | max(
             {} if run.update.head == "fused" else loss_logits(run),

@@ -9,7 +9,7 @@ from podium.plan.result import Peak, Phase, Plan, Seconds, total
 STEP_PARTS: dict[str, tuple[str, ...]] = {
     "sync": ("sync",),
     "rollout": ("prefill", "copy", "decode"),
-    "score": ("score",),
+    "score": ("score", "teacher"),
     "update": ("update",),
 }
 """The parts of a step that users see, in order, with the phases of each; `host` comes last."""

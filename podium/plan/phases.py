@@ -36,6 +36,7 @@ from podium.train.batch import make_batch
 from podium.train.generate import rollout_rules
 from podium.train.offload import takes_no_device
 from podium.train.optimizer import make_opt_init
+from podium.train.scorers import make_teacher_score
 from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import abstract_state
 from podium.train.step import abstract_batch, make_train_programs
@@ -54,7 +55,8 @@ class PhaseProgram:
 def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     """The programs of a run by name, in the order in which a run first calls them.
 
-    Names: init, sync, prefill:T by chunk length, copy, decode:S by slots, score if the recipe needs it, and update.
+    Names: init, sync, prefill:T by chunk length, copy, decode:S by slots, score and teacher if the recipe needs them,
+    and update.
 
     Raises:
         ValueError: an array does not divide over the mesh.
@@ -73,19 +75,25 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     own = {"parameters": device_bytes(params)}
     moments = {"optimizer": device_bytes((state.step, state.opt_state))}
     anchor = {"reference_weights": device_bytes(params)} if recipe.needs_reference and not frozen else {}
+    taught = {} if spec.teacher is None else abstract_frozen(spec.teacher, settings.stored)
+    teachers = {"teacher_weights": device_bytes(taught)}
     kept = _kept(spec, mesh, frozen)
     merged = decoder.lora is not None and decoder.lora.merged
     under = {"frozen_weights": device_bytes(frozen)}
     # Unless it has its own copy, the rollout reads the trainer's frozen weights.
-    trainers = own | moments | anchor | (under if kept or merged else {})
-    beside = moments | anchor | ({} if merged else under | kept)
+    trainers = own | moments | anchor | teachers | (under if kept or merged else {})
+    beside = moments | anchor | teachers | ({} if merged else under | kept)
     rollout = _rollout_programs(spec, mesh, params | frozen if merged else params, trainers, beside)
     waiting = recipe.minibatches * device_bytes(scored)
     found = {"init": _phase(make_opt_init(optimizer, params), (params,), {}), **rollout}
     if recipe.scorers:
-        beside = moments | anchor | kept | {"batch": waiting - device_bytes(batch)}
+        beside = moments | anchor | teachers | kept | {"batch": waiting - device_bytes(batch)}
         found["score"] = _phase(score, (params | frozen, batch), beside)
-    beside = anchor | kept | {"batch": waiting - device_bytes(scored)}
+    if spec.teacher is not None:
+        own_batch = dataclasses.replace(batch, choices=None)
+        beside = own | moments | anchor | under | kept | {"batch": waiting - device_bytes(own_batch)}
+        found["teacher"] = _phase(make_teacher_score(settings, spec.teacher), (taught, own_batch), beside)
+    beside = anchor | teachers | kept | {"batch": waiting - device_bytes(scored)}
     return found | {"update": _phase(train_step, (state, scored, frozen), beside)}
 
 

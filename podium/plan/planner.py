@@ -28,10 +28,19 @@ from podium.plan.topology import compiler_versions
 from podium.plan.worker import CompiledPhase, Job
 from podium.plan.workload import Clock, SequenceLengths, Workload, packed, simulate_rollout
 
-KINDS: Mapping[str, str] = {"prefill": "prefill", "score": "update", "update": "update"}
+KINDS: Mapping[str, str] = {"prefill": "prefill", "score": "update", "teacher": "update", "update": "update"}
 """The calibration of each phase; phases that are not listed stream memory, as decoding does."""
 ROLLOUT = ("sync", "prefill", "copy", "decode")
-SLOWEST_FIRST = ("update", "decode", "score", "prefill", "sync", "copy", "init")  # by how long they take to compile
+SLOWEST_FIRST = (
+    "update",
+    "decode",
+    "teacher",
+    "score",
+    "prefill",
+    "sync",
+    "copy",
+    "init",
+)  # by how long they take to compile
 
 LEAST_GAIN = 0.05  # share of a step that must be gained for stale completions to be worth it
 
@@ -260,6 +269,8 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
         decode = call(f"decode:{size}", form, calls, rounds=rounds, repeats=steps, tokens=tokens)
         found.append(dataclasses.replace(decode, once_flops=closed_form.first_flops(run, size)))
     trained = [("update", closed_form.update_phase(run, own), updates)]
+    if run.spec.teacher is not None:
+        trained.insert(0, ("teacher", closed_form.teacher_phase(run), batches))
     if scores:
         trained.insert(0, ("score", closed_form.score_phase(run), scores))
     made = [call(name, form, times, rounds=own, repeats=times * own) for name, form, times in trained]

@@ -48,7 +48,9 @@ def scorers(run: RunSizes) -> Parts:
     A scorer given by import path is not counted, because the planner does not know its weights.
     """
     own = {"reference_weights": run.decoder} if run.spec.recipe.needs_reference and run.decoder.lora is None else {}
-    return {name: scorer_bytes(run, decoder) for name, decoder in own.items()}  # under LoRA the reference is frozen
+    found = {name: scorer_bytes(run, decoder) for name, decoder in own.items()}  # under LoRA the reference is frozen
+    teacher = run.of_teacher
+    return found if teacher is None else found | {"teacher_weights": frozen_bytes(teacher)}
 
 
 def scorer_bytes(run: RunSizes, decoder: DecoderConfig) -> int:

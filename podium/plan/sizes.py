@@ -52,6 +52,13 @@ class RunSizes:
         return self.spec.decoder
 
     @property
+    def of_teacher(self) -> "RunSizes | None":
+        """The sizes of the same run with the teacher's decoder in place of the policy's; None without a teacher."""
+        teacher = self.spec.teacher
+        spec = self.spec
+        return teacher and dataclasses.replace(self, spec=dataclasses.replace(spec, decoder=teacher, teacher=None))
+
+    @property
     def rollout(self) -> RolloutConfig:
         """The rollout settings, with sizes summed over all hosts."""
         return self.spec.rollout.settings

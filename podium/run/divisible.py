@@ -18,7 +18,7 @@ from podium.models.params import (
     param_specs,
 )
 from podium.run.machine import Machine
-from podium.run.resolve import resolve_layout, resolve_mesh
+from podium.run.resolve import resolve_layout, resolve_mesh, resolve_teacher
 from podium.run.sizes import row_tokens
 
 _IN_WORDS = {
@@ -41,22 +41,33 @@ def check_divisible(config: Config, decoder: DecoderConfig, accelerator: Acceler
     """
     machine = Machine.planned(accelerator)
     mesh = resolve_mesh(config, machine)
-    specs = param_specs(decoder)
-    parts = axis_parts(TRAIN_AXES, mesh)
-    for _, axis, dim in indivisible(specs, lambda axis: parts.get(axis, 1)):
-        names = [name for name in mesh_axis_names(TRAIN_AXES[axis]) if mesh[name] > 1]
-        works = ", ".join(str(size) for size in _working_sizes(specs, TRAIN_AXES[axis], accelerator.devices))
-        raise ValueError(
-            f"mesh {config.mesh!r}: {_IN_WORDS[axis].format(dim)} ({config.model}) cannot be split evenly by"
-            f" {' x '.join(f'{name}:{mesh[name]}' for name in names)}; on {accelerator.devices} devices"
-            f" {' x '.join(names)} can be {works}"
-        )
+    _check_weights(config, config.model, decoder, mesh, accelerator)
+    teacher = resolve_teacher(config)
+    if config.teacher is not None and teacher is not None:
+        _check_weights(config, config.teacher.model, teacher, mesh, accelerator)
+        check_tokens(config, teacher, mesh)
     check_tokens(config, decoder, mesh)
     layout = resolve_layout(config, decoder, machine)
     rollout_mesh = layout.mesh(mesh, decoder.kv_heads)
     shards = axis_parts(ROLLOUT_LAYOUTS[layout.name], rollout_mesh)["batch"]
     check_split(config.rollout, shards)
     cache_pages(config.rollout, shards)
+
+
+def _check_weights(
+    config: Config, model: str, decoder: DecoderConfig, mesh: MeshSizes, accelerator: Accelerator
+) -> None:
+    """Raises ValueError if the mesh does not divide the weights of a model of the run."""
+    specs = param_specs(decoder)
+    parts = axis_parts(TRAIN_AXES, mesh)
+    for _, axis, dim in indivisible(specs, lambda axis: parts.get(axis, 1)):
+        names = [name for name in mesh_axis_names(TRAIN_AXES[axis]) if mesh[name] > 1]
+        works = ", ".join(str(size) for size in _working_sizes(specs, TRAIN_AXES[axis], accelerator.devices))
+        raise ValueError(
+            f"mesh {config.mesh!r}: {_IN_WORDS[axis].format(dim)} ({model}) cannot be split evenly by"
+            f" {' x '.join(f'{name}:{mesh[name]}' for name in names)}; on {accelerator.devices} devices"
+            f" {' x '.join(names)} can be {works}"
+        )
 
 
 def check_tokens(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> None:

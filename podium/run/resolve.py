@@ -4,17 +4,20 @@ The trainer resolves for its actual devices, the planner for a machine of the ta
 All call the same functions, so a plan has the same spec as the run.
 """
 
+import dataclasses
+
 from podium.accelerators import auto_dtype
-from podium.algorithms.recipes import Recipe, make_recipe
+from podium.algorithms.recipes import Recipe, Teaching, make_recipe
 from podium.config.attention import attention_backend
 from podium.config.head import head_kind
 from podium.config.mesh import MeshSizes, mesh_shape
 from podium.config.schema import AlgorithmConfig, Config, Dtype, RolloutConfig
 from podium.config.sizes import check_split
-from podium.models.architecture import DecoderConfig
+from podium.models.architecture import DecoderConfig, frozen_decoder
 from podium.models.flops import matrix_elements, pair_flops
 from podium.models.layouts import Layout, choose_layout
 from podium.models.params import TRAIN_AXES, axis_parts
+from podium.models.presets import find_architecture
 from podium.rollout.request import SamplingParams
 from podium.run.machine import Machine
 from podium.run.sizes import (
@@ -51,6 +54,7 @@ def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: M
     return RunSpec(
         machine=machine,
         decoder=decoder,
+        teacher=resolve_teacher(config),
         recipe=resolve_recipe(config),
         mesh=mesh,
         batch=resolve_batch(config, decoder, mesh),
@@ -71,10 +75,18 @@ def resolve_mesh(config: Config, machine: Machine) -> MeshSizes:
 
 
 def resolve_recipe(config: Config, algorithm: AlgorithmConfig | None = None) -> Recipe:
-    """Resolve the recipe with the config's overrides. Raises ValueError if they conflict."""
-    return make_recipe(
+    """Resolve the recipe with the config's overrides and its teacher. Raises ValueError if they conflict."""
+    recipe = make_recipe(
         algorithm or config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step
     )
+    teacher = config.teacher
+    return dataclasses.replace(recipe, teacher=teacher and Teaching(weight=teacher.weight))
+
+
+def resolve_teacher(config: Config) -> DecoderConfig | None:
+    """Find the decoder of the config's teacher, without its weights. Raises ModelError if there is no such model."""
+    teacher = config.teacher
+    return None if teacher is None else frozen_decoder(find_architecture(teacher.model), teacher.base)
 
 
 def resolve_batch(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> BatchSizes:

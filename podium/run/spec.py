@@ -134,6 +134,8 @@ class RunSpec:
 
     machine: Machine
     decoder: DecoderConfig
+    teacher: DecoderConfig | None
+    """The teacher's decoder, all of it frozen; None: there is no teacher."""
     recipe: Recipe
     mesh: MeshSizes
     """Axis sizes of the training mesh; the rollout's mesh follows from its layout."""

@@ -17,11 +17,12 @@ from podium.algorithms.advantages import (
     TokenScores,
     equal_reward_groups,
     penalised_rewards,
+    taught_advantages,
     token_weights,
     turn_advantages,
     turn_returns,
 )
-from podium.algorithms.recipes import REFERENCE_LOGPROBS, Recipe
+from podium.algorithms.recipes import OLD_LOGPROBS, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Recipe
 from podium.observe.stats import BatchStats, RewardKl
 from podium.sharding import Params, ShardingRules, to_devices
 from podium.train.batch import Batch, BatchSizes, TokenSpan, make_batch, put, take
@@ -172,6 +173,12 @@ def prepare_step(
     scored = jax.block_until_ready([with_scores(batch, scorers, policy) for batch in placed])
     scored_at = time.perf_counter()
     advantages, reward_kl = step_advantages(packed, recipe, scored)
+    teacher_kl = None
+    if recipe.teacher is not None and len(packed.kept):
+        tokens = _token_scores(packed, scored)
+        teacher, own = tokens.scores[TEACHER_LOGPROBS], tokens.scores[OLD_LOGPROBS]
+        advantages = taught_advantages(advantages, teacher, own, tokens.mask, weight=recipe.teacher.weight)
+        teacher_kl = float(np.mean((own - teacher)[tokens.mask], dtype=np.float64)) if tokens.mask.any() else None
     batches = [
         _finish(batch, minibatch, advantages, recipe, rules)
         for batch, minibatch in zip(scored, packed.minibatches, strict=True)
@@ -179,6 +186,7 @@ def prepare_step(
     stats = _batch_stats(packed, recipe, advantages, reward_kl)
     return batches, dataclasses.replace(
         stats,
+        teacher_kl=teacher_kl,
         batch_s=placed_at - start,
         score_s=scored_at - placed_at,
         advantages_s=time.perf_counter() - scored_at,

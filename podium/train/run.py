@@ -36,12 +36,14 @@ from podium.train.platform import machine_text
 from podium.train.profile import Profiler, Window
 from podium.train.recorder import OnStep, PlanCheck, Recorder
 from podium.train.same_inputs import check_same_inputs
+from podium.train.scorers import Scorer, make_teacher_scorer
 from podium.train.setup import (
     Model,
     load_frozen,
     load_trained,
     make_model,
     make_run_optimizer,
+    make_teacher,
     make_train_settings,
     run_spec,
 )
@@ -118,6 +120,7 @@ def open_run(
 
         phase("model")
         model = make_model(config)
+        taught_by = make_teacher(config, model)
         run_dir.write_machine(machine_text())
         spec = run_spec(config, model.decoder, model.mesh)
         _plan(check, model.decoder, run_dir, progress)
@@ -135,6 +138,7 @@ def open_run(
         check_same_inputs(
             model.source,
             None if config.lora is None else config.lora.adapter,
+            None if taught_by is None else taught_by.source,
             rollouts.feed.tasks,
             evaluates=bool(spec.evaluation.at_start or spec.evaluation.every_steps or spec.evaluation.at_end),
         )
@@ -158,7 +162,8 @@ def open_run(
             progress.message(line)
         run_dir.truncate(done or -1)
         writer = resources.enter_context(MetricWriter(run_dir, spec.metrics, announce=progress.message))
-        trainer = _make_trainer(spec, model, optimizer, run_dir.path, kept(frozen, model.rules))
+        teacher = None if taught_by is None else _load_teacher(taught_by, spec, progress)
+        trainer = _make_trainer(spec, model, optimizer, run_dir.path, kept(frozen, model.rules), teacher)
         rollouts.load(state.params, trainer.frozen, version=done)
         _say_what_was_chosen(spec, progress)
         for label, dialogue in zip(rollouts.feed.tasks.labels, rollouts.feed.dialogues, strict=True):
@@ -265,8 +270,21 @@ def _open_run_dir(home: Path, settings: Settings, fork: Fork | None) -> RunDir:
     return opened[0] if opened else RunDir.follow(home, settings, continued=continued, fork=kept)
 
 
+def _load_teacher(model: Model, spec: RunSpec, progress: Progress) -> Scorer:
+    """Load the teacher's weights, and say which they are: they are not part of the run's checkpoints."""
+    params = load_frozen(model)
+    progress.message(f"teacher: {model.source.name}, weights {base_of(params)}")
+    settings = make_train_settings(spec.update, spec.decoder, model.mesh)
+    return make_teacher_scorer(settings, model.decoder, kept(params, model.rules))
+
+
 def _make_trainer(
-    spec: RunSpec, model: Model, optimizer: optax.GradientTransformation, folder: Path, frozen: Params
+    spec: RunSpec,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    folder: Path,
+    frozen: Params,
+    teacher: Scorer | None,
 ) -> Trainer:
     reference = (frozen or load_trained(model, None, frozen)) if spec.recipe.needs_reference else None
     return Trainer(
@@ -278,6 +296,7 @@ def _make_trainer(
         reference=reference,
         folder=folder,
         frozen=frozen,
+        teacher=teacher,
     )
 
 

@@ -25,12 +25,15 @@ QUESTIONS = 20_000
 SHOWN = 3
 
 
-def check_same_inputs(source: ModelSource, adapter: str | None, tasks: TaskMixture, *, evaluates: bool) -> None:
-    """Compare model, adapter and questions with those of the other hosts; every process must call this.
+def check_same_inputs(
+    source: ModelSource, adapter: str | None, teacher: ModelSource | None, tasks: TaskMixture, *, evaluates: bool
+) -> None:
+    """Compare model, adapter, teacher and questions with those of the other hosts; every process must call this.
 
     Args:
         source: of the model on this host.
         adapter: folder of the adapter that training begins with, if any.
+        teacher: of the teacher on this host, if there is one.
         tasks: their data is read here.
         evaluates: whether the run will read evaluation questions.
 
@@ -42,6 +45,8 @@ def check_same_inputs(source: ModelSource, adapter: str | None, tasks: TaskMixtu
     found = model_files(source.path)
     if adapter is not None:
         found |= {f"lora.adapter {name}": each for name, each in model_files(Path(adapter)).items()}
+    if teacher is not None:
+        found |= {f"teacher's {name}": each for name, each in model_files(teacher.path).items()}
     compare(gather(found | questions(tasks, evaluates=evaluates)))
 
 

@@ -1,7 +1,8 @@
 """Models that score a batch's tokens before its first update; each has a name, weights and a program.
 
 Scores are stored in `Batch.scores` by that name; advantages and loss may read them. The policy before the update is one
-scorer (`old_logprobs`), the frozen first model another (`reference_logprobs`).
+scorer (`old_logprobs`), the frozen first model another (`reference_logprobs`), a teacher the third
+(`teacher_logprobs`).
 """
 
 import dataclasses
@@ -10,13 +11,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from podium.algorithms.recipes import OLD_LOGPROBS, REFERENCE_LOGPROBS, Recipe, score_name
+from podium.algorithms.recipes import OLD_LOGPROBS, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Recipe, score_name
 from podium.config.imports import imported
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.choices import UNKNOWN
 from podium.sharding import Params
 from podium.train.batch import Batch
-from podium.train.step import ScoreProgram, TrainSettings
+from podium.train.step import CompiledScore, ScoreProgram, TrainSettings, make_score
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,11 @@ class Scorer:
 
 
 def make_scorers(
-    recipe: Recipe, settings: TrainSettings, score: ScoreProgram, reference: Params | None
+    recipe: Recipe,
+    settings: TrainSettings,
+    score: ScoreProgram,
+    reference: Params | None,
+    teacher: Scorer | None = None,
 ) -> tuple[Scorer, ...]:
     """Make the scorers that a recipe needs.
 
@@ -41,11 +46,26 @@ def make_scorers(
         settings: the trainer's; a scorer given by import path is made by calling that function with them.
         score: the program that computes log-probabilities with the trainer's decoder.
         reference: parameters of the first model, if the recipe needs them.
+        teacher: the recipe's teacher, if it has one.
 
     Raises:
         ValueError: an import path is not a function that returns a `Scorer`.
     """
-    return tuple(_make(need, settings, score, reference) for need in recipe.scorers)
+    found = [_make(need, settings, score, reference) for need in recipe.scorers]
+    if recipe.teacher is not None:
+        assert teacher is not None, "the recipe has a teacher"
+        found.append(teacher)
+    return tuple(found)
+
+
+def make_teacher_scorer(settings: TrainSettings, decoder: DecoderConfig, params: Params) -> Scorer:
+    """The scorer of a teacher, with the trainer's settings and its own decoder and weights."""
+    return Scorer(name=TEACHER_LOGPROBS, decoder=decoder, params=params, program=make_teacher_score(settings, decoder))
+
+
+def make_teacher_score(settings: TrainSettings, decoder: DecoderConfig) -> CompiledScore:
+    """The teacher's program, with the trainer's settings."""
+    return make_score(settings._replace(decoder=decoder))
 
 
 def _make(need: str, settings: TrainSettings, score: ScoreProgram, reference: Params | None) -> Scorer:
@@ -75,8 +95,12 @@ def with_scores(batch: Batch[jax.Array], scorers: Sequence[Scorer], policy: Para
     plain = batch
     if batch.choices is not None and any(scorer.params is not None for scorer in scorers):
         plain = dataclasses.replace(batch, choices=jnp.full_like(batch.choices, UNKNOWN))
-    scores = {
-        scorer.name: scorer.program(policy, batch) if scorer.params is None else scorer.program(scorer.params, plain)
-        for scorer in scorers
-    }
+    scores: dict[str, jax.Array] = {}
+    for scorer in scorers:
+        if scorer.params is None:
+            scores[scorer.name] = scorer.program(policy, batch)
+        elif scorer.name == TEACHER_LOGPROBS:  # another model has other experts, or none
+            scores[scorer.name] = scorer.program(scorer.params, dataclasses.replace(batch, choices=None))
+        else:
+            scores[scorer.name] = scorer.program(scorer.params, plain)
     return dataclasses.replace(batch, scores=scores)

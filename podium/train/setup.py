@@ -20,7 +20,7 @@ from podium.models.tokenizer import Tokenizer, load_tokenizer
 from podium.observe.run_dir import Fork
 from podium.run.divisible import check_tokens
 from podium.run.machine import Machine
-from podium.run.resolve import resolve, resolve_rollout
+from podium.run.resolve import resolve, resolve_rollout, resolve_teacher
 from podium.run.spec import OptimizerSpec, RolloutSpec, RunSpec, UpdateSpec
 from podium.sharding import Params, ShardingRules, abstract_params, init_params, make_mesh
 from podium.train.checkpoint import restore_params
@@ -67,6 +67,26 @@ def make_model(config: Config) -> Model:
     tokenizer = load_tokenizer(source, config.chat_template)
     tokenizer.check_vocab(decoder.vocab)
     return Model(source=source, decoder=decoder, tokenizer=tokenizer, mesh=mesh, lora=config.lora)
+
+
+def make_teacher(config: Config, student: Model) -> Model | None:
+    """Prepare the teacher that a config names, on the student's mesh; None if it names none.
+
+    Raises:
+        ValueError: the teacher is unusable, or its tokenizer is not the student's.
+    """
+    decoder = resolve_teacher(config)
+    if config.teacher is None or decoder is None:
+        return None
+    source = find_source(config.teacher.model)
+    check_tokens(config, decoder, student.mesh.shape)
+    tokenizer = load_tokenizer(source, config.chat_template)
+    if difference := student.tokenizer.first_difference(tokenizer):
+        raise ValueError(
+            f"teacher.model {config.teacher.model} has another tokenizer than {config.model}: {difference}; its"
+            " log-probabilities would be of other texts: take a teacher of the same family"
+        )
+    return Model(source=source, decoder=decoder, tokenizer=tokenizer, mesh=student.mesh)
 
 
 def run_spec(config: Config, decoder: DecoderConfig, mesh: Mesh) -> RunSpec:

@@ -19,7 +19,7 @@ from podium.train.distributed import is_leader, on_host
 from podium.train.generate import Group
 from podium.train.optimizer import learning_rate
 from podium.train.prepare import prepare_step
-from podium.train.scorers import make_scorers
+from podium.train.scorers import Scorer, make_scorers
 from podium.train.state import TrainState, at_schedule_step
 from podium.train.step import Metrics, ScoreProgram, TrainSettings, TrainStep, make_train_programs
 
@@ -42,12 +42,14 @@ class Trainer:
         reference: Params | None,
         folder: Path,
         frozen: Params | None = None,
+        teacher: Scorer | None = None,
     ) -> None:
         """Make the programs; each is compiled on first use.
 
         `sizes` holds the shapes of all batches; the learning rate follows `schedule`. `reference` holds the first
         model's parameters, if the recipe needs them. A batch that diverges is saved in `folder`. `frozen` holds the
-        base weights of LoRA's adapters, which also serve as the reference.
+        base weights of LoRA's adapters, which also serve as the reference. `teacher` scores batches if
+        the recipe has one.
         """
         self.frozen = frozen or {}
         self.recipe = recipe
@@ -57,7 +59,7 @@ class Trainer:
         programs = make_train_programs(settings, recipe, optimizer)
         self.score: ScoreProgram = programs.score
         self.train_step: TrainStep = programs.train_step
-        self.scorers = make_scorers(recipe, settings, self.score, reference)
+        self.scorers = make_scorers(recipe, settings, self.score, reference, teacher)
         self.learning_rate = learning_rate(schedule.settings, schedule.steps)
         self.updates_per_step = recipe.updates_per_batch * recipe.minibatches
 

@@ -39,6 +39,7 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "lora": {"lora": {"rank": 8, "alpha": 16}},
     "experts": {"model": EXPERTS},
+    "taught": {"algorithm": {"recipe": "distill"}, "teacher": {"model": QWEN3}},
     "talk": {"tasks": [{"name": "calculator"}], "algorithm": {"credit": "turn", "gamma": 0.5}},
 }
 """What the config of a subject has besides."""
@@ -74,6 +75,27 @@ def off_by_one_mask() -> Plant:
         return dataclasses.replace(made, **late), spans
 
     return prepare, "make_batch", planted
+
+
+def teacher_one_token_late() -> Plant:
+    """A token is taught by the teacher's log-probability of the token before it."""
+    original = prepare.taught_advantages
+
+    def planted(advantages, teacher_logprobs, *others, **options):
+        return original(advantages, np.roll(teacher_logprobs, 1, axis=2), *others, **options)
+
+    return prepare, "taught_advantages", planted
+
+
+def teacher_normalised() -> Plant:
+    """The teacher's part of advantages is centred over the batch."""
+    original = prepare.taught_advantages
+
+    def planted(advantages, teacher_logprobs, logprobs, mask, **options):
+        centre = np.mean((teacher_logprobs - logprobs)[mask])
+        return original(advantages, teacher_logprobs - centre, logprobs, mask, **options)
+
+    return prepare, "taught_advantages", planted
 
 
 def dropped_tail() -> Plant:
@@ -637,6 +659,8 @@ SLOW: dict[Callable[[], Plant], Named] = {
     adapters_of_other_matrices: Named(model_checks, "adapters", "lora"),
     gates_of_all_experts: Named(model_checks, "log-probabilities", "experts"),
     experts_of_another_token: Named(form_checks, "replayed experts", "experts"),
+    teacher_one_token_late: Named(batch_checks, "advantages"),
+    teacher_normalised: Named(batch_checks, "advantages"),
     bfloat16_sum: Named(update_checks, "gradient"),
     tied_head_without_gradient: Named(update_checks, "gradient"),
     mean_of_means: Named(form_checks, "micro-batches"),

@@ -131,7 +131,7 @@ def test_an_unknown_key_says_the_way_out(errors, text, message):
         ("eval: {greedy: yes}", "eval.greedy: expected true or false, got 'yes'"),
         ("algorithm: {recipe: gpro}", "algorithm.recipe: expected one of grpo, dr_grpo, dapo, rloo, opo, gpg, "
          "pass_at_k, reinforce, reinforce_pp, reinforce_pp_baseline, gspo, cispo, sapo, vespo, dppo, gmpo, maxrl, "
-         "sft, got 'gpro'; did you mean grpo?"),
+         "sft, distill, got 'gpro'; did you mean grpo?"),
         ("algorithm: {std_ddof: 2}", "algorithm.std_ddof: expected a whole number from 0 to 1, got 2"),
     ],
 )  # fmt: skip
@@ -250,3 +250,17 @@ def test_a_model_of_the_hub_that_is_not_on_disk_is_not_checked():
 def test_a_transposed_word_is_nearer_than_another():
     assert nearest("gpro", ["gspo", "grpo", "dapo"]) == "grpo"
     assert nearest("xyz", ["gspo"]) is None
+
+
+def test_what_a_teacher_cannot_be_combined_with_says_why_and_the_way_out(errors):
+    teacher = "teacher: {model: demo}\n"
+    (alone,) = errors("algorithm: {recipe: distill}\n")
+    assert "recipe distill learns from a teacher alone, and there is none; set teacher.model" in alone
+    (dropped,) = errors(teacher + "algorithm: {recipe: dapo}\n")
+    assert dropped.startswith("algorithm.zero_variance: completions of equal reward still learn from a teacher")
+    (averaged,) = errors(teacher + "algorithm: {recipe: gspo}\n")
+    assert "teacher: gspo has one ratio for a completion" in averaged
+    (cut,) = errors(teacher + "rollout: {top_p: 0.9}\n")
+    assert "do not estimate the distance to a teacher over all of it; set it to 1" in cut
+    (given,) = errors(teacher + "algorithm: {recipe: sft}\ngroup_size: 1\n")
+    assert "set algorithm.recipe to distill or grpo" in given

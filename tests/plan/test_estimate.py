@@ -13,6 +13,7 @@ from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
+from podium.models.presets import find_decoder
 from podium.plan.estimate import estimate, far_too_large, first_flops, residents
 from podium.plan.sizes import local_count, make_sizes, offloaded_bytes, optimizer_count
 from podium.rollout.programs import (
@@ -281,3 +282,25 @@ def test_a_step_reads_no_more_than_a_window_reaches_and_each_state_twice():
     read = 2 * (near * 8 + far * 40) * run.rollout_activation  # of two sequences; a window touches two pages of 4
     assert run.read_bytes(2, 40) == read + 2 * 2 * (2 * 32 * 4)
     assert run.cached_pairs(40) == 2 * 4 * 8 * (3 * 8 + 2 * 40)
+
+
+@pytest.mark.parametrize(("base", "number"), [("bfloat16", 2), ("int8", 1)])
+def test_a_teacher_stays_beside_the_trainer_and_is_a_phase_of_its_own(base, number):
+    """Qwen3-8B teaches Qwen3-1.7B on 8 chips: its weights by hand, and its operations."""
+    settings = {"model": "Qwen/Qwen3-1.7B", "algorithm": {"recipe": "distill"}, "train": {"head": "chunked"}}
+    accelerator = find_accelerator("v6e-8")
+    plain = config(**settings)
+    student = find_decoder(plain)
+    taught = config(**settings, teacher={"model": "Qwen/Qwen3-8B", "base": base})
+    alone, run = make_sizes(plain, student, accelerator), make_sizes(taught, student, accelerator)
+    added = residents(run)["teacher_weights"]
+    layers, ends = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288), 2 * 151936 * 4096
+    scales = 36 * 4 * (4096 + 2 * 1024 + 2 * 12288 + 2 * 4096 / 8) * (base == "int8")  # those of the width are split
+    assert added == pytest.approx((number * layers + 2 * ends) / 8 + scales, rel=1e-3)
+    assert sum(residents(run).values()) - sum(residents(alone).values()) == added
+    assert [each.name for each in estimate(run)][4:7] == ["score", "teacher", "update"]
+    teacher, score = phase(run, "teacher"), phase(run, "score")
+    assert teacher.parts["teacher_weights"] == score.parts["teacher_weights"] == added
+    weights = 2 * run.tokens * (layers + ends / 2)
+    assert weights < teacher.flops < 1.05 * weights
+    assert phase(run, "update").flops == phase(alone, "update").flops

@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_decoder import DECODER
+from tiny_decoder import DECODER, tiny
 
 from podium.accelerators import GIB, Accelerator
 from podium.config.schema import Config
+from podium.models.architecture import frozen_decoder
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.plan.estimate import residents
 from podium.plan.phases import PhaseProgram, device_bytes, phase_programs
-from podium.plan.sizes import make_sizes
+from podium.plan.residents import frozen_bytes
+from podium.plan.sizes import RunSizes, make_sizes
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import EnginePrograms
 from podium.rollout.request import Request, SamplingParams
@@ -196,6 +198,25 @@ def test_a_recipe_that_scores_nothing_has_no_such_phase():
     assert list(programs) == ["init", "sync", *rollout, "update"]
     assert "reference_weights" not in programs["update"].residents
     assert "batch" not in programs["update"].residents
+
+
+def test_a_teacher_is_a_program_of_its_own_and_its_weights_stay_beside_all_others():
+    config = config_of(teacher={"model": "Qwen/Qwen3-0.6B"})
+    mesh = make_mesh(config.mesh)
+    teacher = frozen_decoder(tiny(layers=3), "bfloat16")
+    spec = dataclasses.replace(run_spec(config, DECODER, mesh), teacher=teacher)
+    programs = phase_programs(spec, mesh)
+    assert list(programs)[-3:] == ["score", "teacher", "update"]
+    weights, batch = programs["teacher"].arguments
+    size = device_bytes(weights)
+    sizes = RunSizes(spec=spec).of_teacher
+    assert sizes is not None
+    assert size == frozen_bytes(sizes)
+    assert {name for name, each in programs.items() if each.residents.get("teacher_weights") == size} == set(
+        programs
+    ) - {"init", "teacher"}
+    assert programs["teacher"].residents["parameters"] == device_bytes(programs["update"].arguments[0].params)
+    assert programs["teacher"].lower().out_info.shape == batch.tokens.shape
 
 
 def texts(config: Config) -> dict[str, tuple[str, dict[str, int]]]:

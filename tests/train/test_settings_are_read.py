@@ -143,6 +143,7 @@ def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, 
         "algorithm": {"recipe": "dapo", "max_refills": 1, "kl": "k3", "kl_coef": 0.1, **correction},
         "grading": {"overlong_buffer_tokens": 2},  # lengths of a group differ, so there is an update
         "lora": {"rank": 2},
+        "teacher": {"model": str(tiny_model)},
         "train": {"optimizer": {"schedule": "linear"}},
         "eval": {"every_steps": 3, "questions": 2, "samples": 1},
         "checkpoint": {"every_steps": 1, "keep_best": 1},

@@ -1,0 +1,167 @@
+"""A teacher beside or instead of rewards: what it adds to advantages, and runs with one."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny_decoder import DECODER, tiny
+from tiny_runs import REWARDS, assert_same_run, config_of, groups_of, make_config, make_trainer, trained
+
+from podium.algorithms.advantages import taught_advantages
+from podium.algorithms.recipes import OLD_LOGPROBS, TEACHER_LOGPROBS, Teaching
+from podium.certify.subject import random_weights
+from podium.models.architecture import DecoderConfig, frozen_decoder
+from podium.observe.stats import BatchStats
+from podium.run.resolve import resolve_recipe
+from podium.sharding import Params
+from podium.train.batch import Batch
+from podium.train.loop import train
+from podium.train.prepare import prepare_step
+from podium.train.scorers import make_scorers, make_teacher_scorer
+from podium.train.setup import load_frozen, make_model, make_teacher
+from podium.train.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+def of_bfloat16(params: Params) -> Params:
+    """The weights rounded to bfloat16, still in float32: a teacher can have the same."""
+    return {name: x.astype(jnp.bfloat16).astype(jnp.float32) for name, x in params.items()}
+
+
+def prepared(
+    trainer: Trainer, params: Params, decoder: DecoderConfig, teacher: Params, *, weight: float
+) -> tuple[Batch, BatchStats]:
+    """The batch of a step with this teacher, whose weights are stored in bfloat16."""
+    recipe = dataclasses.replace(trainer.recipe, teacher=Teaching(weight=weight))
+    stored = {name: x.astype(jnp.bfloat16) for name, x in teacher.items()}
+    scorer = make_teacher_scorer(trainer.settings, frozen_decoder(decoder, "bfloat16"), stored)
+    scorers = make_scorers(recipe, trainer.settings, trainer.score, None, scorer)
+    rules = trainer.settings.computing
+    (batch,), stats = prepare_step(groups_of(), recipe, trainer.sizes, rules=rules, scorers=scorers, policy=params)
+    return batch, stats
+
+
+def test_a_teacher_equal_to_the_policy_gives_advantages_and_a_gradient_of_exactly_0():
+    trainer, state = make_trainer(algorithm={"recipe": "distill"})
+    params = of_bfloat16(state.params)
+    batch, stats = prepared(trainer, params, DECODER, params, weight=3.0)
+    assert np.asarray(batch.mask).sum() > 16
+    assert not np.asarray(batch.advantages).any()
+    assert stats.teacher_kl == 0
+    before = {name: np.array(x) for name, x in params.items()}
+    after, metrics = trainer.train_step(dataclasses.replace(state, params=params), batch)
+    assert float(metrics["gradient_norm"]) == 0
+    for name, x in after.params.items():
+        np.testing.assert_array_equal(x, before[name])
+
+
+def test_another_teacher_moves_each_token_s_advantage_by_the_difference_of_log_probabilities():
+    """With GRPO's own advantage beside it; the teacher has another width and other layers."""
+    trainer, state = make_trainer(algorithm={"recipe": "grpo"})
+    decoder = tiny(width=16, layers=1, heads=2, kv_heads=1)
+    teacher = {name: jnp.asarray(x) for name, x in random_weights(decoder, seed=5).items()}
+    batch, stats = prepared(trainer, state.params, decoder, teacher, weight=0.5)
+    plain, _ = trainer.prepare(state.params, groups_of())
+    unscored = dataclasses.replace(batch, scores={})
+    mine = np.asarray(trainer.score(state.params, unscored), np.float64)
+    program = make_teacher_scorer(trainer.settings, decoder, of_bfloat16(teacher))
+    theirs = np.asarray(program.program(of_bfloat16(teacher), unscored), np.float64)
+    mask = np.asarray(batch.mask)
+    expected = (np.asarray(plain[0].advantages, np.float64) + 0.5 * (theirs - mine)) * mask
+    np.testing.assert_allclose(batch.advantages, expected, atol=1e-5)
+    assert np.abs(theirs - mine)[mask > 0].min() > 1e-4
+    assert stats.teacher_kl == pytest.approx(np.sum((mine - theirs) * mask) / mask.sum(), rel=1e-4)
+    assert set(batch.scores) == set(), "the ratio stays relative to the sampler"
+
+
+def test_taught_advantages_by_hand():
+    mask = np.array([[[True, True, False]]])
+    own, teacher, policy = np.array([[2.0]], np.float32), np.array([[[-1.0, -3.0, 9.0]]]), np.array([[[-2.0, -1.0, 0]]])
+    found = taught_advantages(own, teacher, policy, mask, weight=0.5)
+    np.testing.assert_array_equal(found, [[[2.5, 1.0, 0.0]]])
+    found = taught_advantages(np.array([[[1.0, -1.0, 4.0]]]), teacher, policy, mask, weight=0.5)
+    np.testing.assert_array_equal(found, [[[1.5, -2.0, 0.0]]])
+
+
+def test_the_policy_is_scored_for_its_teacher_and_the_ratio_needs_no_score():
+    recipe = resolve_recipe(make_config(algorithm={"recipe": "distill"}, teacher={"model": "none", "weight": 2.0}))
+    assert recipe.teacher == Teaching(weight=2.0)
+    assert (recipe.scorers, recipe.loss_scores) == ((OLD_LOGPROBS,), ())
+    several = resolve_recipe(
+        make_config(
+            algorithm={"recipe": "distill", "old_logprobs": "trainer", "minibatches": 2}, teacher={"model": "none"}
+        )
+    )
+    assert several.loss_scores == (OLD_LOGPROBS,)
+    assert TEACHER_LOGPROBS not in several.loss_scores
+
+
+@pytest.fixture(scope="module")
+def teacher_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with other weights."""
+    folder = tmp_path_factory.mktemp("teacher") / "tiny"
+    shutil.copytree(tiny_model, folder)
+    random = np.random.default_rng(9)
+    tensors = load_file(folder / "model.safetensors")
+    moved = {name: x + 0.2 * random.standard_normal(x.shape).astype(np.float32) for name, x in tensors.items()}
+    save_file(moved, folder / "model.safetensors")
+    return folder
+
+
+def test_a_distilled_run_comes_closer_to_its_teacher_and_resumes_bit_for_bit(run_of, teacher_model):
+    changes = {
+        "algorithm": {"recipe": "distill"},
+        "teacher": {"model": str(teacher_model)},
+        "eval": {"at_start": False, "at_end": False},
+        "checkpoint": {"every_steps": 2},
+        "train": {"optimizer": {"learning_rate": 3e-2}},
+    }
+    whole = run_of(**changes, steps=6)
+    distances = [record["policy/kl_teacher"] for record in trained(whole)]
+    assert distances[0] > 0.05
+    assert np.mean(distances[-2:]) < 0.8 * distances[0]
+    stopped = run_of(**changes, steps=2)
+    assert train(config_of(stopped, steps=6), plain=True) == 0
+    assert_same_run(stopped, whole)
+
+
+def test_an_int8_teacher_is_close_to_one_in_bfloat16(tiny_model, teacher_model):
+    found = []
+    trainer, state = make_trainer(algorithm={"recipe": "distill"})
+    (batch,), _ = trainer.prepare(state.params, groups_of())
+    batch = dataclasses.replace(batch, tokens=batch.tokens % 20, targets=batch.targets % 20, scores={})
+    for base in ("bfloat16", "int8"):
+        config = make_config(tiny_model, teacher={"model": str(teacher_model), "base": base})
+        made = make_teacher(config, make_model(config))
+        assert made is not None
+        weights = load_frozen(made)
+        scorer = make_teacher_scorer(trainer.settings, made.decoder, weights)
+        found.append(np.asarray(scorer.program(weights, batch)) * np.asarray(batch.mask))
+    assert weights["layers.q"].dtype == jnp.int8
+    assert 1e-4 < np.median(np.abs(found[0] - found[1])[np.asarray(batch.mask) > 0]) < 0.1
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_with_the_first_difference(tiny_model, teacher_model, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(teacher_model, other)
+    path = other / "tokenizer.json"
+    text = path.read_text()
+    assert '"+": ' in text
+    path.write_text(text.replace('"+": ', '"plus": '))
+    config = make_config(tiny_model, teacher={"model": str(other)})
+    model = make_model(config)
+    number = model.tokenizer.encode("+")[0]
+    with pytest.raises(ValueError, match=rf"another tokenizer than .*: token {number} is '\+' and 'plus'; its log"):
+        make_teacher(config, model)
+
+
+def test_rewards_alone_train_nothing_with_distill():
+    trainer, state = make_trainer(algorithm={"recipe": "distill"})
+    (batch,), stats = trainer.prepare(state.params, groups_of(REWARDS))
+    assert not np.asarray(batch.advantages).any()
+    assert stats.teacher_kl is None
