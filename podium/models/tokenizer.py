@@ -5,7 +5,7 @@ import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from podium.models import gguf
@@ -29,15 +29,23 @@ SPACE = "\u2581"  # SentencePiece's symbol for a space
 class Tokenizer:
     """A tokenizer with a chat template, and the tokens that end a completion."""
 
-    def __init__(self, backend: Any, *, eos_tokens: tuple[int, ...], template_name: str = "chat_template"):
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        eos_tokens: tuple[int, ...],
+        template_name: str = "chat_template",
+        template_options: Mapping[str, object] = MappingProxyType({}),
+    ):
         """Wrap a transformers tokenizer; its own end-of-sequence token is added to `eos_tokens`.
 
-        Error messages about its chat template begin with `template_name`. Raises ModelError if no token ends a
-        sequence.
+        Error messages about its chat template begin with `template_name`; `template_options` are variables for it.
+        Raises ModelError if no token ends a sequence.
         """
         own = () if backend.eos_token_id is None else (backend.eos_token_id,)
         self._backend = backend
         self._template_name = template_name
+        self._template_options = template_options
         self.eos_tokens: tuple[int, ...] = tuple(dict.fromkeys((*own, *eos_tokens)))
         self.bos_token: int | None = backend.bos_token_id
         if not self.eos_tokens:
@@ -62,7 +70,7 @@ class Tokenizer:
     @functools.cached_property
     def chat_format(self) -> ChatFormat:
         """The model's chat format. Raises ModelError if its chat template is invalid."""
-        return self.make_chat_format({})
+        return self.make_chat_format(self._template_options)
 
     def make_chat_format(self, options: Mapping[str, object]) -> ChatFormat:
         """Make the chat format with further variables for the template.
@@ -128,8 +136,14 @@ class Tokenizer:
         path.write_text(in_4, encoding="utf-8")
 
 
-def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    source: ModelSource,
+    chat_template: str | None = None,
+    template_options: Mapping[str, object] = MappingProxyType({}),
+) -> Tokenizer:
     """Load a model's tokenizer, optionally with a chat template from a Jinja file instead of its own.
+
+    `template_options` are variables for the template, such as `enable_thinking`.
 
     Raises ModelError if there is no tokenizer or chat template, or if the template cannot be rendered.
     """
@@ -149,7 +163,7 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tok
         )
     name = f"chat_template {chat_template or f'of model {source.name!r}'}"
     with _reading(source.path):
-        tokenizer = Tokenizer(backend, eos_tokens=eos_tokens, template_name=name)
+        tokenizer = Tokenizer(backend, eos_tokens=eos_tokens, template_name=name, template_options=template_options)
         tokenizer.encode_chat("question", None)
     return tokenizer
 

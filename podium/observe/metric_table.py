@@ -134,6 +134,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("train-reward/advantage", "reward", "Advantages, over the completions in the update.", lambda s: s.batched.advantages if len(s.batched.advantages) else None, parts=SPREAD),
         Metric("group/equal_rewards_fraction", "fraction", "Groups whose completions all got the same reward, before the KL of `k1_reward`.", lambda s: s.batched.equal_groups / s.batched.groups),
         Metric("group/dropped", "groups", "Groups left out of the update by `algorithm.zero_variance`.", lambda s: s.batched.dropped_groups),
+        Metric("grading/ungraded", "completions", "Completions for which every reward function returned None; they count in no mean.", lambda s: s.completions.ungraded),
         Metric("grading/timeouts", "completions", "Completions whose grading exceeded `grading.timeout_s`.", lambda s: s.completions.timeouts),
     ),
     "Policy": (
@@ -233,6 +234,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("eval/<task>/completed_accuracy", "fraction", "Like `accuracy`, but answers cut by `rollout.max_new_tokens` count as wrong.", task=lambda t: t.completed_accuracy),
         Metric("eval/<task>/avg_at_k", "fraction", "Mean correctness of k = `eval.samples` sampled answers; questions that are too long count as wrong.", task=lambda t: t.avg_at_k),
         Metric("eval/<task>/pass_at_k", "fraction", "Questions with at least one correct answer among k.", task=lambda t: t.pass_at_k),
+        Metric("eval/<task>/pass_at/<part>", "fraction", "For each `<part>` j from 1 to k, the probability that j answers hold a correct one, estimated from all k without bias.", task=lambda t: t.passes or None),
         Metric("eval/<task>/pass_at_k_interval", "fraction", "95 % Wilson interval of `pass_at_k`.", task=lambda t: t.pass_at_k_interval, parts=LOW_HIGH),
         Metric("eval/<task>/questions", "questions", "Evaluation questions, including those that are too long.", task=lambda t: t.questions),
         Metric("eval/<task>/too_long", "questions", "Questions above `rollout.max_prompt_tokens`: not asked, and counted as wrong.", task=lambda t: t.too_long),

@@ -24,6 +24,8 @@ class CompletionStats:
     total_tokens: np.ndarray  # [n]
     truncated: int
     timeouts: int
+    ungraded: int
+    """Those that no reward function could grade."""
     entropy: float
     """Nats per token, estimated as the mean of -log p of the sampled tokens."""
 
@@ -226,6 +228,8 @@ class TaskScores:
     """None without sampled answers, like the next two."""
     pass_at_k: float | None
     pass_at_k_interval: tuple[float, float] | None
+    passes: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """pass@j for each j from 1 to k, by j; empty without sampled answers."""
     questions: int
     too_long: int
     """Questions that were too long to ask, and count as wrong."""

@@ -163,8 +163,8 @@ class Grader:
             if not self._warned_unrewarded and not any(label(name) in reward.parts for name in config.rewards):
                 self._warned_unrewarded = True
                 logger.warning(
-                    "no reward applies to prompt %s of %s: each function returned None; it counts as 0, and so will"
-                    " others",
+                    "no reward applies to prompt %s of %s: each function returned None; its answers are left out, as"
+                    " others will be",
                     asked.prompt.id,
                     self._labels[asked.task],
                 )

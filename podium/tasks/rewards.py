@@ -3,6 +3,7 @@
 Parts that are the user's functions are in `podium.tasks.functions`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -86,7 +87,8 @@ def make_reward(
         applying = [parts[name] for name in (task.correct, *own) if name in parts]
         correct = min(1.0, max(0.0, applying[0])) if applying else 0.0
     parts = {"correct": correct, **parts}
-    total = sum(weight * parts[name] for name, weight in task.rewards.items() if name in parts)
+    paid = [weight * parts[name] for name, weight in task.rewards.items() if name in parts]
+    total = sum(paid) if paid else math.nan
     timed_out = timed_out or any(part.timed_out for part in own.values())
     return Reward(total=total, parts={label(name): value for name, value in parts.items()}, timed_out=timed_out)
 

@@ -61,7 +61,7 @@ class Reward:
     """The reward of a completion."""
 
     total: float
-    """The weighted sum of the parts."""
+    """The weighted sum of the parts; NaN: there is none (`failed`)."""
     parts: Mapping[str, float]
     """Each part before weighting: `correct`, `format`, ...; functions that do not apply to the prompt are missing."""
     timed_out: bool = False
@@ -71,7 +71,9 @@ class Reward:
 
     @property
     def failed(self) -> bool:
-        """Whether there is no reward, because the conversation failed for a reason that is not the model's."""
+        """Whether there is no reward: the conversation failed for a reason that is not the model's, or nothing could
+        grade the answer.
+        """
         return math.isnan(self.total)
 
 

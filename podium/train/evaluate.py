@@ -88,8 +88,10 @@ def task_scores(greedy: Sequence[Group], sampled: Sequence[Group], *, questions:
     ended = np.array([[each.finish_reason == "stop" for each in group.transcripts] for group in answered])  # [n, k]
     accuracy = float(correct.mean(axis=1).sum()) / questions
     avg_at_k = pass_at_k = pass_at_k_interval = None
+    passes: dict[str, float] = {}
     if sampled:
         found = _correct(sampled)
+        passes = {str(j): float(share.sum()) / questions for j, share in enumerate(pass_rates(found), start=1)}
         avg_at_k = float(found.mean(axis=1).sum()) / questions
         pass_at_k = float(np.any(found >= 1.0, axis=1).sum()) / questions
         pass_at_k_interval = wilson_interval(pass_at_k, questions)
@@ -100,11 +102,23 @@ def task_scores(greedy: Sequence[Group], sampled: Sequence[Group], *, questions:
         avg_at_k=avg_at_k,
         pass_at_k=pass_at_k,
         pass_at_k_interval=pass_at_k_interval,
+        passes=passes,
         questions=questions,
         too_long=questions - len(answered),
         completion_tokens=float(np.mean([answer.num_drawn for answer in answers])),
         truncated_fraction=float(np.mean([answer.finish_reason != "stop" for answer in answers])),
     )
+
+
+def pass_rates(correct: np.ndarray) -> np.ndarray:
+    """For each j from 1 to k, the probability that j of a question's k answers hold a right one, [k, n].
+
+    The unbiased estimate 1 - C(k - c, j) / C(k, j) of pass@j, with c right answers (arXiv:2107.03374). `correct` is [n,
+    k]; an answer is right from 1 on.
+    """
+    _, k = correct.shape
+    wrong = np.sum(correct < 1.0, axis=1).tolist()
+    return np.array([[1 - math.comb(each, j) / math.comb(k, j) for each in wrong] for j in range(1, k + 1)])
 
 
 def wilson_interval(share: float, n: int) -> tuple[float, float]:
@@ -186,7 +200,7 @@ def _answers(
         raise ValueError(f"{task}: no evaluation question fits in rollout.max_prompt_tokens; raise it")
     sampling = dataclasses.replace(rollouts.spec.sampling, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
     groups, stats = rollouts.answer(asked, AnswerSettings(sampling=sampling, completions=completions))
-    if any(reward.failed for group in groups for reward in group.rewards):
+    if any(transcript.finish_reason == "failed" for group in groups for transcript in group.transcripts):
         raise FailingEnvironmentError(
             f"{task}: a conversation failed in an evaluation, which would not be whole without it:\n"
             f"{rollouts.held.failures[0].rstrip()}\nMend the environment, then continue the run"

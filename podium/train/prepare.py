@@ -65,6 +65,11 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
     Groups that the recipe drops are removed here, so they do not affect the mean or standard deviation of advantages.
     """
     rewards = np.stack([group.totals for group in groups])  # [N, G]
+    if np.isnan(rewards).all() and any(reward.parts for group in groups for reward in group.rewards):
+        raise ValueError(
+            "no answer of the step could be graded: each reward function returned None for all of them; let one grade"
+            " them, or give tasks.rewards a part that grades every answer, such as correct"
+        )
     returns = None
     equal = equal_reward_groups(rewards)  # [N]
     if recipe.credit == "turn":
@@ -95,7 +100,7 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
 def group_samples(group: Group, index: int, recipe: Recipe) -> list[Sample]:
     """Make samples from a group's episodes, one for each segment; masked ones have no tokens.
 
-    Masked are those that failed through no fault of the model and, with `mask_truncated`, those that a limit ended.
+    Masked are those without a reward and, with `mask_truncated`, those that a limit ended.
     Segments that begin differently share no prompt, and so have other numbers of their group for packing.
     """
     segments = [(g, each) for g, transcript in enumerate(group.transcripts) for each in transcript.segments]
@@ -106,8 +111,7 @@ def group_samples(group: Group, index: int, recipe: Recipe) -> list[Sample]:
             segment,
             group=index if (first := prompts.index(prompt)) == 0 else -(index * MOST_SEGMENTS + first),
             version=group.version,
-            masked=segment.finish_reason == "failed"
-            or (recipe.mask_truncated and segment.finish_reason not in ("stop", None)),
+            masked=group.rewards[g].failed or (recipe.mask_truncated and segment.finish_reason not in ("stop", None)),
             episode=g,
             start=starts.get(g, 0),
         )

@@ -239,6 +239,7 @@ def completion_stats(groups: Sequence[Group]) -> CompletionStats:
         total_tokens=np.array([transcript.num_tokens for transcript in transcripts]),
         truncated=sum(transcript.finish_reason not in ("stop", "failed") for transcript in transcripts),
         timeouts=sum(reward.timed_out for reward in rewards),
+        ungraded=sum(reward.failed and bool(reward.parts) for group in groups for reward in group.rewards),
         entropy=-float(np.mean(drawn, dtype=np.float64)),
     )
 

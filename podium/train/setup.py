@@ -64,7 +64,7 @@ def make_model(config: Config) -> Model:
         check_host_memory(mesh)
     decoder = with_lora(read_architecture(source), config.lora)
     check_tokens(config, decoder, mesh.shape)
-    tokenizer = load_tokenizer(source, config.chat_template)
+    tokenizer = load_tokenizer(source, config.chat_template, config.chat_template_options)
     tokenizer.check_vocab(decoder.vocab)
     return Model(source=source, decoder=decoder, tokenizer=tokenizer, mesh=mesh, lora=config.lora)
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 from collections.abc import Mapping
 from typing import NotRequired, TypedDict
 
@@ -10,7 +11,7 @@ import numpy as np
 from podium.files import to_json
 from podium.rollout.request import Completion, FinishReason, StopReason
 from podium.rollout.transcript import Source, Span, Transcript
-from podium.tasks.task import FAILED, Reward
+from podium.tasks.task import Reward
 from podium.train.episode import Episode, State
 
 
@@ -60,7 +61,7 @@ class RewardRecord(TypedDict):
     """A `Reward` as JSON."""
 
     total: float | None
-    """None: the conversation failed."""
+    """None: the conversation failed, or no reward function could grade the answer."""
     parts: dict[str, float]
     timed_out: bool
     turns: NotRequired[list[float]]
@@ -155,10 +156,9 @@ def reward_record(reward: Reward) -> RewardRecord:
 
 def read_reward(record: RewardRecord) -> Reward:
     """Read the result of `reward_record`."""
-    if record["total"] is None:
-        return FAILED
+    total = math.nan if record["total"] is None else record["total"]
     turns = tuple(record.get("turns", ()))
-    return Reward(total=record["total"], parts=record["parts"], timed_out=record["timed_out"], turns=turns)
+    return Reward(total=total, parts=record["parts"], timed_out=record["timed_out"], turns=turns)
 
 
 def _span_record(span: Span) -> SpanRecord:

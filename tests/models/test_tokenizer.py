@@ -230,3 +230,15 @@ def test_code_that_a_model_brings_along_is_not_run_even_if_somebody_says_yes(tmp
     assert not (tmp_path / "ran").exists()
     assert "ModelError" in done.stderr
     assert "Do you wish to run" not in done.stdout
+
+
+def test_a_chat_template_is_given_the_options_of_the_config(tmp_path):
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0].content }} {% if enable_thinking %}two{% else %}brief{% endif %}")
+    folder = write_tokenizer(tmp_path)
+    texts = {
+        thinking: load_tokenizer(folder, str(template), {"enable_thinking": thinking}).encode_chat("user", None)
+        for thinking in (True, False)
+    }
+    words = {thinking: [WORDS[token] for token in tokens] for thinking, tokens in texts.items()}
+    assert words == {True: ["user", "two"], False: ["user", "brief"]}

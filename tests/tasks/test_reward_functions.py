@@ -180,6 +180,7 @@ def test_a_function_that_does_not_apply_is_left_out_of_the_reward(caplog):
     assert found["math"][1].parts == {"correct": 0.0, "of_mathematics": -1.0}
     assert found["code"][0].parts == {"correct": 0.5, "of_code": 0.5} and found["code"][0].total == 0.5
     assert [each.parts for each in found["poetry"]] == [{"correct": 0.0}] * 2
+    assert all(each.failed for each in found["poetry"])  # nothing grades them: they count in no mean
     (warning,) = (line for line in caplog.messages if "no reward applies to prompt a/0" in line)
     assert "each function returned None" in warning
 

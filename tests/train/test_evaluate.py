@@ -1,5 +1,7 @@
+import itertools
 import math
 
+import numpy as np
 import pytest
 from tiny_runs import make_group
 
@@ -45,6 +47,16 @@ def test_sampled_answers_give_avg_and_pass_at_k_by_hand():
     ) == wilson_interval(0.5, 4)
     assert metrics["eval/sums/accuracy"] == 0.5
     assert metrics["eval/sums/questions"] == 4
+
+
+def test_pass_at_every_j_is_the_mean_over_all_sets_of_j():
+    right = np.array([[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0], [0, 0.5, 0, 0]])
+    metrics = task_metrics([], [make_group(row) for row in right.tolist()])
+    for j in range(1, 5):
+        sets = list(itertools.combinations(range(4), j))
+        expected = np.mean([[any(row[place] == 1 for place in each) for each in sets] for row in right])
+        assert metrics[f"eval/sums/pass_at/{j}"] == pytest.approx(expected)
+    assert metrics["eval/sums/pass_at/4"] == metrics["eval/sums/pass_at_k"]
 
 
 def test_accuracy_is_of_the_greedy_answers_and_without_them_of_the_sampled():
