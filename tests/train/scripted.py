@@ -15,6 +15,8 @@ TEMPLATE = (
     "{{ ' <end> ' if message.role == 'assistant' else ' ' }}{% endfor %}"
 )
 """A chat template by which a conversation can be continued."""
+LATEST = "SCRIPTED_LATEST_S"
+"""Environment variable with the seconds of the slowest replies."""
 ROOMY = {"max_prompt_tokens": 100, "max_new_tokens": 8, "max_episode_tokens": 160, "slots": 8}
 """Sizes of a rollout for environments that say more; tests with the same sizes compile their programs once."""
 
@@ -54,6 +56,28 @@ class Slow(Counting):
 
     async def reply(self, turn: Turn) -> Reply | None:
         await asyncio.sleep(0.01 * (len(turn.text) % 5))
+        return super().reply(turn)
+
+
+class Late(Counting):
+    """The same, after a random part of LATEST seconds; async."""
+
+    async def reply(self, turn: Turn) -> Reply | None:
+        await asyncio.sleep(random.random() * float(os.environ[LATEST]))
+        return super().reply(turn)
+
+
+class Reversed(Counting):
+    """The same, but those that began first in this process reply last."""
+
+    made = 0
+
+    def __init__(self, prompt: Prompt, seed: int) -> None:
+        super().__init__(prompt, seed)
+        self.place = Reversed.made = Reversed.made + 1
+
+    async def reply(self, turn: Turn) -> Reply | None:
+        await asyncio.sleep(max(0.0, 1 - self.place / 64) * float(os.environ[LATEST]))
         return super().reply(turn)
 
 

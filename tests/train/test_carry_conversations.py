@@ -1,86 +1,22 @@
 """Conversations that are carried over updates: time changes no draw, and environments are found again."""
 
-import contextlib
-import json
-from collections.abc import Iterator
-
 import numpy as np
 import scripted
+from held_steps import CARRIED, Steps, assert_same_draws
 from scripted import Counting
 from tiny_runs import assert_same_run, config_of, trained
 
-from podium.config.schema import Config
-from podium.rollout.request import RolloutStats
-from podium.rollout.transcript import Transcript
 from podium.tasks.conversation import ToolCall
 from podium.tasks.tool_calls import Calls
-from podium.train.carry import Position
 from podium.train.dialogue import Dialogue
-from podium.train.generate import Group, Rollouts
 from podium.train.loop import train
-from podium.train.setup import load_weights, make_model, rollout_spec
 
-CARRIED = {"in_flight": 1.5, "max_staleness": 1, "refill_steps": 2}
-"""Six prompts are in flight, and a step takes four of them."""
 TASKS = [
     {"name": "arithmetic", "environment": "scripted:Counting"},
     {"environment": "scripted:Doors", "options": {"episodes": 40, "eval_episodes": 2}},
     {"name": "arithmetic"},
 ]
 """Conversations, some of which the environment begins, and single answers beside them."""
-
-
-class Steps:
-    """Steps of a rollout whose weights stay as they are: as with a learning rate of 0."""
-
-    def __init__(self, config: Config, steps: int, *, anew: bool = False) -> None:
-        """`anew`: each step is that of a run that was stopped and continued; environments are gone."""
-        self.config, self.model = config, make_model(config)
-        self.weights = load_weights(self.model, None)
-        self.groups, self.stats, self.failures = list[list[Group]](), list[RolloutStats](), list[str]()
-        self.position: Position | None = None
-        if anew:
-            for step in range(steps):
-                with self.opened() as rollouts:
-                    self.run(rollouts, step)
-        else:
-            with self.opened() as rollouts:
-                for step in range(steps):
-                    self.run(rollouts, step)
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[Rollouts]:
-        model = self.model
-        spec = rollout_spec(self.config, model)
-        with contextlib.closing(Rollouts(spec, model.decoder, model.tokenizer, model.mesh)) as rollouts:
-            if self.position is not None:
-                rollouts.position = Position.read(json.loads(json.dumps(self.position.record())), rollouts.feed)
-            yield rollouts
-
-    def run(self, rollouts: Rollouts, step: int) -> None:
-        rollouts.load(self.weights, version=step)
-        groups, stats = rollouts.answer(rollouts.feed.next(self.config.prompts_per_step))
-        assert rollouts.engine.keys == [] and rollouts.engine.pages_used == 0
-        self.groups.append(groups)
-        self.stats.append(stats)
-        self.failures += rollouts.held.failures
-        self.position = rollouts.position
-
-    @property
-    def transcripts(self) -> list[Transcript]:
-        return [each for step in self.groups for group in step for each in group.transcripts]
-
-    def by_prompt(self) -> dict[tuple[int, str], Group]:
-        return {(group.prompt.task, group.prompt.prompt.id): group for step in self.groups for group in step}
-
-
-def assert_same_draws(found: Group, expected: Group) -> None:
-    """Tokens and rewards are equal, and log-probabilities nearly."""
-    assert found.rewards == expected.rewards
-    for one, other in zip(found.transcripts, expected.transcripts, strict=True):
-        assert (one.finish_reason, one.messages) == (other.finish_reason, other.messages)
-        assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.mask, other.mask)
-        assert np.allclose(one.sampled_logprobs, other.sampled_logprobs, atol=1e-5)
 
 
 def test_carried_conversations_are_those_that_a_step_would_have_waited_for(talk, monkeypatch):

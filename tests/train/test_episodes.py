@@ -99,43 +99,6 @@ def test_a_run_trains_on_what_was_drawn_and_pays_what_the_environment_pays(talk,
     assert len(evaluated) == 2 and all(0 <= each <= 1 for each in evaluated)
 
 
-def test_delays_and_evictions_change_the_schedule_and_no_token(talk):
-    first, _, stats = answered(talk())
-    later, slow, _ = answered(talk("Slow"))
-    few, _, evicting = answered(talk(rollout={"cache_tokens": 64}))
-    assert tokens_of(first) == tokens_of(later) == tokens_of(few)
-    assert max(transcript.num_turns for group in first for transcript in group.transcripts) == 3
-    assert stats.rebuilt_tokens == 0 < evicting.rebuilt_tokens
-    assert max(slow.held.reply_s) > 0.005
-    assert 1 <= stats.parked <= 16
-    for one, other in zip(first, few, strict=True):
-        assert one.rewards == other.rewards
-        for a, b in zip(one.transcripts, other.transcripts, strict=True):
-            assert np.allclose(a.sampled_logprobs, b.sampled_logprobs, atol=1e-5)
-    distinct = sum(
-        len(group.tokens) + sum(len(t.tokens) - len(group.tokens) for t in group.transcripts) for group in first
-    )
-    assert stats.prefill_tokens < distinct
-
-
-def test_log_probabilities_are_equal_to_the_last_bit_where_asked_for(talk):
-    """Replies at once, late and out of order from two processes, and with a cache that holds few conversations."""
-    forms = (
-        ("Counting", {}),
-        ("Slow", {"environments": {"workers": 2}}),
-        ("Slow", {"rollout": {"cache_tokens": 128}}),
-    )
-    made = []
-    for environment, changes in forms:
-        groups, _, stats = answered(talk(environment, **merged({"rollout": {"reproducible": True}}, changes)))
-        assert (stats.preempted, stats.evicted) == (0, 0)
-        made.append([transcript for group in groups for transcript in group.transcripts])
-    for others in made[1:]:
-        for one, other in zip(made[0], others, strict=True):
-            assert np.array_equal(one.tokens, other.tokens)
-            assert np.array_equal(one.sampled_logprobs, other.sampled_logprobs)
-
-
 def test_what_a_clock_decides_is_not_reproducible():
     with pytest.raises(ValueError, match="a clock decides"):
         make_config(rollout={"reproducible": True, "limits": {"episode_timeout_s": 5.0}})
