@@ -59,8 +59,8 @@ class TaskConfig(Section):
     correct: str = "correct"
     """Part of the reward that evaluation counts as correctness; `correct` is the task's own grade."""
     tools: list[str] = []
-    """Functions that the model may call before it answers: built-in (calculator), or your own as `package.module:name`
-    (docs/environments.md)."""
+    """Functions that the model may call before it answers: built-in (calculator, python), or your own as
+    `package.module:name` (docs/environments.md)."""
     environment: str | None = None
     """Class of an environment that the model talks to, as `package.module:name`: in TRL's form, or with gym's `reset`
     and `step`. Rows of `path`, if any, are passed to its `reset`."""

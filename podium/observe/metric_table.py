@@ -135,7 +135,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("group/equal_rewards_fraction", "fraction", "Groups whose completions all got the same reward, before the KL of `k1_reward`.", lambda s: s.batched.equal_groups / s.batched.groups),
         Metric("group/dropped", "groups", "Groups left out of the update by `algorithm.zero_variance`.", lambda s: s.batched.dropped_groups),
         Metric("grading/ungraded", "completions", "Completions for which every reward function returned None; they count in no mean.", lambda s: s.completions.ungraded),
-        Metric("grading/timeouts", "completions", "Completions whose grading exceeded `grading.timeout_s`.", lambda s: s.completions.timeouts),
+        Metric("grading/timeouts", "completions", "Completions whose grading exceeded `grading.timeout_s`, or whose code exceeded its task's `timeout_s`.", lambda s: s.completions.timeouts),
     ),
     "Policy": (
         Metric("train-other/loss", "", "Loss of the whole batch, mean over the updates of the step, weighted by their tokens.", lambda s: s.updated.loss if s.updated.updates else None),

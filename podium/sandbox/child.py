@@ -96,6 +96,9 @@ class Child:
     def _run(self, request: Any) -> Answer:
         """Run code as a program under a name; names are kept. `shown`: print the value of a last expression."""
         self._names["__name__"], code = request["name"], request["code"]
+        if not request["errors"]:
+            os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
+            sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         linecache.cache[FILE] = (len(code), None, code.splitlines(keepends=True), FILE)  # for tracebacks
         try:
             tree = ast.parse(code, FILE)

@@ -35,7 +35,7 @@ END_LIMIT_S = 10.0
 """Seconds in which a run or the sandbox that is to end must have ended."""
 
 
-class SandboxError(RuntimeError):
+class SandboxError(ValueError):
     """The sandbox cannot be made, or a run in it cannot begin; the code has not run."""
 
 
@@ -93,6 +93,9 @@ class Sandbox:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
         self.close()
 
     def run(self, code: str, stdin: str = "") -> Result:
@@ -196,17 +199,25 @@ class Run:
     """A process in the sandbox, which is asked one thing after another."""
 
     def __init__(self, limits: Limits, output: int, requests: int, report: int, handle: int) -> None:
-        self._limits = limits
+        self.wall_s = limits.wall_s
+        """Limit of time of each request from now on."""
+        self._output_bytes = limits.output_bytes
         self._output, self._requests, self._report, self._handle = output, requests, report, handle
         self._closed = False
         os.set_blocking(requests, False)
 
-    def execute(self, code: str, *, name: str = "__main__", shown: bool = False) -> tuple[str, dict[str, Any]]:
+    def execute(
+        self, code: str, *, name: str = "__main__", shown: bool = False, errors: bool = True
+    ) -> tuple[str, dict[str, Any]]:
         """Run code as a module of this name; names are kept. Returns what it printed, and the answer.
 
-        `shown`: print the value of a last expression, as an interactive session does.
+        Args:
+            code: text of the module.
+            name: its `__name__`.
+            shown: print the value of a last expression, as an interactive session does.
+            errors: whether what it writes to stderr, and the traceback of an exception, are output too.
         """
-        return self.ask({"do": "run", "code": code, "name": name, "shown": shown})
+        return self.ask({"do": "run", "code": code, "name": name, "shown": shown, "errors": errors})
 
     def call(self, name: str, arguments: Sequence[object]) -> dict[str, Any]:
         """Call a function with arguments that `podium.sandbox.child.written` wrote; returns `value` or `error`."""
@@ -216,7 +227,7 @@ class Run:
         """Send a request. Returns what was printed, and the answer. Ended if none comes within the limits."""
         nonce = secrets.token_hex(16).encode()
         waiting = memoryview(json.dumps({**request, "nonce": nonce.decode()}).encode() + b"\n")
-        deadline = time.monotonic() + self._limits.wall_s
+        deadline = time.monotonic() + self.wall_s
         found = bytearray()
         poll = select.poll()
         poll.register(self._output, select.POLLIN)
@@ -236,7 +247,7 @@ class Run:
                 if not part:
                     raise self._ended("ended", found)
                 found += part
-                if len(found) > self._limits.output_bytes:
+                if len(found) > self._output_bytes:
                     raise self._ended("output", found)
                 place = found.find(nonce, max(0, len(found) - len(part) - len(nonce)))
                 if place < 0 and nonce in found:
@@ -265,7 +276,7 @@ class Run:
             if said.startswith("failed"):
                 return SandboxError(f"a run could not be set up ({said})")
             why = said or why  # pyright: ignore[reportAssignmentType]
-        return Ended(why, bytes(found[: self._limits.output_bytes]).decode("utf-8", "replace"))
+        return Ended(why, bytes(found[: self._output_bytes]).decode("utf-8", "replace"))
 
 
 def _read(text: bytes) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from multiprocessing.connection import Pipe
 from podium.config.schema import GradingConfig, TaskConfig
 from podium.tasks.functions import FunctionGrader, Part
 from podium.tasks.mixture import TaskPrompt
-from podium.tasks.registry import make_task, task_labels
+from podium.tasks.registry import find_task, make_task, task_labels
 from podium.tasks.rewards import LengthLimits, label, make_reward, own_functions
 from podium.tasks.task import Graded, Reward
 from podium.tasks.worker import Item, Outcome, grade_item
@@ -127,10 +127,16 @@ class Grader:
         config = self._configs[task]
         return config.rewards.get("correct", 0.0) if config.correct == "correct" else 0.0
 
-    def check(self, prompts: Sequence[TaskPrompt]) -> None:
-        """Raise ValueError if a reward function asks for a column that a prompt's row lacks."""
+    def check(self, prompts: Sequence[TaskPrompt]) -> list[str]:
+        """What tasks say of how they grade on this machine.
+
+        Raises ValueError if one cannot, or a reward function asks for a column that a prompt's row lacks.
+        """
         for each in prompts:
             self._functions.check(each.task, each.prompt)
+        tasks = [find_task(self._configs[number].name) for number in dict.fromkeys(each.task for each in prompts)]
+        checks = [check for task in tasks if (check := getattr(task, "check_machine", None))]
+        return list(dict.fromkeys(str(check()) for check in checks))
 
     def close(self) -> None:
         """End the processes at once and drop unfinished grades."""
@@ -238,7 +244,10 @@ class Grader:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "grading of %s was stopped: %s; it counts as wrong, and so will others", name, outcome.message
+                    "grading of %s was stopped: %s; it counts as %s, and so will others",
+                    name,
+                    outcome.message,
+                    f"{outcome.correct:.2g}" if outcome.correct else "wrong",
                 )
         return outcomes
 

@@ -18,6 +18,7 @@ TASKS: dict[str, str] = {
     "arithmetic": "podium.tasks.arithmetic:Arithmetic",
     "calculator": "podium.tasks.calculator_task:CalculatorTask",
     "chat": "podium.tasks.question_sets:Chat",
+    "code": "podium.tasks.code_task:Code",
     "environment": "podium.tasks.environment_rows:EnvironmentRows",
     "frozen_lake": "podium.tasks.frozen_lake:FrozenLake",
     "gsm8k": "podium.tasks.question_sets:Gsm8k",

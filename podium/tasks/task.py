@@ -65,7 +65,8 @@ class Reward:
     parts: Mapping[str, float]
     """Each part before weighting: `correct`, `format`, ...; functions that do not apply to the prompt are missing."""
     timed_out: bool = False
-    """Whether grading was stopped: it exceeded `grading.timeout_s`, or its process died (memory). `correct` is 0."""
+    """Whether grading was stopped: it exceeded `grading.timeout_s`, or its process died (memory), and `correct` is 0;
+    or the answer exceeded a limit of its task, which says what it has earned."""
     turns: tuple[float, ...] = ()
     """What each turn of a conversation earned; their sum is `total`. Empty for a single answer."""
 
@@ -75,6 +76,14 @@ class Reward:
         grade the answer.
         """
         return math.isnan(self.total)
+
+
+class OutOfTime(Exception):
+    """Raised by `Task.grade`: the answer is code that took too long; `correct` is its grade nonetheless."""
+
+    def __init__(self, message: str, correct: float) -> None:
+        super().__init__(message)
+        self.correct = correct
 
 
 FAILED = Reward(total=math.nan, parts={})
@@ -123,6 +132,8 @@ class Task(Protocol):
     def grade(self, prompt: Prompt, completion: str) -> float:
         """The `correct` part of the reward, 0 to 1; must handle anything that a model may write.
 
-        An exception is a bug of the grader and stops the run. Runs in a worker process with a time limit.
+        An exception is a bug of the grader and stops the run, but for OutOfTime. Runs in a worker process with a time
+        limit. A static method `check_machine() -> str`, if there is one, is called before a run begins: it says how
+        answers are graded, or raises ValueError if they cannot be graded on this machine.
         """
         ...

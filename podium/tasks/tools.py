@@ -24,7 +24,10 @@ Tool = Callable[..., object]
 Resolve = Callable[[object], object]
 """Waits for a value that may be awaitable, and returns it."""
 
-TOOLS: dict[str, str] = {"calculator": "podium.tasks.calculator:calculator"}
+TOOLS: dict[str, str] = {
+    "calculator": "podium.tasks.calculator:calculator",
+    "python": "podium.tasks.python_tool:python",
+}
 """Built-in tools: name -> path of the function."""
 SECTION = re.compile(r"\n\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?)\s*:\s*\n")
 ARGUMENT = re.compile(r"(\s*)\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple
 
 from podium.tasks.registry import make_task
-from podium.tasks.task import Prompt, Task
+from podium.tasks.task import OutOfTime, Prompt, Task
 
 MEMORY_BYTES = 2 << 30
 """Memory that one grade may allocate beyond what the process has once its tasks are made."""
@@ -41,6 +41,8 @@ def grade_item(task: Task, item: Item) -> Outcome:
     """Grade one completion. Never raises: a bug is returned as its traceback."""
     try:
         correct = task.grade(item.prompt, item.completion)
+    except OutOfTime as late:
+        return Outcome("stopped", correct=late.correct, message=str(late))
     except MemoryError:
         return Outcome("stopped", message=f"it took more than {MEMORY_BYTES >> 30} GiB of memory")
     except (Exception, SystemExit):

@@ -143,7 +143,10 @@ def open_run(
             evaluates=bool(spec.evaluation.at_start or spec.evaluation.every_steps or spec.evaluation.at_end),
         )
         frozen = load_frozen(model)
-        rollouts.grader.check(rollouts.feed.tasks.first_prompts())  # report bad data before the first compilation
+        for line in rollouts.grader.check(
+            rollouts.feed.tasks.first_prompts()
+        ):  # bad data, before the first compilation
+            progress.message(line)
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, job.watchdog.beat))
         checkpointer = Checkpointer(
             run_dir.checkpoints,

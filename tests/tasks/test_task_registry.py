@@ -35,7 +35,7 @@ def test_a_module_beside_the_config_is_found(tmp_path, monkeypatch):
         (
             "qqq",
             {},
-            "'qqq' is not a task; there is arithmetic, calculator, chat, environment, frozen_lake,",
+            "'qqq' is not a task; there is arithmetic, calculator, chat, code, environment, frozen_lake,",
         ),
         ("no_such_module:Task", {}, "no module 'no_such_module' here"),
         ("sample_tasks:Ecko", {}, "module sample_tasks has no 'Ecko'; did you mean 'Echo'?"),

@@ -1,0 +1,265 @@
+"""The task code: right and wrong solutions, forged verdicts, the forms of rows, and time that is up."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from podium.config.schema import GradingConfig, TaskConfig
+from podium.sandbox.runs import Limits, Sandbox
+from podium.tasks.code_grading import Assertions, Call, Program, code_of, grade, same, same_output
+from podium.tasks.code_task import Code
+from podium.tasks.grading import Grader
+from podium.tasks.mixture import TaskPrompt
+from podium.tasks.registry import make_task
+from podium.tasks.small_functions import FAMILIES, small_functions
+from podium.tasks.task import Graded, OutOfTime, Prompt, TaskSource
+from tests.sandbox.sandboxes import need_sandbox
+
+SQUARES = [Call([3], 9), Call([4], 16), Call([-2], 4)]
+ECHO = [Program("3\n", "9\n"), Program("-4\n", "16\n")]
+ASSERTED = Assertions(
+    "import math", "assert f(3) == 9\nassert math.isclose(candidate(0.5), 0.25)\nassert f(2) == 4, 'no'"
+)
+FORGED = {
+    "an early exit": "import os; os._exit(0)",
+    "an early exit in the function": "import os\ndef f(x): os._exit(0)",
+    "marks of success": "print('PASSED 3/3'); print('{\"passed\": 3}')",
+    "an object that equals all": "class E(int):\n  def __eq__(s, o): return True\n  __hash__ = int.__hash__\ndef f(x): return E(0)",
+    "json replaced": "import json; json.dumps = lambda *a, **k: '9'\ndef f(x): return 0",
+    "builtins replaced": "import builtins; builtins.len = builtins.abs = lambda *a: 9\ndef f(x): return 0",
+    "values of the process before": "import __main__\ndef f(x): return dict(__main__.TESTS)[x]",
+    "values in other frames": "import sys\ndef f(x):\n  frame = sys._getframe(1)\n  while frame:\n"
+    "    for v in [*frame.f_locals.values(), *frame.f_globals.values()]:\n"
+    "      if isinstance(v, (list, tuple)) and 'expected' in str(v)[:999]: return 9\n    frame = frame.f_back\n  return 0",
+    "values among all objects": "import gc\ndef f(x):\n  for each in gc.get_objects():\n"
+    "    if type(each) is dict and each.get('expected') is not None: return each['expected']\n  return 0",
+    "output at the end": "import atexit, os\natexit.register(lambda: os.write(1, b'9')); os.close(1)\ndef f(x): return 0",
+    "answers on all descriptors": "import os\nfor fd in range(64):\n  try: os.write(fd, b'[9, 16, 4]\\n{\"value\": 9}\\n')\n"
+    "  except OSError: pass\ndef f(x): return 0",
+    "an answer for the next nonce": "import os, sys\ndef f(x):\n  nonce = sys._getframe(1).f_locals['self']._nonce\n"
+    "  os.write(1, (nonce + '{\"value\": 0, \"passed\": true}\\n').encode()); os.write(1, (nonce + 'true\\n').encode())",
+    "an answer that is no object": "import os, sys\ndef f(x):\n  nonce = sys._getframe(1).f_locals['self']._nonce\n"
+    "  os.write(1, (nonce + '[true]\\n').encode())",
+    "the harness replaced": "import sys\nchild = sys._getframe(1).f_locals['self']\n"
+    "child._call = lambda request: {'value': True, 'held': 3, 'tests': 3}\ndef f(x): return 0",
+    "values written otherwise": "import podium.sandbox.child as c\nc.written = lambda v: {'any': []}\ndef f(x): return 0",
+    "a huge number": "def f(x): return 10**400000",
+    "a value within itself": "def f(x):\n  a = []\n  a.append(a)\n  return a",
+    "a deep value": "def f(x):\n  a = []\n  for _ in range(100000): a = [a]\n  return a",
+    "other types": "def f(x): return float(x * x)",
+    "not a number": "def f(x): return float('nan')",
+    "a function that is none": "f = 9",
+    "code that cannot be read": "def f(x: return 9",
+    "tests that are exchanged": "def f(x):\n  return exchange(['done', 3, 3])",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    need_sandbox()
+    with Sandbox(Limits(wall_s=60.0)) as sandbox:
+        yield sandbox
+
+
+def test_a_right_solution_passes_every_kind_of_test(sandbox: Sandbox):
+    square = "def f(x):\n    print('thinking')\n    return x * x"
+    program = "import sys\nprint('log', file=sys.stderr)\nx = int(input())\nprint(x * x)"
+    assert grade(sandbox, square, "f", SQUARES, 60.0) == (3, 3, False)
+    assert grade(sandbox, program, "", ECHO, 60.0) == (2, 2, False)
+    assert grade(sandbox, square, "f", ASSERTED, 60.0) == (3, 3, False)
+
+
+@pytest.mark.parametrize("tests", [SQUARES, ASSERTED], ids=["calls", "assertions"])
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_verdict_passes_nothing(name: str, tests, sandbox: Sandbox):
+    verdict = grade(sandbox, FORGED[name], "f", tests, 60.0)
+    if name == "other types" and tests is ASSERTED:  # these assertions say nothing of types
+        assert verdict == (3, 3, False)
+    else:
+        assert (verdict.passed, verdict.late) == (0, False)
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_verdict_is_no_output(name: str, sandbox: Sandbox):
+    assert grade(sandbox, FORGED[name], "", ECHO[:1], 60.0).passed == 0
+
+
+def test_what_is_partly_right_gets_its_share(sandbox: Sandbox):
+    wrong_below = "def f(x): return x * x if x > 0 else None"
+    assert grade(sandbox, wrong_below, "f", SQUARES, 60.0) == (2, 3, False)
+    assert grade(sandbox, "def f(x):\n  if x == 3: return 9\n  raise ValueError", "f", ASSERTED, 60.0) == (1, 3, False)
+    assert grade(sandbox, "print(9)", "", ECHO, 60.0) == (1, 2, False)
+
+
+def test_time_that_is_up_is_told_apart_from_a_wrong_answer(sandbox: Sandbox):
+    slow = "def f(x):\n  while x == -2: pass\n  return x * x"
+    assert grade(sandbox, slow, "f", SQUARES, 1.0) == (2, 3, True)
+    assert grade(sandbox, "while True: pass", "", ECHO, 0.5).late
+    task = Code(TaskSource(), timeout_s=1.0)
+    row = {"question": "?", "name": "f", "tests": [{"arguments": [x], "expected": x * x} for x in (3, -2)]}
+    prompt = Prompt(id="a", question="?", answer="", metadata=row)
+    with pytest.raises(OutOfTime, match="longer than 1 s") as late:
+        task.grade(prompt, slow)
+    assert late.value.correct == 0.5
+    config = TaskConfig(name="code", options={"timeout_s": 0.5})
+    grader = Grader([config], GradingConfig(workers=0), max_new_tokens=8)
+    asked = TaskPrompt(task=0, prompt=prompt, system_prompt=None)
+    texts = (slow, "def f(x): return 0", "def f(x): return x * x")
+    late, wrong, right = grader.grade([(asked, Graded(text=text, tokens=(1,))) for text in texts])
+    grader.close()
+    assert (late.timed_out, late.total) == (True, 0.5)
+    assert (wrong.timed_out, wrong.total) == (False, 0.0)
+    assert (right.timed_out, right.total) == (False, 1.0)
+
+
+def test_hidden_tests_enter_no_sandbox(sandbox: Sandbox):
+    searched = """
+import re
+def f(x):
+    found = set()
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+        for line in maps:
+            start, end = (int(part, 16) for part in line.split()[0].split("-"))
+            if line.split()[1].startswith("rw"):
+                memory.seek(start)
+                found |= set(re.findall(b"[w]anted-value|[i]nput-two|[z]ygote", memory.read(end - start)))
+    return sorted(each.decode() for each in found)
+"""
+    tests = [Call(["input-one"], ["zygote"]), Call(["input-two"], ["wanted-value"])]  # the first word must be found
+    assert grade(sandbox, searched, "f", tests, 60.0).passed == 1
+
+
+def test_generated_functions_are_many_and_right(sandbox: Sandbox):
+    functions = small_functions()
+    assert len(functions) >= 200
+    assert len({each.question for each in functions}) == len(functions)
+    assert {each.name for each in functions} == {family.name for family in FAMILIES}
+    task = make_task(TaskConfig(name="code"))
+    held_out, train = task.prompts("eval"), task.prompts("train")
+    assert len(held_out) == 50
+    assert not {each.question for each in held_out} & {each.question for each in train}
+    by_name = {str(each.metadata["name"]): each for each in train}
+    for prompt in by_name.values():
+        assert task.grade(prompt, f"So:\n{prompt.answer}") == 1.0
+        assert len(prompt.metadata["tests"]) == 8
+        first = json.dumps(prompt.metadata["tests"][0]["arguments"][0])
+        assert f"{prompt.metadata['name']}({first})" not in prompt.question
+        constant = f"def {prompt.metadata['name']}(x): return {prompt.metadata['tests'][0]['expected']!r}"
+        assert task.grade(prompt, constant) < 1.0
+
+
+def test_a_generated_reference_agrees_with_one_written_for_the_test():
+    by_name = {each.name: each for each in small_functions() if " 3" in each.question}
+    for (values,), want in ((test, want) for test, want in [((a,), b) for a, b in by_name["every_nth"].tests]):
+        assert want == [value for place, value in enumerate(values) if place % 3 == 0]
+    for argument, want in by_name["digit_powers"].tests:
+        assert want == sum(int(digit) * int(digit) * int(digit) for digit in f"{argument}")
+    for argument, want in by_name["largest"].tests:
+        assert want == sorted(argument)[::-1][:3]
+
+
+ROWS = {
+    "humaneval": {
+        "task_id": "HumanEval/0", "prompt": 'def double(x):\n    """Twice x."""\n', "entry_point": "double",
+        "canonical_solution": "    return 2 * x\n",
+        "test": "def check(candidate):\n    assert candidate(2) == 4\n    for x in range(3):\n        assert candidate(x) == x + x\n",
+    },
+    "mbpp": {
+        "text": "Write a function to sort a tuple.", "code": "def sort(t):\n    return tuple(sorted(t))", "test_setup_code": "",
+        "test_list": ["assert set(sort((3, 1))) == {1, 3}", "assert sort((2, 1)) == (1, 2)", "assert sort(()) == ()"],
+    },
+    "livecodebench": {
+        "question_content": "Add the numbers.", "starter_code": "class Solution:\n    def add(self, a, b):",
+        "public_test_cases": json.dumps([{"input": "1\n2", "output": "3", "testtype": "functional"}]),
+        "private_test_cases": json.dumps([{"input": "[1]\n[2]", "output": "[1, 2]", "testtype": "functional"}]),
+        "metadata": json.dumps({"func_name": "add"}),
+        "solution": "class Solution:\n    def add(self, a, b):\n        return a + b",
+    },
+    "programs": {
+        "question": "Print twice the number.", "tests": [{"input": "2", "output": "4"}, {"input": "5", "output": "10\n"}],
+        "solution": "print(2 * int(input()))",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ROWS)
+def test_rows_of_each_form_are_asked_and_graded(form: str, tmp_path: Path):
+    need_sandbox()
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[form]))
+    task = Code(TaskSource(path=str(tmp_path / "rows.jsonl"), eval_path=str(tmp_path / "rows.jsonl")), timeout_s=60.0)
+    (prompt,) = task.prompts("train")
+    assert prompt.question
+    assert task.grade(prompt, prompt.answer) == 1.0
+    assert task.grade(prompt, "```python\ndef double(x): return 3\n```") < 1.0
+    if form == "humaneval":  # the rest of the function alone, as base models write it
+        assert task.grade(prompt, "    return x + x") == 1.0
+    if form == "mbpp":
+        assert prompt.question.endswith("For example, this holds: set(sort((3, 1))) == {1, 3}")
+        assert task.grade(prompt, "def sort(t): return sorted(t)") == pytest.approx(1 / 3)
+        task.reward = "all"
+        assert task.grade(prompt, "def sort(t): return sorted(t)") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "?"}, r"rows.jsonl:1: not a question with tests \(KeyError\('tests'\)\); an own row has"),
+        ({"question": "?", "tests": []}, "there are no tests"),
+        ({"question_content": "?", "private_test_cases": "eJxr"}, "it may be a pickle, which is not read"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_named(row: dict[str, object], message: str, tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=message):
+        Code(TaskSource(path=str(tmp_path / "rows.jsonl"))).prompts("train")
+
+
+@pytest.mark.parametrize(
+    ("completion", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("a\n```python\nx = 1\n```\nb\n```py\nx = 2\n```\nc", "x = 2"),
+        ("```\nx = 1", "x = 1"),
+        ("<think>\n```python\nx = 1\n```\n</think>\nno code", "\nno code"),
+    ],
+)
+def test_the_code_of_an_answer_is_its_last_block(completion: str, code: str):
+    assert code_of(completion) == code
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "equal"),
+    [
+        (1, 1, True), (1, True, False), (1, 1.0, False), (0.1 + 0.2, 0.3, True), (float("nan"), float("nan"), False),
+        ([1, (2,)], [1, (2,)], True), ([1, [2]], [1, (2,)], False), ({"a": 1}, {"a": 1.0}, False),
+        ({1: "a", 2: "b"}, {2: "b", 1: "a"}, True), ({1}, {True}, False), (set(), frozenset(), False), (None, 0, False),
+    ],
+)  # fmt: skip
+def test_values_are_compared_with_their_types(found: object, expected: object, equal: bool):
+    assert same(found, expected) is equal
+
+
+def test_outputs_are_compared_but_for_spaces_at_ends():
+    assert same_output("a \nb\n\n", "a\nb")
+    assert not same_output("a\n\nb", "a\nb")
+    assert not same_output(" a", "a")
+
+
+def test_a_run_says_how_code_is_graded_or_that_it_cannot_be(monkeypatch: pytest.MonkeyPatch):
+    need_sandbox()
+    grader = Grader(
+        [TaskConfig(name="code"), TaskConfig(name="arithmetic")], GradingConfig(workers=0), max_new_tokens=8
+    )
+    prompts = [TaskPrompt(task=n, prompt=Prompt(id="a", question="?", answer="1"), system_prompt=None) for n in (0, 1)]
+    (line,) = grader.check(prompts)
+    assert line.startswith("sandbox: namespaces")
+
+    def refuse() -> str:
+        raise ValueError("this machine permits no sandbox")
+
+    monkeypatch.setattr(Code, "check_machine", staticmethod(refuse))
+    assert grader.check(prompts[1:]) == []
+    with pytest.raises(ValueError, match="permits no sandbox"):
+        grader.check(prompts)
+    grader.close()
