@@ -31,7 +31,7 @@ from podium.tasks.curriculum import leveled
 from podium.tasks.environment_forms import conversing
 from podium.tasks.functions import RewardFunction
 from podium.tasks.registry import make_task
-from podium.tasks.rewards import TEXT_REWARDS, label
+from podium.tasks.rewards import BUILT_IN, label
 
 _LAYOUTS: Mapping[str, object] = ChainMap[str, object](
     cast(dict[str, object], ROLLOUT_LAYOUTS), {AUTO: "chosen by `podium.models.layouts`"}
@@ -187,8 +187,7 @@ def _reward_parts(index: int, task: TaskConfig) -> Iterator[Contradiction]:
 
 def _reward_problem(part: str) -> str:
     """Why a name or import path is not a valid reward part; empty if it is."""
-    known = ("correct", *TEXT_REWARDS)
-    if part in known:
+    if part in BUILT_IN:
         return ""
     if is_path(part):
         try:
@@ -196,8 +195,8 @@ def _reward_problem(part: str) -> str:
         except (ValueError, OSError) as error:
             return str(error)
         return ""
-    near = nearest(part, known)
-    way_out = f"did you mean {near}?" if near else f"the parts are {', '.join(known)}"
+    near = nearest(part, BUILT_IN)
+    way_out = f"did you mean {near}?" if near else f"the parts are {', '.join(BUILT_IN)}"
     return f"not a part of the reward; {way_out}"
 
 

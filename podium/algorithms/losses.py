@@ -377,6 +377,9 @@ def policy_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss that a recipe minimises per token: correction x policy term + kl_coef KL, without `entropy_loss`.
 
+    `drift_coef` adds the squared difference to the sampler's log-probability, uncorrected: Kimi K2.5 (arXiv:2602.02276)
+    as prime-rl has it.
+
     `kl_by_ratio` multiplies the KL by the policy's ratio, with its gradient, so that k3 is unbiased when tokens are not
     the current policy's: DeepSeek-V3.2 (arXiv:2512.02556).
 
@@ -415,6 +418,8 @@ def policy_loss(
         kept = off_policy_mask(logprobs, sampled_logprobs, advantages, segments, mask, threshold=threshold)
         stats["off_policy_dropped"] = (~kept).astype(loss.dtype)
         loss = jnp.where(kept, loss, 0.0)
+    if recipe.drift_coef:
+        loss = loss + recipe.drift_coef * jnp.square(logprobs - sampled_logprobs)
     if recipe.kl in ("k2", "k3", "k3+"):
         assert REFERENCE_LOGPROBS in scores, f"kl {recipe.kl} needs reference_logprobs"
         stats["kl_reference"] = kl = kl_loss(recipe.kl, logprobs, scores[REFERENCE_LOGPROBS])

@@ -96,6 +96,7 @@ class Recipe:
     correction_level: Literal["token", "sequence", "mean"] = "token"
     correction_low: float = 0.0
     correction_high: float = 2.0
+    drift_coef: float = 0.0
     off_policy_threshold: float | None = None
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
     entropy_bonus: float = 0.0

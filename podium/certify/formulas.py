@@ -34,6 +34,7 @@ PLAIN: Changes = {
     "correction_level": "token",
     "correction_low": 0.0,
     "correction_high": 2.0,
+    "drift_coef": 0.0,
     "off_policy_threshold": None,
     "dual_clip": None,
     "old_logprobs": "sampler",
@@ -99,6 +100,7 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
         {**CORRECTED, "correction": "truncate", "correction_level": "mean", "correction_high": 1.05},
         {**CORRECTED, "correction": "reject", "correction_level": "mean", "correction_low": 0.95},
         {**UNEVEN, "loss": "clipped", "off_policy_threshold": 0.05},
+        {**UNEVEN, "loss": "dppo_tv", "drift_coef": 0.3},
     ]
     yield Check(
         name="correction",

@@ -251,7 +251,9 @@ def policy_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> ja
     if rules.off_policy_threshold is not None:
         drift = jnp.sum((sampled - logprobs) * sequences.valid, axis=1, keepdims=True) / _lengths(sequences)
         losses = jnp.where((A < 0) & (drift > rules.off_policy_threshold), 0.0, losses)
-    return losses if rules.correction == "none" else losses * _correction(rules, old - sampled, sequences)
+    if rules.correction != "none":
+        losses = losses * _correction(rules, old - sampled, sequences)
+    return losses + rules.drift_coef * (logprobs - sampled) ** 2
 
 
 def _correction(rules: Rules, log_ratio: jax.Array, sequences: Sequences) -> jax.Array:

@@ -54,8 +54,8 @@ class TaskConfig(Section):
     system_prompt: str | None = None
     """First message of every conversation; unset: the task's own, empty string: none."""
     rewards: dict[str, Finite] = {"correct": 1.0}
-    """Weight of each part of the reward: correct, format, tags, length, or your own function as `package.module:name`
-    (docs/rewards.md). The reward is the weighted sum."""
+    """Weight of each part of the reward: correct, format, tags, length, repetition, cosine_length, or your own function
+    as `package.module:name` (docs/rewards.md). The reward is the weighted sum."""
     correct: str = "correct"
     """Part of the reward that evaluation counts as correctness; `correct` is the task's own grade."""
     tools: list[str] = []
@@ -237,6 +237,9 @@ class AlgorithmConfig(Section):
     """Lower end of the band of `correction: mask` and `reject`."""
     correction_high: PositiveFloat | None = None
     """Cap of `correction: truncate`, upper end of the band of `mask` and `reject`."""
+    drift_coef: NotNegativeFloat | None = None
+    """Weight of the squared difference of a token's log-probability and the sampler's, added to the loss
+    (arXiv:2602.02276)."""
     off_policy_threshold: PositiveFloat | None = None
     """Leave out sequences of negative advantage whose mean log-probability has fallen by more than this since they were
     sampled, in nat (arXiv:2512.02556); unset: none."""

@@ -12,6 +12,8 @@ from podium.config.schema import TaskConfig
 from podium.tasks.functions import Part, RewardFunction
 from podium.tasks.task import Graded, Reward
 
+REPEATED_WORDS = 3
+"""Length of the runs that the repetition part counts."""
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -47,12 +49,38 @@ def length_reward(graded: Graded, limits: LengthLimits) -> float:
     return max(-1.0, min(0.0, (limit - buffer - graded.num_tokens) / buffer))
 
 
+def repetition_reward(graded: Graded, limits: LengthLimits) -> float:
+    """Minus the share of runs of three words that occur before in the text, -1 to 0 (arXiv:2502.03373, appendix C.2).
+
+    0 for a text of fewer words. Words are in lower case, between spaces, as in open-r1 with its defaults.
+    """
+    words = graded.text.lower().split()
+    runs = list(zip(*(words[begin:] for begin in range(REPEATED_WORDS)), strict=False))
+    return len(set(runs)) / len(runs) - 1 if runs else 0.0
+
+
+def cosine_length_reward(graded: Graded, limits: LengthLimits, correct: float) -> float:
+    """A reward that falls with the length of a right answer, from 1 to 0.5, and rises with that of a wrong one, -1 to
+    -0.5 (arXiv:2502.03373).
+
+    Along half a cosine, up to `max_new_tokens`; an answer is right if `correct` is 1. The numbers are open-r1's
+    `cosine` reward's, whose lengths are in characters.
+    """
+    share = min(1.0, graded.num_tokens / limits.max_new_tokens)
+    size = 0.5 + 0.25 * (1 + math.cos(math.pi * share))
+    return size if correct >= 1 else -size
+
+
 TEXT_REWARDS: dict[str, Callable[[Graded, LengthLimits], float]] = {
     "format": format_reward,
     "tags": tags_reward,
     "length": length_reward,
+    "repetition": repetition_reward,
 }
 """Built-in parts other than `correct`, which is the task's grade."""
+GRADED_REWARDS: dict[str, Callable[[Graded, LengthLimits, float], float]] = {"cosine_length": cosine_length_reward}
+"""Built-in parts that depend on whether the answer is right."""
+BUILT_IN = ("correct", *TEXT_REWARDS, *GRADED_REWARDS)
 
 
 def own_functions(task: TaskConfig) -> list[str]:
@@ -80,12 +108,13 @@ def make_reward(
     to 0 to 1; if that function does not apply to the prompt, the next function that does is used; 0 if none applies.
     """
     own = own or {}
-    names = [name for name in task.rewards if name != "correct"]
+    names = [name for name in task.rewards if name in own or name in TEXT_REWARDS]
     values = {name: own[name].value if name in own else TEXT_REWARDS[name](graded, limits) for name in names}
     parts = {name: value for name, value in values.items() if value is not None}
     if task.correct != "correct":
         applying = [parts[name] for name in (task.correct, *own) if name in parts]
         correct = min(1.0, max(0.0, applying[0])) if applying else 0.0
+    parts |= {name: judge(graded, limits, correct) for name, judge in GRADED_REWARDS.items() if name in task.rewards}
     parts = {"correct": correct, **parts}
     paid = [weight * parts[name] for name, weight in task.rewards.items() if name in parts]
     total = sum(paid) if paid else math.nan

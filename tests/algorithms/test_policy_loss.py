@@ -54,6 +54,21 @@ def test_correction_weighs_the_policy_term_and_not_the_kl() -> None:
     np.testing.assert_allclose(values, weight * term + 0.1 * k2, rtol=1e-4, atol=1e-5)
 
 
+def test_the_loss_of_prime_rl() -> None:
+    """Its default_loss_fn: -keep A ratio + kl_tau log_ratio^2, whose gradient -keep A ratio + 2 kl_tau log_ratio is."""
+    batch = inputs()
+    options = {"clip_low": 0.02, "clip_high": 0.03, "loss_options": {"weight_cap": 1e9}, "drift_coef": 1e-3}
+    recipe = recipe_of(recipe="dppo", mean="token", **options)
+    lp, mu, A = (np.asarray(batch[key], np.float64) for key in ("logprobs", "sampled_logprobs", "advantages"))
+    moved = np.exp(lp) - np.exp(mu)
+    keep = ~np.where(A > 0, moved > 0.03, moved < -0.02)
+    assert keep[batch["mask"]].any() and not keep[batch["mask"]].all()
+    del batch["scores"]["old_logprobs"]
+    gradient = jax.grad(lambda lp: jnp.sum(policy_loss(recipe, **{**batch, "logprobs": lp})[0]))(batch["logprobs"])
+    expected = -A * keep * np.exp(lp - mu) + 2e-3 * (lp - mu)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("anchor", ["sampler", "trainer"])
 def test_without_old_logprobs_the_ratio_is_to_the_recipes_anchor(anchor: str) -> None:
     batch = inputs()

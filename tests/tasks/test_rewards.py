@@ -1,7 +1,15 @@
 import pytest
 
 from podium.config.schema import TaskConfig
-from podium.tasks.rewards import LengthLimits, format_reward, length_reward, make_reward, tags_reward
+from podium.tasks.rewards import (
+    LengthLimits,
+    cosine_length_reward,
+    format_reward,
+    length_reward,
+    make_reward,
+    repetition_reward,
+    tags_reward,
+)
 from podium.tasks.task import Graded
 
 LIMITS = LengthLimits(max_new_tokens=100, overlong_buffer_tokens=20)
@@ -42,6 +50,34 @@ def test_tags_give_a_quarter_for_each_tag_that_occurs_once(text, reward):
 @pytest.mark.parametrize(("num_tokens", "reward"), [(1, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (130, -1)])
 def test_length_falls_linearly_over_the_buffer(num_tokens, reward):
     assert length_reward(graded(num_tokens=num_tokens), LIMITS) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("", 0), ("so so", 0), ("a b c", 0), ("a b c d", 0), ("a b c A B C", -0.25), ("a a a a a", -2 / 3)],
+)
+def test_repetition_is_the_share_of_runs_of_three_words_seen_before(text, reward):
+    """Of `a b c a b c` the runs are abc, bca, cab, abc: one of four."""
+    assert repetition_reward(graded(text), LIMITS) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "correct", "reward"),
+    [
+        (0, 1.0, 1.0),
+        (50, 1.0, 0.75),
+        (100, 1.0, 0.5),
+        (300, 1.0, 0.5),
+        (0, 0.0, -1.0),
+        (50, 0.5, -0.75),
+        (100, 0.0, -0.5),
+    ],
+)
+def test_the_cosine_of_the_length_pays_short_right_answers_and_long_wrong_ones(num_tokens, correct, reward):
+    assert cosine_length_reward(graded(num_tokens=num_tokens), LIMITS, correct) == pytest.approx(reward)
+    task = TaskConfig(name="t", rewards={"cosine_length": 2.0})
+    whole = make_reward(task, graded(num_tokens=num_tokens), LIMITS, correct=correct)
+    assert whole.total == pytest.approx(2 * reward)
 
 
 def test_the_total_is_weighted_and_the_parts_are_not():
