@@ -235,7 +235,7 @@ class Run:
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise self._ended("time", found)
+                raise self._ended("time", found, deadline)
             ready = dict(poll.poll(1000 * left))
             if self._requests in ready:
                 with contextlib.suppress(BrokenPipeError, BlockingIOError):
@@ -245,16 +245,13 @@ class Run:
             if self._output in ready:
                 part = os.read(self._output, 1 << 16)
                 if not part:
-                    raise self._ended("ended", found)
+                    raise self._ended("ended", found, deadline)
                 found += part
                 if len(found) > self._output_bytes:
-                    raise self._ended("output", found)
-                place = found.find(nonce, max(0, len(found) - len(part) - len(nonce)))
-                if place < 0 and nonce in found:
-                    place = found.find(nonce)
-                if place >= 0 and found.endswith(b"\n"):
-                    answer = _read(bytes(found[place + len(nonce) :]))
-                    return bytes(found[:place]).decode("utf-8", "replace"), answer
+                    raise self._ended("output", found, deadline)
+                before, marked, answer = found.partition(nonce)
+                if marked and b"\n" in answer:
+                    return before.decode("utf-8", "replace"), _read(bytes(answer.partition(b"\n")[0]))
 
     def close(self) -> None:
         """End the run and wait until the kernel has removed all of it."""
@@ -269,9 +266,13 @@ class Run:
         for descriptor in (self._output, self._requests, self._report, self._handle):
             os.close(descriptor)
 
-    def _ended(self, why: Why, found: bytearray) -> Ended | SandboxError:
+    def _ended(self, why: Why, found: bytearray, deadline: float) -> Ended | SandboxError:
         """What to raise for a run that has ended, or must: why, by its own first process if that says so."""
         if why == "ended":
+            poll = select.poll()
+            poll.register(self._report, select.POLLIN)
+            if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+                return self._ended("time", found, deadline)  # it has closed its output, and goes on
             said = os.read(self._report, 4096).decode("utf-8", "replace")
             if said.startswith("failed"):
                 return SandboxError(f"a run could not be set up ({said})")

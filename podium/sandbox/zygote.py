@@ -7,6 +7,7 @@ started. That one forks the process of the code, which gives up everything befor
 """
 
 import contextlib
+import errno
 import fcntl
 import gc
 import glob
@@ -17,7 +18,6 @@ import select
 import signal
 import socket
 import sys
-import sysconfig
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
@@ -25,6 +25,7 @@ from podium.sandbox import child, kernel
 
 NOBODY = 65534
 SPACES = kernel.NEWNS | kernel.NEWIPC | kernel.NEWUTS | kernel.NEWNET | kernel.NEWCGROUP
+STANDARD_LIBRARY = os.path.dirname(os.__file__)
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 WATCH_MS = 20
 """Time between two looks at the memory and the processes of a run."""
@@ -56,7 +57,7 @@ def main(control_fd: int, root: str) -> None:
         kernel.prctl(kernel.PDEATHSIG, signal.SIGKILL)
         change_root(root)
         own_space = os.open("/proc/self/ns/pid", os.O_RDONLY)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)  # of these, the first process of a space dies by none
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # runs that have ended leave nothing
         gc.freeze()
@@ -66,13 +67,13 @@ def main(control_fd: int, root: str) -> None:
             if not message:
                 os._exit(0)
             _serve(control, Job(**json.loads(message)), descriptors, own_space)
-    except OSError as error:
+    except Exception as error:
         with contextlib.suppress(OSError):
             _refuse(control, error)
 
 
-def _refuse(control: socket.socket, error: OSError) -> None:
-    control.send(json.dumps({"error": error.strerror or str(error)}).encode())
+def _refuse(control: socket.socket, error: Exception) -> None:
+    control.send(json.dumps({"error": (isinstance(error, OSError) and error.strerror) or repr(error)}).encode())
 
 
 def _serve(control: socket.socket, job: Job, descriptors: Sequence[int], own_space: int) -> None:
@@ -115,6 +116,8 @@ def enter(root: str) -> None:
     kernel.call("unshare", kernel.NEWUSER | kernel.NEWPID | SPACES)
     kernel.map_user(NOBODY, user, group)
     if not built:
+        if not os.access(STANDARD_LIBRARY, os.R_OK | os.X_OK):
+            raise OSError(errno.EACCES, f"user {user} may not read {STANDARD_LIBRARY}, where this Python lies")
         build_root(root)
 
 
@@ -122,7 +125,7 @@ def libraries() -> list[str]:
     """The folders that code needs: the standard library, shared libraries, programs."""
     prefix = sys.base_prefix
     folders = ("/usr/lib", "/usr/lib64", "/usr/bin", "/lib", "/lib64", "/bin", f"{prefix}/lib", f"{prefix}/bin")
-    return [path for path in dict.fromkeys((*folders, sysconfig.get_path("stdlib"))) if os.path.isdir(path)]
+    return [path for path in dict.fromkeys((*folders, STANDARD_LIBRARY)) if os.path.isdir(path)]
 
 
 def build_root(root: str) -> None:

@@ -43,6 +43,22 @@ def test_a_program_prints_reads_and_fails(sandbox: Sandbox):
     assert sandbox.run("import os; os._exit(0)").why == "ended"
 
 
+def test_a_run_without_output_ends_too(sandbox: Sandbox):
+    with Sandbox(Limits(wall_s=0.5)) as quick:
+        assert quick.run("import os, time; os.close(1); os.close(2); time.sleep(600)").why == "time"
+
+
+def test_output_behind_an_answer_is_dropped(sandbox: Sandbox):
+    forged = (
+        "import sys, os\nnonce = sys._getframe(1).f_locals['self']._nonce\nos.write(1, (nonce + '{}\\nmore').encode())"
+    )
+    assert sandbox.run(forged + "\nimport time; time.sleep(600)").output == ""
+
+
+def test_a_pipe_that_is_closed_is_an_exception_as_elsewhere(sandbox: Sandbox):
+    assert "BrokenPipeError" in sandbox.run("import os\nr, w = os.pipe(); os.close(r); os.write(w, b'x')").error
+
+
 def test_names_are_kept_within_a_run_and_gone_after_it(sandbox: Sandbox):
     with sandbox.open() as run:
         assert run.execute("x = 41", shown=True)[0] == ""
