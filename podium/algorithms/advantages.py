@@ -26,6 +26,13 @@ class TokenScores(NamedTuple):
     """[N, G, n] float32, by the name of the score."""
 
 
+class RewardParts(NamedTuple):
+    """The parts of a step's rewards before weighting, and their weights; NaN and 0 where a part does not apply."""
+
+    values: np.ndarray  # [N, G, P]
+    weights: np.ndarray  # [N, G, P]
+
+
 def equal_reward_groups(rewards: np.ndarray) -> np.ndarray:
     """[N] bool: which groups have equal rewards [N, G], so that a group baseline gives zero advantage.
 
@@ -83,6 +90,24 @@ def leave_one_out_advantages(
     elif std == "batch":
         found = found / (_std(rewards, std_ddof, axis=None) + std_eps)
     return found.astype(np.float32)
+
+
+def decoupled_advantages(
+    rewards: np.ndarray, lengths: np.ndarray, *, parts: RewardParts, std_ddof: int, std_eps: float
+) -> np.ndarray:
+    """Each part of the reward standardised in its group, then summed by weight, then standardised over the batch.
+
+    GDPO (arXiv:2601.05242): a part that varies much does not drown the others. `rewards` only say which completions
+    have none (NaN).
+    """
+    rewards, _ = _checked(rewards, lengths, least_group=2)
+    total = np.zeros(rewards.shape)
+    for part in range(parts.values.shape[2]):
+        own = np.asarray(parts.values[:, :, part], np.float32).astype(np.float64)
+        total += parts.weights[:, :, part] * _centred_by_group(own) / (_std(own, std_ddof, axis=1) + std_eps)
+    total = np.where(np.isnan(rewards), np.nan, total)
+    spread = _std(total, std_ddof, axis=None) + std_eps
+    return np.nan_to_num((total - _means(total, axis=None)) / spread).astype(np.float32)
 
 
 def length_weighted_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ import numpy as np
 from podium.algorithms.advantages import (
     Mean,
     batch_mean_advantages,
+    decoupled_advantages,
     group_advantages,
     leave_one_out_advantages,
     length_weighted_advantages,
@@ -75,9 +76,9 @@ class Recipe:
 
     advantage: partial[np.ndarray]
     """(rewards [N, G], lengths [N, G]) -> [N, G]. A config may change std, std_ddof and std_eps if they are bound here,
-    and whatever else is by `advantage_options`.
-    With an argument `tokens`, it also gets `podium.algorithms.advantages.TokenScores`, and may return per-token
-    advantages, [N, G, n]."""
+    and whatever else is by `advantage_options`. With an argument `parts`, it also gets
+    `podium.algorithms.advantages.RewardParts`. With an argument `tokens`, it also gets
+    `podium.algorithms.advantages.TokenScores`, and may return per-token advantages, [N, G, n]."""
     group_baseline: bool = True
     """Whether completions are compared with others of the same prompt: requires G >= 2; equal rewards teach nothing."""
     loss: str = "clipped"
@@ -115,6 +116,11 @@ class Recipe:
     needs: tuple[str, ...] = ()
     """Further scores that advantage or loss read, as `package.module:function`: the function returns a
     `podium.train.scorers.Scorer`, whose scores are passed as `scores["function"]`."""
+
+    @property
+    def needs_parts(self) -> bool:
+        """Whether the advantage reads the parts of rewards, and not their sum alone."""
+        return "parts" in inspect.signature(self.advantage).parameters
 
     @property
     def needs_reference(self) -> bool:
@@ -201,6 +207,15 @@ def rloo() -> Recipe:
         advantage=partial(leave_one_out_advantages, std="none", std_ddof=1, std_eps=1e-6),
         mean="constant",
     )
+
+
+def gdpo() -> Recipe:
+    """GDPO (arXiv:2601.05242): each part of the reward standardised in its group, summed by weight, then standardised.
+
+    Differs: the last standardisation is over the batch's completions, as in TRL; verl's is over tokens. The mean is
+    over tokens, TRL's default. `zero_variance` judges a group by its sums, which may be equal where parts differ.
+    """
+    return Recipe(advantage=partial(decoupled_advantages, std_ddof=1, std_eps=1e-6), mean="token")
 
 
 def opo() -> Recipe:
@@ -403,6 +418,7 @@ RECIPES: dict[str, Recipe] = {
     "dr_grpo": dr_grpo(),
     "dapo": dapo(),
     "rloo": rloo(),
+    "gdpo": gdpo(),
     "opo": opo(),
     "gpg": gpg(),
     "pass_at_k": pass_at_k(),
@@ -525,6 +541,8 @@ def _credit_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
         yield "credit", f"{rule}; set algorithm.recipe to grpo, dr_grpo, rloo or dapo, or credit to episode"
     if "tokens" in inspect.signature(recipe.advantage).parameters:
         yield "credit", f"the advantage of recipe {config.recipe} is of each token already; set credit to episode"
+    if recipe.needs_parts:
+        yield "credit", f"recipe {config.recipe} compares parts of rewards, which turns have not; set credit to episode"
     if recipe.kl == "k1_reward":
         yield "credit", "a KL in the reward is of whole conversations; set algorithm.kl to k2, k3 or k3+"
 
@@ -543,6 +561,8 @@ def _loss_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
         yield "kl_by_ratio", f"it weighs a KL in the loss, and kl is {kl}; set algorithm.kl to k2, k3 or k3+"
     if kl != "none" and not recipe.kl_coef:
         yield "kl", f"{kl} needs a weight: set algorithm.kl_coef above 0 (1e-4 to 1e-3 is usual), or kl to none"
+    if kl == "k1_reward" and recipe.needs_parts:
+        yield "kl", f"recipe {name} reads the parts of rewards, not their sum; set algorithm.kl to k2, k3 or k3+"
     if kl == "k1_reward" and recipe.advantage.func is maxrl_advantages:
         rule = "a KL in the reward can make it negative, and maxrl divides by its mean"
         yield "kl", f"{rule}; set algorithm.kl to k2, k3 or k3+"

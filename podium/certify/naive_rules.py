@@ -14,6 +14,7 @@ from podium.config.schema import AlgorithmConfig
 AdvantageName = Literal[
     "group",
     "leave_one_out",
+    "decoupled",
     "length_weighted",
     "rescaled",
     "pass_at_k",
@@ -73,6 +74,7 @@ RULES: dict[str, Rules] = {
         advantage="group", mean="token", clip_high=0.28, mask_truncated=True, zero_variance="refill", max_refills=3
     ),
     "rloo": Rules(advantage="leave_one_out", std="none", mean="constant"),
+    "gdpo": Rules(advantage="decoupled", mean="token"),
     "opo": Rules(advantage="length_weighted", mean="token"),
     "gpg": Rules(advantage="rescaled", mean="sequence", loss="reinforce", old_logprobs="trainer"),
     "pass_at_k": Rules(advantage="pass_at_k", advantage_options={"k": 4}, mean="token", clip_high=0.28),

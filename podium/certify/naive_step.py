@@ -36,6 +36,8 @@ class Episode:
     reward: float
     turn_rewards: tuple[float, ...] = ()
     """What each turn earned, in a conversation; empty: it has one turn, which earned `reward`."""
+    parts: tuple[tuple[str, float, float], ...] = ()
+    """Name, value and weight of each part of the reward."""
 
     @property
     def failed(self) -> bool:
@@ -89,6 +91,8 @@ def optimizer_steps(
     advantages = np.zeros(trained.shape)  # [S, n]
     if rules.credit == "turn":
         advantages[: len(flat)] = _of_turns(rules, kept, trained[: len(flat)])
+    elif rules.advantage == "decoupled":
+        advantages[: len(flat)] = _decoupled(rules, kept).reshape(-1, 1)
     else:
         found = advantages_of(rules, rewards, lengths[: len(flat)].reshape(shape))
         advantages[: len(flat)] = found.reshape(-1, 1)
@@ -144,6 +148,7 @@ def advantages_of(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.
         case "length_weighted" | "rescaled" | "pass_at_k" as name:
             found = LISTED[name](rules, rewards, lengths)
         case own:
+            assert callable(own), "decoupled advantages are of parts: `_decoupled`"
             found = np.asarray(own(rewards.astype(np.float32), lengths), np.float64)
     return np.nan_to_num(found)
 
@@ -255,6 +260,22 @@ def _others_deviation(rules: Rules, rewards: np.ndarray) -> np.ndarray:
         if reward == reward and len(set(others)) > 1:
             found[row, column] = np.std(others, ddof=rules.std_ddof) + rules.std_eps
     return found
+
+
+def _decoupled(rules: Rules, groups: Sequence[Sequence[Episode]]) -> np.ndarray:
+    """GDPO (arXiv:2601.05242): the advantages [N, G] of parts standardised one by one, 0 for failed episodes."""
+    found = np.array([[np.nan if episode.failed else 0.0 for episode in group] for group in groups])
+    for n, group in enumerate(groups):
+        for name in {name for episode in group for name, _, _ in episode.parts}:
+            own = {g: (value, weight) for g, e in enumerate(group) for each, value, weight in e.parts if each == name}
+            values = [float(np.float32(value)) for value, _ in own.values()]
+            for g, (value, weight) in own.items() if len(values) > 1 else ():
+                deviation = np.std(values, ddof=rules.std_ddof) + rules.std_eps
+                found[n, g] += weight * (float(np.float32(value)) - np.mean(values)) / deviation
+    known = found[~np.isnan(found)]
+    freedom = max(len(known) - rules.std_ddof, 1)
+    deviation = np.sqrt(np.sum((known - known.mean()) ** 2) / freedom) if len(known) else 0.0
+    return np.nan_to_num((found - (known.mean() if len(known) else 0.0)) / (deviation + rules.std_eps))
 
 
 def _length_weighted(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:

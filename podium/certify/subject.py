@@ -272,6 +272,7 @@ def _episode(transcript: Transcript, reward: Reward) -> Episode:
         truncated=transcript.finish_reason != "stop",
         reward=float(reward.total),
         turn_rewards=reward.turns,
+        parts=tuple((name, reward.parts[name], weight) for name, weight in reward.weights.items()),
     )
 
 
@@ -410,7 +411,7 @@ def make_group(
     """Make a graded group like those that `Rollouts` returns; `turns` are the rewards of conversations' turns."""
     task = TaskPrompt(task=0, prompt=Prompt(id=str(index), question="", answer=""), system_prompt=None)
     paid = [
-        Reward(total=float(reward), parts={"correct": float(reward)}, turns=own)
+        Reward(total=float(reward), parts={"correct": float(reward)}, weights={"correct": 1.0}, turns=own)
         for reward, own in zip(rewards, turns or [() for _ in transcripts], strict=True)
     ]
     return Group(prompt=task, transcripts=transcripts, rewards=paid)

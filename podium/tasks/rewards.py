@@ -119,7 +119,12 @@ def make_reward(
     paid = [weight * parts[name] for name, weight in task.rewards.items() if name in parts]
     total = sum(paid) if paid else math.nan
     timed_out = timed_out or any(part.timed_out for part in own.values())
-    return Reward(total=total, parts={label(name): value for name, value in parts.items()}, timed_out=timed_out)
+    return Reward(
+        total=total,
+        parts={label(name): value for name, value in parts.items()},
+        weights={label(name): weight for name, weight in task.rewards.items() if name in parts},
+        timed_out=timed_out,
+    )
 
 
 def label(part: str) -> str:

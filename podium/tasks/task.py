@@ -64,6 +64,8 @@ class Reward:
     """The weighted sum of the parts; NaN: there is none (`failed`)."""
     parts: Mapping[str, float]
     """Each part before weighting: `correct`, `format`, ...; functions that do not apply to the prompt are missing."""
+    weights: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """The weight of each part that is in the total."""
     timed_out: bool = False
     """Whether grading was stopped: it exceeded `grading.timeout_s`, or its process died (memory), and `correct` is 0;
     or the answer exceeded a limit of its task, which says what it has earned."""

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from podium.algorithms.advantages import (
+    RewardParts,
     TokenScores,
     equal_reward_groups,
     penalised_rewards,
@@ -51,6 +52,7 @@ class PackedStep:
     """A step's samples, in the minibatches of its optimizer steps; contains only groups that the recipe keeps."""
 
     rewards: np.ndarray  # [N, G], all groups
+    parts: RewardParts | None  # [n, G, P], of the kept groups; None unless the recipe reads them
     returns: np.ndarray | None  # [N, G, K], of each turn with `credit: turn`; NaN: not reached, or failed
     equal: np.ndarray  # [N] bool, groups whose episodes all have the same reward, or all turns the same returns
     kept: np.ndarray  # [n], indices of the kept groups within the step
@@ -89,12 +91,27 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
     ]
     return PackedStep(
         rewards=rewards,
+        parts=reward_parts([groups[n] for n in kept.tolist()]) if recipe.needs_parts else None,
         returns=returns,
         equal=equal,
         kept=kept,
         lengths=lengths,
         minibatches=[each for each in minibatches if each.samples],
     )
+
+
+def reward_parts(groups: Sequence[Group]) -> RewardParts:
+    """The parts of each reward and their weights, of at least the parts that any total has."""
+    rewards = [group.rewards for group in groups]
+    names = sorted({name for group in rewards for reward in group for name in reward.weights})
+    shape = (len(rewards), len(rewards[0]) if rewards else 0, len(names))
+    values, weights = np.full(shape, np.nan), np.zeros(shape)
+    for n, group in enumerate(rewards):
+        for g, reward in enumerate(group):
+            for p, name in enumerate(names):
+                if name in reward.weights:
+                    values[n, g, p], weights[n, g, p] = reward.parts[name], reward.weights[name]
+    return RewardParts(values, weights)
 
 
 def group_samples(group: Group, index: int, recipe: Recipe) -> list[Sample]:
@@ -210,10 +227,11 @@ def step_advantages(
         return np.zeros(packed.lengths.shape, np.float32), reward_kl
     if packed.returns is not None:
         return _turn_advantages(packed, packed.returns[packed.kept], recipe), reward_kl
+    parts = {} if packed.parts is None else {"parts": packed.parts}
     if "tokens" not in inspect.signature(recipe.advantage).parameters:
-        return _checked(recipe.advantage(rewards, packed.lengths), packed), reward_kl
+        return _checked(recipe.advantage(rewards, packed.lengths, **parts), packed), reward_kl
     tokens = _token_scores(packed, scored)
-    found = recipe.advantage(rewards, packed.lengths, tokens=tokens)
+    found = recipe.advantage(rewards, packed.lengths, tokens=tokens, **parts)
     return (found if found.ndim == 2 else np.where(tokens.mask, found, np.float32(0))), reward_kl
 
 

@@ -63,6 +63,8 @@ class RewardRecord(TypedDict):
     total: float | None
     """None: the conversation failed, or no reward function could grade the answer."""
     parts: dict[str, float]
+    weights: NotRequired[dict[str, float]]
+    """Missing in what older versions wrote."""
     timed_out: bool
     turns: NotRequired[list[float]]
     """Missing for a single answer."""
@@ -147,6 +149,7 @@ def reward_record(reward: Reward) -> RewardRecord:
     record: RewardRecord = {
         "total": None if reward.failed else float(reward.total),
         "parts": {name: float(value) for name, value in reward.parts.items()},
+        "weights": dict(reward.weights),
         "timed_out": reward.timed_out,
     }
     if reward.turns:
@@ -158,7 +161,8 @@ def read_reward(record: RewardRecord) -> Reward:
     """Read the result of `reward_record`."""
     total = math.nan if record["total"] is None else record["total"]
     turns = tuple(record.get("turns", ()))
-    return Reward(total=total, parts=record["parts"], timed_out=record["timed_out"], turns=turns)
+    weights = record.get("weights", {})
+    return Reward(total=total, parts=record["parts"], weights=weights, timed_out=record["timed_out"], turns=turns)
 
 
 def _span_record(span: Span) -> SpanRecord:

@@ -11,7 +11,9 @@ from hypothesis.extra import numpy as hnp
 
 from podium.algorithms.advantages import (
     Mean,
+    RewardParts,
     batch_mean_advantages,
+    decoupled_advantages,
     equal_reward_groups,
     group_advantages,
     leave_one_out_advantages,
@@ -85,6 +87,29 @@ def test_one_correct_completion_of_eight(advantage: Advantage, correct: float, w
     result = advantage(rewards, np.ones((1, 8)))
     assert result.dtype == np.float32
     np.testing.assert_allclose(result, [[correct] + [wrong] * 7], atol=5e-4)
+
+
+def test_gdpo_is_trl_s_normalize_then_sum() -> None:
+    """As GRPOTrainer's multi_objective_aggregation computes it, with our eps; NaN: the part does not apply."""
+    random = np.random.default_rng(0)
+    values = np.stack([random.uniform(size=(5, 4)), 100 * random.normal(size=(5, 4))], axis=2).astype(np.float32)
+    values[1, 2, 1] = np.nan
+    weights = np.broadcast_to([1.0, 0.5], values.shape)
+    parts = RewardParts(values, np.where(np.isnan(values), 0.0, weights))
+    rewards = np.nansum(weights * values, axis=2)
+    found = decoupled_advantages(rewards, np.ones((5, 4)), parts=parts, std_ddof=1, std_eps=1e-6)
+    wide = values.astype(np.float64)
+    normal = (wide - np.nanmean(wide, axis=1, keepdims=True)) / (np.nanstd(wide, axis=1, ddof=1, keepdims=True) + 1e-6)
+    summed = np.nansum(normal * [1.0, 0.5], axis=2)
+    np.testing.assert_allclose(found, (summed - summed.mean()) / (summed.std(ddof=1) + 1e-6), rtol=1e-5, atol=1e-6)
+
+
+def test_gdpo_leaves_out_what_has_no_reward() -> None:
+    values = np.array([[[1.0], [0.0], [np.nan]], [[2.0], [2.0], [2.0]]])
+    parts = RewardParts(values, np.where(np.isnan(values), 0.0, 1.0))
+    lengths = np.array([[3, 3, 0], [3, 3, 3]])
+    found = decoupled_advantages(values[:, :, 0], lengths, parts=parts, std_ddof=1, std_eps=1e-6)
+    np.testing.assert_allclose(found, [[2**0.5, -(2**0.5), 0], [0, 0, 0]], rtol=1e-5)  # +-0.707 with a deviation of 1/2
 
 
 def test_the_baseline_of_opo_by_hand() -> None:

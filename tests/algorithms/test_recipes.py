@@ -130,6 +130,8 @@ CONFLICTS = [
     ("algorithm.kl_coef", "nothing uses the weight 0.1", {"recipe": "grpo", "kl_coef": 0.1}),
     ("algorithm.kl", "k3 needs a weight", {"recipe": "grpo", "kl": "k3"}),
     ("algorithm.kl", "k2 needs a weight", {"recipe": "grpo", "kl": "k2", "kl_coef": 0.0}),
+    ("algorithm.kl", "reads the parts of rewards", {"recipe": "gdpo", "kl": "k1_reward", "kl_coef": 0.1}),
+    ("algorithm.credit", "compares parts of rewards", {"recipe": "gdpo", "credit": "turn"}),
     ("algorithm.kl", "maxrl divides", {"recipe": "maxrl", "kl": "k1_reward", "kl_coef": 0.1}),
     ("algorithm.kl", "equal rewards still teaches", {"recipe": "dapo", "kl": "k1_reward", "kl_coef": 0.1}),
     ("algorithm.correction_high", "correction is none", {"recipe": "grpo", "correction_high": 2.0}),
