@@ -12,8 +12,6 @@ import yaml
 from podium.models.tokenizer import Tokenizer
 from podium.tasks.calculator import calculator
 from podium.tasks.conversation import Reply, ToolCall, Turn, as_reply
-from podium.tasks.guess import GuessGame
-from podium.tasks.task import TaskSource
 from podium.tasks.tool_calls import BEGIN, instructions, read_calls
 from podium.tasks.tools import answer_calls, by_name, find_tool, tool_schema
 from podium.train.dialogue import Dialogue
@@ -365,23 +363,3 @@ def test_the_warm_start_of_the_demo_imitates_what_the_demo_s_conversations_write
         assert question["content"] == f"What is {call.arguments['expression']}?"
         assert result["content"] == calculator(**call.arguments) and result["role"] == "tool"
         assert answer["content"] == f"{call.arguments['expression']} = {result['content']}"
-
-
-def test_the_warm_start_of_the_guessing_game_plays_by_its_rules():
-    """The question is the game's, no game is longer, and the replies fit one number."""
-    game = GuessGame(TaskSource())
-    (question, *_) = {prompt.question for prompt in game.prompts("train")}
-    (sft,) = yaml.safe_load((ROOT / "configs" / "guess_sft.yaml").read_text(encoding="utf-8"))["tasks"]
-    lines = (ROOT / sft["path"]).read_text(encoding="utf-8").splitlines()
-    assert len(lines) == 100
-    for line in lines:
-        first, *played = json.loads(line)["messages"]
-        assert first == {"role": "user", "content": question}
-        assert [message["role"] for message in played] == ["assistant", *["user", "assistant"] * (len(played) // 2)]
-        guesses = [int(message["content"]) for message in played[::2]]
-        possible = set(range(1, game.largest + 1))
-        for guess, reply in zip(guesses, played[1::2], strict=False):
-            larger = {"larger": True, "smaller": False}[reply["content"]]
-            possible = {number for number in possible if number != guess and (number > guess) == larger}
-        assert possible and (len(guesses) == game.turns or guesses[-1] in possible)
-        assert len(guesses) <= game.turns and all(1 <= guess <= game.largest for guess in guesses)

@@ -69,8 +69,6 @@ ALSO = {  # of commands with these words
     "qwen3_8b": {"GRADING__OVERLONG_BUFFER_TOKENS": "1"},
     "--profile": {"STEPS": "12"},
     "configs/tools.yaml": {"ROLLOUT__MAX_EPISODE_TOKENS": "null"},
-    "configs/guess.yaml": {"ROLLOUT__MAX_EPISODE_TOKENS": "null"},
-    "configs/guess_sft.yaml": {"GROUP_SIZE": "1", "TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
     "configs/tools_sft.yaml": {"GROUP_SIZE": "1", "TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
 }
 SETTINGS_ONLY = {  # the settings are loaded and checked; (the function that then does the work, why it is left out)

@@ -1,14 +1,12 @@
-"""SmolLM2-135M learns to call a calculator, and to guess a number in fewer turns; from a coin's rewards neither.
+"""SmolLM2-135M learns to call a calculator, and from a coin's rewards it does not. CPU, 45 minutes.
 
-    python -m benches.learn_turns --task tools     (CPU; 45 minutes)
-    python -m benches.learn_turns --task guess     (CPU; 60 minutes)
+    python -m benches.learn_tools
 
-A warm start shows the form (configs/tools_sft.yaml: 48 written calls; configs/guess_sft.yaml: 100 written games, whose
-player looks at two replies of three). Then configs/tools.yaml or configs/guess.yaml trains from it, once per seed, and
-for the control with a coin's rewards. All conversations of all steps are recorded; a share and a mean are of the first
-FIRST and of the last LAST steps, with the 95 % interval (Wilson; of the mean, normal). Success is the environment's or
-the grader's own, also in the control. CPU seconds are of the whole process, start, compilations and evaluations
-included. Prints a table and writes benches/results/learn-TASK-cpu.json; exit status 1 where a bar is missed.
+configs/tools_sft.yaml shows the form by 48 written calls; then configs/tools.yaml trains from there, once per seed, and
+for the control with a coin's rewards. All conversations of all steps are recorded; shares and means are of the first
+FIRST and of the last LAST steps, with 95 % intervals (Wilson's; of a mean, the normal one). Success is counted here,
+from what was said, also in the control. CPU seconds are of a whole process, its start and its compilations included.
+Prints a table and writes benches/results/learn-tools-cpu.json; exit status 1 where a bar is missed.
 """
 
 import json
@@ -24,14 +22,13 @@ from typing import Any
 from benches.demo import seeds_of
 from benches.record import ROOT, arguments, children_cpu_s, record, train_command
 from podium.tasks.calculator_task import CalculatorTask
-from podium.tasks.guess import Game, GuessGame
 from podium.tasks.task import Prompt
 
 FIRST, LAST = 2, 3
 """Steps that are put together at the start and at the end of a run."""
-COINS = {"tools": "CoinCalculator", "guess": "CoinGuess"}
+SHOWN, TRAINED = ROOT / "configs" / "tools_sft.yaml", ROOT / "configs" / "tools.yaml"
+COIN = "tasks.0.name=benches.learn_tools:CoinCalculator"
 PARTS = ("success", "with_a_call", "turns")
-GAMES = 100
 CPU_BAR_S = 900.0
 SUCCESS_BAR, CALLS_BAR = 0.8, 0.9
 
@@ -44,49 +41,6 @@ class CoinCalculator(CalculatorTask):
     def grade(self, prompt: Prompt, completion: str) -> float:
         """The toss of a coin."""
         return float(self.coin.random() < 0.5)
-
-
-class CoinGuess(GuessGame):
-    """Games pay 1 or 0 by the toss of a coin."""
-
-    def open(self, prompt: Prompt, seed: int) -> "CoinGame":
-        """A game that pays by chance."""
-        game = super().open(prompt, seed)
-        return CoinGame(game.number, game.turns)
-
-
-class CoinGame(Game):
-    """A game that pays by the toss of a coin, which depends on its number and its guesses alone."""
-
-    def grade(self) -> float:
-        """The toss of a coin."""
-        return float(random.Random(f"{self.number} {self.guesses} coin").random() < 0.5)
-
-
-def write_games(path: Path, *, games: int = GAMES, largest: int = 64, turns: int = 8) -> None:
-    """Write games as rows of the task `chat`: the player looks at two replies of three, else guesses at random."""
-    draw = random.Random("games to imitate")
-    with path.open("w") as file:
-        for _ in range(games):
-            file.write(json.dumps({"messages": played(draw, largest, turns)}) + "\n")
-
-
-def played(draw: random.Random, largest: int, turns: int) -> list[dict[str, str]]:
-    """The messages of one game."""
-    question = (
-        f"I think of a whole number from 1 to {largest}. Guess it: answer with one number. I say larger or smaller; you"
-        f" have {turns} guesses."
-    )
-    number, low, high = draw.randint(1, largest), 1, largest
-    messages = [{"role": "user", "content": question}]
-    for turn in range(turns):
-        guess = draw.randint(low, high) if draw.random() < 2 / 3 else draw.randint(1, largest)
-        messages.append({"role": "assistant", "content": str(guess)})
-        if guess == number or turn == turns - 1:
-            break
-        messages.append({"role": "user", "content": "larger" if guess < number else "smaller"})
-        low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
-    return messages
 
 
 def conversations(run: Path) -> dict[int, list[dict[str, Any]]]:
@@ -105,10 +59,8 @@ def answers(conversation: dict[str, Any]) -> list[str]:
     return [message["content"] or "" for message in conversation["messages"] if message["role"] == "assistant"]
 
 
-def succeeded(task: str, conversation: dict[str, Any]) -> bool:
-    """Whether the last number is the answer; of a game, whether it ended before its last guess."""
-    if task == "guess":
-        return len(answers(conversation)) < 8
+def succeeded(conversation: dict[str, Any]) -> bool:
+    """Whether the digits of the last number are those of the answer."""
     digits = "".join(each if each.isdigit() else " " for each in answers(conversation)[-1].replace(",", ""))
     expected = conversation["answer"].lstrip("-")
     return digits.split()[-1:] == [expected]
@@ -129,19 +81,21 @@ def mean(values: list[int]) -> dict[str, float]:
     return {"mean": round(middle, 3), "low": round(middle - 1.96 * spread, 3), "high": round(middle + 1.96 * spread, 3)}
 
 
-def measured(task: str, held: list[dict[str, Any]]) -> dict[str, Any]:
+def measured(held: list[dict[str, Any]]) -> dict[str, Any]:
     """Success, calls and turns of conversations."""
     return {
         "conversations": len(held),
-        "success": share(sum(succeeded(task, each) for each in held), len(held)),
-        "with_a_call": share(sum(any("<tool_call>" in said for said in answers(each)) for each in held), len(held)),
+        "success": share(sum(succeeded(each) for each in held), len(held)),
+        "with_a_call": share(
+            sum(any(message.get("tool_calls") for message in each["messages"]) for each in held), len(held)
+        ),
         "turns": mean([len(answers(each)) for each in held]),
     }
 
 
-def run(folder: Path, name: str, config: str, *changes: str, start: Path | None = None) -> dict[str, float]:
-    """`podium train` of a config of the repository; wall and CPU seconds from start to exit."""
-    command = train_command(ROOT / "configs" / f"{config}.yaml", f"name={name}", f"runs_dir={folder}", *changes)
+def run(folder: Path, name: str, config: Path, *changes: str, start: Path | None = None) -> dict[str, float]:
+    """`podium train` of a config; wall and CPU seconds from start to exit."""
+    command = train_command(config, f"name={name}", f"runs_dir={folder}", *changes)
     command += [] if start is None else ["--from", str(start)]
     began, cpu = time.perf_counter(), children_cpu_s()
     with (folder / f"{name}.log").open("w") as log:
@@ -151,33 +105,30 @@ def run(folder: Path, name: str, config: str, *changes: str, start: Path | None 
     return {"wall_s": round(time.perf_counter() - began, 1), "cpu_s": round(children_cpu_s() - cpu, 1)}
 
 
-def learn(folder: Path, task: str, name: str, seed: int, settings: list[str]) -> dict[str, Any]:
+def learn(folder: Path, name: str, seed: int, settings: list[str]) -> dict[str, Any]:
     """Train once; what the conversations of the first and of the last steps did, and the cost."""
     still = ("metrics.samples_every=1", "eval.at_start=false", "eval.at_end=false", "eval.every_steps=0")
-    cost = run(folder, name, task, f"seed={seed}", *still, *settings, start=folder / "start")
+    cost = run(folder, name, TRAINED, f"seed={seed}", *still, *settings, start=folder / "start")
     held = conversations(folder / name)
     steps = sorted(held)
     first = [each for step in steps[:FIRST] for each in held[step]]
     last = [each for step in steps[-LAST:] for each in held[step]]
-    by_step = [measured(task, held[step])["success"]["mean"] for step in steps]
+    by_step = [measured(held[step])["success"]["mean"] for step in steps]
     return {
         "name": name,
         "seed": seed,
         **cost,
-        "first": measured(task, first),
-        "last": measured(task, last),
+        "first": measured(first),
+        "last": measured(last),
         "success_by_step": by_step,
     }
 
 
-def meets_bar(task: str, row: dict[str, Any], *, control: bool) -> bool:
+def meets_bar(row: dict[str, Any], *, control: bool) -> bool:
     """Whether success, calls and turns did what they must; of a control, whether success did not rise."""
     first, last = row["first"], row["last"]
     if control:
         return last["success"]["low"] <= first["success"]["high"]
-    if task == "guess":
-        fewer = last["turns"]["high"] < first["turns"]["low"]
-        return fewer and last["success"]["low"] > first["success"]["high"]
     reached = last["success"]["mean"] >= SUCCESS_BAR and last["with_a_call"]["mean"] >= CALLS_BAR
     return reached and row["cpu_s"] <= CPU_BAR_S
 
@@ -185,30 +136,25 @@ def meets_bar(task: str, row: dict[str, Any], *, control: bool) -> bool:
 def main() -> None:
     """Prints and writes the table; exit status 1 where a run misses its bar."""
     parser = arguments(__doc__)
-    parser.add_argument("--task", choices=COINS, required=True)
     parser.add_argument("--seeds", type=seeds_of, default=[0, 1, 2], help="comma-separated")
     parser.add_argument("--control-seeds", type=seeds_of, default=[0], help="of the runs with a coin's rewards")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="as in podium")
-    parser.add_argument("--games", type=Path, metavar="FILE", help="only write configs/guess_games.jsonl anew, there")
     args = parser.parse_args()
-    if args.games:
-        write_games(args.games)
-        return
     rows: dict[str, list[dict[str, Any]]] = {"runs": [], "control": []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        start = run(folder, "start", f"{args.task}_sft")
+        start = run(folder, "start", SHOWN)
         for kind, seeds in (("runs", args.seeds), ("control", args.control_seeds)):
             for seed in seeds:
-                coin = [f"tasks.0.name=benches.learn_turns:{COINS[args.task]}"] if kind == "control" else []
-                row = learn(folder, args.task, f"{kind}-{seed}", seed, [*coin, *args.settings])
-                row["meets_bar"] = meets_bar(args.task, row, control=kind == "control")
+                coin = [COIN] if kind == "control" else []
+                row = learn(folder, f"{kind}-{seed}", seed, [*coin, *args.settings])
+                row["meets_bar"] = meets_bar(row, control=kind == "control")
                 rows[kind].append(row)
                 told = {part: (row["first"][part]["mean"], row["last"][part]["mean"]) for part in PARTS}
                 print(row["name"], told, f"{row['cpu_s']:.0f} CPU s", row["success_by_step"], flush=True)
                 # After each run: an interrupted bench keeps what it has measured.
                 result = {"settings": args.settings, "warm_start": start, **rows}
-                record(f"learn-{args.task}-cpu", result, args.results)
+                record("learn-tools-cpu", result, args.results)
     sys.exit(not all(row["meets_bar"] for kind in rows.values() for row in kind))
 
 
