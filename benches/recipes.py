@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ RISE = 0.15
 STEPS = 60
 WORDS = ["<unk>", "<pad>", "<end>", "What", "is", "+", "?", "Answer", "with", "only", "the", "number", "."]
 VOCAB = [*WORDS, *map(str, range(1, 20))]
+TEMPLATE = "{{ messages[-1].content }}"
 SIZES = {
-    "vocab_size": len(VOCAB),
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -46,36 +47,39 @@ SIZES = {
 }
 
 
-def write_tiny_model(folder: Path) -> None:
-    """A random Llama of 2 layers, with a tokenizer of VOCAB and a chat template, as a Hugging Face folder."""
+def write_tiny_model(folder: Path, words: Sequence[str] = VOCAB, template: str = TEMPLATE, longest: int = 64) -> None:
+    """A random Llama of 2 layers, with a tokenizer of `words` and a chat template, as a Hugging Face folder.
+
+    Its first three words are <unk>, <pad> and <end>; its sequences have at most `longest` tokens.
+    """
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    rust = Tokenizer(models.WordLevel({word: index for index, word in enumerate(VOCAB)}, unk_token="<unk>"))
+    rust = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     rust.pre_tokenizer = pre_tokenizers.Whitespace()
     rust.add_special_tokens(["<unk>", "<pad>", "<end>"])
     backend = transformers.PreTrainedTokenizerFast(
         tokenizer_object=rust,
-        chat_template="{{ messages[-1].content }}",
+        chat_template=template,
         unk_token="<unk>",
         pad_token="<pad>",
         eos_token="<end>",
     )
     backend.save_pretrained(folder)
-    extra = {"hidden_act": "silu", "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 100.0}
-    config = {"model_type": "llama", "tie_word_embeddings": False, **SIZES, **extra}
+    extra = {"hidden_act": "silu", "max_position_embeddings": longest, "rms_norm_eps": 1e-5, "rope_theta": 100.0}
+    config = {"model_type": "llama", "tie_word_embeddings": False, "vocab_size": len(words), **SIZES, **extra}
     (folder / "config.json").write_text(json.dumps(config))
     random = np.random.default_rng(0)
     tensors = {
         name: (0.4 * random.standard_normal(shape) + float("norm" in name)).astype(np.float32)
-        for name, shape in _shapes().items()
+        for name, shape in _shapes(len(words)).items()
     }
     save_file(tensors, folder / "model.safetensors")
 
 
-def _shapes() -> dict[str, tuple[int, ...]]:
+def _shapes(vocab: int) -> dict[str, tuple[int, ...]]:
     """The tensors of the model by Hugging Face's names."""
-    vocab, width, inner = SIZES["vocab_size"], SIZES["hidden_size"], SIZES["intermediate_size"]
+    width, inner = SIZES["hidden_size"], SIZES["intermediate_size"]
     keys = width * SIZES["num_key_value_heads"] // SIZES["num_attention_heads"]
     names = {"model.embed_tokens": (vocab, width), "model.norm": (width,), "lm_head": (vocab, width)}
     for layer in range(SIZES["num_hidden_layers"]):
