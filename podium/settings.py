@@ -147,7 +147,7 @@ def _teacher(config: Config) -> Iterator[Contradiction]:
     if recipe.demonstrations:
         rule = f"recipe {name} trains on completions of the data, and a teacher is asked about the policy's own"
         yield Contradiction(("teacher", "algorithm.recipe"), f"{rule}; set algorithm.recipe to distill or grpo")
-    if recipe.loss in ("gspo", "gmpo"):
+    if recipe.loss in ("gspo", "gmpo") and config.teacher.loss == "sampled":
         rule = f"{recipe.loss} has one ratio for a completion, and a teacher gives each token an advantage of its own"
         yield Contradiction(("teacher", "algorithm.loss", "algorithm.recipe"), f"{rule}; set algorithm.loss to clipped")
     if recipe.zero_variance != "keep":
@@ -157,6 +157,20 @@ def _teacher(config: Config) -> Iterator[Contradiction]:
         if getattr(config.rollout, key) != off:
             rule = "tokens drawn from a part of the vocabulary do not estimate the distance to a teacher over all of it"
             yield Contradiction((f"rollout.{key}", "teacher"), f"{rule}; set it to {off:g}")
+
+
+def _teacher_loss(config: Config) -> Iterator[Contradiction]:
+    """Report options that a way to learn from a teacher does not read, or cannot be combined with."""
+    if config.teacher is None:
+        return
+    if config.teacher.loss == "full" and config.train.head == "fused":
+        rule = "fused computes no logits to compare with a teacher's"
+        yield Contradiction(
+            ("train.head", "teacher.loss"), f"{rule}; set train.head to auto, or teacher.loss to sampled"
+        )
+    if config.teacher.loss == "sampled" and config.teacher.reverse != 1:
+        rule = f"{config.teacher.reverse:g}, and tokens that the policy draws estimate KL(policy || teacher) alone"
+        yield Contradiction(("teacher.reverse", "teacher.loss"), f"{rule}; set teacher.loss to full, or leave this out")
 
 
 def _rewards(config: Config) -> Iterator[Contradiction]:
@@ -297,7 +311,7 @@ def _curricula(config: Config) -> Iterator[Contradiction]:
             yield Contradiction((f"tasks.{index}.curriculum", "algorithm.recipe"), rule)
 
 
-RULES = (_names, _algorithm, _teacher, _rewards, _layout, _in_flight, _conversations, _curricula)
+RULES = (_names, _algorithm, _teacher, _teacher_loss, _rewards, _layout, _in_flight, _conversations, _curricula)
 """Rules of recipes and rewards, in addition to those of `podium.config.schema`."""
 
 

@@ -59,8 +59,8 @@ LOSSES: Mapping[str, LossKind] = {
 """The values of `algorithm.loss`; `podium.algorithms.losses.POLICY_LOSSES` has the functions of the same names."""
 OLD_LOGPROBS, REFERENCE_LOGPROBS = "old_logprobs", "reference_logprobs"
 """The scores that options of `algorithm:` need: from the trainer before the first update, or the first model."""
-TEACHER_LOGPROBS = "teacher_logprobs"
-"""The scores of `teacher:`."""
+TEACHER_LOGPROBS, TEACHER_HIDDEN = "teacher_logprobs", "teacher_hidden"
+"""The scores of `teacher:` with `loss: sampled` and `full`; the latter are hidden states, [K, B, T, D]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,8 @@ class Teaching:
     """What a teacher adds to a recipe. Fields are those of `TeacherConfig`."""
 
     weight: float
+    loss: Literal["sampled", "full"] = "sampled"
+    reverse: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +140,8 @@ class Recipe:
 
         A teacher's log-probabilities are compared with OLD_LOGPROBS: with the sampler's, rounding would be a reward.
         """
-        old = (OLD_LOGPROBS,) if self.scores_old_logprobs or self.teacher else ()
+        compared = self.teacher is not None and self.teacher.loss == "sampled"
+        old = (OLD_LOGPROBS,) if self.scores_old_logprobs or compared else ()
         reference = (REFERENCE_LOGPROBS,) if self.needs_reference else ()
         return (*old, *reference, *self.needs)
 
@@ -146,7 +149,8 @@ class Recipe:
     def loss_scores(self) -> tuple[str, ...]:
         """Names of the scores that a batch keeps for its updates: those that are not used in advantages alone."""
         kept = {OLD_LOGPROBS: self.scores_old_logprobs, REFERENCE_LOGPROBS: self.kl != "k1_reward"}
-        return tuple(name for name in map(score_name, self.scorers) if kept.get(name, True))
+        hidden = (TEACHER_HIDDEN,) if self.teacher is not None and self.teacher.loss == "full" else ()
+        return (*(name for name in map(score_name, self.scorers) if kept.get(name, True)), *hidden)
 
 
 def score_name(scorer: str) -> str:

@@ -71,11 +71,13 @@ class NaiveTeacher(NamedTuple):
     decoder: DecoderConfig
     weights: Arrays
 
-    def scorer(self, settings: TrainSettings) -> Scorer:
-        """The trainer's scorer of this teacher."""
+    def scorer(self, recipe: Recipe, settings: TrainSettings) -> Scorer | None:
+        """The trainer's scorer of this teacher; None if the recipe has none."""
+        if recipe.teacher is None:
+            return None
         shardings = param_shardings(param_specs(self.decoder), settings.stored)
         params = {name: jax.device_put(value, shardings[name]) for name, value in self.weights.items()}
-        return make_teacher_scorer(settings, self.decoder, params)
+        return make_teacher_scorer(recipe, settings, self.decoder, params)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -436,6 +438,10 @@ def _small_step(config: Config) -> Config:
         raise ValueError(
             f"algorithm.loss {twice.loss}: certify has no naive implementation to compare it with; test it separately,"
             " and certify the run with one of Podium's losses"
+        )
+    if config.teacher is not None and config.teacher.loss == "full":
+        raise ValueError(
+            "teacher.loss full: certify has no naive form of it to compare with; certify the run with sampled"
         )
     if twice.router_loss_coef:
         raise ValueError(

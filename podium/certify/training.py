@@ -176,7 +176,7 @@ def watch_training(subject: Subject) -> Training:
                 reference=None if subject.reference is None else subject.params(mesh, subject.reference),
                 folder=Path(folder),
                 frozen=frozen,
-                teacher=subject.teacher and subject.teacher.scorer(settings),
+                teacher=subject.teacher and subject.teacher.scorer(spec.recipe, settings),
             )
         )
         silent: Any = _Silent()

@@ -137,7 +137,7 @@ class Updates:
                 settings,
                 programs.score,
                 reference,
-                subject.teacher and subject.teacher.scorer(settings),
+                subject.teacher and subject.teacher.scorer(self.recipe, settings),
             ),
             policy=params | frozen,
         )

@@ -1,7 +1,9 @@
 """The settings of a teacher: a frozen model whose distribution the policy learns from, at its own completions."""
 
+from typing import Literal
+
 from podium.config.lora import Base
-from podium.config.section import PositiveFloat, Section
+from podium.config.section import Fraction, PositiveFloat, Section
 
 
 class TeacherConfig(Section):
@@ -11,8 +13,13 @@ class TeacherConfig(Section):
     """The teacher, named like `model`. Its tokenizer must be the same, token by token. It is read again, and not saved
     with the run's checkpoints."""
     weight: PositiveFloat = 1.0
-    """Each token's advantage grows by weight x (teacher's - policy's log-probability of it), beside the recipe's own
-    advantages, which are about 1 after GRPO's normalisation."""
+    """Weight of the teacher beside the recipe's own advantages, which are about 1 after GRPO's normalisation."""
+    loss: Literal["sampled", "full"] = "sampled"
+    """sampled: each token's advantage grows by weight x (teacher's - policy's log-probability of it). full: the loss
+    grows by weight x the KL between both distributions over the whole vocabulary, which has less variance; the update
+    holds the teacher's hidden states of the batch, and computes its logits beside the policy's."""
+    reverse: Fraction = 1.0
+    """Share of KL(policy || teacher) in `loss: full`; the rest is KL(teacher || policy)."""
     base: Base = "bfloat16"
     """Storage format of its layers' matrices, except experts: these are bfloat16. int8: half the memory, with a scale
     per output."""

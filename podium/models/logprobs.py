@@ -20,6 +20,14 @@ class TokenLogprobs(NamedTuple):
 
     logprobs: jax.Array  # [B, T] float32
     entropy: jax.Array  # [B, T] float32, nats
+    divergence: jax.Array | None = None  # [B, T] float32, nats, to a teacher's distribution; None: there is none
+
+
+class Taught(NamedTuple):
+    """What a teacher predicts of the same targets."""
+
+    hidden: jax.Array  # [B, T, D'], of its own width
+    head: jax.Array  # [V, D'], as stored
 
 
 @jax.named_scope("logits")
@@ -43,6 +51,8 @@ def token_logprobs(
     rules: ShardingRules,
     remat: bool = True,
     kind: HeadKind = "chunked",
+    taught: Taught | None = None,
+    reverse: float = 1.0,
 ) -> TokenLogprobs:
     """Log-probability of each target and entropy of its distribution. All of training's log-probabilities come from
     here.
@@ -60,31 +70,41 @@ def token_logprobs(
         remat: False keeps the logits for the backward pass: faster, with [B, T, V] float32 of memory.
         kind: "fused" computes no logits in the forward pass, and in the backward pass the logits' gradient for as
             many tokens as fit in a chunk's memory; `remat` has no effect then.
+        taught: a teacher whose distributions are compared with those of the policy; only with a chunked head.
+        reverse: share of KL(policy || teacher) in the divergence; the rest is KL(teacher || policy).
     """
     B, T, _ = hidden.shape
     parts, cuts = rules.num_shards("batch"), rules.num_shards("tokens")  # of the rows, and of each row's tokens
     columns = max(1, min(T // cuts, chunk * parts // B))  # positions of all rows per chunk
-    of_device = functools.partial(_in_chunks, temperature=temperature, columns=columns, rules=rules, remat=remat)
+    of_device = functools.partial(
+        _in_chunks, temperature=temperature, columns=columns, rules=rules, remat=remat, reverse=reverse
+    )
     if kind == "fused":
+        assert taught is None, "a fused head computes no logits to compare with a teacher's"
         of_device = functools.partial(_fused, temperature=temperature, chunk=chunk, rules=rules)
     if parts * cuts == 1:  # with an extra dimension of 1, XLA on CPU would copy the head to another layout
-        return of_device(hidden, head, targets)
+        return of_device(hidden, head, targets, taught)
     with jax.named_scope("weights"):
         heads = _copies(head, rules)  # [n, V, D]
+        others = None if taught is None else _copies(taught.head, rules)
 
     def pieces(x: jax.Array) -> jax.Array:  # [B, T, ...] to [n, B/parts, T/cuts, ...]
         x = x.reshape(parts, B // parts, cuts, T // cuts, *x.shape[2:])
         return jnp.swapaxes(x, 1, 2).reshape(parts * cuts, B // parts, T // cuts, *x.shape[4:])
 
-    given = (pieces(hidden), heads, pieces(targets))
+    both = None if taught is None or not isinstance(others, jax.Array) else Taught(pieces(taught.hidden), others)
+    given = (pieces(hidden), heads, pieces(targets), both)
     if kind == "fused":
         spec = rules.spec(("pieces",))
         device = lambda *own: jax.tree.map(lambda x: x[None], of_device(*jax.tree.map(lambda x: x[0], own)))  # noqa: E731
         found = jax.shard_map(device, mesh=rules.mesh, in_specs=spec, out_specs=spec, check_vma=False)(*given)
     else:
         found = jax.vmap(of_device, spmd_axis_name=rules.axes["pieces"])(*given)
-    rows = (x.reshape(parts, cuts, B // parts, T // cuts) for x in found)
-    return TokenLogprobs(*(jnp.swapaxes(x, 1, 2).reshape(B, T) for x in rows))
+
+    def whole(x: jax.Array) -> jax.Array:  # [n, B/parts, T/cuts] to [B, T]
+        return jnp.swapaxes(x.reshape(parts, cuts, B // parts, T // cuts), 1, 2).reshape(B, T)
+
+    return jax.tree.map(whole, found)
 
 
 def _copies(head: AnyWeight, rules: ShardingRules) -> AnyWeight:
@@ -98,9 +118,16 @@ def _copies(head: AnyWeight, rules: ShardingRules) -> AnyWeight:
 
 @jax.named_scope("logits")
 def _fused(
-    hidden: jax.Array, head: AnyWeight, targets: jax.Array, *, temperature: float, chunk: int, rules: ShardingRules
+    hidden: jax.Array,
+    head: AnyWeight,
+    targets: jax.Array,
+    taught: Taught | None,
+    *,
+    temperature: float,
+    chunk: int,
+    rules: ShardingRules,
 ) -> TokenLogprobs:
-    """`token_logprobs` for one device's rows by the kernels; interpreted on CPU."""
+    """`token_logprobs` for one device's rows by the kernels, without a teacher; interpreted on CPU."""
     value, sums = (head.value, head.sums) if isinstance(head, Weight) else (head, None)
     options = HeadOptions(
         scale=1 / temperature,
@@ -117,27 +144,36 @@ def _in_chunks(
     hidden: jax.Array,
     head: AnyWeight,
     targets: jax.Array,
+    taught: Taught | None,
     *,
     temperature: float,
     columns: int,
     rules: ShardingRules,
     remat: bool,
+    reverse: float,
 ) -> TokenLogprobs:
     """`token_logprobs` for one device's rows, hidden [b, T, D] and targets [b, T], in chunks of `columns` positions."""
     b, T, _ = hidden.shape
     padding = -T % columns
 
-    def chunk(h: jax.Array, target: jax.Array) -> TokenLogprobs:  # [b, c, D], [b, c]
-        logits = rules.constrain(logits_at(h, head, temperature, on_cpu=rules.on_cpu), None, None, "vocab")  # [b, c, V]
-        return _score(logits, target)
+    def logits_of(h: jax.Array, head: AnyWeight) -> jax.Array:  # [b, c, V]
+        return rules.constrain(logits_at(h, head, temperature, on_cpu=rules.on_cpu), None, None, "vocab")
+
+    def chunk(h: jax.Array, target: jax.Array, theirs: jax.Array | None) -> TokenLogprobs:  # [b, c, D], [b, c]
+        logits = logits_of(h, head)
+        scored = _score(logits, target)
+        if taught is None or theirs is None:
+            return scored
+        return scored._replace(divergence=_divergence(reverse, logits, logits_of(theirs, taught.head)))
 
     def pieces(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(b, -1, columns, *x.shape[2:]), 1, 0)  # [chunks, b, c, ...]
 
     body = jax.checkpoint(chunk) if remat else chunk
-    _, chunks = jax.lax.scan(lambda _, xs: (None, body(*xs)), None, (pieces(hidden), pieces(targets)))
-    return TokenLogprobs(*(jnp.moveaxis(x, 0, 1).reshape(b, -1)[:, :T] for x in chunks))
+    theirs = None if taught is None else pieces(taught.hidden)
+    _, chunks = jax.lax.scan(lambda _, xs: (None, body(*xs)), None, (pieces(hidden), pieces(targets), theirs))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(b, -1)[:, :T], chunks)
 
 
 @jax.custom_vjp
@@ -160,7 +196,7 @@ def _score_forward(logits: jax.Array, targets: jax.Array) -> tuple[TokenLogprobs
 
 def _score_backward(saved: tuple[jax.Array, ...], gradient: TokenLogprobs) -> tuple[jax.Array, None]:
     logits, targets, total, entropy = saved
-    of_logprob, of_entropy = (x[..., None] for x in gradient)
+    of_logprob, of_entropy = gradient.logprobs[..., None], gradient.entropy[..., None]
     table = logits - total
     is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
     share = jnp.exp(table) * (of_logprob + of_entropy * (table + entropy[..., None]))
@@ -168,3 +204,33 @@ def _score_backward(saved: tuple[jax.Array, ...], gradient: TokenLogprobs) -> tu
 
 
 _score.defvjp(_score_forward, _score_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _divergence(reverse: float, logits: jax.Array, others: jax.Array) -> jax.Array:
+    """`reverse` KL(p || q) + (1 - reverse) KL(q || p), [...], of the distributions of logits [..., V], p and q.
+
+    The gradient is that of p's logits, and explicit: equal logits give exactly 0, which the default would round.
+    """
+    return _divergence_forward(reverse, logits, others)[0]
+
+
+def _divergence_forward(
+    reverse: float, logits: jax.Array, others: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    p, q = jax.nn.log_softmax(logits), jax.nn.log_softmax(others)
+    value = jnp.sum((reverse * jnp.exp(p) - (1 - reverse) * jnp.exp(q)) * (p - q), axis=-1)
+    return value, (logits, others)
+
+
+def _divergence_backward(
+    reverse: float, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    logits, others = saved
+    p, q = jax.nn.log_softmax(logits), jax.nn.log_softmax(others)
+    from_mean = p - q - jnp.sum(jnp.exp(p) * (p - q), axis=-1, keepdims=True)
+    slope = reverse * jnp.exp(p) * from_mean + (1 - reverse) * (jnp.exp(p) - jnp.exp(q))
+    return gradient[..., None] * slope, jnp.zeros_like(others)
+
+
+_divergence.defvjp(_divergence_forward, _divergence_backward)

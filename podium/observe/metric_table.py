@@ -48,6 +48,11 @@ def _kl_reference(stats: StepStats) -> float | None:
     return float(np.sum(charged.sums)) / charged.num_tokens if charged.num_tokens else None
 
 
+def _kl_teacher(stats: StepStats) -> float | None:
+    sampled = stats.batched.teacher_kl
+    return stats.updated.token_means.get("kl_teacher") if sampled is None else sampled
+
+
 def _logprob_gap(stats: StepStats) -> tuple[float, float] | None:
     return (stats.updated.logprob_gap, stats.updated.logprob_gap_max) if stats.updated.updates else None
 
@@ -147,7 +152,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/router_load_max", "", "Load of the busiest expert over the mean load, in the tokens of the update; mean over layers. 1: all are used equally.", lambda s: s.updated.token_means.get("router_load_max")),
         Metric("policy/router_unused", "fraction", "Experts without a token in a micro-batch; mean over layers.", lambda s: s.updated.token_means.get("router_unused")),
         Metric("policy/router_balance", "", "The balance loss that `algorithm.router_loss_coef` weighs; 1: all experts are used equally.", lambda s: s.updated.token_means.get("router_balance")),
-        Metric("policy/kl_teacher", "nat", "KL(trainer || teacher) per token before the step's first update, as mean of trainer's - teacher's log-probability; only with `teacher`.", lambda s: s.batched.teacher_kl),
+        Metric("policy/kl_teacher", "nat", "KL(trainer || teacher) per token before the step's first update, as mean of trainer's - teacher's log-probability; with `teacher.loss: full` the divergence in the loss, mean over the updates; only with `teacher`.", _kl_teacher),
         Metric("policy/correction_weight", "", "Importance weight of `algorithm.correction`, mean over the tokens.", lambda s: s.updated.token_means.get("correction_weight")),
         Metric("policy/correction_dropped", "fraction", "Tokens whose weight `algorithm.correction` made 0; only with it.", lambda s: s.updated.token_means.get("correction_dropped")),
         Metric("policy/off_policy_dropped", "fraction", "Tokens left out by `algorithm.off_policy_threshold`; only with it.", lambda s: s.updated.token_means.get("off_policy_dropped")),

@@ -203,10 +203,11 @@ def score_phase(run: RunSizes) -> PhaseEstimate:
 
 
 def teacher_phase(run: RunSizes) -> PhaseEstimate:
-    """Log-probabilities of a batch under the teacher."""
+    """Log-probabilities of a batch under the teacher, or its hidden states, from which the update has its logits."""
     teacher = run.of_teacher
     assert teacher is not None, "the run has a teacher"
-    return _scoring("teacher", teacher, in_updates(run) | _batch(run))
+    form = _scoring("teacher", teacher, in_updates(run) | _batch(run))
+    return dataclasses.replace(form, flops=form.flops - run.compares * _logits_flops(teacher))
 
 
 def _scoring(name: str, run: RunSizes, beside: Parts) -> PhaseEstimate:
@@ -293,8 +294,11 @@ def _attention_arrays(run: RunSizes, rows: int, length: int, a: int) -> Parts:
 
 def _batch(run: RunSizes) -> Parts:
     """Bytes of the batch of an optimizer step."""
-    arrays = BATCH_ARRAYS + len(run.spec.recipe.loss_scores)
+    scores = run.spec.recipe.loss_scores
+    arrays = BATCH_ARRAYS + len(scores)
     of_token = 4 * arrays + run.spec.batch.choices
+    if run.spec.teacher is not None and run.compares:
+        of_token += run.activation * run.spec.teacher.width - 4
     return {"batch": of_token * run.spec.batch.max_micro_batches * run.tokens}
 
 
@@ -323,6 +327,11 @@ def _matmul_flops(run: RunSizes) -> int:
     return 2 * run.tokens * run.decoder.active
 
 
+def _logits_flops(run: RunSizes) -> int:
+    """Operations of a micro-batch's logits."""
+    return 2 * run.tokens * run.decoder.vocab * run.decoder.width // run.tp
+
+
 def _update_flops(run: RunSizes) -> int:
     """Operations of forward, backward and recomputation; a recomputed layer skips its last product."""
     decoder = run.decoder
@@ -334,9 +343,12 @@ def _update_flops(run: RunSizes) -> int:
     again = {"none": logits * (run.update.head == "fused"), "products": logits}.get(remat, whole)
     products = PRODUCTS[run.update.attention] + (PRODUCTS["again"] if remat != "none" else 0)
     attention = _attention_flops(run, run.rows, run.row_tokens, products, split=run.tp * run.sp)
+    teacher = run.of_teacher
+    compared = _logits_flops(teacher) * (1 if remat == "none" else 2) if run.compares and teacher is not None else 0
     backward = 2 if run.decoder.lora is None else 1  # products per weight matrix; frozen ones have no gradient
     padding = (1 + backward) * fused_padding(run)
-    return _forward_flops(run) + (backward * _matmul_flops(run) + again) // run.tp + attention + padding
+    own = _forward_flops(run) + (backward * _matmul_flops(run) + again) // run.tp + attention + padding
+    return own + compared
 
 
 def _passes(run: RunSizes, kind: str) -> int:

@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from podium.algorithms.recipes import TEACHER_HIDDEN
 from podium.compiler import Lowerable
 from podium.config.sizes import prompt_buckets, slot_sizes
 from podium.models.adapters import abstract_frozen
 from podium.models.architecture import DecoderConfig
 from podium.models.decoder import head_weights
+from podium.models.linear import activation_dtype
 from podium.models.logprobs import logits_at
 from podium.models.params import trained_specs
 from podium.rollout.cache import Cache
@@ -36,10 +38,10 @@ from podium.train.batch import make_batch
 from podium.train.generate import rollout_rules
 from podium.train.offload import takes_no_device
 from podium.train.optimizer import make_opt_init
-from podium.train.scorers import make_teacher_score
+from podium.train.scorers import make_teacher_program
 from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import abstract_state
-from podium.train.step import abstract_batch, make_train_programs
+from podium.train.step import TEACHER_HEAD, abstract_batch, make_train_programs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,12 +72,21 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     score, train_step = make_train_programs(settings, recipe, optimizer)
     batch = abstract_batch(make_batch([], spec.batch)[0], settings.computing)
     logprobs = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32, sharding=batch.tokens.sharding)
-    scored = dataclasses.replace(batch, scores=dict.fromkeys(recipe.loss_scores, logprobs))
+    scores = dict.fromkeys(recipe.loss_scores, logprobs)
+    taught = {} if spec.teacher is None else abstract_frozen(spec.teacher, settings.stored)
+    compared: dict[str, jax.ShapeDtypeStruct] = {}
+    if spec.teacher is not None and TEACHER_HIDDEN in scores:
+        compared[TEACHER_HEAD] = taught.get("head", taught["embed"])
+        scores[TEACHER_HIDDEN] = jax.ShapeDtypeStruct(
+            (*batch.tokens.shape, spec.teacher.width),
+            activation_dtype(settings.computing, settings.dtype),
+            sharding=settings.computing.sharding(None, "batch", "tokens", None),
+        )
+    scored = dataclasses.replace(batch, scores=scores)
 
     own = {"parameters": device_bytes(params)}
     moments = {"optimizer": device_bytes((state.step, state.opt_state))}
     anchor = {"reference_weights": device_bytes(params)} if recipe.needs_reference and not frozen else {}
-    taught = {} if spec.teacher is None else abstract_frozen(spec.teacher, settings.stored)
     teachers = {"teacher_weights": device_bytes(taught)}
     kept = _kept(spec, mesh, frozen)
     merged = decoder.lora is not None and decoder.lora.merged
@@ -89,12 +100,15 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     if recipe.scorers:
         beside = moments | anchor | teachers | kept | {"batch": waiting - device_bytes(batch)}
         found["score"] = _phase(score, (params | frozen, batch), beside)
-    if spec.teacher is not None:
+    if spec.teacher is not None and recipe.teacher is not None:
         own_batch = dataclasses.replace(batch, choices=None)
         beside = own | moments | anchor | under | kept | {"batch": waiting - device_bytes(own_batch)}
-        found["teacher"] = _phase(make_teacher_score(settings, spec.teacher), (taught, own_batch), beside)
-    beside = anchor | teachers | kept | {"batch": waiting - device_bytes(scored)}
-    return found | {"update": _phase(train_step, (state, scored, frozen), beside)}
+        found["teacher"] = _phase(
+            make_teacher_program(recipe.teacher, settings, spec.teacher), (taught, own_batch), beside
+        )
+    rest = {"teacher_weights": teachers["teacher_weights"] - device_bytes(compared)}
+    beside = anchor | rest | kept | {"batch": waiting - device_bytes(scored)}
+    return found | {"update": _phase(train_step, (state, scored, frozen | compared), beside)}
 
 
 def _kept(spec: RunSpec, mesh: Mesh, frozen: AbstractParams) -> dict[str, int]:

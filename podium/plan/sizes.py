@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 
 from podium.accelerators import Accelerator
+from podium.algorithms.recipes import TEACHER_HIDDEN
 from podium.config.attention import cache_block_pages, kv_layout
 from podium.config.head import fast_memory, head_chunks, head_tile
 from podium.config.imports import is_path
@@ -57,6 +58,11 @@ class RunSizes:
         teacher = self.spec.teacher
         spec = self.spec
         return teacher and dataclasses.replace(self, spec=dataclasses.replace(spec, decoder=teacher, teacher=None))
+
+    @property
+    def compares(self) -> bool:
+        """Whether updates compute a teacher's logits beside the policy's."""
+        return TEACHER_HIDDEN in self.spec.recipe.loss_scores
 
     @property
     def rollout(self) -> RolloutConfig:

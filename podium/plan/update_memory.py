@@ -47,6 +47,8 @@ def update_peak(run: RunSizes) -> Parts:
     if frozen:  # only the adapters have gradients, and embedding and head have no adapters
         head = 0
     at_head = kept | {"gradients": gradients + head * reduced_number(run)} | loss_logits(run, all_tokens=saved)
+    if run.compares:
+        at_head["logits"] *= 2
     of_layers = F32 * own_layers(run) + (0 if frozen else _relaid(run))
     in_layers = kept | {"gradients": gradients + of_layers + head * reduced_number(run)} | _backward_peak(run)
     in_layers["gathered_weights"] = copied(run, layers // decoder.layers)

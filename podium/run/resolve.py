@@ -80,7 +80,10 @@ def resolve_recipe(config: Config, algorithm: AlgorithmConfig | None = None) -> 
         algorithm or config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step
     )
     teacher = config.teacher
-    return dataclasses.replace(recipe, teacher=teacher and Teaching(weight=teacher.weight))
+    if teacher is None:
+        return recipe
+    teaching = Teaching(weight=teacher.weight, loss=teacher.loss, reverse=teacher.reverse)
+    return dataclasses.replace(recipe, teacher=teaching)
 
 
 def resolve_teacher(config: Config) -> DecoderConfig | None:
@@ -108,13 +111,14 @@ def resolve_batch(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> Ba
 def resolve_update(config: Config, machine: Machine, mesh: MeshSizes) -> UpdateSpec:
     """Resolve how batches are scored and trained on. Raises ValueError if the machine lacks a requested kernel."""
     train = config.train
+    compares = config.teacher is not None and config.teacher.loss == "full"  # all logits, which a fused head has not
     return UpdateSpec(
         dtype=resolve_format(train.dtype, machine),
         reduce_dtype=train.reduce_dtype,
         head_dtype=None if train.head_dtype == "auto" else train.head_dtype,
         temperature=config.rollout.temperature,
         remat=train.remat,
-        head=head_kind(train.head, machine.platform, mesh["tp"]),
+        head=head_kind("chunked" if compares and train.head == "auto" else train.head, machine.platform, mesh["tp"]),
         head_chunk_tokens=train.head_chunk_tokens,
         attention=attention_backend(train.attention, machine.platform),
         row_groups=row_groups(config),

@@ -195,7 +195,7 @@ def prepare_step(
     scored_at = time.perf_counter()
     advantages, reward_kl = step_advantages(packed, recipe, scored)
     teacher_kl = None
-    if recipe.teacher is not None and len(packed.kept):
+    if recipe.teacher is not None and recipe.teacher.loss == "sampled" and len(packed.kept):
         tokens = _token_scores(packed, scored)
         teacher, own = tokens.scores[TEACHER_LOGPROBS], tokens.scores[OLD_LOGPROBS]
         advantages = taught_advantages(advantages, teacher, own, tokens.mask, weight=recipe.teacher.weight)

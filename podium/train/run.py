@@ -278,7 +278,7 @@ def _load_teacher(model: Model, spec: RunSpec, progress: Progress) -> Scorer:
     params = load_frozen(model)
     progress.message(f"teacher: {model.source.name}, weights {base_of(params)}")
     settings = make_train_settings(spec.update, spec.decoder, model.mesh)
-    return make_teacher_scorer(settings, model.decoder, kept(params, model.rules))
+    return make_teacher_scorer(spec.recipe, settings, model.decoder, kept(params, model.rules))
 
 
 def _make_trainer(

@@ -2,7 +2,7 @@
 
 Scores are stored in `Batch.scores` by that name; advantages and loss may read them. The policy before the update is one
 scorer (`old_logprobs`), the frozen first model another (`reference_logprobs`), a teacher the third
-(`teacher_logprobs`).
+(`teacher_logprobs`, or `teacher_hidden`, its hidden states).
 """
 
 import dataclasses
@@ -11,13 +11,21 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from podium.algorithms.recipes import OLD_LOGPROBS, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Recipe, score_name
+from podium.algorithms.recipes import (
+    OLD_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    TEACHER_HIDDEN,
+    TEACHER_LOGPROBS,
+    Recipe,
+    Teaching,
+    score_name,
+)
 from podium.config.imports import imported
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.choices import UNKNOWN
 from podium.sharding import Params
 from podium.train.batch import Batch
-from podium.train.step import CompiledScore, ScoreProgram, TrainSettings, make_score
+from podium.train.step import CompiledScore, ScoreProgram, TrainSettings, make_hidden, make_score
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,14 +66,23 @@ def make_scorers(
     return tuple(found)
 
 
-def make_teacher_scorer(settings: TrainSettings, decoder: DecoderConfig, params: Params) -> Scorer:
-    """The scorer of a teacher, with the trainer's settings and its own decoder and weights."""
-    return Scorer(name=TEACHER_LOGPROBS, decoder=decoder, params=params, program=make_teacher_score(settings, decoder))
+def make_teacher_scorer(recipe: Recipe, settings: TrainSettings, decoder: DecoderConfig, params: Params) -> Scorer:
+    """The scorer of a recipe's teacher, with the trainer's settings and its own decoder and weights."""
+    assert recipe.teacher is not None, "the recipe has a teacher"
+    name = TEACHER_HIDDEN if recipe.teacher.loss == "full" else TEACHER_LOGPROBS
+    program = make_teacher_program(recipe.teacher, settings, decoder)
+    return Scorer(name=name, decoder=decoder, params=params, program=program)
 
 
-def make_teacher_score(settings: TrainSettings, decoder: DecoderConfig) -> CompiledScore:
-    """The teacher's program, with the trainer's settings."""
-    return make_score(settings._replace(decoder=decoder))
+def make_teacher_program(teaching: Teaching, settings: TrainSettings, decoder: DecoderConfig) -> CompiledScore:
+    """The teacher's program, with the trainer's settings: its log-probabilities, or its hidden states."""
+    own = settings._replace(decoder=decoder)
+    return make_hidden(own) if teaching.loss == "full" else make_score(own)
+
+
+def teacher_head(params: Params) -> jax.Array:
+    """The teacher's matrix from hidden states to logits, [V, D], as stored."""
+    return params.get("head", params["embed"])
 
 
 def _make(need: str, settings: TrainSettings, score: ScoreProgram, reference: Params | None) -> Scorer:
@@ -99,7 +116,7 @@ def with_scores(batch: Batch[jax.Array], scorers: Sequence[Scorer], policy: Para
     for scorer in scorers:
         if scorer.params is None:
             scores[scorer.name] = scorer.program(policy, batch)
-        elif scorer.name == TEACHER_LOGPROBS:  # another model has other experts, or none
+        elif scorer.name in (TEACHER_LOGPROBS, TEACHER_HIDDEN):  # another model has other experts, or none
             scores[scorer.name] = scorer.program(scorer.params, dataclasses.replace(batch, choices=None))
         else:
             scores[scorer.name] = scorer.program(scorer.params, plain)

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from podium.algorithms.losses import entropy_loss, policy_loss
-from podium.algorithms.recipes import Recipe
+from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
 from podium.algorithms.routers import router_loss, router_stats
 from podium.compiler import Lowerable, compiler_options
 from podium.config.attention import Backend
@@ -27,7 +27,8 @@ from podium.models.attention import row_attention
 from podium.models.blocks.choices import Balance
 from podium.models.blocks.kind import Advance, At, Packed, States
 from podium.models.decoder import forward, head_weights
-from podium.models.logprobs import TokenLogprobs, token_logprobs
+from podium.models.linear import activation_dtype
+from podium.models.logprobs import Taught, TokenLogprobs, token_logprobs
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, trained_specs
 from podium.models.recorded_routing import balances, recorded_choices
 from podium.models.visibility import Visibility, packed_rows
@@ -39,8 +40,15 @@ from podium.train.state import TrainState, abstract_state
 Metrics = dict[str, jax.Array]
 
 
+TEACHER_HEAD = "teacher_head"
+"""The name of a teacher's head [V, D] among the weights that an update is given as `frozen`."""
+
+
 class ScoreProgram(Protocol):
-    """`(params, batch) -> [K, B, T]` float32: scores each target of a batch, without gradient."""
+    """`(params, batch) -> [K, B, T]` float32: scores each target of a batch, without gradient.
+
+    A teacher's may give hidden states instead, [K, B, T, D].
+    """
 
     def __call__(self, params: Params, batch: Batch[jax.Array], /) -> jax.Array:
         """Score a batch."""
@@ -129,6 +137,24 @@ def make_score(settings: TrainSettings) -> CompiledScore:
     return jax.jit(score, out_shardings=shardings, compiler_options=settings.options())
 
 
+def make_hidden(settings: TrainSettings) -> CompiledScore:
+    """The jitted `(params, batch) -> hidden [K, B, T, D]` from which the targets are predicted, without gradient."""
+
+    def states(params: Params, batch: Batch[jax.Array]) -> jax.Array:
+        def one(index: jax.Array, found: jax.Array) -> jax.Array:
+            hidden, _ = _hidden(settings, params, _micro_batch(batch, index))
+            return jax.lax.dynamic_update_index_in_dim(found, hidden.astype(found.dtype), index, 0)
+
+        dtype = activation_dtype(settings.computing, settings.dtype)
+        nothing = jnp.zeros((*batch.tokens.shape, settings.decoder.width), dtype)
+        if len(batch.tokens) == 1:  # as in `make_score`
+            return one(jnp.int32(0), nothing)
+        return jax.lax.fori_loop(0, batch.num_micro_batches, one, nothing)
+
+    shardings = settings.computing.sharding(None, "batch", "tokens", None)
+    return jax.jit(states, out_shardings=shardings, compiler_options=settings.options())
+
+
 _Gradients: TypeAlias = tuple[tuple[Params, jax.Array, Metrics], Metrics]
 """Accumulated over micro-batches: sums of gradients, losses and statistics; and maxima of statistics."""
 
@@ -138,7 +164,8 @@ def make_train_step(
 ) -> CompiledTrainStep:
     """The jitted update `(state, batch, frozen) -> (state, metrics)`; `state` is donated.
 
-    `frozen` are weights that never change and are not in the state: with LoRA, all but the adapters. Metrics are means
+    `frozen` are weights that never change and are not in the state: with LoRA, all but the adapters; and TEACHER_HEAD,
+    with a teacher whose whole distribution is learned. Metrics are means
     over the batch's trained tokens, except `loss`, norms and maxima. `broken_row` is the first row of all micro-batches
     whose loss is not finite, counted from the last row, which is 1; 0: none.
     """
@@ -192,7 +219,8 @@ def _loss(
     settings: TrainSettings, recipe: Recipe, params: Params, frozen: Params, batch: Batch[jax.Array]
 ) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
     """A micro-batch's contribution to the loss, with its statistics as sums over tokens and as maxima."""
-    scored, routers = _logprobs(settings, params | frozen, batch)
+    teacher = recipe.teacher if TEACHER_HIDDEN in batch.scores else None
+    scored, routers = _logprobs(settings, params | frozen, batch, reverse=1.0 if teacher is None else teacher.reverse)
     losses, stats = policy_loss(
         recipe,
         scored.logprobs,
@@ -202,6 +230,9 @@ def _loss(
         mask=batch.mask,
         scores=batch.scores,
     )
+    if teacher is not None and scored.divergence is not None:
+        losses += teacher.weight * scored.divergence
+        stats = stats | {"kl_teacher": jax.lax.stop_gradient(scored.divergence)}
     loss = jnp.sum(losses * batch.weights)
     if bonus := recipe.entropy_bonus:
         loss += entropy_loss(scored.entropy, batch.mask, num_tokens=batch.num_tokens, entropy_bonus=bonus)
@@ -256,8 +287,37 @@ def _micro_batch(batch: Batch[jax.Array], index: jax.Array) -> Batch[jax.Array]:
     return jax.tree.map(pick, batch)
 
 
-def _logprobs(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) -> tuple[TokenLogprobs, list[Balance]]:
-    """Log-probabilities and entropies of a micro-batch's targets, and how routers shared out its tokens, if any."""
+def _logprobs(
+    settings: TrainSettings, params: Params, batch: Batch[jax.Array], *, reverse: float = 1.0
+) -> tuple[TokenLogprobs, list[Balance]]:
+    """Log-probabilities and entropies of a micro-batch's targets, and how routers shared out its tokens, if any.
+
+    With a teacher's hidden states in the scores, also the divergence to it (`token_logprobs`).
+    """
+    rules, wide = settings.computing, settings.reduce_dtype == jnp.float32
+    hidden, routers = _hidden(settings, params, batch)
+    dtype, taught = settings.head_dtype or settings.dtype, None
+    if TEACHER_HIDDEN in batch.scores:
+        head = head_weights({"embed": params[TEACHER_HEAD]}, rules, dtype)
+        assert isinstance(head, jax.Array), "a teacher's head has no gradient"
+        taught = Taught(batch.scores[TEACHER_HIDDEN], head)
+    scored = token_logprobs(
+        hidden,
+        head_weights(params, rules, dtype, wide=wide and settings.decoder.lora is None),
+        batch.targets,
+        temperature=settings.temperature,
+        chunk=settings.head_chunk_tokens,
+        kind=settings.head,
+        rules=rules,
+        remat=settings.remat != "none",
+        taught=taught,
+        reverse=reverse,
+    )
+    return scored, routers
+
+
+def _hidden(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) -> tuple[jax.Array, list[Balance]]:
+    """Hidden states [B, T, D] from which a micro-batch's targets are predicted, and how routers shared out tokens."""
     rules, wide = settings.computing, settings.reduce_dtype == jnp.float32
     windows = any(attention.window for _, attention in settings.decoder.attention_layers())
     visibility = Visibility(batch.segments, batch.prompts, batch.positions if windows else None)
@@ -292,14 +352,4 @@ def _logprobs(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) 
         groups=settings.row_groups,
         wide=wide,
     )
-    scored = token_logprobs(
-        hidden,
-        head_weights(params, rules, settings.head_dtype or settings.dtype, wide=wide and settings.decoder.lora is None),
-        batch.targets,
-        temperature=settings.temperature,
-        chunk=settings.head_chunk_tokens,
-        kind=settings.head,
-        rules=rules,
-        remat=settings.remat != "none",
-    )
-    return scored, balances(told)
+    return hidden, balances(told)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import optax
 
-from podium.algorithms.recipes import Recipe
+from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
 from podium.observe.stats import BatchStats, UpdateStats
 from podium.run.spec import BatchSizes, OptimizerSpec
 from podium.sharding import Params
@@ -19,9 +19,9 @@ from podium.train.distributed import is_leader, on_host
 from podium.train.generate import Group
 from podium.train.optimizer import learning_rate
 from podium.train.prepare import prepare_step
-from podium.train.scorers import Scorer, make_scorers
+from podium.train.scorers import Scorer, make_scorers, teacher_head
 from podium.train.state import TrainState, at_schedule_step
-from podium.train.step import Metrics, ScoreProgram, TrainSettings, TrainStep, make_train_programs
+from podium.train.step import TEACHER_HEAD, Metrics, ScoreProgram, TrainSettings, TrainStep, make_train_programs
 
 
 class DivergedError(ValueError):
@@ -60,6 +60,10 @@ class Trainer:
         self.score: ScoreProgram = programs.score
         self.train_step: TrainStep = programs.train_step
         self.scorers = make_scorers(recipe, settings, self.score, reference, teacher)
+        self.taught: Params = {}
+        """The teacher's head, if updates compute its distributions."""
+        if teacher is not None and teacher.name == TEACHER_HIDDEN and teacher.params is not None:
+            self.taught = {TEACHER_HEAD: teacher_head(teacher.params)}
         self.learning_rate = learning_rate(schedule.settings, schedule.steps)
         self.updates_per_step = recipe.updates_per_batch * recipe.minibatches
 
@@ -92,7 +96,7 @@ class Trainer:
         rate = float(np.asarray(self.learning_rate(end - 1)))
         made: list[UpdateStats] = []
         for position, batch in enumerate(todo, start=end - len(todo)):
-            state, metrics = self.train_step(at_schedule_step(state, position), batch, self.frozen)
+            state, metrics = self.train_step(at_schedule_step(state, position), batch, self.frozen | self.taught)
             metrics = jax.device_get(metrics)
             broken = int(metrics.pop("broken_row"))
             made.append(_update_stats(metrics, float(batch.num_tokens), rate))

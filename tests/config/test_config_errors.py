@@ -262,5 +262,9 @@ def test_what_a_teacher_cannot_be_combined_with_says_why_and_the_way_out(errors)
     assert "teacher: gspo has one ratio for a completion" in averaged
     (cut,) = errors(teacher + "rollout: {top_p: 0.9}\n")
     assert "do not estimate the distance to a teacher over all of it; set it to 1" in cut
+    (unread,) = errors("teacher: {model: demo, reverse: 0.5}\n")
+    assert unread.startswith("teacher.reverse: 0.5, and tokens that the policy draws estimate KL(policy || teacher)")
+    (fused,) = errors("teacher: {model: demo, loss: full}\ntrain: {head: fused}\n")
+    assert fused.startswith("train.head: fused computes no logits to compare with a teacher's")
     (given,) = errors(teacher + "algorithm: {recipe: sft}\ngroup_size: 1\n")
     assert "set algorithm.recipe to distill or grpo" in given

@@ -6,7 +6,7 @@ from tiny_models import rules_on
 
 from podium.config.head import fast_memory, head_chunks, head_kind, head_tile
 from podium.models.blocks.weights import Weight
-from podium.models.logprobs import logits_at, token_logprobs
+from podium.models.logprobs import Taught, logits_at, token_logprobs
 from podium.models.params import GATHERED_AXES
 from podium.sharding import ShardingRules
 
@@ -201,3 +201,78 @@ def test_logits_are_float32_whatever_the_model_computes_in():
     assert logits.dtype == jnp.float32
     exact = np.asarray(low[0], np.float64) @ np.asarray(low[1], np.float64).T / 2
     np.testing.assert_allclose(logits, exact, rtol=1e-5, atol=1e-5)
+
+
+def relative(found, expected) -> float:
+    """Norm of the difference over that of the expected array."""
+    return float(np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected))
+
+
+def naive_divergence(hidden, head, others, other_head, slopes, reverse, temperature):
+    """The divergence [B, T] and the gradients of its sum times `slopes` for hidden states and head, in float64.
+
+    By the whole [B, T, V]: with l = log p - log q, d KL(p||q) / d logit = p (l - KL), d KL(q||p) / d logit = p - q.
+    """
+    hidden, head, others, other_head = (x.astype(np.float64) for x in (hidden, head, others, other_head))
+    p, q = (np.exp(x @ w.T / temperature) for x, w in ((hidden, head), (others, other_head)))
+    p, q = (x / x.sum(axis=-1, keepdims=True) for x in (p, q))
+    log = np.log(p / q)
+    to_teacher, from_teacher = np.sum(p * log, axis=-1), np.sum(-q * log, axis=-1)
+    of_logits = reverse * p * (log - to_teacher[..., None]) + (1 - reverse) * (p - q)
+    of_logits *= slopes[..., None] / temperature
+    value = reverse * to_teacher + (1 - reverse) * from_teacher
+    return value, of_logits @ head, np.einsum("btv,btd->vd", of_logits, hidden)
+
+
+@pytest.mark.parametrize(
+    ("reverse", "chunk", "mesh", "devices", "remat"),
+    [
+        (1.0, 1024, "dp:1", 1, True),
+        (1.0, 4, "dp:1", 1, True),
+        (0.0, 12, "dp:1", 1, True),
+        (0.3, 12, "dp:1", 1, False),
+        (0.3, 6, "dp:2,fsdp:2", 4, True),
+        (1.0, 6, "fsdp:2,tp:2", 4, True),
+    ],
+)
+def test_the_divergence_to_a_teacher_is_the_dense_formula_whatever_the_chunk(reverse, chunk, mesh, devices, remat):
+    """The teacher is narrower; the last chunk is shorter where 3 positions do not divide 10."""
+    random = np.random.default_rng(3)
+    hidden, head, targets = (0.5 * inputs()[0], inputs()[1], inputs()[2])
+    others, other_head = (random.standard_normal(s).astype(np.float32) for s in ((B, T, D // 2), (V, D // 2)))
+    slopes = random.uniform(0.5, 1.5, (B, T)).astype(np.float32)
+    rules = computing(mesh, devices)
+
+    def total(hidden, head):
+        found = token_logprobs(
+            hidden,
+            head,
+            targets,
+            temperature=0.7,
+            chunk=chunk,
+            rules=rules,
+            remat=remat,
+            taught=Taught(jnp.asarray(others), jnp.asarray(other_head)),
+            reverse=reverse,
+        )
+        return jnp.sum(found.divergence * slopes), found.divergence
+
+    (_, found), gradients = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(hidden, head)
+    value, of_hidden, of_head = naive_divergence(hidden, head, others, other_head, slopes, reverse, 0.7)
+    assert relative(found, value) < 1e-6
+    assert relative(gradients[0], of_hidden) < 1e-6
+    assert relative(gradients[1], of_head) < 1e-6
+
+
+def test_equal_logits_have_a_divergence_and_a_gradient_of_exactly_0():
+    hidden, head, targets = inputs()
+
+    def total(hidden):
+        taught = Taught(jax.lax.stop_gradient(hidden), jnp.asarray(head))
+        settings = {"temperature": 0.7, "chunk": 12, "rules": computing(), "reverse": 0.4}
+        found = token_logprobs(hidden, head, targets, taught=taught, **settings)
+        return jnp.sum(found.divergence), found.divergence
+
+    (_, found), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(hidden)
+    assert not np.asarray(found).any()
+    assert not np.asarray(gradient).any()

@@ -304,3 +304,19 @@ def test_a_teacher_stays_beside_the_trainer_and_is_a_phase_of_its_own(base, numb
     weights = 2 * run.tokens * (layers + ends / 2)
     assert weights < teacher.flops < 1.05 * weights
     assert phase(run, "update").flops == phase(alone, "update").flops
+
+
+def test_a_teachers_logits_are_computed_in_the_update_if_it_learns_the_whole_distribution():
+    """By hand: once in the forward pass and once recomputed; the batch holds hidden states of 4,096 numbers a token."""
+    settings = {"model": "Qwen/Qwen3-1.7B", "algorithm": {"recipe": "distill"}, "train": {"head": "chunked"}}
+    student, accelerator = find_decoder(config(**settings)), find_accelerator("v6e-8")
+    sampled, full = (
+        make_sizes(config(**settings, teacher={"model": "Qwen/Qwen3-8B", "loss": loss}), student, accelerator)
+        for loss in ("sampled", "full")
+    )
+    logits = 2 * sampled.tokens * 151936 * 4096
+    assert phase(full, "update").flops - phase(sampled, "update").flops == 2 * logits
+    assert phase(sampled, "teacher").flops - phase(full, "teacher").flops == logits
+    batches = [phase(each, "update").parts["batch"] for each in (sampled, full)]
+    assert batches[1] - batches[0] == sampled.spec.batch.max_micro_batches * sampled.tokens * 2 * 4096
+    assert [each.name for each in estimate(full)][4:] == ["teacher", "update", "checkpoint"]

@@ -219,6 +219,22 @@ def test_a_teacher_is_a_program_of_its_own_and_its_weights_stay_beside_all_other
     assert programs["teacher"].lower().out_info.shape == batch.tokens.shape
 
 
+def test_a_teachers_hidden_states_are_part_of_the_batch_and_its_head_an_argument_of_the_update():
+    config = config_of(teacher={"model": "Qwen/Qwen3-0.6B", "loss": "full"})
+    mesh = make_mesh(config.mesh)
+    spec = dataclasses.replace(run_spec(config, DECODER, mesh), teacher=frozen_decoder(tiny(width=16), "bfloat16"))
+    programs = phase_programs(spec, mesh)
+    made = programs["teacher"].lower().out_info
+    _, batch, frozen = programs["update"].arguments
+    kept = batch.scores["teacher_hidden"]
+    assert (made.shape, made.dtype) == (kept.shape, kept.dtype) == ((*batch.tokens.shape, 16), jnp.float32)
+    head = frozen["teacher_head"]
+    assert head.shape == (DECODER.vocab, 16)
+    held = programs["sync"].residents["teacher_weights"] - programs["update"].residents["teacher_weights"]
+    assert held == device_bytes(head)
+    programs["update"].lower()
+
+
 def texts(config: Config) -> dict[str, tuple[str, dict[str, int]]]:
     """The text of every program, and what a device holds beside it."""
     return {name: (each.lower().as_text(), dict(each.residents)) for name, each in planned(config).items()}

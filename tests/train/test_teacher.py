@@ -3,16 +3,17 @@
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_decoder import DECODER, tiny
-from tiny_runs import REWARDS, assert_same_run, config_of, groups_of, make_config, make_trainer, trained
+from tiny_runs import REWARDS, assert_same_run, config_of, groups_of, make_config, make_trainer, sgd, trained
 
 from podium.algorithms.advantages import taught_advantages
-from podium.algorithms.recipes import OLD_LOGPROBS, TEACHER_LOGPROBS, Teaching
+from podium.algorithms.recipes import OLD_LOGPROBS, TEACHER_HIDDEN, TEACHER_LOGPROBS, Teaching
 from podium.certify.subject import random_weights
 from podium.models.architecture import DecoderConfig, frozen_decoder
 from podium.observe.stats import BatchStats
@@ -23,6 +24,8 @@ from podium.train.loop import train
 from podium.train.prepare import prepare_step
 from podium.train.scorers import make_scorers, make_teacher_scorer
 from podium.train.setup import load_frozen, make_model, make_teacher
+from podium.train.state import init_state
+from podium.train.step import TEACHER_HEAD, make_hidden, make_score, make_train_step
 from podium.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -34,12 +37,18 @@ def of_bfloat16(params: Params) -> Params:
 
 
 def prepared(
-    trainer: Trainer, params: Params, decoder: DecoderConfig, teacher: Params, *, weight: float
+    trainer: Trainer,
+    params: Params,
+    decoder: DecoderConfig,
+    teacher: Params,
+    *,
+    weight: float,
+    loss: Literal["sampled", "full"] = "sampled",
 ) -> tuple[Batch, BatchStats]:
     """The batch of a step with this teacher, whose weights are stored in bfloat16."""
-    recipe = dataclasses.replace(trainer.recipe, teacher=Teaching(weight=weight))
+    recipe = dataclasses.replace(trainer.recipe, teacher=Teaching(weight=weight, loss=loss))
     stored = {name: x.astype(jnp.bfloat16) for name, x in teacher.items()}
-    scorer = make_teacher_scorer(trainer.settings, frozen_decoder(decoder, "bfloat16"), stored)
+    scorer = make_teacher_scorer(recipe, trainer.settings, frozen_decoder(decoder, "bfloat16"), stored)
     scorers = make_scorers(recipe, trainer.settings, trainer.score, None, scorer)
     rules = trainer.settings.computing
     (batch,), stats = prepare_step(groups_of(), recipe, trainer.sizes, rules=rules, scorers=scorers, policy=params)
@@ -69,14 +78,67 @@ def test_another_teacher_moves_each_token_s_advantage_by_the_difference_of_log_p
     plain, _ = trainer.prepare(state.params, groups_of())
     unscored = dataclasses.replace(batch, scores={})
     mine = np.asarray(trainer.score(state.params, unscored), np.float64)
-    program = make_teacher_scorer(trainer.settings, decoder, of_bfloat16(teacher))
-    theirs = np.asarray(program.program(of_bfloat16(teacher), unscored), np.float64)
+    program = make_score(trainer.settings._replace(decoder=decoder))
+    theirs = np.asarray(program(of_bfloat16(teacher), unscored), np.float64)
     mask = np.asarray(batch.mask)
     expected = (np.asarray(plain[0].advantages, np.float64) + 0.5 * (theirs - mine)) * mask
     np.testing.assert_allclose(batch.advantages, expected, atol=1e-5)
     assert np.abs(theirs - mine)[mask > 0].min() > 1e-4
     assert stats.teacher_kl == pytest.approx(np.sum((mine - theirs) * mask) / mask.sum(), rel=1e-4)
     assert set(batch.scores) == set(), "the ratio stays relative to the sampler"
+
+
+def test_a_whole_distribution_equal_to_the_policy_s_moves_nothing():
+    """The update's program and the teacher's round alike here, so that the gradient is exactly 0."""
+    trainer, state = make_trainer(algorithm={"recipe": "distill"})
+    params = of_bfloat16(state.params)
+    before = {name: np.array(x) for name, x in params.items()}
+    after, metrics = taught_step(trainer, dataclasses.replace(state, params=params), DECODER, params, reverse=0.4)
+    assert float(metrics["kl_teacher"]) == pytest.approx(0, abs=1e-7)
+    assert float(metrics["gradient_norm"]) < 1e-6
+    for name, x in after.params.items():
+        np.testing.assert_allclose(x, before[name], atol=1e-7)
+
+
+def taught_step(trainer, state, decoder, teacher, *, reverse):
+    """An update with the teacher's whole distribution, on the groups of `groups_of`."""
+    batch, _ = prepared(trainer, state.params, decoder, teacher, weight=2.0, loss="full")
+    recipe = dataclasses.replace(trainer.recipe, teacher=Teaching(weight=2.0, loss="full", reverse=reverse))
+    step = make_train_step(trainer.settings, recipe, sgd())
+    head = {TEACHER_HEAD: jnp.array(teacher["embed"])}
+    return step(init_state(state.params, sgd()), batch, head)
+
+
+def test_the_whole_distribution_of_another_teacher_draws_the_policy_to_it():
+    """The loss is the divergence of the two models' own softmaxes, computed in numpy, and an update lowers it."""
+    trainer, state = make_trainer(algorithm={"recipe": "distill"})
+    decoder = tiny(width=16, layers=1, heads=2, kv_heads=1)
+    teacher = of_bfloat16({name: jnp.asarray(x) for name, x in random_weights(decoder, seed=5).items()})
+    batch, stats = prepared(trainer, state.params, decoder, teacher, weight=2.0, loss="full")
+    assert stats.teacher_kl is None
+    assert batch.scores[TEACHER_HIDDEN].shape == (*batch.tokens.shape, 16)
+    assert not np.asarray(batch.advantages).any()
+    program = make_hidden(trainer.settings)
+    hidden = np.asarray(program(state.params, dataclasses.replace(batch, scores={})), np.float64)
+    theirs = np.asarray(batch.scores[TEACHER_HIDDEN], np.float64)
+    p = log_softmax(hidden @ np.asarray(state.params["embed"], np.float64).T)
+    q = log_softmax(theirs @ np.asarray(teacher["embed"], np.float64).T)
+    expected = np.sum(np.sum(np.exp(p) * (p - q), axis=-1) * np.asarray(batch.mask)) / float(batch.num_tokens)
+    late = np.sum(np.sum(np.exp(p) * (p - np.roll(q, 1, axis=2)), axis=-1) * np.asarray(batch.mask))
+    found = []
+    for _ in range(3):
+        state, metrics = taught_step(trainer, state, decoder, teacher, reverse=1.0)
+        found.append(float(metrics["kl_teacher"]))
+        assert float(metrics["loss"]) == pytest.approx(2 * found[-1], rel=1e-5)
+    assert found[0] == pytest.approx(expected, rel=1e-5)
+    assert abs(found[0] - late / float(batch.num_tokens)) > 0.01, "one token late is another loss"
+    assert found[2] < found[1] < found[0]
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    """In float64."""
+    x = x - x.max(axis=-1, keepdims=True)
+    return x - np.log(np.sum(np.exp(x), axis=-1, keepdims=True))
 
 
 def test_taught_advantages_by_hand():
@@ -92,6 +154,11 @@ def test_the_policy_is_scored_for_its_teacher_and_the_ratio_needs_no_score():
     recipe = resolve_recipe(make_config(algorithm={"recipe": "distill"}, teacher={"model": "none", "weight": 2.0}))
     assert recipe.teacher == Teaching(weight=2.0)
     assert (recipe.scorers, recipe.loss_scores) == ((OLD_LOGPROBS,), ())
+    whole = resolve_recipe(
+        make_config(algorithm={"recipe": "distill"}, teacher={"model": "none", "loss": "full", "reverse": 0.5})
+    )
+    assert whole.teacher == Teaching(weight=1.0, loss="full", reverse=0.5)
+    assert (whole.scorers, whole.loss_scores) == ((), (TEACHER_HIDDEN,))
     several = resolve_recipe(
         make_config(
             algorithm={"recipe": "distill", "old_logprobs": "trainer", "minibatches": 2}, teacher={"model": "none"}
@@ -113,10 +180,11 @@ def teacher_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-def test_a_distilled_run_comes_closer_to_its_teacher_and_resumes_bit_for_bit(run_of, teacher_model):
+@pytest.mark.parametrize("loss", ["sampled", pytest.param("full", marks=pytest.mark.long)])
+def test_a_distilled_run_comes_closer_to_its_teacher_and_resumes_bit_for_bit(run_of, teacher_model, loss):
     changes = {
         "algorithm": {"recipe": "distill"},
-        "teacher": {"model": str(teacher_model)},
+        "teacher": {"model": str(teacher_model), "loss": loss},
         "eval": {"at_start": False, "at_end": False},
         "checkpoint": {"every_steps": 2},
         "train": {"optimizer": {"learning_rate": 3e-2}},
@@ -140,8 +208,8 @@ def test_an_int8_teacher_is_close_to_one_in_bfloat16(tiny_model, teacher_model):
         made = make_teacher(config, make_model(config))
         assert made is not None
         weights = load_frozen(made)
-        scorer = make_teacher_scorer(trainer.settings, made.decoder, weights)
-        found.append(np.asarray(scorer.program(weights, batch)) * np.asarray(batch.mask))
+        program = make_score(trainer.settings._replace(decoder=made.decoder))
+        found.append(np.asarray(program(weights, batch)) * np.asarray(batch.mask))
     assert weights["layers.q"].dtype == jnp.int8
     assert 1e-4 < np.median(np.abs(found[0] - found[1])[np.asarray(batch.mask) > 0]) < 0.1
 
