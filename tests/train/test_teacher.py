@@ -89,7 +89,7 @@ def test_another_teacher_moves_each_token_s_advantage_by_the_difference_of_log_p
 
 
 def test_a_whole_distribution_equal_to_the_policy_s_moves_nothing():
-    """The update's program and the teacher's round alike here, so that the gradient is exactly 0."""
+    """Up to rounding: the update and the teacher's program are two programs."""
     trainer, state = make_trainer(algorithm={"recipe": "distill"})
     params = of_bfloat16(state.params)
     before = {name: np.array(x) for name, x in params.items()}
