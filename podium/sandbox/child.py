@@ -5,7 +5,6 @@ what the code prints is no answer. An answer is what the code says, true or not.
 """
 
 import ast
-import functools
 import importlib
 import io
 import json
@@ -14,8 +13,8 @@ import os
 import random
 import sys
 import traceback
+import types
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 FILE = "<code>"
@@ -61,7 +60,9 @@ class Child:
     def __init__(self, requests: TextIO) -> None:
         self._requests = requests
         self._nonce = ""
-        self._names: dict[str, Any] = {"__name__": "__main__", "exchange": self._exchange}
+        self._module = types.ModuleType("__main__")
+        self._names: dict[str, Any] = vars(self._module)
+        self._names["exchange"] = self._exchange
 
     def serve(self) -> NoReturn:
         """Answer requests until there are no more."""
@@ -96,6 +97,7 @@ class Child:
     def _run(self, request: Any) -> Answer:
         """Run code as a program under a name; names are kept. `shown`: print the value of a last expression."""
         self._names["__name__"], code = request["name"], request["code"]
+        sys.modules[request["name"]] = self._module
         if not request["errors"]:
             os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
             sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
@@ -119,16 +121,13 @@ class Child:
         """Call a function, or a method of a class `Solution`, and answer with its value."""
         try:
             name = request["name"]
-            owner = self._names if name in self._names else vars(self._names.get("Solution"))
-            function = (
-                owner[name] if owner is self._names else functools.partial(owner[name], self._names["Solution"]())
-            )
+            function = self._names[name] if name in self._names else getattr(self._names["Solution"](), name)
             return {"value": written(function(*map(read, request["arguments"])))}
         except BaseException as error:
             return {"error": f"{type(error).__name__}: {error}"[:1000]}
 
 
-def _from_own_line(trace: TracebackType | None) -> TracebackType | None:
+def _from_own_line(trace: types.TracebackType | None) -> types.TracebackType | None:
     """A traceback from the code's own lines on."""
     while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
         trace = trace.tb_next

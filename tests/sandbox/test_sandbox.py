@@ -75,7 +75,16 @@ def test_functions_and_methods_are_called_with_plain_values(sandbox: Sandbox):
         )
         assert read(run.call("f", [written((1, 2)), "b"])["value"]) == ((1, 2), {"b": {1, 2}})
         assert run.call("g", [1.5])["value"] == [1.5, None]
-        assert run.call("h", [])["error"].startswith("KeyError")
+        assert run.call("h", [])["error"].startswith("AttributeError")
+
+
+def test_code_is_a_module_of_its_name(sandbox: Sandbox):
+    code = (
+        "from __future__ import annotations\nimport pickle, typing\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass A:\n  b: A | None = None\n"
+        "print(__name__, pickle.loads(pickle.dumps(A())), typing.get_type_hints(A)['b'] == A | None)"
+    )
+    assert sandbox.run(code).output == "__main__ A(b=None) True\n"
 
 
 def test_a_run_that_is_too_slow_ends_and_says_so(sandbox: Sandbox):
