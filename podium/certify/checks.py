@@ -222,8 +222,9 @@ def meshes_of(subject: Subject, choices: Sequence[Sequence[str]]) -> list[jax.sh
         if size > len(devices):
             return False
         rules = ShardingRules(make_mesh(text, devices[:size]), TRAIN_AXES)
-        heads = rules.num_shards("tokens") * rules.num_shards("heads")
-        return not any(indivisible(specs, rules.num_shards)) and subject.decoder.heads % heads == 0
+        parts = rules.num_shards("tokens") * rules.num_shards("heads")
+        heads = {subject.decoder.heads} | subject.decoder.sizes("delta_heads")
+        return not any(indivisible(specs, rules.num_shards)) and not any(each % parts for each in heads)
 
     found = (next(filter(usable, texts), None) for texts in choices)
     return [make_mesh(text, devices[: math.prod(mesh_sizes(text).values())]) for text in found if text]

@@ -23,6 +23,7 @@ from podium.certify.naive_rules import Rules
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.activation import Activation, Clamped
 from podium.models.blocks.attention import Attention
+from podium.models.blocks.delta import DeltaNet
 from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Block
 from podium.models.blocks.mlp import Mlp
@@ -102,9 +103,13 @@ def _norm(x: jax.Array, scale: jax.Array, decoder: DecoderConfig) -> jax.Array:
 
 def _layer(x: jax.Array, w: Weights, block: Block, decoder: DecoderConfig) -> jax.Array:
     """The output of a layer, [T, D]."""
-    attention, after = block.kinds
-    assert isinstance(attention, Attention), "tiny_clone refuses other kinds"
-    found = _attended(_norm(x, w["attention_norm"], decoder), w, attention, decoder)
+    mixer, after = block.kinds
+    y = _norm(x, w["attention_norm"], decoder)
+    if isinstance(mixer, DeltaNet):
+        found = _recurred(y, w, mixer, decoder)
+    else:
+        assert isinstance(mixer, Attention), "tiny_clone refuses other kinds"
+        found = _attended(y, w, mixer, decoder)
     x = x + (_norm(found, w["attention_out_norm"], decoder) if block.norms_behind else found)
     y = _norm(x, w["mlp_norm"], decoder)
     if isinstance(after, Experts):
@@ -164,9 +169,9 @@ def _attended(y: jax.Array, w: Weights, attention: Attention, decoder: DecoderCo
     seen = (behind >= 0) & (behind < (len(y) if attention.window is None else attention.window))
 
     def rotated(x: jax.Array) -> jax.Array:  # [T, H, Q]
-        half = attention.head_dim // 2
-        pairs = (x[..., :half] + 1j * x[..., half:]) * attention.rope.length * jnp.exp(1j * angles)[:, None]
-        return jnp.concatenate([pairs.real, pairs.imag], axis=-1)
+        half = attention.rope.dims // 2
+        pairs = (x[..., :half] + 1j * x[..., half : 2 * half]) * attention.rope.length * jnp.exp(1j * angles)[:, None]
+        return jnp.concatenate([pairs.real, pairs.imag, x[..., 2 * half :]], axis=-1)
 
     q, k, v = (jnp.einsum("td,dhq->thq", y, w[name]) for name in "qkv")
     if attention.bias:
@@ -183,8 +188,39 @@ def _attended(y: jax.Array, w: Weights, attention: Attention, decoder: DecoderCo
         extra = jnp.broadcast_to(w["sinks"][:, None, None], (attention.heads, len(y), 1))
         scores = jnp.concatenate([scores, extra], axis=-1)
     shares = jax.nn.softmax(scores, axis=-1)[..., : len(y)]
-    found = jnp.einsum("hts,shq,hqd->td", shares, v, w["o"])
+    found = jnp.einsum("hts,shq->thq", shares, v)
+    if attention.gated:
+        found = found / (1 + jnp.exp(-jnp.einsum("td,dhq->thq", y, w["q_gate"])))
+    found = jnp.einsum("thq,hqd->td", found, w["o"])
     return found + w["o_bias"][None] if attention.out_bias else found
+
+
+def _recurred(y: jax.Array, w: Weights, net: DeltaNet, decoder: DecoderConfig) -> jax.Array:
+    """The output of a gated delta net, projected to the width, [T, D]: token after token (arXiv:2412.06464)."""
+
+    def convolved(name: str) -> jax.Array:
+        x = jnp.einsum("td,dhn->thn", y, w[name])
+        before = jnp.concatenate([jnp.zeros((net.taps - 1, *x.shape[1:]), x.dtype), x])
+        total = sum(before[j : j + len(y)] * w[f"{name}_taps"][j][None] for j in range(net.taps))
+        return total / (1 + jnp.exp(-total))
+
+    q, k, v = (convolved(name) for name in "qkv")
+    q, k = (x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6) for x in (q, k))
+    q, k = (jnp.repeat(x, net.value_heads // net.key_heads, axis=1) for x in (q / np.sqrt(net.key_dim), k))
+    decay = jnp.exp(-jnp.exp(w["log_decay"])[None] * jnp.logaddexp(y @ w["a"] + w["decay_bias"][None], 0.0))  # [T, V]
+    beta = 1 / (1 + jnp.exp(-(y @ w["b"])))
+
+    def step(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:  # [V, N, P]
+        q, k, v, decay, beta = token
+        state = state * decay[:, None, None]
+        state = state + jnp.einsum("v,vn,vp->vnp", beta, k, v - jnp.einsum("vn,vnp->vp", k, state))
+        return state, jnp.einsum("vn,vnp->vp", q, state)
+
+    nothing = jnp.zeros((net.value_heads, net.key_dim, net.value_dim), y.dtype)
+    _, found = jax.lax.scan(step, nothing, (q, k, v, decay, beta))
+    found = found / jnp.sqrt(jnp.mean(found * found, axis=-1, keepdims=True) + decoder.norm_eps)
+    z = jnp.einsum("td,dvp->tvp", y, w["z"])
+    return jnp.einsum("tvp,vpd->td", found * w["out_scale"][None, None] * z / (1 + jnp.exp(-z)), w["o"])
 
 
 def scores(

@@ -16,6 +16,7 @@ from podium.config.optimizer import OptimizerConfig
 
 Arrays = dict[str, np.ndarray]
 INPUTS = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1, "router": 1}
+INPUTS |= {"q_gate": 1, "z": 1, "a": 1, "b": 1}
 """Number of input dimensions of each layer's matrix, after the dimension L; the remaining ones are outputs."""
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
 """Stacks of matrices with one input dimension, for each layer and expert."""
@@ -40,8 +41,8 @@ def gradient_norm(gradients: Arrays) -> float:
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay applies to the parameter of this name: to matrices, but not to norms and biases."""
-    return "norm" not in name and not name.endswith("_bias")
+    """Whether weight decay applies to the parameter of this name: to matrices, not to norms and vectors."""
+    return "norm" not in name and not name.endswith(("_bias", "sinks", "_taps", "log_decay", "out_scale"))
 
 
 class NaiveOptimizer:

@@ -20,6 +20,7 @@ from podium.config.imports import is_path
 from podium.config.schema import Config, EnvironmentsConfig, GradingConfig, LimitsConfig, TaskConfig
 from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder
 from podium.models.blocks.attention import Attention
+from podium.models.blocks.delta import DeltaNet
 from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Block, Kind, Stack
 from podium.models.blocks.mlp import Mlp
@@ -355,7 +356,7 @@ def tiny_clone(decoder: DecoderConfig) -> DecoderConfig:
 
 def _check_kinds(block: Block, decoder: DecoderConfig) -> None:
     """Raises ModelError for kinds of layers that the naive form does not compute."""
-    if not isinstance(block.mixer, Attention) or not isinstance(block.feed_forward, Mlp | Experts):
+    if not isinstance(block.mixer, Attention | DeltaNet) or not isinstance(block.feed_forward, Mlp | Experts):
         kinds = " and ".join(type(kind).__name__ for kind in block.kinds)
         raise ModelError(f"certify has no naive form of a layer of this {decoder.model_type}: {kinds}")
 
@@ -369,25 +370,37 @@ def _tiny_feed_forward(kind: Kind) -> Kind:
 
 
 def _tiny_block(block: Block) -> Block:
-    """Shrink a block: few and small heads, and a window shorter than most sequences."""
-    attention = block.mixer
+    """Shrink a block's mixer and feed-forward."""
+    return dataclasses.replace(
+        block, mixer=_tiny_mixer(block.mixer), feed_forward=_tiny_feed_forward(block.feed_forward)
+    )
+
+
+def _tiny_mixer(mixer: Kind) -> Kind:
+    """The mixer with few and small heads, and a window shorter than most sequences."""
+    if isinstance(mixer, DeltaNet):
+        key_heads = next(count for count in (4, 2, 1) if mixer.key_heads % count == 0)  # meshes split them further
+        return dataclasses.replace(
+            mixer,
+            key_heads=key_heads,
+            value_heads=key_heads * (mixer.value_heads // mixer.key_heads),
+            key_dim=min(mixer.key_dim, 16),
+            value_dim=min(mixer.value_dim, 16),
+        )
+    attention = mixer
     assert isinstance(attention, Attention)
     kv_heads = 2 if attention.kv_heads % 2 == 0 else 1
     head_dim = min(attention.head_dim, 16)
     sharpening = attention.sharpening and dataclasses.replace(attention.sharpening, period=TINY_WINDOW)
     return dataclasses.replace(
-        block,
-        mixer=dataclasses.replace(
-            attention,
-            heads=kv_heads * (attention.heads // attention.kv_heads),
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            rope=dataclasses.replace(attention.rope, dims=head_dim),
-            window=attention.window and min(attention.window, TINY_WINDOW),
-            scale_dims=attention.scale_dims and head_dim + head_dim // 2,
-            sharpening=sharpening,
-        ),
-        feed_forward=_tiny_feed_forward(block.feed_forward),
+        attention,
+        heads=kv_heads * (attention.heads // attention.kv_heads),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=dataclasses.replace(attention.rope, dims=head_dim * attention.rope.dims // attention.head_dim),
+        window=attention.window and min(attention.window, TINY_WINDOW),
+        scale_dims=attention.scale_dims and head_dim + head_dim // 2,
+        sharpening=sharpening,
     )
 
 

@@ -326,4 +326,8 @@ def check_config(config: DecoderConfig, where: str) -> DecoderConfig:
         raise ModelError(f"{where}: {config.heads} query heads do not share {config.kv_heads} key/value heads evenly")
     if config.head_dim % 2:
         raise ModelError(f"{where}: head size {config.head_dim} is odd; rotary embeddings need an even size")
+    if odd := [rope.dims for rope in config.ropes if rope.dims % 2 or not 0 < rope.dims <= config.head_dim]:
+        raise ModelError(
+            f"{where}: rotation of {odd[0]} of {config.head_dim} elements of a head; it must be an even part"
+        )
     return config

@@ -1,7 +1,8 @@
 """The operations that an update needs, independent of any program; used for every utilization figure (MFU). No jax.
 
-6 operations per matrix element and real token (2 forward, 4 backward), plus those of causal attention, half of all
-pairs. A prompt counts once for all its completions, whatever the packing; padding and recomputation never count.
+6 operations per matrix element and real token (2 forward, 4 backward), plus those of recurrences, and of causal
+attention, half of all pairs. A prompt counts once for all its completions, whatever the packing; padding and
+recomputation never count.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -70,7 +71,7 @@ def update_flops(decoder: DecoderConfig, work: Work) -> int:
 def forward_flops(decoder: DecoderConfig, work: Work) -> int:
     """Operations of one forward pass, including logits for every token."""
     attention = sum(_windowed_pair_flops(decoder, window) * work.pairs[window] for window in decoder.windows)
-    return 2 * matrix_elements(decoder) * work.tokens + attention
+    return 2 * (matrix_elements(decoder) + decoder.total(lambda work: work.per_token)) * work.tokens + attention
 
 
 def matrix_elements(decoder: DecoderConfig) -> int:

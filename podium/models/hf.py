@@ -37,6 +37,7 @@ from podium.models.names import (
     Tensors,
     file_parts,
     is_of_text,
+    predicts_ahead,
     text_name,
 )
 from podium.models.params import param_specs
@@ -97,13 +98,14 @@ class SafetensorsFolder:
         self.entries: dict[str, StoredTensor] = {}
         self._stored: dict[str, str] = {}  # names in the files, by those of the entries
         self._files: dict[str, Path] = {}  # by names in the files
-        dropped = 0
+        dropped, ahead = 0, 0
         for path in _weight_files(folder):
             try:
                 with safe_open(path, framework="numpy") as file:
                     names = list(file.keys())
                     dropped += sum(not is_of_text(stored) for stored in names)
-                    for stored in filter(is_of_text, names):
+                    ahead += sum(map(predicts_ahead, names))
+                    for stored in (each for each in names if is_of_text(each) and not predicts_ahead(each)):
                         part, name = file.get_slice(stored), text_name(stored)
                         self._stored[name], self._files[stored] = stored, path
                         self.entries[name] = StoredTensor(tuple(part.get_shape()), part.get_dtype(), path)
@@ -123,6 +125,8 @@ class SafetensorsFolder:
             logger.warning(
                 "%s: %d tensors of its vision tower are left out: the text model is trained", folder, dropped
             )
+        if ahead:
+            logger.warning("%s: %d tensors that predict tokens after the next (mtp) are left out", folder, ahead)
 
     def read(self, name: str, start: int, stop: int, at: tuple[int, ...] = ()) -> np.ndarray:
         """Read rows [start, stop) of a tensor, or of its part at an index, in the file's dtype; MXFP4 as bfloat16."""

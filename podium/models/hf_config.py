@@ -16,6 +16,7 @@ from podium.models.architecture import (
 )
 from podium.models.blocks.activation import Activation, Clamped, Named
 from podium.models.blocks.attention import Attention, Sharpening
+from podium.models.blocks.delta import DeltaNet
 from podium.models.blocks.experts import MAX_EXPERTS, Experts
 from podium.models.blocks.kind import Block, Kind, Stack
 from podium.models.blocks.mlp import Mlp
@@ -47,12 +48,33 @@ class Family:
     like_gpt_oss: bool = False
     """Whether the family has gpt-oss's features: sinks; biases of all products; experts of width `intermediate_size`
     with a clamped activation; experts in MXFP4."""
+    like_qwen35: bool = False
+    """Whether the family has Qwen3.5's features: delta nets in the layers of type `linear_attention`, three in four;
+    gated attention in the others; rotation of a quarter of a head; norm scales stored minus 1."""
     neutral: Mapping[str, tuple[object, ...]] = dataclasses.field(default_factory=dict)
     """Replaces entries of NEUTRAL."""
     defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Values of keys that are missing or null in config.json."""
 
 
+QWEN35: Mapping[str, object] = {
+    "vocab_size": 248_320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+"""What a config.json of Qwen3.5 need not say."""
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(transformers_class="LlamaForCausalLM"),
     "mistral": Family(transformers_class="MistralForCausalLM", windows=True, defaults={"sliding_window": 4096}),
@@ -88,6 +110,13 @@ FAMILIES: Mapping[str, Family] = {
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         },
+    ),
+    "qwen3_5_text": Family(
+        transformers_class="Qwen3_5ForCausalLM",
+        qk_norm=True,
+        like_qwen35=True,
+        neutral={"attn_output_gate": (True,)},
+        defaults=QWEN35,
     ),
     "gpt_oss": Family(
         transformers_class="GptOssForCausalLM",
@@ -144,11 +173,11 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
 }
-WRAPPERS: Mapping[str, str] = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+WRAPPERS: Mapping[str, str] = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
 """Model types with a vision tower, and the type of their text model if its settings, in `text_config`, have none."""
 ACTIVATIONS: Mapping[Named, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 """Names of each activation in config.json; the first is written."""
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 # Values that config.json may have for features of other decoders; a missing key means the first value.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -165,6 +194,9 @@ NOT_YET: Mapping[str, str] = {
     "gemma": "its norms and attention differ from Gemma 3's",
     "gemma2": "it caps scores and logits (attn_logit_softcapping, final_logit_softcapping)",
     "gemma3n": "its layers are of other kinds",
+    "qwen3_next": "its delta nets store q, k, v and z of a head fused in one tensor (in_proj_qkvz), unlike Qwen3.5's",
+    "qwen3_5_moe": "it has an expert that every token goes to; the dense Qwen3.5 is supported",
+    "qwen3_5_moe_text": "it has an expert that every token goes to; the dense Qwen3.5 is supported",
 }
 """Unsupported model types that resemble those of FAMILIES, and the reason."""
 
@@ -175,7 +207,7 @@ def check_family(model_type: object, where: str) -> Family:
         reason = f": {NOT_YET[model_type]}" if isinstance(model_type, str) and model_type in NOT_YET else ""
         raise ModelError(
             f"{where}: model type {shown(model_type)} is not supported{reason}; Podium trains {', '.join(FAMILIES)}"
-            " (Llama 2 and 3, SmolLM2, Mistral, Ministral, Qwen2 and 2.5, Qwen3, Qwen3-MoE, gpt-oss, Gemma 3)"
+            " (Llama 2 and 3, SmolLM2, Mistral, Ministral, Qwen2 and 2.5, Qwen3, Qwen3-MoE, Qwen3.5, gpt-oss, Gemma 3)"
         )
     return FAMILIES[model_type]
 
@@ -199,6 +231,8 @@ def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
             silent -= {"rope_scaling"}
     raw = {**raw, **{key: family.defaults[key] for key in silent}}
     neutral = {**NEUTRAL, **family.neutral, family.activation_key: ACTIVATIONS[family.activation]}
+    if family.like_qwen35:
+        del neutral["partial_rotary_factor"]
     for key, accepted in neutral.items():
         if raw.get(key, accepted[0]) not in accepted:
             raise ModelError(f"{where}: {key} {shown(raw[key])} is not supported; it must be {accepted[0]!r} or absent")
@@ -208,8 +242,15 @@ def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
     scale_dims = number("query_pre_attn_scalar") if family.like_gemma else head_dim
 
     def block(layer: int, layer_type: str) -> Block:
-        rope = _rope(raw, layer_type, head_dim, where)
-        attention = Attention(
+        mixer = _delta_net(raw, where) if layer_type == LINEAR else attention(layer_type)
+        after: Kind = Mlp(width=number("intermediate_size"), activation=family.activation)
+        if layer in routed:
+            after = _experts(raw, family, where)
+        return Block(mixer=mixer, feed_forward=after, norms_behind=family.like_gemma)
+
+    def attention(layer_type: str) -> Attention:
+        rope = _rope(raw, layer_type, head_dim, where, partial=family.like_qwen35)
+        return Attention(
             heads=heads,
             kv_heads=number("num_key_value_heads", default=heads),
             head_dim=head_dim,
@@ -218,14 +259,11 @@ def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
             out_bias=family.like_gpt_oss,
             sinks=family.like_gpt_oss,
             norm=family.qk_norm,
+            gated=family.like_qwen35,
             window=number("sliding_window") if layer_type == SLIDING else None,
             scale_dims=None if scale_dims == head_dim else scale_dims,
             sharpening=_sharpening(raw, where),
         )
-        after: Kind = Mlp(width=number("intermediate_size"), activation=family.activation)
-        if layer in routed:
-            after = _experts(raw, family, where)
-        return Block(mixer=attention, feed_forward=after, norms_behind=family.like_gemma)
 
     types = _layer_types(raw, family, where)
     routed = _routed_layers(raw, len(types), where) if family.experts else set[int]()
@@ -237,11 +275,25 @@ def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
         max_positions=number("max_position_embeddings"),
         norm_eps=real_number(raw, "rms_norm_eps", where, 1e-6),
         tied=_tied(raw, where),
-        norm_offset=1.0 if family.like_gemma else 0.0,
-        wide_norms=family.like_gemma or family.like_gpt_oss,
+        norm_offset=1.0 if family.like_gemma or family.like_qwen35 else 0.0,
+        wide_norms=family.like_gemma or family.like_gpt_oss or family.like_qwen35,
         embed_scale=math.sqrt(width) if family.like_gemma else 1.0,
     )
     return check_config(config, where)
+
+
+def _delta_net(raw: Mapping[str, object], where: str) -> DeltaNet:
+    """The delta net of a layer."""
+    keys, values = (whole_number(raw, f"linear_num_{name}_heads", where) for name in ("key", "value"))
+    if values % keys:
+        raise ModelError(f"{where}: {values} value heads of the delta nets do not share {keys} key heads evenly")
+    return DeltaNet(
+        key_heads=keys,
+        value_heads=values,
+        key_dim=whole_number(raw, "linear_key_head_dim", where),
+        value_dim=whole_number(raw, "linear_value_head_dim", where),
+        taps=whole_number(raw, "linear_conv_kernel_dim", where),
+    )
 
 
 def _routed_layers(raw: Mapping[str, object], layers: int, where: str) -> set[int]:
@@ -298,12 +350,17 @@ def _text_config(raw: Mapping[str, object], where: str) -> Mapping[str, object]:
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
         raise ModelError(f"{where}: a {raw['model_type']} has its text model's numbers in text_config; there is none")
-    return {"model_type": text_type, "quantization_config": raw.get("quantization_config"), **text}
+    whole = {key: raw.get(key) for key in ("quantization_config", "tie_word_embeddings")}
+    return {"model_type": text_type, **whole, **text}
 
 
 def _layer_types(raw: Mapping[str, object], family: Family, where: str) -> list[str]:
-    """The kind of attention of each layer, SLIDING or FULL."""
+    """The type of each layer: SLIDING or FULL; in Qwen3.5 LINEAR or FULL."""
     layers = whole_number(raw, "num_hidden_layers", where, most=MAX_LAYERS)
+    if family.like_qwen35:
+        every = whole_number(raw, "full_attention_interval", where)
+        types = raw.get("layer_types") or [LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
+        return _checked_types(types, layers, (FULL, LINEAR), where)
     windows, pattern = family.windows and raw.get("sliding_window") is not None, None
     if family.sliding_pattern is not None:
         given = "sliding_window_pattern" if "sliding_window_pattern" in raw else "_sliding_window_pattern"
@@ -313,8 +370,13 @@ def _layer_types(raw: Mapping[str, object], family: Family, where: str) -> list[
     if not isinstance(types, list) or (not windows and any(kind != FULL for kind in types)):
         reason = "without a sliding_window" if family.windows else "of this model type"
         raise ModelError(f"{where}: layer_types {shown(types)}: only {FULL} is supported {reason}")
-    if len(types) != layers or any(kind not in (FULL, SLIDING) for kind in types):
-        rule = f"there must be one for each of the {layers} layers, {FULL} or {SLIDING}"
+    return _checked_types(types, layers, (FULL, SLIDING), where)
+
+
+def _checked_types(types: object, layers: int, known: tuple[str, str], where: str) -> list[str]:
+    """Return `layer_types`. Raises ModelError if it is not a list of a known type for each layer."""
+    if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
+        rule = f"there must be one for each of the {layers} layers, {' or '.join(known)}"
         raise ModelError(f"{where}: layer_types {shown(types)}: {rule}")
     return types
 
@@ -333,8 +395,8 @@ def stacks_of(blocks: Sequence[Block]) -> tuple[Stack, ...]:
     return (whole, *rest)
 
 
-def _rope(raw: Mapping[str, object], layer_type: str, head_dim: int, where: str) -> Rope:
-    """Read the rotary embedding of layers of this type.
+def _rope(raw: Mapping[str, object], layer_type: str, head_dim: int, where: str, *, partial: bool = False) -> Rope:
+    """Read the rotary embedding of layers of this type; with `partial`, it may rotate the first part of a head.
 
     transformers 5 stores it in `rope_parameters`, separately for each layer type if they differ; earlier versions in
     `rope_theta` and `rope_scaling`, with `rope_local_base_freq` for layers with a window.
@@ -346,12 +408,19 @@ def _rope(raw: Mapping[str, object], layer_type: str, head_dim: int, where: str)
     if layer_type in parameters:
         parameters = _object(parameters, layer_type, where)
     rope = {"rope_theta": theta, **scaling, **parameters}
+    dims = head_dim
+    if partial:
+        share = real_number(
+            {"partial_rotary_factor": raw.get("partial_rotary_factor"), **rope}, "partial_rotary_factor", where
+        )
+        dims = int(head_dim * share)
+        rope = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
     if rope.get("partial_rotary_factor", 1.0) != 1.0 or any(isinstance(value, dict) for value in rope.values()):
         raise ModelError(
             f"{where}: rope_parameters {shown(rope)}: partial rotation, or that of layers other than {layer_type},"
             " is not supported"
         )
-    return Rope(theta=real_number(rope, "rope_theta", where), dims=head_dim, scaling=_scaling(rope, where))
+    return Rope(theta=real_number(rope, "rope_theta", where), dims=dims, scaling=_scaling(rope, where))
 
 
 def _object(raw: Mapping[str, object], key: str, where: str) -> Mapping[str, object]:
@@ -448,16 +517,32 @@ def to_hf_config(config: DecoderConfig) -> dict[str, object]:
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
     }
-    return raw | _feed_forwards(config) | _windows(config, family) | _ropes(config, family)
+    return raw | _feed_forwards(config) | _windows(config, family) | _ropes(config, family) | _delta_nets(config)
 
 
 def _attentions(config: DecoderConfig) -> list[Attention]:
-    """The attention of each layer. Raises ModelError where a layer has another mixer."""
+    """The layers with attention. Raises ModelError where a layer's mixer cannot be described."""
     found = [block.mixer for block in config.blocks]
     for layer, mixer in enumerate(found):
-        if not isinstance(mixer, Attention):
+        if not isinstance(mixer, Attention | DeltaNet):
             raise ModelError(f"layer {layer} of this {config.model_type} is {type(mixer).__name__}, not Attention")
     return [mixer for mixer in found if isinstance(mixer, Attention)]
+
+
+def _delta_nets(config: DecoderConfig) -> dict[str, object]:
+    """The keys of config.json for delta nets; empty without them."""
+    mixers = [block.mixer for block in config.blocks]
+    net = next((mixer for mixer in mixers if isinstance(mixer, DeltaNet)), None)
+    if net is None:
+        return {}
+    return {
+        "layer_types": [LINEAR if isinstance(mixer, DeltaNet) else FULL for mixer in mixers],
+        "linear_conv_kernel_dim": net.taps,
+        "linear_key_head_dim": net.key_dim,
+        "linear_value_head_dim": net.value_dim,
+        "linear_num_key_heads": net.key_heads,
+        "linear_num_value_heads": net.value_heads,
+    }
 
 
 def _feed_forwards(config: DecoderConfig) -> dict[str, object]:
@@ -514,6 +599,10 @@ def _ropes(config: DecoderConfig, family: Family) -> dict[str, object]:
         parameters = {"rope_theta": first.rope.theta, **(_scaling_config(first.rope.scaling) or {})}
         sharpening = first.sharpening
         return {"rope_parameters": parameters | ({"llama_4_scaling_beta": sharpening.beta} if sharpening else {})}
+    if family.like_qwen35:
+        scaling = _scaling_config(first.rope.scaling) or {"rope_type": "default"}
+        share = first.rope.dims / first.head_dim
+        return {"rope_parameters": {**scaling, "rope_theta": first.rope.theta, "partial_rotary_factor": share}}
     if not family.like_gemma:
         return {"rope_theta": first.rope.theta, "rope_scaling": _scaling_config(first.rope.scaling)}
     far = next((each.rope for each in attentions if each.window is None), first.rope)

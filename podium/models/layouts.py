@@ -15,6 +15,7 @@ from podium.chips import chip_constants
 from podium.config.optimizer import OPTIMIZER_COPIES
 from podium.config.schema import RolloutConfig
 from podium.models.architecture import DecoderConfig
+from podium.models.blocks.kind import Work
 from podium.models.flops import pair_flops
 
 AUTO = "auto"
@@ -111,7 +112,8 @@ class DecodeFloor:
         A collective waits for the product before it, so its time is added.
         """
         d, m = self.decoder, self.machine
-        read = d.stored * BF16 / self.group + kv_tokens * self.kv_bytes / m.chips
+        states = 2 * rows * self.state_bytes / m.chips  # read and written
+        read = d.stored * BF16 / self.group + kv_tokens * self.kv_bytes / m.chips + states
         flops = 2 * d.multiplied(math.ceil(rows / self.groups)) * rows + pair_flops(d) * kv_tokens
         return max(read / m.hbm_bandwidth, flops / m.chips / m.flops) + self.ici_s(math.ceil(rows / self.groups))
 
@@ -120,9 +122,19 @@ class DecodeFloor:
         """Number of parts into which a host's sequences are split during attention."""
         return self.machine.chips // math.gcd(self.group, self.decoder.kv_heads)
 
-    def bytes_held(self, kv_tokens: int) -> float:
-        """Bytes of weights and cache on one device."""
-        return self.params * BF16 / self.group + kv_tokens * self.kv_bytes / self.machine.chips
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's recurrent states."""
+
+        def of_layer(work: Work) -> int:
+            return sum(math.prod(each.shape) * (F32 if each.dtype == "float32" else BF16) for each in work.states)
+
+        return self.decoder.total(of_layer)
+
+    def bytes_held(self, rows: int, length: int) -> float:
+        """Bytes of weights and cache on one device, for a host's `rows` sequences of `length` tokens."""
+        cached = rows * (length * self.kv_bytes + self.state_bytes)
+        return self.params * BF16 / self.group + cached / self.machine.chips
 
     @property
     def groups(self) -> int:
@@ -252,7 +264,7 @@ def _fastest(
     fitting = [
         each
         for each in floors
-        if each.bytes_held(rows * length) + stored * each.params // (machine.chips * hosts) <= ROOM * machine.hbm_bytes
+        if each.bytes_held(rows, length) + stored * each.params // (machine.chips * hosts) <= ROOM * machine.hbm_bytes
     ]
     # if nothing fits or divides, a later check gives a better message for the smallest candidate
     candidates = fitting or floors[-1:] or [DecodeFloor(decoder=decoder, machine=machine, group=sizes[-1])]
@@ -289,6 +301,9 @@ def _problem(group: int, decoder: DecoderConfig, chips: int) -> str:
     for count in decoder.sizes("experts"):
         if count % group:
             return f"{count} experts do not divide over them"
+    for count in decoder.sizes("delta_heads"):
+        if count % group:
+            return f"{count} heads of the delta nets do not divide over them"
     for width in decoder.sizes("mlp"):
         if width % group:
             return f"an MLP width of {width} does not divide over them"

@@ -7,18 +7,21 @@ one for each stacked layer and expert.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from podium.models.architecture import LAYERS, DecoderConfig
+from podium.models.blocks.attention import Attention
+from podium.models.blocks.delta import DeltaNet
 from podium.models.blocks.spec import ParamSpec
 from podium.models.hf_config import FAMILIES
 from podium.models.params import own_name, param_specs
 
 LANE = "G"
+ONE = "1"
 FileKind = Literal["folder", "gguf", "mxfp4"]
 """Kinds of model files: safetensors, GGUF, and safetensors whose experts are in MXFP4."""
 
@@ -27,7 +30,7 @@ class Layout(NamedTuple):
     """How a parameter is stored in a file.
 
     Dimensions are letters: V vocabulary, D width, F MLP width, H and K heads, Q head size, E experts; G in a file's
-    counts `lanes`.
+    counts `lanes`. Of delta nets: K and V heads, N and P their sizes, T taps. 1 is a file's dimension of one element.
     """
 
     hf: str  # name in safetensors; {} is the layer, a second {} the expert
@@ -43,8 +46,8 @@ class Layout(NamedTuple):
 
     @property
     def letters(self) -> str:
-        """The file's dimensions but G, unmerged, in the file's order."""
-        return self.file.replace(" ", "").replace(LANE, "")
+        """The file's dimensions but G and 1, unmerged, in the file's order."""
+        return self.file.replace(" ", "").replace(LANE, "").replace(ONE, "")
 
     @property
     def lane_dim(self) -> int:
@@ -65,7 +68,7 @@ class Layout(NamedTuple):
 
     def file_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape in the file of a parameter with our `shape` (without layers)."""
-        sizes = {LANE: len(self.lanes), **dict(zip(self.ours, shape, strict=True))}
+        sizes = {LANE: len(self.lanes), ONE: 1, **dict(zip(self.ours, shape, strict=True))}
         return tuple(math.prod(sizes[letter] for letter in word) for word in self.file.split())
 
     def file_rows(self, spec: ParamSpec) -> int:
@@ -139,18 +142,53 @@ GPT_OSS_MXFP4: dict[str, Layout] = {
     "layers.expert_down": GPT_OSS["layers.expert_down"]._replace(file="D F"),
 }
 
+# For Qwen3.5: attention with gates, stored with the queries head by head; and delta nets, whose queries, keys and
+# values are one tensor, as are the taps of their convolutions.
+QUERIES = ("q", "q_gate")
+GATED: dict[str, Layout] = {
+    f"layers.{name}": Layout("model.layers.{}.self_attn.q_proj.weight", "", "DHQ", "HGQ D", lanes=QUERIES)
+    for name in QUERIES
+}
+_NET = "model.layers.{}.linear_attn."
+_QKV, _TAPS = ("q", "k", "v"), ("q_taps", "k_taps", "v_taps")
+DELTA: dict[str, Layout] = {
+    **{f"layers.{name}": Layout(f"{_NET}in_proj_qkv.weight", "", "DKN", "KN D", _QKV) for name in "qk"},
+    "layers.v": Layout(f"{_NET}in_proj_qkv.weight", "", "DVP", "VP D", _QKV),
+    **{f"layers.{name}_taps": Layout(f"{_NET}conv1d.weight", "", "TKN", "KN 1 T", _TAPS) for name in "qk"},
+    "layers.v_taps": Layout(f"{_NET}conv1d.weight", "", "TVP", "VP 1 T", _TAPS),
+    "layers.z": Layout(f"{_NET}in_proj_z.weight", "", "DVP", "VP D"),
+    **{f"layers.{name}": Layout(f"{_NET}in_proj_{name}.weight", "", "DV", "V D") for name in "ab"},
+    "layers.log_decay": Layout(f"{_NET}A_log", "", "V", "V"),
+    "layers.decay_bias": Layout(f"{_NET}dt_bias", "", "V", "V"),
+    "layers.out_scale": Layout(f"{_NET}norm.weight", "", "P", "P"),
+    "layers.o": Layout(f"{_NET}out_proj.weight", "", "VPD", "D VP"),
+}
+
 # Tensors that old files hold and no decoder needs: the rotary frequencies follow from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rope_freqs.weight")
 
 
 # For models with a vision tower: prefixes of tensors outside the text model, and of the text model's tensors.
-VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+VISION_PREFIXES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "model.visual.",
+)
+# Layers that predict several tokens at once (Qwen3.5); transformers does not read them.
+AHEAD_PREFIX = "mtp."
 TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 
 
 def is_of_text(stored: str) -> bool:
     """Whether a tensor in a model's files belongs to the text model, not to a vision tower."""
     return not stored.startswith(VISION_PREFIXES)
+
+
+def predicts_ahead(stored: str) -> bool:
+    """Whether a tensor in a model's files belongs to layers that predict more than the next token."""
+    return stored.startswith(AHEAD_PREFIX)
 
 
 def text_name(stored: str) -> str:
@@ -166,7 +204,15 @@ def layout_of(param: str, config: DecoderConfig, kind: FileKind = "folder") -> L
     name, family = LAYERS + own_name(param) if param.startswith(LAYERS) else param, FAMILIES[config.model_type]
     own = NORMS_BEHIND if family.like_gemma else GPT_OSS if family.like_gpt_oss else {}
     packed = GPT_OSS_MXFP4 if kind == "mxfp4" else {}
-    return {**NAMES, **own, **packed}[name]
+    return {**NAMES, **own, **packed, **_of_mixer(param, config)}[name]
+
+
+def _of_mixer(param: str, config: DecoderConfig) -> Mapping[str, Layout]:
+    """The layouts of weights of a mixer that is not plain attention."""
+    mixer = next((place.block.mixer for place in config.places if param.startswith(place.prefix)), None)
+    if isinstance(mixer, DeltaNet):
+        return DELTA
+    return GATED if isinstance(mixer, Attention) and mixer.gated else {}
 
 
 def layers_of(param: str, config: DecoderConfig) -> Sequence[int]:

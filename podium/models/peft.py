@@ -19,7 +19,7 @@ from podium.models.architecture import DecoderConfig, Lora, ModelError
 from podium.models.blocks.spec import ParamSpec
 from podium.models.hf import new_folder, write_json
 from podium.models.names import layers_of, layout_of
-from podium.models.params import LAYERS, LORA_A, trained_specs
+from podium.models.params import LAYERS, LORA_A, own_name, trained_specs
 from podium.models.source import read_json
 from podium.sharding import Params, ShardingRules, param_shardings
 
@@ -108,6 +108,12 @@ def _tensor(name: str, index: tuple[int, ...], config: DecoderConfig) -> str:
     """PEFT's name of a factor of a layer, or of one of a layer's experts. Raises ModelError if PEFT has no name."""
     matrix, part = name.rsplit(".", 1)
     layout = layout_of(matrix, config)
+    others = [each for each in layout.joined or layout.lanes if each != own_name(matrix)]
+    if others:
+        raise ModelError(
+            f"{matrix}: PEFT has an adapter for each tensor, and a {config.model_type} stores this matrix in one tensor"
+            f" with {', '.join(others)}; export the merged model"
+        )
     if layout.whole:
         raise ModelError(
             f"{matrix}: PEFT has no name for the adapters of experts that a {config.model_type} stores in one tensor;"

@@ -15,6 +15,7 @@ from podium.accelerators import GIB, Accelerator
 from podium.config.attention import attended_pairs, cut
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
+from podium.models.blocks.delta import DeltaNet
 from podium.models.params import own_name, param_specs
 from podium.plan.residents import Parts, frozen_bytes, in_updates, residents
 from podium.plan.sizes import (
@@ -36,6 +37,7 @@ from podium.plan.update_memory import (
     expert_rows,
     feed_forward_inner,
     loss_logits,
+    rule_bytes,
     update_peak,
     working_weights,
 )
@@ -56,6 +58,8 @@ EXPERT_TRAFFIC: Mapping[str, int] = {
 SCORE_TRAFFIC: Mapping[str, int] = {"forward": 1, "update": 11}
 LOGITS_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 12}
 OPTIMIZER_TRAFFIC = 4  # the gradient is written, accumulated, read for its norm, and read for the update
+EXACT_PASSES = 6
+"""Products of bfloat16 in one of float32 at full precision, on a TPU."""
 VMEM = 128 * 2**20
 """On-chip memory of a TPU core. Arrays under a quarter of it cost no HBM traffic; scores over it are computed twice."""
 
@@ -139,7 +143,7 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
     logits = F32 * scored * decoder.vocab // heads
     matmul = 2 * tokens * decoder.total(lambda work: work.active) + 2 * scored * decoder.vocab * decoder.width
     scores = 2 * tokens * run.cached_pairs(run.in_blocks(bucket))
-    flops = (matmul + scores) // heads
+    flops = (matmul + scores + _rule_flops(run, tokens)) // heads
     traffic = _layers_traffic(run, "forward", rows, bucket, a, split=heads)
     return PhaseEstimate(
         name="prefill",
@@ -179,7 +183,8 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
             "logits": SAMPLER_LOGITS * logits,
             "gathered_weights": run.gathered_in_rollout,
         },
-        flops=2 * slots * (decoder.multiplied(slots * run.layout.group // heads) + run.cached_pairs(read)) // heads,
+        flops=2 * slots * (decoder.multiplied(slots * run.layout.group // heads) + run.cached_pairs(read)) // heads
+        + _rule_flops(run, slots) // heads,
         hbm_bytes=matmul * a + PAGE_TRAFFIC * cache + calls + 2 * SAMPLER_LOGITS * logits,
         ici_bytes=run.rollout_ici(slots),
     )
@@ -192,8 +197,8 @@ def first_flops(run: RunSizes, size: int) -> int:
 
 
 def copy_phase(run: RunSizes, pages: float) -> PhaseEstimate:
-    """One call in which each device copies `pages` pages."""
-    moved = int(2 * pages * run.page_bytes)
+    """One call in which each device copies `pages` pages, each with the states of a sequence if there are any."""
+    moved = int(2 * pages * (run.page_bytes + run.state_bytes))
     return PhaseEstimate(name="copy", parts=_rollout_residents(run), flops=0, hbm_bytes=moved, ici_bytes=0)
 
 
@@ -279,7 +284,10 @@ def _forward_peak(run: RunSizes, rows: int, length: int, a: int, *, split: int =
     mlp = {"layer_activations": MLP_FORWARD * rows * length * widest * a // split + rows * length * spread * a}
     arrays = _attention_arrays(run, rows, length, a)
     attention = {name: size // (1 if name == "attention_mask" else split) for name, size in arrays.items()}
-    return max(attention, attention | mlp | {"attention_scores": 0}, key=_total)
+    rule = {"recurrence": rows * length * max(rule_bytes(place) for place in run.decoder.places) // split}
+    return max(
+        attention, attention | mlp | {"attention_scores": 0}, *([rule] if rule["recurrence"] else []), key=_total
+    )
 
 
 def _attention_arrays(run: RunSizes, rows: int, length: int, a: int) -> Parts:
@@ -319,7 +327,13 @@ def _attention_flops(run: RunSizes, rows: int, length: int, products: int, *, sp
 def _forward_flops(run: RunSizes) -> int:
     """One forward pass of a micro-batch, logits included."""
     attention = _attention_flops(run, run.rows, run.row_tokens, PRODUCTS["forward"], split=run.tp * run.sp)
-    return _matmul_flops(run) // run.tp + attention + fused_padding(run)
+    return (_matmul_flops(run) + _rule_flops(run, run.tokens)) // run.tp + attention + fused_padding(run)
+
+
+def _rule_flops(run: RunSizes, tokens: int) -> int:
+    """Operations of recurrences for `tokens` tokens, in products of the activations' format."""
+    passes = 1 if run.platform == "cpu" else EXACT_PASSES
+    return 2 * passes * tokens * run.decoder.total(lambda work: work.per_token)
 
 
 def _matmul_flops(run: RunSizes) -> int:
@@ -347,7 +361,8 @@ def _update_flops(run: RunSizes) -> int:
     compared = _logits_flops(teacher) * (1 if remat == "none" else 2) if run.compares and teacher is not None else 0
     backward = 2 if run.decoder.lora is None else 1  # products per weight matrix; frozen ones have no gradient
     padding = (1 + backward) * fused_padding(run)
-    own = _forward_flops(run) + (backward * _matmul_flops(run) + again) // run.tp + attention + padding
+    rule = (2 + (remat != "none")) * _rule_flops(run, tokens)
+    own = _forward_flops(run) + (backward * _matmul_flops(run) + again + rule) // run.tp + attention + padding
     return own + compared
 
 
@@ -397,6 +412,10 @@ def _sp_ici(run: RunSizes) -> int:
         # If sp does not divide the key heads, every device gets all of them.
         heads = queries + keys * (1 if attention.kv_heads // run.tp % sp == 0 else sp)
         numbers += count * heads * attention.head_dim
+    for place in run.decoder.places:
+        if isinstance(net := place.block.mixer, DeltaNet):  # queries, keys and values, and the outputs
+            moved = 2 * net.key_heads * net.key_dim + 2 * net.value_heads * net.value_dim
+            numbers += len(place.layers) * moved // run.tp
     return run.tokens * numbers * run.activation * (sp - 1) // sp
 
 

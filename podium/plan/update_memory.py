@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.attention import Attention
+from podium.models.blocks.delta import CHUNK, DeltaNet
 from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Place
 from podium.plan.sizes import F32, RunSizes, ends_count, fetched_bytes, fused_chunks, head_number, reduced_number
@@ -26,6 +27,10 @@ RESIDUAL_GROUPS = 3  # arrays [B, T, D] beside those of a row group
 SCORES = {"tpu": 2.0, "v5e": 1.65, "v6e": 4.25, "gpu": 2.85}
 """Float32 score arrays [B, H, T, T] alive at once without a kernel; v6e: for rows too long for VMEM."""
 LONG_ROW = 4096
+RULE_ARRAYS = 4
+"""Arrays of each shape alive in a forward pass of the delta rule, counted in its program."""
+RULE_BACKWARD = 2
+"""Times as many in its backward pass."""
 LANES = 128  # a TPU's attention kernel pads heads to this many elements
 
 
@@ -113,6 +118,7 @@ def _backward_peak(run: RunSizes) -> Parts:
     )
     rows = EXPERT_ROWS * max(expert_rows(decoder, place) for place in decoder.places)
     activations = tokens * (width * decoder.width + split // run.tp + rows) * a
+    activations += RULE_BACKWARD * tokens * max(map(rule_bytes, decoder.places)) // run.tp
     if run.update.row_groups > 1:
         activations += RESIDUAL_GROUPS * run.tokens * decoder.width * a
     if run.update.attention != "reference":
@@ -124,6 +130,18 @@ def _backward_peak(run: RunSizes) -> Parts:
 def feed_forward_inner(decoder: DecoderConfig, place: Place) -> int:
     """Elements per token between the products of the feed-forward at a place."""
     return place.block.feed_forward.work(decoder.width).inner
+
+
+def rule_bytes(place: Place) -> int:
+    """Bytes per token of a forward pass's arrays in the recurrence at a place; 0 where it has attention.
+
+    Per value head, in float32: arrays within chunks, keys for both states, values, and the states of each chunk.
+    """
+    net = place.block.mixer
+    if not isinstance(net, DeltaNet):
+        return 0
+    states = 2 * net.key_dim * net.value_dim // CHUNK
+    return F32 * net.value_heads * (RULE_ARRAYS * (CHUNK + 2 * net.key_dim + net.value_dim) + states)
 
 
 def expert_rows(decoder: DecoderConfig, place: Place) -> int:
@@ -169,6 +187,8 @@ def _saved(run: RunSizes) -> Parts:
         split = MLP_SAVED * feed_forward_inner(decoder, place) * a
         if isinstance(mixer := place.block.mixer, Attention):
             split += (mixer.heads + mixer.kv_heads) * _lanes(run, mixer) * (2 + mixer.norm) * a
+        else:
+            split += rule_bytes(place)
         activations += len(place.layers) * tokens * (width + split // run.tp)
     per_pair = SCORES_SAVED * F32 + (run.platform == "gpu") * a
     of_query = run.row_tokens * per_pair if run.update.attention == "reference" else F32  # the logsumexp of its scores
@@ -188,5 +208,7 @@ def _saved_products(run: RunSizes) -> Parts:
         split = place.block.feed_forward.work(decoder.width).outputs
         if isinstance(mixer := place.block.mixer, Attention):
             split += (mixer.heads + 2 * mixer.kv_heads) * _lanes(run, mixer)
+        else:
+            split += mixer.work(decoder.width).outputs
         numbers += len(place.layers) * (decoder.width + split // run.tp)
     return {"saved_activations": tokens * numbers * run.activation}

@@ -26,6 +26,7 @@ _IN_WORDS = {
     "heads": "{} query heads",
     "kv_heads": "{} key/value heads",
     "mlp": "an MLP width of {}",
+    "delta_heads": "{} heads of the delta nets",
     "width": "a width of {}",
     "experts": "{} experts",
     "expert_width": "a width of {}",
@@ -81,6 +82,12 @@ def check_tokens(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> Non
             f"mesh {config.mesh!r}: attention splits {decoder.heads} query heads ({config.model}) over sp:{sp} x"
             f" tp:{tp}, which they do not divide by; with tp:{tp}, sp can be {', '.join(map(str, works))}"
         )
+    for heads in decoder.sizes("delta_heads"):
+        if heads % (sp * tp):
+            raise ValueError(
+                f"mesh {config.mesh!r}: delta nets split {heads} heads ({config.model}) over sp:{sp} x tp:{tp}, which"
+                " they do not divide by; make sp or tp smaller"
+            )
     if length % sp:
         raise ValueError(
             f"mesh {config.mesh!r}: rows of {length} tokens cannot be split evenly by sp:{sp}; set train.row_tokens to"

@@ -76,6 +76,8 @@ def torch_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
         "ministral",
         "ministral3",
         "gpt_oss",
+        "qwen3_5",
+        "qwen3_5_three_taps_tied",
         "gemma3_tied",
     ],
 )
@@ -90,7 +92,8 @@ def test_transformers_loads_an_export_with_equal_logits(case: str, tmp_path: Pat
 
 @pytest.mark.parity
 @pytest.mark.parametrize(
-    "case", ["llama3_rope_parameters", "llama_tied", "qwen2", "qwen3_tied", "qwen3_moe", "gpt_oss", "gemma3_tied"]
+    "case",
+    ["llama3_rope_parameters", "llama_tied", "qwen2", "qwen3_tied", "qwen3_moe", "gpt_oss", "qwen3_5", "gemma3_tied"],
 )
 def test_folder_that_transformers_wrote_is_read(case: str, tmp_path: Path):
     torch = others_code("torch")

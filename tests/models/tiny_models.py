@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from podium.models.architecture import DecoderConfig, ModelError
 from podium.models.attention import causal_attention
-from podium.models.blocks.kind import At
+from podium.models.blocks.kind import Advance, At, States
 from podium.models.decoder import forward, head_weights
 from podium.models.hf import load_params
 from podium.models.logprobs import logits_at
@@ -65,7 +65,7 @@ GEMMA = {
     "rope_theta": 1000.0,
     "rope_local_base_freq": 100.0,
 }
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 MOE = {
     "model_type": "qwen3_moe",
     "rope_theta": 1000.0,
@@ -94,6 +94,17 @@ GPT_OSS = {
         "original_max_position_embeddings": 16,
     },
 }
+QWEN35 = {
+    "model_type": "qwen3_5_text",
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+}
 # What config.json says beyond the sizes; both ways of transformers (4 and 5) to write rotary settings are among them.
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_theta": 500.0},
@@ -120,6 +131,16 @@ CASES: dict[str, dict[str, Any]] = {
     "ministral3": {"model_type": "ministral3", "head_dim": 16, "rope_parameters": YARN_ROPE},
     "gpt_oss": GPT_OSS,
     "gpt_oss_layer_types_tied": {**GPT_OSS, "num_hidden_layers": 3, "layer_types": [FULL, SLIDING, SLIDING]},
+    "qwen3_5": QWEN35,
+    "qwen3_5_three_taps_tied": {
+        **QWEN35,
+        "num_hidden_layers": 3,
+        "layer_types": [LINEAR, FULL, LINEAR],
+        "linear_conv_kernel_dim": 3,
+        "linear_num_key_heads": 4,
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+    },
     "gemma3_tied": {**GEMMA, "num_hidden_layers": 14, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     "gemma3_rope_parameters_tied": {
         **GEMMA,
@@ -131,7 +152,7 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
 }
-LIKE_QWEN3 = ("qwen3", "qwen3_moe", "gemma3_text")
+LIKE_QWEN3 = ("qwen3", "qwen3_moe", "qwen3_5_text", "gemma3_text")
 """Model types that norm queries and keys."""
 
 
@@ -170,6 +191,11 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             if config["model_type"] in LIKE_QWEN3 and name != "v":
                 shapes[f"{prefix}self_attn.{name}_norm.weight"] = (Q,)
         shapes[f"{prefix}self_attn.o_proj.weight"] = (D, H * Q)
+        if config["model_type"] == "qwen3_5_text":
+            shapes[f"{prefix}self_attn.q_proj.weight"] = (2 * H * Q, D)
+            if config.get("layer_types", [LINEAR, LINEAR, LINEAR, FULL])[layer] == LINEAR:
+                shapes = {name: shape for name, shape in shapes.items() if not name.startswith(f"{prefix}self_attn.")}
+                shapes |= {f"{prefix}linear_attn.{name}": shape for name, shape in _delta_shapes(config).items()}
         dense = (layer + 1) % config.get("decoder_sparse_step", 1) or layer in config.get("mlp_only_layers", ())
         experts = 0 if dense else config.get("num_experts", 0)
         if gpt_oss:
@@ -185,6 +211,23 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}pre_feedforward_layernorm.weight"] = (D,)
             shapes[f"{prefix}post_feedforward_layernorm.weight"] = (D,)
     return shapes
+
+
+def _delta_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What a delta net has."""
+    D, V, P = config["hidden_size"], config["linear_num_value_heads"], config["linear_value_head_dim"]
+    channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + V * P
+    return {
+        "in_proj_qkv.weight": (channels, D),
+        "in_proj_z.weight": (V * P, D),
+        "in_proj_a.weight": (V, D),
+        "in_proj_b.weight": (V, D),
+        "conv1d.weight": (channels, 1, config["linear_conv_kernel_dim"]),
+        "A_log": (V,),
+        "dt_bias": (V,),
+        "norm.weight": (P,),
+        "out_proj.weight": (D, V * P),
+    }
 
 
 def _gpt_oss_shapes(config: dict[str, Any], heads: int) -> dict[str, tuple[int, ...]]:
@@ -205,11 +248,16 @@ def _gpt_oss_shapes(config: dict[str, Any], heads: int) -> dict[str, tuple[int, 
 def hf_tensors(case: str) -> dict[str, np.ndarray]:
     """Random float32 weights under Hugging Face's names, the same for a case at any time."""
     random, config = np.random.default_rng(0), hf_config(case)
-    shifted = config["model_type"] == "gemma3_text"
+    shifted = config["model_type"] in ("gemma3_text", "qwen3_5_text")
     return {
-        name: (0.2 * random.standard_normal(shape) + float("norm" in name and not shifted)).astype(np.float32)
+        name: (0.2 * random.standard_normal(shape) + float(_is_scale(name, shifted))).astype(np.float32)
         for name, shape in sorted(hf_shapes(config).items())
     }
+
+
+def _is_scale(name: str, shifted: bool) -> bool:
+    """Whether a tensor is a norm's scale, stored as it is."""
+    return "linear_attn.norm" in name or ("norm" in name and not shifted)
 
 
 def write_model(folder: Path, case: str, **changes: Any) -> ModelSource:
@@ -242,8 +290,13 @@ def make_logits(config: DecoderConfig, rules: ShardingRules) -> Callable[[Params
             mask = seen_in_sequence(places[:, None], places[None], at.window)
             return kv, causal_attention(q, k, v, mask[None], at.sinks)
 
+        def recur(kv: Any, at: At, initial: States, advance: Advance) -> tuple[Any, jax.Array]:
+            return kv, advance.append(initial, jnp.full(len(tokens), tokens.shape[1]))[1]
+
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-        hidden, _, _ = forward(params, tokens, positions, attend, config=config, rules=rules, dtype=jnp.float32)
+        hidden, _, _ = forward(
+            params, tokens, positions, attend, recur=recur, config=config, rules=rules, dtype=jnp.float32
+        )
         return logits_at(hidden, head_weights(params, rules, jnp.float32), 1.0)
 
     return jax.jit(compute)

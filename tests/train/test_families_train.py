@@ -53,6 +53,17 @@ GPT_OSS: dict[str, Any] = {
     "num_hidden_layers": 3,
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False},
 }
+QWEN35: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "full_attention_interval": 3,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 MISTRAL: dict[str, Any] = {"model_type": "mistral", "sliding_window": 4}
 
 
@@ -79,6 +90,7 @@ def family_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     [
         ("gemma", GEMMA),
         ("qwen3_moe", QWEN3_MOE),
+        pytest.param("qwen3_5", QWEN35, marks=pytest.mark.long),
         pytest.param("gpt_oss", GPT_OSS | {"sliding_window": 4}, marks=pytest.mark.long),
         pytest.param("mistral", MISTRAL, marks=pytest.mark.long),
     ],
@@ -99,6 +111,7 @@ def test_a_run_of_a_family_with_windows_is_continued_bit_for_bit(name, said, fam
         ("mistral", MISTRAL | {"sliding_window": 8}, 0),
         ("qwen3_moe", QWEN3_MOE, 0),
         *(("gpt_oss", GPT_OSS, seed) for seed in range(3)),
+        *(("qwen3_5", QWEN35, seed) for seed in range(3)),
     ],
 )
 def test_a_tiny_model_of_a_family_learns(name, said, seed, family_model, tmp_path):

@@ -95,7 +95,7 @@ class DeltaNet:
         of_keys = ParamSpec((D, K, N), ("width", "delta_heads", None), std)
         of_values = ParamSpec((D, V, P), ("width", "delta_heads", None), std)
         of_head = ParamSpec((D, V), ("width", "delta_heads"), std)
-        tap_std = n**-0.5
+        tap_std = 0.1  # queries and keys are normed behind the convolution, and outputs behind the rule
         return {
             "q": of_keys,
             "k": of_keys,

@@ -131,8 +131,8 @@ def _heads_first(x: jax.Array) -> jax.Array:
 def _over_chunks(tokens: Tokens, paths: _Paths, first: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, M C, K, R, P], and the last states; `first` are those before, [B, K, R, J, N, P].
 
-    What needs no state is computed for all chunks at once. The states' dimensions J and N are one, [J N], in products:
-    XLA's products on CPU take 7 dimensions at most.
+    What needs no state is computed for all chunks at once. The states' dimensions J and N are one, [J N], in products,
+    and no array has more than 6 dimensions: with more, XLA's fused operations on CPU crash.
     """
     beta, decays, J = _heads_first(tokens.beta), paths.decays, first.shape[3]
     C = decays.shape[-1]
@@ -147,8 +147,7 @@ def _over_chunks(tokens: Tokens, paths: _Paths, first: jax.Array) -> tuple[jax.A
 
     def for_states(weights: jax.Array, x: jax.Array) -> jax.Array:
         """Each of x [B, M, K, C, N] times its weight [B, M, K, R, C, J] for each state, [B, M, K, R, C, J N]."""
-        each = weights[..., None] * x[:, :, :, None, :, None]
-        return each.reshape(*each.shape[:-2], -1)
+        return jnp.concatenate([weights[..., j, None] * x[:, :, :, None] for j in range(J)], axis=-1)
 
     values = exact("bmkrcd,bmdkrp->bmkrcp", solved, tokens.v)
     keys = exact("bmkrcd,bmkrds->bmkrcs", solved, for_states(reading, k))
@@ -164,8 +163,10 @@ def _over_chunks(tokens: Tokens, paths: _Paths, first: jax.Array) -> tuple[jax.A
     def chunk(states: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         values, keys, kept, added = xs
         u = values - exact("bkrcs,bkrsp->bkrcp", keys, states)
-        apart = states.reshape(*states.shape[:3], J, -1, states.shape[-1])  # [B, K, R, J, N, P]
-        carried = jnp.sum(kept[..., None, None] * apart[:, :, :, None], axis=4)
+        apart = states.reshape(*states.shape[:3], J, -1)  # [B, K, R, J, N P]
+        carried = kept[..., 0, None] * apart[:, :, :, :1]
+        for j in range(1, J):
+            carried = carried + kept[..., j, None] * apart[:, :, :, j, None]
         return carried.reshape(states.shape) + exact("bkrds,bkrdp->bkrsp", added, u), (states, u)
 
     given = tuple(jnp.moveaxis(x, 1, 0) for x in (values, keys, kept, added))

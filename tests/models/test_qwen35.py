@@ -1,0 +1,259 @@
+"""What Qwen3.5 has that others have not: delta nets, gated attention, rotation of a part of a head."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny_models import error_of_scale, hf_config, hf_tensors, logits_of, make_logits, rules_on, tokens_of, write_model
+
+from podium.certify.naive import in_float64
+from podium.certify.naive import logits as naive_logits
+from podium.certify.subject import random_weights, tiny_clone
+from podium.config.lora import LoraConfig
+from podium.models import peft
+from podium.models.architecture import DecoderConfig, ModelError, with_lora
+from podium.models.attention import row_attention
+from podium.models.blocks.attention import Attention
+from podium.models.blocks.delta import DeltaNet
+from podium.models.decoder import forward, head_weights
+from podium.models.hf import load_params, save_model
+from podium.models.hf_config import from_hf_config, to_hf_config
+from podium.models.logprobs import logits_at
+from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs
+from podium.models.presets import PRESETS
+from podium.models.source import read_architecture
+from podium.models.visibility import Visibility, packed_rows
+from podium.sharding import ShardingRules, make_mesh
+
+CASE = "qwen3_5"
+ROWS, T = 8, 24
+TOKENS = np.random.default_rng(1).integers(0, 64, (ROWS, T)).astype(np.int32)
+SEGMENTS = np.repeat([[1, 2, 3, 4]], T // 4, axis=1).repeat(ROWS, axis=0).astype(np.int32)
+PROMPTS = np.minimum(SEGMENTS, 1)  # one prompt of 6 tokens, and three completions behind it
+POSITIONS = np.where(SEGMENTS > 1, 6, 0) + np.tile(np.arange(6), 4)[None].astype(np.int32)
+WEIGHING = np.random.default_rng(2).standard_normal((ROWS, T, 64)).astype(np.float32)
+
+
+@functools.cache
+def decoder_and_weights():
+    said = {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    }
+    decoder = from_hf_config(hf_config(CASE) | said | {"num_hidden_layers": 2}, CASE)
+    return decoder, random_weights(decoder, seed=0)
+
+
+@functools.cache
+def pass_on(mesh: str, devices: int, groups: int = 1):
+    """Value and gradients of a training pass over packed rows."""
+    decoder, weights = decoder_and_weights()
+    layout = ShardingRules(make_mesh(mesh, jax.devices()[:devices]), TRAIN_AXES)
+    rules = ShardingRules(layout.mesh, GATHERED_AXES, stored=TRAIN_AXES)
+    specs = param_specs(decoder)
+    params = {name: jax.device_put(x, layout.sharding(*specs[name].axes)) for name, x in weights.items()}
+
+    def loss(params):
+        segments, prompts = jnp.asarray(SEGMENTS), jnp.asarray(PROMPTS)
+        visibility = Visibility(segments, prompts)
+        carried = [packed_rows(segments, prompts), visibility]
+
+        def attend(rows, at, q, k, v):
+            return rows, row_attention("blocks", rows, rules)(q, k, v, at.sinks)
+
+        hidden, _, _ = forward(
+            params,
+            jnp.asarray(TOKENS),
+            jnp.asarray(POSITIONS),
+            attend,
+            carried,
+            recur=lambda rows, at, initial, advance: (rows, advance.packed(rows)),
+            config=decoder,
+            rules=rules,
+            dtype=jnp.dtype("float32"),
+            remat="layer",
+            groups=groups,
+        )
+        return jnp.mean(logits_at(hidden, head_weights(params, rules, jnp.dtype("float32")), 1.0) * WEIGHING)
+
+    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    return float(value), jax.tree.map(np.asarray, gradients)
+
+
+@functools.cache
+def naive_pass():
+    """The same in float64 by the naive form, each completion alone behind its prompt, whose own logits count once."""
+    decoder, weights = decoder_and_weights()
+    with in_float64():
+        wide = {name: jnp.asarray(x, jnp.float64) for name, x in weights.items()}
+        rows = np.array([[*range(6), *range(6 * each, 6 * each + 6)] for each in (1, 2, 3)])
+        weighing = np.stack([WEIGHING[:, row] for row in rows], axis=1).astype(np.float64)  # [B, 3, 12, V]
+        weighing[:, 1:, :6] = 0
+
+        def loss(weights):
+            found = jax.vmap(jax.vmap(lambda tokens: naive_logits(weights, tokens, decoder)))(TOKENS[:, rows])
+            return jnp.sum(found * weighing) / WEIGHING.size
+
+        value, gradients = jax.jit(jax.value_and_grad(loss))(wide)
+        return float(value), jax.tree.map(np.asarray, gradients)
+
+
+def test_packed_rows_and_their_gradients_are_those_of_plain_float64():
+    value, gradients = pass_on("dp:1", 1)
+    expected, wanted = naive_pass()
+    assert abs(value - expected) <= 1e-5 * abs(expected)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in gradients.items():
+        assert error_of_scale(gradient, wanted[name]) <= 3e-5, name
+
+
+MESHES = (
+    "fsdp:2,tp:2,sp:2",
+    *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ("fsdp:8", "dp:4,tp:2", "sp:2,fsdp:4", "sp:4,dp:2")),
+)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_devices_that_share_tokens_and_heads_compute_what_one_does(mesh):
+    value, gradients = pass_on(mesh, 8)
+    expected, wanted = pass_on("dp:1", 1)
+    assert abs(value - expected) <= 1e-5 * abs(expected)
+    for name, gradient in gradients.items():
+        assert error_of_scale(gradient, wanted[name]) <= 3e-5, name
+
+
+@pytest.mark.long
+def test_rows_in_groups_compute_what_they_do_together():
+    value, gradients = pass_on("dp:1", 1, groups=2)
+    expected, wanted = pass_on("dp:1", 1)
+    assert abs(value - expected) <= 1e-5 * abs(expected)
+    for name, gradient in gradients.items():
+        assert error_of_scale(gradient, wanted[name]) <= 3e-5, name
+
+
+def test_each_weight_lands_where_the_einsums_expect_it(tmp_path):
+    """Queries, keys and values one after another; of attention, a query and its gate head by head."""
+    stored, source = hf_tensors(CASE), write_model(tmp_path, CASE)
+    params = load_params(source, read_architecture(source), rules_on("auto", 1))
+    net, attention = "model.layers.1.linear_attn.", "model.layers.3.self_attn."
+    same = np.testing.assert_array_equal
+    same(params["layers.1.q"].shape, (1, 32, 2, 8))
+    same(params["layers.1.k"][0, :, 1, 3], stored[net + "in_proj_qkv.weight"][16 + 8 + 3])
+    same(params["layers.1.v"][0, :, 2, 5], stored[net + "in_proj_qkv.weight"][32 + 2 * 12 + 5])
+    same(params["layers.1.v_taps"][0, :, 2, 5], stored[net + "conv1d.weight"][32 + 2 * 12 + 5, 0])
+    same(params["layers.1.b"][0, :, 2], stored[net + "in_proj_b.weight"][2])
+    same(params["layers.1.log_decay"][0], stored[net + "A_log"])
+    same(params["layers.1.o"][0, 2, 5], stored[net + "out_proj.weight"][:, 2 * 12 + 5])
+    same(params["layers.3.q"][0, :, 2, 5], stored[attention + "q_proj.weight"][2 * 32 + 5])
+    same(params["layers.3.q_gate"][0, :, 2, 5], stored[attention + "q_proj.weight"][2 * 32 + 16 + 5])
+
+
+def test_an_export_has_the_same_bits(tmp_path):
+    source = write_model(tmp_path / "model", CASE)
+    config = read_architecture(source)
+    for mesh, devices in (("auto", 1), ("fsdp:2,tp:2", 4)):
+        folder = tmp_path / f"export{devices}"
+        save_model(load_params(source, config, rules_on(mesh, devices)), config, None, folder, dtype="float32")
+        written, theirs = load_file(folder / "model.safetensors"), hf_tensors(CASE)
+        assert written.keys() == theirs.keys()
+        for name, value in theirs.items():
+            np.testing.assert_array_equal(written[name], value, err_msg=name)
+
+
+def test_layers_that_predict_ahead_are_left_out(tmp_path, caplog):
+    source = write_model(tmp_path, CASE)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"mtp.norm.weight": np.ones(3, np.float32)}, file)
+    with caplog.at_level(logging.WARNING):
+        load_params(source, read_architecture(source), rules_on("auto", 1))
+    assert "1 tensors that predict tokens after the next (mtp) are left out" in caplog.text
+    assert "vision" not in caplog.text
+
+
+def test_every_small_weight_shows_in_the_logits(tmp_path):
+    """Else the recorded logits would hold nothing of them."""
+    source, tokens, rules = write_model(tmp_path / "model", CASE), tokens_of(CASE), rules_on("auto", 1)
+    config = read_architecture(source)
+    compute, params = make_logits(config, rules), load_params(source, config, rules)
+    plain = np.asarray(compute(params, tokens))
+    for name in (
+        "log_decay",
+        "decay_bias",
+        "a",
+        "b",
+        "z",
+        "q_taps",
+        "k_taps",
+        "v_taps",
+        "out_scale",
+        "q_gate",
+        "k_norm",
+    ):
+        without = {key: 0 * value if key.endswith(f".{name}") else value for key, value in params.items()}
+        assert error_of_scale(np.asarray(compute(without, tokens)), plain) > 1e-3, name
+    whole = write_model(tmp_path / "other", CASE, rope_parameters={"rope_theta": 1000.0, "partial_rotary_factor": 1.0})
+    assert error_of_scale(logits_of(whole, tokens), plain) > 1e-3
+
+
+def mixers_of(decoder: DecoderConfig) -> list[type]:
+    return [type(block.mixer) for block in decoder.blocks]
+
+
+def test_three_layers_in_four_are_delta_nets_unless_the_config_says_otherwise():
+    assert mixers_of(PRESETS["Qwen/Qwen3.5-9B"]) == (3 * [DeltaNet] + [Attention]) * 8
+    said = hf_config(CASE) | {"full_attention_interval": 2}
+    assert mixers_of(from_hf_config(said, "x")) == [DeltaNet, Attention] * 2
+    assert [rope.dims for rope in PRESETS["Qwen/Qwen3.5-9B"].ropes] == [64]
+    config = from_hf_config(hf_config(CASE), "x")
+    assert from_hf_config(to_hf_config(config), "x") == config
+    older = {key: value for key, value in hf_config(CASE).items() if key != "rope_parameters"}
+    assert from_hf_config(older | {"rope_theta": 1000.0}, "x") == config  # a quarter turns where nothing is said
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"model_type": "qwen3_next"}, r"'qwen3_next' is not supported: its delta nets store .* fused .*in_proj_qkvz"),
+        ({"model_type": "qwen3_5_moe_text"}, "is not supported: it has an expert that every token goes to"),
+        ({"attn_output_gate": False}, "attn_output_gate False is not supported; it must be True or absent"),
+        ({"linear_num_value_heads": 3}, "3 value heads of the delta nets do not share 2 key heads evenly"),
+        (
+            {"layer_types": ["sliding_attention"] * 4},
+            "one for each of the 4 layers, full_attention or linear_attention",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e3, "partial_rotary_factor": 0.2}},
+            "rotation of 3 of 16 elements of a head",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(said, message):
+    with pytest.raises(ModelError, match=message):
+        from_hf_config(hf_config(CASE) | said, "config.json")
+
+
+def test_certify_s_clone_has_both_kinds_and_rotates_a_part_of_a_head():
+    clone = tiny_clone(PRESETS["Qwen/Qwen3.5-9B"])
+    assert mixers_of(clone) == [DeltaNet, Attention]
+    assert (clone.head_dim, [rope.dims for rope in clone.ropes]) == (16, [4])
+
+
+def test_adapters_of_delta_nets_and_attention_are_added_to_their_matrices():
+    """Against the naive form, which merges them; and PEFT has no name for those that share a tensor."""
+    decoder = with_lora(decoder_and_weights()[0], LoraConfig(rank=2, alpha=4.0, targets=["attention"]))
+    weights = random_weights(decoder, seed=0)
+    adapted = {name for name in weights if name.endswith(".lora_a")}
+    assert adapted == {f"layers.{place}.{name}.lora_a" for place in (0, 1) for name in "qkvo"}
+    found = make_logits(decoder, rules_on("auto", 1))({name: jnp.asarray(x) for name, x in weights.items()}, TOKENS[:1])
+    with in_float64():
+        wide = {name: jnp.asarray(x, jnp.float64) for name, x in weights.items()}
+        expected = np.asarray(naive_logits(wide, jnp.asarray(TOKENS[0]), decoder))
+    assert error_of_scale(np.asarray(found[0]), expected) <= 1e-5
+    for place, others in ((0, "k, v"), (1, "q_gate")):
+        with pytest.raises(ModelError, match=f"in one tensor with {others}; export the merged model"):
+            peft._tensor(f"layers.{place}.q.lora_a", (0,), decoder)
