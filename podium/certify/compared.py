@@ -72,6 +72,7 @@ def training_checks(updates: Updates) -> Iterator[Check]:
         name="training",
         claim="loss and gradient of every optimizer step of a run equal the formulas, computed in float64",
         difference=max(_gradient_error(subject, *pair) for pair in pairs),
+        bar=subject.gradient_bar,
         after=causes,
     )
     name = training.config.train.optimizer.name
@@ -113,6 +114,7 @@ def _with_other_options(subject: Subject, causes: tuple[str, ...]) -> Check:
         name="other options",
         claim="the same holds with a KL, an entropy bonus, a correction, and groups and episodes that are left out",
         difference=wrong or max(_gradient_error(other, *pair) for pair in pairs),
+        bar=subject.gradient_bar,
         after=(*causes, "training"),
     )
 

@@ -15,6 +15,7 @@ from podium.algorithms.recipes import Recipe, make_recipe
 from podium.certify.naive import Scores, Sequences, Weights, in_float64, scores
 from podium.certify.naive_rules import Rules, rules_of
 from podium.certify.naive_step import Episode, Room, optimizer_steps
+from podium.certify.result import BAR, RECURRENT_BAR
 from podium.certify.task import CONVERSATIONS, LONGEST_QUESTION, LONGEST_REPLY, NAME, STOP, TURNS, LetterBackend
 from podium.config.imports import is_path
 from podium.config.schema import Config, EnvironmentsConfig, GradingConfig, LimitsConfig, TaskConfig
@@ -108,6 +109,12 @@ class Subject:
             name: jax.device_put(value, shardings[name], may_alias=False)
             for name, value in (self.weights if weights is None else weights).items()
         }
+
+    @property
+    def gradient_bar(self) -> float:
+        """Tolerance of a gradient's difference."""
+        recurrent = any(place.block.work(self.decoder.width).states for place in self.decoder.places)
+        return RECURRENT_BAR if recurrent else BAR
 
     def trained(self, mesh: jax.sharding.Mesh) -> Params:
         """The parameters that updates change."""
