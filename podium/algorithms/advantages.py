@@ -49,7 +49,7 @@ def reward_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def no_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Zeros: rewards train nothing, and a teacher does."""
+    """Zeros [N, G], for recipes in which a teacher trains and rewards do not."""
     return np.zeros(np.shape(rewards), np.float32)
 
 
@@ -76,8 +76,8 @@ def leave_one_out_advantages(
 ) -> np.ndarray:
     """Rewards minus the mean of the group's other rewards: G / (G - 1) (r - mean_g). RLOO (arXiv:2402.14740).
 
-    `std="group"` divides by the standard deviation of the same others, which is NeMo-RL's default; by nothing where
-    they are equal. `std="batch"` divides by that of all rewards.
+    `std="group"` divides by the standard deviation of the same others, which is NeMo-RL's default; where they are
+    equal, nothing is divided. `std="batch"` divides by the standard deviation of all rewards.
     """
     rewards, _ = _checked(rewards, lengths, least_group=2)
     group = np.count_nonzero(~np.isnan(rewards), axis=1, keepdims=True)  # [N, 1]
@@ -155,7 +155,9 @@ def _of_sets(rewards: np.ndarray, k: int) -> np.ndarray:
     """`pass_at_k_advantages` of one group, [n]."""
     n = len(rewards)
     ranked = np.sort(rewards)
-    share = np.array([math.comb(rank, k - 1) / math.comb(n, k) for rank in range(n)])  # of sets whose best it is
+    share = np.array(
+        [math.comb(rank, k - 1) / math.comb(n, k) for rank in range(n)]
+    )  # of the sets in which it is the best
     mean = share @ ranked
     deviation = math.sqrt(share @ (ranked - mean) ** 2)
     own = rewards

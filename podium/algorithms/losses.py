@@ -88,7 +88,9 @@ def gspo_loss(
     """
     ratio = jnp.exp(segment_means(_log_ratio(logprobs, old_logprobs), segments, mask))
     loss = _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
-    shares = 1 / jnp.maximum(segment_sums(jnp.ones_like(ratio), segments, mask), 1.0)  # of its sequence, each token
+    shares = 1 / jnp.maximum(
+        segment_sums(jnp.ones_like(ratio), segments, mask), 1.0
+    )  # 1 / tokens of its sequence, for each token
     return loss._replace(
         stats={
             "sequences": shares,

@@ -44,7 +44,7 @@ class LayerContext:
         return mathematics.rms_norm(x, scale, self.eps, self.norm_offset, self.wide_norms)
 
     def plain_norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
-        """RMS norm over the last dimension, without an offset of the scale, which rounds before it multiplies."""
+        """RMS norm over the last dimension, without an offset; scaled in the activations' number format."""
         return mathematics.rms_norm(x, _value(scale), self.eps, 0.0, False)
 
     def linear(self, pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
@@ -129,5 +129,5 @@ class LayerContext:
 
 
 def _value(weight: LayerWeight) -> jax.Array:
-    assert isinstance(weight, jax.Array), "a bias, like a sink, has no adapter and is no matrix"
+    assert isinstance(weight, jax.Array), "only matrices have adapters; this weight is none"
     return weight

@@ -24,7 +24,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class Taught(NamedTuple):
-    """What a teacher predicts of the same targets."""
+    """A teacher's hidden states for the same targets, and its head."""
 
     hidden: jax.Array  # [B, T, D'], of its own width
     head: jax.Array  # [V, D'], as stored

@@ -79,7 +79,7 @@ def packed_rows(segments: jax.Array, prompts: jax.Array) -> Packed:
     T = segments.shape[1]
     places = jnp.broadcast_to(jnp.arange(T)[None], segments.shape)
     continues = jnp.pad(segments[:, 1:] == segments[:, :-1], ((0, 0), (1, 0)))
-    behind = jax.lax.cummax(jnp.where(segments == prompts, places, -1), axis=1)  # last token that is in no completion
+    behind = jax.lax.cummax(jnp.where(segments == prompts, places, -1), axis=1)  # latest token outside completions
     first = jnp.where(prompts != segments, behind, T)
     return Packed(segments, prompts, jnp.where(continues, places - 1, first))
 

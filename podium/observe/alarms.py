@@ -138,8 +138,8 @@ class CarryAlarms:
             yield (
                 "changed",
                 f"the environments of {changed} conversations answered otherwise when they were opened anew; the"
-                " conversations began again. What an environment says may depend on its prompt, its seed and the"
-                " answers alone",
+                " conversations began again. An environment must depend on nothing but its prompt, its seed and the"
+                " answers",
             )
 
     def _distance(self) -> float | None:

@@ -25,7 +25,7 @@ class CompletionStats:
     truncated: int
     timeouts: int
     ungraded: int
-    """Those that no reward function could grade."""
+    """Number of completions that no reward function could grade."""
     entropy: float
     """Nats per token, estimated as the mean of -log p of the sampled tokens."""
 
@@ -37,7 +37,7 @@ class EnvironmentStats:
     failures: tuple[str, ...] = ()
     """The traceback of each failure of an environment, retried or not, in the order of the prompts."""
     changed: int = 0
-    """Those of environments that, opened anew in a continued run, answered otherwise than before."""
+    """Number of environments that, opened anew in a continued run, answered otherwise than before."""
     reply_s: tuple[float, ...] = ()
     """Seconds of each reply."""
     begin_s: tuple[float, ...] = ()

@@ -208,7 +208,7 @@ def score_phase(run: RunSizes) -> PhaseEstimate:
 
 
 def teacher_phase(run: RunSizes) -> PhaseEstimate:
-    """Log-probabilities of a batch under the teacher, or its hidden states, from which the update has its logits."""
+    """Log-probabilities of a batch under the teacher, or its hidden states, of which the update makes logits."""
     teacher = run.of_teacher
     assert teacher is not None, "the run has a teacher"
     form = _scoring("teacher", teacher, in_updates(run) | _batch(run))
@@ -216,7 +216,7 @@ def teacher_phase(run: RunSizes) -> PhaseEstimate:
 
 
 def _scoring(name: str, run: RunSizes, beside: Parts) -> PhaseEstimate:
-    """A forward pass of a batch through the decoder of `run`, with what else is on a device meanwhile."""
+    """A forward pass of a batch through the decoder of `run`, with `beside`, what else is on a device."""
     a, tokens = run.activation, run.tokens
     layers, head = run.gathered_counts
     passes = _passes(run, "forward")

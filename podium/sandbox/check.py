@@ -1,4 +1,4 @@
-"""Tries at start whether the sandbox holds on this machine, by attacks that must fail."""
+"""Checks that the sandbox holds on this machine, by attacks that must fail."""
 
 import os
 

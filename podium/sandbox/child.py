@@ -1,7 +1,7 @@
 """What a process in the sandbox does once it has given up everything: it runs code, and answers what it is asked.
 
-A request is a line of JSON on a pipe; its answer goes to the output, behind a nonce that came with the request, so that
-what the code prints is no answer. An answer is what the code says, true or not.
+A request is a line of JSON on a pipe. Its answer is written to the output after a nonce that came with the request,
+which separates it from what the code prints. The code can forge answers: nobody may trust them.
 """
 
 import ast
@@ -22,14 +22,14 @@ OFTEN_USED = (
     "bisect", "collections", "copy", "datetime", "decimal", "fractions", "heapq", "itertools", "math", "operator", "re",
     "statistics", "string", "typing",
 )  # fmt: skip
-"""Modules that the zygote has imported before, so that runs need not."""
+"""Modules that the zygote imports before it forks, so that runs need not."""
 for module in OFTEN_USED:
     importlib.import_module(module)
 Answer = dict[str, object]
 
 
 def written(value: Any) -> object:
-    """A value as JSON: plain values and lists as they are, others by their type's name. ValueError where none fits."""
+    """A value as JSON: plain values and lists as they are, others under their type's name. ValueError for the rest."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -43,7 +43,7 @@ def written(value: Any) -> object:
 
 
 def read(value: Any) -> object:
-    """The value that `written` wrote. LookupError, ValueError or TypeError if it wrote none such."""
+    """The value that `written` wrote. LookupError, ValueError or TypeError if `written` cannot have written this."""
     if isinstance(value, list):
         return [read(each) for each in value]
     if not isinstance(value, dict):

@@ -68,12 +68,13 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of a program."""
+    """The result of a program."""
 
     output: str
     """What it printed, stdout and stderr together."""
     why: Why | None
-    """Why it ended before its last line; `ended`: by itself. None: it ran to its end, or raised."""
+    """Why it ended early: the limit that it exceeded, or `ended` if its process ended in another way, as by os._exit.
+    None: it ran to its end, raised, or called sys.exit."""
     error: str
     """The exception that it ended with; empty: none."""
 
@@ -82,7 +83,7 @@ class Sandbox:
     """A place to run code in; runs of several threads go on beside each other."""
 
     def __init__(self, limits: Limits | None = None, *, without: Sequence[str] = ()) -> None:
-        """Start nothing yet. `without` leaves out layers, to see what the others hold."""
+        """Nothing is started before the first run. `without` names layers to leave out, for tests of the others."""
         self.limits = limits or Limits()
         self._without = tuple(without)
         self._lock = threading.Lock()
@@ -267,7 +268,7 @@ class Run:
             os.close(descriptor)
 
     def _ended(self, why: Why, found: bytearray, deadline: float) -> Ended | SandboxError:
-        """What to raise for a run that has ended, or must: why, by its own first process if that says so."""
+        """What to raise for a run that has ended or must end; its own first process may report the reason."""
         if why == "ended":
             poll = select.poll()
             poll.register(self._report, select.POLLIN)
@@ -281,7 +282,7 @@ class Run:
 
 
 def _read(text: bytes) -> dict[str, Any]:
-    """An answer, which the code may have forged: nothing of it is believed but that it is an object."""
+    """An answer, which the code may have forged: all that is certain afterwards is that it is a JSON object."""
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):

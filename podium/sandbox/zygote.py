@@ -42,11 +42,11 @@ class Job(NamedTuple):
     disk_mib: int
     processes: int
     without: Sequence[str] = ()
-    """Layers to leave out: tests show with it what each of them holds."""
+    """Layers to leave out, for tests that show what each layer holds."""
 
 
 def main(control_fd: int, root: str) -> None:
-    """Serve runs until the other end of the socket is closed. `root` is a folder to mount on, in an own namespace."""
+    """Serve runs until the other end of the socket is closed. `root` is a folder to mount the new root on."""
     control = socket.socket(fileno=control_fd)
     try:
         enter(root)

@@ -1,4 +1,4 @@
-"""Grades code that a model wrote, in a sandbox that is told neither what is tested next nor what would be right.
+"""Grades code that a model wrote, in a sandbox that learns neither what is tested next nor the right result.
 
 A function is called with one test's arguments after the other; a program gets one test's input on stdin. Values and
 output come back and are compared here. Assertions run in a second sandbox (`podium.tasks.referee`), which has only the
@@ -45,7 +45,7 @@ Tests = Sequence[Call] | Sequence[Program] | Assertions
 
 
 class Verdict(NamedTuple):
-    """How code fared."""
+    """The result of running a solution against its tests."""
 
     passed: int
     tests: int
@@ -66,8 +66,8 @@ def grade(sandbox: Sandbox, code: str, name: str, tests: Tests, timeout_s: float
     Args:
         sandbox: where to run it.
         code: of the solution.
-        name: of the function that is called; programs have none.
-        tests: what it must do.
+        name: of the function that is called; empty for programs.
+        tests: all of one kind.
         timeout_s: limit of all tests together.
     """
     clock = _Clock(time.monotonic() + timeout_s)
@@ -95,7 +95,7 @@ def grade(sandbox: Sandbox, code: str, name: str, tests: Tests, timeout_s: float
 
 
 def same(found: object, expected: object) -> bool:
-    """Whether two values are equal and of the same types throughout; numbers with a point up to rounding."""
+    """Whether two values are equal and of the same types throughout; floats up to rounding."""
     if type(found) is not type(expected):
         return False
     if isinstance(found, float) and isinstance(expected, float):

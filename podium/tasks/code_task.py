@@ -28,8 +28,8 @@ class Code:
     `eval_size` are held out. Rows of files are in the form of HumanEval, MBPP or LiveCodeBench, or your own
     (docs/tasks.md).
 
-    `reward: share` pays the share of tests passed, `all` 1 if all are, else 0. All tests of an answer together may take
-        `timeout_s` seconds; less than `grading.timeout_s`, which would count what passed before as nothing.
+    `reward: share` pays the share of tests passed; `all` pays 1 if all are, else 0. All tests of an answer together may
+    take `timeout_s` seconds. Keep that below `grading.timeout_s`, after which an answer earns nothing at all.
     """
 
     system_prompt: str | None = "Write the solution in Python, in one block between ```python and ```."

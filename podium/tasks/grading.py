@@ -128,9 +128,9 @@ class Grader:
         return config.rewards.get("correct", 0.0) if config.correct == "correct" else 0.0
 
     def check(self, prompts: Sequence[TaskPrompt]) -> list[str]:
-        """What tasks say of how they grade on this machine.
+        """Check that everything can be graded here; returns what tasks say about grading on this machine, in lines.
 
-        Raises ValueError if one cannot, or a reward function asks for a column that a prompt's row lacks.
+        Raises ValueError if a task cannot grade, or a reward function asks for a column that a prompt's row lacks.
         """
         for each in prompts:
             self._functions.check(each.task, each.prompt)

@@ -1,7 +1,7 @@
 """Runs assertions about a function that is somewhere else; sent as text to a sandbox of its own.
 
-It knows what is right and sees of the function only the values that it returns, which are plain ones. `exchange`, given
-by the sandbox, asks for a call of it, and at the end says how many assertions held.
+It has the expected results, and sees of the function only the plain values that it returns. `exchange`, given by the
+sandbox, asks for a call of the function, and at the end reports how many assertions held.
 """
 
 import ast
@@ -20,7 +20,7 @@ class _Counted(ast.NodeTransformer):
 
 
 def judge(setup: str, tests: str, name: str, exchange: Callable[[object], Any]) -> None:
-    """Count the assertions of `tests` that hold. A check that breaks off has one more, which does not.
+    """Count the assertions of `tests` that hold. An exception outside an assertion counts as one that does not.
 
     Args:
         setup: code before the tests.

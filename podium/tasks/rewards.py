@@ -50,9 +50,10 @@ def length_reward(graded: Graded, limits: LengthLimits) -> float:
 
 
 def repetition_reward(graded: Graded, limits: LengthLimits) -> float:
-    """Minus the share of runs of three words that occur before in the text, -1 to 0 (arXiv:2502.03373, appendix C.2).
+    """Minus the share of runs of three words that occurred earlier in the text, -1 to 0.
 
-    0 for a text of fewer words. Words are in lower case, between spaces, as in open-r1 with its defaults.
+    arXiv:2502.03373, appendix C.2. 0 for a text of fewer words. Words are in lower case, between spaces, as in open-r1
+    with its defaults.
     """
     words = graded.text.lower().split()
     runs = list(zip(*(words[begin:] for begin in range(REPEATED_WORDS)), strict=False))
@@ -63,8 +64,8 @@ def cosine_length_reward(graded: Graded, limits: LengthLimits, correct: float) -
     """A reward that falls with the length of a right answer, from 1 to 0.5, and rises with that of a wrong one, -1 to
     -0.5 (arXiv:2502.03373).
 
-    Along half a cosine, up to `max_new_tokens`; an answer is right if `correct` is 1. The numbers are open-r1's
-    `cosine` reward's, whose lengths are in characters.
+    Along half a cosine, up to `max_new_tokens` tokens; an answer is right if `correct` is 1. The numbers are those of
+    open-r1's `cosine` reward, which measures characters.
     """
     share = min(1.0, graded.num_tokens / limits.max_new_tokens)
     size = 0.5 + 0.25 * (1 + math.cos(math.pi * share))

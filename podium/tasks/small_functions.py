@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 DRAWS = 10_000
-"""Inputs that are drawn at most for a function, until not all have the same result."""
+"""Most inputs that are drawn for a function until not all of its tests have the same result."""
 TESTS = 8
 """Tests of each function that a solution is not shown."""
 
@@ -94,7 +94,7 @@ FAMILIES = (
     Family("sum_of_two", "number", "whether `number` is a sum of {n} times and {m} times whole numbers from 0",
            "any((number - {n} * each) % {m} == 0 for each in range(number // {n} + 1))", PAIRS),
 )  # fmt: skip
-"""Their references are ours and short, and run outside of the sandbox."""
+"""Their expressions are part of Podium, so they are evaluated without a sandbox."""
 
 
 def small_functions() -> list[SmallFunction]:

@@ -1,4 +1,4 @@
-"""A conversation or a single answer, from its beginning to its end, as steps hand it on. No jax."""
+"""A conversation or a single answer: what one step hands on to the next, and at last to grading. No jax."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -35,11 +35,11 @@ class Episode:
     attempt: int = 0
     """How often it has begun again because its environment failed."""
     seconds: float = 0.0
-    """How long it has been held, for `rollout.limits.episode_timeout_s`."""
+    """How long it has lasted so far, for `rollout.limits.episode_timeout_s`; 0 without that limit."""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is missing."""
+        """Whether it has ended, its final reward included."""
         return self.state == "ended"
 
     @property

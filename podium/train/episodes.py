@@ -42,7 +42,7 @@ POLL_TOGETHER_S = 0.05
 STEPS_TOGETHER = 4
 """Engine steps between exchanges of hosts that decode together."""
 CHANGED = (
-    "what an environment says may depend on its prompt, its seed and the answers alone (docs/carry-over.md); otherwise"
+    "an environment must depend on nothing but its prompt, its seed and the answers (docs/carry-over.md); if it cannot,"
     " set rollout.in_flight to 1"
 )
 REPLY_STEPS = 2
@@ -167,7 +167,7 @@ class Episodes:
         self.kept = dict[Place, object]()
         """Environments, for reward functions, of conversations that have ended before others of their prompt."""
         self.early = dict[int, Answered]()
-        """What environments have answered and was not taken yet, by conversation."""
+        """Answers of environments that have not been taken yet, by conversation."""
 
     def hold(
         self,

@@ -101,7 +101,7 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
 
 
 def reward_parts(groups: Sequence[Group]) -> RewardParts:
-    """The parts of each reward and their weights, of at least the parts that any total has."""
+    """Collect the parts of each reward and their weights, of every part that is in some total."""
     rewards = [group.rewards for group in groups]
     names = sorted({name for group in rewards for reward in group for name in reward.weights})
     shape = (len(rewards), len(rewards[0]) if rewards else 0, len(names))

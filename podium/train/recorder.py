@@ -263,7 +263,7 @@ def conversation_stats(groups: Sequence[Group], held: EnvironmentStats) -> Conve
 def carry_stats(groups: Sequence[Group], drawn_lengths: Sequence[int]) -> CarryStats | None:
     """Ages of a step's completions, and the distance of their lengths from those of completions drawn in the step.
 
-    None if all of them are conversations that failed.
+    Those without a reward are left out; None if none is left.
     """
     groups = [group for group in groups if not all(reward.failed for reward in group.rewards)]
     versions = [

@@ -143,9 +143,8 @@ def open_run(
             evaluates=bool(spec.evaluation.at_start or spec.evaluation.every_steps or spec.evaluation.at_end),
         )
         frozen = load_frozen(model)
-        for line in rollouts.grader.check(
-            rollouts.feed.tasks.first_prompts()
-        ):  # bad data, before the first compilation
+        # Before the first compilation, so that bad data is reported early.
+        for line in rollouts.grader.check(rollouts.feed.tasks.first_prompts()):
             progress.message(line)
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, job.watchdog.beat))
         checkpointer = Checkpointer(

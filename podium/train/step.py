@@ -47,7 +47,7 @@ TEACHER_HEAD = "teacher_head"
 class ScoreProgram(Protocol):
     """`(params, batch) -> [K, B, T]` float32: scores each target of a batch, without gradient.
 
-    A teacher's may give hidden states instead, [K, B, T, D].
+    A teacher's may return hidden states instead, [K, B, T, D].
     """
 
     def __call__(self, params: Params, batch: Batch[jax.Array], /) -> jax.Array:
@@ -165,9 +165,9 @@ def make_train_step(
     """The jitted update `(state, batch, frozen) -> (state, metrics)`; `state` is donated.
 
     `frozen` are weights that never change and are not in the state: with LoRA, all but the adapters; and TEACHER_HEAD,
-    with a teacher whose whole distribution is learned. Metrics are means
-    over the batch's trained tokens, except `loss`, norms and maxima. `broken_row` is the first row of all micro-batches
-    whose loss is not finite, counted from the last row, which is 1; 0: none.
+    with a teacher whose whole distribution is learned. Metrics are means over the batch's trained tokens, except
+    `loss`, norms and maxima. `broken_row` is the first row of all micro-batches whose loss is not finite, counted from
+    the last row, which is 1; 0: none.
     """
     abstract = abstract_params(trained_specs(settings.decoder), jnp.float32, settings.stored)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(abstract, optimizer))

@@ -48,8 +48,8 @@ class Trainer:
 
         `sizes` holds the shapes of all batches; the learning rate follows `schedule`. `reference` holds the first
         model's parameters, if the recipe needs them. A batch that diverges is saved in `folder`. `frozen` holds the
-        base weights of LoRA's adapters, which also serve as the reference. `teacher` scores batches if
-        the recipe has one.
+        base weights of LoRA's adapters, which also serve as the reference. `teacher` scores batches, if the recipe
+        has one.
         """
         self.frozen = frozen or {}
         self.recipe = recipe

@@ -4,9 +4,9 @@ S_t = e^{g_t} S_{t-1} + k_t u_t' with u_t = beta_t (v_t - e^{g_t} S_{t-1}' k_t),
 u follow from products: with A the strictly lower part of beta (k k') and the decay between two tokens, they are
 (I + A)^{-1} beta (v - k S). Only the state goes from chunk to chunk; a loop over them has two products.
 
-In packed rows, a completion begins with the state behind its prompt, which other completions may separate it from. So
-two states go from chunk to chunk: that of the last token's segment, and that behind its prompt. Within a chunk the tree
-of segments is a mask, and decay is counted along a token's path to the first token of its sequence.
+In packed rows a completion starts from the state after its prompt, and other completions may lie between the two. So
+two states go from chunk to chunk: that of the last token's segment, and that after its prompt. Within a chunk the tree
+of segments is a mask. A token's path is its sequence up to the token; decay is counted along it.
 
 Shapes: B rows, T tokens, M chunks of C tokens, K key heads, R value heads per key head, N elements of a key, P of a
 value, J states. All is computed in float32.
@@ -34,17 +34,17 @@ class Tokens(NamedTuple):
 
 
 class _Paths(NamedTuple):
-    """Which states and tokens of its chunk each token's sequence passes, for all chunks."""
+    """Which carried states, and which tokens of its own chunk, are on each token's path; for all chunks."""
 
     decays: jax.Array  # [B, M, K, R, C], logarithm of the decay since the chunk began, along the token's path
-    seen: jax.Array  # [B, M, C, C] bool, whether a token's sequence holds another that is not behind it
+    seen: jax.Array  # [B, M, C, C] bool, whether the second token is on the first one's path
     reads: jax.Array  # [B, M, C, J] bool, the state from the previous chunk in which the token's path begins
-    ends: jax.Array  # [B, M, J, C] bool, the token behind which each state is passed on; False for all: it is none
+    ends: jax.Array  # [B, M, J, C] bool, the token after which each state is passed on; all False: no token
     stays: jax.Array  # [B, M, J] bool, whether the state is passed on as it came
 
 
 def chunked(tokens: Tokens, first: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """Outputs [B, T, K, R, P] of rows of one sequence each, and the states behind them, given the states before.
+    """Outputs [B, T, K, R, P] of rows of one sequence each, and the states after them, given the states before.
 
     `chunk` is C, a power of 2; shorter rows are one chunk. States are [B, K, R, N, P] float32. A token with a
     `beta` and a `g` of 0 changes no state.
@@ -193,7 +193,7 @@ def unit_lower_inverse(a: jax.Array) -> jax.Array:
 
 
 def one_step(tokens: Tokens, states: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Outputs [B, 1, K, R, P] of one token for each row, and the states [B, K, R, N, P] behind it."""
+    """Outputs [B, 1, K, R, P] of one token for each row, and the states [B, K, R, N, P] after it."""
     q, k, v, g, beta = (x[:, 0].astype(jnp.float32) for x in tokens)
     states = states * jnp.exp(g)[..., None, None]
     u = beta[..., None] * (v - exact("bkn,bkrnp->bkrp", k, states))
@@ -221,9 +221,13 @@ def short_conv(x: jax.Array, taps: jax.Array, previous: jax.Array) -> jax.Array:
 
 
 def next_conv(x: jax.Array, taps: jax.Array, tail: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`short_conv` of rows of one sequence each behind its last tokens' x, and the tail behind `counts` of them.
+    """`short_conv` of rows of one sequence each, which continue earlier calls; also the tail for the next call.
 
-    The tail is [B, n - 1, H, N].
+    Args:
+        x: [B, T, H, N].
+        taps: [n, H, N], the last one for the token itself.
+        tail: [B, n - 1, H, N], x of the last tokens before; zeros at the beginning of a sequence.
+        counts: [B] int32, how many of a row's tokens are real: the new tail ends with the last of these.
     """
     T, n = x.shape[1], len(taps)
     recent = jnp.concatenate([tail.astype(x.dtype), x], axis=1)  # [B, n - 1 + T, H, N]

@@ -95,8 +95,8 @@ States: TypeAlias = "tuple[jax.Array, ...]"
 class Packed(NamedTuple):
     """Which sequences the tokens of packed rows belong to.
 
-    A sequence is a segment, or a segment behind that of its prompt: then nothing but other segments with the same
-    prompt lies between the two.
+    A sequence is a segment alone, or the segment of its prompt followed by its own: then only other segments with the
+    same prompt lie between the two.
     """
 
     segments: jax.Array  # [B, T] int32, segment of each token; 0 is padding
