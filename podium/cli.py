@@ -372,7 +372,7 @@ def tasks(
 
 @sandbox_app.command("check")
 def sandbox_check() -> None:
-    """Try by attacks whether the sandbox holds on this machine. Exit status: 0 it does, 1 it does not, and why."""
+    """Attack the sandbox, to see whether it holds on this machine. Exit status: 0 if so; 1 if not, with the reason."""
     from podium.sandbox.check import check
     from podium.sandbox.runs import Sandbox, SandboxError
 
@@ -389,7 +389,7 @@ def sandbox_run(
     wall_s: Annotated[float, typer.Option(min=0.0, help="Limit of time in seconds.")] = 10.0,
     memory_mib: Annotated[int, typer.Option(min=1, help="Limit of memory in MiB.")] = 512,
 ) -> None:
-    """Run a Python file in the sandbox; it reads this command's input. Exit status: 1 if it raises or is ended."""
+    """Run a Python file in the sandbox; it reads the command's stdin. Exit status: 1 if it raises or exceeds limits."""
     from podium.sandbox.runs import Limits, Sandbox, SandboxError
 
     code, stdin = file.read_text("utf-8"), "" if sys.stdin.isatty() else sys.stdin.read()

@@ -229,10 +229,10 @@ class AlgorithmConfig(Section):
     (arXiv:2512.02556)."""
     correction: Literal["none", "truncate", "mask", "reject"] | None = None
     """Importance correction from sampler to trainer: truncate the weight at its cap, mask tokens whose weight is
-    outside its band, or reject sequences outside it, which leaves the others' tokens their own weights."""
+    outside its band, or reject sequences outside it; tokens of the others keep their own weights."""
     correction_level: Literal["token", "sequence", "mean"] | None = None
-    """The weight that is corrected by: of each token, the product over its sequence, or the product's geometric mean
-    over the tokens. Unset: token."""
+    """The importance weight that `correction` looks at: each token's own, the product over its sequence, or the
+    geometric mean over its sequence. Unset: token."""
     correction_low: NotNegativeFloat | None = None
     """Lower end of the band of `correction: mask` and `reject`."""
     correction_high: PositiveFloat | None = None

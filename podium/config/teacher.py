@@ -1,4 +1,4 @@
-"""The settings of a teacher: a frozen model whose distribution the policy learns from, at its own completions."""
+"""The settings of a teacher: a frozen model whose distributions the policy learns, on its own completions."""
 
 from typing import Literal
 
