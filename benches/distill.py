@@ -1,4 +1,4 @@
-"""The demo learned from a teacher instead of rewards: the demo's trained model teaches a fresh one.
+"""Does the demo learn from a teacher instead of rewards? The demo's trained model teaches a fresh one.
 
     python -m benches.distill --seeds 0,1,2        (CPU; up to 12 minutes of CPU time per seed, and 6 for the teacher)
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M learns to call a calculator, and from a coin's rewards it does not. CPU, 45 minutes.
+"""Does SmolLM2-135M learn to call a calculator, and not from a coin's rewards? CPU; some 45 minutes, not measured yet.
 
     python -m benches.learn_tools
 
