@@ -198,7 +198,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("env/changed", "conversations", "Conversations that were in flight when a run was stopped, and whose environments answered otherwise when they were opened anew; they begin again. Only with `rollout.in_flight` above 1.", lambda s: s.conversations.environments.changed if s.conversations and s.carried else None),
         Metric("env/reply_s", "s", "An environment's reply to a turn, tools included.", _reply_s, parts=("mean", "p95")),
         Metric("env/begin_s", "s", "An environment's beginning.", lambda s: np.array(s.conversations.environments.begin_s) if s.conversations and s.conversations.environments.begin_s else None, parts=MEAN_MAX),
-        Metric("env/idle_s", "s", "Waiting for environments while the engine had nothing to do.", lambda s: s.conversations and s.conversations.environments.idle_s),
+        Metric("env/idle_s", "s", "Waiting for environments while the engine had nothing to do, or until replies were there that were due (`rollout.reproducible` with `rollout.in_flight` above 1).", lambda s: s.conversations and s.conversations.environments.idle_s),
         Metric("env/reply_tokens", "tokens", "Tokens that environments and tools gave the model, over all hosts.", lambda s: s.conversations and s.conversations.environments.extend_tokens),
         Metric("env/drawn_share", "fraction", "Share of the tokens after prompts that the model drew.", lambda s: s.conversations and s.conversations.drawn_share),
         Metric("tools/<part>/calls", "calls", "Calls of a tool; `unknown`: of names that are no tool.", _by_tool(len)),

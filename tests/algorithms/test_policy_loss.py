@@ -55,7 +55,7 @@ def test_correction_weighs_the_policy_term_and_not_the_kl() -> None:
 
 
 def test_the_loss_of_prime_rl() -> None:
-    """Its default_loss_fn: -keep A ratio + kl_tau log_ratio^2, whose gradient -keep A ratio + 2 kl_tau log_ratio is."""
+    """Its default_loss_fn, -keep A ratio + kl_tau log_ratio^2; the gradient is -keep A ratio + 2 kl_tau log_ratio."""
     batch = inputs()
     options = {"clip_low": 0.02, "clip_high": 0.03, "loss_options": {"weight_cap": 1e9}, "drift_coef": 1e-3}
     recipe = recipe_of(recipe="dppo", mean="token", **options)
