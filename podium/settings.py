@@ -31,7 +31,7 @@ from podium.tasks.curriculum import leveled
 from podium.tasks.environment_forms import conversing
 from podium.tasks.functions import RewardFunction
 from podium.tasks.registry import make_task
-from podium.tasks.rewards import BUILT_IN, label
+from podium.tasks.rewards import BUILT_IN, GRADED_REWARDS, label
 
 _LAYOUTS: Mapping[str, object] = ChainMap[str, object](
     cast(dict[str, object], ROLLOUT_LAYOUTS), {AUTO: "chosen by `podium.models.layouts`"}
@@ -194,6 +194,9 @@ def _reward_parts(index: int, task: TaskConfig) -> Iterator[Contradiction]:
     if task.correct not in ("correct", *task.rewards):
         parts = ", ".join(dict.fromkeys(("correct", *task.rewards)))
         yield Contradiction((f"tasks.{index}.correct", section), f"{task.correct!r} is not a part of it; set {parts}")
+    if task.correct in GRADED_REWARDS:
+        message = f"{task.correct} depends on correctness, so it cannot be it; set correct, or another part"
+        yield Contradiction((f"tasks.{index}.correct",), message)
     if task.correct != "correct" and "correct" in task.rewards:
         message = f"evaluation counts {task.correct}, so the task does not grade; drop correct, or leave this unset"
         yield Contradiction((f"{section}.correct", f"tasks.{index}.correct"), message)
@@ -320,12 +323,19 @@ def _tasks(config: Config) -> Iterator[Contradiction]:
     for index, (task, levels) in enumerate(zip(config.tasks, leveled(config.tasks), strict=True)):
         for number, level in enumerate(levels):
             try:
-                make_task(level)
+                made = make_task(level)
             except (ValueError, OSError) as error:
                 named = [option for option in level.options if f"options.{option}:" in str(error)]
                 key = f"options.{named[0]}" if named else "name"
                 of_level = task.curriculum is not None and named and named[0] in task.curriculum.levels[number]
                 yield Contradiction((f"tasks.{index}.{'curriculum.levels' if of_level else key}",), str(error))
+                break
+            allowed_s, limit_s = config.grading.timeout_s, getattr(made, "timeout_s", 0.0)
+            if limit_s >= allowed_s:
+                rule = (
+                    f"{limit_s:g} s is not below {allowed_s:g} s, after which an answer earns nothing; raise the latter"
+                )
+                yield Contradiction((f"tasks.{index}.options.timeout_s", "grading.timeout_s"), rule)
                 break
 
 

@@ -32,3 +32,9 @@ def check(sandbox: Sandbox) -> str:
     version = landlock_version()
     landlock = f"Landlock {version}" if version else "no Landlock (this kernel has none)"
     return f"sandbox: namespaces, {landlock}, seccomp, limits; {len(PROBES)} of {len(PROBES)} attacks failed"
+
+
+def check_machine() -> str:
+    """Say what of the sandbox holds on this machine. ValueError if it permits none."""
+    with Sandbox() as sandbox:
+        return check(sandbox)

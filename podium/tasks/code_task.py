@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from podium.sandbox.check import check
+from podium.sandbox.check import check_machine
 from podium.sandbox.child import read, written
 from podium.sandbox.runs import Limits, Sandbox
 from podium.tasks.code_grading import Assertions, Call, Program, Tests, code_of, grade
@@ -29,7 +29,7 @@ class Code:
     (docs/tasks.md).
 
     `reward: share` pays the share of tests passed; `all` pays 1 if all are, else 0. All tests of an answer together may
-    take `timeout_s` seconds. Keep that below `grading.timeout_s`, after which an answer earns nothing at all.
+    take `timeout_s` seconds, less than `grading.timeout_s`, after which an answer earns nothing at all.
     """
 
     system_prompt: str | None = "Write the solution in Python, in one block between ```python and ```."
@@ -50,11 +50,7 @@ class Code:
         limits = Limits(wall_s=timeout_s, cpu_s=int(timeout_s) + 1, memory_mib=memory_mib)
         self._sandbox = Sandbox(limits)
 
-    @staticmethod
-    def check_machine() -> str:
-        """Say what of the sandbox holds here. ValueError if it cannot be made."""
-        with Sandbox() as sandbox:
-            return check(sandbox)
+    check_machine = staticmethod(check_machine)
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """All questions of a split. ValueError, with its place, for a row that has none of the forms."""

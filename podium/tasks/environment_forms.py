@@ -88,6 +88,15 @@ def conversing(config: TaskConfig) -> Conversing | None:
     return Conversing(lambda prompt, seed, resolve: _Tools(tools, resolve), schemas, rewards=False)
 
 
+def machine_checks(config: TaskConfig) -> list[Callable[[], str]]:
+    """The functions `check_machine` of a task, its environment and its tools; `podium.tasks.task` says what they do."""
+    kind = find_task(config.name)
+    environment = None if config.environment is None else imported(config.environment, what="an environment")
+    tools = (*getattr(kind, "tools", ()), *getattr(environment, "tools", ()), *map(find_tool, config.tools))
+    checks = (getattr(each, "check_machine", None) for each in (kind, environment, *tools))
+    return [check for check in checks if check is not None]
+
+
 def _of_class(name: str, environment: object, functions: Sequence[Tool]) -> Conversing:
     """Conversations with instances of a class. Raises ValueError if it has none of the forms."""
     if not callable(environment):

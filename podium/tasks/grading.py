@@ -18,9 +18,10 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from multiprocessing.connection import Pipe
 
 from podium.config.schema import GradingConfig, TaskConfig
+from podium.tasks.environment_forms import machine_checks
 from podium.tasks.functions import FunctionGrader, Part
 from podium.tasks.mixture import TaskPrompt
-from podium.tasks.registry import find_task, make_task, task_labels
+from podium.tasks.registry import make_task, task_labels
 from podium.tasks.rewards import LengthLimits, label, make_reward, own_functions
 from podium.tasks.task import Graded, Reward
 from podium.tasks.worker import Item, Outcome, grade_item
@@ -128,14 +129,15 @@ class Grader:
         return config.rewards.get("correct", 0.0) if config.correct == "correct" else 0.0
 
     def check(self, prompts: Sequence[TaskPrompt]) -> list[str]:
-        """Check that everything can be graded here; returns what tasks say about grading on this machine, in lines.
+        """Check that everything can be graded here; returns what tasks and tools say of this machine, in lines.
 
-        Raises ValueError if a task cannot grade, or a reward function asks for a column that a prompt's row lacks.
+        Raises ValueError if a task or a tool cannot work here, or a reward function asks for a column that a prompt's
+        row lacks.
         """
         for each in prompts:
             self._functions.check(each.task, each.prompt)
-        tasks = [find_task(self._configs[number].name) for number in dict.fromkeys(each.task for each in prompts)]
-        checks = [check for task in tasks if (check := getattr(task, "check_machine", None))]
+        asked = dict.fromkeys(each.task for each in prompts)
+        checks = dict.fromkeys(check for number in asked for check in machine_checks(self._configs[number]))
         return list(dict.fromkeys(str(check()) for check in checks))
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 
+from podium.sandbox.check import check_machine
 from podium.sandbox.runs import Ended, Limits, Run, Sandbox
 from podium.tasks.conversation import Reply, Turn
 from podium.tasks.task import Prompt
@@ -32,6 +33,9 @@ def python(code: str) -> str:
     """
     with _sandbox().open() as run:
         return _output(run, code)
+
+
+python.check_machine = check_machine  # pyright: ignore[reportFunctionMemberAccess]  # asked for before a run begins
 
 
 class PythonSession:

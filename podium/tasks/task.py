@@ -135,7 +135,7 @@ class Task(Protocol):
         """The `correct` part of the reward, 0 to 1; must handle anything that a model may write.
 
         An exception is a bug of the grader and stops the run, but for OutOfTime. Runs in a worker process with a time
-        limit. A static method `check_machine() -> str`, if there is one, is called before a run begins: it says how
-        answers are graded, or raises ValueError if they cannot be graded on this machine.
+        limit. A static method `check_machine() -> str` of the task, of its environment or of a tool, if there is one,
+        is called before a run begins: it says how code runs here, or raises ValueError if this machine cannot do it.
         """
         ...

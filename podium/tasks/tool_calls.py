@@ -29,12 +29,13 @@ BEGIN, SEPARATOR, END = (f"<{BAR}tool▁{name}{BAR}>" for name in ("call▁begin
 BLOCK = re.compile(f"(?:function)?{SEPARATOR}(.*?)\n```json\n(.*?)\n```", re.DOTALL)
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>\s*)?", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-KEY = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+KEY = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 MESSAGE = re.compile(
     r"(?:\A|<\|start\|>)((?:(?!<\|(?:start|end|message)\|>).)*<\|message\|>.*?)"
     r"(?:<\|(?:call|end|return)\|>|(?=<\|start\|>)|\Z)",
     re.DOTALL,
 )
+SPACES = re.compile(r"\s*")
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 IN_PYTHON = {"True": True, "False": False, "None": None}
 
@@ -133,13 +134,23 @@ def _keys(text: str, types: Types) -> list[ToolCall]:
 
 
 def _of_texts(name: str, pattern: re.Pattern[str], text: str, types: Types) -> ToolCall:
-    """A call whose arguments are texts, those of them that are no strings as JSON."""
-    if left := pattern.sub("", text).strip():
-        raise ValueError(f"the arguments of {name} cannot be read from {left[:40]!r} on")
+    """A call whose arguments are texts, those of them that are no strings as JSON; in time linear in the text."""
     arguments: dict[str, object] = {}
-    for key, value in pattern.findall(text):
+    place = _behind_spaces(text, 0)
+    while place < len(text):
+        found = pattern.match(text, place)
+        if found is None:
+            raise ValueError(f"the arguments of {name} cannot be read from {text[place : place + 40]!r} on")
+        key, value = found.groups()
         arguments[key] = value if _is_text(types.get(f"{name}\n{key}", {})) else _value(value)
+        place = _behind_spaces(text, found.end())
     return ToolCall(name=name, arguments=arguments)
+
+
+def _behind_spaces(text: str, place: int) -> int:
+    found = SPACES.match(text, place)
+    assert found is not None, "it matches nothing as well"
+    return found.end()
 
 
 def _value(text: str) -> object:

@@ -86,6 +86,11 @@ def make_teacher(config: Config, student: Model) -> Model | None:
             f"teacher.model {config.teacher.model} has another tokenizer than {config.model}: {difference}; its"
             " log-probabilities would be of other texts: take a teacher of the same family"
         )
+    if config.teacher.loss == "full" and decoder.vocab != student.decoder.vocab:
+        raise ValueError(
+            f"teacher.loss full compares whole distributions, and the heads of {config.teacher.model} and"
+            f" {config.model} have {decoder.vocab:,} and {student.decoder.vocab:,} rows; set teacher.loss to sampled"
+        )
     return Model(source=source, decoder=decoder, tokenizer=tokenizer, mesh=student.mesh)
 
 

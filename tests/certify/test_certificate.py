@@ -18,6 +18,7 @@ from podium.certify.subject import make_subject, tiny_clone
 from podium.certify.updates import Updates
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config
+from podium.models.blocks.delta import DeltaNet
 from podium.models.presets import PRESETS
 from podium.train.optimizer import learning_rate
 
@@ -85,6 +86,8 @@ def test_the_status_is_the_verdict(monkeypatch, capsys, green, status):
 def switches(layer):
     """What is no size of a layer."""
     attention, after = layer
+    if isinstance(attention, DeltaNet):
+        return attention.taps, attention.value_heads // attention.key_heads, after.activation
     rope = attention.rope
     scaled = attention.scale_dims is not None
     return (
@@ -92,6 +95,7 @@ def switches(layer):
         attention.norm,
         attention.out_bias,
         attention.sinks,
+        attention.gated,
         bool(attention.window),
         scaled,
         rope.theta,

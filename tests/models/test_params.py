@@ -31,6 +31,7 @@ def test_parts_are_products_of_the_mesh_axes_that_split():
     assert axis_parts(TRAIN_AXES, mesh) == {
         "batch": 6, "batch_by_width": 2, "tokens": 7, "pieces": 42, "vocab": 5, "width": 21, "width_of_rows": 7,
         "heads": 5, "kv_heads": 5, "mlp": 5, "experts": 3, "expert_width": 7, "expert_mlp": 5,
+        "delta_heads": 5, "state_heads": 35,
     }  # fmt: skip
     batch = {layout: axis_parts(axes, mesh)["batch"] for layout, axes in ROLLOUT_LAYOUTS.items()}
     assert batch == {"replicated": 30, "tensor": 6, "hybrid": 6, "legacy": 30, "maxtext": 2}

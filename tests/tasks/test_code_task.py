@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from podium.config.errors import ConfigError
 from podium.config.schema import GradingConfig, TaskConfig
 from podium.sandbox.runs import Limits, Sandbox
+from podium.settings import load_settings
+from podium.tasks import python_tool
 from podium.tasks.code_grading import Assertions, Call, Program, code_of, grade, same, same_output
 from podium.tasks.code_task import Code
 from podium.tasks.grading import Grader
@@ -263,3 +266,23 @@ def test_a_run_says_how_code_is_graded_or_that_it_cannot_be(monkeypatch: pytest.
     with pytest.raises(ValueError, match="permits no sandbox"):
         grader.check(prompts)
     grader.close()
+
+
+@pytest.mark.parametrize("talk", [{"tools": ["python"]}, {"environment": "podium.tasks.python_tool:PythonSession"}])
+def test_a_machine_without_a_sandbox_is_found_before_a_tool_is_called(monkeypatch, talk):
+    def refuse() -> str:
+        raise ValueError("this machine permits no sandbox")
+
+    monkeypatch.setattr(python_tool.python, "check_machine", refuse)
+    task = TaskConfig(name="arithmetic", **talk)
+    grader = Grader([task], GradingConfig(workers=0), max_new_tokens=8)
+    prompt = TaskPrompt(task=0, prompt=Prompt(id="a", question="?", answer="1"), system_prompt=None)
+    with pytest.raises(ValueError, match="permits no sandbox"):
+        grader.check([prompt])
+    grader.close()
+
+
+def test_the_limit_of_code_is_below_that_of_grading():
+    with pytest.raises(ConfigError, match=r"20 s is not below 5 s.*\n.*timeout_s"):
+        load_settings([], ["model=demo", "tasks=[{name: code, options: {timeout_s: 20}}]"], {})
+    load_settings([], ["model=demo", "tasks=[{name: code, options: {timeout_s: 20}}]", "grading.timeout_s=30"], {})

@@ -318,6 +318,7 @@ def test_a_config_names_functions_by_import_path():
         ("rewards: {'session:gone': 1.0}", "passed by the Python session that started the run"),
         ("rewards: {test_reward_functions:RUN: 1.0}", "not a function"),
         ("correct: tags", "'tags' is not a part of it; set correct"),
+        ("correct: cosine_length, rewards: {cosine_length: 1.0}", "cosine_length depends on correctness"),
         (
             "rewards: {correct: 1.0, test_reward_functions:row_of: 1.0}, correct: test_reward_functions:row_of",
             "does not grade",

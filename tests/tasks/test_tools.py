@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from itertools import takewhile
 from pathlib import Path
 from typing import Literal
@@ -363,3 +364,20 @@ def test_the_warm_start_of_the_demo_imitates_what_the_demo_s_conversations_write
         assert question["content"] == f"What is {call.arguments['expression']}?"
         assert result["content"] == calculator(**call.arguments) and result["role"] == "tool"
         assert answer["content"] == f"{call.arguments['expression']} = {result['content']}"
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("parameters", "<tool_call>\n<function=f>\n" + "<parameter=a>" * 20_000),
+        ("keys", "<tool_call>f" + "<arg_key>a</arg_key>" * 20_000),
+        ("keys", "<tool_call>f" + "<arg_key>a</arg_key><arg_value>" * 20_000),
+    ],
+    ids=["parameters", "keys", "values"],
+)
+def test_marks_that_are_never_closed_are_read_in_linear_time(form, text):
+    """Models repeat themselves, and calls are read by the thread that decodes: 53 and 17 s when it was quadratic."""
+    start = time.process_time()
+    found = read_calls(text, form)
+    assert time.process_time() - start < 5.0
+    assert found.calls == () and "cannot be read" in found.problem

@@ -67,6 +67,7 @@ ALSO = {  # of commands with these words
     "gsm8k_qwen": {"TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
     "gsm8k_gpt_oss": {"TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
     "qwen3_8b": {"GRADING__OVERLONG_BUFFER_TOKENS": "1"},
+    "qwen35_9b.yaml": {"GRADING__OVERLONG_BUFFER_TOKENS": "1"},
     "--profile": {"STEPS": "12"},
     "configs/tools.yaml": {"ROLLOUT__MAX_EPISODE_TOKENS": "null"},
     "configs/tools_sft.yaml": {"GROUP_SIZE": "1", "TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
