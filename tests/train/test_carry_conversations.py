@@ -1,6 +1,7 @@
 """Conversations that are carried over updates: time changes no draw, and environments are found again."""
 
 import numpy as np
+import pytest
 import scripted
 from held_steps import CARRIED, Steps, assert_same_draws
 from scripted import Counting
@@ -103,6 +104,7 @@ def test_reward_functions_get_environments_that_ended_in_an_earlier_step(talk, m
     assert ended > 0 and paid > 0
 
 
+@pytest.mark.long
 def test_a_run_goes_on_bit_for_bit_with_conversations_in_flight(talk, tmp_path):
     """Replies are late and out of order, from two processes; some environments fail."""
     changes = {
