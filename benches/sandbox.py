@@ -44,7 +44,7 @@ for line in sys.stdin:
     os.write(1, b"done\\n")
 """
 LITTER = (
-    "import os, threading, time\nopen('/work/left', 'w').write('x')\n"
+    "import os, threading, time\nopen('/box/left', 'w').write('x')\n"
     "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     "if os.fork() == 0: time.sleep(60)\nprint(os.getpid())"
 )

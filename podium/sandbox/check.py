@@ -10,10 +10,10 @@ PROBES = {
     "reads a file of the machine": "open('/etc/passwd').read()",
     "sees processes of others": "import os; assert len([name for name in os.listdir('/proc') if name.isdigit()]) > 2",
     "opens a socket": "import socket; socket.socket()",
-    "writes outside of /work": "open('/usr/lib/x', 'w')",
+    "writes outside of /box": "open('/usr/lib/x', 'w')",
     "makes namespaces": f"import ctypes; assert ctypes.CDLL(None).syscall({UNSHARE}, 1 << 28) == 0",
     "has capabilities": "assert any(int(line[8:], 16) for line in open('/proc/self/status') if line[:3] == 'Cap')",
-    "fills the disk": "open('/work/x', 'wb').write(bytes(1 << 30))",
+    "fills the disk": "open('/box/x', 'wb').write(bytes(1 << 30))",
 }
 """What code must not be able to do -> code that raises if it cannot."""
 

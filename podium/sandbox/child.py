@@ -1,7 +1,7 @@
 """What a process in the sandbox does once it has given up everything: it runs code, and answers what it is asked.
 
 A request is a line of JSON on a pipe. Its answer is written to the output after a nonce that came with the request,
-which separates it from what the code prints. The code can forge answers: nobody may trust them.
+which separates it from what the code prints. The code can forge answers, so callers must check them.
 """
 
 import ast

@@ -59,7 +59,7 @@ class Limits:
     memory_mib: int = 512
     """Address space of each process, and resident memory of all together."""
     disk_mib: int = 32
-    """Files in /work, the only folder that it can write to."""
+    """Files in /box, the only folder that it can write to."""
     processes: int = 16
     """Processes and threads."""
     output_bytes: int = 1 << 20

@@ -31,7 +31,7 @@ WATCH_MS = 20
 """Time between two looks at the memory and the processes of a run."""
 FAILED = "failed: "
 """Begins the report of a run that could not be set up."""
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/work", "OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/box", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class Job(NamedTuple):
@@ -99,7 +99,8 @@ def _serve(control: socket.socket, job: Job, descriptors: Sequence[int], own_spa
 def enter(root: str) -> None:
     """Enter namespaces and build the root, as any user; the next fork is the first process of a pid space.
 
-    Root builds it before becoming nobody, because the interpreter may lie in a folder that nobody else may enter.
+    A root process builds it before its switch to another user, because the interpreter may lie in a folder that only
+    root can read.
     """
     kernel.prctl(kernel.NO_NEW_PRIVS, 1)
     built = False
@@ -141,9 +142,9 @@ def build_root(root: str) -> None:
     real = [path for path in libraries() if not os.path.islink(path)]
     for packages in (path for folder in real for path in glob.glob(f"{root}{folder}/python*/*-packages")):
         kernel.mount("tmpfs", packages, "tmpfs", kernel.NOSUID | kernel.NODEV, "size=4k,mode=755")  # hides them
-    for folder in ("dev", "proc", "work"):
+    for folder in ("dev", "proc", "box"):
         os.mkdir(f"{root}/{folder}")
-    os.symlink("work", f"{root}/tmp")
+    os.symlink("box", f"{root}/tmp")
     for device in DEVICES:
         os.close(os.open(root + device, os.O_CREAT | os.O_WRONLY))
     kernel.read_only_tree(root)
@@ -176,7 +177,7 @@ def first_process(job: Job, descriptors: Sequence[int]) -> NoReturn:
         kernel.call("unshare", SPACES)
         mount_processes("/proc")
         size = f"size={job.disk_mib}m,nr_inodes=4096,mode=700"
-        kernel.mount("tmpfs", "/work", "tmpfs", kernel.NOSUID | kernel.NODEV, size)
+        kernel.mount("tmpfs", "/box", "tmpfs", kernel.NOSUID | kernel.NODEV, size)
         code = os.fork()
         if code == 0:
             code_process(job, (stdin, output, output, requests), report)
@@ -194,14 +195,14 @@ def code_process(job: Job, descriptors: Sequence[int], report: int) -> NoReturn:
     try:
         for place, descriptor in enumerate(descriptors):
             os.dup2(descriptor, place)
-        os.chdir("/work")
+        os.chdir("/box")
         os.environ.clear()
         os.environ.update(ENVIRONMENT)
         kernel.call("unshare", kernel.NEWUSER)  # with its own count of processes, and no rights in the spaces around it
         kernel.map_user(NOBODY, NOBODY, NOBODY)
         if "landlock" not in job.without and kernel.landlock_version():
             folders = [path for path in libraries() if not os.path.islink(path)]
-            kernel.landlock(readable=[*folders, "/proc"], writable=["/work"], devices=["/dev"])
+            kernel.landlock(readable=[*folders, "/proc"], writable=["/box"], devices=["/dev"])
         memory, file = job.memory_mib << 20, job.disk_mib << 20
         kernel.limit(cpu_s=job.cpu_s, memory_bytes=memory, file_bytes=file, processes=job.processes)
         kernel.drop_capabilities()

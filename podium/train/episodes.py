@@ -125,12 +125,12 @@ class _Live:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Replay:
-    """A conversation whose environment is told again what it was told before."""
+    """A resumed conversation whose earlier answers are sent again to a newly opened environment."""
 
     live: _Live
     episode: Episode
     told: int = 0
-    """Turns that it has been told."""
+    """Number of answers sent so far."""
 
 
 class Episodes:

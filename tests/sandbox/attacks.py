@@ -55,18 +55,18 @@ def attacks(world: World) -> dict[str, str]:
         ),
         "3 metadata server": tried(connect.format(v="a", all="[('169.254.169.254', 80), ('127.0.0.1', 8466)]", kind="")),
         "4 keys and tokens": read.format(
-            [f"{home}/{name}" for home in ("/root", "/home/user", "/work")
+            [f"{home}/{name}" for home in ("/root", "/home/user", "/box")
              for name in (".config/gcloud/credentials.db", ".cache/huggingface/token", ".netrc", ".ssh/id_rsa")]
         ),
         "5 the trainer's environment": "import os\n"
         + read.format(f"('/proc/{world.pid}/environ', f'/proc/{{os.getppid()}}/environ', '/proc/1/environ')")
         + f"\nprint('LEAK' if {SECRET[:4]!r} + {SECRET[4:]!r} in str(os.environ) else 'no')",
-        "6 files of the machine": read.format([world.file, "/etc/passwd", "/etc/shadow", "/work/../etc/hostname"]),
-        "7 write outside of /work": "for path in ('/x', '/usr/x', '/usr/lib/x', '/proc/x', '/dev/x', '/etc/x'):\n"
+        "6 files of the machine": read.format([world.file, "/etc/passwd", "/etc/shadow", "/box/../etc/hostname"]),
+        "7 write outside of /box": "for path in ('/x', '/usr/x', '/usr/lib/x', '/proc/x', '/dev/x', '/etc/x'):\n"
         "  try: open(path, 'w'); print('LEAK', path)\n  except OSError: pass",
-        "7 fill the disk": "import os\nn = 0\ntry:\n  for part in range(40):\n    with open(f'/work/{part}', 'wb') as f:\n"
+        "7 fill the disk": "import os\nn = 0\ntry:\n  for part in range(40):\n    with open(f'/box/{part}', 'wb') as f:\n"
         "      f.write(bytes(1 << 20)); n += 1\nexcept OSError: pass\nprint('LEAK' if n > 32 else n)",
-        "8 many files": "n = 0\ntry:\n  while n < 9000: open(f'/work/{n}', 'w').close(); n += 1\nexcept OSError: pass\n"
+        "8 many files": "n = 0\ntry:\n  while n < 9000: open(f'/box/{n}', 'w').close(); n += 1\nexcept OSError: pass\n"
         "print('LEAK' if n > 5000 else n)",
         "9 fork bomb": "import os, time\nn = 0\ntry:\n  while n < 400:\n    if os.fork() == 0: time.sleep(9); os._exit(0)\n"
         "    n += 1\nexcept OSError: pass\nprint('LEAK' if n > 50 else n, flush=True); os._exit(0)",
@@ -75,7 +75,7 @@ def attacks(world: World) -> dict[str, str]:
         "print('LEAK' if n > 50 else n, flush=True); os._exit(0)",
         "10 allocate 64 GiB": tried("x = bytearray(64 << 30); print('LEAK')"),
         "10 grow": tried("x = []\nwhile len(x) < 2000: x.append(bytearray(1 << 20))\nprint('LEAK')"),
-        "10 a sparse file": tried("f = open('/work/x', 'wb'); f.truncate(1 << 40); print('LEAK')"),
+        "10 a sparse file": tried("f = open('/box/x', 'wb'); f.truncate(1 << 40); print('LEAK')"),
         "10 memory of many processes": "import os, time\nfor _ in range(8):\n  if os.fork() == 0:\n"
         "    x = bytearray(100 << 20); x[::4096] = bytes(len(x[::4096])); time.sleep(9); os._exit(0)\n"
         "time.sleep(9); print('LEAK')",
@@ -101,13 +101,15 @@ def attacks(world: World) -> dict[str, str]:
         "19 keyring": refused(numbers["keys"]),
         "20 a pickle as a value": "class P:\n  def __reduce__(self): return (print, ('LEAK',))\nprint(type(P()).__name__)",
         "21 programs that make root": "import subprocess\nfor a in (['/bin/su', '-c', 'id'], ['/usr/bin/sudo', 'id'],"
-        " ['/bin/mount', '-t', 'tmpfs', 'x', '/work']):\n"
+        " ['/bin/mount', '-t', 'tmpfs', 'x', '/box']):\n"
         "  try:\n    if subprocess.run(a, capture_output=True, stdin=0, timeout=2).returncode == 0: print('LEAK', a)\n"
         "  except Exception: pass\n" + tried("import os; os.setuid(0); print('LEAK')"),
         "22 core dumps": tried("import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); print('LEAK')")
-        + tried("open('/proc/sys/kernel/core_pattern', 'w').write('|/work/x'); print('LEAK')"),
-        "23 a link for a collector": "import os; os.symlink('/etc/passwd', '/work/answer.txt'); os.chmod('/work', 0o777)",
-        "24 other roots": read.format("('/proc/1/root/etc/passwd', '/proc/self/root/etc/passwd', '/proc/1/cwd/etc/passwd')")
+        + tried("open('/proc/sys/kernel/core_pattern', 'w').write('|/box/x'); print('LEAK')"),
+        "23 a link for a collector": "import os; os.symlink('/etc/passwd', '/box/answer.txt'); os.chmod('/box', 0o777)",
+        "24 other roots": read.format(
+            "[f'/proc/{process}/{place}/etc/passwd' for process in ('1', 'self') for place in ('root', 'cwd')]"
+        )
         + "\n" + refused(numbers["handles"]),
         "25 the kernel's settings": "for path in ('/proc/sys/kernel/hostname', '/sys/x', '/dev/mem', '/dev/kmsg',"
         " '/proc/sysrq-trigger', '/proc/1/oom_score_adj'):\n"
@@ -134,7 +136,7 @@ def attacks(world: World) -> dict[str, str]:
         "print('LEAK' if {'podium.tasks', 'podium.sandbox.runs', 'jax'} & set(sys.modules) else 'no')",
         "37 code that cannot be read": "def f(:\n",
         "38 tests in caches and repositories": "import glob\nfound = [p for p in glob.glob('/**/*podium*', recursive=True)"
-        " + glob.glob('/**/.git', recursive=True) + glob.glob('/usr/lib/python*/*-packages/*') + glob.glob('/root/*/*/*/lib/"
+        " + glob.glob('/**/.git', recursive=True) + glob.glob('/usr/lib/python*/*-packages/*') + glob.glob('/*/*/*/*/lib/"
         "python*/site-packages/*')]\nprint('LEAK' if found else 'no', found[:3])",
         "41 work before the clock, threads after": "import threading, time\n"
         "threading.Thread(target=lambda: (time.sleep(1), print('LEAK')), daemon=True).start()",
@@ -142,7 +144,7 @@ def attacks(world: World) -> dict[str, str]:
             "import os; print('LEAK' if set(os.listdir('/dev')) - {'null', 'zero', 'urandom'} else 'no')"
         )
         + read.format("('/dev/accel0', '/dev/nvidia0', '/dev/vfio/vfio')"),
-        "43 another run's files": "import os; print('LEAK' if os.listdir('/work') else 'no'); open('/work/x', 'w')",
+        "43 another run's files": "import os; print('LEAK' if os.listdir('/box') else 'no'); open('/box/x', 'w')",
         "44 a bomb as an answer": "exchange(10**5000) if 'exchange' in globals() else None",
         "own 1 the trainer's environment on the stack": CALL
         + "get = ctypes.CDLL(None).getauxval; get.restype = ctypes.c_ulong\n"
@@ -171,35 +173,35 @@ def attacks(world: World) -> dict[str, str]:
         ),
         "own 6 slow the watcher down": refused(numbers["scheduling"]),
         "own 7 the watcher's limits": tried("import resource; resource.prlimit(1, resource.RLIMIT_AS, (1, 1)); print('LEAK')"),
-        "own 8 device nodes": tried("import os; os.mknod('/work/m', 0o20666, os.makedev(1, 3)); print('LEAK')"),
+        "own 8 device nodes": tried("import os; os.mknod('/box/m', 0o20666, os.makedev(1, 3)); print('LEAK')"),
         "own 9 more output than the machine can hold": "import os\nos.write(1, b'x' * 999)\n"
         "while True: os.write(1, b'\\n' * 65536)",
         "own 10 memory of files": "import os, time\nn = 0\ntry:\n  for part in range(64):\n"
-        "    f = os.open(f'/work/f{part}', os.O_CREAT | os.O_RDWR); os.posix_fallocate(f, 0, 1 << 20); n += 1\n"
+        "    f = os.open(f'/box/f{part}', os.O_CREAT | os.O_RDWR); os.posix_fallocate(f, 0, 1 << 20); n += 1\n"
         "except OSError: pass\nprint('LEAK' if n > 32 else n)",
     }  # fmt: skip
 
 
 X86 = {
     "forbidden": "((41, 2, 1, 0), (53, 1, 1, 0, 0), (288, 0, 0, 0, 0), (319, b'x', 0), (322, 0, b'', 0, 0, 4096), (135, 0),"
-    " (161, b'/work'), (434, 1, 0), (300, 0, 0), (103, 3, 0, 0), (157, 8, 0, 0, 0, 0))",
+    " (161, b'/box'), (434, 1, 0), (300, 0, 0), (103, 3, 0, 0), (157, 8, 0, 0, 0, 0))",
     "ipc": "((29, 1, 4096, 0o1666), (68, 1, 0o1666), (64, 1, 1, 0o1666), (240, b'q', 66, 0o666, 0))",
     "kernel": "((425, 1, ctypes.create_string_buffer(256)), (323, 0), (321, 0, 0, 0), (298, 0, 0, 0, 0, 0), (447, 0))",
     "keys": "((250, 0, -3, 1), (248, b'user', b'a', b'b', 1, -3), (249, b'user', b'a', 0, 0))",
-    "handles": "((304, 0, 0, 0), (303, -100, b'/work', 0, 0, 0))",
-    "mounts": "((165, b'x', b'/work', b'tmpfs', 0, 0), (155, b'.', b'.'), (272, 1 << 28), (272, 1 << 17), (308, 0, 0),"
+    "handles": "((304, 0, 0, 0), (303, -100, b'/box', 0, 0, 0))",
+    "mounts": "((165, b'x', b'/box', b'tmpfs', 0, 0), (155, b'.', b'.'), (272, 1 << 28), (272, 1 << 17), (308, 0, 0),"
     " (166, b'/proc', 2), (430, b'tmpfs', 0), (428, -100, b'/', 1))",
     "trace": "((101, 16, PID, 0, 0), (101, 16, 1, 0, 0), (311, PID, 0, 0, 0, 0, 0), (310, 1, 0, 0, 0, 0, 0), (312, 1, 2, 0, 0, 0))",
     "scheduling": "((141, 0, 1, 19), (203, 1, 8, b'\\1' + bytes(7)), (144, 1, 5, bytes(4)), (251, 1, 1, 0))",
 }
 ARM = {
     "forbidden": "((198, 2, 1, 0), (199, 1, 1, 0, 0), (242, 0, 0, 0, 0), (279, b'x', 0), (281, 0, b'', 0, 0, 4096), (92, 0),"
-    " (51, b'/work'), (434, 1, 0), (262, 0, 0), (116, 3, 0, 0), (167, 8, 0, 0, 0, 0))",
+    " (51, b'/box'), (434, 1, 0), (262, 0, 0), (116, 3, 0, 0), (167, 8, 0, 0, 0, 0))",
     "ipc": "((194, 1, 4096, 0o1666), (186, 1, 0o1666), (190, 1, 1, 0o1666), (180, b'q', 66, 0o666, 0))",
     "kernel": "((425, 1, ctypes.create_string_buffer(256)), (282, 0), (280, 0, 0, 0), (241, 0, 0, 0, 0, 0), (447, 0))",
     "keys": "((219, 0, -3, 1), (217, b'user', b'a', b'b', 1, -3), (218, b'user', b'a', 0, 0))",
-    "handles": "((265, 0, 0, 0), (264, -100, b'/work', 0, 0, 0))",
-    "mounts": "((40, b'x', b'/work', b'tmpfs', 0, 0), (41, b'.', b'.'), (97, 1 << 28), (97, 1 << 17), (268, 0, 0),"
+    "handles": "((265, 0, 0, 0), (264, -100, b'/box', 0, 0, 0))",
+    "mounts": "((40, b'x', b'/box', b'tmpfs', 0, 0), (41, b'.', b'.'), (97, 1 << 28), (97, 1 << 17), (268, 0, 0),"
     " (39, b'/proc', 2), (430, b'tmpfs', 0), (428, -100, b'/', 1))",
     "trace": "((117, 16, PID, 0, 0), (117, 16, 1, 0, 0), (271, PID, 0, 0, 0, 0, 0), (270, 1, 0, 0, 0, 0, 0), (272, 1, 2, 0, 0, 0))",
     "scheduling": "((140, 0, 1, 19), (122, 1, 8, b'\\1' + bytes(7)), (119, 1, 5, bytes(4)), (30, 1, 1, 0))",

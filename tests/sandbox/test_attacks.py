@@ -67,8 +67,8 @@ def test_a_slow_attack_fails(name: str, world: attacks.World, sandbox: Sandbox):
 
 
 def test_a_symbolic_link_is_gone_with_its_run(sandbox: Sandbox):
-    assert sandbox.run("import os; os.symlink('/etc/passwd', '/work/answer.txt')").error == ""
-    assert sandbox.run("import os; print(os.listdir('/work'))").output == "[]\n"
+    assert sandbox.run("import os; os.symlink('/etc/passwd', '/box/answer.txt')").error == ""
+    assert sandbox.run("import os; print(os.listdir('/box'))").output == "[]\n"
 
 
 def test_a_value_that_is_no_json_is_an_error(sandbox: Sandbox):

@@ -1,4 +1,4 @@
-"""The sandbox by itself: programs, calls, limits, what is left, and what a machine without it is told."""
+"""The sandbox by itself: programs, calls, limits, cleaning up, and the error on a machine that forbids it."""
 
 import os
 import re
