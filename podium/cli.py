@@ -373,26 +373,29 @@ def tasks(
 @sandbox_app.command("check")
 def sandbox_check() -> None:
     """Attack the sandbox, to see whether it holds on this machine. Exit status: 0 if so; 1 if not, with the reason."""
-    from podium.sandbox.check import check
-    from podium.sandbox.runs import Sandbox, SandboxError
+    from podium.sandbox.check import check_machine
+    from podium.sandbox.runs import SandboxError
 
-    with Sandbox() as sandbox:
-        try:
-            print(check(sandbox))
-        except SandboxError as error:
-            _fail(error, status=1)
+    try:
+        print(check_machine())
+    except SandboxError as error:
+        _fail(error, status=1)
 
 
 @sandbox_app.command("run")
 def sandbox_run(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Python file.")],
-    wall_s: Annotated[float, typer.Option(min=0.0, help="Limit of time in seconds.")] = 10.0,
+    wall_s: Annotated[float, typer.Option(min=0.0, max=86_400.0, help="Limit of time in seconds.")] = 10.0,
     memory_mib: Annotated[int, typer.Option(min=1, help="Limit of memory in MiB.")] = 512,
 ) -> None:
     """Run a Python file in the sandbox; it reads the command's stdin. Exit status: 1 if it raises or exceeds limits."""
     from podium.sandbox.runs import Limits, Sandbox, SandboxError
 
-    code, stdin = file.read_text("utf-8"), "" if sys.stdin.isatty() else sys.stdin.read()
+    try:
+        code = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        _fail(f"{file} cannot be read: {error}", status=2)
+    stdin = "" if sys.stdin.isatty() else sys.stdin.read()
     with Sandbox(Limits(wall_s=wall_s, cpu_s=math.ceil(wall_s) + 1, memory_mib=memory_mib)) as sandbox:
         try:
             result = sandbox.run(code, stdin)

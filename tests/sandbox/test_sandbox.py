@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from sandboxes import need_sandbox
+from typer.testing import CliRunner
 
+from podium.cli import app
 from podium.sandbox import check, kernel
 from podium.sandbox.child import read, written
 from podium.sandbox.runs import Ended, Limits, Sandbox, SandboxError
@@ -209,3 +211,22 @@ def test_numbers_of_system_calls_are_the_kernels(machine: str):
 def test_values_come_back_as_they_were(value: object):
     again = read(written(value))
     assert (again, type(again)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "said"),
+    [
+        ([], None, "cannot be read: [Errno 2]"),
+        ([], b"\xff", "cannot be read: 'utf-8' codec"),
+        (["--wall-s", "inf"], b"1", "Invalid value for '--wall-s'"),
+    ],
+    ids=["no file", "no text", "no limit"],
+)
+def test_a_command_that_cannot_run_a_file_says_why(words, content, said, tmp_path):
+    file = tmp_path / "code.py"
+    if content is not None:
+        file.write_bytes(content)
+    done = CliRunner().invoke(app, ["sandbox", "run", *words, str(file)])
+    assert done.exit_code == 2
+    assert said in done.output
+    assert "Traceback" not in done.output
