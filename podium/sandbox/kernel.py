@@ -40,12 +40,12 @@ restart_syscall:219:128
 """System calls that code in the sandbox may make, with their numbers on x86-64 and aarch64: files, memory, signals,
 processes, clocks. No sockets, no tracing, nothing that mounts, loads or makes namespaces."""
 PARTLY = "clone:56:220 clone3:435:435 ioctl:16:29 prctl:157:167 prlimit64:302:261"
-"""Those that the filter decides by their arguments."""
+"""System calls that the filter allows or refuses by their arguments."""
 OURS = """
 mount:165:40 umount2:166:39 unshare:272:97 setns:308:268 pivot_root:155:41 capset:126:91 mount_setattr:442:442
 landlock_create_ruleset:444:444 landlock_add_rule:445:445 landlock_restrict_self:446:446
 """
-"""Those that the sandbox itself makes, before it filters them away."""
+"""System calls that the sandbox makes itself before it forbids them to the code."""
 TERMINAL_CALLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """Requests of ioctl: is it a terminal, its size, bytes to read, blocking or not, close on exec or not."""
 THREAD_NAMES = (15, 16)

@@ -248,7 +248,7 @@ class _Rollout:
         self._made: list[dict[int, Episode]] = [{} for _ in prompts]
         """Episodes that have ended."""
         self._left: list[dict[int, Episode]] = [{} for _ in prompts]
-        """Those that have not when the call returns early."""
+        """Episodes that have not ended when the call returns early."""
         self._failures: list[tuple[int, int, int, str]] = []
         self._reply_s: list[float] = []
         self._begin_s: list[float] = []

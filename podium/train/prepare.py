@@ -117,7 +117,7 @@ def reward_parts(groups: Sequence[Group]) -> RewardParts:
 def group_samples(group: Group, index: int, recipe: Recipe) -> list[Sample]:
     """Make samples from a group's episodes, one for each segment; masked ones have no tokens.
 
-    Masked are those without a reward and, with `mask_truncated`, those that a limit ended.
+    Completions without a reward are masked and, with `mask_truncated`, completions that a limit ended.
     Segments that begin differently share no prompt, and so have other numbers of their group for packing.
     """
     segments = [(g, each) for g, transcript in enumerate(group.transcripts) for each in transcript.segments]
