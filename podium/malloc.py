@@ -22,7 +22,10 @@ def keep_freed_memory() -> None:
     that a library starts on import, has its own arena, which jax's later threads share and whose large arrays are
     always returned. With another C library it does nothing.
     """
-    m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8  # malloc.h
+    # malloc.h
+    m_trim_threshold = -1
+    m_mmap_max = -4
+    m_arena_max = -8
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and only_cpu():
         for parameter, value in ((m_arena_max, 1), (m_mmap_max, 0), (m_trim_threshold, -1)):

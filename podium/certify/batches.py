@@ -31,7 +31,9 @@ Prediction = tuple[int, int, int, float]
 """Identifies a trained token: its position, input token, target token and sampled log-probability."""
 FORMS = (Form(packing="none"), Form(packing="sequences"), Form(), Form(rows=2))
 MOST_SHIFT = 2
-POLICY, REFERENCE, TEACHER = 0, 1, 2
+POLICY = 0
+REFERENCE = 1
+TEACHER = 2
 """Arguments of `table`: the made-up log-probabilities of the policy, of the reference model and of a teacher."""
 TEACHER_WEIGHT = 0.7
 

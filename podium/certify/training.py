@@ -213,7 +213,9 @@ def watch_training(subject: Subject) -> Training:
 @contextlib.contextmanager
 def _recorded(engine: RolloutEngine, ledgers: list[Ledger]) -> Iterator[None]:
     """Add each conversation of the engine to `ledgers` when it is dropped; what it is given is noted as it is given."""
-    submit, extend, cancel = engine.submit, engine.extend, engine.cancel
+    submit = engine.submit
+    extend = engine.extend
+    cancel = engine.cancel
     given: dict[int, int] = {}  # length of the prompt of each request
     replies: dict[Key, list[tuple[int, int]]] = {}  # start and end of each reply
 

@@ -6,7 +6,9 @@ from typing import Literal
 from podium.config.schema import Head
 
 HeadKind = Literal["chunked", "fused"]
-TOKENS, VOCAB, LANES = (1024, 512, 256, 128), (512, 256, 128), 128
+TOKENS = (1024, 512, 256, 128)
+VOCAB = (512, 256, 128)
+LANES = 128
 """Tokens and logits per tile of the kernels. Each tile of tokens reads the whole head; on v6e, from 560 tokens on, this
 takes less time than the tile's product."""
 TILE_COST = 128

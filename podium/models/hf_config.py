@@ -177,7 +177,9 @@ WRAPPERS: Mapping[str, str] = {"gemma3": "gemma3_text", "mistral3": "mistral", "
 """Model types with a vision tower, and the type of their text model if its settings, in `text_config`, have none."""
 ACTIVATIONS: Mapping[Named, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 """Names of each activation in config.json; the first is written."""
-SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+LINEAR = "linear_attention"
 
 # Values that config.json may have for features of other decoders; a missing key means the first value.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {

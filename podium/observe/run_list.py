@@ -16,7 +16,9 @@ from podium.observe.metrics import ACCURACY, REWARD
 from podium.observe.run_dir import CONFIG, LOCK, METRICS
 from podium.observe.text import bucket_means, clock
 
-CURVE_POINTS, CURVE_WIDTH, CURVE_HEIGHT = 60, 120, 28
+CURVE_POINTS = 60
+CURVE_WIDTH = 120
+CURVE_HEIGHT = 28
 REFRESH_S = 10
 """Seconds between reloads of the list."""
 SCRIPT = f'setInterval(() => document.querySelector("input:checked") || location.reload(), {1000 * REFRESH_S});'

@@ -239,7 +239,9 @@ class RunSizes:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the cache on one device: pages, a hidden state per page, and cells of recurrent states."""
-        decoder, rollout, shards = self.decoder, self.rollout, self.rollout_shards
+        decoder = self.decoder
+        rollout = self.rollout
+        shards = self.rollout_shards
         pages = self._kv_bytes(lambda kept: kv_pages(kept, decoder, rollout, shards) // shards * rollout.page_tokens)
         hidden = self.cache_tokens // rollout.page_tokens * decoder.width * self.rollout_activation
         return pages + hidden + num_cells(decoder, rollout) // shards * self.state_bytes

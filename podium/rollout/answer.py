@@ -12,7 +12,9 @@ of is not graded. One that names no channel at all is read whole.
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-CHANNEL, MESSAGE, FINAL = "<|channel|>", "<|message|>", "final"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
+FINAL = "final"
 
 
 class TextDecoder(Protocol):

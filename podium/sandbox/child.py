@@ -15,7 +15,7 @@ import sys
 import traceback
 import types
 from collections.abc import Mapping
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, TypedDict
 
 FILE = "<code>"
 OFTEN_USED = (
@@ -26,6 +26,22 @@ OFTEN_USED = (
 for module in OFTEN_USED:
     importlib.import_module(module)
 Answer = dict[str, object]
+
+
+class RunRequest(TypedDict):
+    """Code to run as a module, and what of it is output."""
+
+    name: str
+    code: str
+    shown: bool
+    errors: bool
+
+
+class CallRequest(TypedDict):
+    """A function to call."""
+
+    name: str
+    arguments: list[object]
 
 
 def written(value: Any) -> object:
@@ -42,7 +58,7 @@ def written(value: Any) -> object:
     raise ValueError(f"a value of type {kind.__name__} cannot be sent")
 
 
-def read(value: Any) -> object:
+def read(value: object) -> object:
     """The value that `written` wrote. LookupError, ValueError or TypeError if `written` cannot have written this."""
     if isinstance(value, list):
         return [read(each) for each in value]
@@ -66,10 +82,9 @@ class Child:
 
     def serve(self) -> NoReturn:
         """Answer requests until there are no more."""
-        verbs = {"run": self._run, "call": self._call}
         while True:
             request = self._next()
-            self._answer(verbs[request["do"]](request))
+            self._answer(self._run(request) if request["do"] == "run" else self._call(request))
 
     def _next(self) -> Any:
         line = self._requests.readline()
@@ -89,14 +104,15 @@ class Child:
         while left:
             left = left[os.write(1, left) :]
 
-    def _exchange(self, value: object) -> Any:
+    def _exchange(self, value: object) -> object:
         """For code that asks back: answer the request that it runs for, and return what comes next."""
         self._answer({"asks": written(value)})
         return read(self._next()["value"])
 
-    def _run(self, request: Any) -> Answer:
+    def _run(self, request: RunRequest) -> Answer:
         """Run code as a program under a name; names are kept. `shown`: print the value of a last expression."""
-        self._names["__name__"], code = request["name"], request["code"]
+        code = request["code"]
+        self._names["__name__"] = request["name"]
         sys.modules[request["name"]] = self._module
         if not request["errors"]:
             os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
@@ -117,7 +133,7 @@ class Child:
             return {"error": f"{type(error).__name__}: {error}"[:1000]}
         return {}
 
-    def _call(self, request: Any) -> Answer:
+    def _call(self, request: CallRequest) -> Answer:
         """Call a function, or a method of a class `Solution`, and answer with its value."""
         try:
             name = request["name"]

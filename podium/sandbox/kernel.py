@@ -11,10 +11,30 @@ import resource
 import struct
 from collections.abc import Sequence
 
-NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
-NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
-RDONLY, NOSUID, NODEV, NOEXEC, BIND, REC, PRIVATE, DETACH = 1, 2, 4, 8, 4096, 16384, 1 << 18, 2
-PDEATHSIG, DUMPABLE, SECCOMP, CAPBSET_DROP, NO_NEW_PRIVS, AMBIENT = 1, 4, 22, 24, 38, 47
+# sched.h: namespaces, as clone and unshare take them
+NEWNS = 0x20000
+NEWCGROUP = 0x2000000
+NEWUTS = 0x4000000
+NEWIPC = 0x8000000
+NEWUSER = 0x10000000
+NEWPID = 0x20000000
+NEWNET = 0x40000000
+# mount.h
+RDONLY = 1
+NOSUID = 2
+NODEV = 4
+NOEXEC = 8
+BIND = 4096
+REC = 16384
+PRIVATE = 1 << 18
+DETACH = 2
+# prctl.h
+PDEATHSIG = 1
+DUMPABLE = 4
+SECCOMP = 22
+CAPBSET_DROP = 24
+NO_NEW_PRIVS = 38
+AMBIENT = 47
 
 ALLOWED = """
 read:0:63 write:1:64 open:2:- openat:257:56 close:3:57 stat:4:- fstat:5:80 lstat:6:- newfstatat:262:79 statx:332:291
@@ -126,7 +146,11 @@ def landlock(readable: Sequence[str], writable: Sequence[str], devices: Sequence
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     network, scopes = 3 * (version >= 4), 3 * (version >= 6)
     size = 8 * (1 + (version >= 4) + (version >= 6))
-    execute, write, read, folders = 1, 2, 4, 8
+    # landlock.h
+    execute = 1
+    write = 2
+    read = 4
+    folders = 8
     make_devices_and_sockets = 1 << 6 | 1 << 9 | 1 << 11 | 1 << 10
     rules = [(path, execute | read | folders) for path in readable]
     rules += [(path, files & ~make_devices_and_sockets) for path in writable]
@@ -169,9 +193,22 @@ def limit(*, cpu_s: int, memory_bytes: int, file_bytes: int, processes: int) -> 
 
 def filter_program() -> bytes:
     """The seccomp filter, in classic BPF: what ALLOWED names, PARTLY by arguments, and all else is not permitted."""
-    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    kill, allow, refuse = 0x80000000, 0x7FFF0000, 0x50000 | errno.EPERM
-    number, machine, first, second, third = 0, 4, 16, 24, 32  # offsets in struct seccomp_data, of words' low halves
+    # linux/bpf_common.h: one instruction each
+    load = 0x20
+    equal = 0x15
+    at_least = 0x35
+    any_bit = 0x45
+    give = 0x06
+    # linux/seccomp.h: what to do with the call
+    kill = 0x80000000
+    allow = 0x7FFF0000
+    refuse = 0x50000 | errno.EPERM
+    # offsets in struct seccomp_data, of the low half of each word
+    number = 0
+    machine = 4
+    first = 16
+    second = 24
+    third = 32
     code: list[tuple[int, int, int, int]] = [
         (load, 0, 0, machine),
         (equal, 1, 0, MACHINES[os.uname().machine]),

@@ -20,7 +20,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from podium.sandbox.child import Answer
 
 Why = Literal["time", "memory", "processes", "output", "ended"]
 WAYS_OUT = (
@@ -203,13 +205,16 @@ class Run:
         self.wall_s = limits.wall_s
         """Limit of time of each request from now on."""
         self._output_bytes = limits.output_bytes
-        self._output, self._requests, self._report, self._handle = output, requests, report, handle
+        self._output = output
+        self._requests = requests
+        self._report = report
+        self._handle = handle
         self._closed = False
         os.set_blocking(requests, False)
 
     def execute(
         self, code: str, *, name: str = "__main__", shown: bool = False, errors: bool = True
-    ) -> tuple[str, dict[str, Any]]:
+    ) -> tuple[str, Answer]:
         """Run code as a module of this name; names are kept. Returns what it printed, and the answer.
 
         Args:
@@ -220,11 +225,11 @@ class Run:
         """
         return self.ask({"do": "run", "code": code, "name": name, "shown": shown, "errors": errors})
 
-    def call(self, name: str, arguments: Sequence[object]) -> dict[str, Any]:
+    def call(self, name: str, arguments: Sequence[object]) -> Answer:
         """Call a function with arguments that `podium.sandbox.child.written` wrote; returns `value` or `error`."""
         return self.ask({"do": "call", "name": name, "arguments": arguments})[1]
 
-    def ask(self, request: dict[str, object]) -> tuple[str, dict[str, Any]]:
+    def ask(self, request: dict[str, object]) -> tuple[str, Answer]:
         """Send a request. Returns what was printed, and the answer. Ended if none comes within the limits."""
         nonce = secrets.token_hex(16).encode()
         waiting = memoryview(json.dumps({**request, "nonce": nonce.decode()}).encode() + b"\n")
@@ -281,7 +286,7 @@ class Run:
         return Ended(why, bytes(found[: self._output_bytes]).decode("utf-8", "replace"))
 
 
-def _read(text: bytes) -> dict[str, Any]:
+def _read(text: bytes) -> Answer:
     """An answer, which the code may have forged: all that is certain afterwards is that it is a JSON object."""
     try:
         answer = json.loads(text)

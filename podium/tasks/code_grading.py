@@ -8,11 +8,11 @@ function's values. Whatever else the code prints, raises or exits with decides n
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from podium.sandbox.child import read
+from podium.sandbox.child import Answer, read
 from podium.sandbox.runs import Ended, Run, Sandbox
 
 BLOCK = re.compile(r"```[ \t]*[\w+-]*[ \t]*\n(.*?)(?:\n[ \t]*```|$)", re.DOTALL)
@@ -123,7 +123,7 @@ class _Clock(NamedTuple):
         run.wall_s = self.until - time.monotonic()
 
 
-def _is(answer: dict[str, Any], expected: object) -> bool:
+def _is(answer: Answer, expected: object) -> bool:
     """Whether an answer has the expected value; answers may be forged, and be anything."""
     try:
         return same(read(answer["value"]), expected)
@@ -148,7 +148,7 @@ def _by_referee(sandbox: Sandbox, code: str, name: str, tests: Assertions, clock
     with sandbox.open() as run, sandbox.open() as referee:
         late = dead = False
 
-        def called(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        def called(ask: Callable[[], Answer]) -> Answer:
             nonlocal late, dead
             if dead:
                 return {"error": "it has ended"}
@@ -162,12 +162,14 @@ def _by_referee(sandbox: Sandbox, code: str, name: str, tests: Assertions, clock
         called(lambda: run.execute(code, name="solution")[1])
         try:
             said = referee.execute(judging, name="referee")[1]
-            while "asks" in said:
-                kind, *rest = said["asks"]
-                if kind == "done":
-                    held, asserted = rest
-                    return Verdict(held, asserted, late)
-                answer = called(lambda arguments=rest[0]: run.call(name, arguments))
+            while True:
+                match said.get("asks"):
+                    case ["done", int(held), int(asserted)]:
+                        return Verdict(held, asserted, late)
+                    case ["call", list(arguments)]:
+                        answer = called(lambda arguments=arguments: run.call(name, arguments))
+                    case _:
+                        break
                 key = "value" if "value" in answer else "error"
                 said = referee.ask({"value": {"dict": [[key, answer.get(key)]]}})[1]
         except Ended as ended:
@@ -175,7 +177,7 @@ def _by_referee(sandbox: Sandbox, code: str, name: str, tests: Assertions, clock
         return Verdict(0, 1, late)
 
 
-def _sorted(values: Any) -> list[str]:
+def _sorted(values: Iterable[object]) -> list[str]:
     return sorted(map(repr, values))
 
 

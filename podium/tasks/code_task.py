@@ -45,7 +45,10 @@ class Code:
         dataset: str | None = None,
         subset: str | None = None,
     ) -> None:
-        self.source, self.reward, self.timeout_s, self.eval_size = source, reward, timeout_s, eval_size
+        self.source = source
+        self.reward = reward
+        self.timeout_s = timeout_s
+        self.eval_size = eval_size
         self._dataset = HubDataset(dataset, subset) if dataset else None
         limits = Limits(wall_s=timeout_s, cpu_s=int(timeout_s) + 1, memory_mib=memory_mib)
         self._sandbox = Sandbox(limits)

@@ -19,7 +19,10 @@ Share = Annotated[float, Field(ge=0.0, le=0.3)]
 MOVE = re.compile(r"\b(up|down|left|right)\b", re.IGNORECASE)
 STEPS = {"up": (-1, 0), "right": (0, 1), "down": (1, 0), "left": (0, -1)}
 """Rows and columns of each move; neighbours in the list are at right angles."""
-PLAYER, ICE, HOLE, GOAL = "P", ".", "H", "G"
+PLAYER = "P"
+ICE = "."
+HOLE = "H"
+GOAL = "G"
 START = (0, 0)
 Cell: TypeAlias = tuple[int, int]
 """A row and a column."""

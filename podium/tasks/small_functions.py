@@ -37,7 +37,9 @@ def _each(numbers: Sequence[object]) -> list[tuple[object, object]]:
     return [(number, 0) for number in numbers]
 
 
-SEVERAL, FEW, LETTERS = _each(range(2, 12)), _each(range(1, 9)), _each("aeilnorst")
+SEVERAL = _each(range(2, 12))
+FEW = _each(range(1, 9))
+LETTERS = _each("aeilnorst")
 PAIRS = [(n, m) for n in range(2, 6) for m in range(n + 1, 8)]
 AROUND = _each(range(-6, 7, 2))
 

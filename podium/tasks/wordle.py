@@ -16,7 +16,9 @@ from podium.tasks.task import Prompt, TaskSource
 
 Count = Annotated[int, Field(ge=1)]
 WORD = re.compile(r"(?<![A-Za-z])[A-Za-z]{5}(?![A-Za-z])")
-PLACED, ELSEWHERE, ABSENT = "G", "Y", "X"
+PLACED = "G"
+ELSEWHERE = "Y"
+ABSENT = "X"
 WORTH = {PLACED: 0.1, ELSEWHERE: 0.05, ABSENT: 0.0}
 """What a letter of the best guess pays if the word is not found."""
 

@@ -105,7 +105,7 @@ def test_time_that_is_up_is_told_apart_from_a_wrong_answer(sandbox: Sandbox):
     with pytest.raises(OutOfTime, match="longer than 1 s") as late:
         task.grade(prompt, slow)
     assert late.value.correct == 0.5
-    config = TaskConfig(name="code", options={"timeout_s": 0.5})
+    config = TaskConfig(name="code", options={"timeout_s": 1.5})
     grader = Grader([config], GradingConfig(workers=0), max_new_tokens=8)
     asked = TaskPrompt(task=0, prompt=prompt, system_prompt=None)
     texts = (slow, "def f(x): return 0", "def f(x): return x * x")

@@ -134,7 +134,9 @@ def _over_chunks(tokens: Tokens, paths: _Paths, first: jax.Array) -> tuple[jax.A
     What needs no state is computed for all chunks at once. The states' dimensions J and N are one, [J N], in products,
     and no array has more than 6 dimensions: with more, XLA's fused operations on CPU crash.
     """
-    beta, decays, J = _heads_first(tokens.beta), paths.decays, first.shape[3]
+    beta = _heads_first(tokens.beta)
+    decays = paths.decays
+    J = first.shape[3]
     C = decays.shape[-1]
     q, k = (jnp.moveaxis(x, 2, 3) for x in (tokens.q, tokens.k))  # [B, M, K, C, N]
     between = decays[..., :, None] - decays[..., None, :]
