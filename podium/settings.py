@@ -21,6 +21,7 @@ from podium.config.imports import imported, is_path
 from podium.config.load import Loaded, Override, load
 from podium.config.optimizer import OPTIMIZER_COPIES
 from podium.config.schema import Config, RolloutConfig, TaskConfig
+from podium.config.sizes import too_long
 from podium.models.architecture import ModelError
 from podium.models.layouts import AUTO
 from podium.models.params import ROLLOUT_LAYOUTS
@@ -345,20 +346,9 @@ def _model(config: Config) -> Iterator[Contradiction]:
     if folder is None:
         return
     try:
-        longest = read_architecture(resolve(folder)).max_positions
+        positions = read_architecture(resolve(folder)).max_positions
     except ModelError as error:
         yield Contradiction(("model",), str(error))
         return
-    new, prompt = config.rollout.max_new_tokens, config.rollout.max_prompt_tokens
-    whole = config.rollout.max_episode_tokens
-    if whole is not None and whole > longest:
-        rule = f"{whole} is more than the {longest} positions of {config.model}; set {longest} or less"
-        yield Contradiction(("rollout.max_episode_tokens",), rule)
-    elif new + prompt > longest:
-        room = longest - prompt
-        way_out = f"set rollout.max_new_tokens to {room} or less" if room > 0 else "lower both"
-        yield Contradiction(
-            ("rollout.max_new_tokens", "rollout.max_prompt_tokens"),
-            f"{new}, with rollout.max_prompt_tokens {prompt}, makes sequences of {new + prompt} tokens, and"
-            f" {config.model} has {longest} positions; {way_out}",
-        )
+    if found := too_long(config.rollout, positions, config.model):
+        yield found

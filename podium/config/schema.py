@@ -140,7 +140,7 @@ class RolloutConfig(Section):
     """Longest conversation in tokens: prompt, all turns of up to max_new_tokens each, and what stands between them.
     Unset: max_prompt_tokens + max_new_tokens."""
     limits: LimitsConfig = LimitsConfig()
-    slots: Positive = 64
+    slots: Annotated[int, Field(ge=1, le=65536)] = 64
     """Sequences decoded at once over all devices. More slots are faster per token, up to memory and compute limits."""
     refill_steps: Positive = 8
     """Decode steps between refills of finished slots. Fewer: slots are idle less; more: less work for the host."""

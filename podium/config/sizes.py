@@ -1,5 +1,6 @@
 """Sizes of the rollout engine that follow from its settings alone; shared by engine and planner."""
 
+from podium.config.errors import Contradiction
 from podium.config.schema import RolloutConfig
 
 SMALLEST_BUCKET = 32
@@ -16,6 +17,25 @@ def check_split(rollout: RolloutConfig, shards: int, over: str = "devices") -> N
             raise ValueError(
                 f"rollout.{name} is {value} and is split over {shards} {over}; set it to a multiple of {shards}"
             )
+
+
+def too_long(rollout: RolloutConfig, positions: int, model: str) -> Contradiction | None:
+    """The conflict of the rollout's lengths with a model's number of positions; None if the longest sequence fits."""
+    new = rollout.max_new_tokens
+    prompt = rollout.max_prompt_tokens
+    whole = rollout.max_episode_tokens
+    if whole is not None and whole > positions:
+        rule = f"{whole} is more than the {positions} positions of {model}; set {positions} or less"
+        return Contradiction(("rollout.max_episode_tokens",), rule)
+    if new + prompt <= positions:
+        return None
+    room = positions - prompt
+    way_out = f"set rollout.max_new_tokens to {room} or less" if room > 0 else "lower both"
+    return Contradiction(
+        ("rollout.max_new_tokens", "rollout.max_prompt_tokens"),
+        f"{new}, with rollout.max_prompt_tokens {prompt}, makes sequences of {new + prompt} tokens, and {model} has"
+        f" {positions} positions; {way_out}",
+    )
 
 
 def table_pages(rollout: RolloutConfig) -> int:

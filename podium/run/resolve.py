@@ -12,7 +12,7 @@ from podium.config.attention import attention_backend
 from podium.config.head import head_kind
 from podium.config.mesh import MeshSizes, mesh_shape
 from podium.config.schema import AlgorithmConfig, Config, Dtype, RolloutConfig
-from podium.config.sizes import check_split
+from podium.config.sizes import check_split, too_long
 from podium.models.architecture import DecoderConfig, frozen_decoder
 from podium.models.flops import matrix_elements, pair_flops
 from podium.models.layouts import Layout, choose_layout
@@ -51,6 +51,8 @@ def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: M
             f"algorithm.router_loss_coef is {config.algorithm.router_loss_coef:g} and {config.model} has no routers; it"
             " is for mixtures of experts: leave it unset"
         )
+    if found := too_long(config.rollout, decoder.max_positions, config.model):
+        raise ValueError(f"{found.keys[0]}: {found.message}")
     return RunSpec(
         machine=machine,
         decoder=decoder,

@@ -174,6 +174,11 @@ FAST = ("run.yaml", "--tpu", "v6e-8", "--fast")
             (*FAST, "--set", "rollout.layout=replicated", "--set", "rollout.prefill_rows=3"),
             "rollout.prefill_rows is 3 and is split over 8 devices",
         ),
+        (
+            ("Qwen/Qwen3-0.6B", "--on", "v6e-1", "--fast", "--set", "rollout.max_new_tokens=1000000"),
+            "rollout.max_new_tokens: 1000000, with rollout.max_prompt_tokens 512, makes sequences of 1000512 tokens, and"
+            " Qwen/Qwen3-0.6B has 40960 positions; set rollout.max_new_tokens to 40448 or less",
+        ),
         ((*FAST, "--lengths", "fixed:99"), "lengths 'fixed:99': must be 1 to rollout.max_new_tokens, 64; raise that"),
         (
             (*FAST, "--lengths", "nowhere"),
@@ -202,10 +207,17 @@ def test_wrong_usage_is_status_2(podium, arguments):
     assert (status, out) == (2, "") and "Error" in err and "Traceback" not in err
 
 
-def test_a_wrong_setting_is_status_2(podium):
-    status, out, err = podium("plan", *FAST, "--set", "steps=0")
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("steps", "0", "a whole number of at least 1, got 0"),
+        ("rollout.slots", "1000000000000", "a whole number from 1 to 65536, got 1000000000000"),
+    ],
+)
+def test_a_wrong_setting_is_status_2(podium, key, value, rule):
+    status, out, err = podium("plan", *FAST, "--set", f"{key}={value}")
     assert (status, out) == (2, "")
-    assert err.startswith("error: steps: expected a whole number of at least 1, got 0\n    --set steps=0\n")
+    assert err.startswith(f"error: {key}: expected {rule}\n    --set {key}={value}\n")
 
 
 def test_a_missing_compiler_is_told_before_any_work(podium, monkeypatch):
