@@ -176,8 +176,8 @@ FAST = ("run.yaml", "--tpu", "v6e-8", "--fast")
         ),
         (
             ("Qwen/Qwen3-0.6B", "--on", "v6e-1", "--fast", "--set", "rollout.max_new_tokens=1000000"),
-            "rollout.max_new_tokens: 1000000, with rollout.max_prompt_tokens 512, makes sequences of 1000512 tokens, and"
-            " Qwen/Qwen3-0.6B has 40960 positions; set rollout.max_new_tokens to 40448 or less",
+            "rollout.max_new_tokens: 1000000, with rollout.max_prompt_tokens 512, makes sequences of 1000512 tokens,"
+            " and Qwen/Qwen3-0.6B has 40960 positions; set rollout.max_new_tokens to 40448 or less",
         ),
         ((*FAST, "--lengths", "fixed:99"), "lengths 'fixed:99': must be 1 to rollout.max_new_tokens, 64; raise that"),
         (
