@@ -16,7 +16,7 @@ from podium.config.optimizer import OptimizerConfig
 
 Arrays = dict[str, np.ndarray]
 INPUTS = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1, "router": 1}
-INPUTS |= {"q_gate": 1, "z": 1, "a": 1, "b": 1}
+INPUTS |= {"q_gate": 1, "z": 1, "a": 1, "b": 1, "shared_router": 1}
 """Number of input dimensions of each layer's matrix, after the dimension L; the remaining ones are outputs."""
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
 """Stacks of matrices with one input dimension, for each layer and expert."""

@@ -371,7 +371,8 @@ def _check_kinds(block: Block, decoder: DecoderConfig) -> None:
 def _tiny_feed_forward(kind: Kind) -> Kind:
     """The feed-forward with a small width, and few experts."""
     if isinstance(kind, Experts):
-        return dataclasses.replace(kind, count=min(kind.count, 8), top=min(kind.top, 3), width=min(kind.width, 32))
+        sizes = {"count": 8, "top": 3, "width": 32, "shared": 40}
+        return dataclasses.replace(kind, **{name: min(getattr(kind, name), most) for name, most in sizes.items()})
     assert isinstance(kind, Mlp)
     return dataclasses.replace(kind, width=min(kind.width, 96))
 

@@ -184,6 +184,7 @@ def sizes_of(form: Form, subject: Subject) -> BatchSizes:
         packing=form.packing,
         max_new_tokens=subject.longest,
         choices=subject.decoder.choices if form.train.get("replay_routing") else 0,
+        choice_format=subject.decoder.choice_format,
     )
 
 

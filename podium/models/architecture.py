@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from podium.config.attention import kv_layout
 from podium.config.lora import ADAPTABLE, APART_RANK, TARGETS, Base, LoraConfig
 from podium.models.blocks.attention import Attention
+from podium.models.blocks.choices import ChoiceFormat, choice_format
 from podium.models.blocks.experts import DENSE_ROWS, Experts
 from podium.models.blocks.kind import Block, Place, Stack, Work, places
 from podium.models.blocks.mlp import Mlp
@@ -150,6 +151,11 @@ class DecoderConfig:
     def choices(self) -> int:
         """Number of choices that the routers make for each token, over all layers; 0 without a mixture of experts."""
         return sum(len(place.layers) * kind.top for place, kind in self.routed)
+
+    @property
+    def choice_format(self) -> ChoiceFormat:
+        """Number format in which choices are recorded."""
+        return choice_format(max((kind.count for _, kind in self.routed), default=0))
 
     def total(self, count: Callable[[Work], int]) -> int:
         """Sum a field of `Work` over all layers."""

@@ -29,6 +29,7 @@ from podium.models.blocks.spec import ParamSpec
 from podium.models.gguf import GgufHeader, GgufTensors, read_header, rope_divisors
 from podium.models.hf_config import to_hf_config
 from podium.models.names import (
+    FIRST_APART,
     IGNORED_SUFFIXES,
     NAMES,
     FileKind,
@@ -73,7 +74,8 @@ def load_params(
         _check_rope(header, config)
     else:
         tensors = SafetensorsFolder(source.path)
-        kind = "mxfp4" if tensors.packed else "folder"
+        apart = any(map(FIRST_APART.fullmatch, tensors.entries))
+        kind = "mxfp4" if tensors.packed else "apart" if apart else "folder"
     parts = list(file_parts(config, kind))
     _check_tensors(tensors, parts, tied=config.tied, where=source.path)
     specs = {name: spec for name, spec in specs.items() if only is None or name in only}

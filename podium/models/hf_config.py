@@ -16,8 +16,9 @@ from podium.models.architecture import (
 )
 from podium.models.blocks.activation import Activation, Clamped, Named
 from podium.models.blocks.attention import Attention, Sharpening
+from podium.models.blocks.choices import MAX_EXPERTS
 from podium.models.blocks.delta import DeltaNet
-from podium.models.blocks.experts import MAX_EXPERTS, Experts
+from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Block, Kind, Stack
 from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.rope import LinearScaling, Rope, RopeScaling, Scaling, YarnScaling
@@ -75,6 +76,20 @@ QWEN35: Mapping[str, object] = {
     "linear_num_value_heads": 32,
 }
 """What a config.json of Qwen3.5 need not say."""
+QWEN35_MOE: Mapping[str, object] = {
+    **{key: value for key, value in QWEN35.items() if key != "intermediate_size"},
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+"""The same of its mixture of experts: the numbers of 35B-A3B."""
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(transformers_class="LlamaForCausalLM"),
     "mistral": Family(transformers_class="MistralForCausalLM", windows=True, defaults={"sliding_window": 4096}),
@@ -117,6 +132,14 @@ FAMILIES: Mapping[str, Family] = {
         like_qwen35=True,
         neutral={"attn_output_gate": (True,)},
         defaults=QWEN35,
+    ),
+    "qwen3_5_moe_text": Family(
+        transformers_class="Qwen3_5MoeForCausalLM",
+        qk_norm=True,
+        experts=True,
+        like_qwen35=True,
+        neutral={"attn_output_gate": (True,), "norm_topk_prob": (True,), "decoder_sparse_step": (1,)},
+        defaults=QWEN35_MOE,
     ),
     "gpt_oss": Family(
         transformers_class="GptOssForCausalLM",
@@ -173,7 +196,12 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
 }
-WRAPPERS: Mapping[str, str] = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
+WRAPPERS: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 """Model types with a vision tower, and the type of their text model if its settings, in `text_config`, have none."""
 ACTIVATIONS: Mapping[Named, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 """Names of each activation in config.json; the first is written."""
@@ -197,8 +225,6 @@ NOT_YET: Mapping[str, str] = {
     "gemma2": "it caps scores and logits (attn_logit_softcapping, final_logit_softcapping)",
     "gemma3n": "its layers are of other kinds",
     "qwen3_next": "its delta nets store q, k, v and z of a head fused in one tensor (in_proj_qkvz), unlike Qwen3.5's",
-    "qwen3_5_moe": "it has an expert that every token goes to; the dense Qwen3.5 is supported",
-    "qwen3_5_moe_text": "it has an expert that every token goes to; the dense Qwen3.5 is supported",
 }
 """Unsupported model types that resemble those of FAMILIES, and the reason."""
 
@@ -245,9 +271,11 @@ def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
 
     def block(layer: int, layer_type: str) -> Block:
         mixer = _delta_net(raw, where) if layer_type == LINEAR else attention(layer_type)
-        after: Kind = Mlp(width=number("intermediate_size"), activation=family.activation)
+        after: Kind
         if layer in routed:
             after = _experts(raw, family, where)
+        else:
+            after = Mlp(width=number("intermediate_size"), activation=family.activation)
         return Block(mixer=mixer, feed_forward=after, norms_behind=family.like_gemma)
 
     def attention(layer_type: str) -> Attention:
@@ -330,6 +358,7 @@ def _experts(raw: Mapping[str, object], family: Family, where: str) -> Experts:
         normalized=normalized,
         activation=activation,
         bias=family.like_gpt_oss,
+        shared=whole_number(raw, "shared_expert_intermediate_size", where) if family.like_qwen35 else 0,
     )
 
 
@@ -566,6 +595,13 @@ def _feed_forwards(config: DecoderConfig) -> dict[str, object]:
             "swiglu_alpha": first.activation.alpha,
             "swiglu_limit": first.activation.limit,
             "attention_bias": True,
+        }
+    if first.shared:
+        return {
+            "num_experts": first.count,
+            "num_experts_per_tok": first.top,
+            "moe_intermediate_size": first.width,
+            "shared_expert_intermediate_size": first.shared,
         }
     width = next(iter(dense.values())).width if dense else first.top * first.width  # transformers wants a number
     return {

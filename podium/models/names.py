@@ -7,6 +7,7 @@ one for each stacked layer and expert.
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -16,14 +17,16 @@ import numpy as np
 from podium.models.architecture import LAYERS, DecoderConfig
 from podium.models.blocks.attention import Attention
 from podium.models.blocks.delta import DeltaNet
+from podium.models.blocks.experts import Experts
 from podium.models.blocks.spec import ParamSpec
 from podium.models.hf_config import FAMILIES
 from podium.models.params import own_name, param_specs
 
 LANE = "G"
 ONE = "1"
-FileKind = Literal["folder", "gguf", "mxfp4"]
-"""Kinds of model files: safetensors, GGUF, and safetensors whose experts are in MXFP4."""
+FileKind = Literal["folder", "apart", "gguf", "mxfp4"]
+"""Kinds of model files: safetensors, safetensors in which each expert of a Qwen3.5 has tensors of its own, GGUF, and
+safetensors whose experts are in MXFP4."""
 
 
 class Layout(NamedTuple):
@@ -164,6 +167,21 @@ DELTA: dict[str, Layout] = {
     "layers.o": Layout(f"{_NET}out_proj.weight", "", "VPD", "D VP"),
 }
 
+# For Qwen3.5's mixture: all experts of a layer in one tensor, gate's rows before up's; and an expert for every token.
+QWEN35_EXPERTS: dict[str, Layout] = {
+    **{f"layers.{name}": Layout(f"{_EXPERTS}gate_up_proj", "", "DF", "F D", OPENING, (), True) for name in OPENING},
+    "layers.expert_down": Layout(f"{_EXPERTS}down_proj", "", "FD", "D F", whole=True),
+}
+_SHARED = "model.layers.{}.mlp.shared_expert"
+SHARED: dict[str, Layout] = {
+    "layers.gate": Layout(f"{_SHARED}.gate_proj.weight", "", "DF", "F D"),
+    "layers.up": Layout(f"{_SHARED}.up_proj.weight", "", "DF", "F D"),
+    "layers.down": Layout(f"{_SHARED}.down_proj.weight", "", "FD", "D F"),
+    "layers.shared_router": Layout(f"{_SHARED}_gate.weight", "", "DE", "E D"),
+}
+FIRST_APART = re.compile(r"model\.layers\.\d+\.mlp\.experts\.0\.gate_proj\.weight")
+"""A tensor's name in files that have each expert's tensors apart."""
+
 # Tensors that old files hold and no decoder needs: the rotary frequencies follow from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rope_freqs.weight")
 
@@ -204,7 +222,7 @@ def layout_of(param: str, config: DecoderConfig, kind: FileKind = "folder") -> L
     name, family = LAYERS + own_name(param) if param.startswith(LAYERS) else param, FAMILIES[config.model_type]
     own = NORMS_BEHIND if family.like_gemma else GPT_OSS if family.like_gpt_oss else {}
     packed = GPT_OSS_MXFP4 if kind == "mxfp4" else {}
-    return {**NAMES, **own, **packed, **_of_mixer(param, config)}[name]
+    return {**NAMES, **own, **packed, **_of_mixer(param, config), **_of_experts(param, config, kind)}[name]
 
 
 def _of_mixer(param: str, config: DecoderConfig) -> Mapping[str, Layout]:
@@ -213,6 +231,14 @@ def _of_mixer(param: str, config: DecoderConfig) -> Mapping[str, Layout]:
     if isinstance(mixer, DeltaNet):
         return DELTA
     return GATED if isinstance(mixer, Attention) and mixer.gated else {}
+
+
+def _of_experts(param: str, config: DecoderConfig, kind: FileKind) -> Mapping[str, Layout]:
+    """The layouts of the experts of a mixture with a shared expert."""
+    after = next((place.block.feed_forward for place in config.places if param.startswith(place.prefix)), None)
+    if not isinstance(after, Experts) or not after.shared:
+        return {}
+    return SHARED if kind == "apart" else SHARED | QWEN35_EXPERTS
 
 
 def layers_of(param: str, config: DecoderConfig) -> Sequence[int]:
@@ -259,7 +285,7 @@ def file_parts(config: DecoderConfig, kind: FileKind) -> Iterator[FilePart]:
         layout, layers = layout_of(param, config, kind), layers_of(param, config)
         name = layout.gguf if kind == "gguf" else layout.hf
         prefix = param.removesuffix(own_name(param))
-        rows = {own: layout_of(prefix + own, config).file_rows(specs[prefix + own]) for own in layout.joined}
+        rows = {own: layout_of(prefix + own, config, kind).file_rows(specs[prefix + own]) for own in layout.joined}
         rows = rows or {own_name(param): layout.file_rows(spec)}
         before = list(rows)[: list(rows).index(own_name(param))]
         for index in itertools.product(*map(range, spec.shape[: spec.stacked])):

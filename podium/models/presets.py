@@ -155,6 +155,13 @@ def _qwen35(other: Mapping[str, object]) -> DecoderConfig:
     return from_hf_config({**said, **other}, "podium/models/presets.py")
 
 
+def _qwen35_moe(other: Mapping[str, object]) -> DecoderConfig:
+    """Make a Qwen3.5 mixture from what its config.json says beyond the defaults, which are those of 35B-A3B."""
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    said = {"model_type": "qwen3_5_moe_text", "rope_parameters": rope, "max_position_embeddings": 262_144}
+    return from_hf_config({**said, **other}, "podium/models/presets.py")
+
+
 _GEMMA3_SMALL: Mapping[str, object] = {"vocab_size": 262_144, "max_position_embeddings": 32768, "sliding_window": 512}
 _GEMMA3_LARGE: Mapping[str, object] = {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 PRESETS: Mapping[str, DecoderConfig] = {
@@ -172,6 +179,7 @@ PRESETS: Mapping[str, DecoderConfig] = {
         2048, 48, 768, (32, 4), {"max_position_embeddings": 262_144, "rope_theta": 1e7}
     ),
     "Qwen/Qwen3.5-9B": _qwen35({}),
+    "Qwen/Qwen3.5-35B-A3B": _qwen35_moe({}),
     "openai/gpt-oss-20b": _gpt_oss(24, 32),
     "openai/gpt-oss-120b": _gpt_oss(36, 128),
     "meta-llama/Llama-3.2-1B-Instruct": _preset(_LLAMA32, 2048, 16, 32, 64, 8192),

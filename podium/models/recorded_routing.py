@@ -16,7 +16,7 @@ def routings(auxiliary: tuple[Tree, ...]) -> list[Routing]:
 
 
 def joined_choices(auxiliary: tuple[Tree, ...], decoder: DecoderConfig) -> jax.Array | None:
-    """The experts of each token [B, T, C] uint8, layer after layer; None without routers."""
+    """The experts of each token [B, T, C], layer after layer; None without routers."""
     found = [jnp.moveaxis(each.choices, 0, 2) for each in routings(auxiliary)]  # [B, T, L, k]
     if not found:
         return None

@@ -304,10 +304,11 @@ def _batch(run: RunSizes) -> Parts:
     """Bytes of the batch of an optimizer step."""
     scores = run.spec.recipe.loss_scores
     arrays = BATCH_ARRAYS + len(scores)
-    of_token = 4 * arrays + run.spec.batch.choices
+    batch = run.spec.batch
+    of_token = 4 * arrays + batch.choices * (1 if batch.choice_format == "uint8" else 2)
     if run.spec.teacher is not None and run.compares:
         of_token += run.activation * run.spec.teacher.width - 4
-    return {"batch": of_token * run.spec.batch.max_micro_batches * run.tokens}
+    return {"batch": of_token * batch.max_micro_batches * run.tokens}
 
 
 def _rollout_residents(run: RunSizes) -> Parts:

@@ -39,7 +39,7 @@ class _Prefilled(NamedTuple):
     """A prefill call whose tokens' experts the host has not read yet."""
 
     fills: tuple[Fill, ...]
-    choices: jax.Array  # [R, T, C] uint8
+    choices: jax.Array  # [R, T, C]
 
 
 class _DecodeCall(NamedTuple):
@@ -130,7 +130,9 @@ class RolloutEngine:
         self._check(prompt, sampling, self.config.max_prompt_tokens, "rollout.max_prompt_tokens")
         if request.completions < 1:
             raise ValueError(f"completions is {request.completions}; ask for at least one")
-        sequences = sequences_of(request, self._submitted, choices=self.decoder.choices)
+        sequences = sequences_of(
+            request, self._submitted, choices=self.decoder.choices, choice_format=self.decoder.choice_format
+        )
         for index in request.ledgers:
             self._check_turn(request.ledgers[index], sampling)
         self._scheduler.submit(prompt, sequences)

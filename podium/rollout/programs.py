@@ -17,7 +17,7 @@ from podium.config.schema import RolloutConfig
 from podium.config.sizes import check_split, steps_at_once, table_pages
 from podium.models.architecture import DecoderConfig
 from podium.models.attention import causal_attention
-from podium.models.blocks.choices import UNKNOWN
+from podium.models.blocks.choices import unknown_choice
 from podium.models.blocks.kind import Advance, At, States
 from podium.models.decoder import forward, head_weights
 from podium.models.linear import activation_dtype, of_bits
@@ -85,7 +85,7 @@ class Drawn:
     counts: jax.Array  # [S] int32, number of tokens drawn
     finite: jax.Array  # [S] bool, whether all logits were finite; a slot stops where they are not
     choices: jax.Array | None = None
-    """[S, 1 + k, C] uint8, experts of the tokens from which they were drawn (`Completion.choices`)."""
+    """[S, 1 + k, C], experts of the tokens from which they were drawn (`Completion.choices`)."""
 
 
 def nowhere(num_slots: int) -> Where[np.ndarray]:
@@ -220,7 +220,7 @@ def make_extend(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) 
 
     It processes prompts, parts of prompts, later turns of a conversation, and tokens recomputed after an eviction or
     with new weights. It computes no logits: `decode` samples from the kept hidden state of the last token. The choices
-    are the tokens' experts [R, T, C] uint8; None without experts. The cache is donated.
+    are the tokens' experts [R, T, C]; None without experts. The cache is donated.
     """
 
     def extend(params: Params, cache: Cache, chunk: Chunk[jax.Array]) -> tuple[Cache, jax.Array | None]:
@@ -369,7 +369,7 @@ def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, 
             _, where, _, i = carry
             return (i < steps) & where.any_live
 
-        begun = _begin(left, slots), _nothing_drawn(len(left.tokens), steps, decoder.choices)
+        begun = _begin(left, slots), _nothing_drawn(len(left.tokens), steps, decoder)
         where, drawn = jax.lax.cond(slots.any_first, first, lambda *begun: begun, *begun)
         return jax.lax.while_loop(unfinished, some_steps, (cache, where, drawn, jnp.int32(0)))
 
@@ -390,14 +390,16 @@ def _begin(left: Where[jax.Array], slots: Slots[jax.Array]) -> Where[jax.Array]:
     )
 
 
-def _nothing_drawn(S: int, steps: int, choices: int) -> Drawn:
+def _nothing_drawn(S: int, steps: int, decoder: DecoderConfig) -> Drawn:
+    own = decoder.choice_format
+    nothing = jnp.full((S, 1 + steps, decoder.choices), unknown_choice(own), own)
     return Drawn(
         tokens=jnp.zeros((S, 1 + steps), jnp.int32),
         logprobs=jnp.zeros((S, 1 + steps), jnp.float32),
         full_logprobs=jnp.zeros((S, 1 + steps), jnp.float32),
         counts=jnp.zeros(S, jnp.int32),
         finite=jnp.ones(S, bool),
-        choices=jnp.full((S, 1 + steps, choices), UNKNOWN, jnp.uint8) if choices else None,
+        choices=nothing if decoder.choices else None,
     )
 
 

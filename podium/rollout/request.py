@@ -46,10 +46,10 @@ class Completion:
     finish_reason: FinishReason | None
     """None until the completion has ended."""
     choices: np.ndarray | None = None
-    """[n, C] uint8, the experts to which the token before each was sent, over all layers; UNKNOWN
-    (`podium.models.blocks.choices`) where that was not recorded. None: the model has no experts."""
+    """[n, C], the experts to which the token before each was sent, over all layers;
+    `podium.models.blocks.choices.unknown_choice` where that was not recorded. None: the model has no experts."""
     context_choices: np.ndarray | None = None
-    """[c, C] uint8, the same of the c tokens before the completion, of which the first has no predecessor; not to be
+    """[c, C], the same of the c tokens before the completion, of which the first has no predecessor; not to be
     changed, since the completions of a prompt share it."""
 
 

@@ -1,12 +1,13 @@
 """The experts of a sequence's tokens in the engine, as its prefill and decode calls report them. No jax."""
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from podium.models.blocks.choices import UNKNOWN
+from podium.models.blocks.choices import unknown_choice
 
 
 class Routes:
-    """Rows [C] uint8, where row j has the experts, over all layers, of the token before token j; UNKNOWN where none.
+    """Rows [C], where row j has the experts, over all layers, of the token before token j, or `unknown_choice`.
 
     The first report of a token counts: it is not changed by later passes over the token, after an eviction or with new
     weights, so that a completion's choices stay those with which its tokens were drawn.
@@ -23,7 +24,7 @@ class Routes:
         stop = first + len(found)
         missing = stop - shared - len(self._later)
         if missing > 0:
-            self._later = np.concatenate([self._later, unknown(missing, found.shape[1])])
+            self._later = np.concatenate([self._later, unknown(missing, found.shape[1], found.dtype)])
         split = max(0, min(len(found), shared - first))
         _fill(self._prompt[first : first + split], found[:split])
         begin = max(0, first - shared)
@@ -35,7 +36,7 @@ class Routes:
         if stop <= shared:
             return self._prompt[start:stop]
         own = self._later[max(0, start - shared) : stop - shared]
-        lacking = unknown(stop - max(start, shared) - len(own), self._prompt.shape[1])
+        lacking = unknown(stop - max(start, shared) - len(own), self._prompt.shape[1], self._prompt.dtype)
         return np.concatenate([self._prompt[start:], own, lacking])
 
     def cut(self, length: int) -> None:
@@ -43,14 +44,14 @@ class Routes:
         self._later = self._later[: max(0, length - len(self._prompt))]
 
 
-def unknown(rows: int, choices: int) -> np.ndarray:
+def unknown(rows: int, choices: int, dtype: DTypeLike) -> np.ndarray:
     """Rows of which nothing is known, [rows, C]."""
-    return np.full((rows, choices), UNKNOWN, np.uint8)
+    return np.full((rows, choices), unknown_choice(dtype), dtype)
 
 
 def known(rows: np.ndarray) -> np.ndarray:
     """[n] bool: which of the rows [n, C] are known."""
-    return rows[:, 0] != UNKNOWN
+    return rows[:, 0] != unknown_choice(rows.dtype)
 
 
 def _fill(rows: np.ndarray, found: np.ndarray) -> None:

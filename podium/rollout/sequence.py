@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from podium.models.blocks.choices import ChoiceFormat
 from podium.rollout.answer import TextDecoder, answer_text
 from podium.rollout.request import Completion, FinishReason, Key, Request, SamplingParams
 from podium.rollout.routes import Routes, unknown
@@ -212,14 +213,16 @@ class Sequence:
                 return
 
 
-def sequences_of(request: Request, number: int, *, choices: int = 0) -> list[Sequence]:
+def sequences_of(
+    request: Request, number: int, *, choices: int = 0, choice_format: ChoiceFormat = "uint8"
+) -> list[Sequence]:
     """Make sequences for the unfinished completions of a request, continuing from what has been drawn.
 
-    `choices` is the number of experts that a token goes to, over all layers. Raises ValueError as `Request.unfinished`
-    does.
+    `choices` is the number of experts that a token goes to, over all layers, and `choice_format` their number format.
+    Raises ValueError as `Request.unfinished` does.
     """
     made = []
-    shared = unknown(len(request.prompt) + 1, choices) if choices else None
+    shared = unknown(len(request.prompt) + 1, choices, choice_format) if choices else None
     for index, begun in request.unfinished.items():
         sequence = Sequence(
             key=Key(number, index),

@@ -31,7 +31,7 @@ class Span:
     versions: np.ndarray  # [n] int32, weight version that drew each token; 0 for given tokens
     text: str = ""
     """Text without special tokens; empty if unknown."""
-    choices: np.ndarray | None = None  # [n, C] uint8, as in `Completion.choices`; None: unknown, or no experts
+    choices: np.ndarray | None = None  # [n, C], as in `Completion.choices`; None: unknown, or no experts
 
     @property
     def drawn(self) -> bool:

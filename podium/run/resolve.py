@@ -104,6 +104,7 @@ def resolve_batch(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> Ba
         packing=config.train.packing,
         max_new_tokens=config.rollout.max_episode_tokens or config.rollout.max_new_tokens,
         choices=decoder.choices,
+        choice_format=decoder.choice_format,
         ages=config.rollout.in_flight > 1,
         devices=shards,
         pair_cost=pair_flops(decoder) / (2 * matrix_elements(decoder)),

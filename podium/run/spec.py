@@ -23,6 +23,7 @@ from podium.config.schema import (
     TaskConfig,
 )
 from podium.models.architecture import DecoderConfig
+from podium.models.blocks.choices import ChoiceFormat
 from podium.models.layouts import Layout
 from podium.rollout.request import SamplingParams
 from podium.run.machine import Machine
@@ -48,6 +49,8 @@ class BatchSizes:
     """Maximum length of a completion, or of a conversation: the denominator of `mean: constant`."""
     choices: int = 0
     """C: number of experts to which a token goes, over all layers; 0 without a mixture of experts."""
+    choice_format: ChoiceFormat = "uint8"
+    """Number format of these choices."""
     ages: bool = False
     """Whether batches record the age of tokens."""
     devices: int = 1

@@ -10,7 +10,7 @@ from typing import Generic
 import jax
 import numpy as np
 
-from podium.models.blocks.choices import UNKNOWN
+from podium.models.blocks.choices import unknown_choice
 from podium.run.spec import BatchSizes
 from podium.sharding import A
 from podium.train.packing import Chunk, balanced_rows, chunk_tokens, pack_rows
@@ -32,7 +32,7 @@ class Batch(Generic[A]):
     advantages: A  # [K, B, T] float32
     sampled_logprobs: A  # [K, B, T] float32, under the policy that drew the tokens, before truncation
     scores: dict[str, A]  # [K, B, T] float32 by name, computed by `podium.train.scorers` before the update
-    choices: A | None = None  # [K, B, T, C] uint8, experts of each token in the rollout; None: the model has none
+    choices: A | None = None  # [K, B, T, C], experts of each token in the rollout; None: the model has none
     ages: A | None  # [K, B, T] int32, age of each token in steps; None unless completions are carried over
     num_micro_batches: A  # [] int32, number of micro-batches that are not empty
     num_tokens: A  # [] float32, sum of mask
@@ -68,7 +68,7 @@ def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch[np.n
     dtypes = _ARRAYS | ({"ages": np.int32} if sizes.ages else {})
     arrays: dict[str, np.ndarray] = {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
     if sizes.choices:
-        arrays["choices"] = np.full((*shape, sizes.choices), UNKNOWN, np.uint8)
+        arrays["choices"] = np.full((*shape, sizes.choices), unknown_choice(sizes.choice_format), sizes.choice_format)
     spans: dict[int, TokenSpan] = {}
     for row, row_chunks in enumerate(packed):
         start, segment = 0, 1

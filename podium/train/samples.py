@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from podium.models.blocks.choices import UNKNOWN
+from podium.models.blocks.choices import unknown_choice
 from podium.rollout.transcript import Span, Transcript, joined
 from podium.train.balance import Lengths
 
@@ -34,8 +34,8 @@ class Sample:
     turns: np.ndarray  # [n] int32, turn that drew the token, or number of turns before a token that was given
     advantages: np.ndarray  # [n] float32
     weights: np.ndarray  # [n] float32, factor of each token's loss in the batch's loss; 0 if not drawn
-    choices: np.ndarray | None = None  # [n, C] uint8, as in `Completion.choices`; None: nothing is known
-    prompt_choices: np.ndarray | None = None  # [p - 1, C] uint8, experts of the p prompt tokens but the last
+    choices: np.ndarray | None = None  # [n, C], as in `Completion.choices`; None: nothing is known
+    prompt_choices: np.ndarray | None = None  # [p - 1, C], experts of the p prompt tokens but the last
 
     @property
     def num_drawn(self) -> int:
@@ -109,7 +109,7 @@ def _choices(spans: Sequence[Span]) -> np.ndarray | None:
     known = next((span.choices for span in spans if span.choices is not None), None)
     if known is None:
         return None
-    nothing = np.full_like(known[:1], UNKNOWN)  # [1, C]
+    nothing = np.full_like(known[:1], unknown_choice(known.dtype))  # [1, C]
     return np.concatenate(
         [np.repeat(nothing, len(span.tokens), axis=0) if span.choices is None else span.choices for span in spans]
     )

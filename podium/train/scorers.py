@@ -22,7 +22,7 @@ from podium.algorithms.recipes import (
 )
 from podium.config.imports import imported
 from podium.models.architecture import DecoderConfig
-from podium.models.blocks.choices import UNKNOWN
+from podium.models.blocks.choices import unknown_choice
 from podium.sharding import Params
 from podium.train.batch import Batch
 from podium.train.step import CompiledScore, ScoreProgram, TrainSettings, make_hidden, make_score
@@ -111,7 +111,8 @@ def with_scores(batch: Batch[jax.Array], scorers: Sequence[Scorer], policy: Para
     """
     plain = batch
     if batch.choices is not None and any(scorer.params is not None for scorer in scorers):
-        plain = dataclasses.replace(batch, choices=jnp.full_like(batch.choices, UNKNOWN))
+        nothing = jnp.full_like(batch.choices, unknown_choice(batch.choices.dtype))
+        plain = dataclasses.replace(batch, choices=nothing)
     scores: dict[str, jax.Array] = {}
     for scorer in scorers:
         if scorer.params is None:

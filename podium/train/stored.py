@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NotRequired, TypedDict
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from podium.files import to_json
 from podium.rollout.request import Completion, FinishReason, StopReason
@@ -26,7 +27,9 @@ class CompletionRecord(TypedDict):
     finish_reason: FinishReason | None
     choices: NotRequired[str]
     context_choices: NotRequired[str]
-    """A byte for each choice of an expert; absent in models without experts."""
+    """The choices of experts, in `choice_format`; absent in models without experts."""
+    choice_format: NotRequired[str]
+    """Missing if it is uint8."""
 
 
 class SpanRecord(TypedDict):
@@ -39,6 +42,7 @@ class SpanRecord(TypedDict):
     full_logprobs: NotRequired[str]
     versions: NotRequired[str]
     choices: NotRequired[str]
+    choice_format: NotRequired[str]
 
 
 class EpisodeRecord(TypedDict):
@@ -82,6 +86,8 @@ def completion_record(completion: Completion) -> CompletionRecord:
     }
     if completion.choices is not None:
         record["choices"] = _bits(completion.choices)
+        if completion.choices.dtype != np.uint8:
+            record["choice_format"] = completion.choices.dtype.name
     if completion.context_choices is not None:
         record["context_choices"] = _bits(completion.context_choices)
     return record
@@ -91,7 +97,8 @@ def read_completion(record: CompletionRecord) -> Completion:
     """Read the result of `completion_record`."""
     tokens = _array(record["tokens"], np.int32)
     choices, of_context = record.get("choices"), record.get("context_choices")
-    own = None if choices is None else _array(choices, np.uint8).reshape(len(tokens), -1)
+    own_format = record.get("choice_format", "uint8")
+    own = None if choices is None else _array(choices, own_format).reshape(len(tokens), -1)
     width = 0 if own is None else own.shape[1]
     return Completion(
         tokens=tokens,
@@ -101,7 +108,7 @@ def read_completion(record: CompletionRecord) -> Completion:
         text=record["text"],
         finish_reason=record["finish_reason"],
         choices=own,
-        context_choices=_array(of_context, np.uint8).reshape(-1, width) if of_context and width else None,
+        context_choices=_array(of_context, own_format).reshape(-1, width) if of_context and width else None,
     )
 
 
@@ -173,6 +180,8 @@ def _span_record(span: Span) -> SpanRecord:
         record["versions"] = _bits(span.versions)
     if span.choices is not None:
         record["choices"] = _bits(span.choices)
+        if span.choices.dtype != np.uint8:
+            record["choice_format"] = span.choices.dtype.name
     return record
 
 
@@ -192,7 +201,7 @@ def _with_span(transcript: Transcript, record: SpanRecord) -> Transcript:
         full_logprobs=of_each("full_logprobs", np.float32),
         versions=of_each("versions", np.int32),
         text=record["text"],
-        choices=None if found is None else _array(found, np.uint8).reshape(len(tokens), -1),
+        choices=None if found is None else _array(found, record.get("choice_format", "uint8")).reshape(len(tokens), -1),
     )
     return Transcript(spans=(*transcript.spans, span))
 
@@ -201,5 +210,5 @@ def _bits(array: np.ndarray) -> str:
     return base64.b64encode(array.tobytes()).decode()
 
 
-def _array(bits: str, dtype: type[np.generic]) -> np.ndarray:
+def _array(bits: str, dtype: DTypeLike) -> np.ndarray:
     return np.frombuffer(base64.b64decode(bits), dtype)

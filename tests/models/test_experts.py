@@ -16,7 +16,7 @@ from podium.kernels.grouped import Form, grouped_product
 from podium.models import mixture
 from podium.models.architecture import ModelError, with_lora
 from podium.models.attention import causal_attention
-from podium.models.blocks.choices import UNKNOWN, Recorded
+from podium.models.blocks.choices import Recorded, choice_format, unknown_choice
 from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Block, Stack
 from podium.models.blocks.mlp import Mlp
@@ -29,6 +29,7 @@ from podium.models.presets import PRESETS
 from podium.sharding import ShardingRules, make_mesh
 
 E, K, D, F, N = 8, 3, 16, 24, 40
+UNKNOWN = unknown_choice(np.uint8)
 TOLERANCE = 1e-5  # of the largest number
 RANDOM = np.random.default_rng(0)
 
@@ -127,6 +128,24 @@ def test_recorded_choices_are_repeated_and_their_gates_made_anew():
     np.testing.assert_array_equal(free[1], own[1])
     assert free[2].balance.differing[0] == balance.differing[0]
     np.testing.assert_array_equal(gates.shape, (1, N, K))
+
+
+def test_more_experts_than_bytes_can_number_are_numbered_by_two_bytes():
+    """Expert 255 is one of 256, and an unknown choice among 255."""
+    assert (choice_format(255), choice_format(256)) == ("uint8", "uint16")
+    logits = normal(1, N, 300).at[0, 0, 255].set(9.0)
+    _, chosen, told = route(logits, K, normalized=True, recorded=None, replay=True)
+    assert told.choices.dtype == np.uint16
+    np.testing.assert_array_equal(told.choices, chosen)
+    assert 255 in told.choices[0, 0]
+    known = np.asarray(told.choices).copy()
+    known[0, 1] = unknown_choice(np.uint16)
+    other = logits[:, ::-1]
+    _, again, _ = route(
+        other, K, normalized=True, recorded=Recorded(jnp.asarray(known), jnp.ones((1, N), bool)), replay=True
+    )
+    own = np.asarray(route(other, K, normalized=True, recorded=None, replay=True)[1])
+    np.testing.assert_array_equal(again, np.where(np.arange(N)[None, :, None] == 1, own, known))
 
 
 def decoder():
@@ -252,7 +271,7 @@ def test_adapters_are_beside_attention_and_experts_have_none_by_name():
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"num_experts": 256}, r"num_experts must be a whole number from 1 to 255"),
+        ({"num_experts": 65_536}, r"num_experts must be a whole number from 1 to 65535"),
         ({"num_experts_per_tok": 9, "num_experts": 8}, r"num_experts_per_tok must be a whole number from 1 to 8"),
         ({"norm_topk_prob": 1}, r"norm_topk_prob must be true or false"),
         ({"mlp_only_layers": "none"}, r"mlp_only_layers must be a list of layers"),

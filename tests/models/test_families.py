@@ -114,6 +114,7 @@ def wrapped(folder: Path, case: str, wrapper: str, prefix: str) -> ModelSource:
         ("mistral", "mistral3", "language_model."),
         ("ministral3", "mistral3", "language_model."),
         ("qwen3_5", "qwen3_5", "model.language_model."),
+        ("qwen3_5_moe", "qwen3_5_moe", "model.language_model."),
     ],
 )
 def test_the_text_model_is_taken_out_of_one_with_a_vision_tower(case, wrapper, prefix, tmp_path, caplog):

@@ -11,11 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from others_code import others_code
+from packed_passes import POSITIONS, PROMPTS, ROWS, SEGMENTS, TOKENS, WEIGHING, T, naive_pass
 from safetensors.numpy import load_file, save_file
 from tiny_models import error_of_scale, hf_config, hf_tensors, logits_of, make_logits, rules_on, tokens_of, write_model
 
-from podium.certify.naive import in_float64
-from podium.certify.naive import logits as naive_logits
 from podium.certify.subject import random_weights
 from podium.models import mxfp4
 from podium.models.architecture import ModelError
@@ -156,14 +155,6 @@ def test_a_gpt_oss_is_read_in_the_hubs_words_and_in_those_of_transformers_5():
         from_hf_config({**hub, "attention_bias": False}, "x")
 
 
-ROWS, T = 8, 24
-TOKENS = np.random.default_rng(1).integers(0, 64, (ROWS, T)).astype(np.int32)
-SEGMENTS = np.repeat([[1, 2, 3, 4]], T // 4, axis=1).repeat(ROWS, axis=0).astype(np.int32)
-PROMPTS = np.minimum(SEGMENTS, 1)  # one prompt of 6 tokens, and three completions behind it
-POSITIONS = np.where(SEGMENTS > 1, 6, 0) + np.tile(np.arange(6), 4)[None].astype(np.int32)
-WEIGHING = np.random.default_rng(2).standard_normal((ROWS, T, 64)).astype(np.float32)
-
-
 @functools.cache
 def decoder_and_weights():
     decoder = from_hf_config(hf_config(CASE) | {"num_hidden_layers": 2}, CASE)
@@ -198,28 +189,15 @@ def pass_on(mesh: str, devices: int, backend: str = "blocks", replay: bool = Fal
 
 
 @functools.cache
-def naive_pass():
-    """The same in float64 by the naive form, each completion alone behind its prompt, whose own logits count once."""
-    decoder, weights = decoder_and_weights()
-    with in_float64():
-        wide = {name: jnp.asarray(x, jnp.float64) for name, x in weights.items()}
-        rows = np.array([[*range(6), *range(6 * each, 6 * each + 6)] for each in (1, 2, 3)])
-        weighing = np.stack([WEIGHING[:, row] for row in rows], axis=1).astype(np.float64)  # [B, 3, 12, V]
-        weighing[:, 1:, :6] = 0
-
-        def loss(weights):
-            found = jax.vmap(jax.vmap(lambda tokens: naive_logits(weights, tokens, decoder)))(TOKENS[:, rows])
-            return jnp.sum(found * weighing) / WEIGHING.size
-
-        value, gradients = jax.jit(jax.value_and_grad(loss))(wide)
-        return float(value), jax.tree.map(np.asarray, gradients)
+def expected_pass():
+    return naive_pass(*decoder_and_weights())
 
 
 @pytest.mark.parametrize("backend", ["blocks", pytest.param("reference", marks=pytest.mark.long)])
 def test_packed_rows_and_their_gradients_are_those_of_plain_float64(backend):
     value, gradients, _ = pass_on("dp:1", 1, backend)
-    expected, wanted = naive_pass()
-    assert abs(value - expected) <= 1e-5 * abs(expected)
+    expected, size, wanted = expected_pass()
+    assert abs(value - expected) <= 1e-5 * size
     assert gradients.keys() == wanted.keys()
     for name, gradient in gradients.items():
         assert error_of_scale(gradient, wanted[name]) <= 1e-5, name

@@ -78,6 +78,7 @@ def torch_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
         "gpt_oss",
         "qwen3_5",
         "qwen3_5_three_taps_tied",
+        "qwen3_5_moe",
         "gemma3_tied",
     ],
 )
@@ -93,7 +94,17 @@ def test_transformers_loads_an_export_with_equal_logits(case: str, tmp_path: Pat
 @pytest.mark.parity
 @pytest.mark.parametrize(
     "case",
-    ["llama3_rope_parameters", "llama_tied", "qwen2", "qwen3_tied", "qwen3_moe", "gpt_oss", "qwen3_5", "gemma3_tied"],
+    [
+        "llama3_rope_parameters",
+        "llama_tied",
+        "qwen2",
+        "qwen3_tied",
+        "qwen3_moe",
+        "gpt_oss",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "gemma3_tied",
+    ],
 )
 def test_folder_that_transformers_wrote_is_read(case: str, tmp_path: Path):
     torch = others_code("torch")

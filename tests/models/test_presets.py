@@ -25,6 +25,7 @@ PARAMETERS = {
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-30B-A3B-Instruct-2507": 30_532_122_624,
     "Qwen/Qwen3.5-9B": 8_953_803_264,  # without the vision tower and the layers that predict ahead
+    "Qwen/Qwen3.5-35B-A3B": 34_660_610_688,
     "openai/gpt-oss-20b": 20_914_757_184,  # 20.91 and 116.83 billion (arXiv:2508.10925)
     "openai/gpt-oss-120b": 116_829_156_672,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,

@@ -1,12 +1,15 @@
 """What Qwen3.5 has that others have not: delta nets, gated attention, rotation of a part of a head."""
 
 import functools
+import itertools
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packed_passes import POSITIONS, PROMPTS, SEGMENTS, TOKENS, WEIGHING, naive_pass
 from safetensors.numpy import load_file, save_file
 from tiny_models import error_of_scale, hf_config, hf_tensors, logits_of, make_logits, rules_on, tokens_of, write_model
 
@@ -29,30 +32,24 @@ from podium.models.source import read_architecture
 from podium.models.visibility import Visibility, packed_rows
 from podium.sharding import ShardingRules, make_mesh
 
-CASE = "qwen3_5"
-ROWS, T = 8, 24
-TOKENS = np.random.default_rng(1).integers(0, 64, (ROWS, T)).astype(np.int32)
-SEGMENTS = np.repeat([[1, 2, 3, 4]], T // 4, axis=1).repeat(ROWS, axis=0).astype(np.int32)
-PROMPTS = np.minimum(SEGMENTS, 1)  # one prompt of 6 tokens, and three completions behind it
-POSITIONS = np.where(SEGMENTS > 1, 6, 0) + np.tile(np.arange(6), 4)[None].astype(np.int32)
-WEIGHING = np.random.default_rng(2).standard_normal((ROWS, T, 64)).astype(np.float32)
+CASE, MIXTURE = "qwen3_5", "qwen3_5_moe"
 
 
 @functools.cache
-def decoder_and_weights():
+def decoder_and_weights(case: str = CASE):
     said = {
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 8,
         "layer_types": ["linear_attention", "full_attention"],
     }
-    decoder = from_hf_config(hf_config(CASE) | said | {"num_hidden_layers": 2}, CASE)
+    decoder = from_hf_config(hf_config(case) | said | {"num_hidden_layers": 2}, case)
     return decoder, random_weights(decoder, seed=0)
 
 
 @functools.cache
-def pass_on(mesh: str, devices: int, groups: int = 1):
+def pass_on(mesh: str, devices: int, groups: int = 1, case: str = CASE):
     """Value and gradients of a training pass over packed rows."""
-    decoder, weights = decoder_and_weights()
+    decoder, weights = decoder_and_weights(case)
     layout = ShardingRules(make_mesh(mesh, jax.devices()[:devices]), TRAIN_AXES)
     rules = ShardingRules(layout.mesh, GATHERED_AXES, stored=TRAIN_AXES)
     specs = param_specs(decoder)
@@ -86,27 +83,15 @@ def pass_on(mesh: str, devices: int, groups: int = 1):
 
 
 @functools.cache
-def naive_pass():
-    """The same in float64 by the naive form, each completion alone behind its prompt, whose own logits count once."""
-    decoder, weights = decoder_and_weights()
-    with in_float64():
-        wide = {name: jnp.asarray(x, jnp.float64) for name, x in weights.items()}
-        rows = np.array([[*range(6), *range(6 * each, 6 * each + 6)] for each in (1, 2, 3)])
-        weighing = np.stack([WEIGHING[:, row] for row in rows], axis=1).astype(np.float64)  # [B, 3, 12, V]
-        weighing[:, 1:, :6] = 0
-
-        def loss(weights):
-            found = jax.vmap(jax.vmap(lambda tokens: naive_logits(weights, tokens, decoder)))(TOKENS[:, rows])
-            return jnp.sum(found * weighing) / WEIGHING.size
-
-        value, gradients = jax.jit(jax.value_and_grad(loss))(wide)
-        return float(value), jax.tree.map(np.asarray, gradients)
+def expected_pass(case: str):
+    return naive_pass(*decoder_and_weights(case))
 
 
-def test_packed_rows_and_their_gradients_are_those_of_plain_float64():
-    value, gradients = pass_on("dp:1", 1)
-    expected, wanted = naive_pass()
-    assert abs(value - expected) <= 1e-5 * abs(expected)
+@pytest.mark.parametrize("case", [CASE, MIXTURE])
+def test_packed_rows_and_their_gradients_are_those_of_plain_float64(case):
+    value, gradients = pass_on("dp:1", 1, case=case)
+    expected, size, wanted = expected_pass(case)
+    assert abs(value - expected) <= 1e-5 * size
     assert gradients.keys() == wanted.keys()
     for name, gradient in gradients.items():
         assert error_of_scale(gradient, wanted[name]) <= 3e-5, name
@@ -119,9 +104,10 @@ MESHES = (
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_devices_that_share_tokens_and_heads_compute_what_one_does(mesh):
-    value, gradients = pass_on(mesh, 8)
-    expected, wanted = pass_on("dp:1", 1)
+@pytest.mark.parametrize("case", [CASE, pytest.param(MIXTURE, marks=pytest.mark.long)])
+def test_devices_that_share_tokens_and_heads_compute_what_one_does(mesh, case):
+    value, gradients = pass_on(mesh, 8, case=case)
+    expected, wanted = pass_on("dp:1", 1, case=case)
     assert abs(value - expected) <= 1e-5 * abs(expected)
     for name, gradient in gradients.items():
         assert error_of_scale(gradient, wanted[name]) <= 3e-5, name
@@ -153,13 +139,43 @@ def test_each_weight_lands_where_the_einsums_expect_it(tmp_path):
     same(params["layers.3.q_gate"][0, :, 2, 5], stored[attention + "q_proj.weight"][2 * 32 + 16 + 5])
 
 
-def test_an_export_has_the_same_bits(tmp_path):
-    source = write_model(tmp_path / "model", CASE)
+def test_each_expert_s_weight_lands_where_the_einsums_expect_it(tmp_path):
+    """All gates' rows come before all rows of up; an expert for every token has a gate of its own."""
+    stored, source = hf_tensors(MIXTURE), write_model(tmp_path, MIXTURE)
+    params = load_params(source, read_architecture(source), rules_on("auto", 1))
+    layer, same = "model.layers.1.mlp.", np.testing.assert_array_equal
+    same(params["layers.1.expert_gate"][0, 5, :, 3], stored[layer + "experts.gate_up_proj"][5, 3])
+    same(params["layers.1.expert_up"][0, 5, :, 3], stored[layer + "experts.gate_up_proj"][5, 24 + 3])
+    same(params["layers.1.expert_down"][0, 5, 3], stored[layer + "experts.down_proj"][5, :, 3])
+    same(params["layers.1.up"][0, :, 7], stored[layer + "shared_expert.up_proj.weight"][7])
+    same(params["layers.1.shared_router"][0, :, 0], stored[layer + "shared_expert_gate.weight"][0])
+    same(params["layers.1.router"][0, :, 6], stored[layer + "gate.weight"][6])
+
+
+def test_a_mixture_whose_experts_have_tensors_of_their_own_is_the_same_model(tmp_path):
+    source, apart = (write_model(tmp_path / name, MIXTURE) for name in ("joined", "apart"))
+    tensors, pattern = hf_tensors(MIXTURE), re.compile(r"(.*experts)\.(gate_up|down)_proj")
+    for name in list(tensors):
+        if found := pattern.fullmatch(name):
+            whole, parts = tensors.pop(name), ("gate", "up") if found[2] == "gate_up" else ("down",)
+            for expert, each in itertools.product(range(len(whole)), parts):
+                rows = np.split(whole[expert], len(parts))[parts.index(each)]
+                tensors[f"{found[1]}.{expert}.{each}_proj.weight"] = np.ascontiguousarray(rows)
+    save_file(tensors, apart.path / "model.safetensors")
+    config = read_architecture(source)
+    found, expected = (load_params(each, config, rules_on("auto", 1)) for each in (apart, source))
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("case", [CASE, MIXTURE])
+def test_an_export_has_the_same_bits(case, tmp_path):
+    source = write_model(tmp_path / "model", case)
     config = read_architecture(source)
     for mesh, devices in (("auto", 1), ("fsdp:2,tp:2", 4)):
         folder = tmp_path / f"export{devices}"
         save_model(load_params(source, config, rules_on(mesh, devices)), config, None, folder, dtype="float32")
-        written, theirs = load_file(folder / "model.safetensors"), hf_tensors(CASE)
+        written, theirs = load_file(folder / "model.safetensors"), hf_tensors(case)
         assert written.keys() == theirs.keys()
         for name, value in theirs.items():
             np.testing.assert_array_equal(written[name], value, err_msg=name)
@@ -175,28 +191,26 @@ def test_layers_that_predict_ahead_are_left_out(tmp_path, caplog):
     assert "vision" not in caplog.text
 
 
-def test_every_small_weight_shows_in_the_logits(tmp_path):
+SMALL = {
+    CASE: (
+        *("log_decay", "decay_bias", "a", "b", "z", "q_taps", "k_taps", "v_taps"),
+        *("out_scale", "q_gate", "k_norm"),
+    ),
+    MIXTURE: ("shared_router", "gate", "router"),
+}
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_every_small_weight_shows_in_the_logits(case, tmp_path):
     """Else the recorded logits would hold nothing of them."""
-    source, tokens, rules = write_model(tmp_path / "model", CASE), tokens_of(CASE), rules_on("auto", 1)
+    source, tokens, rules = write_model(tmp_path / "model", case), tokens_of(case), rules_on("auto", 1)
     config = read_architecture(source)
     compute, params = make_logits(config, rules), load_params(source, config, rules)
     plain = np.asarray(compute(params, tokens))
-    for name in (
-        "log_decay",
-        "decay_bias",
-        "a",
-        "b",
-        "z",
-        "q_taps",
-        "k_taps",
-        "v_taps",
-        "out_scale",
-        "q_gate",
-        "k_norm",
-    ):
+    for name in SMALL[case]:
         without = {key: 0 * value if key.endswith(f".{name}") else value for key, value in params.items()}
         assert error_of_scale(np.asarray(compute(without, tokens)), plain) > 1e-3, name
-    whole = write_model(tmp_path / "other", CASE, rope_parameters={"rope_theta": 1000.0, "partial_rotary_factor": 1.0})
+    whole = write_model(tmp_path / "other", case, rope_parameters={"rope_theta": 1000.0, "partial_rotary_factor": 1.0})
     assert error_of_scale(logits_of(whole, tokens), plain) > 1e-3
 
 
@@ -219,7 +233,6 @@ def test_three_layers_in_four_are_delta_nets_unless_the_config_says_otherwise():
     ("said", "message"),
     [
         ({"model_type": "qwen3_next"}, r"'qwen3_next' is not supported: its delta nets store .* fused .*in_proj_qkvz"),
-        ({"model_type": "qwen3_5_moe_text"}, "is not supported: it has an expert that every token goes to"),
         ({"attn_output_gate": False}, "attn_output_gate False is not supported; it must be True or absent"),
         ({"linear_num_value_heads": 3}, "3 value heads of the delta nets do not share 2 key heads evenly"),
         (

@@ -105,6 +105,14 @@ QWEN35 = {
     "linear_num_value_heads": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
 }
+QWEN35_MOE = {
+    **QWEN35,
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
 # What config.json says beyond the sizes; both ways of transformers (4 and 5) to write rotary settings are among them.
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_theta": 500.0},
@@ -141,6 +149,7 @@ CASES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
     },
+    "qwen3_5_moe": QWEN35_MOE,
     "gemma3_tied": {**GEMMA, "num_hidden_layers": 14, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     "gemma3_rope_parameters_tied": {
         **GEMMA,
@@ -152,8 +161,10 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
 }
-LIKE_QWEN3 = ("qwen3", "qwen3_moe", "qwen3_5_text", "gemma3_text")
+LIKE_QWEN3 = ("qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text")
 """Model types that norm queries and keys."""
+LIKE_QWEN35 = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Model types with delta nets."""
 
 
 def hf_config(case: str) -> dict[str, Any]:
@@ -191,7 +202,7 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             if config["model_type"] in LIKE_QWEN3 and name != "v":
                 shapes[f"{prefix}self_attn.{name}_norm.weight"] = (Q,)
         shapes[f"{prefix}self_attn.o_proj.weight"] = (D, H * Q)
-        if config["model_type"] == "qwen3_5_text":
+        if config["model_type"] in LIKE_QWEN35:
             shapes[f"{prefix}self_attn.q_proj.weight"] = (2 * H * Q, D)
             if config.get("layer_types", [LINEAR, LINEAR, LINEAR, FULL])[layer] == LINEAR:
                 shapes = {name: shape for name, shape in shapes.items() if not name.startswith(f"{prefix}self_attn.")}
@@ -202,7 +213,10 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes |= {prefix + name: shape for name, shape in _gpt_oss_shapes(config, H).items()}
         if experts:
             shapes[f"{prefix}mlp.gate.weight"] = (experts, D)
-        for mlp in [] if gpt_oss else [f"experts.{expert}." for expert in range(experts)] or [""]:
+        if config["model_type"] == "qwen3_5_moe_text":
+            shapes |= {prefix + name: shape for name, shape in _shared_shapes(config).items()}
+        joined = gpt_oss or "shared_expert_intermediate_size" in config
+        for mlp in [] if joined else [f"experts.{expert}." for expert in range(experts)] or [""]:
             inner = config["moe_intermediate_size"] if experts else F
             shapes[f"{prefix}mlp.{mlp}gate_proj.weight"] = shapes[f"{prefix}mlp.{mlp}up_proj.weight"] = (inner, D)
             shapes[f"{prefix}mlp.{mlp}down_proj.weight"] = (D, inner)
@@ -230,6 +244,20 @@ def _delta_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
+def _shared_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What a layer of Qwen3.5's mixture has in place of an MLP, beside the router."""
+    E, D = config["num_experts"], config["hidden_size"]
+    W, S = config["moe_intermediate_size"], config["shared_expert_intermediate_size"]
+    return {
+        "mlp.experts.gate_up_proj": (E, 2 * W, D),
+        "mlp.experts.down_proj": (E, D, W),
+        "mlp.shared_expert.gate_proj.weight": (S, D),
+        "mlp.shared_expert.up_proj.weight": (S, D),
+        "mlp.shared_expert.down_proj.weight": (D, S),
+        "mlp.shared_expert_gate.weight": (1, D),
+    }
+
+
 def _gpt_oss_shapes(config: dict[str, Any], heads: int) -> dict[str, tuple[int, ...]]:
     """What a layer of gpt-oss has beyond Llama's attention, and in place of its MLP."""
     E, D, W = config["num_local_experts"], config["hidden_size"], config["intermediate_size"]
@@ -248,7 +276,7 @@ def _gpt_oss_shapes(config: dict[str, Any], heads: int) -> dict[str, tuple[int, 
 def hf_tensors(case: str) -> dict[str, np.ndarray]:
     """Random float32 weights under Hugging Face's names, the same for a case at any time."""
     random, config = np.random.default_rng(0), hf_config(case)
-    shifted = config["model_type"] in ("gemma3_text", "qwen3_5_text")
+    shifted = config["model_type"] in ("gemma3_text", *LIKE_QWEN35)
     return {
         name: (0.2 * random.standard_normal(shape) + float(_is_scale(name, shifted))).astype(np.float32)
         for name, shape in sorted(hf_shapes(config).items())

@@ -15,7 +15,8 @@ from podium.certify.subject import random_weights, tiny_clone
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import RolloutConfig
 from podium.models.attention import row_attention
-from podium.models.blocks.choices import UNKNOWN
+from podium.models.blocks.choices import unknown_choice
+from podium.models.blocks.kind import Stack
 from podium.models.decoder import forward
 from podium.models.layouts import Layout
 from podium.models.params import TRAIN_AXES, param_specs
@@ -41,6 +42,7 @@ WEIGHTS = random_weights(DECODER, seed=0)
 CONFIG = RolloutConfig(max_prompt_tokens=24, max_new_tokens=8, slots=8, refill_steps=3, prefill_rows=8, page_tokens=2)
 PROMPTS = [tuple(np.random.default_rng(n).integers(0, DECODER.vocab, n).tolist()) for n in (1, 4, 11, 23)]
 TOLERANCE = 1e-5
+UNKNOWN = unknown_choice(np.uint8)
 DESCENT = make_optimizer(
     OptimizerConfig(name="sgd", learning_rate=1.0, beta1=0.0, clip_norm=0.0), 10, param_specs(DECODER)
 )
@@ -55,12 +57,12 @@ class Letters:
         return "".join(chr(97 + token % 26) for token in tokens)
 
 
-def engine_on(layout: Layout, devices: int) -> RolloutEngine:
+def engine_on(layout: Layout, devices: int, decoder=DECODER, weights=WEIGHTS) -> RolloutEngine:
     mesh = make_mesh("auto", jax.devices()[:devices])
-    rules = rollout_rules(layout, DECODER, mesh)
-    engine = RolloutEngine(CONFIG, DECODER, rules, Letters(), dtype=jnp.dtype("float32"))
-    shardings = param_shardings(param_specs(DECODER), ShardingRules(mesh, TRAIN_AXES))
-    engine.load({name: jax.device_put(value, shardings[name]) for name, value in WEIGHTS.items()})
+    rules = rollout_rules(layout, decoder, mesh)
+    engine = RolloutEngine(CONFIG, decoder, rules, Letters(), dtype=jnp.dtype("float32"))
+    shardings = param_shardings(param_specs(decoder), ShardingRules(mesh, TRAIN_AXES))
+    engine.load({name: jax.device_put(value, shardings[name]) for name, value in weights.items()})
     return engine
 
 
@@ -217,7 +219,7 @@ def _turns(engine):
 
 def test_a_token_keeps_the_experts_that_were_reported_first():
     """Rows behind a prompt of three tokens are a sequence's own; a stop string cuts them with its tokens."""
-    prompt = unknown(4, 2)
+    prompt = unknown(4, 2, np.uint8)
     one, other = Routes(prompt), Routes(prompt)
     one.record(1, np.array([[1, 1], [2, 2]], np.uint8))
     other.record(2, np.array([[9, 9], [3, 3], [4, 4], [5, 5]], np.uint8))
@@ -227,6 +229,31 @@ def test_a_token_keeps_the_experts_that_were_reported_first():
     other.record(4, np.array([[7, 7], [8, 8]], np.uint8))
     np.testing.assert_array_equal(other.rows(0, 6)[:, 0], [UNKNOWN, 1, 2, 3, 4, 8])
     assert one.rows(0, 3).base is not None  # the prompt's rows are not copied
+
+
+def test_choices_among_more_experts_than_a_byte_can_number_are_kept_whole():
+    """In engine, record and batch; the router leaves only experts 250 to 299 to the tokens."""
+    (block,) = {place.block for place in DECODER.places}
+    many = dataclasses.replace(block.feed_forward, count=300, top=2, width=8, bias=True)
+    stack = Stack(pattern=(dataclasses.replace(block, feed_forward=many),), repeats=1)
+    decoder = dataclasses.replace(DECODER, stacks=(stack,))
+    weights = random_weights(decoder, seed=0)
+    weights["layers.router_bias"][:, :250] = -100
+    answers = flat(answers_of(engine_on(Layout(name="replicated"), 1, decoder, weights)))
+    found = np.concatenate([each.choices for each in answers])
+    assert found.dtype == np.uint16 and 250 <= found.min() < 256 <= found.max() < 300
+    record = read_completion(completion_record(answers[-1]))
+    np.testing.assert_array_equal(record.choices, answers[-1].choices)
+    np.testing.assert_array_equal(record.context_choices, answers[-1].context_choices)
+    sample = with_weight(
+        with_advantage(transcript_sample(transcript_of(PROMPTS[-1], record), group=0, version=0), 1), 1
+    )
+    batch, (span,) = make_batch(
+        [sample], sizes(row_tokens=40, rows=1, max_rows=1, packing="none", choices=2, choice_format="uint16")
+    )
+    row = np.concatenate(batch.choices)[span.row]
+    np.testing.assert_array_equal(row[span.start : span.start + span.length], record.choices)
+    assert np.all(row[span.start + span.length :] == unknown_choice(np.uint16))
 
 
 def test_repeating_its_own_choices_changes_no_bit_of_an_update():

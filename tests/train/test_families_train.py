@@ -64,6 +64,14 @@ QWEN35: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+QWEN35_MOE: dict[str, Any] = {
+    **QWEN35,
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
 MISTRAL: dict[str, Any] = {"model_type": "mistral", "sliding_window": 4}
 
 
@@ -91,6 +99,7 @@ def family_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         ("gemma", GEMMA),
         ("qwen3_moe", QWEN3_MOE),
         pytest.param("qwen3_5", QWEN35, marks=pytest.mark.long),
+        pytest.param("qwen3_5_moe", QWEN35_MOE, marks=pytest.mark.long),
         pytest.param("gpt_oss", GPT_OSS | {"sliding_window": 4}, marks=pytest.mark.long),
         pytest.param("mistral", MISTRAL, marks=pytest.mark.long),
     ],
@@ -112,6 +121,7 @@ def test_a_run_of_a_family_with_windows_is_continued_bit_for_bit(name, said, fam
         ("qwen3_moe", QWEN3_MOE, 0),
         *(("gpt_oss", GPT_OSS, seed) for seed in range(3)),
         *(("qwen3_5", QWEN35, seed) for seed in range(3)),
+        *(("qwen3_5_moe", QWEN35_MOE, seed) for seed in range(3)),
     ],
 )
 def test_a_tiny_model_of_a_family_learns(name, said, seed, family_model, tmp_path):

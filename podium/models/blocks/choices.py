@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
 
 if TYPE_CHECKING:
     import jax
 
-UNKNOWN = 255
-"""In recorded choices, which are bytes: the token's experts are not known, and are chosen anew."""
+ChoiceFormat = Literal["uint8", "uint16"]
+"""Number format of recorded choices. Its largest number says that a token's experts are not known."""
+MAX_EXPERTS = np.iinfo(np.uint16).max
+"""Experts are numbered from 0 in a ChoiceFormat, without its largest number."""
+
+
+def choice_format(experts: int) -> ChoiceFormat:
+    """The smallest format for the choices among so many experts."""
+    return "uint8" if experts <= np.iinfo(np.uint8).max else "uint16"
+
+
+def unknown_choice(dtype: DTypeLike) -> int:
+    """The number that says, in recorded choices of this format, that a token's experts are not known.
+
+    They are then chosen anew.
+    """
+    return int(np.iinfo(dtype).max)
 
 
 class Recorded(NamedTuple):
     """The choices that an earlier pass made for some tokens, and which tokens count."""
 
-    choices: jax.Array  # [B, T, k] uint8; UNKNOWN where nothing was recorded
+    choices: jax.Array  # [B, T, k] in a ChoiceFormat; `unknown_choice` where nothing was recorded
     counted: jax.Array  # [B, T] bool, whether the token is in the statistics
 
 
@@ -30,6 +48,6 @@ class Balance(NamedTuple):
 class Routing(NamedTuple):
     """A router's results."""
 
-    choices: jax.Array  # [B, T, k] uint8, experts of each token
+    choices: jax.Array  # [B, T, k] in a ChoiceFormat, experts of each token
     balance: Balance | None
     """None: nothing is known of the tokens, as in the rollout."""

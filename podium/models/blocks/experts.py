@@ -1,4 +1,4 @@
-"""A mixture of experts in place of the feed-forward: Qwen3-MoE, gpt-oss. No jax until it is applied."""
+"""A mixture of experts in place of the feed-forward: Qwen3-MoE, gpt-oss, Qwen3.5. No jax until it is applied."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from podium.models.blocks.activation import Activation
-from podium.models.blocks.choices import UNKNOWN
 from podium.models.blocks.kind import Applied, Context, Work
+from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.rope import Rope
 from podium.models.blocks.spec import ParamSpec, ParamSpecs
 from podium.models.blocks.weights import LayerWeights
 
 if TYPE_CHECKING:
     import jax
-
-MAX_EXPERTS = UNKNOWN
-"""Experts are numbered by bytes, and one value says that the number is not known."""
 
 MATRICES = ("expert_gate", "expert_up", "expert_down")
 DENSE_ROWS = 512
@@ -39,6 +36,8 @@ class Experts:
     activation: Activation = "silu"
     bias: bool = False
     """Whether the router and the experts' matrices have biases (gpt-oss)."""
+    shared: int = 0
+    """Width of an expert that every token goes to, by a gate of its own (Qwen3.5); 0: there is none."""
 
     scope = "mlp"
 
@@ -62,20 +61,34 @@ class Experts:
             specs["expert_gate_bias"] = ParamSpec((E, F), ("experts", "expert_mlp"), 0.0, stacked=1)
             specs["expert_up_bias"] = ParamSpec((E, F), ("experts", "expert_mlp"), 0.0, stacked=1)
             specs["expert_down_bias"] = ParamSpec((E, D), ("experts", None), 0.0, stacked=1)
+        if self.shared:
+            specs |= self._every_token.specs(width, std=std, out_std=out_std)
+            specs["shared_router"] = ParamSpec((D, 1), ("width", "router"), std)
         return specs
 
+    @property
+    def _every_token(self) -> Mlp:
+        """The expert that every token goes to."""
+        return Mlp(width=self.shared, activation=self.activation)
+
     def work(self, width: int) -> Work:
-        """The cost of one layer: the router, and three matrices of each of a token's experts."""
+        """The cost of one layer: the router, three matrices of each of a token's experts, and the shared expert."""
         expert, router = 3 * width * self.width, width * self.count
+        own = self.top * expert + router
+        outputs, inner = 2 * self.top * self.width + self.count, self.top * self.width
+        if not self.shared:
+            return Work(active=own, total=self.count * expert + router, outputs=outputs, inner=inner)
+        shared = self._every_token.work(width)
         return Work(
-            active=self.top * expert + router,
-            total=self.count * expert + router,
-            outputs=2 * self.top * self.width + self.count,
-            inner=self.top * self.width,
+            active=own + shared.active + width,
+            total=self.count * expert + router + shared.total + width,
+            outputs=outputs + shared.outputs + 1,
+            inner=inner + shared.inner,
         )
 
     def apply(self, w: LayerWeights, x: jax.Array, context: Context) -> Applied:
-        """The sum over a token's experts of gate (act(x gate) * (x up)) down."""
+        """The sum over a token's experts of gate (act(x gate) * (x up)) down, and the gated shared expert."""
+        from podium.models.blocks.mathematics import opened
         from podium.models.blocks.routing import route
 
         logits = context.exact("btd,de->bte", x, w["router"])
@@ -87,4 +100,7 @@ class Experts:
         matrices = [w[name] for name in MATRICES]
         biases = [w[f"{name}_bias"] for name in MATRICES] if self.bias else []
         y = context.experts(x, gates, chosen, matrices, biases, count=self.count, activation=self.activation)
+        if self.shared:
+            gate = context.exact("btd,de->bte", x, w["shared_router"]).astype(y.dtype)
+            y = y + opened(self._every_token.apply(w, x, context).y, gate)
         return Applied(y, context.carried, told)

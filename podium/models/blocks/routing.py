@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from podium.models.blocks.choices import UNKNOWN, Balance, Recorded, Routing
+from podium.models.blocks.choices import Balance, Recorded, Routing, choice_format, unknown_choice
 
 
 def route(
@@ -26,7 +26,7 @@ def route(
     experts = jnp.arange(logits.shape[-1])
     balance = None
     if recorded is not None:
-        known = recorded.choices[..., 0] != UNKNOWN  # [B, T]
+        known = recorded.choices[..., 0] != unknown_choice(recorded.choices.dtype)  # [B, T]
         repeated = jnp.where(known[..., None], recorded.choices.astype(jnp.int32), chosen)
         lowest = jnp.min(_picked(jax.lax.stop_gradient(logits), repeated), axis=-1)  # [B, T]
         differs = known & (lowest < best[..., -1])
@@ -41,7 +41,7 @@ def route(
         )
     picked = _picked(logits, chosen)
     of_all = jax.nn.logsumexp(picked if normalized else logits, axis=-1, keepdims=True)
-    return jnp.exp(picked - of_all), chosen, Routing(chosen.astype(jnp.uint8), balance)
+    return jnp.exp(picked - of_all), chosen, Routing(chosen.astype(choice_format(logits.shape[-1])), balance)
 
 
 def _picked(logits: jax.Array, chosen: jax.Array) -> jax.Array:
