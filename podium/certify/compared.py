@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from podium.certify.formulas import BFLOAT16_BAR, MUON_BAR
+from podium.certify.ledgers import Ledger
 from podium.certify.naive import Scores, Sequences, in_float64
 from podium.certify.naive_optimizer import NaiveOptimizer
 from podium.certify.naive_rules import Rules
@@ -19,7 +20,7 @@ from podium.certify.result import BAR, Check
 from podium.certify.subject import MAX_NEW_TOKENS, OVERLONG_TOKENS, Arrays, Subject, episodes_of, make_subject
 from podium.certify.talk import is_right, weighted
 from podium.certify.task import STOP, LetterBackend, Numbers, grade, letters
-from podium.certify.training import Ledger, Step, Training, watch_training, with_other_options
+from podium.certify.training import Step, Training, watch_training, with_other_options
 from podium.certify.updates import Updates, gradient_difference, loss_difference, naive_update, weight_difference
 from podium.models.params import trained_specs
 from podium.rollout.transcript import Transcript
@@ -226,12 +227,17 @@ def _versions(transcript: Transcript) -> np.ndarray:
 
 
 def _unlike_the_engine(training: Training) -> int:
-    """Number of trained conversations that the engine did not hold, token for token."""
+    """Number of trained conversations that the engine did not hold, token for token.
+
+    The resumed step is counted by itself: what had ended before its checkpoint was drawn once, and is trained twice.
+    """
     held = Counter(training.ledgers)
-    steps = [*training.steps, training.resumed]
-    trained = [each for step in steps for group in step.groups for each in group.transcripts]
-    found = Counter(Ledger(tuple(each.tokens.tolist()), tuple(each.mask.tolist())) for each in trained)
-    return sum((found - held).values())
+    wrong = 0
+    for steps in (training.steps, [training.resumed]):
+        trained = [each for step in steps for group in step.groups for each in group.transcripts]
+        found = Counter(Ledger(tuple(each.tokens.tolist()), tuple(each.mask.tolist())) for each in trained)
+        wrong += sum((found - held).values())
+    return wrong
 
 
 def _repeated(subject: Subject, training: Training) -> int:

@@ -57,6 +57,7 @@ TINY_WINDOW = 5  # positions: shorter than most sequences
 NOISE = 0.3  # nat between a recorded log-probability and the sampler's, so that ratios lie on both sides of a clip
 OTHER_THAN_1 = 0.9  # replaces a temperature of 1, at which a missing division would not show
 IN_FLIGHT = 1.5  # minimum of rollout.in_flight, so that completions span several steps
+TALKS_IN_FLIGHT = 2.0  # the same of conversations, so that updates also come between turns and their replies
 OVERLONG_TOKENS = 6  # last tokens before MAX_NEW_TOKENS, over which the length reward falls
 REWARDS = {"correct": 0.8, "length": 0.3}
 SPAN_ARRAYS = ("tokens", "sampled_logprobs", "full_logprobs", "versions")
@@ -448,10 +449,9 @@ def one_device() -> jax.sharding.Mesh:
 def _small_step(config: Config) -> Config:
     """The config with a step of a few short completions; each batch is used twice if the recipe allows it.
 
-    If a task has conversations, `rollout.max_episode_tokens` is set, and unset otherwise.
-
-    All computation is in float32, including weights that LoRA freezes. Values that would hide a bug are replaced: a
-    temperature of 1, and a `rollout.in_flight` that carries no prompts over to the next step.
+    If a task has conversations, `rollout.max_episode_tokens` is set, and unset otherwise. All computation is in
+    float32, including weights that LoRA freezes. Values that would hide a bug are replaced: a temperature of 1, and a
+    `rollout.in_flight` that carries no prompts over to the next step.
     """
     group = max(COMPLETIONS, 2)
     twice = make_recipe(config.algorithm, group_size=group, prompts_per_step=config.algorithm.minibatches)
@@ -477,7 +477,7 @@ def _small_step(config: Config) -> Config:
     slots = {"slots": PROMPTS * group, "prefill_rows": PROMPTS, "layout": "replicated", "refill_steps": 2}
     visible = {
         "temperature": given.temperature if given.temperature != 1.0 else OTHER_THAN_1,
-        "in_flight": 1.0 if talks else max(given.in_flight, IN_FLIGHT),
+        "in_flight": max(given.in_flight, TALKS_IN_FLIGHT if talks else IN_FLIGHT),
         "thinking": "keep",
         "reproducible": talks,  # a step is repeated bit for bit
     }

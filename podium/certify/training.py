@@ -9,7 +9,7 @@ by conversations, and what the engine is given of each is recorded.
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from podium.certify.ledgers import Ledger, Ledgers
 from podium.certify.naive_optimizer import gradient_norm
 from podium.certify.naive_rules import rules_of
 from podium.certify.subject import Arrays, Subject, one_device, other_weights
@@ -25,8 +26,6 @@ from podium.certify.updates import PLAIN, naive_update
 from podium.config.schema import AlgorithmConfig, CheckpointConfig, Config
 from podium.models.adapters import base_of
 from podium.models.params import TRAIN_AXES, trained_specs
-from podium.rollout.engine import RolloutEngine
-from podium.rollout.request import Key, Request, SamplingParams
 from podium.run.resolve import resolve_recipe
 from podium.run.spec import RunSpec
 from podium.sharding import Params, ShardingRules, abstract_params
@@ -59,14 +58,6 @@ class OptimizerStep(NamedTuple):
     gradient: Arrays
     loss: float
     after: Arrays
-
-
-class Ledger(NamedTuple):
-    """The tokens of a conversation in the engine."""
-
-    tokens: tuple[int, ...]
-    drawn: tuple[bool, ...]
-    """Which of them it drew; the others were given to it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,9 +153,9 @@ def watch_training(subject: Subject) -> Training:
     frozen, rollouts = subject.frozen(mesh), subject.rollouts
     rollouts.position = Position(cursor=0)
     rollouts.load(subject.trained(mesh), frozen, version=0)
-    ledgers: list[Ledger] = []
+    ledgers = Ledgers()
     with tempfile.TemporaryDirectory(prefix="podium-certify-") as folder, contextlib.ExitStack() as stack:
-        stack.enter_context(_recorded(rollouts.engine, ledgers))
+        stack.enter_context(ledgers.recording(rollouts.engine))
         settings = make_train_settings(spec.update, subject.decoder, mesh)
         trainer = _Watched(
             Trainer(
@@ -207,41 +198,7 @@ def watch_training(subject: Subject) -> Training:
     last = steps[-1]
     trained = last.updates[-1].after if last.updates else last.weights
     weights = {**last.weights, **trained}
-    return Training(config=config, spec=spec, steps=steps, resumed=resumed, weights=weights, ledgers=ledgers)
-
-
-@contextlib.contextmanager
-def _recorded(engine: RolloutEngine, ledgers: list[Ledger]) -> Iterator[None]:
-    """Add each conversation of the engine to `ledgers` when it is dropped; what it is given is noted as it is given."""
-    submit = engine.submit
-    extend = engine.extend
-    cancel = engine.cancel
-    given: dict[int, int] = {}  # length of the prompt of each request
-    replies: dict[Key, list[tuple[int, int]]] = {}  # start and end of each reply
-
-    def submitted(request: Request) -> int:
-        number = submit(request)
-        given[number] = len(request.prompt)
-        return number
-
-    def extended(key: Key, tokens: Iterable[int], sampling: SamplingParams, *, seed: int, keep: bool = False) -> None:
-        new, start = list(tokens), len(engine.ledger(key))
-        extend(key, new, sampling, seed=seed, keep=keep)
-        replies.setdefault(key, []).append((start, start + len(new)))
-
-    def cancelled(key: Key) -> None:
-        if key in engine.keys:
-            tokens = engine.ledger(key)
-            held = [(0, given[key.request]), *replies.get(key, ())]
-            drawn = tuple(not any(start <= place < end for start, end in held) for place in range(len(tokens)))
-            ledgers.append(Ledger(tokens, drawn))
-        cancel(key)
-
-    with contextlib.ExitStack() as stack:
-        for name, own in (("submit", submitted), ("extend", extended), ("cancel", cancelled)):
-            setattr(engine, name, own)
-            stack.callback(delattr, engine, name)
-        yield
+    return Training(config=config, spec=spec, steps=steps, resumed=resumed, weights=weights, ledgers=ledgers.dropped)
 
 
 def keeping_gradient(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -207,6 +207,12 @@ class Episodes:
             raise
         return rollout.episodes, self.engine.stats(), rollout.stats
 
+    def forget(self) -> None:
+        """End the environments of conversations that go on in the next carrying call, which then opens them anew."""
+        for number in self.open.values():
+            self.environments.drop(number)
+        self.open, self.kept, self.early = {}, {}, {}
+
     def new_number(self) -> int:
         """A number that no conversation has had."""
         self._numbers += 1

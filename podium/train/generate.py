@@ -185,11 +185,15 @@ class Rollouts:
 
     @property
     def position(self) -> Position:
-        """The run's position in its prompts: saved with the run, and set when it resumes."""
+        """The run's position in its prompts: saved with the run, and set when it resumes.
+
+        If it is set, environments of conversations in flight are opened anew.
+        """
         return Position(cursor=self.feed.cursor, pending=self._pending, curriculum=self.feed.tasks.means)
 
     @position.setter
     def position(self, position: Position) -> None:
+        self.episodes.forget()
         self.feed.cursor, self._pending = position.cursor, position.pending
         self.feed.tasks.means = position.curriculum
 

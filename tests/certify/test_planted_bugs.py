@@ -31,7 +31,7 @@ from podium.rollout.engine import RolloutEngine
 from podium.rollout.sequence import Sequence
 from podium.rollout.transcript import Transcript
 from podium.tasks import grading
-from podium.train import batch, feed, generate, offload, optimizer, prepare, samples, scorers, step, trainer
+from podium.train import batch, episodes, feed, generate, offload, optimizer, prepare, samples, scorers, step, trainer
 
 QWEN3 = "Qwen/Qwen3-0.6B"
 EXPERTS = "Qwen/Qwen3-30B-A3B-Instruct-2507"
@@ -521,6 +521,20 @@ def carried_tokens_called_new() -> Plant:
     return Sequence, "completion", planted
 
 
+def carried_turns_called_new() -> Plant:
+    """A turn that older weights drew is said to be of the newest, in a conversation that goes on."""
+    original = episodes._Live.of
+
+    def planted(episode, index, sample):
+        live = original(episode, index, sample)
+        spans = live.transcript.spans
+        newer = [dataclasses.replace(span, versions=span.versions + 1) if span.drawn else span for span in spans]
+        live.transcript = dataclasses.replace(live.transcript, spans=tuple(newer))
+        return live
+
+    return episodes._Live, "of", planted
+
+
 def logprobs_of_the_turn_before() -> Plant:
     """A turn's tokens have the log-probabilities of those of the turn before it."""
     original = Transcript.add_completion
@@ -545,6 +559,32 @@ def reply_encoded_anew() -> Plant:
         return original(transcript, (*tokens[:-1], tokens[-1] + 1), text=text)
 
     return Transcript, "add_environment", planted
+
+
+def last_token_before_an_update_lost() -> Plant:
+    """What a step leaves of a turn in progress goes on one token earlier in the next."""
+    original = RolloutEngine.withdraw
+
+    def planted(engine, keys):
+        left = {}
+        for key, each in original(engine, keys).items():
+            end = len(each.tokens) - (each.finish_reason is None)
+            names = ("tokens", "sampled_logprobs", "full_logprobs", "versions")
+            left[key] = dataclasses.replace(each, **{name: getattr(each, name)[:end] for name in names})
+        return left
+
+    return RolloutEngine, "withdraw", planted
+
+
+def reply_given_twice_after_an_update() -> Plant:
+    """A reply that comes after an update is given to the engine twice, and trained once."""
+    original = episodes._Rollout._submit_turn
+
+    def planted(rollout, live, tokens, room):
+        reply = live.transcript.spans[-1].tokens.tolist()
+        return original(rollout, live, (*tokens, *reply), room - len(reply))
+
+    return episodes._Rollout, "_submit_turn", planted
 
 
 def turns_paid_in_reverse() -> Plant:
@@ -670,8 +710,11 @@ SLOW: dict[Callable[[], Plant], Named] = {
     rounded_in_the_hand_over: Named(training_checks, "hand-over"),
     hand_over_one_step_late: Named(training_checks, "hand-over"),
     carried_tokens_called_new: Named(training_checks, "hand-over"),
+    carried_turns_called_new: Named(training_checks, "hand-over", "talk"),
     logprobs_of_the_turn_before: Named(training_checks, "hand-over", "talk"),
     reply_encoded_anew: Named(training_checks, "conversations", "talk"),
+    last_token_before_an_update_lost: Named(training_checks, "conversations", "talk"),
+    reply_given_twice_after_an_update: Named(training_checks, "conversations", "talk"),
     turns_paid_in_reverse: Named(training_checks, "episodes", "talk"),
     reward_weights_ignored: Named(training_checks, "episodes"),
     seeds_reused: Named(training_checks, "episodes"),

@@ -1,5 +1,7 @@
 """Conversations that are carried over updates: time changes no draw, and environments are found again."""
 
+import json
+
 import numpy as np
 import pytest
 import scripted
@@ -9,6 +11,7 @@ from tiny_runs import assert_same_run, config_of, trained
 
 from podium.tasks.conversation import ToolCall
 from podium.tasks.tool_calls import Calls
+from podium.train.carry import Position
 from podium.train.dialogue import Dialogue
 from podium.train.loop import train
 
@@ -68,6 +71,30 @@ def test_what_is_in_flight_goes_on_bit_for_bit_in_another_process_and_whatever_t
         assert whole.position.record() == other.position.record()
     states = {each.state for pending in whole.position.pending for each in pending.episodes}
     assert len(states) > 1, states
+
+
+def test_a_step_is_repeated_when_the_position_before_it_is_set_again(talk):
+    """In the same process; environments that have gone on meanwhile are not used."""
+    steps = Steps(talk(rollout={**CARRIED, "in_flight": 3.0, "max_staleness": 3, "reproducible": True}), 0)
+    with steps.opened() as rollouts:
+        for step in range(2):
+            steps.run(rollouts, step)
+        record, before = json.loads(json.dumps(rollouts.position.record())), rollouts.position.pending
+        steps.run(rollouts, 2)
+        later = {each.prompt.number: each.episodes for each in rollouts.position.pending}
+        crossed = [
+            pair
+            for each in before
+            if each.prompt.number in later
+            for pair in zip(each.episodes, later[each.prompt.number], strict=False)  # those not begun have none
+        ]
+        assert any(earlier.replies < later.replies for earlier, later in crossed)
+        rollouts.position = Position.read(record, rollouts.feed)
+        steps.run(rollouts, 2)
+    *_, once, again = steps.groups
+    assert not steps.failures
+    for one, two in zip(once, again, strict=True):
+        assert_same_draws(one, two)
 
 
 def test_an_environment_that_answers_otherwise_when_it_is_opened_anew_begins_again(talk, monkeypatch):
