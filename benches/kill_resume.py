@@ -3,6 +3,7 @@
     python -m benches.kill_resume --kills 20        (CPU; a minute or two per kill)
     python -m benches.kill_resume --carry-over      (with completions in flight over updates: rollout.in_flight 1.5)
     python -m benches.kill_resume --tools --kills 10   (prompts are conversations, killed while tools run)
+    python -m benches.kill_resume --tools --carry-over --kills 10   (conversations in flight over updates)
 
 A tiny random model learns sums, with a checkpoint every second step and after the best evaluations. One run is left
 alone. Each other one is killed: a quarter inside saves, a quarter in the first compilations (of the evaluation, the
@@ -10,8 +11,8 @@ rollout and the update), some in later evaluations, the others anywhere; every f
 continued. The instants are others each time this runs, unless `--seed` is given. Then it is continued by the same
 command until it is done; then its records (but for times, speeds and memory), its checkpoints' steps and every array of
 the last checkpoint are compared bit by bit with those of the first. Prints a line per run, where the kills landed and
-what differs, and writes benches/results/kill-resume-cpu.json, or kill-resume-carry-over-cpu.json, or
-kill-resume-tools-cpu.json; exit status 1 where anything differs, or a process is left.
+what differs, and writes benches/results/kill-resume-cpu.json, or with `-carry-over`, `-tools` or
+`-tools-carry-over` before `-cpu`; exit status 1 where anything differs, or a process is left.
 
 With `--tools` each kill is at an instant when tools run, in two processes that have started one more each.
 """
@@ -70,6 +71,8 @@ TALKING: dict[str, Any] = {
     "rollout": {"max_prompt_tokens": 20, "max_episode_tokens": 60, "reproducible": True},
 }
 """Each prompt starts a conversation of up to three turns; between them tools run for unpredictable times."""
+CARRIED_TALKS: dict[str, Any] = {**TALKING, "rollout": {**TALKING["rollout"], **CARRY_OVER["rollout"]}}
+"""Conversations that go on in the next step: in the middle of turns, waiting for tools, or ended before others."""
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"
     "{{ ' <end> ' if message.role == 'assistant' else ' ' }}{% endfor %}"
@@ -371,11 +374,15 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=None, help="of the instants; unset: another one each time")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--carry-over", action="store_true", help="with completions in flight over updates")
-    form.add_argument("--tools", action="store_true", help="with conversations, at instants when tools run")
+    parser.add_argument("--carry-over", action="store_true", help="with completions in flight over updates")
+    parser.add_argument("--tools", action="store_true", help="with conversations, at instants when tools run")
     args = parser.parse_args()
-    changes = CARRY_OVER if args.carry_over else TALKING if args.tools else {}
+    changes = {
+        (False, False): {},
+        (False, True): CARRY_OVER,
+        (True, False): TALKING,
+        (True, True): CARRIED_TALKS,
+    }[args.tools, args.carry_over]
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     kills = draw_tool_kills(args.kills, seed) if args.tools else draw_kills(args.kills, seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -384,7 +391,7 @@ def main() -> None:
     print(f"{equal} of {len(rows)} equal, bit by bit")
     settings = settings_with(changes)
     result = {"seed": seed, "steps": STEPS, "settings": settings, "kills": len(rows), "equal": equal, "rows": rows}
-    name = "kill-resume-carry-over" if args.carry_over else "kill-resume-tools" if args.tools else "kill-resume"
+    name = "kill-resume" + "-tools" * args.tools + "-carry-over" * args.carry_over
     record(f"{name}-{jax.default_backend()}", result, args.results)
     sys.exit(equal < len(rows))
 
