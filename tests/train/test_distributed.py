@@ -204,6 +204,13 @@ def test_hosts_draw_the_completions_of_one_process(together, alone):
         assert found == {prompt: expected[prompt] for prompt in found}
 
 
+def said(run: Path) -> dict[str, list[Any]]:
+    """The messages, rewards and ends of the conversations that were trained on, by prompt."""
+    names = ("messages", "turn_rewards", "reward", "finish_reason")
+    records = (each for each in read_records(run / "samples.jsonl") if each["split"] == "train")
+    return {each["prompt"]: [[one[name] for name in names] for one in each["completions"]] for each in records}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", [NAMED, "host_local", "auto"])
 def test_one_process_trains_the_same_on_every_mesh(mesh, alone, tiny_model, tmp_path):
@@ -319,6 +326,52 @@ def test_hosts_hold_the_conversations_of_one_process(tiny_model, template, tmp_p
         whole = [record for record in read_records(tmp_path / "alone" / "metrics.jsonl") if "env/turns/max" in record]
         for key in ("env/reply_tokens", "train-reward/total/mean", "train-other/total_valid_token_count"):
             assert [record[key] for record in written] == pytest.approx([record[key] for record in whole])
+
+
+@pytest.mark.long
+def test_hosts_that_carry_conversations_over_hold_those_that_one_process_waits_for(tiny_model, template, tmp_path):
+    """At a learning rate too small to change a weight: each host decodes its own, or all decode together."""
+    talk = {
+        "chat_template": template,
+        "tasks": [{"name": "arithmetic", "environment": "scripted:Slow"}],
+        "environments": {"workers": 1},
+        "rollout": {"max_prompt_tokens": 24, "max_new_tokens": 8, "max_episode_tokens": 60, "page_tokens": 4},
+        "train": {"optimizer": {"name": "sgd", "learning_rate": 1e-30}},
+        "metrics": {"samples_every": 1},
+    }
+    carried = {"in_flight": 1.5, "max_staleness": 1, "refill_steps": 2}
+    rollouts = {
+        "apart": carried,
+        "paced": {**carried, "reproducible": True},
+        OVER_HOSTS: {**carried, "layout": "hybrid", "group_chips": 2},
+    }
+    changes = merged(SETTINGS, talk)
+    configs = [
+        make_config(tiny_model, tmp_path, name=name, steps=3, **merged(changes, {"rollout": rollout}))
+        for name, rollout in rollouts.items()
+    ]
+    job = Hosts(
+        tmp_path / "job", {"configs": [config.model_dump(mode="json") for config in configs]}, hosts=2, devices=1
+    )
+    try:
+        assert job.statuses() == [0, 0], job.logs()
+    finally:
+        job.close()
+    assert train(make_config(tiny_model, tmp_path, name="waits", steps=4, **changes), plain=True) == 0
+    expected = said(tmp_path / "waits")
+    for name in rollouts:
+        found = said(tmp_path / name)
+        assert len(found) == 3 * 6
+        assert found == {prompt: expected[prompt] for prompt in found}
+        records = read_records(tmp_path / name / "metrics.jsonl")
+        steps = [record for record in records if "async/in_flight" in record]
+        assert [record["async/in_flight"] for record in steps] == [3] * 3
+        assert max(record["async/staleness/max"] for record in steps) == 1
+        assert sum(record["async/crossed_share"] for record in steps) > 0
+        assert [(record["env/failed"], record["env/changed"]) for record in steps] == [(0, 0)] * 3
+        for each in job.folders:
+            metrics = (read_json(each / "found.json") or {})["metrics"][name]
+            assert [shared_by_all(record) for record in metrics] == [shared_by_all(record) for record in records]
 
 
 def wait_for(job: Hosts, condition: Callable[[], bool]) -> None:
