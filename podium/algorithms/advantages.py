@@ -15,6 +15,10 @@ import numpy as np
 
 Mean = Literal["token", "sequence", "constant"]
 Std = Literal["none", "group", "batch"]
+VALUES = "values"
+"""The score of a critic: its estimate of the rewards to come, before each token is drawn."""
+RETURNS = "returns"
+"""What the critic learns, beside VALUES in the scores of a batch."""
 
 
 class TokenScores(NamedTuple):
@@ -261,6 +265,80 @@ def taught_advantages(
     """
     own = advantages if advantages.ndim == 3 else advantages[:, :, None]
     return np.where(mask, own + np.float32(weight) * (teacher_logprobs - logprobs), np.float32(0))
+
+
+def gae(
+    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, *, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Generalised advantage estimation (arXiv:1506.02438) over the tokens that the model drew.
+
+    With delta_t = r_t + gamma V_(t+1) - V_t, A_t = delta_t + gamma lam A_(t+1), where t + 1 is the next drawn token:
+    tokens from an environment in between are skipped. After the last drawn token, V and A are 0.
+
+    Args:
+        rewards: [..., n], of each token.
+        values: [..., n], the critic's estimate before each token is drawn.
+        mask: [..., n] bool, whether the model drew the token.
+        gamma: discount from one drawn token to the next.
+        lam: weight of later estimates, 0 to 1.
+
+    Returns:
+        Advantages and returns (advantages + values) of drawn tokens, [..., n] float64 each; 0 elsewhere.
+    """
+    wide = np.asarray(values, np.float64)
+    advantages = np.zeros(wide.shape)
+    next_value = np.zeros(wide.shape[:-1])
+    later = np.zeros(wide.shape[:-1])
+    for t in reversed(range(wide.shape[-1])):
+        drawn = mask[..., t]
+        own = rewards[..., t] + gamma * next_value - wide[..., t] + gamma * lam * later
+        advantages[..., t] = np.where(drawn, own, 0.0)
+        later = np.where(drawn, own, later)
+        next_value = np.where(drawn, wide[..., t], next_value)
+    return advantages, np.where(mask, advantages + wide, 0.0)
+
+
+def final_rewards(rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Rewards of episodes [N, G] at their last drawn token, [N, G, n]; episodes without drawn tokens have none.
+
+    A reward that is NaN is left out.
+    """
+    later = np.cumsum(mask[:, :, ::-1], axis=2)[:, :, ::-1]  # [N, G, n], drawn tokens from each on
+    at_last = mask & (later == 1)
+    return np.where(at_last, np.nan_to_num(np.asarray(rewards, np.float32))[:, :, None], 0.0)
+
+
+def value_returns(rewards: np.ndarray, tokens: TokenScores, *, gamma: float, lam: float) -> np.ndarray:
+    """What a critic learns: the lambda-return of each drawn token, [N, G, n] float32.
+
+    `rewards` [N, G] are those of episodes; `tokens.scores` has the critic's VALUES.
+    """
+    paid = final_rewards(rewards, tokens.mask)
+    _, returns = gae(paid, tokens.scores[VALUES], tokens.mask, gamma=gamma, lam=lam)
+    return returns.astype(np.float32)
+
+
+def gae_advantages(
+    rewards: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    tokens: TokenScores,
+    gamma: float,
+    lam: float,
+    std: Std,
+    std_ddof: int,
+    std_eps: float,
+) -> np.ndarray:
+    """Advantages of tokens by `gae` from a critic's values, [N, G, n]; an episode's reward is at its last drawn token.
+
+    With `std="batch"` they are standardised over all drawn tokens of the batch, as verl and OpenRLHF do.
+    """
+    found, _ = gae(final_rewards(rewards, tokens.mask), tokens.scores[VALUES], tokens.mask, gamma=gamma, lam=lam)
+    drawn = found[tokens.mask]
+    if std == "batch" and drawn.size:
+        spread = np.sqrt(np.sum((drawn - drawn.mean()) ** 2) / max(drawn.size - std_ddof, 1))
+        found = (found - drawn.mean()) / (spread + std_eps)
+    return np.where(tokens.mask, found, 0.0).astype(np.float32)
 
 
 def penalised_rewards(rewards: np.ndarray, kl_sums: np.ndarray, coef: float) -> np.ndarray:

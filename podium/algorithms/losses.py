@@ -429,6 +429,31 @@ def policy_loss(
     return loss, jax.tree.map(stop_gradient, stats)
 
 
+class ValueLoss(NamedTuple):
+    """The loss of a critic, per token; neither is masked."""
+
+    values: jax.Array  # [B, T]
+    clipped: jax.Array  # [B, T], 1 where the clip stops the gradient
+
+
+def value_loss(values: jax.Array, old_values: jax.Array, returns: jax.Array, *, clip: float | None) -> ValueLoss:
+    """Half the squared error of a critic's values, clipped around its values before the step (arXiv:1707.06347).
+
+    0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), as verl and OpenRLHF write it.
+
+    Args:
+        values: [B, T] of the critic being trained.
+        old_values: [B, T] of the critic before the step's first update.
+        returns: [B, T], what it learns.
+        clip: how far a value may move in a step; None: without bound.
+    """
+    error = (values - returns) ** 2
+    if clip is None:
+        return ValueLoss(0.5 * error, jnp.zeros_like(error))
+    bounded = (jnp.clip(values, old_values - clip, old_values + clip) - returns) ** 2
+    return ValueLoss(0.5 * jnp.maximum(error, bounded), (bounded > error).astype(error.dtype))
+
+
 def entropy_loss(entropy: jax.Array, mask: jax.Array, *, num_tokens: jax.Array, entropy_bonus: float) -> jax.Array:
     """The entropy bonus as a loss: -entropy_bonus times the mean entropy of the trained tokens, whatever `mean` is.
 
