@@ -65,6 +65,17 @@ def in_float64() -> Iterator[None]:
 
 def logits(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.Array:
     """Logits [T, V] for the token after each token of one sequence [T]."""
+    return hidden_states(weights, tokens, decoder) @ weights["embed" if decoder.tied else "head"].T
+
+
+def values(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.Array:
+    """The score [T] of each token of one sequence [T], by a decoder whose head gives scores."""
+    found = hidden_states(weights, tokens, decoder) @ weights["score"][0]
+    return found + weights["score_bias"][0] if decoder.scores == "biased" else found
+
+
+def hidden_states(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.Array:
+    """The states [T, D] after the last norm, for one sequence [T]."""
     x = weights["embed"][tokens] * decoder.embed_scale
     first = 0
     for stack in decoder.stacks:
@@ -77,8 +88,7 @@ def logits(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.A
             return x, None
 
         x, _ = jax.lax.scan(period, x, [_of_place(weights, place.prefix, decoder) for place in places])
-    x = _norm(x, weights["final_norm"], decoder)
-    return x @ weights["embed" if decoder.tied else "head"].T
+    return _norm(x, weights["final_norm"], decoder)
 
 
 def _of_place(weights: Weights, prefix: str, decoder: DecoderConfig) -> Weights:

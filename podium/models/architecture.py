@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
 
 from podium.config.attention import kv_layout
 from podium.config.lora import ADAPTABLE, APART_RANK, TARGETS, Base, LoraConfig
@@ -84,6 +85,9 @@ class DecoderConfig:
     norm_eps: float
     tied: bool
     """Whether the head is the transposed embedding."""
+    scores: Literal["none", "plain", "biased"] = "none"
+    """Whether its head gives one number per token instead of logits, as a critic's and a reward model's do; biased:
+    plus a constant."""
     lora: Lora | None = None
     """Adapters that are trained in place of the weights, which are frozen; no part of config.json."""
     norm_offset: float = 0.0
@@ -174,14 +178,19 @@ class DecoderConfig:
                 yield len(place.layers), place.block.mixer
 
     @property
+    def outputs(self) -> int:
+        """Numbers that the head gives for each token: one per token of the vocabulary, or a single score."""
+        return self.vocab if self.scores == "none" else 1
+
+    @property
     def active(self) -> int:
         """Number of matrix elements that each token is multiplied with, in layers and head."""
-        return self.total(lambda work: work.active) + self.vocab * self.width
+        return self.total(lambda work: work.active) + self.outputs * self.width
 
     @property
     def stored(self) -> int:
         """Number of matrix elements in layers and head: those of all experts, of which a token meets a few."""
-        return self.total(lambda work: work.total) + self.vocab * self.width
+        return self.total(lambda work: work.total) + self.outputs * self.width
 
     def multiplied(self, rows: int) -> int:
         """Number of matrix elements that each of the `rows` tokens of a decode step is multiplied with on its devices.
@@ -274,6 +283,11 @@ def with_lora(decoder: DecoderConfig, config: LoraConfig | None) -> DecoderConfi
 def frozen_decoder(decoder: DecoderConfig, base: Base) -> DecoderConfig:
     """The decoder of a model that is never trained, with the layers' matrices stored in `base`: without adapters."""
     return dataclasses.replace(decoder, lora=Lora(rank=1, alpha=1.0, targets=(), base=base))
+
+
+def with_scores(decoder: DecoderConfig) -> DecoderConfig:
+    """The decoder with a head of one number per token; one that has such a head keeps it."""
+    return decoder if decoder.scores != "none" else dataclasses.replace(decoder, scores="plain", lora=None)
 
 
 def with_layers(decoder: DecoderConfig, layers: int) -> DecoderConfig:

@@ -260,6 +260,17 @@ def _remat(body: Callable[P, R], remat: Remat) -> Callable[P, R]:
     return jax.checkpoint(body, prevent_cse=False, policy=policy)
 
 
+def token_scores(params: Params, hidden: jax.Array, config: DecoderConfig, rules: ShardingRules) -> jax.Array:
+    """The score of each token, [B, T] float32, from hidden states [B, T, D]; of a decoder whose head gives scores."""
+    specs = param_specs(config)
+    with jax.named_scope("score"):
+        (weight,) = rules.constrain_weight(of_bits(params["score"]).astype(jnp.float32), *specs["score"].axes)
+        found = jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
+        if config.scores == "biased":
+            found += of_bits(params["score_bias"]).astype(jnp.float32)[None]
+        return rules.constrain(found, "batch", "tokens")
+
+
 def head_weights(params: Params, rules: ShardingRules, dtype: jnp.dtype, *, wide: bool = False) -> AnyWeight:
     """The matrix [V, D] from hidden states to logits, as stored: the head, or the embedding if they are tied.
 

@@ -42,15 +42,16 @@ from podium.models.names import (
     text_name,
 )
 from podium.models.params import param_specs
-from podium.models.source import ModelSource, read_json
+from podium.models.source import ModelSource, own_scores, read_json
 from podium.models.tokenizer import Tokenizer
-from podium.sharding import Params, ShardingRules, param_shardings
+from podium.sharding import Params, ShardingRules, init_params, param_shardings
 
 logger = logging.getLogger(__name__)
 PIECE_BYTES = 8 * 2**20
 MAX_SHARD_BYTES = 5_000_000_000
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
+SCORE_HEAD = ("score", "score_bias")
 
 
 def load_params(
@@ -63,7 +64,8 @@ def load_params(
 ) -> Params:
     """Load a model's weights, converted to `dtype`, each into its shards on the mesh.
 
-    `config` is `read_architecture(source)`; `only` names the weights to load (unset: all). Raises ModelError if a file
+    `config` is `read_architecture(source)` or `read_scorer(source)`; `only` names the weights to load (unset: all). A
+    head of scores that the files do not have is drawn at random, always the same. Raises ModelError if a file
     is truncated, or a tensor is missing, unexpected, of the wrong shape, or not floating point.
     """
     specs = param_specs(config)
@@ -77,7 +79,12 @@ def load_params(
         apart = any(map(FIRST_APART.fullmatch, tensors.entries))
         kind = "mxfp4" if tensors.packed else "apart" if apart else "folder"
     parts = list(file_parts(config, kind))
-    _check_tensors(tensors, parts, tied=config.tied, where=source.path)
+    new: Params = {}
+    if config.scores != "none" and own_scores(source) == "none":
+        parts = [part for part in parts if part.param not in SCORE_HEAD]
+        drawn = init_params(0, {name: specs.pop(name) for name in SCORE_HEAD if name in specs}, rules)
+        new = {name: x.astype(dtype) for name, x in drawn.items() if only is None or name in only}
+    _check_tensors(tensors, parts, spare_head=config.tied or bool(new), where=source.path)
     specs = {name: spec for name, spec in specs.items() if only is None or name in only}
 
     def zeros() -> Params:
@@ -86,7 +93,7 @@ def load_params(
     params = jax.jit(zeros, out_shardings=param_shardings(specs, rules))()
     for part in (each for each in parts if each.param in specs):
         params[part.param] = _fill(params[part.param], part, tensors, specs[part.param], rules)
-    return params
+    return params | new
 
 
 class SafetensorsFolder:
@@ -162,8 +169,8 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _check_tensors(tensors: Tensors, parts: list[FilePart], *, tied: bool, where: Path) -> None:
-    """Raises ModelError if the files' tensors do not match the decoder."""
+def _check_tensors(tensors: Tensors, parts: list[FilePart], *, spare_head: bool, where: Path) -> None:
+    """Raises ModelError if the files' tensors do not match the decoder; with `spare_head` a head may be left over."""
     problems = []
     for part in parts:
         expected = part.tensor_shape
@@ -176,7 +183,7 @@ def _check_tensors(tensors: Tensors, parts: list[FilePart], *, tied: bool, where
         elif isinstance(tensors, SafetensorsFolder) and entry.dtype not in (*FLOATS, mxfp4.DTYPE):
             wrong = f"expected dtype {', '.join(FLOATS)}, found {entry.dtype}"
             problems.append(f"tensor {part.tensor} in {entry.file}: {wrong}")
-    known = {part.tensor for part in parts} | ({NAMES["head"].hf} if tied else set())
+    known = {part.tensor for part in parts} | ({NAMES["head"].hf, NAMES["head"].gguf} if spare_head else set())
     for name, entry in tensors.entries.items():
         if name not in known and not name.endswith(IGNORED_SUFFIXES):
             problems.append(f"tensor {name} in {entry.file} is unexpected: this decoder has no such weight")

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from podium.models.architecture import (
     MAX_LAYERS,
@@ -548,7 +549,37 @@ def to_hf_config(config: DecoderConfig) -> dict[str, object]:
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
     }
+    raw |= _labels(config, family)
     return raw | _feed_forwards(config) | _windows(config, family) | _ropes(config, family) | _delta_nets(config)
+
+
+SEQUENCE, TOKEN = "ForSequenceClassification", "ForTokenClassification"
+"""Ends of the names of transformers' classes with a head of scores: without and with a bias."""
+
+
+def scores_of(raw: Mapping[str, object], where: str) -> Literal["none", "plain", "biased"]:
+    """Which head of scores a config.json describes: one per token. Raises ModelError if it has several."""
+    named = raw.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else ""
+    if not architecture.endswith((SEQUENCE, TOKEN)):
+        return "none"
+    labels = raw.get("id2label")
+    count = len(labels) if isinstance(labels, Mapping) else raw.get("num_labels", 2)  # transformers' default is 2
+    if count != 1:
+        raise ModelError(
+            f"{where}: {architecture} has {shown(count)} labels (id2label, num_labels), and a score is one number;"
+            " take a model that was trained with num_labels=1"
+        )
+    return "plain" if architecture.endswith(SEQUENCE) else "biased"
+
+
+def _labels(config: DecoderConfig, family: Family) -> dict[str, object]:
+    """The keys of a decoder whose head gives scores; {} for logits."""
+    if config.scores == "none":
+        return {}
+    end = SEQUENCE if config.scores == "plain" else TOKEN
+    named = family.transformers_class.replace("Gemma3For", "Gemma3TextFor").replace("ForCausalLM", end)
+    return {"architectures": [named], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def _attentions(config: DecoderConfig) -> list[Attention]:

@@ -109,6 +109,8 @@ NAMES: dict[str, Layout] = {
     "layers.expert_down": Layout("model.layers.{}.mlp.experts.{}.down_proj.weight", "", "FD", "D F"),
     "final_norm": Layout("model.norm.weight", "output_norm.weight", "D", "D"),
     "head": Layout("lm_head.weight", "output.weight", "VD", "V D"),
+    "score": Layout("score.weight", "", "VD", "V D"),
+    "score_bias": Layout("score.bias", "", "V", "V"),
 }
 
 # For decoders that also norm after mixer and feed-forward; Hugging Face's `post_attention_layernorm` differs there.

@@ -103,7 +103,11 @@ def param_specs(config: DecoderConfig) -> ParamSpecs:
             one_layer |= _lora_specs(one_layer, config.lora)
         specs |= {place.prefix + name: stacked(spec, len(place.layers)) for name, spec in one_layer.items()}
     specs["final_norm"] = _shifted("final_norm", ParamSpec((D,), (None,), 0.0, 1.0), config.norm_offset)
-    if not config.tied:
+    if config.scores != "none":  # its variance as in arXiv:2009.01325
+        specs["score"] = ParamSpec((1, D), (None, "width"), 1 / math.sqrt(D + 1))
+        if config.scores == "biased":
+            specs["score_bias"] = ParamSpec((1,), (None,), 0.0)
+    elif not config.tied:
         specs["head"] = ParamSpec((V, D), ("vocab", "width"), std)
     return specs
 

