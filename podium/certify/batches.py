@@ -108,8 +108,8 @@ def variants() -> Iterator[Variant]:
     """Yield every recipe with two minibatches, and variants that set options that affect a batch."""
     halves = {"minibatches": 2}
     dropping = {**halves, "zero_variance": "drop"}
-    for name in RECIPES:
-        yield _variant(name, halves)
+    for name in RECIPES:  # a k as large as a group would make all advantages of pass@k 0
+        yield _variant(name, {**halves, "k": 2} if name == "pass_at_k" else halves)
     yield _variant("grpo", dropping)
     yield _variant("dr_grpo", dropping)
     yield _variant("dapo", {"minibatches": 3, "zero_variance": "refill"})
@@ -133,12 +133,15 @@ def _may_fail(variant: Variant) -> bool:
 
 
 def _variant(name: str, changes: Mapping[str, Any]) -> Variant:
-    """Set a recipe's options; those named `std...` are bound to its advantage function."""
+    """Set a recipe's options; `k` and options named `std...` are bound to its advantage function."""
     recipe, rules = RECIPES[name], RULES[name]
-    std = {key: value for key, value in changes.items() if key.startswith("std")}
-    others = {key: value for key, value in changes.items() if key not in std}
-    advantage = functools.partial(recipe.advantage, **std)
-    return Variant(dataclasses.replace(recipe, advantage=advantage, **others), dataclasses.replace(rules, **changes))
+    bound = {key: value for key, value in changes.items() if key.startswith("std") or key == "k"}
+    others = {key: value for key, value in changes.items() if key not in bound}
+    advantage = functools.partial(recipe.advantage, **bound)
+    of_rules = {key: value for key, value in changes.items() if key != "k"}
+    if "k" in changes:
+        of_rules["advantage_options"] = {"k": changes["k"]}
+    return Variant(dataclasses.replace(recipe, advantage=advantage, **others), dataclasses.replace(rules, **of_rules))
 
 
 def _usable(own: Variant) -> list[Variant]:

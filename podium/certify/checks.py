@@ -17,7 +17,7 @@ from podium.certify.batches import batch_checks
 from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
 from podium.certify.result import Check
-from podium.certify.subject import COMPLETIONS, ROW_TOKENS, Subject, make_group, one_device, tiny_clone
+from podium.certify.subject import ROW_TOKENS, Subject, make_group, one_device, tiny_clone
 from podium.certify.updates import PACKED, PLAIN, UNPACKED, Form, Updates, gradient_difference, loss_difference
 from podium.config.attention import KERNELS
 from podium.config.lora import TARGETS
@@ -140,7 +140,7 @@ def update_checks(updates: Updates) -> Iterator[Check]:
         make_group(
             n,
             group.transcripts,
-            [0.5] * COMPLETIONS,
+            [0.5] * len(group.transcripts),
             [(0.5, *[0.0] * (each.num_turns - 1)) for each in group.transcripts],
         )
         for n, group in enumerate(subject.groups)

@@ -265,13 +265,16 @@ def scores(
 def objective(rules: Rules, found: Scores[jax.Array], sequences: Sequences) -> tuple[jax.Array, jax.Array]:
     """The loss of one optimizer step, [], and the sum of its terms' absolute values, [].
 
-    An error of the loss is judged relative to that sum, since its terms may cancel.
+    An error of the loss is judged relative to that sum, since its terms may cancel. A KL is a difference of
+    log-probabilities that are nearly equal, so it counts by their size.
     """
     losses = policy_losses(rules, found.logprobs, sequences) + kl_losses(rules, found.logprobs, sequences)
+    compared = rules.kl_coef if rules.kl not in ("none", "k1_reward") else 0.0
     terms = jnp.where(sequences.valid, losses * sequences.weights, 0.0)
+    sizes = jnp.where(sequences.valid, compared * found.logprobs * sequences.weights, 0.0)
     entropy = jnp.sum(found.entropy * sequences.valid) / jnp.sum(sequences.valid)
     bonus = rules.entropy_bonus * entropy
-    return jnp.sum(terms) - bonus, jnp.sum(jnp.abs(terms)) + bonus
+    return jnp.sum(terms) - bonus, jnp.sum(jnp.abs(terms) + jnp.abs(sizes)) + bonus
 
 
 def policy_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Array:

@@ -446,6 +446,12 @@ def one_device() -> jax.sharding.Mesh:
     return make_mesh("auto", jax.devices()[:1])
 
 
+def _completions(config: Config) -> int:
+    """Completions of each prompt: few, but more than the k of pass@k, whose advantages would otherwise all be 0."""
+    recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
+    return max(COMPLETIONS, int(recipe.advantage.keywords.get("k", 0)) + 1)
+
+
 def _small_step(config: Config) -> Config:
     """The config with a step of a few short completions; each batch is used twice if the recipe allows it.
 
@@ -453,7 +459,7 @@ def _small_step(config: Config) -> Config:
     float32, including weights that LoRA freezes. Values that would hide a bug are replaced: a temperature of 1, and a
     `rollout.in_flight` that carries no prompts over to the next step.
     """
-    group = max(COMPLETIONS, 2)
+    group = _completions(config)
     twice = make_recipe(config.algorithm, group_size=group, prompts_per_step=config.algorithm.minibatches)
     if is_path(twice.loss):
         raise ValueError(

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from podium.algorithms.recipes import Recipe
 from podium.certify.naive import Sequences, Weights, in_float64, objective, scores
 from podium.certify.naive_rules import Rules
-from podium.certify.subject import COMPLETIONS, PROMPTS, ROW_TOKENS, Arrays, Subject, one_device
+from podium.certify.subject import PROMPTS, ROW_TOKENS, Arrays, Subject, one_device
 from podium.models.architecture import DecoderConfig
 from podium.models.params import trained_specs
 from podium.run.resolve import resolve_update
@@ -180,7 +180,7 @@ def sizes_of(form: Form, subject: Subject) -> BatchSizes:
     return BatchSizes(
         row_tokens=form.row_tokens,
         rows=form.rows,
-        max_rows=PROMPTS * COMPLETIONS,
+        max_rows=PROMPTS * subject.config.group_size,
         packing=form.packing,
         max_new_tokens=subject.longest,
         choices=subject.decoder.choices if form.train.get("replay_routing") else 0,

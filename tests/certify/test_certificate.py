@@ -10,7 +10,7 @@ from rich.console import Console
 
 from podium.algorithms.recipes import RECIPES
 from podium.certify import command
-from podium.certify.batches import batch_checks
+from podium.certify.batches import batch_checks, variants
 from podium.certify.naive_optimizer import scheduled_rate
 from podium.certify.report import as_object, print_certificate
 from podium.certify.result import Certificate, Check
@@ -132,6 +132,19 @@ def test_batches_of_every_recipe_are_right(recipe, sampled):
     assert [(check.name, check.difference) for check in found if not check.ok] == []
 
 
+BY_REWARD = [each for each in variants() if each.rules.advantage not in ("none", "decoupled")]
+
+
+@pytest.mark.parametrize("variant", BY_REWARD, ids=lambda each: each.rules.advantage)
+def test_a_variant_has_advantages_to_compare(variant):
+    assert variant.recipe.advantage(np.array([[0.1, 0.4, 0.2, 0.9]]), np.array([[1, 2, 3, 4]])).any()
+
+
+def test_a_certificate_has_more_completions_than_a_set_of_pass_at_k():
+    options = {"recipe": "pass_at_k", "advantage_options": {"k": 6}}
+    assert make_subject(make_config(algorithm=options, group_size=8)).config.group_size == 7
+
+
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_the_naive_schedule_is_the_trainer_s(schedule):
     config = OptimizerConfig(schedule=schedule, warmup_steps=3, final_fraction=0.1, learning_rate=1e-3)
@@ -158,5 +171,6 @@ def test_the_certificate_of_adapters_is_green(kl):
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "grpo"])
 def test_every_recipe_s_certificate_is_green(recipe):
     kl = {} if recipe == "maxrl" else {"kl": "k3", "kl_coef": 0.1, "entropy_bonus": 0.01}
-    found = command.make_certificate(make_subject(make_config(algorithm={"recipe": recipe, **kl})))
+    teacher = {"teacher": {"model": MODELS[0]}} if recipe == "distill" else {}
+    found = command.make_certificate(make_subject(make_config(algorithm={"recipe": recipe, **kl}, **teacher)))
     assert [(check.name, check.difference) for check in found.checks if not check.ok] == []
