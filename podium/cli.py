@@ -388,7 +388,10 @@ def sandbox_run(
     wall_s: Annotated[float, typer.Option(min=0.0, max=86_400.0, help="Limit of time in seconds.")] = 10.0,
     memory_mib: Annotated[int, typer.Option(min=1, help="Limit of memory in MiB.")] = 512,
 ) -> None:
-    """Run a Python file in the sandbox; it reads the command's stdin. Exit status: 1 if it raises or exceeds limits."""
+    """Run a Python file in the sandbox; it reads the command's stdin.
+
+    Exit status: the file's own, 1 if it raises or exceeds a limit, 2 if it cannot be read.
+    """
     from podium.sandbox.runs import Limits, Sandbox, SandboxError
 
     try:
@@ -404,7 +407,7 @@ def sandbox_run(
     print(result.output, end="")
     if result.why not in (None, "ended"):
         _fail(f"{file} was ended: {result.why}", status=1)
-    raise typer.Exit(1 if result.error else 0)
+    raise typer.Exit(1 if result.error else result.exit_status)
 
 
 def _try_task(target: str | None, seed: int, number: int, say: list[str] | None) -> None:

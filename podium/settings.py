@@ -26,7 +26,7 @@ from podium.models.architecture import ModelError
 from podium.models.layouts import AUTO
 from podium.models.params import ROLLOUT_LAYOUTS
 from podium.models.source import on_disk, read_architecture, resolve
-from podium.run.resolve import resolve_recipe
+from podium.run.resolve import resolve_recipe, teacher_positions
 from podium.run.sizes import prompts_in_flight
 from podium.tasks.curriculum import leveled
 from podium.tasks.environment_forms import conversing
@@ -59,7 +59,7 @@ def load_settings(
 
     Raises ConfigError with all problems.
     """
-    return load(files, overrides, environ, rules=(*RULES, _tasks, _model))
+    return load(files, overrides, environ, rules=(*RULES, _tasks, _model, _teacher_model))
 
 
 def evaluation_overrides(
@@ -352,3 +352,20 @@ def _model(config: Config) -> Iterator[Contradiction]:
         return
     if found := too_long(config.rollout, positions, config.model):
         yield found
+
+
+def _teacher_model(config: Config) -> Iterator[Contradiction]:
+    """Report a teacher on disk that is unusable, or has too few positions for the rollout's lengths."""
+    folder = None if config.teacher is None else on_disk(config.teacher.model)
+    if config.teacher is None or folder is None:
+        return
+    try:
+        positions = read_architecture(resolve(folder)).max_positions
+    except ModelError as error:
+        yield Contradiction(("teacher.model",), str(error))
+        return
+    if config.rollout.longest > positions:
+        lengths = ("rollout.max_prompt_tokens", "rollout.max_new_tokens")
+        lengths = lengths if config.rollout.max_episode_tokens is None else ("rollout.max_episode_tokens",)
+        rule = teacher_positions(config.teacher.model, positions, config.rollout.longest)
+        yield Contradiction(("teacher.model", *lengths), rule)

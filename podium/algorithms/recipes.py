@@ -7,6 +7,7 @@ combination is reported as a config error; the losses are in `podium.algorithms.
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -33,6 +34,27 @@ from podium.config.imports import imported, is_path
 from podium.config.schema import AlgorithmConfig
 
 
+class OptionRange(NamedTuple):
+    """The values that a number of `loss_options` may have: from `least` to `most`."""
+
+    least: float = 0.0
+    most: float = math.inf
+    least_itself: bool = False
+    """Whether `least` is allowed too; `most` never is."""
+
+    def problem(self, value: float) -> str:
+        """The rule that a value breaks; empty if it breaks none."""
+        low = value < self.least or (value == self.least and not self.least_itself)
+        if not low and value < self.most:
+            return ""
+        rule = (
+            f"{value:g} must be {self.least:g} or more"
+            if self.least_itself
+            else f"{value:g} must be above {self.least:g}"
+        )
+        return rule if self.most == math.inf else f"{rule}, and below {self.most:g}"
+
+
 class LossKind(NamedTuple):
     """What a policy term reads of a recipe."""
 
@@ -57,6 +79,16 @@ LOSSES: Mapping[str, LossKind] = {
     "reinforce": LossKind(clips=False),
 }
 """The values of `algorithm.loss`; `podium.algorithms.losses.POLICY_LOSSES` has the functions of the same names."""
+OPTION_RANGES: Mapping[str, OptionRange] = {
+    "tau_positive": OptionRange(),
+    "tau_negative": OptionRange(),
+    "k_positive": OptionRange(least_itself=True),
+    "lambda_positive": OptionRange(least_itself=True),
+    "k_negative": OptionRange(least_itself=True),
+    "lambda_negative": OptionRange(least_itself=True),
+    "weight_cap": OptionRange(),
+}
+"""The values that options of LOSSES may have."""
 OLD_LOGPROBS, REFERENCE_LOGPROBS = "old_logprobs", "reference_logprobs"
 """The scores that options of `algorithm:` need: from the trainer before the first update, or the first model."""
 TEACHER_LOGPROBS, TEACHER_HIDDEN = "teacher_logprobs", "teacher_hidden"
@@ -531,8 +563,8 @@ def _advantage_option_conflicts(config: AlgorithmConfig, recipe: Recipe, group_s
         if option not in known:
             rule = f"recipe {config.recipe} has no option {option!r}"
             yield "advantage_options", f"{rule}; it has: {', '.join(known) or 'none'}"
-        elif option == "k" and not 1 <= value <= group_size:
-            yield "advantage_options", f"k {value:g} must be from 1 to group_size {group_size}"
+        elif option == "k" and not (1 <= value <= group_size and value == int(value)):
+            yield "advantage_options", f"k {value:g} must be a whole number from 1 to group_size {group_size}"
 
 
 def _credit_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
@@ -553,9 +585,8 @@ def _credit_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
 
 def _loss_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
     name, kl = config.recipe, recipe.kl
-    if recipe.clip_low > 1:
-        rule = f"a ratio is never below 0, so 1 - clip_low must not be, got {recipe.clip_low:g}"
-        yield "clip_low", f"{rule}; set 1 for no lower bound"
+    if rule := _most_clip(recipe):
+        yield "clip_low", rule
     if recipe.dual_clip is not None and recipe.loss != "clipped":
         yield "dual_clip", f"it bounds PPO's token ratio, which recipe {name} does not have; leave it unset"
     if kl == "none" and recipe.kl_coef > 0:
@@ -576,16 +607,29 @@ def _loss_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
         yield "kl", f"{rule}, and zero_variance {recipe.zero_variance} would drop it; {way_out}"
 
 
+def _most_clip(recipe: Recipe) -> str:
+    """Why a loss cannot have this clip_low; empty if it can: `gmpo` bounds a log-ratio, and `dppo_kl` a KL."""
+    if recipe.clip_low <= 1 or recipe.loss in ("gmpo", "dppo_kl"):
+        return ""
+    if recipe.loss == "dppo_tv":
+        rule = f"a probability never falls by more than 1, so a bound of {recipe.clip_low:g} is none"
+    else:
+        rule = f"a ratio is never below 0, so 1 - clip_low must not be, got {recipe.clip_low:g}"
+    return f"{rule}; set 1 for no lower bound"
+
+
 def _loss_option_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
     loss, kind = recipe.loss, LOSSES.get(recipe.loss)
     for option in ("clip_low", "clip_high"):
         if kind and not kind.clips and getattr(config, option) is not None:
             way_out = "leave it unset, or set algorithm.recipe to reinforce_pp"
             yield option, f"loss {loss} has no ratio to clip; {way_out}"
-    for option in config.loss_options or {}:
+    for option, value in (config.loss_options or {}).items():
         known = kind.options if kind else inspect.signature(imported(loss, what="a loss")).parameters
         if option not in known:
             yield "loss_options", f"loss {loss} has no option {option!r}; it has: {', '.join(known) or 'none'}"
+        elif kind and (problem := OPTION_RANGES[option].problem(value)):
+            yield "loss_options", f"{option} {problem}"
     if loss == "vespo" and recipe.correction != "none":
         rule = "loss vespo weighs a sequence by its ratio to the sampler already"
         yield "correction", f"{rule}; set it to none, and algorithm.old_logprobs to sampler"

@@ -25,8 +25,9 @@ AdvantageName = Literal[
     "reward",
     "none",
 ]
-OwnAdvantage = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""A user's own function from rewards and lengths, [N, G] each, to advantages [N, G]; it is called, not checked."""
+OwnAdvantage = Callable[..., np.ndarray]
+"""A user's own function from rewards and lengths, [N, G] each, and maybe their `parts`, to advantages [N, G]; it is
+called, not checked."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,10 @@ episode that failed for a reason that is not the model's is NaN: it is in no mea
 """
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +47,13 @@ class Episode:
         return bool(np.isnan(self.reward))
 
 
+class Parts(NamedTuple):
+    """The parts of rewards, as a user's own advantage reads them; NaN and 0 where a part does not apply."""
+
+    values: np.ndarray  # [N, G, P]
+    weights: np.ndarray  # [N, G, P]
+
+
 class Room(NamedTuple):
     """Sizes of the padded arrays: the same in every step, so that programs compile once."""
 
@@ -77,6 +86,7 @@ def optimizer_steps(
     kept = [group for group in groups if rules.zero_variance == "keep" or not _equal(rules, group)]
     if not kept:
         return []
+    rules = _with_parts(rules, kept)
     flat = [episode for group in kept for episode in group]
     shape = (len(kept), len(kept[0]))  # [N, G]
     rewards = np.array([np.float32(each.reward) for each in flat], np.float64).reshape(shape)
@@ -151,6 +161,19 @@ def advantages_of(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.
             assert callable(own), "decoupled advantages are of parts: `_decoupled`"
             found = np.asarray(own(rewards.astype(np.float32), lengths), np.float64)
     return np.nan_to_num(found)
+
+
+def _with_parts(rules: Rules, groups: Sequence[Sequence[Episode]]) -> Rules:
+    """The rules; a user's own advantage that reads the parts of rewards is given those of these groups."""
+    own = rules.advantage
+    if not callable(own) or "parts" not in inspect.signature(own).parameters:
+        return rules
+    names = sorted({name for group in groups for episode in group for name, _, _ in episode.parts})
+    given = [[{name: rest for name, *rest in episode.parts} for episode in group] for group in groups]
+    missing = (np.nan, 0.0)
+    table = np.array([[[each.get(name, missing) for name in names] for each in group] for group in given], np.float64)
+    parts = Parts(values=table[..., 0], weights=table[..., 1])
+    return dataclasses.replace(rules, advantage=partial(own, parts=parts))
 
 
 def _of_turns(rules: Rules, groups: Sequence[Sequence[Episode]], trained: np.ndarray) -> np.ndarray:

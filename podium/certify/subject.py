@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Sequence
@@ -515,7 +516,15 @@ def _naive_scorer(decoder: DecoderConfig, n: int) -> _NaiveScorer:
 
 
 def _rules_of_own(recipe: Recipe) -> Rules:
-    """Rules for a user's own recipe, copied from its options; its advantage function is used unchecked."""
+    """Rules for a user's own recipe, copied from its options; its advantage function is used unchecked.
+
+    Raises ValueError if that function gives each token an advantage of its own.
+    """
+    if "tokens" in inspect.signature(recipe.advantage).parameters:
+        raise ValueError(
+            "algorithm.recipe: its advantage takes the scores of tokens, and certify has no naive form of that; test it"
+            " separately, and certify the run with one of Podium's recipes"
+        )
     names = {field.name for field in dataclasses.fields(Rules)} & {field.name for field in dataclasses.fields(recipe)}
     return Rules(**{name: getattr(recipe, name) for name in names})
 

@@ -140,10 +140,13 @@ def load_tokenizer(
     source: ModelSource,
     chat_template: str | None = None,
     template_options: Mapping[str, object] = MappingProxyType({}),
+    *,
+    template: bool = True,
 ) -> Tokenizer:
     """Load a model's tokenizer, optionally with a chat template from a Jinja file instead of its own.
 
-    `template_options` are variables for the template, such as `enable_thinking`.
+    `template_options` are variables for the template, such as `enable_thinking`. With `template` False, the tokenizer
+    need not have a chat template, and conversations cannot be encoded if it has none.
 
     Raises ModelError if there is no tokenizer or chat template, or if the template cannot be rendered.
     """
@@ -157,14 +160,15 @@ def load_tokenizer(
             backend.chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"chat_template {chat_template!r}: cannot be read ({error})") from error
-    if not backend.chat_template:
+    if template and not backend.chat_template:
         raise ModelError(
             f"model {source.name!r}: its tokenizer has no chat template; write one and set chat_template: path.jinja"
         )
     name = f"chat_template {chat_template or f'of model {source.name!r}'}"
     with _reading(source.path):
         tokenizer = Tokenizer(backend, eos_tokens=eos_tokens, template_name=name, template_options=template_options)
-        tokenizer.encode_chat("question", None)
+        if template:
+            tokenizer.encode_chat("question", None)
     return tokenizer
 
 

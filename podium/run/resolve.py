@@ -94,6 +94,14 @@ def resolve_teacher(config: Config) -> DecoderConfig | None:
     return None if teacher is None else frozen_decoder(find_architecture(teacher.model), teacher.base)
 
 
+def teacher_positions(model: str, positions: int, longest: int) -> str:
+    """Say that a teacher has too few positions for a run's longest sequence, and the way out."""
+    return (
+        f"{model} has {positions} positions, and the run's longest sequence has {longest} tokens; lower"
+        " rollout.max_new_tokens or max_prompt_tokens, or take a teacher with more"
+    )
+
+
 def resolve_batch(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> BatchSizes:
     """Resolve the shapes of a run's batches on a mesh."""
     shards = axis_parts(TRAIN_AXES, mesh)["batch"]

@@ -126,8 +126,8 @@ class Child:
                 value = eval(compile(ast.Expression(last.value), FILE, "eval"), self._names)
                 if value is not None:
                     print(repr(value))
-        except SystemExit:
-            return {}
+        except SystemExit as error:
+            return {"exit": _status(error.code)}
         except BaseException as error:
             traceback.print_exception(type(error), error, _from_own_line(error.__traceback__))
             return {"error": f"{type(error).__name__}: {error}"[:1000]}
@@ -141,6 +141,14 @@ class Child:
             return {"value": written(function(*map(read, request["arguments"])))}
         except BaseException as error:
             return {"error": f"{type(error).__name__}: {error}"[:1000]}
+
+
+def _status(code: object) -> int:
+    """The exit status of `sys.exit(code)`; a code that is no number is written to stderr, as Python does."""
+    if code is None or isinstance(code, int):
+        return int(code or 0) & 0xFF
+    print(code, file=sys.stderr)
+    return 1
 
 
 def _from_own_line(trace: types.TracebackType | None) -> types.TracebackType | None:

@@ -79,6 +79,8 @@ class Result:
     None: it ran to its end, raised, or called sys.exit."""
     error: str
     """The exception that it ended with; empty: none."""
+    exit_status: int = 0
+    """What it called sys.exit with, from 0 to 255; 0 if it did not."""
 
 
 class Sandbox:
@@ -108,7 +110,10 @@ class Sandbox:
                 output, answer = run.execute(code)
             except Ended as ended:
                 return Result(output=ended.output, why=ended.why, error="")
-        return Result(output=output, why=None, error=str(answer.get("error", "")))
+        status = answer.get("exit", 0)
+        if not isinstance(status, int) or not 0 <= status <= 255:  # the code has forged it
+            status = 1
+        return Result(output=output, why=None, error=str(answer.get("error", "")), exit_status=status)
 
     @contextlib.contextmanager
     def open(self, stdin: str = "") -> Iterator["Run"]:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from podium.algorithms import recipes
-from podium.algorithms.recipes import RECIPES, Recipe, conflicts, make_recipe
+from podium.algorithms.recipes import LOSSES, OPTION_RANGES, RECIPES, Recipe, conflicts, make_recipe
 from podium.config.schema import AlgorithmConfig
 from tools.algorithms_page import algorithms_page
 
@@ -123,7 +123,28 @@ CONFLICTS = [
         "by its ratio to the sampler already",
         {"recipe": "vespo", "correction": "truncate", "old_logprobs": "trainer"},
     ),
-    ("algorithm.clip_low", "got 1.5", {"recipe": "cispo", "clip_low": 1.5}),
+    ("algorithm.clip_low", "a ratio is never below 0, so 1 - clip_low must", {"recipe": "cispo", "clip_low": 1.5}),
+    ("algorithm.clip_low", "a probability never falls by more than 1", {"recipe": "dppo", "clip_low": 1.5}),
+    (
+        "algorithm.advantage_options",
+        "k 2.5 must be a whole number from 1 to group_size 8",
+        {"recipe": "pass_at_k", "advantage_options": {"k": 2.5}},
+    ),
+    (
+        "algorithm.loss_options",
+        "tau_positive 0 must be above 0",
+        {"recipe": "sapo", "loss_options": {"tau_positive": 0.0}},
+    ),
+    (
+        "algorithm.loss_options",
+        "weight_cap -1 must be above 0",
+        {"recipe": "dppo", "loss_options": {"weight_cap": -1.0}},
+    ),
+    (
+        "algorithm.loss_options",
+        "k_negative -1 must be 0 or more",
+        {"recipe": "vespo", "loss_options": {"k_negative": -1.0}},
+    ),
     ("algorithm.dual_clip", "recipe gspo does not have", {"recipe": "gspo", "dual_clip": 3.0}),
     ("algorithm.dual_clip", "recipe cispo does not have", {"recipe": "cispo", "dual_clip": 3.0}),
     ("algorithm.dual_clip", "recipe reinforce does not have", {"recipe": "reinforce", "dual_clip": 3.0}),
@@ -188,6 +209,17 @@ def test_what_cannot_be_combined_is_one_error_that_names_its_key(key: str, rule:
     assert rule in found[0][1]
     with pytest.raises(ValueError, match=key):
         make_recipe(config, group_size=group_size, prompts_per_step=32)
+
+
+@pytest.mark.parametrize("options", [{"recipe": "gmpo"}, {"recipe": "dppo", "loss": "dppo_kl"}])
+def test_bounds_of_a_log_ratio_and_of_a_kl_may_be_above_1(options: dict[str, Any]) -> None:
+    assert make(clip_low=1.5, **options).clip_low == 1.5
+
+
+def test_every_option_of_a_loss_has_a_range_that_holds_its_default() -> None:
+    for kind in LOSSES.values():
+        for option, value in kind.options.items():
+            assert not OPTION_RANGES[option].problem(value)
 
 
 def test_several_conflicts_are_reported_at_once() -> None:

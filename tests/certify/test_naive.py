@@ -1,7 +1,12 @@
 """The naive side knows nothing of what it is compared with."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
+from podium.certify.naive_rules import Rules
+from podium.certify.naive_step import Episode, Room, optimizer_steps
 from podium.certify.task import LetterBackend, Numbers
 from podium.models.tokenizer import Tokenizer
 from podium.tasks.task import TaskSource
@@ -24,6 +29,35 @@ def test_the_questions_of_a_certificate_s_run_are_their_own_numbers():
     assert sorted(map(len, encoded)) == list(map(len, encoded))
     assert (len(encoded[0]), len(encoded[-1])) == (1, 12)
     assert tokenizer.decode([1, 0, 17]) == "bb"
+
+
+def test_an_advantage_of_a_user_s_own_is_given_the_parts_of_rewards():
+    def own(rewards, lengths, *, parts):
+        np.testing.assert_array_equal(parts.weights, [[[1.0, 0.5], [1.0, 0.0]]])
+        np.testing.assert_array_equal(parts.values, [[[1.0, 4.0], [0.0, np.nan]]])
+        return np.nansum(parts.values * parts.weights, axis=2) - rewards / 2
+
+    episode = Episode(
+        prompt=(1, 2),
+        tokens=(3,),
+        drawn=(True,),
+        logprobs=(-1.0,),
+        turns=(0,),
+        truncated=False,
+        reward=3.0,
+        parts=(("correct", 1.0, 1.0), ("length", 4.0, 0.5)),
+    )
+    other = dataclasses.replace(episode, reward=0.0, parts=(("correct", 0.0, 1.0),))
+    (step,) = optimizer_steps(
+        Rules(advantage=own, mean="token"),
+        [[episode, other]],
+        Room(2, 2, 1),
+        max_new_tokens=1,
+        policy=lambda tokens, starts: np.zeros((2, 1)),
+        reference=None,
+        teacher=None,
+    )
+    np.testing.assert_array_equal(step.advantages, [[1.5], [0.0]])
 
 
 @pytest.mark.parametrize("name", NAIVE)

@@ -266,5 +266,10 @@ def test_what_a_teacher_cannot_be_combined_with_says_why_and_the_way_out(errors)
     assert unread.startswith("teacher.reverse: 0.5, and tokens that the policy draws estimate KL(policy || teacher)")
     (fused,) = errors("teacher: {model: demo, loss: full}\ntrain: {head: fused}\n")
     assert fused.startswith("train.head: fused computes no logits to compare with a teacher's")
+    (missing,) = errors("teacher: {model: ./nothing}\n")
+    assert missing.startswith("teacher.model: ") and "nothing" in missing
+    base = "model: nobody/nothing\ntasks: [{name: arithmetic}]\n"
+    (short,) = errors("teacher: {model: demo}\nrollout: {max_new_tokens: 9000}\n", base=base)
+    assert short.startswith("teacher.model: demo has 8192 positions, and the run's longest sequence has 9512 tokens")
     (given,) = errors(teacher + "algorithm: {recipe: sft}\ngroup_size: 1\n")
     assert "set algorithm.recipe to distill or grpo" in given

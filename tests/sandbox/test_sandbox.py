@@ -41,7 +41,10 @@ def test_a_program_prints_reads_and_fails(sandbox: Sandbox):
     assert done.output.startswith("hello world\nTraceback")
     assert "1 / 0" in done.output
     assert (done.why, done.error) == (None, "ZeroDivisionError: division by zero")
-    assert sandbox.run("import sys; sys.exit(3)").why is None
+    for code, status in (("3", 3), ("", 0), ("None", 0), ("True", 1), ("259", 3), ("'no'", 1)):
+        ended = sandbox.run(f"import sys; sys.exit({code})")
+        assert (ended.why, ended.error, ended.exit_status) == (None, "", status), code
+    assert sandbox.run("raise SystemExit('no answer')").output == "no answer\n"
     assert sandbox.run("import os; os._exit(0)").why == "ended"
 
 
@@ -230,3 +233,11 @@ def test_a_command_that_cannot_run_a_file_says_why(words, content, said, tmp_pat
     assert done.exit_code == 2
     assert said in done.output
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(("code", "status"), [("1", 0), ("import sys; sys.exit(3)", 3), ("1 / 0", 1)])
+def test_the_command_exits_as_the_file_does(code, status, tmp_path):
+    need_sandbox()
+    file = tmp_path / "code.py"
+    file.write_text(code)
+    assert CliRunner().invoke(app, ["sandbox", "run", str(file)], input="").exit_code == status

@@ -1,6 +1,7 @@
 """A teacher beside or instead of rewards: what it adds to advantages, and runs with one."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -15,7 +16,9 @@ from tiny_runs import REWARDS, assert_same_run, config_of, groups_of, make_confi
 from podium.algorithms.advantages import taught_advantages
 from podium.algorithms.recipes import OLD_LOGPROBS, TEACHER_HIDDEN, TEACHER_LOGPROBS, Teaching
 from podium.certify.subject import random_weights
-from podium.models.architecture import DecoderConfig, frozen_decoder
+from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder
+from podium.models.source import resolve
+from podium.models.tokenizer import load_tokenizer
 from podium.observe.stats import BatchStats
 from podium.run.resolve import resolve_recipe
 from podium.sharding import Params
@@ -225,6 +228,31 @@ def test_a_teacher_with_another_tokenizer_is_refused_with_the_first_difference(t
     model = make_model(config)
     number = model.tokenizer.encode("+")[0]
     with pytest.raises(ValueError, match=rf"another tokenizer than .*: token {number} is '\+' and 'plus'; its log"):
+        make_teacher(config, model)
+
+
+def test_a_teacher_without_a_chat_template_teaches_and_one_with_too_few_positions_does_not(
+    tiny_model, teacher_model, tmp_path
+):
+    base = tmp_path / "base"
+    shutil.copytree(teacher_model, base)
+    for path in (base / "chat_template.jinja", base / "tokenizer_config.json"):
+        if path.name == "chat_template.jinja":
+            path.unlink(missing_ok=True)
+        else:
+            settings = json.loads(path.read_text())
+            settings.pop("chat_template", None)
+            path.write_text(json.dumps(settings))
+    config = make_config(tiny_model, teacher={"model": str(base)})
+    model = make_model(config)
+    assert make_teacher(config, model) is not None
+    with pytest.raises(ModelError, match="has no chat template"):
+        load_tokenizer(resolve(str(base)))
+    path = base / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 8}))
+    with pytest.raises(
+        ValueError, match=rf"has 8 positions, and the run's longest sequence has {config.rollout.longest} tokens"
+    ):
         make_teacher(config, model)
 
 
