@@ -1,4 +1,4 @@
-"""The chat formats of nineteen families of models, and random conversations in them.
+"""The chat formats of 22 families of models, and random conversations in them.
 
 Templates are read from the wheel of TRL, which `make test` installs without its dependencies; Mistral's and SmolLM2's
 are not in it. All formats share the demo model's tokenizer, with the tokens that their texts name whole added to it:
@@ -45,6 +45,11 @@ GLM = (
     *QWEN[3:],
     *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
+LFM2 = (
+    *("<|startoftext|>", *CHATML, "<|tool_list_start|>", "<|tool_list_end|>", "<|tool_call_start|>"),
+    *("<|tool_call_end|>", "<|tool_response_start|>", "<|tool_response_end|>", "<think>", "</think>"),
+)
+MUSE = ("<|begin_of_text|>", "<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
 PHI3 = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>")
 MISTRAL = ("<s>", "</s>", "[INST]", "[/INST]")
 MISTRAL_V1 = (
@@ -158,6 +163,16 @@ FORMATS = {
     ),
     "glm4.5-nothink": Format(
         template="glm4moe", tokens=GLM, stops=("<|endoftext|>", "<|user|>", "<|observation|>"), options=NO_THINKING
+    ),
+    "lfm2": Format(template="lfm2_v2", tokens=LFM2, stops=("<|im_end|>",), bos="<|startoftext|>"),
+    "lfm2.5": Format(template="lfm2_2_5_v2", tokens=LFM2, stops=("<|im_end|>",), bos="<|startoftext|>"),
+    "muse": Format(
+        template="muse_glimmer",
+        tokens=MUSE,
+        stops=("<|eot|>",),
+        thinking="reasoning_content",
+        content_beside_calls=False,
+        bos="<|begin_of_text|>",
     ),
     "phi3": Format(template="phi3", tokens=PHI3, stops=("<|end|>",), tools=False),
 }

@@ -9,9 +9,13 @@ keys        `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></
 harmony     a message `to=functions.NAME` with the arguments as JSON (gpt-oss)
 mistral     `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]NAME[ARGS]{...}`
 deepseek    the name and a block of JSON between marks (DeepSeek V3)
+braces      `<|tool_call>call:NAME{KEY:VALUE}<tool_call|>`, texts between `<|"|>` (Gemma 4)
+python      `<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>`, values as Python writes them (LFM2)
+invoke      `<atem:invoke name="NAME"><atem:parameter name="KEY">VALUE</atem:parameter></atem:invoke>` (Muse Glimmer)
 object      the whole answer is `{"name": ..., "parameters": {...}}` (Llama 3)
 """
 
+import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +24,9 @@ from typing import Any, Literal, NamedTuple
 from podium.models.chat_format import ToolSchema
 from podium.tasks.conversation import ToolCall
 
-CallForm = Literal["tags", "parameters", "keys", "harmony", "mistral", "deepseek", "object"]
+CallForm = Literal[
+    "tags", "parameters", "keys", "harmony", "mistral", "deepseek", "braces", "python", "invoke", "object"
+]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TAGGED = re.compile(f"{OPEN}(.*?)(?:{CLOSE}|(?={OPEN})|$)", re.DOTALL)
 EXAMPLE = '{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}'
@@ -35,6 +41,16 @@ MESSAGE = re.compile(
     r"(?:<\|(?:call|end|return)\|>|(?=<\|start\|>)|\Z)",
     re.DOTALL,
 )
+QUOTE = '<|"|>'
+IN_BRACES = re.compile(
+    rf"{re.escape(QUOTE)}(.*?){re.escape(QUOTE)}|\"?([^\s{{}}\[\],:<\"]+)\"?\s*:|([^\s{{}}\[\],:<\"]+)", re.DOTALL
+)
+"""A text, or a key, or another value."""
+LIST_OPEN, LIST_CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
+STRING = re.compile(r"'(?:[^'\\]|\\.?)*(?:'|\Z)|\"(?:[^\"\\]|\\.?)*(?:\"|\Z)", re.DOTALL)
+"""A text in Python; one that is never closed reaches to the end, so that the search takes linear time."""
+INVOKED = re.compile(r"\s*<atem:invoke name=\"([^\">]+)\">(.*?)(?:</atem:invoke>\s*)?", re.DOTALL)
+ATEM_PARAMETER = re.compile(r"<atem:parameter name=\"([^\">]+)\">(.*?)</atem:parameter>", re.DOTALL)
 SPACES = re.compile(r"\s*")
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 IN_PYTHON = {"True": True, "False": False, "None": None}
@@ -198,6 +214,70 @@ def _deepseek(text: str, types: Types) -> list[ToolCall]:
     return [_named(found[1].strip(), _json(found[2]))]
 
 
+def _braces(text: str, types: Types) -> list[ToolCall]:
+    name, brace, rest = text.strip().removeprefix("call:").partition("{")
+    return [_named(name.strip(), _json(IN_BRACES.sub(_in_json, brace + rest)))]
+
+
+def _in_json(found: re.Match[str]) -> str:
+    """A text, key or value of the form `braces` as JSON writes it."""
+    text, key, value = found.groups()
+    if key is not None:
+        return f"{json.dumps(key)}:"
+    if value is not None:
+        return json.dumps(IN_PYTHON[value]) if value in IN_PYTHON else value
+    return json.dumps(text)
+
+
+def _python(text: str, types: Types) -> list[ToolCall]:
+    """The calls of a list in Python, or a single one; values are literals, or `true`, `false` and `null`."""
+    lines = STRING.sub(lambda found: found[0].replace("\n", "\\n"), text.strip())  # LFM2.5 does not escape them
+    try:
+        found = ast.parse(lines, mode="eval").body
+        return [_of_node(each) for each in (found.elts if isinstance(found, ast.List) else [found])]
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"the calls are not Python ({error})") from None
+
+
+def _of_node(node: ast.expr) -> ToolCall:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
+        raise ValueError("the call has no name")
+    name = ast.unparse(node.func)
+    if node.args or any(each.arg is None for each in node.keywords):
+        raise ValueError(f"each argument of {name} needs its name before it")
+    return ToolCall(name=name, arguments={str(each.arg): _literal(each.value) for each in node.keywords})
+
+
+def _literal(node: ast.expr) -> object:
+    """The value of a literal. Raises ValueError for other expressions."""
+    match node:
+        case ast.Name(id="true" | "false" | "null"):
+            return json.loads(node.id)
+        case ast.List() | ast.Tuple():
+            return [_literal(each) for each in node.elts]
+        case ast.Dict():
+            keys = [None if each is None else _literal(each) for each in node.keys]
+            return {str(key): _literal(value) for key, value in zip(keys, node.values, strict=True)}
+        case _:
+            value = ast.literal_eval(node)
+            if not isinstance(value, str | int | float | bool | None):
+                raise ValueError(f"{value!r} is no value of JSON")
+            return value
+
+
+def _invoke(text: str, types: Types) -> list[ToolCall]:
+    parts = [each + "</atem:invoke>" for each in text.split("</atem:invoke>") if each.strip()]
+    calls = []
+    for part in parts:
+        found = INVOKED.fullmatch(part)
+        if found is None:
+            raise ValueError("the call has no name")
+        calls.append(_of_texts(found[1], ATEM_PARAMETER, found[2], types))
+    if not calls:
+        raise ValueError("the call has no name")
+    return calls
+
+
 FORMS: dict[CallForm, Form] = {
     "tags": Form((OPEN, CLOSE), TAGGED, _object, f"{OPEN}{EXAMPLE}{CLOSE}"),
     "parameters": Form(
@@ -229,6 +309,29 @@ FORMS: dict[CallForm, Form] = {
         re.compile(f"{BEGIN}(.*?)(?:{END}|(?={BEGIN})|$)", re.DOTALL),
         _deepseek,
         f"{BEGIN}function{SEPARATOR}NAME\n```json\n{{ARGUMENT: VALUE}}\n```{END}",
+    ),
+    "braces": Form(
+        ("<|tool_call>", "<tool_call|>", QUOTE),
+        re.compile(r"<\|tool_call>(.*?)(?:<tool_call\|>|(?=<\|tool_call>)|$)", re.DOTALL),
+        _braces,
+        f"<|tool_call>call:NAME{{ARGUMENT:{QUOTE}TEXT{QUOTE}}}<tool_call|>",
+    ),
+    "python": Form(
+        (LIST_OPEN, LIST_CLOSE),
+        re.compile(rf"{re.escape(LIST_OPEN)}(.*?)(?:{re.escape(LIST_CLOSE)}|$)", re.DOTALL),
+        _python,
+        f"{LIST_OPEN}[NAME(ARGUMENT=VALUE)]{LIST_CLOSE}",
+    ),
+    "invoke": Form(
+        ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
+        re.compile(
+            r"(?:(?:<\|eom\|>)?<\|start\|>assistant)?(?: to=[^\s<=]+<\|message\|>)?"
+            r"<atem:function_calls>(.*?)(?:</atem:function_calls>|(?=<atem:function_calls>)|$)",
+            re.DOTALL,
+        ),
+        _invoke,
+        '<atem:function_calls>\n<atem:invoke name="NAME">\n<atem:parameter name="ARGUMENT">VALUE</atem:parameter>\n'
+        "</atem:invoke>\n</atem:function_calls>",
     ),
     "object": Form(
         (),

@@ -1,4 +1,4 @@
-"""What is put between two answers is what the chat template itself writes there, in nineteen formats."""
+"""What is put between two answers is what the chat template itself writes there, in 22 formats."""
 
 import random
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
 """Tools: schemas from signatures, calls that are read and run, and what is wrong with a call said to the model."""
 
 import asyncio
+import copy
 import json
 import time
 from itertools import takewhile
@@ -13,7 +14,7 @@ import yaml
 from podium.models.tokenizer import Tokenizer
 from podium.tasks.calculator import calculator
 from podium.tasks.conversation import Reply, ToolCall, Turn, as_reply
-from podium.tasks.tool_calls import BEGIN, instructions, read_calls
+from podium.tasks.tool_calls import BEGIN, FORMS, instructions, read_calls
 from podium.tasks.tools import answer_calls, by_name, find_tool, tool_schema
 from podium.train.dialogue import Dialogue
 from tests.chat_formats import FORMATS, TOOLS, backend_of, stop_tokens_of
@@ -153,6 +154,17 @@ TYPED = (tool_schema(search),)
         ),
         (f"[TOOL_CALLS] [{ONE}]", "mistral", ""),
         ('Look: [TOOL_CALLS]search[CALL_ID]a1[ARGS]{"query": "a<b"}', "mistral", "Look:"),
+        ('Look: <|tool_call>call:search{query:<|"|>a<b<|"|>}<tool_call|>', "braces", "Look:"),
+        ('<|tool_call>call:search{"query": <|"|>a<b<|"|>}', "braces", ""),
+        ("<|tool_call_start|>[search(query='a<b')]<|tool_call_end|> I look.", "python", "I look."),
+        ('<|tool_call_start|>search(query="a<b")', "python", ""),
+        (
+            " to=search<|message|><atem:function_calls>\n"
+            '<atem:invoke name="search">\n<atem:parameter name="query">a<b</atem:parameter>\n</atem:invoke>\n'
+            "</atem:function_calls>",
+            "invoke",
+            "",
+        ),
     ],
 )
 def test_calls_are_read_in_the_forms_of_other_families(text, form, said):
@@ -166,7 +178,7 @@ def test_arguments_that_are_written_as_texts_have_the_types_of_the_schema():
     assert call.arguments == {"query": "12", "limit": 12, "kind": "text"}
 
 
-@pytest.mark.parametrize("form", ["parameters", "keys", "harmony", "mistral", "deepseek"])
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("tags", "object")])
 def test_an_answer_without_a_call_is_what_it_says(form):
     for text in ("The answer is 4.", "<|channel|>final<|message|>4<|return|>", '{"name": "f"}', ""):
         assert read_calls(text, form, TYPED) == ((), "", text)
@@ -194,6 +206,25 @@ def test_an_answer_without_a_call_is_what_it_says(form):
         ("[TOOL_CALLS][ARGS]{}", "mistral", "the call has no name; write [TOOL_CALLS] [{"),
         (f"{BEGIN}f", "deepseek", f"the call cannot be read; write {BEGIN}function"),
         (f"<tool_call><function=f><parameter=a>{'[' * 100_000}</parameter>", "parameters", ""),
+        ("<|tool_call>call:f(3)<tool_call|>", "braces", "not valid JSON"),
+        ("<|tool_call>call:{}", "braces", "the call has no name; write <|tool_call>call:NAME{"),
+        ('<|tool_call>call:f{a:<|"|>never closed}', "braces", "not valid JSON"),
+        (f"<|tool_call>call:f{{a:{'[' * 100_000}", "braces", "not valid JSON"),
+        ("<|tool_call_start|>[f(3)]", "python", "each argument of f needs its name before it; write"),
+        ("<|tool_call_start|>[f(**a)]", "python", "each argument of f needs its name before it"),
+        ("<|tool_call_start|>[f(a=g())]", "python", "malformed node"),
+        ("<|tool_call_start|>[f(a=1j)]", "python", "1j is no value of JSON"),
+        ("<|tool_call_start|>[f(a={1})]", "python", "{1} is no value of JSON"),
+        ("<|tool_call_start|>[3]", "python", "the call has no name"),
+        ("<|tool_call_start|>[f(a='b]", "python", "the calls are not Python"),
+        ("<|tool_call_start|>\x00", "python", "write <|tool_call_start|>"),
+        (f"<|tool_call_start|>f(a={'[' * 100_000})", "python", "the calls are not Python"),
+        (f"<|tool_call_start|>f(a={'-' * 100_000}1)", "python", "the calls are not Python"),
+        (f"<|tool_call_start|>f(a={'+'.join(['1'] * 100_000)})", "python", "write"),
+        (f"<|tool_call_start|>{'g.' * 100_000}f(a=1)", "python", "the calls are not Python"),
+        ("<atem:function_calls>f</atem:function_calls>", "invoke", "the call has no name"),
+        ("<atem:function_calls>", "invoke", "the call has no name; write <atem:function_calls>"),
+        ('<atem:function_calls><atem:invoke name="f">3</atem:invoke>', "invoke", "of f cannot be read from '3' on"),
     ],
 )
 def test_a_call_of_another_form_that_cannot_be_read_is_an_observation(text, form, problem):
@@ -294,8 +325,11 @@ READ = {
     "gpt-oss": "harmony",
     "mistral-v3": "mistral",
     "deepseek-v3": "deepseek",
+    "gemma4": "braces",
+    "lfm2": "python",
+    "lfm2.5": "python",
+    "muse": "invoke",
 }
-NOT_READ = ("gemma4",)
 ARGUMENTS = {"x": '12 "<b>" é \n</parameter ', "n": 2.5, "list": [1, {"a": None}], "more": True}
 
 
@@ -331,11 +365,15 @@ def test_what_a_template_writes_as_a_call_is_read_as_that_call(name):
     assert not found.problem
 
 
-@pytest.mark.parametrize("name", NOT_READ)
-def test_calls_in_a_form_that_is_not_read_are_an_error_at_the_start(name):
+def test_calls_in_a_form_that_is_not_read_are_an_error_at_the_start():
+    backend = copy.copy(backend_of("smollm2"))
+    backend.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message.content }}{% for call in message.tool_calls or () %}"
+        "call {{ call.function.name }} with {{ call.function.arguments.x }}{% endfor %}<|im_end|>{% endfor %}"
+    )
     with pytest.raises(ValueError, match=r"a task: the model's chat template writes calls as .*leave"):
-        Dialogue("a task", Tokenizer(backend_of(name), eos_tokens=()), TOOLS)
-    Dialogue("a task", Tokenizer(backend_of(name), eos_tokens=()), ())
+        Dialogue("a task", Tokenizer(backend, eos_tokens=()), TOOLS)
+    Dialogue("a task", Tokenizer(backend, eos_tokens=()), ())
 
 
 def test_the_middle_of_a_long_reply_is_cut_out():
@@ -372,12 +410,20 @@ def test_the_warm_start_of_the_demo_imitates_what_the_demo_s_conversations_write
         ("parameters", "<tool_call>\n<function=f>\n" + "<parameter=a>" * 20_000),
         ("keys", "<tool_call>f" + "<arg_key>a</arg_key>" * 20_000),
         ("keys", "<tool_call>f" + "<arg_key>a</arg_key><arg_value>" * 20_000),
+        ("braces", "<|tool_call>call:f{" + '<|"|>a' * 50_001),
+        ("braces", "<|tool_call>call:f{" + "a " * 50_000),
+        ("braces", "<|tool_call>call:f{" + "a" * 100_000 + " " * 100_000),
+        ("python", "<|tool_call_start|>f(a=" + "'\\" * 50_000),
+        ("python", "<|tool_call_start|>f(a=" + "\"'" * 50_001),
+        ("invoke", " to=a" * 50_000 + "<atem:function_calls>f"),
+        ("invoke", '<atem:function_calls><atem:invoke name="f">' + '<atem:parameter name="a">' * 20_000),
+        ("invoke", "<atem:function_calls>" + '<atem:invoke name="f">' * 20_000),
     ],
-    ids=["parameters", "keys", "values"],
+    ids=lambda each: each[:24],
 )
 def test_marks_that_are_never_closed_are_read_in_linear_time(form, text):
     """Models repeat themselves, and calls are read by the thread that decodes: 53 and 17 s when it was quadratic."""
     start = time.process_time()
     found = read_calls(text, form)
     assert time.process_time() - start < 5.0
-    assert found.calls == () and "cannot be read" in found.problem
+    assert found.calls == () and found.problem
