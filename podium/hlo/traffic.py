@@ -20,6 +20,8 @@ FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "
 SLICES = ("dynamic-slice", "slice", "gather")
 IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
 """Instructions that replace a part of operand 0, with the number of the operand that holds the new part."""
+ALIASING = "output_to_operand_aliasing"
+ACCESSED = re.compile(r'"bytes_accessed":\s*"?(\d+)')
 
 
 def products(instruction: Instruction, computation: Computation) -> int:
@@ -83,6 +85,10 @@ def hbm_traffic(instruction: Instruction, computation: Computation, module: Modu
     if opcode in SLICES:
         ends = (instruction.shapes[0], operands[0].shapes[0])
         return instruction.shapes[0].padded_size * sum(shape.space == HBM for shape in ends)
+    kernel = instruction.attribute("custom_call_target") == '"tpu_custom_call"'
+    declared = ACCESSED.search(instruction.attributes) if kernel and instruction.attribute(ALIASING) else None
+    if declared:  # it changes a part of an array in place
+        return int(declared[1])
     distinct = {each.name: each for each in operands}.values()
     results = instruction.shapes
     if instruction.attribute("custom_call_target").startswith('"__cublas'):
@@ -137,7 +143,7 @@ def _replaced(instruction: Instruction, computation: Computation) -> int:
 def _fusion_traffic(fusion: Instruction, operands: list[Instruction], module: Module) -> int:
     """Bytes that a fusion reads and writes; of a sliced array, only the slices count."""
     inner = module.computations[fusion.callees["calls"][0]]
-    aliasing = fusion.attribute("output_to_operand_aliasing")
+    aliasing = fusion.attribute(ALIASING)
     handed_on = {
         int(number) for number in re.findall(r"\((\d+), \{", aliasing)
     }  # through the steps of a running gather

@@ -30,8 +30,9 @@ from podium.config.attention import KvLayout, cache_block_pages, kv_layout
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import cache_pages, ring_piece
 from podium.kernels import gpu_decode
+from podium.kernels.tpu_delta import delta_step, steps_in_place
 from podium.models.architecture import DecoderConfig
-from podium.models.blocks.kind import Advance, At, States, StateSpec, Work
+from podium.models.blocks.kind import Advance, At, States, StateSpec, Stepping, StoredState, Work
 from podium.models.linear import full_precision
 from podium.models.visibility import seen_in_sequence
 from podium.rollout.kept import Kept, kept_places, kv_pages, num_cells
@@ -166,6 +167,8 @@ class Rows:
     starts: jax.Array  # [R] int32, tokens in the cache so far
     counts: jax.Array  # [R] int32, number of new tokens; the rest of a row is padding
     rules: ShardingRules
+    single: bool = False
+    """Whether each row has at most one new token, and starts behind others."""
 
     def attend(
         self, kept: PlaceCache, at: At, q: jax.Array, k: jax.Array, v: jax.Array
@@ -192,13 +195,40 @@ class Rows:
 
     def recur(self, kept: PlaceCache, at: At, initial: States, advance: Advance) -> tuple[PlaceCache, jax.Array]:
         """Advance the rows' states by the new tokens; returns the updated cache and the output y of `advance`."""
-        rows, begun = self.rules.spec(("batch",)), self.starts > 0
-        specs = tuple(self.rules.spec(axes) for axes in kept.axes)
-        of_rows = tuple(self.rules.spec(axes[1:]) for axes in kept.axes)
-        mapped = functools.partial(jax.shard_map, mesh=self.rules.mesh)
+        if self.single and isinstance(advance, Stepping) and _in_place(self.rules, kept.states[-1].shape[2:]):
+            before = self._read(kept.states[:-1], kept.axes, at, initial[:-1])
+            state = StateInCells(kept.states[-1], kept.axes[-1], at.layer, self)
+            new, state, y = advance.step(before, state, self.counts)
+            assert isinstance(state, StateInCells)
+            states = (*self._write(kept.states[:-1], kept.axes, at, new), state.stored)
+        else:
+            new, y = advance.append(self._read(kept.states, kept.axes, at, initial), self.counts)
+            states = self._write(kept.states, kept.axes, at, new)
+        return dataclasses.replace(kept, states=states), y
+
+    @jax.named_scope("cache")
+    def _read(self, stored: States, axes: Sequence[tuple[str | None, ...]], at: At, initial: States) -> States:
+        """The rows' states, from their cells; those of sequences without previous tokens are `initial`."""
+        begun, axes = self.starts > 0, axes[: len(stored)]
 
         def read(stored: States, layer: jax.Array, cells: jax.Array) -> States:
             return tuple(x.at[layer, cells].get(mode="clip") for x in stored)
+
+        found = jax.shard_map(
+            read,
+            mesh=self.rules.mesh,
+            in_specs=(tuple(map(self.rules.spec, axes)), PartitionSpec(), self.rules.spec(("batch",))),
+            out_specs=tuple(self.rules.spec(own[1:]) for own in axes),
+        )(stored, at.layer, self.cells)
+        return tuple(
+            jnp.where(jnp.expand_dims(begun, range(1, x.ndim)), x, first)
+            for x, first in zip(found, initial, strict=True)
+        )
+
+    @jax.named_scope("cache")
+    def _write(self, stored: States, axes: Sequence[tuple[str | None, ...]], at: At, new: States) -> States:
+        """Store new states of the rows with new tokens."""
+        axes = axes[: len(stored)]
 
         def write(stored: States, layer: jax.Array, cells: jax.Array, counts: jax.Array, new: States) -> States:
             pairs = zip(stored, new, strict=True)
@@ -207,20 +237,43 @@ class Rows:
                 for x, y in pairs
             )
 
-        with jax.named_scope("cache"):
-            found = mapped(read, in_specs=(specs, PartitionSpec(), rows), out_specs=of_rows)(
-                kept.states, at.layer, self.cells
-            )
-            before = tuple(
-                jnp.where(jnp.expand_dims(begun, range(1, x.ndim)), x, first)
-                for x, first in zip(found, initial, strict=True)
-            )
-        new, y = advance.append(before, self.counts)
-        with jax.named_scope("cache"):
-            states = mapped(write, in_specs=(specs, PartitionSpec(), rows, rows, of_rows), out_specs=specs)(
-                kept.states, at.layer, self.cells, self.counts, new
-            )
-        return dataclasses.replace(kept, states=states), y
+        specs, rows = tuple(map(self.rules.spec, axes)), self.rules.spec(("batch",))
+        of_rows = tuple(self.rules.spec(own[1:]) for own in axes)
+        return jax.shard_map(
+            write, mesh=self.rules.mesh, in_specs=(specs, PartitionSpec(), rows, rows, of_rows), out_specs=specs
+        )(stored, at.layer, self.cells, self.counts, new)
+
+
+def _in_place(rules: ShardingRules, state: tuple[int, ...]) -> bool:
+    """Whether a decode step updates states of these sizes where they are stored: on a TPU, in whole tiles."""
+    return rules.platform == "tpu" and steps_in_place(state)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateInCells:
+    """Implements `podium.models.blocks.kind.StoredState`: the last state of a recurrent layer."""
+
+    stored: jax.Array  # [L, M, V, N, P]
+    axes: tuple[str | None, ...]  # logical axes of `stored`
+    layer: jax.Array  # [] int32
+    rows: Rows
+
+    @jax.named_scope("delta_step")
+    def delta_step(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, /
+    ) -> tuple[StoredState, jax.Array]:
+        """Advance the cells of the rows that have a new token."""
+        rules = self.rows.rules
+        cells, of_rows = rules.spec(self.axes), rules.spec(("batch",))
+        by_head, vectors = rules.spec(("batch", self.axes[2])), rules.spec(("batch", self.axes[2], None))
+        stored, y = jax.shard_map(
+            functools.partial(delta_step, interpret=rules.platform != "tpu"),
+            mesh=rules.mesh,
+            in_specs=(cells, PartitionSpec(), of_rows, of_rows, *[vectors] * 3, *[by_head] * 2),
+            out_specs=(cells, vectors),
+            check_vma=False,
+        )(self.stored, self.layer, self.rows.cells, self.rows.counts > 0, q, k, v, decay, beta)
+        return dataclasses.replace(self, stored=stored), y
 
 
 def extend(

@@ -448,7 +448,7 @@ def _next_logits(
     """
     starts = where.lengths * where.live  # slots that are not live attend to nothing
     counts = where.live.astype(jnp.int32)
-    rows = Rows(tables=slots.tables, cells=slots.cells, starts=starts, counts=counts, rules=rules)
+    rows = Rows(tables=slots.tables, cells=slots.cells, starts=starts, counts=counts, rules=rules, single=True)
     hidden, cache, choices = _enter(params, cache, where.tokens[:, None], rows, decoder=decoder, dtype=dtype)
     logits = _logits(hidden[:, 0], params, decoder=decoder, rules=rules, dtype=dtype)
     return logits, cache, None if choices is None else choices[:, 0]

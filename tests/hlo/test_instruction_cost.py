@@ -265,6 +265,16 @@ def test_a_triton_kernel_counts_with_what_it_declares():
     assert cost.hbm_bytes == 2 * 2 * 16 * 4 * 512 * 128
 
 
+def test_a_tpu_kernel_that_changes_an_array_in_place_moves_what_it_declares():
+    """Other kernels move their operands and results, whatever they declare."""
+    config = '{"custom_call_config":{"body":"","cost_estimate":{"flops":"70","bytes_accessed":"549453824"}}}'
+    call = f"""  %s = f32[8,520,8,128,128]{{4,3,2,1,0}} parameter(0)
+  ROOT %c = f32[8,520,8,128,128]{{4,3,2,1,0}} custom-call(%s), custom_call_target="tpu_custom_call", \
+ALIASEDbackend_config={config}"""
+    assert cost_of(call.replace("ALIASED", "output_to_operand_aliasing={{}: (0, {})}, ")).hbm_bytes == 549453824
+    assert cost_of(call.replace("ALIASED", "")).hbm_bytes == 2 * 4 * 8 * 520 * 8 * 128 * 128
+
+
 def test_the_workspace_of_a_product_by_cublas_is_not_traffic():
     cost = cost_of("""  %x = bf16[64,2048]{1,0} parameter(0)
   %w = bf16[2048,512]{1,0} parameter(1)

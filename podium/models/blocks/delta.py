@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from podium.models.blocks.kind import Applied, Context, Packed, States, StateSpec, Work
+from podium.models.blocks.kind import Applied, Context, Packed, States, StateSpec, StoredState, Work
 from podium.models.blocks.rope import Rope
 from podium.models.blocks.spec import ParamSpec, ParamSpecs
 from podium.models.blocks.weights import LayerWeights
@@ -36,18 +36,36 @@ class _Rule:
         """Advance rows of one sequence each."""
         import jax.numpy as jnp
 
-        from podium.models.blocks.delta_rule import chunked, next_conv, one_step
+        from podium.models.blocks.delta_rule import chunked, one_step
 
         *tails, state = states
-        given = zip((self.q, self.k, self.v), self.taps, tails, strict=True)
-        (q, q_tail), (k, k_tail), (v, v_tail) = (next_conv(x, taps, tail, counts) for x, taps, tail in given)
+        tails, (q, k, v) = self._convolved(tails, counts)
         real = jnp.arange(v.shape[1])[None] < counts[:, None]
         tokens = self._tokens(
             q, k, v, jnp.where(real[:, :, None], self.g, 0), jnp.where(real[:, :, None], self.beta, 0)
         )
         own = state.reshape(*tokens.v.shape[:1], *tokens.v.shape[2:4], *state.shape[2:])  # [B, K, R, N, P]
         y, own = one_step(tokens, own) if v.shape[1] == 1 else chunked(tokens, own, CHUNK)
-        return (q_tail, k_tail, v_tail, own.reshape(state.shape)), y.reshape(v.shape)
+        return (*tails, own.reshape(state.shape)), y.reshape(v.shape)
+
+    def step(self, states: States, stored: StoredState, counts: jax.Array, /) -> tuple[States, StoredState, jax.Array]:
+        """Advance rows by one token each, the large state where it is stored."""
+        import jax.numpy as jnp
+
+        from podium.models.blocks.delta_rule import unit
+
+        tails, (q, k, v) = self._convolved(states, counts)
+        q, k, v = (x[:, 0].astype(jnp.float32) for x in (unit(q) * q.shape[-1] ** -0.5, unit(k), v))
+        stored, y = stored.delta_step(q, k, v, jnp.exp(self.g[:, 0]), self.beta[:, 0])
+        return tails, stored, y[:, None]
+
+    def _convolved(self, tails: Sequence[jax.Array], counts: jax.Array) -> tuple[States, Sequence[jax.Array]]:
+        """The inputs of the next convolutions, and q, k and v behind them."""
+        from podium.models.blocks.delta_rule import next_conv
+
+        given = zip((self.q, self.k, self.v), self.taps, tails, strict=True)
+        found = [next_conv(x, taps, tail, counts) for x, taps, tail in given]
+        return tuple(tail for _, tail in found), [x for x, _ in found]
 
     def packed(self, rows: Packed, /) -> jax.Array:
         """Compute whole sequences in packed rows."""

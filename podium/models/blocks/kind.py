@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from podium.models.blocks.activation import Activation
 from podium.models.blocks.choices import Recorded
@@ -122,6 +122,28 @@ class Advance(Protocol):
 
     def packed(self, rows: Packed, /) -> jax.Array:
         """Compute y [B, T, ...] of whole sequences in packed rows; y at padding is finite and ignored."""
+        ...
+
+
+class StoredState(Protocol):
+    """A state of rows of one sequence each, in the cache that stores it."""
+
+    def delta_step(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, /
+    ) -> tuple[StoredState, jax.Array]:
+        """Advance by one token each, in place; returns the state and y.
+
+        Arguments and y are those of `podium.kernels.tpu_delta.delta_step`.
+        """
+        ...
+
+
+@runtime_checkable
+class Stepping(Advance, Protocol):
+    """An `Advance` that can leave its last state where it is stored while each row advances by one token."""
+
+    def step(self, states: States, stored: StoredState, counts: jax.Array, /) -> tuple[States, StoredState, jax.Array]:
+        """Advance as `append` does; `states` are all but the last."""
         ...
 
 
