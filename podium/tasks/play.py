@@ -15,9 +15,12 @@ from podium.tasks.conversation import ToolCall, Turn
 from podium.tasks.environment_forms import conversing, form_of
 from podium.tasks.registry import TASKS, in_family, make_task
 from podium.tasks.task import Prompt
-from podium.tasks.tool_calls import Calls, read_calls
+from podium.tasks.tool_calls import FORMS, LIST_CLOSE, LIST_OPEN, Calls, read_calls
 
-HELP = 'an answer a line; a call is `TOOL {"argument": value}` or what a model writes; an empty line ends'
+HELP = (
+    'an answer a line; a call is `TOOL {"argument": value}`, `TOOL(argument=value)` or what any model writes; an empty'
+    " line ends"
+)
 
 
 def play(target: str, answers: Iterable[str], say: Callable[[str], None], *, seed: int = 0, number: int = 0) -> float:
@@ -93,19 +96,28 @@ def _first(prompt: Prompt, begun: str | None) -> Sequence[Message]:
 
 
 def _read(text: str, tools: Sequence[ToolSchema]) -> Calls:
-    """The calls in a typed answer: as a model writes them, or a tool's name and its arguments as JSON."""
+    """The calls in a typed answer: a tool's name with arguments in JSON or Python, or as a model writes it."""
     name, _, arguments = text.strip().partition(" ")
     function: Any
     for function in (tool["function"] for tool in tools):
         if name == function["name"]:
-            try:
-                given = json.loads(arguments or "{}")
-            except ValueError as error:
-                return Calls(problem=f"the arguments are not valid JSON ({error})")
-            if isinstance(given, dict):
-                return Calls(calls=(ToolCall(name=name, arguments=given),))
-            return Calls(problem="the arguments are no object")
-    return read_calls(text, "tags") if tools else Calls(said=text)
+            return _named(name, arguments)
+        if text.strip().startswith(f"{function['name']}("):
+            return read_calls(f"{LIST_OPEN}{text.strip()}{LIST_CLOSE}", "python", tools)
+    found = [read_calls(text, form, tools) for form in FORMS] if tools else []
+    read = [each for each in found if each.calls] or [each for each in found if each.problem]
+    return read[0] if read else Calls(said=text)
+
+
+def _named(name: str, arguments: str) -> Calls:
+    """A call with arguments as JSON; without any, none."""
+    try:
+        given = json.loads(arguments or "{}")
+    except ValueError as error:
+        return Calls(problem=f"the arguments are not valid JSON ({error})")
+    if isinstance(given, dict):
+        return Calls(calls=(ToolCall(name=name, arguments=given),))
+    return Calls(problem="the arguments are no object")
 
 
 def _show(say: Callable[[str], None], messages: Iterable[Message]) -> None:

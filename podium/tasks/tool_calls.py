@@ -234,18 +234,21 @@ def _python(text: str, types: Types) -> list[ToolCall]:
     lines = STRING.sub(lambda found: found[0].replace("\n", "\\n"), text.strip())  # LFM2.5 does not escape them
     try:
         found = ast.parse(lines, mode="eval").body
-        return [_of_node(each) for each in (found.elts if isinstance(found, ast.List) else [found])]
+        return [_of_node(each, types) for each in (found.elts if isinstance(found, ast.List) else [found])]
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"the calls are not Python ({error})") from None
 
 
-def _of_node(node: ast.expr) -> ToolCall:
+def _of_node(node: ast.expr, types: Types) -> ToolCall:
+    """A call; arguments without names are the first ones of the tool's schema."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
         raise ValueError("the call has no name")
     name = ast.unparse(node.func)
-    if node.args or any(each.arg is None for each in node.keywords):
+    known = [key for tool, _, key in (each.partition("\n") for each in types) if tool == name]
+    if len(node.args) > len(known) or any(each.arg is None for each in node.keywords):
         raise ValueError(f"each argument of {name} needs its name before it")
-    return ToolCall(name=name, arguments={str(each.arg): _literal(each.value) for each in node.keywords})
+    given = {key: _literal(value) for key, value in zip(known, node.args, strict=False)}
+    return ToolCall(name=name, arguments=given | {str(each.arg): _literal(each.value) for each in node.keywords})
 
 
 def _literal(node: ast.expr) -> object:

@@ -62,6 +62,35 @@ def test_a_tool_is_called_and_the_last_answer_graded():
     assert graded == 0.0 and "[calculator] 42" in lines and any("not valid JSON" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        'calculator("2*21")',
+        "calculator(expression='2*21')",
+        '{"name": "calculator", "arguments": {"expression": "2*21"}}',
+        "<tool_call>calculator<arg_key>expression</arg_key><arg_value>2*21</arg_value></tool_call>",
+        "<tool_call><function=calculator><parameter=expression>2*21</parameter></function></tool_call>",
+        '<|tool_call>call:calculator{expression:<|"|>2*21<|"|>}<tool_call|>',
+        "<|tool_call_start|>[calculator(expression='2*21')]<|tool_call_end|>",
+    ],
+)
+def test_a_call_may_be_typed_as_in_python_or_as_any_model_writes_it(call):
+    assert "[calculator] 42" in played("calculator", call, "no")[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        ("calculator(1, 2)", "each argument of calculator needs its name"),
+        ("calculator(", "not Python"),
+        ('{"name": "calculator", ', "not valid JSON"),
+        ('<tool_call>{"name": "calculator"', "not valid JSON"),
+    ],
+)
+def test_a_typed_call_that_cannot_be_read_is_answered_with_what_is_wrong(call, problem):
+    assert any(problem in line for line in played("calculator", call, "no")[1])
+
+
 def test_an_environment_begins_replies_and_pays():
     paid, lines = played("test_play:Rows", 'word {"text": "a"}', 'word {"text": "b"}', "")
     assert paid == pytest.approx(2 / 3)

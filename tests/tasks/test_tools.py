@@ -158,6 +158,7 @@ TYPED = (tool_schema(search),)
         ('<|tool_call>call:search{"query": <|"|>a<b<|"|>}', "braces", ""),
         ("<|tool_call_start|>[search(query='a<b')]<|tool_call_end|> I look.", "python", "I look."),
         ('<|tool_call_start|>search(query="a<b")', "python", ""),
+        ('<|tool_call_start|>[search("a<b")]<|tool_call_end|>', "python", ""),
         (
             " to=search<|message|><atem:function_calls>\n"
             '<atem:invoke name="search">\n<atem:parameter name="query">a<b</atem:parameter>\n</atem:invoke>\n'
