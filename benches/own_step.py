@@ -77,7 +77,7 @@ class OwnStep:
         with self.clock("rollout"):
             groups, _ = self.rollouts.answer(self.rollouts.feed.next(self.config.prompts_per_step))
         with self.clock("update"):
-            batches, batched = self.trainer.prepare(self.state.params, groups)
+            batches, batched = self.trainer.prepare(self.state, groups)
             self.state, updated = self.trainer.update(self.state, batches, self.steps)
             jax.block_until_ready(self.state)
             self.steps += 1

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from benches.record import arguments, record
 from podium.algorithms.recipes import RECIPES
+from podium.config.critic import CriticConfig
 from podium.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -110,6 +111,7 @@ def make_config(model: Path, runs: Path, recipe: str) -> Config:
         train=TrainConfig(
             dtype="float32", rows_per_device=64, remat="none", optimizer=OptimizerConfig(learning_rate=3e-3)
         ),
+        critic=CriticConfig(learning_rate=3e-3) if RECIPES[recipe].learns_values else None,
         eval=EvalConfig(at_start=False, at_end=False),
         checkpoint=CheckpointConfig(every_steps=0),
     )

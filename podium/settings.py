@@ -160,6 +160,22 @@ def _teacher(config: Config) -> Iterator[Contradiction]:
             yield Contradiction((f"rollout.{key}", "teacher"), f"{rule}; set it to {off:g}")
 
 
+def _critic(config: Config) -> Iterator[Contradiction]:
+    """Report a critic that the recipe does not use."""
+    try:
+        recipe = resolve_recipe(config)
+    except ValueError:
+        return  # `_algorithm` has reported it
+    if config.critic is None:
+        return
+    if not recipe.learns_values:
+        rule = f"recipe {config.algorithm.recipe} computes advantages without a critic, so nothing reads it"
+        yield Contradiction(("critic", "algorithm.recipe"), f"{rule}; set algorithm.recipe to ppo, or leave critic out")
+    elif config.critic.warmup_steps >= config.steps:
+        rule = f"in {config.critic.warmup_steps} of {config.steps} steps the policy is not updated"
+        yield Contradiction(("critic.warmup_steps", "steps"), f"{rule}; set it below steps")
+
+
 def _teacher_loss(config: Config) -> Iterator[Contradiction]:
     """Report options that a way to learn from a teacher does not read, or cannot be combined with."""
     if config.teacher is None:
@@ -315,7 +331,18 @@ def _curricula(config: Config) -> Iterator[Contradiction]:
             yield Contradiction((f"tasks.{index}.curriculum", "algorithm.recipe"), rule)
 
 
-RULES = (_names, _algorithm, _teacher, _teacher_loss, _rewards, _layout, _in_flight, _conversations, _curricula)
+RULES = (
+    _names,
+    _algorithm,
+    _teacher,
+    _teacher_loss,
+    _critic,
+    _rewards,
+    _layout,
+    _in_flight,
+    _conversations,
+    _curricula,
+)
 """Rules of recipes and rewards, in addition to those of `podium.config.schema`."""
 
 

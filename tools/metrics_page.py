@@ -62,7 +62,7 @@ SEED = (
         "train-reward/func/{correct,format,tags}/mean",
         "before its weight (was: weighted), so that weights can be compared",
     ),
-    ("train-ppo/*", "none", "no recipe has a critic"),
+    ("train-ppo/*", "critic/*", "of the step, before its first update"),
     ("tpu/mem/*", "memory/train/*", "the largest over devices, in GiB, on GPUs too"),
     ("eval/reward/*, eval_full/*/mean_per_completion", "eval/<task>/avg_at_k", "by task"),
     ("eval_full/accuracy, eval/accuracy/accuracy", "eval/<task>/accuracy", "unweighted, by task, with its interval"),

@@ -16,9 +16,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from podium.algorithms.advantages import (
+    RETURNS,
+    VALUES,
     Mean,
     batch_mean_advantages,
     decoupled_advantages,
+    gae_advantages,
     group_advantages,
     leave_one_out_advantages,
     length_weighted_advantages,
@@ -147,6 +150,9 @@ class Recipe:
     """Whether completions come from the data, one per prompt, instead of being sampled."""
     teacher: Teaching | None = None
     """None: there is no teacher, only rewards."""
+    learns_values: bool = False
+    """Whether a critic's values are scores of the tokens. What it learns is computed with the `gamma` and `lam` of
+    the advantage."""
     needs: tuple[str, ...] = ()
     """Further scores that advantage or loss read, as `package.module:function`: the function returns a
     `podium.train.scorers.Scorer`, whose scores are passed as `scores["function"]`."""
@@ -182,7 +188,8 @@ class Recipe:
         """Names of the scores that a batch keeps for its updates: those that are not used in advantages alone."""
         kept = {OLD_LOGPROBS: self.scores_old_logprobs, REFERENCE_LOGPROBS: self.kl != "k1_reward"}
         hidden = (TEACHER_HIDDEN,) if self.teacher is not None and self.teacher.loss == "full" else ()
-        return (*(name for name in map(score_name, self.scorers) if kept.get(name, True)), *hidden)
+        valued = (VALUES, RETURNS) if self.learns_values else ()
+        return (*(name for name in map(score_name, self.scorers) if kept.get(name, True)), *hidden, *valued)
 
 
 def score_name(scorer: str) -> str:
@@ -449,6 +456,21 @@ def distill() -> Recipe:
     return Recipe(advantage=partial(no_advantages), group_baseline=False, mean="token")
 
 
+def ppo() -> Recipe:
+    """PPO (arXiv:1707.06347) with a critic and generalised advantages (arXiv:1506.02438), standardised over the batch.
+
+    Differs: policy and critic share no weights, and each has its own optimizer; lambda is 1, as in verl and OpenRLHF,
+    because a shorter view reaches only the end of long answers (the papers: 0.95; set `advantage_options`). The ratio's
+    denominator is the sampler's own log-probabilities. `kl: k1_reward` charges a completion at its last token.
+    """
+    return Recipe(
+        advantage=partial(gae_advantages, gamma=1.0, lam=1.0, std="batch", std_ddof=1, std_eps=1e-8),
+        group_baseline=False,
+        mean="token",
+        learns_values=True,
+    )
+
+
 RECIPES: dict[str, Recipe] = {
     "grpo": grpo(),
     "dr_grpo": dr_grpo(),
@@ -470,6 +492,7 @@ RECIPES: dict[str, Recipe] = {
     "maxrl": maxrl(),
     "sft": sft(),
     "distill": distill(),
+    "ppo": ppo(),
 }
 """The values of `algorithm.recipe`. To add a recipe, write a function above and a line here."""
 
@@ -508,6 +531,7 @@ def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int
         *_advantage_conflicts(config, recipe, group_size),
         *_advantage_option_conflicts(config, recipe, group_size),
         *_credit_conflicts(config, recipe),
+        *_value_conflicts(config, recipe),
         *_loss_conflicts(config, recipe),
         *_loss_option_conflicts(config, recipe),
         *_correction_conflicts(config, recipe),
@@ -581,6 +605,21 @@ def _credit_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
         yield "credit", f"recipe {config.recipe} compares parts of rewards, which turns have not; set credit to episode"
     if recipe.kl == "k1_reward":
         yield "credit", "a KL in the reward is of whole conversations; set algorithm.kl to k2, k3 or k3+"
+
+
+def _value_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
+    if not recipe.learns_values:
+        return
+    bound = recipe.advantage.keywords
+    if bound.get("std") == "group":
+        rule = f"recipe {config.recipe} has an advantage for each token, not each completion"
+        yield "std", f"{rule}; set it to batch or none"
+    for option in ("gamma", "lam"):
+        if not 0 <= bound[option] <= 1:
+            yield "advantage_options", f"{option} {bound[option]:g} must be from 0 to 1"
+    if recipe.loss in ("gspo", "gmpo"):
+        rule = f"loss {recipe.loss} has one ratio for a completion, and a critic gives each token its own advantage"
+        yield "loss", f"{rule}; set it to clipped"
 
 
 def _loss_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:

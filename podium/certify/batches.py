@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podium.algorithms.advantages import RETURNS, VALUES
 from podium.algorithms.recipes import OLD_LOGPROBS, RECIPES, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Recipe, Teaching
 from podium.certify.naive import Sequences
 from podium.certify.naive_rules import RULES, Rules
@@ -34,7 +35,9 @@ MOST_SHIFT = 2
 POLICY = 0
 REFERENCE = 1
 TEACHER = 2
-"""Arguments of `table`: the made-up log-probabilities of the policy, of the reference model and of a teacher."""
+CRITIC = 3
+"""Arguments of `table`: the made-up log-probabilities of the policy, of the reference model and of a teacher, and the
+values of a critic."""
 TEACHER_WEIGHT = 0.7
 
 
@@ -52,6 +55,7 @@ class Values(NamedTuple):
     advantage: float
     old: float
     reference: float
+    returned: float
 
 
 def batch_checks(updates: Updates) -> Iterator[Check]:
@@ -98,8 +102,8 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
     )
     yield Check(
         name="advantages",
-        claim="each token has the advantage that the recipe's formula gives its episode, or its turn",
-        difference=max(each.errors.advantage for each in compared),
+        claim="each token has the advantage, and a critic's target, that the recipe's formula gives it",
+        difference=max(max(each.errors.advantage, each.errors.returned) for each in compared),
         after=(*placed, "scores"),
     )
 
@@ -120,6 +124,13 @@ def variants() -> Iterator[Variant]:
     for name in ("grpo", "dr_grpo", "rloo", "gspo"):
         yield _variant(name, {**halves, "credit": "turn", "gamma": 0.5})
     yield _variant("dapo", {**halves, "zero_variance": "drop", "credit": "turn"})
+    shorter = _variant("ppo", {"std": "none", "mask_truncated": True})
+    options = {"gamma": 0.9, "lam": 0.8}
+    advantage = functools.partial(shorter.recipe.advantage, **options)
+    yield Variant(
+        dataclasses.replace(shorter.recipe, advantage=advantage),
+        dataclasses.replace(shorter.rules, advantage_options=options),
+    )
     for name in ("distill", "grpo"):
         plain = _variant(name, halves)
         taught = dataclasses.replace(plain.recipe, teacher=Teaching(weight=TEACHER_WEIGHT))
@@ -197,6 +208,7 @@ class Compared:
         errors = np.abs(ours - naive)
         errors[:, 0] /= naive[:, 0]  # weights of long episodes count as those of short ones
         errors[:, 1] /= sizes[1] or 1.0
+        errors[:, 4] /= sizes[4] or 1.0
         return Values(*errors.max(axis=0).tolist())
 
     def _share(self, missing: Any) -> float:
@@ -221,12 +233,15 @@ def _prepared(updates: Updates, form: Form, recipe: Recipe, groups: list[Group])
 
     params = {"table": jnp.float32(TEACHER)}
     teacher = Scorer(name=TEACHER_LOGPROBS, decoder=settings.decoder, params=params, program=score)
+    params = {"table": jnp.float32(CRITIC)}
+    critic = Scorer(name=VALUES, decoder=settings.decoder, params=params, program=score)
+    made = make_scorers(recipe, settings, score, {"table": jnp.float32(REFERENCE)}, teacher)
     batches, _ = prepare_step(
         groups,
         recipe,
         sizes_of(form, updates.subject),
         rules=settings.computing,
-        scorers=make_scorers(recipe, settings, score, {"table": jnp.float32(REFERENCE)}, teacher),
+        scorers=(*made, critic) if recipe.learns_values else made,
         policy={"table": jnp.float32(POLICY)},
     )
     return batches
@@ -248,6 +263,7 @@ def _naive_steps(subject: Subject, rules: Rules, groups: list[Group]) -> list[Se
         policy=lambda tokens, starts: model(POLICY, tokens, starts),
         reference=lambda tokens, starts: model(REFERENCE, tokens, starts),
         teacher=lambda tokens, starts: model(TEACHER, tokens, starts),
+        critic=lambda tokens, starts: model(CRITIC, tokens, starts),
     )
 
 
@@ -263,6 +279,7 @@ def _predictions(step: Sequences, rules: Rules) -> dict[Prediction, Values]:
             advantage=float(step.advantages[row, own]),
             old=float(step.old_logprobs[row, own]) if _keeps_old(rules) else 0.0,
             reference=float(step.reference_logprobs[row, own]) if rules.kl in ("k2", "k3", "k3+") else 0.0,
+            returned=float(step.returns[row, own]),
         )
     return found
 
@@ -292,6 +309,7 @@ def _trained(batch: Batch, rules: Rules) -> list[tuple[Prediction, Values]]:
         batch.advantages,
         batch.scores[OLD_LOGPROBS] if _keeps_old(rules) else nothing,
         batch.scores[REFERENCE_LOGPROBS] if rules.kl in ("k2", "k3", "k3+") else nothing,
+        batch.scores[RETURNS] if rules.advantage == "values" else nothing,
     )
     values = [np.concatenate(np.asarray(x)[:used]) for x in arrays]
     chosen = (mask != 0) | (values[0] != 0)

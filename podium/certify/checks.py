@@ -18,8 +18,18 @@ from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
 from podium.certify.result import Check
 from podium.certify.subject import ROW_TOKENS, Subject, make_group, one_device, tiny_clone
-from podium.certify.updates import PACKED, PLAIN, UNPACKED, Form, Updates, gradient_difference, loss_difference
+from podium.certify.updates import (
+    PACKED,
+    PLAIN,
+    UNPACKED,
+    Form,
+    Updates,
+    gradient_difference,
+    loss_difference,
+    relative,
+)
 from podium.config.attention import KERNELS
+from podium.config.critic import CriticConfig
 from podium.config.lora import TARGETS
 from podium.config.mesh import mesh_sizes
 from podium.config.schema import Attention, Remat
@@ -131,6 +141,9 @@ def update_checks(updates: Updates) -> Iterator[Check]:
         after=(*causes, "loss", "gradient"),
     )
     recipe = subject.recipe
+    if recipe.learns_values:
+        yield _value_check(updates, causes)
+        return  # completions of equal reward differ from what the critic expects
     if recipe.demonstrations:
         return  # their advantage is 1, whatever their reward
     if recipe.kl != "none" or recipe.entropy_bonus or recipe.teacher:
@@ -151,6 +164,20 @@ def update_checks(updates: Updates) -> Iterator[Check]:
         claim="completions of equal reward change no weight",
         difference=float(sum(np.count_nonzero(still.weights[name] != x) for name, x in subject.weights.items())),
         bar=0,
+    )
+
+
+def _value_check(updates: Updates, causes: tuple[str, ...]) -> Check:
+    """Compare an update of the critic, in packed rows of several micro-batches, with the naive one."""
+    clip = (updates.subject.config.critic or CriticConfig()).clip
+    found, naive = updates.value_update(Form(rows=2), clip=clip)
+    worst = max(relative(found.gradient[name], value) for name, value in naive.gradient.items())
+    return Check(
+        name="value update",
+        claim="the critic's loss and gradient equal those of the clipped squared error, computed in float64",
+        difference=max(abs(found.loss - naive.loss) / naive.loss, worst),
+        bar=updates.subject.gradient_bar,
+        after=causes,
     )
 
 

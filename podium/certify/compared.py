@@ -124,7 +124,7 @@ def _optimizer_steps(subject: Subject, training: Training) -> list[tuple[Step, l
     """Each step of a run, with the optimizer steps that the naive implementation makes of its groups."""
     rules = _rules(subject, training)
     return [
-        (step, subject.naive_steps(step.groups, rules, step.weights) * rules.updates_per_batch)
+        (step, subject.naive_steps(step.groups, rules, step.weights, step.critic) * rules.updates_per_batch)
         for step in training.steps
     ]
 
@@ -315,6 +315,7 @@ def _other_step(found: Step, expected: Step) -> int:
     shapes = (len(found.updates), len(ours)) != (len(expected.updates), len(theirs))
     other = sum(a != b for a, b in zip(ours, theirs, strict=False))
     pairs = zip(found.updates, expected.updates, strict=False)
+    other += _unequal(found.critic, expected.critic)
     return int(shapes) + other + sum(_unequal(a.after, b.after) + _unequal(a.gradient, b.gradient) for a, b in pairs)
 
 

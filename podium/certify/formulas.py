@@ -179,6 +179,8 @@ def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) ->
             sampled_logprobs=jnp.asarray(sampled),
             old_logprobs=jnp.asarray(old),
             reference_logprobs=jnp.asarray(reference),
+            values=jnp.zeros((S, LENGTH)),
+            returns=jnp.zeros((S, LENGTH)),
         )
 
         def naive(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -211,6 +213,8 @@ def _entropy_error(subject: Subject) -> float:
             sampled_logprobs=nothing,
             old_logprobs=nothing,
             reference_logprobs=nothing,
+            values=nothing,
+            returns=nothing,
         )
         found = Scores(logprobs=nothing, entropy=jnp.asarray(entropy), variance=nothing)
         expected, _ = objective(rules, found, sequences)

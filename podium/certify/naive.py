@@ -46,6 +46,8 @@ class Sequences:
     sampled_logprobs: jax.Array  # [S, n]
     old_logprobs: jax.Array  # [S, n], of the trainer before the step's first update
     reference_logprobs: jax.Array  # [S, n], of the first model; 0 without a KL
+    values: jax.Array  # [S, n], of the critic before the step's first update; 0 without a critic
+    returns: jax.Array  # [S, n], what the critic learns; 0 without a critic
 
 
 class Scores(NamedTuple, Generic[Array]):
@@ -275,6 +277,27 @@ def objective(rules: Rules, found: Scores[jax.Array], sequences: Sequences) -> t
     entropy = jnp.sum(found.entropy * sequences.valid) / jnp.sum(sequences.valid)
     bonus = rules.entropy_bonus * entropy
     return jnp.sum(terms) - bonus, jnp.sum(jnp.abs(terms) + jnp.abs(sizes)) + bonus
+
+
+def continuation_values(
+    weights: Weights, tokens: jax.Array, starts: jax.Array, decoder: DecoderConfig, n: int
+) -> jax.Array:
+    """A critic's values before each of the n tokens after each prompt, [S, n]; arguments as for `scores`."""
+
+    def of_one(tokens: jax.Array, start: jax.Array) -> jax.Array:
+        at = jnp.minimum(start - 1 + jnp.arange(n), len(tokens) - 2)
+        return values(weights, tokens, decoder)[at]
+
+    return jax.vmap(of_one)(tokens, starts)
+
+
+def value_objective(found: jax.Array, sequences: Sequences, clip: float | None) -> jax.Array:
+    """The critic's loss, [], from its values [S, n]: half the mean squared error, not below that of clipped values."""
+    errors = (found - sequences.returns) ** 2
+    if clip is not None:
+        nearest = jnp.minimum(jnp.maximum(found, sequences.values - clip), sequences.values + clip)
+        errors = jnp.maximum(errors, (nearest - sequences.returns) ** 2)
+    return 0.5 * jnp.sum(jnp.where(sequences.valid, errors, 0.0)) / jnp.sum(sequences.valid)
 
 
 def policy_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Array:

@@ -24,6 +24,7 @@ AdvantageName = Literal[
     "whitened_groups",
     "reward",
     "none",
+    "values",
 ]
 OwnAdvantage = Callable[..., np.ndarray]
 """A user's own function from rewards and lengths, [N, G] each, and maybe their `parts`, to advantages [N, G]; it is
@@ -93,6 +94,9 @@ RULES: dict[str, Rules] = {
     "maxrl": Rules(advantage="maxrl", mean="constant"),
     "sft": Rules(advantage="reward", mean="token", loss="reinforce", old_logprobs="trainer"),
     "distill": Rules(advantage="none", mean="token"),
+    "ppo": Rules(
+        advantage="values", advantage_options={"gamma": 1.0, "lam": 1.0}, std="batch", std_eps=1e-8, mean="token"
+    ),
 }
 """By the name of the recipe."""
 
@@ -102,4 +106,7 @@ def rules_of(config: AlgorithmConfig) -> Rules:
     options = config.model_dump(exclude={"recipe"}, exclude_none=True)
     if options.get("loss") == "reinforce":
         options.setdefault("old_logprobs", "trainer")  # it has no ratio
-    return dataclasses.replace(RULES[config.recipe], **options)
+    own = RULES[config.recipe]
+    if "advantage_options" in options:
+        options["advantage_options"] = {**own.advantage_options, **options["advantage_options"]}
+    return dataclasses.replace(own, **options)

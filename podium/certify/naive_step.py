@@ -71,6 +71,7 @@ def optimizer_steps(
     policy: Scored,
     reference: Scored | None,
     teacher: Scored | None,
+    critic: Scored | None = None,
 ) -> list[Sequences]:
     """The optimizer steps of one pass over a step's groups, in order, without those that have no token to train on.
 
@@ -82,6 +83,7 @@ def optimizer_steps(
         policy: the policy before the step's first update.
         reference: the frozen first model; None if the algorithm has no KL.
         teacher: None if the algorithm has none.
+        critic: its values before each token, before the step's first update; None if the algorithm has none.
     """
     kept = [group for group in groups if rules.zero_variance == "keep" or not _equal(rules, group)]
     if not kept:
@@ -99,7 +101,13 @@ def optimizer_steps(
         charged = np.sum((sampled - from_reference) * trained, axis=1)[: len(flat)]
         rewards = rewards - rules.kl_coef * charged.reshape(shape)
     advantages = np.zeros(trained.shape)  # [S, n]
-    if rules.credit == "turn":
+    values = np.zeros(trained.shape)
+    returns = np.zeros(trained.shape)
+    if rules.advantage == "values":
+        assert critic is not None, "advantages are made of its values"
+        values = critic(tokens, starts)
+        advantages, returns = _of_values(rules, rewards.ravel(), values, trained)
+    elif rules.credit == "turn":
         advantages[: len(flat)] = _of_turns(rules, kept, trained[: len(flat)])
     elif rules.advantage == "decoupled":
         advantages[: len(flat)] = _decoupled(rules, kept).reshape(-1, 1)
@@ -127,6 +135,8 @@ def optimizer_steps(
                     sampled_logprobs=sampled,  # pyright: ignore[reportArgumentType]
                     old_logprobs=old,  # pyright: ignore[reportArgumentType]
                     reference_logprobs=from_reference,  # pyright: ignore[reportArgumentType]
+                    values=values,  # pyright: ignore[reportArgumentType]
+                    returns=returns,  # pyright: ignore[reportArgumentType]
                 )
             )
     return made
@@ -174,6 +184,30 @@ def _with_parts(rules: Rules, groups: Sequence[Sequence[Episode]]) -> Rules:
     table = np.array([[[each.get(name, missing) for name in names] for each in group] for group in given], np.float64)
     parts = Parts(values=table[..., 0], weights=table[..., 1])
     return dataclasses.replace(rules, advantage=partial(own, parts=parts))
+
+
+def _of_values(
+    rules: Rules, rewards: np.ndarray, values: np.ndarray, trained: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and what a critic learns, [S, n] each, by the sums in arXiv:1506.02438; `rewards` [S] come at the end.
+
+    Only trained tokens are steps of an episode; what an environment writes lies within one.
+    """
+    gamma, weight = rules.advantage_options["gamma"], rules.advantage_options["gamma"] * rules.advantage_options["lam"]
+    advantages, returns = np.zeros(trained.shape), np.zeros(trained.shape)
+    for row, reward in enumerate(rewards.tolist()):
+        places = np.flatnonzero(trained[row]).tolist()
+        known = [*values[row, places].tolist(), 0.0]
+        paid = [0.0] * (len(places) - 1) + [reward]
+        errors = [paid[t] + gamma * known[t + 1] - known[t] for t in range(len(places))]
+        for t, place in enumerate(places):
+            advantages[row, place] = sum(weight ** (k - t) * errors[k] for k in range(t, len(places)))
+            returns[row, place] = advantages[row, place] + known[t]
+    drawn = advantages[trained]
+    if rules.std == "batch" and len(drawn):
+        deviation = np.std(drawn, ddof=min(rules.std_ddof, len(drawn) - 1)) + rules.std_eps
+        advantages = np.where(trained, (advantages - drawn.mean()) / deviation, 0.0)
+    return advantages, returns
 
 
 def _of_turns(rules: Rules, groups: Sequence[Sequence[Episode]], trained: np.ndarray) -> np.ndarray:

@@ -5,22 +5,23 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podium.algorithms.advantages import VALUES
 from podium.algorithms.recipes import Recipe, make_recipe
-from podium.certify.naive import Scores, Sequences, Weights, in_float64, scores
+from podium.certify.naive import Scores, Sequences, Weights, continuation_values, in_float64, scores
 from podium.certify.naive_rules import Rules, rules_of
 from podium.certify.naive_step import Episode, Room, optimizer_steps
 from podium.certify.result import BAR, RECURRENT_BAR
 from podium.certify.task import CONVERSATIONS, LONGEST_QUESTION, LONGEST_REPLY, NAME, STOP, TURNS, LetterBackend
 from podium.config.imports import is_path
 from podium.config.schema import Config, EnvironmentsConfig, GradingConfig, LimitsConfig, TaskConfig
-from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder
+from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder, scoring_decoder
 from podium.models.blocks.attention import Attention
 from podium.models.blocks.delta import DeltaNet
 from podium.models.blocks.experts import Experts
@@ -41,7 +42,7 @@ from podium.train.generate import Group, Rollouts
 from podium.train.platform import machine_of
 from podium.train.scorers import Scorer, make_teacher_scorer
 from podium.train.setup import load_weights, make_model
-from podium.train.step import TrainSettings
+from podium.train.step import TrainSettings, make_values
 
 PROMPTS = 4
 COMPLETIONS = 4
@@ -84,6 +85,29 @@ class NaiveTeacher(NamedTuple):
         return make_teacher_scorer(recipe, settings, self.decoder, params)
 
 
+class NaiveCritic(NamedTuple):
+    """A model that estimates the rewards to come."""
+
+    decoder: DecoderConfig
+    weights: Arrays
+
+    def params(self, settings: TrainSettings) -> Params:
+        """Copy its weights to the trainer's mesh; a new copy in every call."""
+        shardings = param_shardings(param_specs(self.decoder), settings.stored)
+        return {name: jax.device_put(x, shardings[name], may_alias=False) for name, x in self.weights.items()}
+
+    def settings(self, settings: TrainSettings) -> TrainSettings:
+        """The trainer's settings with its decoder."""
+        return settings._replace(decoder=self.decoder, head="chunked")
+
+    def scorer(self, recipe: Recipe, settings: TrainSettings) -> Scorer | None:
+        """The trainer's scorer of this critic; None if the recipe has none."""
+        if not recipe.learns_values:
+            return None
+        program = make_values(self.settings(settings))
+        return Scorer(name=VALUES, decoder=self.decoder, params=self.params(settings), program=program)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
     """A small model with weights, the algorithm that trains it, and a step of graded completions to train on."""
@@ -103,6 +127,8 @@ class Subject:
     """Weights of the reference model in the KL; None if the algorithm has no KL."""
     teacher: NaiveTeacher | None
     """None if the config has no teacher."""
+    critic: NaiveCritic | None
+    """None if the recipe has no critic."""
 
     def params(self, mesh: jax.sharding.Mesh, weights: Arrays | None = None) -> Params:
         """Copy `weights` (None: the subject's) to a mesh; a new copy in every call, since updates donate theirs."""
@@ -216,10 +242,16 @@ class Subject:
         (sequences,) = self.naive_steps(self.groups, whole, self.weights)
         return sequences
 
-    def naive_steps(self, groups: Sequence[Group], rules: Rules, weights: Arrays) -> list[Sequences]:
-        """The naive implementation's optimizer steps for one pass over `groups`, starting from `weights`."""
+    def naive_steps(
+        self, groups: Sequence[Group], rules: Rules, weights: Arrays, valued: Arrays | None = None
+    ) -> list[Sequences]:
+        """The naive implementation's optimizer steps for one pass over `groups`, starting from `weights`.
+
+        `valued` are the critic's weights (None: the subject's).
+        """
         reference = self.reference if rules.kl != "none" else None
         teacher = self.teacher
+        critic = self.critic
         return optimizer_steps(
             rules,
             [episodes_of(group) for group in groups],
@@ -236,7 +268,16 @@ class Subject:
                     self.naive_scores(tokens, starts, teacher.weights, decoder=teacher.decoder).logprobs
                 )
             ),
+            critic=None
+            if critic is None
+            else (lambda tokens, starts: self._naive_values(tokens, starts, critic, valued or critic.weights)),
         )
+
+    def _naive_values(self, tokens: np.ndarray, starts: np.ndarray, critic: NaiveCritic, weights: Arrays) -> np.ndarray:
+        """The naive critic's values before the tokens after each prompt, [S, n] float64."""
+        with in_float64():
+            wide = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
+            return np.asarray(_naive_values(critic.decoder, self.room.continuation)(wide, tokens, starts))
 
     def naive_scores(
         self,
@@ -324,7 +365,14 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
         full=full,
         reference=reference,
         teacher=teacher,
+        critic=_tiny_critic(decoder) if recipe.learns_values else None,
     )
+
+
+def _tiny_critic(policy: DecoderConfig) -> NaiveCritic:
+    """A small random critic, with the policy's vocabulary."""
+    decoder = scoring_decoder(dataclasses.replace(tiny_clone(policy), vocab=policy.vocab, lora=None))
+    return NaiveCritic(decoder, random_weights(decoder, seed=3))
 
 
 def _tiny_teacher(student: DecoderConfig) -> NaiveTeacher:
@@ -467,6 +515,11 @@ def _small_step(config: Config) -> Config:
             f"algorithm.loss {twice.loss}: certify has no naive implementation to compare it with; test it separately,"
             " and certify the run with one of Podium's losses"
         )
+    if twice.learns_values and is_path(config.algorithm.recipe):
+        raise ValueError(
+            f"algorithm.recipe {config.algorithm.recipe} has a critic, and certify has no naive form of its advantage;"
+            " certify the run with recipe ppo"
+        )
     if config.teacher is not None and config.teacher.loss == "full":
         raise ValueError(
             "teacher.loss full: certify has no naive form of it to compare with; certify the run with sampled"
@@ -499,7 +552,14 @@ def _small_step(config: Config) -> Config:
         "grading": GradingConfig(workers=0, overlong_buffer_tokens=OVERLONG_TOKENS),
         "environments": EnvironmentsConfig(workers=0, retries=0),
     }
+    if config.critic is not None:
+        parts["critic"] = config.critic.model_copy(update={"warmup_steps": 0})
     return config.model_copy(update={**parts, "prompts_per_step": PROMPTS, "group_size": group})
+
+
+@functools.cache
+def _naive_values(decoder: DecoderConfig, n: int) -> Callable[[Weights, np.ndarray, np.ndarray], jax.Array]:
+    return jax.jit(lambda weights, tokens, starts: continuation_values(weights, tokens, starts, decoder, n))
 
 
 class _NaiveScorer(Protocol):

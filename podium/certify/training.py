@@ -32,6 +32,7 @@ from podium.sharding import Params, ShardingRules, abstract_params
 from podium.train.batch import Batch
 from podium.train.carry import Position
 from podium.train.checkpoint import Checkpointer
+from podium.train.critic import make_critic, make_critic_optimizer
 from podium.train.distributed import AgreedStop
 from podium.train.generate import Group
 from podium.train.loop import run_steps
@@ -68,6 +69,8 @@ class Step:
     """All weights before the step's first update."""
     groups: Sequence[Group]
     updates: list[OptimizerStep]
+    critic: Arrays
+    """The critic's weights before the step; empty without a critic."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +134,7 @@ def with_other_options(subject: Subject) -> Subject:
         mask_truncated=True,
         updates_per_batch=2,
     )
-    config = subject.config.model_copy(update={"algorithm": algorithm, "teacher": None})
+    config = subject.config.model_copy(update={"algorithm": algorithm, "teacher": None, "critic": None})
     other = dataclasses.replace(
         subject,
         config=config,
@@ -139,6 +142,7 @@ def with_other_options(subject: Subject) -> Subject:
         rules=rules_of(algorithm),
         reference=subject.reference or other_weights(subject.decoder, subject.weights),
         teacher=None,
+        critic=None,
     )
     for name in ("rollouts", "sampled"):  # these do not depend on the algorithm
         other.__dict__[name] = getattr(subject, name)
@@ -157,6 +161,14 @@ def watch_training(subject: Subject) -> Training:
     with tempfile.TemporaryDirectory(prefix="podium-certify-") as folder, contextlib.ExitStack() as stack:
         stack.enter_context(ledgers.recording(rollouts.engine))
         settings = make_train_settings(spec.update, subject.decoder, mesh)
+        critic, first = None, None
+        if spec.critic is not None and subject.critic is not None:
+            learning = make_critic_optimizer(spec.critic, subject.critic.decoder)
+            critic = make_critic(spec.critic, settings, learning, subject.critic.decoder)
+            first = init_state(subject.critic.params(settings), learning)
+        abstract_first = first and jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), first
+        )
         trainer = _Watched(
             Trainer(
                 spec.recipe,
@@ -168,6 +180,7 @@ def watch_training(subject: Subject) -> Training:
                 folder=Path(folder),
                 frozen=frozen,
                 teacher=subject.teacher and subject.teacher.scorer(spec.recipe, settings),
+                critic=critic,
             )
         )
         silent: Any = _Silent()
@@ -188,9 +201,10 @@ def watch_training(subject: Subject) -> Training:
             save_timer=SaveTimer(0.0),
             resources=stack,
         )
-        run_steps(run, init_state(subject.trained(mesh), optimizer), 0)
+        run_steps(run, dataclasses.replace(init_state(subject.trained(mesh), optimizer), critic=first), 0)
         abstract = abstract_params(trained_specs(subject.decoder), jnp.float32, ShardingRules(mesh, TRAIN_AXES))
-        state, saved = checkpointer.restore(STEPS - 1, abstract_state(abstract, optimizer))
+        restored = dataclasses.replace(abstract_state(abstract, optimizer), critic=abstract_first)
+        state, saved = checkpointer.restore(STEPS - 1, restored)
         rollouts.position = Position.read(saved, rollouts.feed)
         rollouts.load(state.params, version=STEPS - 1)
         run_steps(run, state, STEPS - 1)
@@ -230,10 +244,12 @@ class _Watched:
         self.frozen = trainer.frozen
         self.update = trainer.update
 
-    def prepare(self, params: Params, groups: Sequence[Group]) -> Any:
+    def prepare(self, state: TrainState, groups: Sequence[Group]) -> Any:
         """Record the step, then call the trainer's `prepare`."""
-        self.steps.append(Step(weights=_copied({**params, **self.frozen}), groups=groups, updates=[]))
-        return self._trainer.prepare(params, groups)
+        critic = {} if state.critic is None else _copied(state.critic.params)
+        weights = _copied({**state.params, **self.frozen})
+        self.steps.append(Step(weights=weights, groups=groups, updates=[], critic=critic))
+        return self._trainer.prepare(state, groups)
 
     def _train_step(
         self, state: TrainState, batch: Batch, frozen: Params | None = None, /

@@ -14,22 +14,32 @@ import numpy as np
 import optax
 from numpy.typing import ArrayLike
 
+from podium.algorithms.advantages import VALUES
 from podium.algorithms.recipes import Recipe
-from podium.certify.naive import Sequences, Weights, in_float64, objective, scores
+from podium.certify.naive import (
+    Sequences,
+    Weights,
+    continuation_values,
+    in_float64,
+    objective,
+    scores,
+    value_objective,
+)
 from podium.certify.naive_rules import Rules
-from podium.certify.subject import PROMPTS, ROW_TOKENS, Arrays, Subject, one_device
+from podium.certify.subject import PROMPTS, ROW_TOKENS, Arrays, NaiveCritic, Subject, one_device
 from podium.models.architecture import DecoderConfig
 from podium.models.params import trained_specs
 from podium.run.resolve import resolve_update
+from podium.sharding import Params
 from podium.train.batch import Batch, BatchSizes
 from podium.train.generate import Group
 from podium.train.packing import Packing
 from podium.train.platform import machine_of
 from podium.train.prepare import pack_step, prepare_step
-from podium.train.scorers import make_scorers
+from podium.train.scorers import Scorer, make_scorers
 from podium.train.setup import make_train_settings
 from podium.train.state import init_state
-from podium.train.step import TrainPrograms, TrainSettings, make_train_programs
+from podium.train.step import TrainPrograms, TrainSettings, make_train_programs, make_value_step
 
 PLAIN: Mapping[str, Any] = {
     "remat": "none",
@@ -132,13 +142,7 @@ class Updates:
             self.recipe,
             sizes_of(form, subject),
             rules=settings.computing,
-            scorers=make_scorers(
-                self.recipe,
-                settings,
-                programs.score,
-                reference,
-                subject.teacher and subject.teacher.scorer(self.recipe, settings),
-            ),
+            scorers=self._scorers(settings, programs, reference),
             policy=params | frozen,
         )
         state, found = init_state(params, _keeping_gradient(RATE)), []
@@ -146,6 +150,40 @@ class Updates:
             state, metrics = programs.train_step(state, placed, frozen)
             found.append(Update(float(metrics["loss"]), _host(state.opt_state), _host(state.params | frozen)))
         return found
+
+    def _scorers(
+        self, settings: TrainSettings, programs: TrainPrograms, reference: Params | None
+    ) -> tuple[Scorer, ...]:
+        """The trainer's scorers, with the subject's teacher and critic."""
+        subject = self.subject
+        teacher = subject.teacher and subject.teacher.scorer(self.recipe, settings)
+        made = make_scorers(self.recipe, settings, programs.score, reference, teacher)
+        critic = subject.critic and subject.critic.scorer(self.recipe, settings)
+        return made if critic is None else (*made, critic)
+
+    def value_update(self, form: Form, *, clip: float | None) -> tuple[Update, Update]:
+        """The critic's update on the subject's groups in this form, and the naive one in float64.
+
+        Both are given values before the step that differ from the critic's own by `moved`, so that the clip holds some.
+        """
+        settings, programs = self.programs(form)
+        subject = self.subject
+        assert subject.critic is not None, "the recipe has a critic"
+        (placed,), _ = prepare_step(
+            subject.groups,
+            self.recipe,
+            sizes_of(form, subject),
+            rules=settings.computing,
+            scorers=self._scorers(settings, programs, None),
+            policy=subject.params(form.mesh),
+        )
+        late = jnp.asarray(moved(np.asarray(placed.positions), np.asarray(placed.targets)), jnp.float32)
+        placed = dataclasses.replace(placed, scores={**placed.scores, VALUES: placed.scores[VALUES] + late})
+        step = make_value_step(subject.critic.settings(settings), _keeping_gradient(RATE), clip=clip)
+        params = subject.critic.params(settings)
+        state, metrics = step(init_state(params, _keeping_gradient(RATE)), placed)
+        found = Update(float(metrics["loss"]), _host(state.opt_state), _host(state.params))
+        return found, naive_value_update(subject, subject.critic, clip)
 
     def programs(self, form: Form) -> tuple[TrainSettings, TrainPrograms]:
         """The trainer's settings and compiled programs for this form."""
@@ -173,6 +211,30 @@ def naive_update(subject: Subject, sequences: Sequences, weights: Arrays) -> Nai
         gradients = {name: np.asarray(of_loss[name]) for name in trained_specs(subject.decoder)}
         norms = {name: max(_norm(value), _norm(np.asarray(of_size[name]))) for name, value in gradients.items()}
         return NaiveUpdate(float(loss), gradients, Sizes(float(size), norms))
+
+
+def moved(positions: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """How far made-up values before a step are from the critic's own, by position and target token."""
+    return np.sin(1.3 * positions + 0.7 * targets)
+
+
+def naive_value_update(subject: Subject, critic: NaiveCritic, clip: float | None) -> Update:
+    """Loss and gradient of the critic's update on the subject's groups, by the naive objective in float64."""
+    found = subject.sequences
+    starts, tokens, n = np.asarray(found.starts), np.asarray(found.tokens), found.valid.shape[1]
+    positions = starts[:, None] - 1 + np.arange(n)[None]  # [S, n]
+    targets = np.take_along_axis(tokens, np.minimum(positions + 1, tokens.shape[1] - 1), axis=1)
+    with in_float64():
+        old = jnp.asarray(np.asarray(found.values) + moved(positions, targets))
+        sequences = dataclasses.replace(found, values=old)
+        wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in critic.weights.items()}
+
+        def loss(weights: Weights) -> jax.Array:
+            values = continuation_values(weights, jnp.asarray(tokens), jnp.asarray(starts), critic.decoder, n)
+            return value_objective(values, sequences, clip)
+
+        value, gradient = jax.jit(jax.value_and_grad(loss))(wide)
+        return Update(float(value), _host(gradient), critic.weights)
 
 
 def sizes_of(form: Form, subject: Subject) -> BatchSizes:

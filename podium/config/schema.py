@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
+from podium.config.critic import CriticConfig
 from podium.config.errors import Contradiction
 from podium.config.lora import LoraConfig, contradictions, with_rate
 from podium.config.mesh import mesh_sizes
@@ -415,6 +416,8 @@ class Config(Section):
     """Train low-rank adapters beside the frozen model, in a fraction of the memory; unset: all weights are trained."""
     teacher: TeacherConfig | None = None
     """Learn from a larger model's log-probabilities too, or with recipe distill from them alone; unset: no teacher."""
+    critic: CriticConfig | None = None
+    """The critic of recipe ppo; unset: with ppo a critic that starts from the policy's model."""
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -285,7 +285,7 @@ def frozen_decoder(decoder: DecoderConfig, base: Base) -> DecoderConfig:
     return dataclasses.replace(decoder, lora=Lora(rank=1, alpha=1.0, targets=(), base=base))
 
 
-def with_scores(decoder: DecoderConfig) -> DecoderConfig:
+def scoring_decoder(decoder: DecoderConfig) -> DecoderConfig:
     """The decoder with a head of one number per token; one that has such a head keeps it."""
     return decoder if decoder.scores != "none" else dataclasses.replace(decoder, scores="plain", lora=None)
 

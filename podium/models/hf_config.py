@@ -12,6 +12,7 @@ from podium.models.architecture import (
     ModelError,
     check_config,
     real_number,
+    scoring_decoder,
     shown,
     whole_number,
 )
@@ -571,6 +572,11 @@ def scores_of(raw: Mapping[str, object], where: str) -> Literal["none", "plain",
             " take a model that was trained with num_labels=1"
         )
     return "plain" if architecture.endswith(SEQUENCE) else "biased"
+
+
+def scorer_from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
+    """The decoder of a config.json with the head of scores that it describes, or a new one."""
+    return scoring_decoder(dataclasses.replace(from_hf_config(raw, where), scores=scores_of(raw, where)))
 
 
 def _labels(config: DecoderConfig, family: Family) -> dict[str, object]:

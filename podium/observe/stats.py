@@ -113,6 +113,29 @@ class RewardKl:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ValueStats:
+    """A critic's values before a step's first update, beside what it learns; means over drawn tokens."""
+
+    value: float
+    returned: float
+    """Of what it learns."""
+    explained_variance: float | None
+    """1 - variance of (return - value) / variance of the return; None where all returns are equal."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticStats:
+    """Statistics of the critic's optimizer steps in a step, means over them weighted by their tokens."""
+
+    loss: float
+    clip_fraction: float
+    gradient_norm: float
+    learning_rate: float
+    """At the last of them."""
+    update_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchStats:
     """Counts of a step's groups as they are turned into batches."""
 
@@ -132,6 +155,8 @@ class BatchStats:
     reward_kl: RewardKl | None
     teacher_kl: float | None = None
     """Mean over the trained tokens of the policy's minus the teacher's log-probability; None without a teacher."""
+    values: ValueStats | None = None
+    """None without a critic."""
     batch_s: float = 0.0
     """Seconds for packing samples into rows and sending them to the devices."""
     score_s: float = 0.0
@@ -161,6 +186,8 @@ class UpdateStats:
     learning_rate: float = 0.0
     """At the last update; without updates, what it would have been."""
     update_s: float = 0.0
+    critic: CriticStats | None = None
+    """None without a critic, and in a step without an update of it."""
 
     def then(self, later: "UpdateStats") -> "UpdateStats":
         """Combine with the statistics of later updates; both have at least one.

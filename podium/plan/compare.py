@@ -11,7 +11,7 @@ from podium.plan.study import ORDER, Outcome
 ALIKE = 0.01  # differences below this share of a step's seconds are ignored
 MUCH = 1.05  # counts whose ratio is above this explain a difference
 HOST = "host"  # the part of a step outside all phases
-PER = {"decode": "token", "update": "micro-batch", "score": "micro-batch", "teacher": "micro-batch"}
+PER = {"decode": "token"} | dict.fromkeys(("update", "score", "teacher", "values", "critic"), "micro-batch")
 """The unit that a phase's counts are divided by; other phases use `call`."""
 
 
@@ -119,6 +119,8 @@ def _calls(plan: Plan, name: str) -> float:
         "update": plan.micro_batches,
         "score": plan.micro_batches,
         "teacher": plan.micro_batches,
+        "values": plan.micro_batches,
+        "critic": plan.micro_batches,
     }
     return float(counts.get(name, phase.calls if phase else 0)) or 1.0
 

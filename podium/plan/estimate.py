@@ -60,6 +60,8 @@ LOGITS_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 12}
 OPTIMIZER_TRAFFIC = 4  # the gradient is written, accumulated, read for its norm, and read for the update
 EXACT_PASSES = 6
 """Products of bfloat16 in one of float32 at full precision, on a TPU."""
+SAVED = ("parameters", "optimizer", "critic_weights", "critic_optimizer")
+"""The parts of a device's memory that a checkpoint copies."""
 VMEM = 128 * 2**20
 """On-chip memory of a TPU core. Arrays under a quarter of it cost no HBM traffic; scores over it are computed twice."""
 
@@ -95,6 +97,8 @@ def estimate(run: RunSizes) -> list[PhaseEstimate]:
         phases.append(score_phase(run))
     if run.spec.teacher is not None:
         phases.append(teacher_phase(run))
+    if run.spec.critic is not None:
+        phases += [values_phase(run), critic_phase(run)]
     return [*phases, update_phase(run), checkpoint_phase(run)]
 
 
@@ -215,6 +219,21 @@ def teacher_phase(run: RunSizes) -> PhaseEstimate:
     return dataclasses.replace(form, flops=form.flops - run.compares * _logits_flops(teacher))
 
 
+def values_phase(run: RunSizes) -> PhaseEstimate:
+    """Values of a batch by the critic: a forward pass without logits."""
+    critic = run.of_critic
+    assert critic is not None, "the run has a critic"
+    return _scoring("values", critic, in_updates(run) | _batch(run))
+
+
+def critic_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
+    """One optimizer step of the critic, beside the policy's weights and state; as `update_phase`."""
+    critic = run.of_critic
+    assert critic is not None, "the run has a critic"
+    form = update_phase(critic, micro_batches)
+    return dataclasses.replace(form, name="critic", parts=in_updates(run) | _batch(run) | update_peak(critic))
+
+
 def _scoring(name: str, run: RunSizes, beside: Parts) -> PhaseEstimate:
     """A forward pass of a batch through the decoder of `run`, with `beside`, what else is on a device."""
     a, tokens = run.activation, run.tokens
@@ -273,7 +292,7 @@ def checkpoint_phase(run: RunSizes) -> PhaseEstimate:
     """Copying the state to the host; allocates nothing on the device."""
     parts = residents(run)
     return PhaseEstimate(
-        name="checkpoint", parts=parts, flops=0, hbm_bytes=parts["parameters"] + parts["optimizer"], ici_bytes=0
+        name="checkpoint", parts=parts, flops=0, hbm_bytes=sum(parts.get(name, 0) for name in SAVED), ici_bytes=0
     )
 
 
@@ -344,7 +363,7 @@ def _matmul_flops(run: RunSizes) -> int:
 
 def _logits_flops(run: RunSizes) -> int:
     """Operations of a micro-batch's logits."""
-    return 2 * run.tokens * run.decoder.vocab * run.decoder.width // run.tp
+    return 2 * run.tokens * run.decoder.outputs * run.decoder.width // run.tp
 
 
 def _update_flops(run: RunSizes) -> int:
@@ -354,7 +373,7 @@ def _update_flops(run: RunSizes) -> int:
     remat = run.update.remat
     last = sum(len(place.layers) * feed_forward_inner(decoder, place) for place in decoder.places)
     whole = _matmul_flops(run) - 2 * tokens * decoder.width * last
-    logits = 2 * tokens * decoder.vocab * decoder.width
+    logits = 2 * tokens * decoder.outputs * decoder.width
     again = {"none": logits * (run.update.head == "fused"), "products": logits}.get(remat, whole)
     products = PRODUCTS[run.update.attention] + (PRODUCTS["again"] if remat != "none" else 0)
     attention = _attention_flops(run, run.rows, run.row_tokens, products, split=run.tp * run.sp)
@@ -370,7 +389,7 @@ def _update_flops(run: RunSizes) -> int:
 def _passes(run: RunSizes, kind: str) -> int:
     """HBM traffic in bytes of all layers and the head for one micro-batch."""
     decoder, tokens = run.decoder, run.tokens
-    logits = LOGITS_TRAFFIC[kind] * F32 * tokens * decoder.vocab // run.tp
+    logits = LOGITS_TRAFFIC[kind] * F32 * tokens * decoder.outputs // run.tp
     if run.update.head == "fused":
         logits = _fused_head_traffic(run) if kind == "update" else 0
     gathered = (2 if kind == "forward" else 4) * sum(run.gathered_counts) * run.activation

@@ -9,8 +9,8 @@ from podium.plan.result import Peak, Phase, Plan, Seconds, total
 STEP_PARTS: dict[str, tuple[str, ...]] = {
     "sync": ("sync",),
     "rollout": ("prefill", "copy", "decode"),
-    "score": ("score", "teacher"),
-    "update": ("update",),
+    "score": ("score", "teacher", "values"),
+    "update": ("critic", "update"),
 }
 """The parts of a step that users see, in order, with the phases of each; `host` comes last."""
 NEGLIGIBLE = 0.01  # share of a step below which a part is not mentioned

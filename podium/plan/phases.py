@@ -35,13 +35,14 @@ from podium.rollout.weights import abstract_weights, engine_decoder, frozen_in_r
 from podium.run.spec import RunSpec
 from podium.sharding import AbstractParams, Params, ShardingRules, abstract_params
 from podium.train.batch import make_batch
+from podium.train.critic import make_critic, make_critic_optimizer
 from podium.train.generate import rollout_rules
 from podium.train.offload import takes_no_device
 from podium.train.optimizer import make_opt_init
 from podium.train.scorers import make_teacher_program
 from podium.train.setup import make_run_optimizer, make_train_settings
-from podium.train.state import abstract_state
-from podium.train.step import TEACHER_HEAD, abstract_batch, make_train_programs
+from podium.train.state import TrainState, abstract_state
+from podium.train.step import TEACHER_HEAD, TrainSettings, abstract_batch, make_train_programs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,8 +58,8 @@ class PhaseProgram:
 def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     """The programs of a run by name, in the order in which a run first calls them.
 
-    Names: init, sync, prefill:T by chunk length, copy, decode:S by slots, score and teacher if the recipe needs them,
-    and update.
+    Names: init, sync, prefill:T by chunk length, copy, decode:S by slots, score, teacher, values and critic if they
+    are needed, and update.
 
     Raises:
         ValueError: an array does not divide over the mesh.
@@ -88,27 +89,51 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     moments = {"optimizer": device_bytes((state.step, state.opt_state))}
     anchor = {"reference_weights": device_bytes(params)} if recipe.needs_reference and not frozen else {}
     teachers = {"teacher_weights": device_bytes(taught)}
+    valued = _abstract_critic(spec, settings)
+    critics = {
+        "critic_weights": device_bytes(valued and valued.params),
+        "critic_optimizer": device_bytes(valued and (valued.step, valued.opt_state)),
+    }
     kept = _kept(spec, mesh, frozen)
     merged = decoder.lora is not None and decoder.lora.merged
     under = {"frozen_weights": device_bytes(frozen)}
     # Unless it has its own copy, the rollout reads the trainer's frozen weights.
-    trainers = own | moments | anchor | teachers | (under if kept or merged else {})
-    beside = moments | anchor | teachers | ({} if merged else under | kept)
+    trainers = own | moments | anchor | teachers | critics | (under if kept or merged else {})
+    beside = moments | anchor | teachers | critics | ({} if merged else under | kept)
     rollout = _rollout_programs(spec, mesh, params | frozen if merged else params, trainers, beside)
     waiting = recipe.minibatches * device_bytes(scored)
     found = {"init": _phase(make_opt_init(optimizer, params), (params,), {}), **rollout}
     if recipe.scorers:
-        beside = moments | anchor | teachers | kept | {"batch": waiting - device_bytes(batch)}
+        beside = moments | anchor | teachers | critics | kept | {"batch": waiting - device_bytes(batch)}
         found["score"] = _phase(score, (params | frozen, batch), beside)
     if spec.teacher is not None and recipe.teacher is not None:
         own_batch = dataclasses.replace(batch, choices=None)
-        beside = own | moments | anchor | under | kept | {"batch": waiting - device_bytes(own_batch)}
+        beside = own | moments | anchor | under | critics | kept | {"batch": waiting - device_bytes(own_batch)}
         found["teacher"] = _phase(
             make_teacher_program(recipe.teacher, settings, spec.teacher), (taught, own_batch), beside
         )
+    if spec.critic is not None and valued is not None:
+        critic = make_critic(spec.critic, settings, make_critic_optimizer(spec.critic))
+        own_batch = dataclasses.replace(batch, choices=None)
+        others = own | moments | anchor | teachers | under | kept
+        beside = others | {
+            "critic_optimizer": critics["critic_optimizer"],
+            "batch": waiting - device_bytes(own_batch),
+        }
+        found["values"] = _phase(critic.values, (valued.params, own_batch), beside)
+        beside = others | {"batch": waiting - device_bytes(scored)}
+        found["critic"] = _phase(critic.step, (valued, scored), beside)
     rest = {"teacher_weights": teachers["teacher_weights"] - device_bytes(compared)}
-    beside = anchor | rest | kept | {"batch": waiting - device_bytes(scored)}
+    beside = anchor | rest | critics | kept | {"batch": waiting - device_bytes(scored)}
     return found | {"update": _phase(train_step, (state, scored, frozen | compared), beside)}
+
+
+def _abstract_critic(spec: RunSpec, settings: TrainSettings) -> TrainState | None:
+    """The critic's state; None without a critic."""
+    if spec.critic is None:
+        return None
+    params = abstract_params(trained_specs(spec.critic.decoder), jnp.dtype(jnp.float32), settings.stored)
+    return abstract_state(params, make_critic_optimizer(spec.critic))
 
 
 def _kept(spec: RunSpec, mesh: Mesh, frozen: AbstractParams) -> dict[str, int]:

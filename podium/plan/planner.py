@@ -28,13 +28,22 @@ from podium.plan.topology import compiler_versions
 from podium.plan.worker import CompiledPhase, Job
 from podium.plan.workload import Clock, SequenceLengths, Workload, packed, simulate_rollout
 
-KINDS: Mapping[str, str] = {"prefill": "prefill", "score": "update", "teacher": "update", "update": "update"}
+KINDS: Mapping[str, str] = {
+    "prefill": "prefill",
+    "score": "update",
+    "teacher": "update",
+    "values": "update",
+    "critic": "update",
+    "update": "update",
+}
 """The calibration of each phase; phases that are not listed stream memory, as decoding does."""
 ROLLOUT = ("sync", "prefill", "copy", "decode")
 SLOWEST_FIRST = (
     "update",
+    "critic",
     "decode",
     "teacher",
+    "values",
     "score",
     "prefill",
     "sync",
@@ -271,6 +280,10 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
     trained = [("update", closed_form.update_phase(run, own), updates)]
     if run.spec.teacher is not None:
         trained.insert(0, ("teacher", closed_form.teacher_phase(run), batches))
+    if run.spec.critic is not None:
+        learned = closed_form.critic_phase(run, own)
+        trained.insert(0, ("critic", learned, batches * run.spec.critic.updates))
+        trained.insert(0, ("values", closed_form.values_phase(run), batches))
     if scores:
         trained.insert(0, ("score", closed_form.score_phase(run), scores))
     made = [call(name, form, times, rounds=own, repeats=times * own) for name, form, times in trained]

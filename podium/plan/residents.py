@@ -43,14 +43,19 @@ def trainers(run: RunSizes) -> Parts:
 
 
 def scorers(run: RunSizes) -> Parts:
-    """Bytes of models that score batches, other than the trainer's own, each from its own decoder.
+    """Bytes of models that score batches, other than the trainer's own, each from its own decoder; a critic's with its
+    optimizer state.
 
     A scorer given by import path is not counted, because the planner does not know its weights.
     """
     own = {"reference_weights": run.decoder} if run.spec.recipe.needs_reference and run.decoder.lora is None else {}
     found = {name: scorer_bytes(run, decoder) for name, decoder in own.items()}  # under LoRA the reference is frozen
-    teacher = run.of_teacher
-    return found if teacher is None else found | {"teacher_weights": frozen_bytes(teacher)}
+    if (teacher := run.of_teacher) is not None:
+        found["teacher_weights"] = frozen_bytes(teacher)
+    if (critic := run.of_critic) is not None:
+        found["critic_weights"] = F32 * critic.own_count
+        found["critic_optimizer"] = optimizer_bytes(critic) - offloaded_bytes(critic)
+    return found
 
 
 def scorer_bytes(run: RunSizes, decoder: DecoderConfig) -> int:

@@ -60,6 +60,23 @@ class RunSizes:
         return teacher and dataclasses.replace(self, spec=dataclasses.replace(spec, decoder=teacher, teacher=None))
 
     @property
+    def of_critic(self) -> "RunSizes | None":
+        """The sizes of the same run with the critic in place of the policy; None without a critic."""
+        critic, spec = self.spec.critic, self.spec
+        if critic is None:
+            return None
+        own = dataclasses.replace(
+            spec,
+            decoder=critic.decoder,
+            optimizer=critic.optimizer,
+            update=dataclasses.replace(spec.update, head="chunked"),
+            recipe=dataclasses.replace(spec.recipe, teacher=None, kl="none"),
+            teacher=None,
+            critic=None,
+        )
+        return dataclasses.replace(self, spec=own)
+
+    @property
     def compares(self) -> bool:
         """Whether updates compute a teacher's logits beside the policy's."""
         return TEACHER_HIDDEN in self.spec.recipe.loss_scores
@@ -418,7 +435,7 @@ def network_bytes(run: RunSizes, phase: str, sent: int) -> int:
     if run.shards * run.tp > run.accelerator.devices_per_host:
         return sent // run.accelerator.devices_per_host
     slices = run.spec.machine.slices
-    return 2 * run.own_count * F32 * (slices - 1) // slices if phase == "update" else 0
+    return 2 * run.own_count * F32 * (slices - 1) // slices if phase in ("update", "critic") else 0
 
 
 def optimizer_count(decoder: DecoderConfig, name: str, parts: Parts) -> int:

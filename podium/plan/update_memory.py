@@ -59,7 +59,7 @@ def update_peak(run: RunSizes) -> Parts:
     in_layers["gathered_weights"] = copied(run, layers // decoder.layers)
     if run.update.row_groups > 1:  # a layer's weights, and the sum of their gradients
         in_layers["gathered_weights"] += (1 if reduced_number(run) > a else 2) * F32 * layers // decoder.layers
-    embedding = head if decoder.tied else head // 2
+    embedding = head if decoder.tied or decoder.scores != "none" else head // 2
     # By then, the layers' activations and gathered weights are freed.
     at_embedding = {"gradients": gradients + F32 * (own_layers(run) + embedding), "gathered_weights": 0}
     at_optimizer = {"gradients": F32 * run.own_count, "gathered_weights": 0, "fetched_moments": fetched_bytes(run)}
@@ -98,7 +98,7 @@ def loss_logits(run: RunSizes, *, all_tokens: bool = False) -> Parts:
     """Float32 logits of one chunk; with `all_tokens`, of all plus a chunk's gradient. Fused: a chunk's gradient."""
     if run.update.head == "fused":
         return {"logits": fused_chunks(run)[1] * run.decoder.vocab * head_number(run)}
-    of_column = run.rows * run.decoder.vocab // run.tp
+    of_column = run.rows * run.decoder.outputs // run.tp
     length = run.row_tokens // run.sp
     columns = max(1, min(length, run.update.head_chunk_tokens // run.rows))
     if not all_tokens:

@@ -18,7 +18,7 @@ from podium.models.params import (
     param_specs,
 )
 from podium.run.machine import Machine
-from podium.run.resolve import resolve_layout, resolve_mesh, resolve_teacher
+from podium.run.resolve import resolve_critic, resolve_layout, resolve_mesh, resolve_teacher
 from podium.run.sizes import row_tokens
 
 _IN_WORDS = {
@@ -47,6 +47,10 @@ def check_divisible(config: Config, decoder: DecoderConfig, accelerator: Acceler
     if config.teacher is not None and teacher is not None:
         _check_weights(config, config.teacher.model, teacher, mesh, accelerator)
         check_tokens(config, teacher, mesh)
+    if (critic := resolve_critic(config, decoder)) is not None:
+        model = (config.critic and config.critic.model) or config.model
+        _check_weights(config, model, critic.decoder, mesh, accelerator)
+        check_tokens(config, critic.decoder, mesh)
     check_tokens(config, decoder, mesh)
     layout = resolve_layout(config, decoder, machine)
     rollout_mesh = layout.mesh(mesh, decoder.kv_heads)

@@ -9,15 +9,16 @@ import dataclasses
 from podium.accelerators import auto_dtype
 from podium.algorithms.recipes import Recipe, Teaching, make_recipe
 from podium.config.attention import attention_backend
+from podium.config.critic import CriticConfig
 from podium.config.head import head_kind
 from podium.config.mesh import MeshSizes, mesh_shape
 from podium.config.schema import AlgorithmConfig, Config, Dtype, RolloutConfig
 from podium.config.sizes import check_split, too_long
-from podium.models.architecture import DecoderConfig, frozen_decoder
+from podium.models.architecture import DecoderConfig, frozen_decoder, scoring_decoder
 from podium.models.flops import matrix_elements, pair_flops
 from podium.models.layouts import Layout, choose_layout
 from podium.models.params import TRAIN_AXES, axis_parts
-from podium.models.presets import find_architecture
+from podium.models.presets import find_architecture, find_scorer
 from podium.rollout.request import SamplingParams
 from podium.run.machine import Machine
 from podium.run.sizes import (
@@ -29,7 +30,7 @@ from podium.run.sizes import (
     rows_per_device,
     tokens_per_gather,
 )
-from podium.run.spec import BatchSizes, Format, OptimizerSpec, PromptSpec, RolloutSpec, RunSpec, UpdateSpec
+from podium.run.spec import BatchSizes, CriticSpec, Format, OptimizerSpec, PromptSpec, RolloutSpec, RunSpec, UpdateSpec
 
 
 def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: MeshSizes | None = None) -> RunSpec:
@@ -57,6 +58,7 @@ def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: M
         machine=machine,
         decoder=decoder,
         teacher=resolve_teacher(config),
+        critic=resolve_critic(config, decoder),
         recipe=resolve_recipe(config),
         mesh=mesh,
         batch=resolve_batch(config, decoder, mesh),
@@ -99,6 +101,29 @@ def teacher_positions(model: str, positions: int, longest: int) -> str:
     return (
         f"{model} has {positions} positions, and the run's longest sequence has {longest} tokens; lower"
         " rollout.max_new_tokens or max_prompt_tokens, or take a teacher with more"
+    )
+
+
+def resolve_critic(config: Config, decoder: DecoderConfig) -> CriticSpec | None:
+    """Find the critic's decoder, without its weights, and resolve how it learns; None if the recipe has no critic.
+
+    It is the policy's `decoder`, without adapters, unless the config names another model. Raises ModelError if there is
+    no such model, or if it has several labels.
+    """
+    recipe = resolve_recipe(config)
+    if not recipe.learns_values:
+        return None
+    critic = config.critic or CriticConfig()
+    return CriticSpec(
+        decoder=scoring_decoder(decoder) if critic.model is None else find_scorer(critic.model),
+        optimizer=OptimizerSpec(
+            settings=config.train.optimizer.model_copy(update={"learning_rate": critic.learning_rate}),
+            steps=config.steps * recipe.minibatches * critic.updates,
+            offload=config.train.offload_optimizer,
+        ),
+        warmup_steps=critic.warmup_steps,
+        updates=critic.updates,
+        clip=critic.clip,
     )
 
 

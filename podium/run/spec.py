@@ -100,6 +100,20 @@ class OptimizerSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticSpec:
+    """The critic, all of which is trained, and how it learns."""
+
+    decoder: DecoderConfig
+    optimizer: OptimizerSpec
+    warmup_steps: int
+    """Steps in which the policy is not updated yet."""
+    updates: int
+    """Updates on each minibatch."""
+    clip: float | None
+    """How far a value may move in a step; None: without bound."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptSpec:
     """The source of a run's prompts, and their maximum length."""
 
@@ -139,6 +153,8 @@ class RunSpec:
     decoder: DecoderConfig
     teacher: DecoderConfig | None
     """The teacher's decoder, all of it frozen; None: there is no teacher."""
+    critic: CriticSpec | None
+    """None: the recipe has no critic."""
     recipe: Recipe
     mesh: MeshSizes
     """Axis sizes of the training mesh; the rollout's mesh follows from its layout."""

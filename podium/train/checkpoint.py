@@ -1,7 +1,7 @@
 """Saves and restores a run's checkpoints with orbax, in the background; a step is saved completely or not at all.
 
     RUN/checkpoints/20/params/       the model's parameters, separate so that evaluation and export read only them
-    RUN/checkpoints/20/optimizer/    the optimizer's state and the step
+    RUN/checkpoints/20/optimizer/    the optimizer's state, the step, and the critic with its own, if there is one
     RUN/checkpoints/20/host/         the loop's state, including completions in flight, as JSON
     RUN/checkpoints/20/sizes.json    bytes of every file, beside their digests (podium.train.step_files), written last
     RUN/identity.json                the run's id, which the digests of each of its steps repeat
@@ -326,7 +326,13 @@ def restore_state(
     read, host = _read(folder, step, targets)
     _check_base(folder / str(step), host.get("base"), base)
     restored = jax.tree.unflatten(jax.tree.structure(rest), read["optimizer"].values())
-    return TrainState(params=read["params"], step=restored["step"], opt_state=restored["opt_state"]), host
+    state = TrainState(
+        params=read["params"],
+        step=restored["step"],
+        opt_state=restored["opt_state"],
+        critic=restored["critic"],
+    )
+    return state, host
 
 
 def restore_params(
@@ -367,10 +373,20 @@ def _free(folder: Path) -> str:
 class _Rest(TypedDict):
     step: jax.Array
     opt_state: optax.OptState
+    critic: TrainState | None
 
 
 def _rest(state: TrainState) -> _Rest:
-    return {"step": state.step, "opt_state": state.opt_state}
+    return {"step": state.step, "opt_state": state.opt_state, "critic": state.critic}
+
+
+def has_critic(folder: Path, step: int | None) -> bool:
+    """Whether a saved step of `checkpoints` (None: the newest) has the state of a critic."""
+    _quiet_orbax()
+    step = _checked_step(folder, step, digests=False)
+    with ocp.StandardCheckpointer() as reader:
+        names = reader.metadata(absolute(folder / str(step)) / "optimizer").item_metadata.tree
+    return any(name.startswith("critic.") for name in names)
 
 
 def _named_arrays(tree: Params | _Rest | dict[str, jax.ShapeDtypeStruct]) -> Params:

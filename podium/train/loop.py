@@ -74,7 +74,7 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
             groups, rolled = run.answer(prompts)  # completions, rewards; refills inside
             run.phase("update")
             rollouts.unload()  # free the rollout weights; the update needs the memory
-            batches, batched = trainer.prepare(state.params, groups)  # samples, scores, advantages
+            batches, batched = trainer.prepare(state, groups)  # samples, scores, advantages
             state, updated = trainer.update(state, batches, step)
             done, position = step + 1, rollouts.position
             evaluates = evaluation_due(spec, done)

@@ -14,6 +14,8 @@ import jax
 import numpy as np
 
 from podium.algorithms.advantages import (
+    RETURNS,
+    VALUES,
     RewardParts,
     TokenScores,
     equal_reward_groups,
@@ -22,9 +24,10 @@ from podium.algorithms.advantages import (
     token_weights,
     turn_advantages,
     turn_returns,
+    value_returns,
 )
 from podium.algorithms.recipes import OLD_LOGPROBS, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Recipe
-from podium.observe.stats import BatchStats, RewardKl
+from podium.observe.stats import BatchStats, RewardKl, ValueStats
 from podium.sharding import Params, ShardingRules, to_devices
 from podium.train.batch import Batch, BatchSizes, TokenSpan, make_batch, put, take
 from podium.train.distributed import on_host
@@ -200,18 +203,43 @@ def prepare_step(
         teacher, own = tokens.scores[TEACHER_LOGPROBS], tokens.scores[OLD_LOGPROBS]
         advantages = taught_advantages(advantages, teacher, own, tokens.mask, weight=recipe.teacher.weight)
         teacher_kl = float(np.mean((own - teacher)[tokens.mask], dtype=np.float64)) if tokens.mask.any() else None
+    returns, criticised = _value_targets(packed, recipe, scored, reward_kl)
     batches = [
-        _finish(batch, minibatch, advantages, recipe, rules)
+        _finish(batch, minibatch, advantages, returns, recipe, rules)
         for batch, minibatch in zip(scored, packed.minibatches, strict=True)
     ]
     stats = _batch_stats(packed, recipe, advantages, reward_kl)
     return batches, dataclasses.replace(
         stats,
         teacher_kl=teacher_kl,
+        values=criticised,
         batch_s=placed_at - start,
         score_s=scored_at - placed_at,
         advantages_s=time.perf_counter() - scored_at,
     )
+
+
+def _value_targets(
+    packed: PackedStep, recipe: Recipe, scored: Sequence[Batch[jax.Array]], reward_kl: RewardKl | None
+) -> tuple[np.ndarray | None, ValueStats | None]:
+    """What the critic learns from the kept groups, [n, G, T], with its statistics; None without a critic."""
+    if not recipe.learns_values or not len(packed.kept):
+        return None, None
+    tokens = _token_scores(packed, scored)
+    bound = recipe.advantage.keywords
+    rewards = penalise(packed.rewards, reward_kl, recipe)[packed.kept]
+    returns = value_returns(rewards, tokens, gamma=bound["gamma"], lam=bound["lam"])
+    found = returns[tokens.mask].astype(np.float64)
+    values = tokens.scores[VALUES][tokens.mask].astype(np.float64)
+    if not found.size:
+        return returns, None
+    spread = found.var()
+    stats = ValueStats(
+        value=float(values.mean()),
+        returned=float(found.mean()),
+        explained_variance=float(1 - (found - values).var() / spread) if spread else None,
+    )
+    return returns, stats
 
 
 def step_advantages(
@@ -296,20 +324,27 @@ def _token_scores(packed: PackedStep, scored: Sequence[Batch[jax.Array]]) -> Tok
 
 
 def _finish(
-    batch: Batch[jax.Array], minibatch: Minibatch, advantages: np.ndarray, recipe: Recipe, rules: ShardingRules
+    batch: Batch[jax.Array],
+    minibatch: Minibatch,
+    advantages: np.ndarray,
+    returns: np.ndarray | None,
+    recipe: Recipe,
+    rules: ShardingRules,
 ) -> Batch[jax.Array]:
-    """The batch on the devices with its advantages and the scores that the loss reads."""
+    """The batch on the devices with its advantages, and the scores that policy and critic learn with."""
     host = np.zeros(batch.tokens.shape, np.float32)
     own = [
         with_advantage(sample, advantages[place] if advantages.ndim == 2 else _of_sample(advantages[place], sample))
         for place, sample in zip(minibatch.places, minibatch.samples, strict=True)
     ]
     put(host, minibatch.spans, [sample.advantages for sample in own])
-    return dataclasses.replace(
-        batch,
-        advantages=to_devices(host, batch_sharding(host, rules)),
-        scores={name: batch.scores[name] for name in recipe.loss_scores},
-    )
+    scores = {name: batch.scores[name] for name in recipe.loss_scores if name != RETURNS}
+    if returns is not None:
+        learned = np.zeros(batch.tokens.shape, np.float32)
+        pairs = zip(minibatch.places, minibatch.samples, strict=True)
+        put(learned, minibatch.spans, [_of_sample(returns[place], sample) for place, sample in pairs])
+        scores[RETURNS] = to_devices(learned, batch_sharding(learned, rules))
+    return dataclasses.replace(batch, advantages=to_devices(host, batch_sharding(host, rules)), scores=scores)
 
 
 def _of_sample(advantages: np.ndarray, sample: Sample) -> np.ndarray:

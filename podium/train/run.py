@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from podium.files import absolute
 from podium.job.context import JobContext
 from podium.models.adapters import base_of
 from podium.models.architecture import DecoderConfig, Lora
+from podium.models.hf import load_params
 from podium.models.linear import kept
 from podium.models.params import count, frozen_specs, trained_specs
 from podium.observe.progress import Progress, run_console
@@ -27,7 +29,8 @@ from podium.rollout.request import RolloutStats
 from podium.run.spec import RunSpec
 from podium.sharding import Params, abstract_params
 from podium.train.carry import HostState, Position
-from podium.train.checkpoint import Checkpointer, restore_state
+from podium.train.checkpoint import Checkpointer, has_critic, restore_state
+from podium.train.critic import make_critic, make_critic_optimizer
 from podium.train.demonstrations import demonstrate
 from podium.train.distributed import AgreedStop, failing_fast, from_leader, joined
 from podium.train.feed import EncodedPrompt
@@ -41,6 +44,7 @@ from podium.train.setup import (
     Model,
     load_frozen,
     load_trained,
+    make_critic_model,
     make_model,
     make_run_optimizer,
     make_teacher,
@@ -121,6 +125,7 @@ def open_run(
         phase("model")
         model = make_model(config)
         taught_by = make_teacher(config, model)
+        valued_by = make_critic_model(config, model)
         run_dir.write_machine(machine_text())
         spec = run_spec(config, model.decoder, model.mesh)
         _plan(check, model.decoder, run_dir, progress)
@@ -138,7 +143,7 @@ def open_run(
         check_same_inputs(
             model.source,
             None if config.lora is None else config.lora.adapter,
-            None if taught_by is None else taught_by.source,
+            {"teacher": taught_by and taught_by.source, "critic": valued_by and valued_by.source},
             rollouts.feed.tasks,
             evaluates=bool(spec.evaluation.at_start or spec.evaluation.every_steps or spec.evaluation.at_end),
         )
@@ -156,7 +161,10 @@ def open_run(
             records=run_dir.extents,
         )
         resources.callback(checkpointer.close)
-        state, saved, done = _load_state(run_dir.fork, newest, model, optimizer, checkpointer, frozen)
+        valuing = None
+        if spec.critic is not None and valued_by is not None:
+            valuing = Valuing(valued_by, make_critic_optimizer(spec.critic))
+        state, saved, done = _load_state(run_dir.fork, newest, model, optimizer, checkpointer, frozen, valuing)
         rollouts.position = Position.read(saved, rollouts.feed)
         _say_what_changed(saved["versions"], progress)
         job.report.update(step=done)
@@ -165,7 +173,7 @@ def open_run(
         run_dir.truncate(done or -1)
         writer = resources.enter_context(MetricWriter(run_dir, spec.metrics, announce=progress.message))
         teacher = None if taught_by is None else _load_teacher(taught_by, spec, progress)
-        trainer = _make_trainer(spec, model, optimizer, run_dir.path, kept(frozen, model.rules), teacher)
+        trainer = _make_trainer(spec, model, optimizer, run_dir.path, kept(frozen, model.rules), teacher, valuing)
         rollouts.load(state.params, trainer.frozen, version=done)
         _say_what_was_chosen(spec, progress)
         for label, dialogue in zip(rollouts.feed.tasks.labels, rollouts.feed.dialogues, strict=True):
@@ -200,6 +208,23 @@ def open_run(
             resources=resources,
         )
         yield parts, state, done
+
+
+class Valuing(NamedTuple):
+    """The model that a critic starts from, and its optimizer."""
+
+    model: Model
+    optimizer: optax.GradientTransformation
+
+    def first_state(self) -> TrainState:
+        """The state before its first update."""
+        weights = load_params(self.model.source, self.model.decoder, self.model.rules, jnp.float32)
+        return init_state(weights, self.optimizer)
+
+    def abstract_state(self) -> TrainState:
+        """The abstract result of `first_state`."""
+        specs = trained_specs(self.model.decoder)
+        return abstract_state(abstract_params(specs, jnp.float32, self.model.rules), self.optimizer)
 
 
 class SaveTimer:
@@ -287,11 +312,16 @@ def _make_trainer(
     folder: Path,
     frozen: Params,
     teacher: Scorer | None,
+    valuing: Valuing | None,
 ) -> Trainer:
+    settings = make_train_settings(spec.update, spec.decoder, model.mesh)
+    critic = None
+    if spec.critic is not None and valuing is not None:
+        critic = make_critic(spec.critic, settings, valuing.optimizer)
     reference = (frozen or load_trained(model, None, frozen)) if spec.recipe.needs_reference else None
     return Trainer(
         spec.recipe,
-        make_train_settings(spec.update, spec.decoder, model.mesh),
+        settings,
         optimizer,
         sizes=spec.batch,
         schedule=spec.optimizer,
@@ -299,6 +329,7 @@ def _make_trainer(
         folder=folder,
         frozen=frozen,
         teacher=teacher,
+        critic=critic,
     )
 
 
@@ -309,19 +340,29 @@ def _load_state(
     optimizer: optax.GradientTransformation,
     checkpointer: Checkpointer,
     frozen: Params,
+    valuing: Valuing | None,
 ) -> tuple[TrainState, HostState, int]:
     """The state to start from: the run's newest checkpoint, or else that of the forked run, or else the model.
+
+    A critic starts from its model too if the forked run had none.
 
     Returns:
         The state, the host state (`versions`, and the input of `Position.read`), and the number of steps done.
     """
     if newest is None and fork is None:
-        return init_state(load_trained(model, None, frozen), optimizer), {"cursor": 0, "versions": {}}, 0
-    abstract = abstract_state(abstract_params(trained_specs(model.decoder), jnp.float32, model.rules), optimizer)
+        state = init_state(load_trained(model, None, frozen), optimizer)
+        critic = valuing and valuing.first_state()
+        return dataclasses.replace(state, critic=critic), {"cursor": 0, "versions": {}}, 0
+    plain = abstract_state(abstract_params(trained_specs(model.decoder), jnp.float32, model.rules), optimizer)
+    abstract = dataclasses.replace(plain, critic=valuing and valuing.abstract_state())
     if newest is not None:
         return *checkpointer.restore(newest, abstract), newest
     assert fork is not None
-    state, saved = restore_state(fork.checkpoints, fork.step, abstract, base=checkpointer.base)
+    if valuing is not None and not from_leader(lambda: has_critic(fork.checkpoints, fork.step)):
+        state, saved = restore_state(fork.checkpoints, fork.step, plain, base=checkpointer.base)
+        state = dataclasses.replace(state, critic=valuing.first_state())
+    else:
+        state, saved = restore_state(fork.checkpoints, fork.step, abstract, base=checkpointer.base)
     begun = (each["number"] for each in saved.pop("in_flight", ()))  # settings may differ: start from their prompts
     saved["cursor"] = min(begun, default=saved["cursor"])
     saved.pop("curriculum", None)

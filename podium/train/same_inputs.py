@@ -26,14 +26,19 @@ SHOWN = 3
 
 
 def check_same_inputs(
-    source: ModelSource, adapter: str | None, teacher: ModelSource | None, tasks: TaskMixture, *, evaluates: bool
+    source: ModelSource,
+    adapter: str | None,
+    others: Mapping[str, ModelSource | None],
+    tasks: TaskMixture,
+    *,
+    evaluates: bool,
 ) -> None:
-    """Compare model, adapter, teacher and questions with those of the other hosts; every process must call this.
+    """Compare models, adapter and questions with those of the other hosts; every process must call this.
 
     Args:
         source: of the model on this host.
         adapter: folder of the adapter that training begins with, if any.
-        teacher: of the teacher on this host, if there is one.
+        others: of the run's other models on this host, by what they are; None: the run has none.
         tasks: their data is read here.
         evaluates: whether the run will read evaluation questions.
 
@@ -45,8 +50,9 @@ def check_same_inputs(
     found = model_files(source.path)
     if adapter is not None:
         found |= {f"lora.adapter {name}": each for name, each in model_files(Path(adapter)).items()}
-    if teacher is not None:
-        found |= {f"teacher's {name}": each for name, each in model_files(teacher.path).items()}
+    for what, other in others.items():
+        if other is not None:
+            found |= {f"{what}'s {name}": each for name, each in model_files(other.path).items()}
     compare(gather(found | questions(tasks, evaluates=evaluates)))
 
 

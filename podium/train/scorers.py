@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from podium.algorithms.advantages import VALUES
 from podium.algorithms.recipes import (
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
@@ -117,7 +118,7 @@ def with_scores(batch: Batch[jax.Array], scorers: Sequence[Scorer], policy: Para
     for scorer in scorers:
         if scorer.params is None:
             scores[scorer.name] = scorer.program(policy, batch)
-        elif scorer.name in (TEACHER_LOGPROBS, TEACHER_HIDDEN):  # another model has other experts, or none
+        elif scorer.name in (TEACHER_LOGPROBS, TEACHER_HIDDEN, VALUES):  # another model has other experts, or none
             scores[scorer.name] = scorer.program(scorer.params, dataclasses.replace(batch, choices=None))
         else:
             scores[scorer.name] = scorer.program(scorer.params, plain)

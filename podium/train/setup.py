@@ -20,7 +20,7 @@ from podium.models.tokenizer import Tokenizer, load_tokenizer
 from podium.observe.run_dir import Fork
 from podium.run.divisible import check_tokens
 from podium.run.machine import Machine
-from podium.run.resolve import resolve, resolve_rollout, resolve_teacher, teacher_positions
+from podium.run.resolve import resolve, resolve_critic, resolve_rollout, resolve_teacher, teacher_positions
 from podium.run.spec import OptimizerSpec, RolloutSpec, RunSpec, UpdateSpec
 from podium.sharding import Params, ShardingRules, abstract_params, init_params, make_mesh
 from podium.train.checkpoint import restore_params
@@ -94,6 +94,28 @@ def make_teacher(config: Config, student: Model) -> Model | None:
             f" {config.model} have {decoder.vocab:,} and {student.decoder.vocab:,} rows; set teacher.loss to sampled"
         )
     return Model(source=source, decoder=decoder, tokenizer=tokenizer, mesh=student.mesh)
+
+
+def make_critic_model(config: Config, policy: Model) -> Model | None:
+    """Prepare the model that the critic starts from, on the policy's mesh; None if the recipe has no critic.
+
+    Raises:
+        ValueError: the critic is unusable, or its tokenizer is not the policy's.
+    """
+    spec = resolve_critic(config, policy.decoder)
+    if spec is None:
+        return None
+    check_tokens(config, spec.decoder, policy.mesh.shape)
+    if config.critic is None or config.critic.model is None:
+        return Model(source=policy.source, decoder=spec.decoder, tokenizer=policy.tokenizer, mesh=policy.mesh)
+    source = find_source(config.critic.model)
+    tokenizer = load_tokenizer(source, config.chat_template)
+    if difference := policy.tokenizer.first_difference(tokenizer):
+        raise ValueError(
+            f"critic.model {config.critic.model} has another tokenizer than {config.model}: {difference}; its values"
+            " would be of other texts: take a model of the same family, or leave critic.model out"
+        )
+    return Model(source=source, decoder=spec.decoder, tokenizer=tokenizer, mesh=policy.mesh)
 
 
 def run_spec(config: Config, decoder: DecoderConfig, mesh: Mesh) -> RunSpec:

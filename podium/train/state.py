@@ -18,6 +18,8 @@ class TrainState:
     step: jax.Array  # [] int32, number of updates so far
     params: Params  # float32, as declared by ParamSpecs
     opt_state: optax.OptState
+    critic: "TrainState | None" = None
+    """The state of the critic, which has no critic of its own; None: there is none."""
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
@@ -57,4 +59,5 @@ def at_schedule_step(state: TrainState, position: int) -> TrainState:
 def restarted(state: TrainState) -> TrainState:
     """The state as the start of another run: keeps weights and moments, and restarts the learning rate schedule."""
     step = jnp.zeros_like(state.step, device=state.step.sharding)
-    return dataclasses.replace(at_schedule_step(state, 0), step=step)
+    critic = None if state.critic is None else restarted(state.critic)
+    return dataclasses.replace(at_schedule_step(state, 0), step=step, critic=critic)

@@ -15,7 +15,8 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from podium.algorithms.losses import entropy_loss, policy_loss
+from podium.algorithms.advantages import RETURNS, VALUES
+from podium.algorithms.losses import entropy_loss, policy_loss, value_loss
 from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
 from podium.algorithms.routers import router_loss, router_stats
 from podium.compiler import Lowerable, compiler_options
@@ -26,7 +27,7 @@ from podium.models.architecture import DecoderConfig
 from podium.models.attention import row_attention
 from podium.models.blocks.choices import Balance
 from podium.models.blocks.kind import Advance, At, Packed, States
-from podium.models.decoder import forward, head_weights
+from podium.models.decoder import forward, head_weights, token_scores
 from podium.models.linear import activation_dtype
 from podium.models.logprobs import Taught, TokenLogprobs, token_logprobs
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, trained_specs
@@ -155,6 +156,31 @@ def make_hidden(settings: TrainSettings) -> CompiledScore:
     return jax.jit(states, out_shardings=shardings, compiler_options=settings.options())
 
 
+def make_values(settings: TrainSettings) -> CompiledScore:
+    """The jitted `(params, batch) -> values [K, B, T]` of a critic, before each target is drawn; without gradient."""
+
+    def values(params: Params, batch: Batch[jax.Array]) -> jax.Array:
+        def one(index: jax.Array, found: jax.Array) -> jax.Array:
+            own = _values(settings, params, _micro_batch(batch, index))
+            return jax.lax.dynamic_update_index_in_dim(found, own, index, 0)
+
+        nothing = jnp.zeros(batch.tokens.shape, jnp.float32)
+        if len(batch.tokens) == 1:  # as in `make_score`
+            return one(jnp.int32(0), nothing)
+        return jax.lax.fori_loop(0, batch.num_micro_batches, one, nothing)
+
+    shardings = settings.computing.sharding(None, "batch", "tokens")
+    return jax.jit(values, out_shardings=shardings, compiler_options=settings.options())
+
+
+class _Loss(Protocol):
+    """`(params, frozen, micro_batch) -> (loss, (sums, maxima))`: a micro-batch's share of the loss, and statistics."""
+
+    def __call__(
+        self, params: Params, frozen: Params, batch: Batch[jax.Array], /
+    ) -> tuple[jax.Array, tuple[Metrics, Metrics]]: ...
+
+
 _Gradients: TypeAlias = tuple[tuple[Params, jax.Array, Metrics], Metrics]
 """Accumulated over micro-batches: sums of gradients, losses and statistics; and maxima of statistics."""
 
@@ -162,17 +188,31 @@ _Gradients: TypeAlias = tuple[tuple[Params, jax.Array, Metrics], Metrics]
 def make_train_step(
     settings: TrainSettings, recipe: Recipe, optimizer: optax.GradientTransformation
 ) -> CompiledTrainStep:
-    """The jitted update `(state, batch, frozen) -> (state, metrics)`; `state` is donated.
+    """The jitted update of the policy, as `_make_update` makes it from the recipe's loss.
 
     `frozen` are weights that never change and are not in the state: with LoRA, all but the adapters; and TEACHER_HEAD,
-    with a teacher whose whole distribution is learned. Metrics are means over the batch's trained tokens, except
-    `loss`, norms and maxima. `broken_row` is the first row of all micro-batches whose loss is not finite, counted from
-    the last row, which is 1; 0: none.
+    with a teacher whose whole distribution is learned.
+    """
+    return _make_update(settings, functools.partial(_loss, settings, recipe), optimizer)
+
+
+def make_value_step(
+    settings: TrainSettings, optimizer: optax.GradientTransformation, *, clip: float | None
+) -> CompiledTrainStep:
+    """The jitted update of a critic, whose batches have VALUES and RETURNS among their scores."""
+    return _make_update(settings, functools.partial(_value_loss, settings, clip), optimizer)
+
+
+def _make_update(settings: TrainSettings, loss_of: _Loss, optimizer: optax.GradientTransformation) -> CompiledTrainStep:
+    """The jitted update `(state, batch, frozen) -> (state, metrics)`; `state` is donated.
+
+    Metrics are means over the batch's trained tokens, except `loss`, norms and maxima. `broken_row` is the first row of
+    all micro-batches whose loss is not finite, counted from the last row, which is 1; 0: none.
     """
     abstract = abstract_params(trained_specs(settings.decoder), jnp.float32, settings.stored)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(abstract, optimizer))
     shardings = state_shardings.params
-    gradient = jax.value_and_grad(functools.partial(_loss, settings, recipe), has_aux=True)
+    gradient = jax.value_and_grad(loss_of, has_aux=True)
 
     def train_step(
         state: TrainState, batch: Batch[jax.Array], frozen: Params | None = None
@@ -250,6 +290,23 @@ def _loss(
         if balance:
             loss += balance * router_loss(routers) * tokens / jnp.maximum(batch.num_tokens, 1.0)
     return loss, (sums, {"logprob_gap_max": jnp.max(gap), "broken_row": _broken_row(losses * batch.weights)})
+
+
+def _value_loss(
+    settings: TrainSettings, clip: float | None, params: Params, frozen: Params, batch: Batch[jax.Array]
+) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
+    """A micro-batch's contribution to a critic's loss, a mean over the batch's trained tokens; like `_loss`."""
+    values = _values(settings, params | frozen, batch)
+    found = value_loss(values, batch.scores[VALUES], batch.scores[RETURNS], clip=clip)
+    losses = found.values * batch.mask / jnp.maximum(batch.num_tokens, 1.0)
+    sums = {"clipped": jnp.sum(found.clipped * batch.mask)}
+    return jnp.sum(losses), (sums, {"broken_row": _broken_row(losses)})
+
+
+def _values(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) -> jax.Array:
+    """A critic's values at a micro-batch's targets, [B, T] float32; it chooses its experts by itself."""
+    hidden, _ = _hidden(settings, params, dataclasses.replace(batch, choices=None))
+    return token_scores(params, hidden, settings.decoder, settings.computing)
 
 
 def _broken_row(losses: jax.Array) -> jax.Array:

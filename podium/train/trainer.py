@@ -15,6 +15,7 @@ from podium.observe.stats import BatchStats, UpdateStats
 from podium.run.spec import BatchSizes, OptimizerSpec
 from podium.sharding import Params
 from podium.train.batch import Batch
+from podium.train.critic import Critic, update_critic
 from podium.train.distributed import is_leader, on_host
 from podium.train.generate import Group
 from podium.train.optimizer import learning_rate
@@ -43,16 +44,18 @@ class Trainer:
         folder: Path,
         frozen: Params | None = None,
         teacher: Scorer | None = None,
+        critic: Critic | None = None,
     ) -> None:
         """Make the programs; each is compiled on first use.
 
         `sizes` holds the shapes of all batches; the learning rate follows `schedule`. `reference` holds the first
         model's parameters, if the recipe needs them. A batch that diverges is saved in `folder`. `frozen` holds the
-        base weights of LoRA's adapters, which also serve as the reference. `teacher` scores batches, if the recipe
-        has one.
+        base weights of LoRA's adapters, which also serve as the reference. `teacher` scores batches, and `critic` too
+        and learns, if the recipe has one.
         """
         self.frozen = frozen or {}
         self.recipe = recipe
+        self.critic = critic
         self.settings = settings
         self.folder = folder
         self.sizes = sizes
@@ -67,21 +70,25 @@ class Trainer:
         self.learning_rate = learning_rate(schedule.settings, schedule.steps)
         self.updates_per_step = recipe.updates_per_batch * recipe.minibatches
 
-    def prepare(self, params: Params, groups: Sequence[Group]) -> tuple[list[Batch[jax.Array]], BatchStats]:
-        """Make the scored batches of a step's optimizer steps on the devices; `params` are those before the first."""
+    def prepare(self, state: TrainState, groups: Sequence[Group]) -> tuple[list[Batch[jax.Array]], BatchStats]:
+        """Make the scored batches of a step's optimizer steps on the devices; `state` is that before the first."""
+        scorers = self.scorers
+        if self.critic is not None:
+            assert state.critic is not None, "a trainer with a critic has its state"
+            scorers = (*scorers, self.critic.scorer(state.critic.params))
         return prepare_step(
             groups,
             self.recipe,
             self.sizes,
             rules=self.settings.computing,
-            scorers=self.scorers,
-            policy=params | self.frozen,
+            scorers=scorers,
+            policy=state.params | self.frozen,
         )
 
     def update(
         self, state: TrainState, batches: Sequence[Batch[jax.Array]], step: int
     ) -> tuple[TrainState, UpdateStats]:
-        """Run the updates of a step on the batches of `prepare`, as often as the recipe says.
+        """Run the updates of a step on the batches of `prepare`, as often as the recipe says; the critic's first.
 
         The learning rate follows the run's schedule: each step owns a share of it, and its updates have the last rates
         of that share, however many updates there are. The state is donated; without batches it is returned unchanged.
@@ -89,8 +96,22 @@ class Trainer:
 
         Raises:
             DivergedError: the loss or the gradient is not finite.
+            CriticDivergedError: the same, of the critic.
         """
+        valued, criticised = state.critic, None
+        if self.critic is not None and valued is not None:
+            minibatches = self.recipe.minibatches
+            valued, criticised = update_critic(self.critic, valued, batches, step, minibatches=minibatches)
+        state, updated = self._update_policy(dataclasses.replace(state, critic=None), batches, step)
+        return dataclasses.replace(state, critic=valued), dataclasses.replace(updated, critic=criticised)
+
+    def _update_policy(
+        self, state: TrainState, batches: Sequence[Batch[jax.Array]], step: int
+    ) -> tuple[TrainState, UpdateStats]:
+        """Run the policy's updates of a step; none while the critic learns alone."""
         start = time.perf_counter()
+        if self.critic is not None and step < self.critic.spec.warmup_steps:
+            batches = ()
         end = (step + 1) * self.updates_per_step  # end of the step's share of the schedule
         todo = [batch for _ in range(self.recipe.updates_per_batch) for batch in batches]
         rate = float(np.asarray(self.learning_rate(end - 1)))

@@ -40,6 +40,7 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 8, "alpha": 16}},
     "experts": {"model": EXPERTS},
     "taught": {"algorithm": {"recipe": "distill"}, "teacher": {"model": QWEN3}},
+    "valued": {"algorithm": {"recipe": "ppo"}},
     "talk": {"tasks": [{"name": "calculator"}], "algorithm": {"credit": "turn", "gamma": 0.5}},
 }
 """What the config of a subject has besides."""
@@ -96,6 +97,37 @@ def teacher_normalised() -> Plant:
         return original(advantages, teacher_logprobs - centre, logprobs, mask, **options)
 
     return prepare, "taught_advantages", planted
+
+
+def values_one_token_late() -> Plant:
+    """The critic learns what belongs to the token before."""
+    original = prepare.value_returns
+
+    def planted(rewards, tokens, **options):
+        return np.roll(original(rewards, tokens, **options), 1, axis=2)
+
+    return prepare, "value_returns", planted
+
+
+def replies_are_steps() -> Plant:
+    """What an environment wrote counts as drawn when advantages are estimated."""
+    original = advantages.gae
+
+    def planted(rewards, values, mask, **options):
+        last = np.cumsum(mask[..., ::-1], axis=-1)[..., ::-1] > 0
+        return original(rewards, values, last, **options)
+
+    return advantages, "gae", planted
+
+
+def unclipped_values() -> Plant:
+    """The critic's loss has no clip."""
+    original = step.value_loss
+
+    def planted(values, old_values, returns, *, clip):
+        return original(values, old_values, returns, clip=None)
+
+    return step, "value_loss", planted
 
 
 def dropped_tail() -> Plant:
@@ -701,6 +733,9 @@ SLOW: dict[Callable[[], Plant], Named] = {
     experts_of_another_token: Named(form_checks, "replayed experts", "experts"),
     teacher_one_token_late: Named(batch_checks, "advantages"),
     teacher_normalised: Named(batch_checks, "advantages"),
+    values_one_token_late: Named(batch_checks, "advantages"),
+    replies_are_steps: Named(batch_checks, "advantages"),
+    unclipped_values: Named(update_checks, "value update", "valued"),
     bfloat16_sum: Named(update_checks, "gradient"),
     tied_head_without_gradient: Named(update_checks, "gradient"),
     mean_of_means: Named(form_checks, "micro-batches"),

@@ -98,7 +98,8 @@ def test_nothing_at_all_asks_for_model_and_tasks(errors):
         ("algo: {name: rloo}", "algo: unknown key; it is a key of the seed system; "
          "`podium config migrate a.yaml` translates the whole file"),
         ("num_generations: 8", "num_generations: unknown key; what TRL calls num_generations is group_size here"),
-        ("learning_rate: 1e-6", "learning_rate: unknown key; did you mean train.optimizer.learning_rate?"),
+        ("learning_rate: 1e-6", "learning_rate: unknown key; "
+         "did you mean critic.learning_rate or train.optimizer.learning_rate?"),
         ("dtype: float32", "dtype: unknown key; did you mean rollout.dtype or train.dtype?"),
         ("max_new_token: 3", "max_new_token: unknown key; did you mean rollout.max_new_tokens?"),
         ("eval: {zzz: 3}", "eval.zzz: unknown key; "
@@ -131,7 +132,7 @@ def test_an_unknown_key_says_the_way_out(errors, text, message):
         ("eval: {greedy: yes}", "eval.greedy: expected true or false, got 'yes'"),
         ("algorithm: {recipe: gpro}", "algorithm.recipe: expected one of grpo, dr_grpo, dapo, rloo, gdpo, opo, gpg, "
          "pass_at_k, reinforce, reinforce_pp, reinforce_pp_baseline, gspo, cispo, sapo, vespo, dppo, gmpo, maxrl, "
-         "sft, distill, got 'gpro'; did you mean grpo?"),
+         "sft, distill, ppo, got 'gpro'; did you mean grpo?"),
         ("algorithm: {std_ddof: 2}", "algorithm.std_ddof: expected a whole number from 0 to 1, got 2"),
     ],
 )  # fmt: skip
@@ -273,3 +274,19 @@ def test_what_a_teacher_cannot_be_combined_with_says_why_and_the_way_out(errors)
     assert short.startswith("teacher.model: demo has 8192 positions, and the run's longest sequence has 9512 tokens")
     (given,) = errors(teacher + "algorithm: {recipe: sft}\ngroup_size: 1\n")
     assert "set algorithm.recipe to distill or grpo" in given
+
+
+def test_what_a_critic_cannot_be_combined_with_says_why_and_the_way_out(errors):
+    ppo = "algorithm: {recipe: ppo}\n"
+    (unread,) = errors("critic: {warmup_steps: 2}\n")
+    assert unread.startswith("critic: recipe grpo computes advantages without a critic, so nothing reads it; set algo")
+    (waiting,) = errors(ppo + "steps: 5\ncritic: {warmup_steps: 5}\n")
+    assert "critic.warmup_steps: in 5 of 5 steps the policy is not updated; set it below steps" in waiting
+    (grouped,) = errors("algorithm: {recipe: ppo, std: group}\n")
+    assert "has an advantage for each token, not each completion; set it to batch or none" in grouped
+    (outside,) = errors("algorithm: {recipe: ppo, advantage_options: {lam: 1.5}}\n")
+    assert "algorithm.advantage_options: lam 1.5 must be from 0 to 1" in outside
+    (whole,) = errors("algorithm: {recipe: ppo, loss: gspo, old_logprobs: trainer}\n")
+    assert "algorithm.loss: loss gspo has one ratio for a completion, and a critic gives each token its own" in whole
+    (dropped,) = errors("algorithm: {recipe: ppo, zero_variance: drop}\n")
+    assert "recipe ppo has no group baseline" in dropped

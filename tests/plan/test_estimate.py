@@ -320,3 +320,29 @@ def test_a_teachers_logits_are_computed_in_the_update_if_it_learns_the_whole_dis
     batches = [phase(each, "update").parts["batch"] for each in (sampled, full)]
     assert batches[1] - batches[0] == sampled.spec.batch.max_micro_batches * sampled.tokens * 2 * 4096
     assert [each.name for each in estimate(full)][4:] == ["teacher", "update", "checkpoint"]
+
+
+def test_a_critic_stays_beside_the_trainer_and_has_a_forward_pass_and_an_update():
+    """Qwen3-0.6B values Qwen3-1.7B's tokens on 8 chips: its float32 weights and two moments by hand, without a head."""
+    settings = {"model": "Qwen/Qwen3-1.7B", "train": {"head": "chunked"}}
+    accelerator = find_accelerator("v6e-8")
+    plain, valued = (
+        config(**settings),
+        config(**settings, algorithm={"recipe": "ppo"}, critic={"model": "Qwen/Qwen3-0.6B", "updates": 2}),
+    )
+    student = find_decoder(plain)
+    alone, run = make_sizes(plain, student, accelerator), make_sizes(valued, student, accelerator)
+    layers, embedding = 28 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072), 151936 * 1024
+    added = {name: residents(run)[name] for name in ("critic_weights", "critic_optimizer")}
+    assert added["critic_weights"] == pytest.approx(4 * (layers + embedding) / 8, rel=1e-3)
+    assert added["critic_optimizer"] == 2 * added["critic_weights"]
+    assert sum(residents(run).values()) - sum(residents(alone).values()) == sum(added.values())
+    assert [each.name for each in estimate(run)][4:7] == ["values", "critic", "update"]
+    values, critic, update = (phase(run, name) for name in ("values", "critic", "update"))
+    assert 2 * run.tokens * layers < values.flops < 1.4 * 2 * run.tokens * layers
+    assert 3 * values.flops < critic.flops < 4.3 * values.flops
+    for each in (values, critic, update):
+        assert added.items() <= each.parts.items()
+        assert each.parts["parameters"] == residents(run)["parameters"]
+    assert critic.parts.get("logits", 0) <= 4 * run.tokens, "one number per token"
+    assert update.flops == phase(alone, "update").flops

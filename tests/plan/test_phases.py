@@ -11,8 +11,9 @@ import pytest
 from tiny_decoder import DECODER, tiny
 
 from podium.accelerators import GIB, Accelerator
+from podium.algorithms.advantages import RETURNS, VALUES
 from podium.config.schema import Config
-from podium.models.architecture import frozen_decoder
+from podium.models.architecture import frozen_decoder, scoring_decoder
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.plan.estimate import residents
 from podium.plan.phases import PhaseProgram, device_bytes, phase_programs
@@ -233,6 +234,34 @@ def test_a_teachers_hidden_states_are_part_of_the_batch_and_its_head_an_argument
     held = programs["sync"].residents["teacher_weights"] - programs["update"].residents["teacher_weights"]
     assert held == device_bytes(head)
     programs["update"].lower()
+
+
+def test_a_critic_is_two_programs_and_its_state_stays_beside_all_others():
+    config = config_of(algorithm={"recipe": "ppo"})
+    mesh = make_mesh(config.mesh)
+    spec = run_spec(config, DECODER, mesh)
+    programs = phase_programs(spec, mesh)
+    assert list(programs)[-3:] == ["values", "critic", "update"]
+    (params, batch), (state, scored) = programs["values"].arguments, programs["critic"].arguments[:2]
+    assert set(params) == set(state.params) == set(param_specs(scoring_decoder(DECODER)))
+    held = {
+        "critic_weights": device_bytes(state.params),
+        "critic_optimizer": device_bytes((state.step, state.opt_state)),
+    }
+    assert {name for name, each in programs.items() if held.items() <= each.residents.items()} == set(programs) - {
+        "init",
+        "values",
+        "critic",
+    }
+    assert programs["values"].residents["critic_optimizer"] == held["critic_optimizer"]
+    assert "critic_weights" not in programs["critic"].residents
+    for name in ("values", "critic"):
+        assert programs[name].residents["parameters"] == device_bytes(programs["update"].arguments[0].params)
+    assert programs["values"].lower().out_info.shape == batch.tokens.shape
+    assert {VALUES, RETURNS} <= set(scored.scores)
+    after, metrics = programs["critic"].lower().out_info
+    assert jax.tree.map(lambda x: x.shape, after) == jax.tree.map(lambda x: x.shape, state)
+    assert {"loss", "clipped", "gradient_norm", "broken_row"} <= set(metrics)
 
 
 def texts(config: Config) -> dict[str, tuple[str, dict[str, int]]]:

@@ -37,7 +37,7 @@ def recipe() -> Recipe:
 def test_scores_reach_advantages_and_loss():
     trainer, state = make_trainer(algorithm={"recipe": "test_scorers:recipe"})
     groups = groups_of()
-    (batch,), stats = trainer.prepare(state.params, groups)
+    (batch,), stats = trainer.prepare(state, groups)
     odd = np.asarray(batch.targets) % 2 * np.asarray(batch.mask)
     np.testing.assert_array_equal(batch.scores["parity"] * batch.mask, odd)
     np.testing.assert_allclose(batch.advantages, odd * 2 / 3, rtol=1e-6)

@@ -19,6 +19,7 @@ from pydantic import create_model
 from tiny_runs import TINY, merged
 
 from podium.algorithms.recipes import Recipe, make_recipe
+from podium.config.critic import CriticConfig
 from podium.config.schema import AlgorithmConfig, Config, EnvironmentsConfig, LimitsConfig, Section
 from podium.train.loop import train
 
@@ -156,6 +157,7 @@ def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, 
     by_effect.add(("TaskConfig", "completion"))  # of written completions alone: tests/train/test_sft.py
     by_effect.add(("RolloutConfig", "group_chips"))  # of several devices: tests/models/test_layout_choice.py
     by_effect.add(("AlgorithmConfig", "gamma"))  # with credit: turn
+    by_effect |= {("CriticConfig", name) for name in CriticConfig.model_fields}  # of ppo: tests/train/test_critic.py
     by_effect |= {  # of conversations: tests/train/test_episodes.py
         (section.__name__, name) for section in (LimitsConfig, EnvironmentsConfig) for name in section.model_fields
     }

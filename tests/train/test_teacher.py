@@ -78,7 +78,7 @@ def test_another_teacher_moves_each_token_s_advantage_by_the_difference_of_log_p
     decoder = tiny(width=16, layers=1, heads=2, kv_heads=1)
     teacher = {name: jnp.asarray(x) for name, x in random_weights(decoder, seed=5).items()}
     batch, stats = prepared(trainer, state.params, decoder, teacher, weight=0.5)
-    plain, _ = trainer.prepare(state.params, groups_of())
+    plain, _ = trainer.prepare(state, groups_of())
     unscored = dataclasses.replace(batch, scores={})
     mine = np.asarray(trainer.score(state.params, unscored), np.float64)
     program = make_score(trainer.settings._replace(decoder=decoder))
@@ -204,7 +204,7 @@ def test_a_distilled_run_comes_closer_to_its_teacher_and_resumes_bit_for_bit(run
 def test_an_int8_teacher_is_close_to_one_in_bfloat16(tiny_model, teacher_model):
     found = []
     trainer, state = make_trainer(algorithm={"recipe": "distill"})
-    (batch,), _ = trainer.prepare(state.params, groups_of())
+    (batch,), _ = trainer.prepare(state, groups_of())
     batch = dataclasses.replace(batch, tokens=batch.tokens % 20, targets=batch.targets % 20, scores={})
     for base in ("bfloat16", "int8"):
         config = make_config(tiny_model, teacher={"model": str(teacher_model), "base": base})
@@ -258,6 +258,6 @@ def test_a_teacher_without_a_chat_template_teaches_and_one_with_too_few_position
 
 def test_rewards_alone_train_nothing_with_distill():
     trainer, state = make_trainer(algorithm={"recipe": "distill"})
-    (batch,), stats = trainer.prepare(state.params, groups_of(REWARDS))
+    (batch,), stats = trainer.prepare(state, groups_of(REWARDS))
     assert not np.asarray(batch.advantages).any()
     assert stats.teacher_kl is None

@@ -65,7 +65,7 @@ def test_two_passes_over_two_minibatches_are_four_steps_with_ratios_to_the_first
     trainer, state = make_trainer(algorithm=algorithm)
     traced = trainer.score._cache_size(), trainer.train_step._cache_size()  # pyright: ignore
     groups = groups_of()
-    scored, _ = trainer.prepare(state.params, groups)  # both halves, before either is trained on
+    scored, _ = trainer.prepare(state, groups)  # both halves, before either is trained on
     for half in scored:
         bare = dataclasses.replace(half, scores={})
         np.testing.assert_array_equal(half.scores["old_logprobs"], trainer.score(state.params, bare))
@@ -202,7 +202,7 @@ def test_numbers_that_are_not_finite_stop_the_run_and_their_batch_is_saved(tmp_p
 def test_a_row_that_is_not_finite_is_named(tmp_path, monkeypatch, micro_batch):
     trainer, state = make_trainer(train={"rows_per_device": 2})
     monkeypatch.setattr(trainer, "folder", tmp_path)
-    (batch,), _ = trainer.prepare(state.params, groups_of())
+    (batch,), _ = trainer.prepare(state, groups_of())
     assert batch.num_micro_batches > 1
     at = (micro_batch, 1, np.flatnonzero(batch.mask[micro_batch, 1])[0])
     batch = dataclasses.replace(batch, sampled_logprobs=batch.sampled_logprobs.at[at].set(np.nan))

@@ -221,7 +221,7 @@ def train_on(
     trainer: Trainer, state: TrainState, groups: list[Group], *, step: int = 0
 ) -> tuple[TrainState, dict[str, float]]:
     """The rest of a step behind its rollout, as the loop does it: the new state, and the step's metrics."""
-    batches, batched = trainer.prepare(state.params, groups)
+    batches, batched = trainer.prepare(state, groups)
     state, updated = trainer.update(state, batches, step)
     return state, step_metrics(
         StepStats(

@@ -1,0 +1,190 @@
+"""A critic: what it learns, its updates beside the policy's, and runs of ppo."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_decoder import DECODER
+from tiny_runs import (
+    assert_same_run,
+    config_of,
+    groups_of,
+    host,
+    make_config,
+    make_params,
+    make_train_settings,
+    metrics_of,
+    rules_of,
+    spec_of,
+    trained,
+    weights_of,
+)
+
+from podium.algorithms.advantages import RETURNS, VALUES
+from podium.certify.subject import random_weights
+from podium.models.architecture import scoring_decoder
+from podium.models.params import param_specs
+from podium.observe.run_dir import Fork
+from podium.run.resolve import resolve_critic, resolve_recipe
+from podium.run.spec import CriticSpec
+from podium.sharding import Params, ShardingRules, param_shardings
+from podium.train.critic import Critic, CriticDivergedError, make_critic, make_critic_optimizer, update_critic
+from podium.train.loop import train
+from podium.train.prepare import prepare_step
+from podium.train.state import TrainState, init_state
+
+pytestmark = pytest.mark.usefixtures("one_device")
+SCORED = scoring_decoder(DECODER)
+PPO = {"recipe": "ppo", "advantage_options": {"gamma": 0.9, "lam": 0.8}}
+PLAIN = {"optimizer": {"name": "sgd", "learning_rate": 0.1, "beta1": 0.0, "clip_norm": 0.0}}
+
+
+def weights_on(rules: ShardingRules) -> Params:
+    """Random weights of a critic, the same on any mesh."""
+    shardings = param_shardings(param_specs(SCORED), rules)
+    return {name: jax.device_put(x, shardings[name]) for name, x in random_weights(SCORED, seed=7).items()}
+
+
+def critic_on(devices: int, **changes) -> tuple[Critic, TrainState, list]:
+    """A critic on some devices, its first state, and the batches of a step of `groups_of`."""
+    sizes = {"steps": 10, "rollout": {"max_prompt_tokens": 8, "max_new_tokens": 8}, "train": PLAIN}
+    config = make_config(**sizes, algorithm=PPO, critic={"learning_rate": 0.1, **changes})
+    spec, rules = spec_of(config, devices=devices), rules_of(devices=devices)
+    assert spec.critic is not None
+    settings = make_train_settings(rules, attention="reference")
+    optimizer = make_critic_optimizer(spec.critic)
+    critic = make_critic(spec.critic, settings, optimizer)
+    params = weights_on(rules)
+    batches, stats = prepare_step(
+        groups_of(),
+        spec.recipe,
+        spec.batch,
+        rules=settings.computing,
+        scorers=(critic.scorer(params),),
+        policy=make_params(rules),
+    )
+    assert stats.values is not None
+    return critic, init_state(params, optimizer), batches
+
+
+def test_values_returns_and_advantages_are_at_the_tokens_that_they_are_of():
+    """Of every completion: its values by the program, then the sums of the definition, then the batch's deviation."""
+    _, _, (batch,) = critic_on(1)
+    mask = np.asarray(batch.mask) > 0
+    values, returns = (np.asarray(batch.scores[name], np.float64) for name in (VALUES, RETURNS))
+    rewards = iter([reward for group in groups_of() for reward in group.totals.tolist()])
+    lengths = [each.num_drawn for group in groups_of() for each in group.transcripts]
+    segments, advantages = np.asarray(batch.segments), np.zeros(mask.shape)
+    found: list[list[float]] = []
+    for index in np.ndindex(mask.shape[:2]):
+        for segment in dict.fromkeys(segments[index][mask[index]].tolist()):
+            places = np.flatnonzero(mask[index] & (segments[index] == segment))
+            own = [*values[index][places].tolist(), 0.0]
+            found.append([len(places), returns[index][places[-1]]])
+            paid = [0.0] * (len(places) - 1) + [found[-1][1]]
+            errors = [paid[t] + 0.9 * own[t + 1] - own[t] for t in range(len(places))]
+            for t, place in enumerate(places):
+                total = sum(0.72 ** (k - t) * errors[k] for k in range(t, len(places)))
+                advantages[index][place] = total
+                assert returns[index][place] == pytest.approx(total + own[t], abs=1e-5)
+    expected = sorted(map(list, zip(lengths, rewards, strict=True)))
+    np.testing.assert_allclose(sorted(found), expected, atol=1e-6)
+    drawn = advantages[mask]
+    expected = np.where(mask, (advantages - drawn.mean()) / drawn.std(ddof=1), 0)
+    np.testing.assert_allclose(batch.advantages, expected, atol=1e-5)
+
+
+def test_a_critic_learns_the_rewards_and_its_loss_is_by_hand():
+    critic, state, batches = critic_on(1, clip=None)
+    (batch,) = batches
+    error = np.asarray(batch.scores[VALUES] - batch.scores[RETURNS], np.float64) * np.asarray(batch.mask)
+    losses = []
+    for step in range(8):
+        state, stats = update_critic(critic, state, batches, step, minibatches=1)
+        assert stats is not None
+        losses.append(stats.loss)
+        assert stats.clip_fraction == 0
+    assert losses[0] == pytest.approx(0.5 * np.sum(error**2) / float(batch.num_tokens), rel=1e-5)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_an_update_is_the_same_on_four_devices_and_a_tight_clip_holds_what_has_moved():
+    made = []
+    for devices in (1, 4):
+        critic, state, batches = critic_on(devices, updates=2, clip=0.01)
+        state, stats = update_critic(critic, state, batches, 0, minibatches=1)
+        assert stats is not None
+        assert 0 < stats.clip_fraction < 1
+        made.append((host(state.params), stats.loss))
+    (one, loss), (several, other) = made
+    assert loss == pytest.approx(other, rel=1e-5)
+    for name, x in one.items():
+        np.testing.assert_allclose(several[name], x, rtol=2e-5, atol=1e-5, err_msg=name)
+
+
+def test_a_critic_that_diverges_ends_the_run_with_the_way_out():
+    critic, state, batches = critic_on(1)
+    batch = dataclasses.replace(
+        batches[0], scores={**batches[0].scores, RETURNS: jnp.full_like(batches[0].scores[RETURNS], jnp.inf)}
+    )
+    with pytest.raises(CriticDivergedError, match=r"update 1 of the critic diverged: .* lower critic\.learning_rate"):
+        update_critic(critic, state, [batch], 0, minibatches=1)
+
+
+def test_a_critic_starts_from_the_policy_without_its_adapters_and_has_its_own_schedule():
+    changes = {"algorithm": {"recipe": "ppo", "minibatches": 2, "updates_per_batch": 3}, "steps": 5}
+    config = make_config(**changes, critic={"updates": 4, "learning_rate": 3e-4})
+    spec = resolve_critic(config, DECODER)
+    assert isinstance(spec, CriticSpec)
+    assert (spec.decoder, spec.optimizer.steps) == (SCORED, 5 * 2 * 4)
+    assert spec.optimizer.settings == config.train.optimizer.model_copy(update={"learning_rate": 3e-4})
+    assert resolve_critic(make_config(), DECODER) is None
+    assert resolve_recipe(config).loss_scores[-2:] == (VALUES, RETURNS)
+
+
+CHANGES = {
+    "algorithm": {"recipe": "ppo", "minibatches": 2, "updates_per_batch": 2},
+    "critic": {"learning_rate": 1e-2, "updates": 2},
+    "eval": {"at_start": False, "at_end": False},
+    "checkpoint": {"every_steps": 2},
+}
+CRITIC_METRICS = ("loss", "value", "return", "clip_fraction", "gradient_norm", "learning_rate")
+
+
+@pytest.fixture(scope="module")
+def whole(run_of) -> Path:
+    """A run of ppo of six steps."""
+    return run_of(**CHANGES, steps=6)
+
+
+def test_a_run_of_ppo_resumes_bit_for_bit_with_its_critic(run_of, whole):
+    """The critic's losses after the checkpoint are those of the undisturbed run, so its weights and moments are."""
+    stopped = run_of(**CHANGES, steps=2)
+    assert train(config_of(stopped, steps=6), plain=True) == 0
+    assert_same_run(stopped, whole)
+    records = trained(whole)
+    assert {f"critic/{name}" for name in CRITIC_METRICS} <= set(records[-1])
+    assert len({record["critic/loss"] for record in records}) == 6
+    assert all(record["optimizer/updates"] == 4 for record in records)
+
+
+def test_the_policy_waits_while_the_critic_warms_up(run_of, whole):
+    run = run_of(**{**CHANGES, "critic": {"learning_rate": 1e-2, "warmup_steps": 2}}, steps=3)
+    assert [record["optimizer/updates"] for record in trained(run)] == [0, 0, 4]
+    assert all("critic/loss" in record for record in trained(run))
+    first, second, third = (record["train-reward/total/mean"] for record in metrics_of(run)[:3])
+    assert weights_of(run, 2) != weights_of(run, 3)
+    assert weights_of(run, 2) == weights_of(run_of(**{**CHANGES, "critic": {"warmup_steps": 2}}, steps=3), 2)
+    assert None not in (first, second, third)
+
+
+def test_ppo_starts_from_a_run_that_had_no_critic_and_from_one_that_had(run_of, whole, tmp_path):
+    before = run_of(steps=2, checkpoint={"every_steps": 2}, eval={"at_start": False, "at_end": False})
+    for start in (before, whole):
+        config = config_of(whole, name="next", runs_dir=str(tmp_path / start.parent.name), steps=1)
+        assert train(config, fork=Fork(str(start), None), plain=True) == 0
+        (record,) = trained(Path(config.runs_dir) / "next")
+        assert np.isfinite(record["critic/loss"])
