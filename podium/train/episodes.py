@@ -32,8 +32,10 @@ from podium.tasks.conversing import Answered
 from podium.tasks.environments import Environments
 from podium.tasks.tool_calls import Calls
 from podium.train.dialogue import Dialogue
-from podium.train.episode import Episode, State
+from podium.train.episode import Episode
 from podium.train.feed import EncodedPrompt, prompt_messages, request_seed
+from podium.train.live import Live
+from podium.train.replay import Replay, turn_of
 
 POLL_S = 0.5
 """Longest wait for environments between calls of `on_poll`."""
@@ -41,10 +43,6 @@ POLL_TOGETHER_S = 0.05
 """The same where hosts decode together: each waits for the answers of the others, too."""
 STEPS_TOGETHER = 4
 """Engine steps between exchanges of hosts that decode together."""
-CHANGED = (
-    "an environment must depend on nothing but its prompt, its seed and the answers (docs/carry-over.md); if it cannot,"
-    " set rollout.in_flight to 1"
-)
 REPLY_STEPS = 2
 """Engine steps from a request to an environment until its answer is taken, where clocks must not decide."""
 
@@ -57,80 +55,6 @@ OnEpisodes = Callable[[int, list[Episode]], None]
 
 Place = tuple[int, int, int]
 """A conversation of a run: the number of its prompt, its index among the prompt's, and its attempt."""
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class _Live:
-    """A conversation in progress."""
-
-    index: int
-    """Index of its prompt among those that are answered."""
-    sample: int
-    """Index among the prompt's conversations."""
-    attempt: int = 0
-    state: State = "beginning"
-    number: int = -1
-    """Its number in `Environments`; another one for each attempt."""
-    due: int | None = None
-    """The step in which the answer of its environment is taken, if clocks must not decide; None: it was not asked."""
-    key: Key | None = None
-    first: str | None = None
-    """What the environment added to the prompt."""
-    tokens: tuple[int, ...] | None = None
-    """Tokens of the prompt, once the environment has begun."""
-    before: list[Message] = dataclasses.field(default_factory=list)
-    """The prompt's messages."""
-    messages: list[Message] = dataclasses.field(default_factory=list)
-    """Those after it."""
-    transcript: Transcript = dataclasses.field(default_factory=Transcript)
-    drawing: Completion | None = None
-    """What had been drawn of its turn when the last step ended."""
-    rewards: list[float] = dataclasses.field(default_factory=list)
-    replies: int = 0
-    calls: int = 0
-    began: float = 0.0
-    stop: StopReason | None = None
-
-    @classmethod
-    def of(cls, episode: Episode, index: int, sample: int) -> "_Live":
-        """A conversation that goes on."""
-        return cls(
-            index=index,
-            sample=sample,
-            attempt=episode.attempt,
-            state="ending" if episode.ended else episode.state,
-            messages=list(episode.transcript.messages),
-            transcript=episode.transcript,
-            drawing=episode.drawing,
-            rewards=list(episode.turn_rewards),
-            replies=episode.replies,
-            calls=episode.calls,
-            began=time.monotonic() - episode.seconds,
-            stop=episode.transcript.finish_reason,
-        )
-
-    def episode(self, reason: StopReason | None, *, ended: bool = False, timed: bool = False) -> Episode:
-        """What there is of it so far; its seconds count only if it is `timed`."""
-        return Episode(
-            transcript=dataclasses.replace(self.transcript, finish_reason=reason, messages=tuple(self.messages)),
-            turn_rewards=tuple(self.rewards),
-            state="ended" if ended else self.state,
-            drawing=self.drawing,
-            first=self.first,
-            replies=self.replies,
-            attempt=self.attempt,
-            seconds=time.monotonic() - self.began if timed and not ended else 0.0,
-        )
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class _Replay:
-    """A resumed conversation whose earlier answers are sent again to a newly opened environment."""
-
-    live: _Live
-    episode: Episode
-    told: int = 0
-    """Number of answers sent so far."""
 
 
 class Episodes:
@@ -243,13 +167,13 @@ class _Rollout:
         self._paced = carries and owner._rollout.reproducible
         """Whether answers are taken after a number of steps, and not when they come."""
         self._open, self._kept = dict[Place, int](), dict[Place, object]()
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, Live] = {}
         """Conversations by their number in `Environments`."""
-        self._replays: dict[int, _Replay] = {}
-        self._keys: dict[Key, _Live] = {}
+        self._replays: dict[int, Replay] = {}
+        self._keys: dict[Key, Live] = {}
         self._single: dict[int, int] = {}
         """Index of the prompt of each request that is answered once."""
-        self._beginning: dict[int, dict[int, _Live]] = {}
+        self._beginning: dict[int, dict[int, Live]] = {}
         """Conversations that have begun, of prompts of which others have not."""
         self._made: list[dict[int, Episode]] = [{} for _ in prompts]
         """Episodes that have ended."""
@@ -341,7 +265,7 @@ class _Rollout:
             self._beginning[index] = {}
         for sample in range(self._completions):
             if not episodes:
-                self._begin(_Live(index=index, sample=sample))
+                self._begin(Live(index=index, sample=sample))
             elif not episodes[sample].ended:
                 self._go_on(index, sample, episodes[sample])
             elif self._environments.keeps(self._prompts[index].prompt.task) and not episodes[sample].failed:
@@ -361,7 +285,7 @@ class _Rollout:
 
     def _go_on(self, index: int, sample: int, episode: Episode) -> None:
         """Continue a conversation, with its environment if that is still open."""
-        live = _Live.of(episode, index, sample)
+        live = Live.of(episode, index, sample)
         number = self._open.pop(self._place(live), None)
         if episode.state == "beginning" and number is None:
             self._begin(live)
@@ -378,7 +302,7 @@ class _Rollout:
 
     def _find_environment(self, index: int, sample: int, episode: Episode) -> None:
         """Give a conversation that has ended its environment again, for reward functions."""
-        live = _Live.of(episode, index, sample)
+        live = Live.of(episode, index, sample)
         if (place := self._place(live)) in self._kept:
             self._made[index][sample] = dataclasses.replace(episode, environment=self._kept[place])
             return
@@ -386,63 +310,52 @@ class _Rollout:
         self._set_prompt(live, episode.first)
         self._reopen(live, episode)
 
-    def _reopen(self, live: _Live, episode: Episode) -> None:
+    def _reopen(self, live: Live, episode: Episode) -> None:
         """Open an environment anew, to tell it what it was told before."""
         live.number = self._owner.new_number()
         self._live[live.number] = live
-        self._replays[live.number] = _Replay(live=live, episode=episode)
+        dialogue = self._dialogue(live.index)
+        assert dialogue is not None, "single answers have no environment"
+        self._replays[live.number] = Replay(live=live, episode=episode, dialogue=dialogue)
         self._open_environment(live)
 
-    def _take_replay(self, replay: _Replay, answered: Answered) -> None:
+    def _take_replay(self, replay: Replay, answered: Answered) -> None:
         """Compare what an environment answers with what it answered before, and tell it the next turn."""
         live, episode = replay.live, replay.episode
         live.due = None
-        dialogue = self._dialogue(live.index)
-        assert dialogue is not None, "single answers have no environment"
         if answered.kind == "failed":
             del self._replays[live.number]
             self._failed(live, str(answered.value))
             return
-        if isinstance(answered.value, Reply):
-            messages = self._fitting(dialogue, answered.value)
-            same = episode.replied(replay.told - 1, messages, answered.value.reward)
-            what = f"its reply to answer {replay.told}"
-        elif answered.kind == "opened":
-            same, what = answered.value == episode.first, "its first message"
-        else:
-            same, what = answered.value == episode.final_reward, "its final reward"
-        if not same:
+        reply = answered.value
+        messages = self._fitting(replay.dialogue, reply) if isinstance(reply, Reply) else []
+        change = replay.change(answered, messages)
+        if change is not None:
             del self._replays[live.number]
             self._changed += 1
-            self._failed(live, f"{what} is another one than before the run was continued: {CHANGED}")
+            self._failed(live, change)
         elif answered.kind == "graded":
             del self._replays[live.number], self._live[live.number]
             self._made[live.index][live.sample] = dataclasses.replace(episode, environment=answered.environment)
-        elif replay.told < episode.replies:
-            replay.told += 1
-            self._say(live, self._answered(live, replay.told - 1))
+        elif (turn := replay.next_turn()) is not None:
+            self._say(live, turn)
         elif episode.ended:
             self._grade(live)
         else:
             del self._replays[live.number]
-            self._wait_again(live)
+            self._wait_again(replay)
 
-    def _wait_again(self, live: _Live) -> None:
+    def _wait_again(self, replay: Replay) -> None:
         """Ask an environment again what it was asked when the run stopped."""
+        live = replay.live
         if live.state == "replying":
-            self._say(live, self._answered(live, live.replies))
+            self._say(live, replay.turn(live.replies))
         elif live.state == "ending":
             self._grade(live)
 
-    def _answered(self, live: _Live, number: int) -> Turn:
-        """A turn of the model, as its environment was told of it."""
-        dialogue, span = self._dialogue(live.index), live.transcript.drawn[number]
-        assert dialogue is not None, "single answers have no environment"
-        return _turn(number, span.text, dialogue.read(span.text, span.tokens.tolist()))
-
     def _submit_drawing(self) -> None:
         """Submit the turns that the last step left, those of a prompt that go on alike together."""
-        alike: dict[tuple[int, tuple[int, ...], int, int], list[_Live]] = {}
+        alike: dict[tuple[int, tuple[int, ...], int, int], list[Live]] = {}
         for live in sorted(self._live.values(), key=_in_order):
             if live.state == "drawing":
                 tokens, whole = live.tokens, tuple(live.transcript.segments[-1].tokens.tolist())
@@ -485,7 +398,7 @@ class _Rollout:
                     self._owner.kept[self._prompts[index].number, sample, episode.attempt] = episode.environment
                 made[sample] = dataclasses.replace(episode, environment=None)
 
-    def _put_aside(self, live: _Live) -> Episode:
+    def _put_aside(self, live: Live) -> Episode:
         """What there is of a conversation; its environment stays open."""
         self._drop_key(live)
         self._owner.open[self._place(live)] = live.number
@@ -496,35 +409,35 @@ class _Rollout:
             self._owner.early[live.number] = Answered(live.number, "opened", live.first)
         return Episode(state="beginning", attempt=live.attempt)
 
-    def _place(self, live: _Live) -> Place:
+    def _place(self, live: Live) -> Place:
         return self._prompts[live.index].number, live.sample, live.attempt
 
     # Environments.
 
-    def _begin(self, live: _Live) -> None:
+    def _begin(self, live: Live) -> None:
         live.number = self._owner.new_number()
         live.began = time.monotonic()
         self._live[live.number] = live
         self._open_environment(live)
 
-    def _open_environment(self, live: _Live) -> None:
+    def _open_environment(self, live: Live) -> None:
         prompt, own = self._prompts[live.index], self._owner._config.group_seed == "own"
         seed = request_seed(prompt.seed, "environment", live.sample if own else 0)
         if live.index in self._own:
             self._environments.open(live.number, prompt.prompt.task, prompt.prompt.prompt, seed)
         self._asked(live)
 
-    def _say(self, live: _Live, turn: Turn) -> None:
+    def _say(self, live: Live, turn: Turn) -> None:
         if live.index in self._own:
             self._environments.say(live.number, turn)
         self._asked(live)
 
-    def _grade(self, live: _Live) -> None:
+    def _grade(self, live: Live) -> None:
         if live.index in self._own:
             self._environments.grade(live.number)
         self._asked(live)
 
-    def _asked(self, live: _Live) -> None:
+    def _asked(self, live: Live) -> None:
         live.due = self._steps + REPLY_STEPS
 
     @property
@@ -564,7 +477,7 @@ class _Rollout:
         for live in ready:
             self._take_answer(live, early.pop(live.number))
 
-    def _take_answer(self, live: _Live, answered: Answered) -> None:
+    def _take_answer(self, live: Live, answered: Answered) -> None:
         live.due = None
         match answered.kind:
             case "opened":
@@ -582,7 +495,7 @@ class _Rollout:
             case "failed":
                 self._failed(live, str(answered.value))
 
-    def _opened(self, live: _Live, first: str | None) -> None:
+    def _opened(self, live: Live, first: str | None) -> None:
         """Submit a conversation whose environment has begun, together with the others of its prompt."""
         self._set_prompt(live, first)
         waiting = self._beginning.get(live.index)
@@ -592,7 +505,7 @@ class _Rollout:
         waiting[live.sample] = live
         self._submit_begun(live.index)
 
-    def _set_prompt(self, live: _Live, first: str | None) -> None:
+    def _set_prompt(self, live: Live, first: str | None) -> None:
         """Set the messages and tokens of a conversation's prompt, to which the environment adds `first`."""
         prompt, dialogue = self._prompts[live.index], self._dialogue(live.index)
         assert dialogue is not None, "single answers have no environment"
@@ -618,14 +531,14 @@ class _Rollout:
         if len(waiting) + len(self._made[index]) < self._completions:
             return
         del self._beginning[index]
-        alike: dict[tuple[int, ...], list[_Live]] = {}
+        alike: dict[tuple[int, ...], list[Live]] = {}
         for _, live in sorted(waiting.items()):
             assert live.tokens is not None
             alike.setdefault(live.tokens, []).append(live)
         for lives in alike.values():
             self._submit(index, lives)
 
-    def _submit(self, index: int, lives: list[_Live]) -> None:
+    def _submit(self, index: int, lives: list[Live]) -> None:
         """Submit conversations that begin with the same tokens."""
         tokens = lives[0].tokens
         assert tokens is not None
@@ -644,7 +557,7 @@ class _Rollout:
             live.key, live.state = Key(number, live.sample), "drawing"
             self._keys[live.key] = live
 
-    def _replied(self, live: _Live, reply: Reply) -> None:
+    def _replied(self, live: Live, reply: Reply) -> None:
         """Begin the next turn, unless the conversation ends."""
         dialogue = self._dialogue(live.index)
         assert dialogue is not None
@@ -696,14 +609,14 @@ class _Rollout:
         seed = self._prompts[index].seed
         return request_seed(seed, "turn", turn) if turn else seed
 
-    def _rendered(self, live: _Live, dialogue: Dialogue, new: Sequence[Message]) -> tuple[int, ...] | None:
+    def _rendered(self, live: Live, dialogue: Dialogue, new: Sequence[Message]) -> tuple[int, ...] | None:
         """The conversation as the chat template renders it, where it goes on from that: at the user's messages."""
         segments = self._owner._rollout.thinking == "segment"
         if not segments or not any(message.get("role") == "user" for message in new):
             return None
         return dialogue.prompt([*live.before, *live.messages])
 
-    def _submit_turn(self, live: _Live, tokens: tuple[int, ...], room: int) -> None:
+    def _submit_turn(self, live: Live, tokens: tuple[int, ...], room: int) -> None:
         """Submit a turn after these tokens, of which the engine knows nothing."""
         request = Request(
             prompt=tokens[:1],
@@ -716,7 +629,7 @@ class _Rollout:
         live.key = Key(self._engine.submit(request), live.sample)
         self._keys[live.key] = live
 
-    def _room(self, live: _Live, tokens: int) -> tuple[int, StopReason | None]:
+    def _room(self, live: Live, tokens: int) -> tuple[int, StopReason | None]:
         """The next turn's limit of tokens after `tokens` of them, or the reason why there is no next turn."""
         limits = self._limits
         if len(live.rewards) >= limits.max_turns:
@@ -728,38 +641,38 @@ class _Rollout:
         room = self._most(live, tokens)
         return room, "length" if room < 1 else None
 
-    def _most(self, live: _Live, tokens: int) -> int:
+    def _most(self, live: Live, tokens: int) -> int:
         """Most tokens of a turn after `tokens` of them."""
         most = min(self._sampling.max_new_tokens, self._longest - tokens)
         drawn = self._limits.max_drawn_tokens
         return most if drawn is None else min(most, drawn - live.transcript.num_drawn)
 
-    def _failed(self, live: _Live, why: str) -> None:
+    def _failed(self, live: Live, why: str) -> None:
         """Begin a conversation again that failed through no fault of the model, or give it up."""
         self._failures.append((live.index, live.sample, live.attempt, why))
         self._environments.drop(live.number)
         del self._live[live.number]
         self._drop_key(live)
         if live.attempt < self._owner._config.retries:
-            self._begin(_Live(index=live.index, sample=live.sample, attempt=live.attempt + 1))
+            self._begin(Live(index=live.index, sample=live.sample, attempt=live.attempt + 1))
             return
         if not live.transcript.spans:
             live.transcript = live.transcript.add_prompt(live.tokens or self._prompts[live.index].tokens)
         self._add(live, live.episode("failed", ended=True))
 
-    def _finish(self, live: _Live, reason: StopReason) -> None:
+    def _finish(self, live: Live, reason: StopReason) -> None:
         """End the turns of a conversation and ask for its grade."""
         live.stop, live.state = reason, "ending"
         self._drop_key(live)
         self._grade(live)
 
-    def _end(self, live: _Live, final: float | None, environment: object) -> None:
+    def _end(self, live: Live, final: float | None, environment: object) -> None:
         """Take a conversation's grade."""
         del self._live[live.number]
         episode = live.episode(live.stop, ended=True)
         self._add(live, dataclasses.replace(episode, final_reward=final, environment=environment))
 
-    def _add(self, live: _Live, episode: Episode) -> None:
+    def _add(self, live: Live, episode: Episode) -> None:
         """Add an episode that has ended."""
         self._made[live.index][live.sample] = episode
         if live.index in self._beginning:
@@ -767,7 +680,7 @@ class _Rollout:
         if len(self._made[live.index]) == self._completions:
             self._on_episodes(live.index, self.episodes[live.index])
 
-    def _drop_key(self, live: _Live) -> None:
+    def _drop_key(self, live: Live) -> None:
         if live.key is not None:
             self._keys.pop(live.key, None)
             self._engine.cancel(live.key)
@@ -798,9 +711,9 @@ class _Rollout:
         if self._limits.max_tool_calls is not None and live.calls > self._limits.max_tool_calls:
             self._finish(live, "calls")
             return
-        self._say(live, _turn(number, completion.text, read))
+        self._say(live, turn_of(number, completion.text, read))
 
-    def _why_cut(self, live: _Live) -> StopReason:
+    def _why_cut(self, live: Live) -> StopReason:
         """Which limit cut a turn."""
         most = self._limits.max_drawn_tokens
         return "drawn" if most is not None and live.transcript.num_drawn >= most else "length"
@@ -816,13 +729,9 @@ class _Rollout:
         return self._owner.dialogues[self._prompts[index].prompt.task]
 
 
-def _in_order(live: _Live) -> tuple[int, int]:
+def _in_order(live: Live) -> tuple[int, int]:
     """Sorts conversations by prompt, and by their index among the prompt's."""
     return live.index, live.sample
-
-
-def _turn(number: int, text: str, read: Calls) -> Turn:
-    return Turn(text=text, number=number, calls=read.calls, problem=read.problem)
 
 
 def _answer(number: int, text: str, read: Calls) -> Message:

@@ -31,7 +31,20 @@ from podium.rollout.engine import RolloutEngine
 from podium.rollout.sequence import Sequence
 from podium.rollout.transcript import Transcript
 from podium.tasks import grading
-from podium.train import batch, episodes, feed, generate, offload, optimizer, prepare, samples, scorers, step, trainer
+from podium.train import (
+    batch,
+    episodes,
+    feed,
+    generate,
+    live,
+    offload,
+    optimizer,
+    prepare,
+    samples,
+    scorers,
+    step,
+    trainer,
+)
 
 QWEN3 = "Qwen/Qwen3-0.6B"
 EXPERTS = "Qwen/Qwen3-30B-A3B-Instruct-2507"
@@ -555,16 +568,16 @@ def carried_tokens_called_new() -> Plant:
 
 def carried_turns_called_new() -> Plant:
     """A turn that older weights drew is said to be of the newest, in a conversation that goes on."""
-    original = episodes._Live.of
+    original = live.Live.of
 
     def planted(episode, index, sample):
-        live = original(episode, index, sample)
-        spans = live.transcript.spans
+        found = original(episode, index, sample)
+        spans = found.transcript.spans
         newer = [dataclasses.replace(span, versions=span.versions + 1) if span.drawn else span for span in spans]
-        live.transcript = dataclasses.replace(live.transcript, spans=tuple(newer))
-        return live
+        found.transcript = dataclasses.replace(found.transcript, spans=tuple(newer))
+        return found
 
-    return episodes._Live, "of", planted
+    return live.Live, "of", planted
 
 
 def logprobs_of_the_turn_before() -> Plant:

@@ -1,0 +1,66 @@
+"""Brings a newly opened environment to where the one before it was: it is told the same answers again. No jax.
+
+An environment is gone if the run was continued, or if another host held it. Its conversation goes on only if the new
+one answers as it did.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from podium.models.chat_format import Message
+from podium.tasks.conversation import Reply, Turn
+from podium.tasks.conversing import Answered
+from podium.tasks.tool_calls import Calls
+from podium.train.dialogue import Dialogue
+from podium.train.episode import Episode
+from podium.train.live import Live
+
+CHANGED = (
+    "an environment must depend on nothing but its prompt, its seed and the answers (docs/carry-over.md); if it cannot,"
+    " set rollout.in_flight to 1"
+)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Replay:
+    """A resumed conversation whose earlier answers are sent again to a newly opened environment."""
+
+    live: Live
+    episode: Episode
+    """The conversation as it was."""
+    dialogue: Dialogue
+    told: int = 0
+    """Number of answers sent so far."""
+
+    def change(self, answered: Answered, messages: Sequence[Message]) -> str | None:
+        """Say what the environment answers otherwise than before; None: nothing.
+
+        `messages` are those of its reply, cut to their limit.
+        """
+        if isinstance(answered.value, Reply):
+            same = self.episode.replied(self.told - 1, messages, answered.value.reward)
+            what = f"its reply to answer {self.told}"
+        elif answered.kind == "opened":
+            same = answered.value == self.episode.first
+            what = "its first message"
+        else:
+            same = answered.value == self.episode.final_reward
+            what = "its final reward"
+        return None if same else f"{what} is another one than before the run was continued: {CHANGED}"
+
+    def next_turn(self) -> Turn | None:
+        """The next answer to tell the environment; None if it has replied to all."""
+        if self.told == self.episode.replies:
+            return None
+        self.told += 1
+        return self.turn(self.told - 1)
+
+    def turn(self, number: int) -> Turn:
+        """An answer of the model, as its environment was told of it."""
+        span = self.live.transcript.drawn[number]
+        return turn_of(number, span.text, self.dialogue.read(span.text, span.tokens.tolist()))
+
+
+def turn_of(number: int, text: str, read: Calls) -> Turn:
+    """An answer of the model as its environment gets it."""
+    return Turn(text=text, number=number, calls=read.calls, problem=read.problem)
