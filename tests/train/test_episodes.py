@@ -406,7 +406,7 @@ def test_a_conversation_goes_on_from_what_the_template_keeps_of_it(talk, tmp_pat
     """Each part is a sequence of the update; all that was drawn is trained once, where it was drawn."""
     path = tmp_path / "forgetful.jinja"
     path.write_text(FORGETFUL)
-    sampling = {"thinking": "segment", "max_new_tokens": 12, "max_episode_tokens": 90, "stop": ["3", "5", "is", "+"]}
+    sampling = {"thinking": "segment", "max_new_tokens": 12, "max_episode_tokens": 64, "stop": ["3", "5", "is", "+"]}
     algorithm = {"recipe": "dr_grpo", "credit": credit} | ({"gamma": 0.5} if credit == "turn" else {})
     config = talk(chat_template=str(path), rollout=sampling, algorithm=algorithm)
     groups, rollouts, _ = answered(config)
