@@ -12,7 +12,6 @@ optional.
 """
 
 import asyncio
-import hmac
 import os
 import threading
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from podium.config.errors import UsageError
+from podium.observe.access import LOOPBACK, check_installed, hosts_of, is_token, knows_host, token_of
 from podium.observe.report.page import make_page, page_policy, plotly_script, report_object
 from podium.observe.run_dir import METRICS, SAMPLES
 from podium.observe.run_list import POLICY, RunLine, is_run, list_page, state
@@ -31,8 +31,6 @@ if TYPE_CHECKING:  # an extra
     from starlette.requests import Request
     from starlette.responses import Response
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-"""This machine's names in a request's Host header."""
 POLL_S = 1.0
 """Seconds between checks of a run's files."""
 PING_S = 15.0
@@ -255,9 +253,6 @@ def _guarded(handler: Handler, token: str | None, hosts: tuple[str, ...]) -> Han
     """Wrap a handler: require a known Host and the token, given once as `?token=` and then as a cookie."""
     from starlette.responses import PlainTextResponse, RedirectResponse
 
-    def is_token(given: str) -> bool:
-        return token is not None and hmac.compare_digest(given.encode(), token.encode())
-
     async def handled(request: "Request") -> "Response":
         try:
             return await handler(request)
@@ -265,12 +260,11 @@ def _guarded(handler: Handler, token: str | None, hosts: tuple[str, ...]) -> Han
             return PlainTextResponse("the files of the run do not answer; is their drive still there?", status_code=503)
 
     async def answer(request: "Request") -> "Response":
-        host = request.headers.get("host", "").lower()
-        if hosts and host not in hosts and host.rpartition(":")[0] not in hosts:
+        if not knows_host(request.headers.get("host", ""), hosts):
             return PlainTextResponse("this server answers to localhost only", status_code=421)
-        if token is None or is_token(request.cookies.get(COOKIE, "")):
+        if token is None or is_token(request.cookies.get(COOKIE, ""), token):
             return await handled(request)
-        if is_token(request.query_params.get("token", "")):
+        if is_token(request.query_params.get("token", ""), token):
             response = RedirectResponse(request.url.path, status_code=303)
             response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
             return response
@@ -286,32 +280,13 @@ def serve(folder: Path, *, host: str, port: int, token: str | None, token_file: 
         ValueError: `folder` is not a folder, the token file is unusable, the extra is missing, or the address is
             public and no token is set.
     """
-    try:
-        import starlette  # noqa: F401
-        import uvicorn
-    except ImportError:
-        raise UsageError(
-            "podium watch serves with starlette and uvicorn, which are not installed; pip install 'podium-rl[report]'"
-        ) from None
+    check_installed("podium watch")
+    import uvicorn
+
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; give the runs_dir of your configs, such as runs")
-    token = _read_token(token_file) if token_file is not None else token
-    local = host in ("127.0.0.1", "localhost", "::1")
-    if not local and not token:
-        raise UsageError(
-            f"--host {host} accepts connections from other machines: give a --token-file too, or leave --host out and "
-            f"use `ssh -L {port}:localhost:{port}` from where the browser is"
-        )
-    app = make_app(folder, token=token, hosts=LOOPBACK if local else ())
+    token = token_of(token, token_file)
+    hosts = hosts_of(host, port, token, "browser")
+    app = make_app(folder, token=token, hosts=hosts)
     print(f"watching {folder} at http://{host}:{port}/{f'?token={token}' if token else ''}   (Ctrl-C ends)", flush=True)
     uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=1)
-
-
-def _read_token(path: Path) -> str:
-    try:
-        token = path.read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--token-file {path} cannot be read: {error}") from None
-    if not token:
-        raise UsageError(f"--token-file {path} is empty; write a token into it, such as that of `openssl rand -hex 16`")
-    return token

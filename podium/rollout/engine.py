@@ -21,7 +21,7 @@ from podium.models.architecture import DecoderConfig
 from podium.rollout.device import Device
 from podium.rollout.kept import make_scheduler
 from podium.rollout.programs import Drawn
-from podium.rollout.request import Completion, Finished, Key, Request, RolloutStats, SamplingParams
+from podium.rollout.request import Completion, Drawing, Finished, Key, Request, RolloutStats, SamplingParams
 from podium.rollout.scheduler import DecodeRow, Fill
 from podium.rollout.sequence import Sequence, SharedPrompt, TextDecoder, check_sampling, check_tokens, sequences_of
 from podium.sharding import Params, ShardingRules
@@ -29,6 +29,7 @@ from podium.sharding import Params, ShardingRules
 OnGroup = Callable[[int, list[Completion]], None]
 OnPoll = Callable[[], None]
 Enough = Callable[[list[bool]], bool]
+LONGEST = "rollout.max_episode_tokens (unset: max_prompt_tokens + max_new_tokens)"
 
 
 class NonFiniteError(ValueError):
@@ -128,6 +129,11 @@ class RolloutEngine:
         """
         prompt, sampling = request.prompt, request.sampling
         self._check(prompt, sampling, self.config.max_prompt_tokens, "rollout.max_prompt_tokens")
+        if len(prompt) + sampling.max_new_tokens > self.config.longest:
+            raise ValueError(
+                f"prompt has {len(prompt)} tokens and max_new_tokens is {sampling.max_new_tokens}: together more than"
+                f" {self.config.longest}, {LONGEST}; raise that, or ask for less"
+            )
         if request.completions < 1:
             raise ValueError(f"completions is {request.completions}; ask for at least one")
         sequences = sequences_of(
@@ -232,6 +238,14 @@ class RolloutEngine:
         """All tokens of a completion: prompt, earlier turns, and those generated so far. ValueError if unknown."""
         return tuple(self._known(key).tokens)
 
+    def drawn(self, key: Key, begin: int = 0) -> Drawing:
+        """What has been read of a completion's current turn, from the token at index `begin` on. ValueError if unknown.
+
+        These tokens stay: a stop string cuts off what follows it before `step` returns.
+        """
+        sequence = self._known(key)
+        return Drawing(sequence.drawn[begin:], sequence.logprobs[begin:])
+
     @property
     def busy(self) -> bool:
         """Whether `step` has any work."""
@@ -322,13 +336,13 @@ class RolloutEngine:
         """Check a context. Raises ValueError if it exceeds the engine's shapes, RuntimeError without weights."""
         if self.device.params is None:
             raise RuntimeError("the rollout engine has no parameters; call load(params) first")
-        check_sampling(sampling, self.tokenizer, self.config.max_new_tokens)
+        check_sampling(sampling, self.tokenizer, self.config.longest)
         check_tokens(tokens, self.decoder.vocab, room, rule)
 
     def _check_turn(self, tokens: tuple[int, ...], sampling: SamplingParams) -> None:
         """Raises ValueError if a conversation with these tokens leaves no room for another turn."""
         room = self.config.longest - sampling.max_new_tokens
-        rule = "what rollout.max_episode_tokens (unset: max_prompt_tokens + max_new_tokens) leaves of its next turn"
+        rule = f"what {LONGEST} leaves of its next turn"
         self._check(tokens, sampling, room, rule)
         self._scheduler.pages.check(len(tokens) + sampling.max_new_tokens)
 

@@ -101,6 +101,14 @@ class Key(NamedTuple):
     """Index of the completion in the request."""
 
 
+class Drawing(NamedTuple):
+    """What has been drawn of a completion."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """Of each token, under the distribution it was sampled from."""
+
+
 class Finished(NamedTuple):
     """A completion that has ended, or one of its turns."""
 

@@ -330,23 +330,24 @@ def check_tokens(tokens: tuple[int, ...], vocab: int, room: int, rule: str) -> N
         )
 
 
-def check_sampling(sampling: SamplingParams, tokenizer: TextDecoder | None, max_new_tokens: int) -> None:
-    """Raises ValueError for settings that contradict each other or exceed the engine's limits."""
+def check_sampling(sampling: SamplingParams, tokenizer: TextDecoder | None, longest: int) -> None:
+    """Raises ValueError for settings that contradict each other or exceed the engine's limits.
+
+    `longest` is the length in tokens of the longest sequence.
+    """
     problem = (
-        _length_problem(sampling, max_new_tokens)
-        or _distribution_problem(sampling)
-        or _stop_problem(sampling, tokenizer)
+        _length_problem(sampling, longest) or _distribution_problem(sampling) or _stop_problem(sampling, tokenizer)
     )
     if problem:
         raise ValueError(problem)
 
 
-def _length_problem(sampling: SamplingParams, max_new_tokens: int) -> str | None:
-    if 1 <= sampling.max_new_tokens <= max_new_tokens:
+def _length_problem(sampling: SamplingParams, longest: int) -> str | None:
+    if 1 <= sampling.max_new_tokens < longest:
         return None
     return (
-        f"max_new_tokens is {sampling.max_new_tokens} and must be 1 to rollout.max_new_tokens, {max_new_tokens};"
-        " raise that, or ask for less"
+        f"max_new_tokens is {sampling.max_new_tokens} and must be 1 to {longest - 1}, since a sequence has at most"
+        f" {longest} tokens (rollout.max_prompt_tokens + max_new_tokens)"
     )
 
 

@@ -310,7 +310,11 @@ def test_buckets_reach_the_longest_prompt_and_no_further(longest, buckets):
         ({"prompt": (1,) * 49}, "prompt has 49 tokens and rollout.max_prompt_tokens is 48"),
         ({"prompt": (300,)}, "outside the model's vocabulary of 300"),
         ({"completions": 0}, "completions is 0"),
-        ({"sampling": SamplingParams(max_new_tokens=13)}, "max_new_tokens is 13 and must be 1 to"),
+        ({"sampling": SamplingParams(max_new_tokens=60)}, "max_new_tokens is 60 and must be 1 to 59"),
+        (
+            {"prompt": (1,) * 48, "sampling": SamplingParams(max_new_tokens=13)},
+            "max_new_tokens is 13: together more than",
+        ),
         ({"sampling": SamplingParams(max_new_tokens=0)}, "max_new_tokens is 0 and must be 1 to"),
         ({"sampling": SamplingParams(max_new_tokens=1, temperature=-1.0)}, "temperature is -1.0"),
         ({"sampling": SamplingParams(max_new_tokens=1, stop_tokens=tuple(range(8)))}, "there are 9 stop tokens"),

@@ -1,0 +1,70 @@
+"""Who may talk to a server of Podium: loopback without a token, other addresses with one. No jax."""
+
+import hmac
+from pathlib import Path
+
+from podium.config.errors import UsageError
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+"""This machine's names in a request's Host header."""
+
+
+def check_installed(command: str) -> None:
+    """Raises UsageError if starlette or uvicorn, which come with an extra, are not installed."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            f"{command} serves with starlette and uvicorn, which are not installed; pip install 'podium-rl[report]'"
+        ) from None
+
+
+def is_local(host: str) -> bool:
+    """Whether an address to listen on is reached from this machine only."""
+    return host in ("127.0.0.1", "localhost", "::1")
+
+
+def token_of(token: str | None, token_file: Path | None) -> str | None:
+    """The token in the file if there is one, or else `token`; an empty one is none.
+
+    Raises UsageError if the file cannot be read or is empty.
+    """
+    return (token or None) if token_file is None else _read_token(token_file)
+
+
+def hosts_of(host: str, port: int, token: str | None, client: str) -> tuple[str, ...]:
+    """The Host headers that a server at this address accepts; empty: all. `client` names its clients in messages.
+
+    On loopback only this machine's names are accepted, so that no page of another site can reach the server through
+    DNS rebinding. Raises UsageError for other addresses without a token.
+    """
+    if is_local(host):
+        return LOOPBACK
+    if token is None:
+        raise UsageError(
+            f"--host {host} accepts connections from other machines: give a --token-file too, or leave --host out and "
+            f"use `ssh -L {port}:localhost:{port}` from where the {client} is"
+        )
+    return ()
+
+
+def knows_host(header: str, hosts: tuple[str, ...]) -> bool:
+    """Whether a Host header, with or without a port, is one of `hosts`; always if there are none."""
+    name = header.lower()
+    return not hosts or name in hosts or name.rpartition(":")[0] in hosts
+
+
+def is_token(given: str, token: str) -> bool:
+    """Whether a client's token is right; takes the same time wherever they differ."""
+    return hmac.compare_digest(given.encode(), token.encode())
+
+
+def _read_token(path: Path) -> str:
+    try:
+        token = path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--token-file {path} cannot be read: {error}") from None
+    if not token:
+        raise UsageError(f"--token-file {path} is empty; write a token into it, such as that of `openssl rand -hex 16`")
+    return token
