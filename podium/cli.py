@@ -304,6 +304,41 @@ def watch(
     serve(runs_dir, host=host, port=port, token=token, token_file=token_file)
 
 
+@app.command()
+def serve(
+    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run, RUN@STEP, or a model as in a config.")],
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
+    token: Annotated[
+        str | None, typer.Option(help="Secret that clients send: Authorization: Bearer ...", envvar="SERVE_TOKEN")
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token, which stays out of `ps`.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model for clients; default: RUN_OR_MODEL.")] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(min=2, help="Longest prompt with its answer in tokens; default: the model's, up to 4096."),
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Answers drawn at the same time.")] = 16,
+    max_queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with 429.")] = 256,
+    settings: Settings = None,
+) -> None:
+    """Answer other programs over HTTP with a run's weights, or any model: OpenAI's routes, and token ids in and out."""
+    from podium.serve.command import serve as run
+
+    run(
+        target,
+        host=host,
+        port=port,
+        token=token,
+        token_file=token_file,
+        name=name,
+        context=context,
+        slots=slots,
+        max_queue=max_queue,
+        settings=settings or [],
+    )
+
+
 @config_app.command("show")
 def config_show(config: ConfigFiles, settings: Settings = None) -> None:
     """Print all settings, and where those that are not defaults were set."""

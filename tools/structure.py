@@ -69,6 +69,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("certify", "bench"),
     ("api",),
+    ("serve",),
     ("cli",),
 )
 WHEN_APPLIED = {"models.blocks.mathematics", "models.blocks.delta_rule", "models.blocks.routing"}

@@ -88,8 +88,13 @@ def generate(
 
 
 @contextlib.contextmanager
-def open_model(model: str | Path, *, max_new_tokens: int, slots: int, **settings: object) -> Iterator[Rollouts]:
-    """Open an engine with the weights of a model or a run, for answers of at most `max_new_tokens` tokens."""
+def open_model(
+    model: str | Path, *more: str, max_new_tokens: int, slots: int, **settings: object
+) -> Iterator[Rollouts]:
+    """Open an engine with the weights of a model or a run, for answers of at most `max_new_tokens` tokens.
+
+    `more` are settings of a command line, KEY=VALUE, which come last.
+    """
     fork = run_of(model)
     prepare_platform()
     devices = jax.local_device_count()  # slots and rows are split over all of them
@@ -104,6 +109,7 @@ def open_model(model: str | Path, *, max_new_tokens: int, slots: int, **settings
             *(Override(f"rollout.{key}", value, f"argument {key}") for key, value in sizes.items()),
             *(Override(f"train.{key}", None, "podium.generate") for key in ("row_tokens", "tokens_per_device")),
             *overrides(settings),
+            *more,
         ],
         os.environ,
     ).config

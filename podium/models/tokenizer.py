@@ -115,6 +115,10 @@ class Tokenizer:
         """Encode plain text, without beginning- or end-of-sequence tokens."""
         return self._backend.encode(text, add_special_tokens=False)
 
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Encode a text as it is, with what the model expects before it, such as Llama's BOS."""
+        return tuple(self._backend.encode(text))
+
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens to text, omitting special tokens."""
         return self._backend.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from podium.models.chat_format import ChatFormat, Message, ToolSchema, any_of
 from podium.models.tokenizer import Tokenizer
@@ -20,6 +21,46 @@ SCHEMA: ToolSchema = {
 CUT_MARK = "\n[... cut ...]\n"
 
 
+class ToolFormat:
+    """How a model's chat template describes tools and writes calls."""
+
+    def __init__(self, label: str, tokenizer: Tokenizer) -> None:
+        """Try the template with a made-up tool; `label` begins messages.
+
+        Raises ValueError if it writes calls in a form that cannot be read.
+        """
+        self.tokenizer = tokenizer
+        self.described = not _renders_tools(tokenizer.chat_format)
+        """Whether tools are described in the system message, because the template has no place for them."""
+        written = _written_call(tokenizer.chat_format)
+        self.arguments_as_text = isinstance(written.arguments, str)
+        """Whether the template takes a call's arguments as JSON text, and not as an object."""
+        self.form: CallForm = _call_form(label, written.text)
+        marks = FORMS[self.form].marks
+        self._whole = any(mark in tokenizer.special_tokens for mark in marks)
+        """Whether calls are written with special tokens, which are no part of an answer's text."""
+
+    def with_tools(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
+        """The messages; if the template does not show tools, with their description in the system message."""
+        if not (tools and self.described):
+            return list(messages)
+        text = instructions(tools, self.form)
+        if messages and messages[0]["role"] == "system":
+            return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+        return [{"role": "system", "content": text}, *messages]
+
+    def read(self, text: str, tokens: Sequence[int], tools: Sequence[ToolSchema]) -> Calls:
+        """The calls in an answer, of which `text` is what it says without special tokens."""
+        if not self._whole:
+            return read_calls(text, self.form, tools)
+        ended = bool(tokens) and tokens[-1] in self.tokenizer.eos_tokens
+        spelled = self.tokenizer.spelled(list(tokens[: len(tokens) - ended]))
+        found = read_calls(spelled, self.form, tools)
+        special = any_of(list(self.tokenizer.special_tokens))
+        assert special is not None, "the form's marks are among them"
+        return found._replace(said=special.sub("", found.said).strip() if found.calls else text)
+
+
 class Dialogue:
     """The chat format of the conversations of one task."""
 
@@ -30,23 +71,24 @@ class Dialogue:
         """
         self.tokenizer = tokenizer
         self._tools = tuple(tools)
-        chat = tokenizer.chat_format
         try:
-            self.turns = TurnFormat(chat, stop_tokens=tokenizer.eos_tokens, tools=tools)
+            self.turns = TurnFormat(tokenizer.chat_format, stop_tokens=tokenizer.eos_tokens, tools=tools)
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from None
-        self._described = bool(tools) and not _renders_tools(chat)
-        self.form: CallForm | None = _call_form(label, chat) if tools else None
-        marks = () if self.form is None else FORMS[self.form].marks
-        self._whole = any(mark in tokenizer.special_tokens for mark in marks)
-        """Whether calls are written with special tokens, which are no part of an answer's text."""
+        self._format = ToolFormat(label, tokenizer) if tools else None
+
+    @property
+    def form(self) -> CallForm | None:
+        """The form in which the model writes calls; None: there are no tools."""
+        return None if self._format is None else self._format.form
 
     @property
     def line(self) -> str:
         """A line that says how conversations are written."""
-        if not self._tools:
+        if self._format is None:
             return f"turns continued by rule {self.turns.rule}"
-        where = "the system message: the chat template has no place for them" if self._described else "the template"
+        described = self._format.described
+        where = "the system message: the chat template has no place for them" if described else "the template"
         return f"turns continued by rule {self.turns.rule}; tools described in {where}; calls read as {self.form}"
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -59,16 +101,7 @@ class Dialogue:
 
     def read(self, text: str, tokens: Sequence[int]) -> Calls:
         """The calls in an answer, of which `text` is what it says without special tokens."""
-        if self.form is None:
-            return Calls(said=text)
-        if not self._whole:
-            return read_calls(text, self.form, self._tools)
-        ended = bool(tokens) and tokens[-1] in self.tokenizer.eos_tokens
-        spelled = self.tokenizer.spelled(list(tokens[: len(tokens) - ended]))
-        found = read_calls(spelled, self.form, self._tools)
-        special = any_of(list(self.tokenizer.special_tokens))
-        assert special is not None, "the form's marks are among them"
-        return found._replace(said=special.sub("", found.said).strip() if found.calls else text)
+        return Calls(said=text) if self._format is None else self._format.read(text, tokens, self._tools)
 
     def fitting(self, message: Message, limit: int | None) -> Message:
         """A message of at most `limit` tokens; the middle of a longer one is cut out."""
@@ -83,35 +116,42 @@ class Dialogue:
         return {**message, "content": f"{self.tokenizer.decode(head)}{CUT_MARK}{self.tokenizer.decode(tail)}"}
 
     def _with_tools(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages; if the template does not show tools, with their description in the system message."""
-        if not self._described:
-            return list(messages)
-        assert self.form is not None, "there are tools"
-        text = instructions(self._tools, self.form)
-        if messages and messages[0]["role"] == "system":
-            return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
-        return [{"role": "system", "content": text}, *messages]
+        return list(messages) if self._format is None else self._format.with_tools(messages, self._tools)
 
 
 def _renders_tools(chat: ChatFormat) -> bool:
     return PROBE in chat.render(MADE_UP, tools=(SCHEMA,), answer=True)
 
 
-def _call_form(label: str, chat: ChatFormat) -> CallForm:
-    """The form in which the template writes calls; the `tags` form, by instruction, if it writes none.
+class _Written(NamedTuple):
+    """A made-up call as a template writes it."""
 
-    Raises ValueError if no form reads what it writes.
-    """
+    text: str
+    """Empty if it writes no calls."""
+    arguments: dict[str, str] | str
+    """In the form that it takes."""
+
+
+def _written_call(chat: ChatFormat) -> _Written:
+    """What the template writes for a call, with arguments as an object if it takes these, or else as JSON text."""
     question = "qzQUESTIONzq"
     user: Message = {"role": "user", "content": question}
-    written = ""
-    for arguments in ({"x": "12"}, '{"x": "12"}'):
+    tried: tuple[dict[str, str] | str, ...] = ({"x": "12"}, '{"x": "12"}')
+    for arguments in tried:
         call = {"id": "call00000", "type": "function", "function": {"name": PROBE, "arguments": arguments}}
         calling: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
         with contextlib.suppress(ValueError):  # the template wants arguments in the other form, or no calls
-            written = chat.render([user, calling], tools=(SCHEMA,), answer=False).rpartition(question)[2]
-            break
-    if PROBE not in written:
+            text = chat.render([user, calling], tools=(SCHEMA,), answer=False).rpartition(question)[2]
+            return _Written(text if PROBE in text else "", arguments)
+    return _Written("", tried[0])
+
+
+def _call_form(label: str, written: str) -> CallForm:
+    """The form of a call as the template writes it; the `tags` form, by instruction, if it writes none.
+
+    Raises ValueError if no form reads what it writes.
+    """
+    if not written:
         return "tags"
     begin, end = max(0, written.find("{")), written.rfind("}") + 1
     for form in FORMS:

@@ -139,7 +139,7 @@ class Desk:
 
     def run(self, line: str, *, whole: bool) -> None:
         """Do what a line says, which is a command of Podium or of a shell; not `whole`: as far as SETTINGS_ONLY."""
-        what = re.sub(r"(?<=eval |chat )runs/\w+", "RUN", line)
+        what = re.sub(r"(?<=eval |chat )runs/\w+|(?<=serve )runs/\w+", "RUN", line)
         if what in DONE and not whole:
             return
         DONE.add(what)
@@ -185,8 +185,9 @@ def desk(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def asked(app: Any, **options: Any) -> None:
-    """Instead of a server: one browser looks at the first page, and goes."""
-    assert TestClient(app, base_url="http://localhost").get("/").status_code == 200
+    """Instead of a server: one client looks at its first page, or whether it lives, and goes."""
+    client = TestClient(app, base_url="http://localhost")
+    assert 200 in [client.get(path).status_code for path in ("/", "/health")]
 
 
 def check_pip(words: list[str]) -> None:

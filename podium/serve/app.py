@@ -1,0 +1,262 @@
+"""The routes of the token server, and what they refuse.
+
+    GET  /health                 200 while the engine lives; needs no token
+    GET  /metrics                counters, in the text format of Prometheus
+    GET  /v1/models              the model, and the longest sequence that it takes
+    POST /v1/completions         text or token ids in, text out
+    POST /v1/chat/completions    messages in, a message or calls of tools out
+    POST /inference/v1/generate  token ids in and out
+
+Handlers read and encode in threads, have the engine's thread answer (`worker`), and drop the request if its client
+leaves. Every refusal is a JSON object of OpenAI's form that names the field.
+"""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from podium.observe.access import is_token, knows_host
+from podium.serve.bodies import ChatBody, CompletionBody, GenerateBody, RequestError, read_body
+from podium.serve.prepare import Model, Prepared
+from podium.serve.replies import token_choice
+from podium.serve.worker import EngineThread, Piece, Ticket
+
+if TYPE_CHECKING:  # an extra
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MAX_BODY = 4 << 20
+"""Bytes."""
+BODY_S = 30.0
+"""Seconds in which a body must arrive."""
+GONE = 499
+"""Status of a request whose client has left, which nothing reads."""
+SEND_S = 60.0
+"""Seconds in which a client must read a part of its answer."""
+
+
+class Stream(NamedTuple):
+    """Server-sent events."""
+
+    ticket: Ticket
+    events: AsyncIterator[str]
+
+
+Reply = dict[str, object] | str | Stream
+"""A JSON object, a text, or a stream."""
+Handler = Callable[["Request"], Awaitable[Reply]]
+
+
+class Server:
+    """The handlers of a server's routes."""
+
+    def __init__(self, model: Model, worker: EngineThread) -> None:
+        """Answer with this model, by this thread."""
+        self._model = model
+        self._worker = worker
+        self._created = int(time.time())
+
+    async def completions(self, request: "Request") -> Reply:
+        """Text for prompts."""
+        raw = await _read(request)
+        return await self._answer(request, lambda: self._model.completions(read_body(CompletionBody, raw)))
+
+    async def chat(self, request: "Request") -> Reply:
+        """The next message of a conversation."""
+        raw = await _read(request)
+        return await self._answer(request, lambda: self._model.chat(read_body(ChatBody, raw)))
+
+    async def generate(self, request: "Request") -> Reply:
+        """Tokens for tokens."""
+        raw = await _read(request)
+        requests = await asyncio.to_thread(lambda: self._model.generate(read_body(GenerateBody, raw)))
+        pieces = await _until_gone(request, self._worker.open(requests, stream=False))
+        return {"request_id": uuid.uuid4().hex, "choices": [token_choice(piece) for piece in pieces]}
+
+    async def models(self, request: "Request") -> Reply:
+        """The only model, alone or as a list."""
+        model: dict[str, object] = {"id": self._model.name, "object": "model", "owned_by": "podium"}
+        model |= {"created": self._created, "max_model_len": self._model.longest}
+        named = request.path_params.get("name")
+        self._model.check_name(named)
+        return model if named else {"object": "list", "data": [model]}
+
+    async def health(self, request: "Request") -> Reply:
+        """Whether the engine lives."""
+        self._worker.check_alive()
+        return {"status": "ok"}
+
+    async def metrics(self, request: "Request") -> Reply:
+        """Counters for Prometheus."""
+        return self._worker.metrics()
+
+    async def _answer(self, request: "Request", prepare: Callable[[], Prepared]) -> Reply:
+        """Have requests answered, in pieces or as a whole."""
+        asked = await asyncio.to_thread(prepare)
+        form = asked.form
+        head: dict[str, object] = {
+            "id": f"{form.prefix}-{uuid.uuid4().hex}",
+            "object": form.part if asked.stream else form.whole,
+            "created": int(time.time()),
+            "model": self._model.name,
+        }
+        ticket = self._worker.open(asked.requests, stream=asked.stream and not form.only_whole)
+        if asked.stream:
+            return Stream(ticket, _events(ticket, asked, head))
+        pieces = await _until_gone(request, ticket)
+        choices = [form.choice(piece, asked.texts[piece.number].add(piece)) for piece in pieces]
+        return head | {"choices": choices, "usage": asked.usage(sum(len(each.tokens) for each in pieces))}
+
+
+def make_app(model: Model, worker: EngineThread, *, token: str | None, hosts: tuple[str, ...]) -> "Starlette":
+    """The ASGI application; with a token, only for clients that present it. `hosts` are accepted Host headers."""
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.routing import Route
+
+    server = Server(model, worker)
+
+    def guarded(handler: Handler) -> Callable[["Request"], Awaitable["Response"]]:
+        async def checked(request: "Request") -> "Response":
+            if not knows_host(request.headers.get("host", ""), hosts):
+                raise RequestError("this server answers to localhost only", status=421)
+            given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+            if token is not None and handler != server.health and not is_token(given, token):
+                raise RequestError("give the server's token: Authorization: Bearer TOKEN", status=401)
+            return _response(await handler(request))
+
+        return checked
+
+    posts: dict[str, Handler] = {
+        "/v1/completions": server.completions,
+        "/v1/chat/completions": server.chat,
+        "/inference/v1/generate": server.generate,
+    }
+    gets: dict[str, Handler] = {
+        "/health": server.health,
+        "/metrics": server.metrics,
+        "/v1/models": server.models,
+        "/v1/models/{name:path}": server.models,
+    }
+    routes = [Route(path, guarded(handler), methods=["POST"]) for path, handler in posts.items()]
+    routes += [Route(path, guarded(handler), methods=["GET"]) for path, handler in gets.items()]
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(_Impatient)],
+        exception_handlers={RequestError: _refused, HTTPException: _refused, Exception: _refused},
+    )
+
+
+def _response(reply: Reply) -> "Response":
+    from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+
+    if isinstance(reply, dict):
+        return JSONResponse(reply)
+    if isinstance(reply, str):
+        return PlainTextResponse(reply, headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    class Closing(StreamingResponse):
+        """Drops the request however the stream ends, even if it has not begun."""
+
+        async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                reply.ticket.close()
+
+    return Closing(reply.events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def _refused(request: "Request", error: Exception) -> "Response":
+    """An error of OpenAI's form."""
+    from starlette.exceptions import HTTPException
+    from starlette.responses import JSONResponse
+
+    if isinstance(error, HTTPException):
+        error = RequestError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+    if not isinstance(error, RequestError):
+        error = RequestError("the server failed; its log says why", status=500)
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    return JSONResponse(error.document, status_code=error.status, headers=headers)
+
+
+async def _read(request: "Request") -> bytes:
+    """A request's body. Raises RequestError if it is no JSON by its header, too large or too slow."""
+    from starlette.requests import ClientDisconnect
+
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # so that a browser asks first, which no other site's page may do
+        raise RequestError("send the header Content-Type: application/json", status=415)
+    raw = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                raw += part
+                if len(raw) > MAX_BODY:
+                    raise RequestError(f"the body is larger than {MAX_BODY} bytes", status=413)
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {BODY_S:g} s", status=408) from None
+    except ClientDisconnect:
+        raise RequestError("the client has left", status=GONE) from None
+    return bytes(raw)
+
+
+async def _until_gone(request: "Request", ticket: Ticket) -> list[Piece]:
+    """All answers, in order. If the client leaves before, they are dropped; nothing reads the error that is raised."""
+
+    async def collect() -> list[Piece]:
+        return sorted([piece async for piece in ticket], key=lambda piece: piece.number)
+
+    async def leave() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    collected, left = asyncio.ensure_future(collect()), asyncio.ensure_future(leave())
+    try:
+        await asyncio.wait((collected, left), return_when=asyncio.FIRST_COMPLETED)
+        if not collected.done():
+            raise RequestError("the client has left", status=GONE)
+        return collected.result()
+    finally:
+        ticket.close()
+        collected.cancel()
+        left.cancel()
+
+
+async def _events(ticket: Ticket, asked: Prepared, head: dict[str, object]) -> AsyncIterator[str]:
+    """Server-sent events of a stream."""
+    drawn = 0
+    try:
+        async for piece in ticket:
+            drawn += len(piece.tokens)
+            choice = asked.form.delta(piece, asked.texts[piece.number].add(piece))
+            if choice is not None:
+                yield _event(head | {"choices": [choice]})
+        if asked.include_usage:
+            yield _event(head | {"choices": [], "usage": asked.usage(drawn)})
+        yield "data: [DONE]\n\n"
+    except RequestError as error:
+        yield _event(error.document)
+
+
+def _event(document: dict[str, object]) -> str:
+    return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+class _Impatient:
+    """Ends answers whose client does not read them."""
+
+    def __init__(self, app: "ASGIApp") -> None:
+        self._app = app
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        async def send_soon(message: "Message") -> None:
+            await asyncio.wait_for(send(message), SEND_S)
+
+        await self._app(scope, receive, send_soon)

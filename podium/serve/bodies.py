@@ -1,0 +1,340 @@
+"""What clients may ask for: the bodies of requests, checked field by field, and requests of the engine made of them.
+
+The fields are OpenAI's, and those of `/inference/v1/generate`. A field that the server does not read is refused by
+name, unless its value is the one that changes nothing. No jax.
+"""
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+
+from podium.models.chat_format import Message, ToolSchema
+from podium.rollout.request import SamplingParams
+
+MAX_FIELDS = 64
+"""Of an object of a request."""
+MAX_COMPLETIONS = 128
+SHOWN = 60
+"""Characters of a wrong value in a message."""
+
+
+class RequestError(Exception):
+    """A request that is not carried out: a status of HTTP, and what OpenAI's clients read."""
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        """`param` is the field to blame; `retry_after_s` the seconds after which it may succeed."""
+        super().__init__(message)
+        self.param = param
+        self.status = status
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def document(self) -> dict[str, object]:
+        """The JSON object of the answer."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def _only(*values: object) -> AfterValidator:
+    """Accept these values alone, which change nothing."""
+
+    def check(value: object) -> object:
+        if value not in values:
+            raise ValueError(f"only {json.dumps(values[0])} is supported; leave it out")
+        return value
+
+    return AfterValidator(check)
+
+
+def _tuple(value: object) -> object:
+    """One text as a tuple of one, a list as a tuple."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
+    """A text, token ids, or a list of either."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and value:
+        if all(isinstance(each, str) for each in value):
+            return tuple(value)
+        if _are_tokens(value):
+            return (tuple(value),)
+        if all(isinstance(each, list) and _are_tokens(each) for each in value):
+            return tuple(map(tuple, value))
+    raise ValueError("give a text, a list of token ids, or a list of either, not empty")
+
+
+def _are_tokens(values: Sequence[object]) -> bool:
+    return all(isinstance(each, int) and not isinstance(each, bool) for each in values)
+
+
+def _content(value: object) -> object:
+    """The text of a message's content, which may be in parts."""
+    if not isinstance(value, list):
+        return value
+    texts = [part.get("text") for part in value if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) < len(value) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("only parts of type text are read, each with its text")
+    return "".join(map(str, texts))
+
+
+def _schema(value: dict[str, Any]) -> dict[str, Any]:
+    """Check the parts of a tool's JSON schema that are read with its calls."""
+    properties = value.get("properties", {})
+    if not isinstance(properties, dict) or not all(isinstance(each, dict) for each in properties.values()):
+        raise ValueError("properties must be an object of schemas")
+    for name, schema in properties.items():
+        options = schema.get("anyOf", [])
+        if not isinstance(options, list) or not all(isinstance(each, dict) for each in options):
+            raise ValueError(f"anyOf of {name!r} must be a list of schemas")
+    return value
+
+
+class _Object(BaseModel):
+    """A JSON object with known fields; null is the same as left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, raw: object) -> object:
+        if not isinstance(raw, dict):
+            return raw
+        if len(raw) > MAX_FIELDS:
+            raise ValueError(f"an object has {len(raw)} fields, and {MAX_FIELDS} are allowed")
+        return {name: value for name, value in raw.items() if value is not None}
+
+
+Tokens = Annotated[list[int], FailFast(), Field(min_length=1)]
+
+
+class Sampling(_Object):
+    """How to draw: of all requests."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] = 1
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=1e6)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
+    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], BeforeValidator(_tuple), Field(max_length=8)] = ()  # fmt: skip  # noqa: E501
+    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], BeforeValidator(_tuple), Field(max_length=8)] = ()  # fmt: skip  # noqa: E501
+    frequency_penalty: Annotated[object, _only(0)] = 0
+    presence_penalty: Annotated[object, _only(0)] = 0
+    repetition_penalty: Annotated[object, _only(1)] = 1
+    logit_bias: Annotated[object, _only({})] = Field(default_factory=dict)
+    min_tokens: Annotated[object, _only(0)] = 0
+    ignore_eos: Annotated[object, _only(False)] = False
+
+    def params(self, max_new_tokens: int) -> SamplingParams:
+        """The engine's settings. Greedy draws are the same whatever top_k, top_p and min_p are."""
+        cuts = {"top_k": max(0, self.top_k), "top_p": self.top_p, "min_p": self.min_p} if self.temperature else {}
+        return dataclasses.replace(
+            SamplingParams(
+                max_new_tokens=max_new_tokens,
+                temperature=self.temperature,
+                stop=self.stop,
+                stop_tokens=self.stop_token_ids,
+            ),
+            **cuts,
+        )
+
+    @property
+    def drawn_seed(self) -> int:
+        """The client's seed, or else one that is drawn now."""
+        return secrets.randbits(63) if self.seed is None else self.seed
+
+
+class StreamOptions(_Object):
+    """What a stream says besides the answer."""
+
+    include_usage: bool = False
+
+
+class _Asked(Sampling):
+    """What requests of text and of chat have in common."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    user: str = ""
+    """Read by nothing, as are the next two: notes of the client."""
+    metadata: object = None
+    store: object = None
+
+
+class CompletionBody(_Asked):
+    """The body of `/v1/completions`."""
+
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_prompts)]
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    echo: Annotated[object, _only(False)] = False
+    best_of: Annotated[object, _only(1)] = 1
+    suffix: Annotated[object, _only("")] = ""
+
+
+class FunctionCall(_Object):
+    """A call that an earlier answer made."""
+
+    name: str
+    arguments: str
+
+
+class CallBody(_Object):
+    """The same, with the id to which a tool's message refers."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class MessageBody(_Object):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_content)] = None
+    name: str | None = None
+    tool_calls: Annotated[list[CallBody], FailFast()] = Field(default_factory=list)
+    tool_call_id: str | None = None
+    refusal: str | None = None
+
+    def message(self, names: Mapping[str, str], *, arguments_as_text: bool) -> Message:
+        """The message as chat templates read it; `names` are those of the tools that were called, by call."""
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, object] = {"role": role, "content": self.content or ""}
+        if role == "tool":
+            message |= {"tool_call_id": self.tool_call_id, "name": self.name or names.get(self.tool_call_id or "")}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": call.function.arguments if arguments_as_text else _arguments(call.function),
+                    },
+                }
+                for call in self.tool_calls
+            ]
+        return message
+
+
+class FunctionBody(_Object):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+    description: str = ""
+    parameters: Annotated[dict[str, Any], AfterValidator(_schema)] = {"type": "object", "properties": {}}
+    strict: Annotated[object, _only(False)] = False
+
+
+class ToolBody(_Object):
+    """The same, as a tool."""
+
+    type: Literal["function"] = "function"
+    function: FunctionBody
+
+    @property
+    def schema_of_tool(self) -> ToolSchema:
+        """The tool as chat templates read it."""
+        given = self.function
+        function = {"name": given.name, "description": given.description, "parameters": given.parameters}
+        return {"type": "function", "function": function}
+
+
+class ChatBody(_Asked):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[MessageBody], FailFast(), Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[object, _only(0)] = 0
+    tools: Annotated[list[ToolBody], FailFast()] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: Annotated[object, _only(True)] = True
+    response_format: Annotated[object, _only({"type": "text"})] = Field(default_factory=lambda: {"type": "text"})
+
+    @property
+    def schemas(self) -> list[ToolSchema]:
+        """The tools that the model is shown."""
+        return [tool.schema_of_tool for tool in self.tools] if self.tool_choice == "auto" else []
+
+    def conversation(self, *, arguments_as_text: bool) -> list[Message]:
+        """The messages as chat templates read them."""
+        names = {call.id: call.function.name for message in self.messages for call in message.tool_calls}
+        return [message.message(names, arguments_as_text=arguments_as_text) for message in self.messages]
+
+
+class TokenSampling(Sampling):
+    """How to draw, for `/inference/v1/generate`."""
+
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    skip_special_tokens: bool = True
+    """Read by nothing, since the answer has no text."""
+
+
+class GenerateBody(_Object):
+    """The body of `/inference/v1/generate`."""
+
+    token_ids: Tokens
+    sampling_params: TokenSampling = TokenSampling()
+    model: str | None = None
+    stream: Annotated[object, _only(False)] = False
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def read_body(kind: type[Body], raw: bytes) -> Body:
+    """Parse and check a body. Raises RequestError, with the first wrong field by name."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+    param = ".".join(str(each) for each in first["loc"]) or None
+    if first["type"] in ("json_invalid", "model_type"):
+        raise RequestError(f"the body must be a JSON object: {first['msg']}", param)
+    if first["type"] == "extra_forbidden":
+        raise RequestError(f"{param}: this server does not know this field; leave it out", param)
+    if first["type"] == "missing":
+        raise RequestError(f"{param}: is required", param)
+    reason = first["msg"].removeprefix("Value error, ")
+    found = json.dumps(first["input"], default=repr)[:SHOWN]
+    raise RequestError(f"{param or 'body'}: {reason[:1].lower()}{reason[1:]}; found {found}", param)
+
+
+def _arguments(call: FunctionCall) -> dict[str, object]:
+    """A call's arguments, which OpenAI has as JSON text. Raises RequestError if they are no object."""
+    try:
+        found = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise RequestError(f"messages: the arguments of a call of {call.name} must be a JSON object", "messages")
+    return found

@@ -1,0 +1,101 @@
+"""`podium serve`: answers other programs with a run's weights, or any model."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from podium.api.answers import open_model, run_of
+from podium.files import as_path
+from podium.models.source import read_architecture, resolve
+from podium.observe.access import check_installed, hosts_of, is_local, token_of
+from podium.observe.run_dir import read_config
+from podium.serve.prepare import Model
+from podium.serve.worker import EngineThread
+from podium.train.dialogue import ToolFormat
+from podium.train.generate import Rollouts
+
+CONTEXT_TOKENS = 4096
+"""Longest sequence in tokens, if the model allows it and the user does not say one."""
+STEPS_SHOWN = 4
+"""Decode steps between pieces of a stream."""
+MAX_CONNECTIONS = 2048
+
+
+def serve(
+    model: str,
+    *,
+    host: str,
+    port: int,
+    token: str | None,
+    token_file: Path | None,
+    name: str | None,
+    context: int | None,
+    slots: int,
+    max_queue: int,
+    settings: Sequence[str],
+) -> None:
+    """Serve until Ctrl-C.
+
+    Raises:
+        ValueError: the model or a setting is unusable, the extra is missing, or the address is public and there is no
+            token.
+    """
+    check_installed("podium serve")
+    import uvicorn
+
+    from podium.serve.app import make_app
+
+    secret = token_of(token, token_file)
+    hosts = hosts_of(host, port, secret, "client")
+    longest = context or context_of(model)
+    with open_model(
+        model,
+        *settings,
+        max_new_tokens=1,
+        slots=slots,
+        rollout__max_prompt_tokens=longest - 1,
+        rollout__refill_steps=STEPS_SHOWN,
+    ) as rollouts:
+        known = model_of(rollouts, name or model, max_queue=max_queue)
+        rollouts.engine.warm_up()
+        worker = EngineThread(rollouts.engine, max_queue=max_queue)
+        try:
+            app = make_app(known, worker, token=secret, hosts=hosts)
+            who = "this machine" if is_local(host) else "other machines too, with the token"
+            sizes = f"{known.longest} tokens, {rollouts.engine.config.slots} slots"
+            print(f"{known.name} at http://{host}:{port}/v1: {sizes}; open to {who}   (Ctrl-C ends)", flush=True)
+            uvicorn.run(
+                app,
+                host=host,
+                port=port,
+                log_level="warning",
+                timeout_graceful_shutdown=1,
+                limit_concurrency=MAX_CONNECTIONS,
+            )
+        finally:
+            worker.close()
+
+
+def model_of(rollouts: Rollouts, name: str, *, max_queue: int) -> Model:
+    """What a server knows of an engine's model."""
+    tokenizer, engine = rollouts.feed.tokenizer, rollouts.engine
+    try:
+        tools = ToolFormat("requests with tools are refused", tokenizer)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        tools = None
+    return Model(
+        name=name,
+        tokenizer=tokenizer,
+        tools=tools,
+        vocab=engine.decoder.vocab,
+        longest=engine.config.longest,
+        most=engine.config.slots + max_queue,
+    )
+
+
+def context_of(model: str) -> int:
+    """The longest sequence in tokens that a server of this model takes, if the user does not say."""
+    run = run_of(model)
+    source = resolve(read_config(as_path(run.run)).model if run else model)
+    return min(read_architecture(source).max_positions, CONTEXT_TOKENS)

@@ -1,0 +1,161 @@
+"""Makes the engine's requests of clients' bodies: encodes prompts, and checks that they fit. No jax."""
+
+import dataclasses
+import uuid
+from collections.abc import Sequence
+
+from podium.models.tokenizer import Tokenizer
+from podium.rollout.request import Request
+from podium.rollout.sequence import check_sampling, check_tokens
+from podium.serve.bodies import ChatBody, CompletionBody, GenerateBody, RequestError, Sampling
+from podium.serve.replies import ChatForm, CompletionForm, Form, TextStream
+from podium.train.dialogue import ToolFormat
+
+DEFAULT_TOKENS = 16
+"""Length of an answer of `/v1/completions` if the client does not say one, as OpenAI has it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A client's request, ready for the engine."""
+
+    requests: list[Request]
+    form: Form
+    texts: list[TextStream]
+    """One for each answer."""
+    stream: bool
+    include_usage: bool
+
+    def usage(self, drawn: int) -> dict[str, int]:
+        """What OpenAI's clients read of the number of tokens."""
+        read = sum(len(request.prompt) for request in self.requests)
+        return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """What a server knows of its model."""
+
+    name: str
+    """As clients name it."""
+    tokenizer: Tokenizer
+    tools: ToolFormat | None
+    """None: the model's chat template writes calls in a form that is not read."""
+    vocab: int
+    longest: int
+    """Most tokens of a prompt and its answer."""
+    most: int
+    """Most answers to one request."""
+
+    def check_name(self, name: str | None) -> None:
+        """Raises RequestError if a client asks for another model."""
+        if name not in (None, self.name):
+            message = f"model: there is no {name!r}; this server has {self.name!r}"
+            raise RequestError(message, "model", status=404, code="model_not_found")
+
+    def completions(self, body: CompletionBody) -> Prepared:
+        """Requests for prompts. Raises RequestError if they do not fit."""
+        self.check_name(body.model)
+        if body.logprobs and body.temperature:
+            raise RequestError(
+                "logprobs: the likeliest token is known of greedy answers only; set logprobs to 0, or temperature to 0",
+                "logprobs",
+            )
+        self._check_answers(body.n * len(body.prompt))
+        prompts = [self.tokenizer.encode_prompt(each) if isinstance(each, str) else each for each in body.prompt]
+        return self._prepared(
+            self._requests(prompts, body, body.max_tokens or DEFAULT_TOKENS, "prompt"),
+            CompletionForm(tokenizer=self.tokenizer, logprobs=body.logprobs),
+            body,
+        )
+
+    def chat(self, body: ChatBody) -> Prepared:
+        """A request for a message. Raises RequestError if it does not fit, or the chat template refuses it."""
+        self.check_name(body.model)
+        self._check_answers(body.n)
+        shown, tools, chat = body.schemas, self.tools, self.tokenizer.chat_format
+        if shown and tools is None:
+            raise RequestError("tools: the model's chat template writes calls in a form that is not read", "tools")
+        messages = body.conversation(arguments_as_text=tools is not None and tools.arguments_as_text)
+        messages = messages if tools is None else tools.with_tools(messages, shown)
+        try:
+            prompt = tuple(chat.encode(chat.render(messages, tools=shown, answer=True)))
+        except ValueError as error:
+            raise RequestError(f"messages: {error}", "messages") from None
+        form = ChatForm(
+            tokenizer=self.tokenizer,
+            logprobs=body.logprobs,
+            tools=shown,
+            format=tools if shown else None,
+            id=uuid.uuid4().hex[:12],
+        )
+        most = body.max_completion_tokens or body.max_tokens
+        return self._prepared(self._requests([prompt], body, most, "messages"), form, body)
+
+    def generate(self, body: GenerateBody) -> list[Request]:
+        """A request for tokens. Raises RequestError if it does not fit."""
+        self.check_name(body.model)
+        sampling = body.sampling_params
+        self._check_answers(sampling.n)
+        prompt = tuple(body.token_ids)
+        return self._requests([prompt], sampling, sampling.max_tokens, "token_ids", "sampling_params.")
+
+    def _check_answers(self, count: int) -> None:
+        if count > self.most:
+            raise RequestError(f"n: {count} answers are asked for, and {self.most} are possible", "n")
+
+    def _prepared(self, requests: list[Request], form: Form, body: CompletionBody | ChatBody) -> Prepared:
+        return Prepared(
+            requests=requests,
+            form=form,
+            texts=[TextStream(self.tokenizer, body.stop) for request in requests for _ in range(request.completions)],
+            stream=body.stream,
+            include_usage=body.stream_options.include_usage,
+        )
+
+    def _requests(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        sampling: Sampling,
+        max_tokens: int | None,
+        field: str,
+        prefix: str = "",
+    ) -> list[Request]:
+        """Requests for the prompts in `field`; without `max_tokens`, an answer has all the room there is.
+
+        `prefix` comes before the names of fields of `sampling`.
+        """
+        longest = max(map(len, prompts))
+        if longest >= self.longest:
+            raise RequestError(
+                f"{field}: has {longest} tokens, and a prompt with its answer may have {self.longest}; shorten it",
+                field,
+                code="context_length_exceeded",
+            )
+        try:
+            for prompt in prompts:
+                check_tokens(prompt, self.vocab, self.longest, "the longest")
+        except ValueError as error:
+            raise RequestError(f"{field}: {error}", field) from None
+        try:
+            check_sampling(sampling.params(1), self.tokenizer, self.longest)
+        except ValueError as error:
+            raise RequestError(f"{prefix}stop: {error}", f"{prefix}stop") from None
+        room = self.longest - longest
+        if max_tokens is not None and max_tokens > room:
+            raise RequestError(
+                f"{prefix}max_tokens: is {max_tokens}, and with the {field} together more than {self.longest} tokens;"
+                f" ask for at most {room}",
+                f"{prefix}max_tokens",
+                code="context_length_exceeded",
+            )
+        seed = sampling.drawn_seed
+        return [
+            Request(
+                prompt=prompt,
+                sampling=sampling.params(max_tokens or self.longest - len(prompt)),
+                seed=seed,
+                completions=sampling.n,
+            )
+            for prompt in prompts
+        ]

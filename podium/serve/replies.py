@@ -1,0 +1,215 @@
+"""What clients are told of their answers: text as it becomes certain, log-probabilities, calls of tools. No jax.
+
+Two forms: the text of `/v1/completions` and the messages of `/v1/chat/completions`, whole or in pieces. A piece holds
+back what may still become something else: half of a character, or the beginning of a stop string.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Protocol
+
+from podium.models.chat_format import ToolSchema
+from podium.models.tokenizer import Tokenizer
+from podium.rollout.answer import CHANNEL
+from podium.serve.worker import Piece
+from podium.train.dialogue import ToolFormat
+
+HALF = "\ufffd"
+"""What an incomplete character is decoded to."""
+Choice = dict[str, object]
+
+
+class TextStream:
+    """The text of one answer, as its tokens come."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        """`stop` are the strings at which the text ends, without them."""
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._whole = CHANNEL in tokenizer.special_tokens
+        """Whether nothing is certain before the end, since only one of an answer's channels is its text."""
+        self._tokens: list[int] = []
+        self._begin = self._read = 0
+        self._text = ""
+        self._sent = 0
+
+    def add(self, piece: Piece) -> str:
+        """The text that is certain since the last piece; after the last one, all of it has been returned."""
+        if piece.completion is not None:
+            self._text = end_at(piece.completion.text, self._stop)
+            certain = len(self._text)
+        elif self._whole:
+            return ""
+        else:
+            self._decode(piece.tokens)
+            certain = len(self._text) - self._held()
+        new = self._text[self._sent : certain]
+        self._sent += len(new)
+        return new
+
+    def _decode(self, tokens: Sequence[int]) -> None:
+        """Decode new tokens behind those of the last piece, since a token's text may depend on the one before it."""
+        self._tokens += tokens
+        before = self._tokenizer.decode(self._tokens[self._begin : self._read])
+        after = self._tokenizer.decode(self._tokens[self._begin :])
+        if not after.endswith(HALF):
+            self._text += after[len(before) :]
+            self._begin, self._read = self._read, len(self._tokens)
+
+    def _held(self) -> int:
+        """Length of the longest end of the text with which a stop string begins."""
+        ends = (n for stop in self._stop for n in range(len(stop) - 1, 0, -1) if self._text.endswith(stop[:n]))
+        return max(ends, default=0)
+
+
+def end_at(text: str, stop: Sequence[str]) -> str:
+    """The text up to the first stop string."""
+    return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
+
+
+class Form(Protocol):
+    """How one route writes answers."""
+
+    prefix: str
+    """Beginning of the ids of its documents."""
+    whole: str
+    """Kind of a document with whole answers."""
+    part: str
+    """Kind of a document with pieces."""
+
+    @property
+    def only_whole(self) -> bool:
+        """Whether it must have each answer in one piece."""
+        ...
+
+    def choice(self, piece: Piece, text: str) -> Choice:
+        """A whole answer, from a piece with all its tokens."""
+        ...
+
+    def delta(self, piece: Piece, text: str) -> Choice | None:
+        """A piece of an answer; None: nothing to say yet."""
+        ...
+
+
+@dataclasses.dataclass(kw_only=True)
+class CompletionForm:
+    """Answers of `/v1/completions`."""
+
+    tokenizer: Tokenizer
+    logprobs: int | None
+    """None: without; 1: with the likeliest token, which a greedy answer's own tokens are."""
+    prefix, whole, part = "cmpl", "text_completion", "text_completion"
+    only_whole = False
+    offsets: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Length of the text of the tokens so far, by answer."""
+
+    def choice(self, piece: Piece, text: str) -> Choice:
+        """The text, and its tokens with their log-probabilities."""
+        logprobs = None if self.logprobs is None else self._logprobs(piece)
+        reason = None if piece.completion is None else piece.completion.finish_reason
+        return {"index": piece.number, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def delta(self, piece: Piece, text: str) -> Choice | None:
+        """The same of a piece."""
+        if not text and piece.completion is None and self.logprobs is None:
+            return None
+        return self.choice(piece, text)
+
+    def _logprobs(self, piece: Piece) -> dict[str, object]:
+        pieces = self.tokenizer.pieces(piece.tokens)
+        offset = self.offsets.get(piece.number, 0)
+        offsets: list[int] = []
+        for each in pieces:
+            offsets.append(offset)
+            offset += len(each)
+        self.offsets[piece.number] = offset
+        pairs = zip(pieces, piece.logprobs, strict=True)
+        return {
+            "tokens": pieces,
+            "token_logprobs": piece.logprobs,
+            "top_logprobs": [{token: logprob} for token, logprob in pairs] if self.logprobs else None,
+            "text_offset": offsets,
+        }
+
+
+@dataclasses.dataclass(kw_only=True)
+class ChatForm:
+    """Answers of `/v1/chat/completions`."""
+
+    tokenizer: Tokenizer
+    logprobs: bool
+    tools: Sequence[ToolSchema]
+    format: ToolFormat | None
+    """Reads calls; None without tools."""
+    id: str
+    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    @property
+    def only_whole(self) -> bool:
+        """With tools: only then their calls can be read."""
+        return self.format is not None
+
+    def choice(self, piece: Piece, text: str) -> Choice:
+        """The message, with the calls in it."""
+        content, calls, reason = self._read(piece, text)
+        message = {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+        return {"index": piece.number, "message": message, "logprobs": self._logprobs(piece), "finish_reason": reason}
+
+    def delta(self, piece: Piece, text: str) -> Choice | None:
+        """A piece of the message."""
+        content, calls, reason = self._read(piece, text)
+        if not (content or piece.first or piece.completion is not None or self.logprobs):
+            return None
+        new: dict[str, object] = {"role": "assistant"} if piece.first else {}
+        new |= {"content": content} if content else {}
+        new |= {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]} if calls else {}
+        return {"index": piece.number, "delta": new, "logprobs": self._logprobs(piece), "finish_reason": reason}
+
+    def _read(self, piece: Piece, text: str) -> tuple[str | None, list[dict[str, object]], str | None]:
+        """What an answer says, its calls, and why it ended."""
+        completion = piece.completion
+        if completion is None or self.format is None:
+            return text, [], None if completion is None else completion.finish_reason
+        found = self.format.read(text, completion.tokens.tolist(), self.tools)
+        if not found.calls:
+            return text, [], completion.finish_reason
+        calls: list[dict[str, object]] = [
+            {
+                "id": f"call_{self.id}_{piece.number}_{place}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
+            }
+            for place, call in enumerate(found.calls)
+        ]
+        return found.said or None, calls, "tool_calls"
+
+    def _logprobs(self, piece: Piece) -> dict[str, object] | None:
+        if not self.logprobs:
+            return None
+        pieces = self.tokenizer.pieces(piece.tokens)
+        content = [
+            {
+                "token": text,
+                "logprob": logprob,
+                "bytes": None if HALF in text else list(text.encode()),
+                "top_logprobs": [],
+            }
+            for text, logprob in zip(pieces, piece.logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+
+def token_choice(piece: Piece) -> Choice:
+    """A whole answer of `/inference/v1/generate`."""
+    assert piece.completion is not None, "it comes whole"
+    content = [
+        {"token": f"token_id:{token}", "logprob": logprob}
+        for token, logprob in zip(piece.tokens, piece.logprobs, strict=True)
+    ]
+    return {
+        "index": piece.number,
+        "token_ids": piece.tokens,
+        "logprobs": {"content": content},
+        "finish_reason": piece.completion.finish_reason,
+    }

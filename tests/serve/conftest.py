@@ -1,0 +1,54 @@
+"""One server of a tiny random model for all tests: in a thread, on loopback."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import pytest
+from in_thread import Server
+from made_once import made_once
+from serving import CONTEXT, QUEUE
+
+from benches.recipes import VOCAB, write_tiny_model
+from podium.api.answers import open_model
+from podium.observe.access import LOOPBACK
+from podium.rollout.engine import RolloutEngine
+from podium.serve.app import make_app
+from podium.serve.command import model_of
+from podium.serve.prepare import Model
+from podium.serve.worker import EngineThread
+from podium.sharding import make_mesh
+
+WORDS = (*VOCAB, "Reads", "weather", "city")
+TEMPLATE = (
+    "{% for tool in tools or () %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}{{ message.content }}"
+    "{{ ' <end> ' if message.role == 'assistant' else ' ' }}{% endfor %}"
+)
+
+
+@dataclasses.dataclass
+class Served:
+    server: Server
+    model: Model
+    worker: EngineThread
+
+    @property
+    def engine(self) -> RolloutEngine:
+        return self.worker.engine
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    write_tiny_model(folder, WORDS, TEMPLATE, CONTEXT)
+    with pytest.MonkeyPatch.context() as patch, made_once():
+        patch.setattr("podium.train.setup.make_mesh", lambda text: make_mesh(text, jax.devices()[:1]))
+        sizes = {"rollout__max_prompt_tokens": CONTEXT - 1, "rollout__refill_steps": 4, "rollout__page_tokens": 16}
+        with open_model(folder, max_new_tokens=1, slots=8, **sizes) as rollouts:
+            model = model_of(rollouts, "tiny", max_queue=QUEUE)
+            worker = EngineThread(rollouts.engine, max_queue=QUEUE)
+            server = Server(make_app(model, worker, token=None, hosts=LOOPBACK))
+            yield Served(server, model, worker)
+            server.close()
+            worker.close()

@@ -1,0 +1,4 @@
+"""Sizes of the server that tests ask."""
+
+CONTEXT = 128
+QUEUE = 60
