@@ -30,6 +30,8 @@ MAX_DIMS = 4  # llama.cpp's GGML_MAX_DIMS
 ROPE_FACTORS = "rope_freqs.weight"
 ARCHITECTURES = {"gemma3": "gemma3_text"}
 """Model types of architectures that llama.cpp calls otherwise. To it Mistral is a llama."""
+ONLY_ON_THE_HUB = ("qwen35", "qwen35moe", "qwen3moe", "gpt-oss", "mistral3")
+"""What llama.cpp calls architectures that Podium reads from a Hugging Face folder only."""
 GEMMA3_27B_LAYERS = 62
 # The formats we read; those of blocks by `gguf.dequantize`.
 FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
@@ -134,6 +136,11 @@ def read_config(header: GgufHeader) -> DecoderConfig:
     where, metadata = str(header.path), header.metadata
     architecture = metadata.get("general.architecture")
     model_type = ARCHITECTURES.get(str(architecture), architecture)
+    if architecture in ONLY_ON_THE_HUB:
+        raise ModelError(
+            f"{where}: GGUF files of architecture {architecture} are not read; name the model's hub id, or a folder"
+            " with its config.json and safetensors"
+        )
     check_family(model_type, where)
 
     def number(key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:

@@ -226,6 +226,13 @@ def test_unsupported_feature_is_named(extra: dict[str, Any], message: str, tmp_p
         read_architecture(source)
 
 
+@pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe", "qwen3moe", "gpt-oss", "mistral3"])
+def test_an_architecture_that_is_only_read_from_the_hub_is_refused_with_the_way_out(architecture: str, tmp_path: Path):
+    source = write_gguf(tmp_path / "model.gguf", "qwen3_tied", gguf_tensors("qwen3_tied"), architecture=architecture)
+    with pytest.raises(ModelError, match=rf"architecture {architecture} are not read; name the model's hub id, or a"):
+        read_architecture(source)
+
+
 def test_unknown_architecture_is_named(tmp_path: Path):
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
     writer.write_header_to_file()
