@@ -13,6 +13,7 @@ over after `LEASE_S` seconds without renewal. Needs the extra `gcs` or `s3`.
 """
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -27,6 +28,7 @@ from podium.files import RunFileError, user_cache
 LEASE = "run.lease"
 LEASE_S, RENEW_S = 60.0, 15.0
 POLL_S = 1.0
+LEASE_READS = 5
 NOT_COPIED = ("run.lock", LEASE, "checkpoints")
 
 
@@ -121,10 +123,16 @@ class Mirror:
         return gone or time.time() - lease["time"] > 60 * LEASE_S
 
     def _lease(self) -> Lease | None:
-        try:
-            return json.loads((self.bucket / LEASE).read_text())
-        except FileNotFoundError:
-            return None
+        """The lease in the bucket, None if there is none. Its owner may replace it while it is read: S3 says EBUSY."""
+        for _ in range(LEASE_READS):
+            try:
+                return json.loads((self.bucket / LEASE).read_text())
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+        raise OSError(errno.EBUSY, f"{LEASE} was replaced during each of {LEASE_READS} reads")
 
     def _write_lease(self) -> None:
         (self.bucket / LEASE).write_text(json.dumps({"owner": self._owner, "time": time.time()}))

@@ -17,6 +17,7 @@ import pytest
 import typer.main
 import uvicorn
 import yaml
+from scripted import TEMPLATE
 from shown_commands import ROOT, documented, mentioned
 from starlette.testclient import TestClient
 from typer.core import TyperGroup
@@ -66,10 +67,11 @@ ALSO = {  # of commands with these words
     "gsm8k": {"TASKS__0__PATH": "data"},
     "gsm8k_qwen": {"TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
     "gsm8k_gpt_oss": {"TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
+    "qwen3_30b_a3b.yaml": {"ROLLOUT__LAYOUT": "auto", "ROLLOUT__GROUP_CHIPS": "null"},
     "qwen3_8b": {"GRADING__OVERLONG_BUFFER_TOKENS": "1"},
     "qwen35_9b.yaml": {"GRADING__OVERLONG_BUFFER_TOKENS": "1"},
     "--profile": {"STEPS": "12"},
-    "configs/tools.yaml": {"ROLLOUT__MAX_EPISODE_TOKENS": "null"},
+    "configs/tools.yaml": {"ROLLOUT__MAX_EPISODE_TOKENS": "null", "CHAT_TEMPLATE": "chat.jinja"},
     "configs/tools_sft.yaml": {"GROUP_SIZE": "1", "TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
 }
 SETTINGS_ONLY = {  # the settings are loaded and checked; (the function that then does the work, why it is left out)
@@ -111,6 +113,7 @@ def made(tiny_model, tmp_path_factory, one_device) -> Path:
     for split in ("train", "test"):
         rows = (f'{{"question": "What is {n} + 1?", "answer": "#### {n + 1}"}}\n' for n in range(4))
         (folder / "data" / f"{split}.jsonl").write_text("".join(rows))
+    (folder / "chat.jinja").write_text(TEMPLATE)  # by which conversations can be continued
     tiny = {f"PODIUM_{name}": value for name, value in TINY.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
