@@ -56,7 +56,7 @@ def imports(tree: ast.AST, *, lazy: bool = False) -> Iterator[tuple[str, bool]]:
         packages = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"podium"}
         yield from ((package, lazy) for package in packages)
         never_run = isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-        yield from imports(node, lazy=lazy or never_run or isinstance(node, ast.FunctionDef))
+        yield from imports(node, lazy=lazy or never_run or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 @functools.cache

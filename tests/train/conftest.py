@@ -23,6 +23,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def roomy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny_model` with positions for conversations with long prompts."""
+    folder = tmp_path_factory.mktemp("model") / "roomy"
+    write_tiny_model(folder, longest=256)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def template(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The file of a chat template by which conversations can be continued."""
     path = tmp_path_factory.mktemp("template") / "chat.jinja"

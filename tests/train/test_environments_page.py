@@ -134,12 +134,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("number", range(len(fenced(PAGE, "yaml"))))
-def test_the_settings_of_the_page_are_run(number, folder, tiny_model, template, one_device):
+def test_the_settings_of_the_page_are_run(number, folder, roomy_model, template, one_device):
     (folder / "base.yaml").write_text("model: a/b\n")
     (folder / "page.yaml").write_text(fenced(PAGE, "yaml")[number])
     shown = load_settings([folder / "base.yaml", folder / "page.yaml"], [], {}).config
     config = make_config(
-        tiny_model,
+        roomy_model,
         folder,
         chat_template=template,
         steps=1,

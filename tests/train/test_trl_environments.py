@@ -179,7 +179,7 @@ def expected(name: str, replies: list[str]) -> float:
             return float(sum("row 3 of 3" in reply and "paddle: column 2" in reply for reply in replies))
 
 
-def test_a_run_trains_on_the_three_of_them(tiny_model, template, tmp_path, one_device, monkeypatch):
+def test_a_run_trains_on_the_three_of_them(roomy_model, template, tmp_path, one_device, monkeypatch):
     monkeypatch.setattr(Dialogue, "read", read_by_length)
     parts = {name: f"trl_shapes:{REWARDS[name][0]}" for name in CALLS}
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "What is {n} + 1 ?"}}\n' for n in range(1, 9)))
@@ -193,7 +193,7 @@ def test_a_run_trains_on_the_three_of_them(tiny_model, template, tmp_path, one_d
         for name, part in parts.items()
     ]
     config = make_config(
-        tiny_model,
+        roomy_model,
         tmp_path,
         chat_template=template,
         steps=1,
