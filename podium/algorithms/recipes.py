@@ -583,12 +583,16 @@ def _advantage_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: in
 
 def _advantage_option_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int) -> _Conflicts:
     known = [option for option in recipe.advantage.keywords if option not in _STD_OPTIONS]
-    for option, value in (config.advantage_options or {}).items():
+    for option in config.advantage_options or {}:
         if option not in known:
             rule = f"recipe {config.recipe} has no option {option!r}"
             yield "advantage_options", f"{rule}; it has: {', '.join(known) or 'none'}"
-        elif option == "k" and not (1 <= value <= group_size and value == int(value)):
-            yield "advantage_options", f"k {value:g} must be a whole number from 1 to group_size {group_size}"
+    if recipe.advantage.func is not pass_at_k_advantages:
+        return
+    k = recipe.advantage.keywords["k"]
+    if not 1 <= k < group_size or k != int(k):
+        rule = f"k {k:g} must be a whole number below group_size {group_size}"
+        yield "advantage_options", f"{rule}: the only set of all completions has nothing to be compared with"
 
 
 def _credit_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:

@@ -16,7 +16,7 @@ from podium.config.schema import AlgorithmConfig
 
 def recipe_of(**options: Any) -> Recipe:
     config = AlgorithmConfig.model_validate(options)
-    return make_recipe(config, group_size=4, prompts_per_step=4)
+    return make_recipe(config, group_size=8, prompts_per_step=4)
 
 
 def inputs(seed: int = 0) -> Batch:

@@ -98,8 +98,8 @@ CONFLICTS = [
     ),
     (
         "algorithm.advantage_options",
-        "from 1 to group_size 8",
-        {"recipe": "pass_at_k", "advantage_options": {"k": 9}},
+        "k 8 must be a whole number below group_size 8: the only set of all",
+        {"recipe": "pass_at_k", "advantage_options": {"k": 8}},
     ),
     ("algorithm.std_ddof", "reinforce_pp has no such option", {"recipe": "reinforce_pp", "std_ddof": 1}),
     ("algorithm.std_eps", "maxrl has no such option", {"recipe": "maxrl", "std_eps": 1e-4}),
@@ -127,7 +127,7 @@ CONFLICTS = [
     ("algorithm.clip_low", "a probability never falls by more than 1", {"recipe": "dppo", "clip_low": 1.5}),
     (
         "algorithm.advantage_options",
-        "k 2.5 must be a whole number from 1 to group_size 8",
+        "k 2.5 must be a whole number below group_size 8",
         {"recipe": "pass_at_k", "advantage_options": {"k": 2.5}},
     ),
     (
