@@ -163,6 +163,28 @@ def sft(
     raise typer.Exit(status)
 
 
+@app.command()
+def dpo(
+    config: ConfigFiles,
+    settings: Settings = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
+) -> None:
+    """Learn from pairs of a chosen and a rejected answer: DPO, IPO or the hinge, by `algorithm.loss`."""
+    from podium.config.load import Override
+    from podium.job.context import join_job
+    from podium.settings import load_settings
+
+    as_dpo = [Override("algorithm.recipe", "dpo", "podium dpo"), Override("group_size", 2, "podium dpo")]
+    with join_job(os.environ) as job:
+        settled = load_settings(config, [*as_dpo, *(settings or [])]).config
+        settled = settled.model_copy(update={"name": f"{(settled.name or '').removesuffix('-dpo')}-dpo"})
+        job.agree(settled)
+        from podium.train.loop import train as run
+
+        status = run(settled, plain=plain, job=job)
+    raise typer.Exit(status)
+
+
 app.command()(plan)
 
 

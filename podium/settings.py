@@ -119,7 +119,8 @@ def _algorithm(config: Config) -> Iterator[Contradiction]:
         if is_path(config.algorithm.recipe):
             yield Contradiction(("algorithm.recipe",), str(error))
         return  # `_names` has reported it
-    if find_recipe(config.algorithm.recipe).demonstrations and config.group_size != 1:
+    recipe = find_recipe(config.algorithm.recipe)
+    if recipe.demonstrations and not recipe.preferences and config.group_size != 1:
         rule = (
             f"recipe {config.algorithm.recipe} has one completion of each prompt, the data's, got {config.group_size}"
         )
@@ -131,6 +132,23 @@ def _algorithm(config: Config) -> Iterator[Contradiction]:
         mentioned = set(re.findall(r"\w+", message))
         named = [other for other in settings if other != key and other.rpartition(".")[2] in mentioned]
         yield Contradiction((key, *named), message, scope)
+
+
+def _pairs(config: Config) -> Iterator[Contradiction]:
+    """Report batches in which the two completions of a pair would not share a row."""
+    try:
+        recipe = resolve_recipe(config)
+    except ValueError:
+        return  # `_algorithm` has reported it
+    if not recipe.preferences:
+        return
+    if config.train.packing != "shared_prompts":
+        rule = f"{config.train.packing} puts the completions of a pair in different rows; set it to shared_prompts"
+        yield Contradiction(("train.packing", "algorithm.recipe"), rule)
+    whole = config.rollout.max_prompt_tokens + 2 * config.rollout.max_new_tokens
+    if config.train.row_tokens is not None and config.train.row_tokens < whole:
+        rule = f"{config.train.row_tokens} is less than a prompt with both completions, {whole}"
+        yield Contradiction(("train.row_tokens", "algorithm.recipe"), f"{rule}; set that or more, or leave it unset")
 
 
 def _teacher(config: Config) -> Iterator[Contradiction]:
@@ -334,6 +352,7 @@ def _curricula(config: Config) -> Iterator[Contradiction]:
 RULES = (
     _names,
     _algorithm,
+    _pairs,
     _teacher,
     _teacher_loss,
     _critic,

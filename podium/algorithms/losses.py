@@ -247,6 +247,97 @@ def reinforce_loss(
     return _unclipped(-advantages * logprobs)
 
 
+class Pairs(NamedTuple):
+    """What a loss of pairs reads beside its tokens: both completions of a pair lie in one row."""
+
+    reference_logprobs: jax.Array  # [B, T]
+    prompts: jax.Array  # [B, T] int32, the segment of the prompt that the two completions of a pair share
+
+
+def pair_margins(
+    logprobs: jax.Array, advantages: jax.Array, segments: jax.Array, mask: jax.Array, pairs: Pairs, *, by_token: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The log-ratios of policy to reference of a token's pair: of its chosen and its rejected completion, [B, T] each.
+
+    They are summed over the completion's tokens or, `by_token`, averaged. `advantages` are 1 in chosen completions and
+    -1 in rejected ones.
+    """
+    ratio = logprobs - stop_gradient(pairs.reference_logprobs)
+    if by_token:
+        ratio = ratio / jnp.maximum(segment_sums(jnp.ones_like(ratio), segments, mask), 1.0)
+    chosen = segment_sums(jnp.where(advantages > 0, ratio, 0.0), pairs.prompts, mask)
+    return chosen, segment_sums(jnp.where(advantages < 0, ratio, 0.0), pairs.prompts, mask)
+
+
+def dpo_loss(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    segments: jax.Array,
+    mask: jax.Array,
+    *,
+    pairs: Pairs,
+    beta: float,
+    label_smoothing: float,
+) -> TokenLoss:
+    """-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m) of a pair: DPO (arXiv:2305.18290), e label_smoothing.
+
+    m is the chosen completion's log-ratio of policy to reference minus the rejected one's. All tokens of a pair have
+    its loss; with `mean="sequence"` the weighted sum is the mean over pairs, which holds for all losses of pairs.
+    """
+    chosen, rejected = pair_margins(logprobs, advantages, segments, mask, pairs, by_token=False)
+    margin = beta * (chosen - rejected)
+    values = -(1 - label_smoothing) * jax.nn.log_sigmoid(margin) - label_smoothing * jax.nn.log_sigmoid(-margin)
+    return _of_pairs(values, chosen, rejected, segments=pairs.prompts, mask=mask, beta=beta)
+
+
+def ipo_loss(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    segments: jax.Array,
+    mask: jax.Array,
+    *,
+    pairs: Pairs,
+    beta: float,
+) -> TokenLoss:
+    """(m - 1 / (2 beta))^2 of a pair, with log-ratios averaged over a completion's tokens: IPO (arXiv:2310.12036)."""
+    chosen, rejected = pair_margins(logprobs, advantages, segments, mask, pairs, by_token=True)
+    values = jnp.square(chosen - rejected - 1 / (2 * beta))
+    chosen, rejected = pair_margins(logprobs, advantages, segments, mask, pairs, by_token=False)
+    return _of_pairs(values, chosen, rejected, segments=pairs.prompts, mask=mask, beta=beta)
+
+
+def dpo_hinge_loss(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    segments: jax.Array,
+    mask: jax.Array,
+    *,
+    pairs: Pairs,
+    beta: float,
+) -> TokenLoss:
+    """max(0, 1 - beta m) of a pair: SLiC's hinge (arXiv:2305.10425) on DPO's margin m (arXiv:2309.06657)."""
+    chosen, rejected = pair_margins(logprobs, advantages, segments, mask, pairs, by_token=False)
+    values = jnp.maximum(0.0, 1 - beta * (chosen - rejected))
+    return _of_pairs(values, chosen, rejected, segments=pairs.prompts, mask=mask, beta=beta)
+
+
+def _of_pairs(
+    values: jax.Array, chosen: jax.Array, rejected: jax.Array, *, segments: jax.Array, mask: jax.Array, beta: float
+) -> TokenLoss:
+    """The loss, with statistics that sum up to numbers of pairs and to the rewards beta x log-ratio of their sides."""
+    share = 1 / jnp.maximum(segment_sums(jnp.ones_like(values), segments, mask), 1.0)
+    stats = {
+        "pairs": share,
+        "pairs_chosen": share * beta * chosen,
+        "pairs_rejected": share * beta * rejected,
+        "pairs_right": share * (chosen > rejected),
+    }
+    return _unclipped(values)._replace(stats=stats)
+
+
 POLICY_LOSSES: Mapping[str, Callable[..., TokenLoss]] = {
     "clipped": clipped_policy_loss,
     "gspo": gspo_loss,
@@ -257,11 +348,16 @@ POLICY_LOSSES: Mapping[str, Callable[..., TokenLoss]] = {
     "dppo_kl": dppo_kl_loss,
     "gmpo": gmpo_loss,
     "reinforce": reinforce_loss,
+    "dpo": dpo_loss,
+    "ipo": ipo_loss,
+    "dpo_hinge": dpo_hinge_loss,
 }
 """By the names of `podium.algorithms.recipes.LOSSES`, which has their options."""
 
 
-def make_loss(recipe: Recipe, scores: Mapping[str, jax.Array] = MappingProxyType({})) -> Loss:
+def make_loss(
+    recipe: Recipe, scores: Mapping[str, jax.Array] = MappingProxyType({}), prompts: jax.Array | None = None
+) -> Loss:
     """The recipe's policy term with its options bound.
 
     To add a loss, write a function above, its line in POLICY_LOSSES, and its options in
@@ -270,6 +366,9 @@ def make_loss(recipe: Recipe, scores: Mapping[str, jax.Array] = MappingProxyType
     """
     function = POLICY_LOSSES.get(recipe.loss) or _imported_loss(recipe.loss)
     options = {name: getattr(recipe, name) for name in ("clip_low", "clip_high", "dual_clip")} | {"scores": scores}
+    if recipe.preferences:
+        assert prompts is not None, "a pair is known by its prompt"
+        options["pairs"] = Pairs(scores[REFERENCE_LOGPROBS], prompts)
     options |= LOSSES[recipe.loss].options if recipe.loss in LOSSES else {}
     options |= recipe.loss_options
     known = inspect.signature(function).parameters
@@ -376,6 +475,7 @@ def policy_loss(
     segments: jax.Array,
     mask: jax.Array,
     scores: Mapping[str, jax.Array] = MappingProxyType({}),
+    prompts: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss that a recipe minimises per token: correction x policy term + kl_coef KL, without `entropy_loss`.
 
@@ -396,6 +496,7 @@ def policy_loss(
             (`recipe.scores_old_logprobs`); without them, the ratio is to the sampler's, or with `old_logprobs: trainer`
             to the current update's own. The k2, k3 and k3+ terms need `reference_logprobs`, under the frozen first
             model.
+        prompts: [B, T] int32, the segment of a token's prompt; losses of pairs need it.
 
     Returns:
         The loss [B, T], not masked and not averaged, and statistics [B, T] without gradient: always `clip_low`,
@@ -404,7 +505,7 @@ def policy_loss(
     """
     of_this_update = sampled_logprobs if recipe.old_logprobs == "sampler" else logprobs
     old_logprobs = stop_gradient(scores.get(OLD_LOGPROBS, of_this_update))
-    policy = make_loss(recipe, scores)(logprobs, old_logprobs, advantages, segments, mask)
+    policy = make_loss(recipe, scores, prompts)(logprobs, old_logprobs, advantages, segments, mask)
     loss = policy.values
     stats = {
         "clip_low": policy.clipped_low,

@@ -63,6 +63,8 @@ class LossKind(NamedTuple):
 
     clips: bool
     """Whether it reads clip_low and clip_high."""
+    pairs: bool = False
+    """Whether it compares the two completions of a pair, and is not the loss of single completions."""
     options: Mapping[str, float] = MappingProxyType({})
     """What `loss_options` may change, with the values that are used if it does not."""
 
@@ -80,6 +82,9 @@ LOSSES: Mapping[str, LossKind] = {
     "dppo_kl": LossKind(clips=True, options={"weight_cap": 20.0}),
     "gmpo": LossKind(clips=True),
     "reinforce": LossKind(clips=False),
+    "dpo": LossKind(clips=False, pairs=True, options={"beta": 0.1, "label_smoothing": 0.0}),
+    "ipo": LossKind(clips=False, pairs=True, options={"beta": 0.1}),
+    "dpo_hinge": LossKind(clips=False, pairs=True, options={"beta": 0.1}),
 }
 """The values of `algorithm.loss`; `podium.algorithms.losses.POLICY_LOSSES` has the functions of the same names."""
 OPTION_RANGES: Mapping[str, OptionRange] = {
@@ -90,6 +95,8 @@ OPTION_RANGES: Mapping[str, OptionRange] = {
     "k_negative": OptionRange(least_itself=True),
     "lambda_negative": OptionRange(least_itself=True),
     "weight_cap": OptionRange(),
+    "beta": OptionRange(),
+    "label_smoothing": OptionRange(most=0.5, least_itself=True),
 }
 """The values that options of LOSSES may have."""
 OLD_LOGPROBS, REFERENCE_LOGPROBS = "old_logprobs", "reference_logprobs"
@@ -148,6 +155,8 @@ class Recipe:
     gamma: float = 1.0
     demonstrations: bool = False
     """Whether completions come from the data, one per prompt, instead of being sampled."""
+    preferences: bool = False
+    """Whether completions are the chosen and the rejected one of a pair, with rewards 1 and -1: a demonstration."""
     teacher: Teaching | None = None
     """None: there is no teacher, only rewards."""
     learns_values: bool = False
@@ -165,12 +174,13 @@ class Recipe:
     @property
     def needs_reference(self) -> bool:
         """Whether log-probabilities of the frozen first model are needed."""
-        return self.kl != "none"
+        return self.kl != "none" or self.preferences
 
     @property
     def scores_old_logprobs(self) -> bool:
         """Whether the trainer must compute `old_logprobs` before the first update, or can use that update's own."""
-        return self.old_logprobs == "trainer" and self.updates_per_batch * self.minibatches > 1
+        several = self.updates_per_batch * self.minibatches > 1
+        return self.old_logprobs == "trainer" and several and not self.preferences  # whose losses have no ratio
 
     @property
     def scorers(self) -> tuple[str, ...]:
@@ -446,6 +456,24 @@ def sft() -> Recipe:
     )
 
 
+def dpo() -> Recipe:
+    """DPO (arXiv:2305.18290): makes the chosen completion of a pair likelier than the rejected one.
+
+    Differs: there is no dropout. `loss: ipo` is IPO (arXiv:2310.12036) with log-ratios averaged over tokens, as TRL has
+    it; `loss: dpo_hinge` is SLiC's hinge on DPO's margin (arXiv:2309.06657); `label_smoothing` is conservative DPO's.
+    `podium dpo CONFIG` selects it, with `group_size: 2`.
+    """
+    return Recipe(
+        advantage=partial(reward_advantages),
+        group_baseline=False,
+        loss="dpo",
+        mean="sequence",
+        old_logprobs="trainer",
+        demonstrations=True,
+        preferences=True,
+    )
+
+
 def distill() -> Recipe:
     """On-policy distillation (arXiv:2306.13649): the policy imitates `teacher:` on its own completions; no rewards.
 
@@ -491,6 +519,7 @@ RECIPES: dict[str, Recipe] = {
     "gmpo": gmpo(),
     "maxrl": maxrl(),
     "sft": sft(),
+    "dpo": dpo(),
     "distill": distill(),
     "ppo": ppo(),
 }
@@ -536,6 +565,7 @@ def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int
         *_loss_option_conflicts(config, recipe),
         *_correction_conflicts(config, recipe),
         *_update_conflicts(config, recipe, prompts_per_step),
+        *_pair_conflicts(config, recipe, group_size),
     ]
     return [(key if key == "group_size" else f"algorithm.{key}", message) for key, message in found]
 
@@ -676,6 +706,32 @@ def _loss_option_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflict
     if loss == "vespo" and recipe.correction != "none":
         rule = "loss vespo weighs a sequence by its ratio to the sampler already"
         yield "correction", f"{rule}; set it to none, and algorithm.old_logprobs to sampler"
+
+
+def _pair_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int) -> _Conflicts:
+    compares = recipe.loss in LOSSES and LOSSES[recipe.loss].pairs
+    if not recipe.preferences:
+        if compares:
+            way_out = "set algorithm.recipe to dpo, or loss to clipped"
+            yield "loss", f"{recipe.loss} compares pairs of the data, which recipe {config.recipe} has not; {way_out}"
+        return
+    if not compares:
+        losses = [name for name, kind in LOSSES.items() if kind.pairs]
+        yield "loss", f"recipe {config.recipe} compares pairs, and {recipe.loss} does not; set {' or '.join(losses)}"
+    if group_size != 2:
+        yield "group_size", f"recipe {config.recipe} has two completions of a prompt, got {group_size}; set it to 2"
+    if recipe.mean != "sequence":
+        yield "mean", f"the loss is of pairs, and {recipe.mean} would weigh them by length; leave mean unset"
+    unread: dict[str, bool] = {
+        "kl": recipe.kl != "none",
+        "correction": recipe.correction != "none",
+        "off_policy_threshold": recipe.off_policy_threshold is not None,
+        "drift_coef": recipe.drift_coef > 0,
+        "mask_truncated": recipe.mask_truncated,
+        "old_logprobs": recipe.old_logprobs == "sampler",
+    }
+    for option in (name for name, is_set in unread.items() if is_set):
+        yield option, f"recipe {config.recipe} samples nothing, and its reference is in the loss; leave it unset"
 
 
 def _correction_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:

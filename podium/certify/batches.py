@@ -112,7 +112,9 @@ def variants() -> Iterator[Variant]:
     """Yield every recipe with two minibatches, and variants that set options that affect a batch."""
     halves = {"minibatches": 2}
     dropping = {**halves, "zero_variance": "drop"}
-    for name in RECIPES:  # a k as large as a group would make all advantages of pass@k 0
+    for name in (
+        each for each in RECIPES if not RECIPES[each].preferences
+    ):  # a k as large as a group would make all advantages of pass@k 0
         yield _variant(name, {**halves, "k": 2} if name == "pass_at_k" else halves)
     yield _variant("grpo", dropping)
     yield _variant("dr_grpo", dropping)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.algorithms.advantages import VALUES
-from podium.algorithms.recipes import Recipe, make_recipe
+from podium.algorithms.recipes import Recipe, find_recipe, make_recipe
 from podium.certify.naive import Scores, Sequences, Weights, continuation_values, in_float64, scores
 from podium.certify.naive_rules import Rules, rules_of
 from podium.certify.naive_step import Episode, Room, optimizer_steps
@@ -509,6 +509,11 @@ def _small_step(config: Config) -> Config:
     `rollout.in_flight` that carries no prompts over to the next step.
     """
     group = _completions(config)
+    if find_recipe(config.algorithm.recipe).preferences:
+        raise ValueError(
+            f"algorithm.recipe {config.algorithm.recipe}: certify has no naive form of a loss of pairs to compare with;"
+            " certify the config with recipe grpo, whose model, packing and optimizer are the same"
+        )
     twice = make_recipe(config.algorithm, group_size=group, prompts_per_step=config.algorithm.minibatches)
     if is_path(twice.loss):
         raise ValueError(

@@ -85,6 +85,21 @@ def clip_fractions(token_means: Mapping[str, float]) -> tuple[float, float] | No
     return (token_means["clip_low"], token_means["clip_high"]) if token_means else None
 
 
+def _of_pairs(name: str) -> Callable[[StepStats], float | None]:
+    """Make a reader for the mean over pairs of a statistic of `podium.algorithms.losses.dpo_loss`."""
+
+    def read(stats: StepStats) -> float | None:
+        means = stats.updated.token_means
+        return means[name] / means["pairs"] if means.get("pairs") else None
+
+    return read
+
+
+def _margin(stats: StepStats) -> float | None:
+    chosen, rejected = (_of_pairs(f"pairs_{side}")(stats) for side in ("chosen", "rejected"))
+    return None if chosen is None or rejected is None else chosen - rejected
+
+
 def _by_tool(read: Callable[[Sequence[ToolRun]], float]) -> Callable[[StepStats], Mapping[str, float] | None]:
     """Make a reader for the calls of each tool."""
 
@@ -158,6 +173,10 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/correction_dropped", "fraction", "Tokens whose weight `algorithm.correction` made 0; only with it.", lambda s: s.updated.token_means.get("correction_dropped")),
         Metric("policy/off_policy_dropped", "fraction", "Tokens left out by `algorithm.off_policy_threshold`; only with it.", lambda s: s.updated.token_means.get("off_policy_dropped")),
         Metric("policy/clip_fraction", "fraction", "Tokens whose ratio was clipped below or above; with `loss: gspo`, sequences.", lambda s: clip_fractions(s.updated.token_means), parts=LOW_HIGH),
+        Metric("rewards/chosen", "reward", "beta x log-ratio of policy to reference of the chosen completions, mean over pairs; with `recipe: dpo`.", _of_pairs("pairs_chosen")),
+        Metric("rewards/rejected", "reward", "The same of the rejected completions.", _of_pairs("pairs_rejected")),
+        Metric("rewards/margins", "reward", "`rewards/chosen` - `rewards/rejected`.", _margin),
+        Metric("rewards/accuracies", "fraction", "Pairs whose chosen completion has the larger one.", _of_pairs("pairs_right")),
         Metric("policy/dual_clip_fraction", "fraction", "Tokens whose loss `algorithm.dual_clip` bounds; only with it.", lambda s: s.updated.token_means.get("dual_clipped")),
     ),
     "Critic": (

@@ -24,6 +24,7 @@ from podium.run.machine import Machine
 from podium.run.sizes import (
     batch_sequences,
     optimizer_steps,
+    pairs_of_data,
     prompts_in_flight,
     row_groups,
     row_tokens,
@@ -140,6 +141,7 @@ def resolve_batch(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> Ba
         choice_format=decoder.choice_format,
         ages=config.rollout.in_flight > 1,
         devices=shards,
+        pairs=pairs_of_data(config),
         pair_cost=pair_flops(decoder) / (2 * matrix_elements(decoder)),
     )
 

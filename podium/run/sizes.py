@@ -1,5 +1,6 @@
 """Sizes of a run that follow from its settings alone."""
 
+from podium.algorithms.recipes import find_recipe
 from podium.config.schema import Config
 
 DEFAULT_ROWS_PER_DEVICE = 4
@@ -7,7 +8,14 @@ DEFAULT_ROWS_PER_DEVICE = 4
 
 def row_tokens(config: Config) -> int:
     """T: tokens per row of a batch."""
-    return config.train.row_tokens or config.rollout.longest
+    if config.train.row_tokens is not None:
+        return config.train.row_tokens
+    return config.rollout.longest + (config.rollout.max_new_tokens if pairs_of_data(config) else 0)
+
+
+def pairs_of_data(config: Config) -> bool:
+    """Whether batches hold pairs of completions, which must share a row."""
+    return find_recipe(config.algorithm.recipe).preferences
 
 
 def rows_per_device(config: Config) -> int:

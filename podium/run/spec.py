@@ -55,6 +55,8 @@ class BatchSizes:
     """Whether batches record the age of tokens."""
     devices: int = 1
     """Number of devices that share a micro-batch's rows; with several, rows are balanced."""
+    pairs: bool = False
+    """Whether the two completions of a group must share a row; rows are then not balanced."""
     pair_cost: float = 0.0
     """Cost of a query-key pair relative to the products of one token; used to give rows equal work."""
 

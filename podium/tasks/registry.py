@@ -27,6 +27,7 @@ TASKS: dict[str, str] = {
     "mastermind": "podium.tasks.mastermind:Mastermind",
     "math": "podium.tasks.question_sets:Math",
     "math500": "podium.tasks.question_sets:math500",
+    "preferences": "podium.tasks.preferences:Preferences",
     "reasoning_gym": "podium.tasks.reasoning_gym:ReasoningGym",
     "sqlite": "podium.tasks.sqlite_task:SqliteTask",
     "wordle": "podium.tasks.wordle:Wordle",

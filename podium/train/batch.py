@@ -60,7 +60,7 @@ def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch[np.n
     """
     rows, T = sizes.rows, sizes.row_tokens
     lengths = [sample.lengths for sample in samples]
-    if sizes.devices == 1:
+    if sizes.devices == 1 or sizes.pairs:
         packed = pack_rows(lengths, row_tokens=T, packing=sizes.packing)
     else:
         packed = balanced_rows(lengths, row_tokens=T, packing=sizes.packing, rows=rows, pair_cost=sizes.pair_cost)

@@ -17,34 +17,71 @@ from podium.train.generate import Group
 
 
 def demonstrate(
-    prompts: Sequence[EncodedPrompt], spec: RolloutSpec, tokenizer: Tokenizer
+    prompts: Sequence[EncodedPrompt], spec: RolloutSpec, tokenizer: Tokenizer, *, pairs: bool = False
 ) -> tuple[list[Group], RolloutStats]:
     """The groups of a step, and statistics (nothing is decoded). A text that is too long is cut, with reason `length`.
 
-    Raises ValueError if a row has no completion.
+    With `pairs`, a group is the chosen completion, with reward 1, and the rejected one, with reward -1.
+
+    Raises ValueError if a row has no completion, or no pair that fits.
     """
     groups = []
     for each in prompts:
-        prompt = each.prompt.prompt
-        text = completion_text(prompt, spec.prompts.tasks[each.prompt.task].completion)
-        tokens = np.array([*tokenizer.chat_format.encode_answer(text), tokenizer.eos_tokens[0]], np.int32)
-        cut = tokens[: spec.sampling.max_new_tokens]
-        nothing = np.zeros(len(cut), np.float32)
-        completion = Completion(
-            tokens=cut,
-            sampled_logprobs=nothing,
-            full_logprobs=nothing,
-            versions=np.zeros(len(cut), np.int32),
-            text=text,
-            finish_reason="stop" if len(cut) == len(tokens) else "length",
-        )
-        reward = Reward(total=1.0, parts={"correct": 1.0})
-        groups.append(Group(prompt=each.prompt, transcripts=[transcript_of(each.tokens, completion)], rewards=[reward]))
+        if pairs:
+            found = [_completion(text, spec, tokenizer) for text in pair_texts(each.prompt.prompt)]
+            _check_pair(each, found, spec)
+            rewards = [Reward(total=total, parts={"preferred": total}) for total in (1.0, -1.0)]
+        else:
+            column = spec.prompts.tasks[each.prompt.task].completion
+            found = [_completion(completion_text(each.prompt.prompt, column), spec, tokenizer)]
+            rewards = [Reward(total=1.0, parts={"correct": 1.0})]
+        transcripts = [transcript_of(each.tokens, completion) for completion in found]
+        groups.append(Group(prompt=each.prompt, transcripts=transcripts, rewards=rewards))
     return groups, RolloutStats(
         prompt_tokens=sum(len(group.tokens) for group in groups),
-        completion_tokens=sum(group.transcripts[0].num_drawn for group in groups),
+        completion_tokens=sum(each.num_drawn for group in groups for each in group.transcripts),
         dropped_prompts=sum(each.skipped for each in prompts),
     )
+
+
+def _completion(text: str, spec: RolloutSpec, tokenizer: Tokenizer) -> Completion:
+    """The text as a completion with an end, cut at `rollout.max_new_tokens`."""
+    tokens = np.array([*tokenizer.chat_format.encode_answer(text), tokenizer.eos_tokens[0]], np.int32)
+    cut = tokens[: spec.sampling.max_new_tokens]
+    nothing = np.zeros(len(cut), np.float32)
+    return Completion(
+        tokens=cut,
+        sampled_logprobs=nothing,
+        full_logprobs=nothing,
+        versions=np.zeros(len(cut), np.int32),
+        text=text,
+        finish_reason="stop" if len(cut) == len(tokens) else "length",
+    )
+
+
+def pair_texts(prompt: Prompt) -> tuple[str, str]:
+    """A row's chosen and rejected completion. Raises ValueError if its task has no pairs."""
+    pair = tuple(prompt.metadata.get(name) for name in ("chosen", "rejected"))
+    chosen, rejected = pair
+    if not isinstance(chosen, str) or not isinstance(rejected, str):
+        raise ValueError(
+            f"prompt {prompt.id} has no pair of completions; train on pairs with `tasks: [{{name: preferences}}]`"
+        )
+    return chosen, rejected
+
+
+def _check_pair(prompt: EncodedPrompt, pair: Sequence[Completion], spec: RolloutSpec) -> None:
+    """Raise ValueError if a completion would be cut, or if the prompt is too short to tell pairs of a row apart."""
+    cut = next(
+        (name for name, each in zip(("chosen", "rejected"), pair, strict=True) if each.finish_reason == "length"), ""
+    )
+    if cut:
+        raise ValueError(
+            f"prompt {prompt.prompt.prompt.id}: its {cut} completion has more than rollout.max_new_tokens"
+            f" {spec.sampling.max_new_tokens} tokens, and half a completion is no preference; raise it, or drop the row"
+        )
+    if len(prompt.tokens) < 2:
+        raise ValueError(f"prompt {prompt.prompt.prompt.id} has one token; a pair needs a prompt of two or more")
 
 
 def completion_text(prompt: Prompt, column: str | None) -> str:

@@ -86,7 +86,12 @@ class RunParts:
         """The function from a step's prompts to their graded completions and statistics."""
         if self.samples:
             return self.rollouts.answer
-        return partial(demonstrate, spec=self.spec.rollout, tokenizer=self.rollouts.feed.tokenizer)
+        return partial(
+            demonstrate,
+            spec=self.spec.rollout,
+            tokenizer=self.rollouts.feed.tokenizer,
+            pairs=self.spec.recipe.preferences,
+        )
 
 
 @contextlib.contextmanager

@@ -269,6 +269,7 @@ def _loss(
         segments=batch.segments,
         mask=batch.mask,
         scores=batch.scores,
+        prompts=batch.prompts,
     )
     if teacher is not None and scored.divergence is not None:
         losses += teacher.weight * scored.divergence

@@ -30,7 +30,7 @@ def test_a_recipe_cites_its_paper_and_says_how_it_differs(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_without_options_is_itself(name: str) -> None:
-    recipe = make(recipe=name)
+    recipe = make(recipe=name, group_size=2 if RECIPES[name].preferences else 8)
     expected = RECIPES[name]
     assert recipe.advantage.func is expected.advantage.func
     assert recipe.advantage.keywords == expected.advantage.keywords

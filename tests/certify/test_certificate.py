@@ -124,7 +124,7 @@ def sampled():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if not recipe.preferences])
 def test_batches_of_every_recipe_are_right(recipe, sampled):
     subject = make_subject(make_config(algorithm={"recipe": recipe}))
     subject.__dict__["sampled"] = sampled
@@ -168,9 +168,16 @@ def test_the_certificate_of_adapters_is_green(kl):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "grpo"])
+@pytest.mark.parametrize(
+    "recipe", [name for name, recipe in RECIPES.items() if name != "grpo" and not recipe.preferences]
+)
 def test_every_recipe_s_certificate_is_green(recipe):
     kl = {} if recipe == "maxrl" else {"kl": "k3", "kl_coef": 0.1, "entropy_bonus": 0.01}
     teacher = {"teacher": {"model": MODELS[0]}} if recipe == "distill" else {}
     found = command.make_certificate(make_subject(make_config(algorithm={"recipe": recipe, **kl}, **teacher)))
     assert [(check.name, check.difference) for check in found.checks if not check.ok] == []
+
+
+def test_a_loss_of_pairs_is_refused():
+    with pytest.raises(ValueError, match="recipe dpo: certify has no naive form of a loss of pairs"):
+        make_subject(make_config(algorithm={"recipe": "dpo"}, group_size=2))

@@ -1,0 +1,88 @@
+"""Pairs of a chosen and a rejected answer, in the forms of TRL's data sets, for `podium dpo`."""
+
+from collections.abc import Mapping, Sequence
+
+from podium.tasks.data import HubDataset, read_messages, read_rows
+from podium.tasks.task import Prompt, TaskSource
+
+Messages = list[dict[str, str]]
+SIDES = ("chosen", "rejected")
+
+
+class Preferences:
+    """Pairs of answers to train on with `podium dpo`: rows with `prompt`, `chosen` and `rejected`.
+
+    `prompt` is text, or a list of `{role, content}`; `chosen` and `rejected` are text, or a list with the assistant's
+    message. Without `prompt`, both are whole conversations that begin with the same messages. Evaluation asks the
+    prompts, and counts answers that equal the chosen one.
+    """
+
+    # columns as in https://huggingface.co/docs/trl/dataset_formats
+    system_prompt: str | None = None
+
+    def __init__(self, source: TaskSource, *, dataset: str | None = None, subset: str | None = None) -> None:
+        self.source = source
+        self.dataset = HubDataset(dataset, subset) if dataset else None
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        """One prompt per row. Raises ValueError, which names the row, if it is no pair."""
+        rows = read_rows("preferences", self.source, self.dataset, split)
+        return [
+            _prompt(f"preferences/{split}/{index}", f"preferences: {location}", row)
+            for index, (location, row) in enumerate(rows)
+        ]
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        """1 if it is the chosen answer word for word, ignoring spacing."""
+        return float(completion.split() == prompt.answer.split())
+
+
+def _prompt(prompt_id: str, location: str, row: Mapping[str, object]) -> Prompt:
+    for side in SIDES:
+        if side not in row:
+            raise ValueError(
+                f"{location}: no column {side!r}; a pair has chosen and rejected, the row {', '.join(row)}"
+            )
+    if "prompt" in row:
+        before = _conversation(f"{location}: column 'prompt'", row["prompt"])
+        answers = [_answer(f"{location}: column {side!r}", row[side]) for side in SIDES]
+    else:
+        before, answers = _split(location, row)
+    if before[-1]["role"] == "assistant":
+        raise ValueError(f"{location}: the prompt ends with a message of the assistant's, and another one follows")
+    for side, answer in zip(SIDES, answers, strict=True):
+        if not answer.strip():
+            raise ValueError(f"{location}: the {side} answer is empty; drop the row")
+    if answers[0] == answers[1]:
+        raise ValueError(f"{location}: the chosen and the rejected answer are equal, {answers[0]!r:.80}; drop the row")
+    pair = {"chosen": answers[0], "rejected": answers[1]}
+    return Prompt(id=prompt_id, question=before[-1]["content"], answer=answers[0], messages=before, metadata=pair)
+
+
+def _conversation(what: str, value: object) -> Messages:
+    """A prompt's messages; text is a message of the user's."""
+    if isinstance(value, str) and value.strip():
+        return [{"role": "user", "content": value}]
+    return read_messages(what, value)
+
+
+def _answer(what: str, value: object) -> str:
+    """The text of an answer: text, or one message of the assistant's."""
+    if isinstance(value, str):
+        return value
+    messages = read_messages(what, value)
+    if len(messages) != 1 or messages[0]["role"] != "assistant":
+        raise ValueError(f"{what} is {value!r:.200}; beside a prompt it must be text or one message of the assistant's")
+    return messages[0]["content"]
+
+
+def _split(location: str, row: Mapping[str, object]) -> tuple[Messages, list[str]]:
+    """The common messages of two conversations, and the last message of each, which must be all that differs."""
+    if any(isinstance(row[side], str) for side in SIDES):
+        raise ValueError(f"{location}: no column 'prompt', and where chosen and rejected are text, there must be one")
+    chosen, rejected = (read_messages(f"{location}: column {side!r}", row[side]) for side in SIDES)
+    lasts = (chosen[-1], rejected[-1])
+    if chosen[:-1] != rejected[:-1] or len(chosen) < 2 or any(each["role"] != "assistant" for each in lasts):
+        rule = "without a column 'prompt', chosen and rejected must be conversations that differ in the last message"
+        raise ValueError(f"{location}: {rule} alone, which is the assistant's")
+    return chosen[:-1], [each["content"] for each in lasts]
