@@ -132,7 +132,7 @@ def test_an_unknown_key_says_the_way_out(errors, text, message):
         ("eval: {greedy: yes}", "eval.greedy: expected true or false, got 'yes'"),
         ("algorithm: {recipe: gpro}", "algorithm.recipe: expected one of grpo, dr_grpo, dapo, rloo, gdpo, opo, gpg, "
          "pass_at_k, reinforce, reinforce_pp, reinforce_pp_baseline, gspo, cispo, sapo, vespo, dppo, gmpo, maxrl, "
-         "sft, distill, ppo, got 'gpro'; did you mean grpo?"),
+         "sft, dpo, distill, ppo, got 'gpro'; did you mean grpo?"),
         ("algorithm: {std_ddof: 2}", "algorithm.std_ddof: expected a whole number from 0 to 1, got 2"),
     ],
 )  # fmt: skip

@@ -52,6 +52,7 @@ SHORTER: list[tuple[str, str, str, str]] = [  # (where it matches, what is repla
     (r"^podium pod k8s(?!.*--claim)", "--type", "--set runs_dir=gs://b/r --type", "it names a bucket here"),
     (r"^podium pod k8s.*--claim", "--type", "--set runs_dir=/runs --type", "it names what is mounted"),
     (r"^podium export .*--merge", " --merge", "", "is for a run with adapters; tests/train/test_lora_run.py merges"),
+    (r"^podium dpo", "my.yaml", "pairs.yaml", "CONFIG is one with pairs here"),
     (r"^podium plan --check", "runs/a", "runs/planned", "RUN is a run on a TPU here"),
 ]  # fmt: skip
 ELSEWHERE = {  # what is not run at all, and why
@@ -82,7 +83,7 @@ SETTINGS_ONLY = {  # the settings are loaded and checked; (the function that the
         "as the demo's; long: all are run",
     ),
 }
-WRITES = ("train", "sft", "export", "init", "config", "report")
+WRITES = ("train", "sft", "dpo", "export", "init", "config", "report")
 DONE: set[str] = set()
 """Lines that were run: several that are shown may come to the same."""
 
@@ -126,6 +127,10 @@ def made(tiny_model, tmp_path_factory, one_device) -> Path:
         settings = config.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
         (folder / file).write_text(yaml.safe_dump(settings))
     (folder / "mine.yaml").write_text("seed: 1\n")
+    tasks = "[{name: preferences, path: pairs.jsonl, eval_path: pairs.jsonl}]"
+    (folder / "pairs.yaml").write_text(f"model: tiny\ntasks: {tasks}\n")
+    row = '{"prompt": "What is 1 + 1 ?", "chosen": "2", "rejected": "3"}\n'
+    (folder / "pairs.jsonl").write_text(4 * row)
     (folder / "old.yaml").write_text("rollout: {n: 4}\n")
     (folder / "runs" / "planned").mkdir()
     write_run(folder / "runs" / "planned")
@@ -166,7 +171,7 @@ class Desk:
             named = [*re.findall(r"runs/([\w-]+)", line)]
             unnamed = {path.name for path in (self.made / "runs").iterdir()} - set(named)
             shutil.copytree(self.made, folder, ignore=lambda _, names: unnamed & set(names) | {".git", "podium"})
-        if words[0] in ("train", "sft", "eval", "certify"):
+        if words[0] in ("train", "sft", "dpo", "eval", "certify"):
             for settings in (TINY, *(more for word, more in ALSO.items() if word in line)):
                 for name, value in settings.items():
                     self.monkeypatch.setenv(f"PODIUM_{name}", value)
