@@ -96,8 +96,8 @@ def _of_pairs(name: str) -> Callable[[StepStats], float | None]:
 
 
 def _margin(stats: StepStats) -> float | None:
-    chosen, rejected = (_of_pairs(f"pairs_{side}")(stats) for side in ("chosen", "rejected"))
-    return None if chosen is None or rejected is None else chosen - rejected
+    means = stats.updated.token_means
+    return (means["pairs_chosen"] - means["pairs_rejected"]) / means["pairs"] if means.get("pairs") else None
 
 
 def _by_tool(read: Callable[[Sequence[ToolRun]], float]) -> Callable[[StepStats], Mapping[str, float] | None]:
