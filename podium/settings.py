@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import cast
 
 from podium.algorithms.advantages import no_advantages
-from podium.algorithms.recipes import LOSSES, RECIPES, conflicts, find_recipe
+from podium.algorithms.recipes import LOSSES, RECIPES, Recipe, conflicts, find_recipe
 from podium.config.document import Plain
 from podium.config.errors import Contradiction, nearest, not_in
 from podium.config.imports import imported, is_path
@@ -134,13 +134,18 @@ def _algorithm(config: Config) -> Iterator[Contradiction]:
         yield Contradiction((key, *named), message, scope)
 
 
+def _recipe(config: Config) -> Recipe | None:
+    """The recipe with the config's options; None if they conflict, which `_algorithm` reports."""
+    try:
+        return resolve_recipe(config)
+    except ValueError:
+        return None
+
+
 def _pairs(config: Config) -> Iterator[Contradiction]:
     """Report batches in which the two completions of a pair would not share a row."""
-    try:
-        recipe = resolve_recipe(config)
-    except ValueError:
-        return  # `_algorithm` has reported it
-    if not recipe.preferences:
+    recipe = _recipe(config)
+    if recipe is None or not recipe.preferences:
         return
     if config.train.packing != "shared_prompts":
         rule = f"{config.train.packing} puts the completions of a pair in different rows; set it to shared_prompts"
@@ -153,10 +158,9 @@ def _pairs(config: Config) -> Iterator[Contradiction]:
 
 def _teacher(config: Config) -> Iterator[Contradiction]:
     """Report what a teacher cannot be combined with, and a recipe that has nothing to learn from."""
-    try:
-        recipe = resolve_recipe(config)
-    except ValueError:
-        return  # `_algorithm` has reported it
+    recipe = _recipe(config)
+    if recipe is None:
+        return
     name = config.algorithm.recipe
     if config.teacher is None:
         if recipe.advantage.func is no_advantages:
@@ -180,11 +184,8 @@ def _teacher(config: Config) -> Iterator[Contradiction]:
 
 def _critic(config: Config) -> Iterator[Contradiction]:
     """Report a critic that the recipe does not use."""
-    try:
-        recipe = resolve_recipe(config)
-    except ValueError:
-        return  # `_algorithm` has reported it
-    if config.critic is None:
+    recipe = _recipe(config)
+    if recipe is None or config.critic is None:
         return
     if not recipe.learns_values:
         rule = f"recipe {config.algorithm.recipe} computes advantages without a critic, so nothing reads it"
@@ -300,10 +301,9 @@ def _in_flight(config: Config) -> Iterator[Contradiction]:
     if oldest < least:
         rule = f"{oldest} is too low for {this} {over:g}: prompts that a step leaves may wait for up to {least} more"
         yield Contradiction((bound, this), f"{rule}; set {least} or more, or {this} to {1 + oldest} or less")
-    try:
-        recipe = resolve_recipe(config)
-    except ValueError:
-        return  # `_algorithm` has reported it
+    recipe = _recipe(config)
+    if recipe is None:
+        return
     name, passes = config.algorithm.recipe, ("algorithm.updates_per_batch", "algorithm.minibatches")
     if recipe.demonstrations:
         yield Contradiction((this,), f"recipe {name} samples nothing, so nothing is in flight; leave it out")
@@ -339,10 +339,9 @@ def _conversations(config: Config) -> Iterator[Contradiction]:
 
 def _curricula(config: Config) -> Iterator[Contradiction]:
     """Check that curricula have answers to go by."""
-    try:
-        recipe = resolve_recipe(config)
-    except ValueError:
-        return  # `_algorithm` has reported it
+    recipe = _recipe(config)
+    if recipe is None:
+        return
     for index, task in enumerate(config.tasks):
         if task.curriculum is not None and recipe.demonstrations:
             rule = f"recipe {config.algorithm.recipe} samples nothing, so no level goes well or badly; leave it out"

@@ -23,13 +23,20 @@ from podium.rollout.kept import make_scheduler
 from podium.rollout.programs import Drawn
 from podium.rollout.request import Completion, Drawing, Finished, Key, Request, RolloutStats, SamplingParams
 from podium.rollout.scheduler import DecodeRow, Fill
-from podium.rollout.sequence import Sequence, SharedPrompt, TextDecoder, check_sampling, check_tokens, sequences_of
+from podium.rollout.sequence import (
+    LONGEST,
+    Sequence,
+    SharedPrompt,
+    TextDecoder,
+    check_sampling,
+    check_tokens,
+    sequences_of,
+)
 from podium.sharding import Params, ShardingRules
 
 OnGroup = Callable[[int, list[Completion]], None]
 OnPoll = Callable[[], None]
 Enough = Callable[[list[bool]], bool]
-LONGEST = "rollout.max_episode_tokens (unset: max_prompt_tokens + max_new_tokens)"
 
 
 class NonFiniteError(ValueError):

@@ -18,6 +18,8 @@ from podium.rollout.request import Completion, FinishReason, Key, Request, Sampl
 from podium.rollout.routes import Routes, unknown
 
 MAX_STOP_TOKENS = 8
+LONGEST = "rollout.max_episode_tokens (unset: max_prompt_tokens + max_new_tokens)"
+"""The setting that limits a sequence, in the words of messages."""
 State = Literal["waiting", "running", "parked", "finished", "gone"]
 
 
@@ -347,7 +349,7 @@ def _length_problem(sampling: SamplingParams, longest: int) -> str | None:
         return None
     return (
         f"max_new_tokens is {sampling.max_new_tokens} and must be 1 to {longest - 1}, since a sequence has at most"
-        f" {longest} tokens (rollout.max_prompt_tokens + max_new_tokens)"
+        f" {longest} tokens: {LONGEST}"
     )
 
 
