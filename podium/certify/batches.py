@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -112,10 +113,9 @@ def variants() -> Iterator[Variant]:
     """Yield every recipe with two minibatches, and variants that set options that affect a batch."""
     halves = {"minibatches": 2}
     dropping = {**halves, "zero_variance": "drop"}
-    for name in (
-        each for each in RECIPES if not RECIPES[each].preferences
-    ):  # a k as large as a group would make all advantages of pass@k 0
-        yield _variant(name, {**halves, "k": 2} if name == "pass_at_k" else halves)
+    for name in (each for each in RECIPES if not RECIPES[each].preferences):
+        # With a k as large as a group, all advantages of pass@k would be 0.
+        yield _variant(name, halves, {"k": 2} if name == "pass_at_k" else {})
     yield _variant("grpo", dropping)
     yield _variant("dr_grpo", dropping)
     yield _variant("dapo", {"minibatches": 3, "zero_variance": "refill"})
@@ -126,13 +126,7 @@ def variants() -> Iterator[Variant]:
     for name in ("grpo", "dr_grpo", "rloo", "gspo"):
         yield _variant(name, {**halves, "credit": "turn", "gamma": 0.5})
     yield _variant("dapo", {**halves, "zero_variance": "drop", "credit": "turn"})
-    shorter = _variant("ppo", {"std": "none", "mask_truncated": True})
-    options = {"gamma": 0.9, "lam": 0.8}
-    advantage = functools.partial(shorter.recipe.advantage, **options)
-    yield Variant(
-        dataclasses.replace(shorter.recipe, advantage=advantage),
-        dataclasses.replace(shorter.rules, advantage_options=options),
-    )
+    yield _variant("ppo", {"std": "none", "mask_truncated": True}, {"gamma": 0.9, "lam": 0.8})
     for name in ("distill", "grpo"):
         plain = _variant(name, halves)
         taught = dataclasses.replace(plain.recipe, teacher=Teaching(weight=TEACHER_WEIGHT))
@@ -145,16 +139,17 @@ def _may_fail(variant: Variant) -> bool:
     return (rules.kl, rules.old_logprobs, rules.zero_variance) == ("none", "sampler", "keep")
 
 
-def _variant(name: str, changes: Mapping[str, Any]) -> Variant:
-    """Set a recipe's options; `k` and options named `std...` are bound to its advantage function."""
+def _variant(name: str, changes: Mapping[str, Any], options: Mapping[str, float] = MappingProxyType({})) -> Variant:
+    """Change a recipe's settings; `options` are `advantage_options`, bound to its advantage as those named `std...`."""
     recipe, rules = RECIPES[name], RULES[name]
-    bound = {key: value for key, value in changes.items() if key.startswith("std") or key == "k"}
-    others = {key: value for key, value in changes.items() if key not in bound}
+    bound = {key: value for key, value in changes.items() if key.startswith("std")} | dict(options)
+    others = {key: value for key, value in changes.items() if not key.startswith("std")}
     advantage = functools.partial(recipe.advantage, **bound)
-    of_rules = {key: value for key, value in changes.items() if key != "k"}
-    if "k" in changes:
-        of_rules["advantage_options"] = {"k": changes["k"]}
-    return Variant(dataclasses.replace(recipe, advantage=advantage, **others), dataclasses.replace(rules, **of_rules))
+    numbers = {**rules.advantage_options, **options}
+    return Variant(
+        dataclasses.replace(recipe, advantage=advantage, **others),
+        dataclasses.replace(rules, advantage_options=numbers, **changes),
+    )
 
 
 def _usable(own: Variant) -> list[Variant]:

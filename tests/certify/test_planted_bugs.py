@@ -6,6 +6,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -772,6 +773,7 @@ SLOW: dict[Callable[[], Plant], Named] = {
     old_logprobs_scored_anew: Named(training_checks, "other options"),
     entropy_by_micro_batch: Named(training_checks, "other options"),
 }
+README = Path(__file__).parents[2] / "README.md"
 BUGS = {**QUICK, **SLOW}
 
 
@@ -810,3 +812,7 @@ def test_nothing_is_red_where_no_bug_is_planted(kind):
     updates = Updates(make_checked_subject(kind))
     for stage in {named.stage for named in BUGS.values()} - {form_checks}:
         assert [(check.name, check.difference) for check in stage(updates) if not check.ok] == []
+
+
+def test_the_readme_says_how_many_bugs_are_planted():
+    assert f"each of the {len(BUGS)} bugs that its tests plant" in README.read_text("utf-8")
