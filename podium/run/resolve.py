@@ -53,13 +53,18 @@ def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: M
             f"algorithm.router_loss_coef is {config.algorithm.router_loss_coef:g} and {config.model} has no routers; it"
             " is for mixtures of experts: leave it unset"
         )
-    if found := too_long(config.rollout, decoder.max_positions, config.model):
-        raise ValueError(f"{found.keys[0]}: {found.message}")
+    critic = resolve_critic(config, decoder)
+    positions = {config.model: decoder.max_positions}
+    if critic is not None and config.critic is not None and config.critic.model is not None:
+        positions[config.critic.model] = critic.decoder.max_positions
+    for model, most in positions.items():
+        if found := too_long(config.rollout, most, model):
+            raise ValueError(f"{found.keys[0]}: {found.message}")
     return RunSpec(
         machine=machine,
         decoder=decoder,
         teacher=resolve_teacher(config),
-        critic=resolve_critic(config, decoder),
+        critic=critic,
         recipe=resolve_recipe(config),
         mesh=mesh,
         batch=resolve_batch(config, decoder, mesh),
