@@ -59,7 +59,7 @@ def compiled(
         return found, parse(gzip.decompress(newest.read_bytes()).decode())
 
 
-def decode(rows: int, accelerator: Accelerator) -> dict[str, Any]:
+def decode(rows: int, accelerator: Accelerator) -> dict[str, object]:
     """A decode step of `rows` sequences of 4,096 tokens."""
     settings = [
         f"rollout.slots={rows}",
@@ -106,7 +106,7 @@ def resolve_group(config: Config, accelerator: Accelerator) -> int:
     return resolve(config, PRESETS[MODEL], Machine.planned(accelerator)).rollout.layout.group
 
 
-def update(accelerator: Accelerator) -> dict[str, Any]:
+def update(accelerator: Accelerator) -> dict[str, object]:
     """The update of one micro-batch of 2 rows of 4,096 tokens a chip."""
     settings = [
         f"rollout.max_prompt_tokens={TOKENS // 2}",
@@ -131,7 +131,7 @@ def update(accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
-def chunk_instructions(module: Module, mesh: Any) -> int:
+def chunk_instructions(module: Module, mesh: Mapping[str, int]) -> int:
     """Instructions with a cost of their own that a micro-batch executes in loops over a row's chunks."""
     chunks = TOKENS // CHUNK
     loops = {name for loop, trips in module.loops.items() if trips == chunks for name in loop.runs}

@@ -63,7 +63,7 @@ def served(model: Model, engine: RolloutEngine) -> Iterator[int]:
 
 def ask(port: int, prompt: tuple[int, ...], tokens: int, seed: int, *, stream: bool) -> int:
     """Number of tokens of an answer over HTTP."""
-    body: dict[str, Any] = {"prompt": list(prompt), "max_tokens": tokens, "seed": seed, "stream": stream}
+    body: dict[str, object] = {"prompt": list(prompt), "max_tokens": tokens, "seed": seed, "stream": stream}
     body |= {"stream_options": {"include_usage": True}} if stream else {}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})

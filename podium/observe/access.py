@@ -1,4 +1,4 @@
-"""Who may talk to a server of Podium: loopback without a token, other addresses with one. No jax."""
+"""Access rules of Podium's servers: on loopback no token is needed, on other addresses one is. No jax."""
 
 import hmac
 from pathlib import Path

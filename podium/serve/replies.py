@@ -1,4 +1,4 @@
-"""What clients are told of their answers: text as it becomes certain, log-probabilities, calls of tools. No jax.
+"""Builds the token server's replies: text as it becomes certain, log-probabilities, calls of tools. No jax.
 
 Two forms: the text of `/v1/completions` and the messages of `/v1/chat/completions`, whole or in pieces. A piece holds
 back what may still become something else: half of a character, or the beginning of a stop string.

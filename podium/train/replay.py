@@ -1,4 +1,4 @@
-"""Brings a newly opened environment to where the one before it was: it is told the same answers again. No jax.
+"""Replays a conversation to a newly opened environment by sending the model's earlier answers again. No jax.
 
 An environment is gone if the run was continued, or if another host held it. Its conversation goes on only if the new
 one answers as it did.
@@ -49,14 +49,14 @@ class Replay:
         return None if same else f"{what} is another one than before the run was continued: {CHANGED}"
 
     def next_turn(self) -> Turn | None:
-        """The next answer to tell the environment; None if it has replied to all."""
+        """The next answer to send; None if the environment has replied to all."""
         if self.told == self.episode.replies:
             return None
         self.told += 1
         return self.turn(self.told - 1)
 
     def turn(self, number: int) -> Turn:
-        """An answer of the model, as its environment was told of it."""
+        """The model's answer with this number, as it was sent to the environment."""
         span = self.live.transcript.drawn[number]
         return turn_of(number, span.text, self.dialogue.read(span.text, span.tokens.tolist()))
 

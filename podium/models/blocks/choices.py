@@ -17,7 +17,7 @@ MAX_EXPERTS = np.iinfo(np.uint16).max
 
 
 def choice_format(experts: int) -> ChoiceFormat:
-    """The smallest format for the choices among so many experts."""
+    """The smallest unsigned integer format that can number this many experts."""
     return "uint8" if experts <= np.iinfo(np.uint8).max else "uint16"
 
 
