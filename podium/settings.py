@@ -25,8 +25,8 @@ from podium.config.sizes import too_long
 from podium.models.architecture import ModelError
 from podium.models.layouts import AUTO
 from podium.models.params import ROLLOUT_LAYOUTS
-from podium.models.source import on_disk, read_architecture, resolve
-from podium.run.resolve import resolve_recipe, teacher_positions
+from podium.models.source import on_disk, read_architecture, read_scorer, resolve
+from podium.run.resolve import resolve_recipe
 from podium.run.sizes import prompts_in_flight
 from podium.tasks.curriculum import leveled
 from podium.tasks.environment_forms import conversing
@@ -59,7 +59,7 @@ def load_settings(
 
     Raises ConfigError with all problems.
     """
-    return load(files, overrides, environ, rules=(*RULES, _tasks, _model, _teacher_model))
+    return load(files, overrides, environ, rules=(*RULES, _tasks, _models))
 
 
 def evaluation_overrides(
@@ -86,7 +86,7 @@ def _fitting_lengths(model: str) -> list[Override]:
         folder = on_disk(model)
         longest = read_architecture(resolve(folder)).max_positions if folder is not None else prompt + new
     except ModelError:
-        return []  # `_model` says so
+        return []  # `_models` says so
     if prompt + new <= longest:
         return []
     prompt = min(prompt, longest // 2)
@@ -385,32 +385,22 @@ def _tasks(config: Config) -> Iterator[Contradiction]:
                 break
 
 
-def _model(config: Config) -> Iterator[Contradiction]:
-    """Report a model on disk that is unusable, or has too few positions for the rollout's lengths."""
-    folder = on_disk(config.model)
-    if folder is None:
-        return
-    try:
-        positions = read_architecture(resolve(folder)).max_positions
-    except ModelError as error:
-        yield Contradiction(("model",), str(error))
-        return
-    if found := too_long(config.rollout, positions, config.model):
-        yield found
-
-
-def _teacher_model(config: Config) -> Iterator[Contradiction]:
-    """Report a teacher on disk that is unusable, or has too few positions for the rollout's lengths."""
-    folder = None if config.teacher is None else on_disk(config.teacher.model)
-    if config.teacher is None or folder is None:
-        return
-    try:
-        positions = read_architecture(resolve(folder)).max_positions
-    except ModelError as error:
-        yield Contradiction(("teacher.model",), str(error))
-        return
-    if config.rollout.longest > positions:
-        lengths = ("rollout.max_prompt_tokens", "rollout.max_new_tokens")
-        lengths = lengths if config.rollout.max_episode_tokens is None else ("rollout.max_episode_tokens",)
-        rule = teacher_positions(config.teacher.model, positions, config.rollout.longest)
-        yield Contradiction(("teacher.model", *lengths), rule)
+def _models(config: Config) -> Iterator[Contradiction]:
+    """Report models on disk that are unusable, or have too few positions for the rollout's lengths."""
+    teacher = None if config.teacher is None else config.teacher.model
+    critic = None if config.critic is None else config.critic.model
+    for key, model, read in (
+        ("model", config.model, read_architecture),
+        ("teacher.model", teacher, read_architecture),
+        ("critic.model", critic, read_scorer),
+    ):
+        folder = None if model is None else on_disk(model)
+        if model is None or folder is None:
+            continue
+        try:
+            positions = read(resolve(folder)).max_positions
+        except ModelError as error:
+            yield Contradiction((key,), str(error))
+            continue
+        if found := too_long(config.rollout, positions, model):
+            yield found

@@ -53,8 +53,11 @@ def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: M
             f"algorithm.router_loss_coef is {config.algorithm.router_loss_coef:g} and {config.model} has no routers; it"
             " is for mixtures of experts: leave it unset"
         )
+    teacher = resolve_teacher(config)
     critic = resolve_critic(config, decoder)
     positions = {config.model: decoder.max_positions}
+    if teacher is not None and config.teacher is not None:
+        positions[config.teacher.model] = teacher.max_positions
     if critic is not None and config.critic is not None and config.critic.model is not None:
         positions[config.critic.model] = critic.decoder.max_positions
     for model, most in positions.items():
@@ -63,7 +66,7 @@ def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: M
     return RunSpec(
         machine=machine,
         decoder=decoder,
-        teacher=resolve_teacher(config),
+        teacher=teacher,
         critic=critic,
         recipe=resolve_recipe(config),
         mesh=mesh,
@@ -100,14 +103,6 @@ def resolve_teacher(config: Config) -> DecoderConfig | None:
     """Find the decoder of the config's teacher, without its weights. Raises ModelError if there is no such model."""
     teacher = config.teacher
     return None if teacher is None else frozen_decoder(find_architecture(teacher.model), teacher.base)
-
-
-def teacher_positions(model: str, positions: int, longest: int) -> str:
-    """Say that a teacher has too few positions for a run's longest sequence, and the way out."""
-    return (
-        f"{model} has {positions} positions, and the run's longest sequence has {longest} tokens; lower"
-        " rollout.max_new_tokens or max_prompt_tokens, or take a teacher with more"
-    )
 
 
 def resolve_critic(config: Config, decoder: DecoderConfig) -> CriticSpec | None:

@@ -20,7 +20,7 @@ from podium.models.tokenizer import Tokenizer, load_tokenizer
 from podium.observe.run_dir import Fork
 from podium.run.divisible import check_tokens
 from podium.run.machine import Machine
-from podium.run.resolve import resolve, resolve_critic, resolve_rollout, resolve_teacher, teacher_positions
+from podium.run.resolve import resolve, resolve_critic, resolve_rollout, resolve_teacher
 from podium.run.spec import OptimizerSpec, RolloutSpec, RunSpec, UpdateSpec
 from podium.sharding import Params, ShardingRules, abstract_params, init_params, make_mesh
 from podium.train.checkpoint import restore_params
@@ -80,8 +80,6 @@ def make_teacher(config: Config, student: Model) -> Model | None:
         return None
     source = find_source(config.teacher.model)
     check_tokens(config, decoder, student.mesh.shape)
-    if config.rollout.longest > decoder.max_positions:
-        raise ValueError(teacher_positions(config.teacher.model, decoder.max_positions, config.rollout.longest))
     tokenizer = load_tokenizer(source, template=False)
     if difference := student.tokenizer.first_difference(tokenizer):
         raise ValueError(

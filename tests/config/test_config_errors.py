@@ -269,9 +269,9 @@ def test_what_a_teacher_cannot_be_combined_with_says_why_and_the_way_out(errors)
     assert fused.startswith("train.head: fused computes no logits to compare with a teacher's")
     (missing,) = errors("teacher: {model: ./nothing}\n")
     assert missing.startswith("teacher.model: ") and "nothing" in missing
-    base = "model: nobody/nothing\ntasks: [{name: arithmetic}]\n"
+    base = "model: missing/model\ntasks: [{name: arithmetic}]\n"
     (short,) = errors("teacher: {model: demo}\nrollout: {max_new_tokens: 9000}\n", base=base)
-    assert short.startswith("teacher.model: demo has 8192 positions, and the run's longest sequence has 9512 tokens")
+    assert short.startswith("rollout.max_new_tokens: 9000, ") and "demo has 8192 positions; set" in short
     (given,) = errors(teacher + "algorithm: {recipe: sft}\ngroup_size: 1\n")
     assert "set algorithm.recipe to distill or grpo" in given
 
@@ -280,6 +280,8 @@ def test_what_a_critic_cannot_be_combined_with_says_why_and_the_way_out(errors):
     ppo = "algorithm: {recipe: ppo}\n"
     (unread,) = errors("critic: {warmup_steps: 2}\n")
     assert unread.startswith("critic: recipe grpo computes advantages without a critic, so nothing reads it; set algo")
+    (missing,) = errors(ppo + "critic: {model: ./nothing}\n")
+    assert missing.startswith("critic.model: ") and "nothing" in missing
     (waiting,) = errors(ppo + "steps: 5\ncritic: {warmup_steps: 5}\n")
     assert "critic.warmup_steps: in 5 of 5 steps the policy is not updated; set it below steps" in waiting
     (grouped,) = errors("algorithm: {recipe: ppo, std: group}\n")
