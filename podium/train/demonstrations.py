@@ -11,6 +11,7 @@ from podium.models.tokenizer import Tokenizer
 from podium.rollout.request import Completion, RolloutStats
 from podium.rollout.transcript import transcript_of
 from podium.run.spec import RolloutSpec
+from podium.tasks.mixture import TaskMixture
 from podium.tasks.task import Prompt, Reward
 from podium.train.feed import EncodedPrompt
 from podium.train.generate import Group
@@ -28,8 +29,9 @@ def demonstrate(
     groups = []
     for each in prompts:
         if pairs:
-            found = [_completion(text, spec, tokenizer) for text in pair_texts(each.prompt.prompt)]
-            _check_pair(each, found, spec)
+            found = _pair(each.prompt.prompt, spec, tokenizer)
+            if len(each.tokens) < 2:  # pairs of a row are told apart by their prompts
+                raise ValueError(f"prompt {each.prompt.prompt.id} has one token; a pair needs a prompt of two or more")
             rewards = [Reward(total=total, parts={"preferred": total}) for total in (1.0, -1.0)]
         else:
             column = spec.prompts.tasks[each.prompt.task].completion
@@ -42,6 +44,33 @@ def demonstrate(
         completion_tokens=sum(each.num_drawn for group in groups for each in group.transcripts),
         dropped_prompts=sum(each.skipped for each in prompts),
     )
+
+
+def check_demonstrations(tasks: TaskMixture, spec: RolloutSpec, tokenizer: Tokenizer, *, pairs: bool) -> None:
+    """Check, before anything is compiled, that tasks have completions: the first rows, or all rows if they are pairs.
+
+    Raises ValueError as `demonstrate` does.
+    """
+    if not pairs:
+        for each in tasks.first_prompts():
+            completion_text(each.prompt, spec.prompts.tasks[each.task].completion)
+        return
+    for prompts in tasks.train_prompts().values():
+        for each in prompts:
+            _pair(each.prompt, spec, tokenizer)
+
+
+def _pair(prompt: Prompt, spec: RolloutSpec, tokenizer: Tokenizer) -> list[Completion]:
+    """A row's chosen and rejected completion. Raises ValueError if it has none, or if one would be cut."""
+    pair = [_completion(text, spec, tokenizer) for text in pair_texts(prompt)]
+    for name, each in zip(("chosen", "rejected"), pair, strict=True):
+        if each.finish_reason == "length":
+            raise ValueError(
+                f"prompt {prompt.id}: its {name} completion has more than rollout.max_new_tokens"
+                f" {spec.sampling.max_new_tokens} tokens, and half a completion is no preference; raise it, or drop the"
+                " row"
+            )
+    return pair
 
 
 def _completion(text: str, spec: RolloutSpec, tokenizer: Tokenizer) -> Completion:
@@ -68,20 +97,6 @@ def pair_texts(prompt: Prompt) -> tuple[str, str]:
             f"prompt {prompt.id} has no pair of completions; train on pairs with `tasks: [{{name: preferences}}]`"
         )
     return chosen, rejected
-
-
-def _check_pair(prompt: EncodedPrompt, pair: Sequence[Completion], spec: RolloutSpec) -> None:
-    """Raise ValueError if a completion would be cut, or if the prompt is too short to tell pairs of a row apart."""
-    cut = next(
-        (name for name, each in zip(("chosen", "rejected"), pair, strict=True) if each.finish_reason == "length"), ""
-    )
-    if cut:
-        raise ValueError(
-            f"prompt {prompt.prompt.prompt.id}: its {cut} completion has more than rollout.max_new_tokens"
-            f" {spec.sampling.max_new_tokens} tokens, and half a completion is no preference; raise it, or drop the row"
-        )
-    if len(prompt.tokens) < 2:
-        raise ValueError(f"prompt {prompt.prompt.prompt.id} has one token; a pair needs a prompt of two or more")
 
 
 def completion_text(prompt: Prompt, column: str | None) -> str:

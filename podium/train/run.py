@@ -31,7 +31,7 @@ from podium.sharding import Params, abstract_params
 from podium.train.carry import HostState, Position
 from podium.train.checkpoint import Checkpointer, has_critic, restore_state
 from podium.train.critic import make_critic, make_critic_optimizer
-from podium.train.demonstrations import demonstrate
+from podium.train.demonstrations import check_demonstrations, demonstrate
 from podium.train.distributed import AgreedStop, failing_fast, from_leader, joined
 from podium.train.feed import EncodedPrompt
 from podium.train.generate import Group, Rollouts
@@ -154,6 +154,8 @@ def open_run(
         )
         frozen = load_frozen(model)
         # Before the first compilation, so that bad data is reported early.
+        if spec.recipe.demonstrations:
+            check_demonstrations(rollouts.feed.tasks, spec.rollout, model.tokenizer, pairs=spec.recipe.preferences)
         for line in rollouts.grader.check(rollouts.feed.tasks.first_prompts()):
             progress.message(line)
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, job.watchdog.beat))

@@ -158,6 +158,15 @@ def test_a_pair_shares_a_row_and_one_that_is_too_long_is_an_error(tiny_model, tm
         demonstrate(prompts, short.rollout, tokenizer, pairs=True)
 
 
+def test_a_run_without_fitting_pairs_ends_before_anything_is_compiled(tiny_model, tmp_path, capsys):
+    unpaired = run_config(tiny_model, tmp_path, name="sums", tasks=[{"name": "arithmetic"}], eval={"at_start": True})
+    with pytest.raises(ValueError, match=r"has no pair of completions; train on pairs with `tasks: \[\{name: pref"):
+        train(unpaired, plain=True)
+    with pytest.raises(ValueError, match=r"completion has more than rollout\.max_new_tokens 1 tokens"):
+        train(run_config(tiny_model, tmp_path, name="long", rollout={"max_new_tokens": 1}), plain=True)
+    assert "the first compiles" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
 def test_a_run_prefers_what_was_chosen_and_resumes_bit_for_bit(run_of, tmp_path, lora):
     changes = {
