@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from podium.api.answers import open_model, run_of
+from podium.config.errors import UsageError
 from podium.files import as_path
 from podium.models.source import read_architecture, resolve
 from podium.observe.access import check_installed, hosts_of, is_local, token_of
@@ -47,7 +48,7 @@ def serve(
 
     secret = token_of(token, token_file)
     hosts = hosts_of(host, port, secret, "client")
-    longest = context or context_of(model)
+    longest = longest_sequence(model, context)
     with open_model(
         model,
         *settings,
@@ -94,8 +95,16 @@ def model_of(rollouts: Rollouts, name: str, *, max_queue: int) -> Model:
     )
 
 
-def context_of(model: str) -> int:
-    """The longest sequence in tokens that a server of this model takes, if the user does not say."""
+def longest_sequence(model: str, context: int | None) -> int:
+    """The longest sequence in tokens that a server of this model takes, for the user's `--context`, if it is set.
+
+    Raises UsageError if the model has fewer positions.
+    """
     run = run_of(model)
     source = resolve(read_config(as_path(run.run)).model if run else model)
-    return min(read_architecture(source).max_positions, CONTEXT_TOKENS)
+    positions = read_architecture(source).max_positions
+    if context is not None and context > positions:
+        raise UsageError(
+            f"--context {context} is more than the {positions} positions of {model}; give {positions} or less"
+        )
+    return context or min(positions, CONTEXT_TOKENS)

@@ -11,9 +11,12 @@ import pytest
 from in_thread import Server
 from serving import CONTEXT, QUEUE
 
+from benches.recipes import write_tiny_model
+from podium.config.errors import UsageError
 from podium.observe.access import hosts_of, token_of
 from podium.rollout.request import Request, SamplingParams
 from podium.serve.app import MAX_BODY, make_app
+from podium.serve.command import longest_sequence
 
 JSON = {"Content-Type": "application/json"}
 QUESTION = "What is 3 + 4 ?"
@@ -553,3 +556,10 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(served, monkeypatch):
     answer.begin()
     assert answer.status == 408 and "did not arrive within 0.2 s" in answer.read().decode()
     connection.close()
+
+
+def test_a_context_beyond_the_models_positions_is_an_error(tmp_path):
+    write_tiny_model(tmp_path, longest=64)
+    assert longest_sequence(str(tmp_path), None) == longest_sequence(str(tmp_path), 64) == 64
+    with pytest.raises(UsageError, match=r"^--context 65 is more than the 64 positions of .*; give 64 or less$"):
+        longest_sequence(str(tmp_path), 65)
