@@ -127,7 +127,7 @@ def update_checks(updates: Updates) -> Iterator[Check]:
         name="gradient",
         claim="the gradient of every parameter equals that of the formula, computed in float64",
         difference=gradient_difference(first.gradient, naive.gradient, naive.sizes),
-        bar=subject.gradient_bar,
+        bar=updates.gradient_bar,
         after=(*causes, "loss"),
     )
     yield Check(
@@ -137,7 +137,7 @@ def update_checks(updates: Updates) -> Iterator[Check]:
             loss_difference(second.loss, again.loss, again.sizes),
             gradient_difference(second.gradient, again.gradient, again.sizes),
         ),
-        bar=subject.gradient_bar,
+        bar=updates.gradient_bar,
         after=(*causes, "loss", "gradient"),
     )
     recipe = subject.recipe
@@ -176,7 +176,7 @@ def _value_check(updates: Updates, causes: tuple[str, ...]) -> Check:
         name="value update",
         claim="the critic's loss and gradient equal those of the clipped squared error, computed in float64",
         difference=max(abs(found.loss - naive.loss) / naive.loss, worst),
-        bar=updates.subject.gradient_bar,
+        bar=updates.gradient_bar,
         after=causes,
     )
 
@@ -194,7 +194,7 @@ def form_checks(updates: Updates) -> Iterator[Check]:
                 loss_difference(found.loss, other.loss, sizes),
                 gradient_difference(found.gradient, other.gradient, sizes),
             ),
-            bar=updates.subject.gradient_bar,
+            bar=updates.gradient_bar,
             after=(*BATCHES, "log-probabilities", *after),
         )
 

@@ -61,7 +61,20 @@ class Scores(NamedTuple, Generic[Array]):
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
     """Compute in float64 inside the block, on the CPU because TPUs have no float64."""
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]), jax.default_matmul_precision("highest"):
+    with jax.enable_x64(True), _precise_cpu():
+        yield
+
+
+@contextlib.contextmanager
+def in_float32() -> Iterator[None]:
+    """Compute in float32 inside the block, on the CPU."""
+    with jax.enable_x64(False), _precise_cpu():
+        yield
+
+
+@contextlib.contextmanager
+def _precise_cpu() -> Iterator[None]:
+    with jax.default_device(jax.devices("cpu")[0]), jax.default_matmul_precision("highest"):
         yield
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -11,11 +12,12 @@ from rich.console import Console
 from podium.algorithms.recipes import RECIPES
 from podium.certify import command
 from podium.certify.batches import batch_checks, variants
+from podium.certify.naive import in_float32, in_float64
 from podium.certify.naive_optimizer import scheduled_rate
 from podium.certify.report import as_object, print_certificate
 from podium.certify.result import Certificate, Check
 from podium.certify.subject import make_subject, tiny_clone
-from podium.certify.updates import Updates
+from podium.certify.updates import NaiveUpdate, Sizes, Updates, gradient_difference, naive_update
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config
 from podium.models.blocks.delta import DeltaNet
@@ -72,6 +74,29 @@ def test_the_object_has_the_names_that_scripts_read():
 def test_a_difference_that_numpy_computed_can_be_printed_as_json():
     check = dataclasses.replace(GREEN, difference=np.sqrt(np.float64(0.0)))
     assert json.loads(json.dumps(as_object(certificate(check))))["green"] is True
+
+
+def test_with_real_weights_the_bar_of_gradients_is_twice_what_float32_changes(monkeypatch):
+    clone = make_subject(make_config())
+
+    def naive(error, subject, sequences, weights, *, precision=in_float64):
+        exact = {"embed": np.array([3.0, 4.0])}
+        gradient = {"embed": exact["embed"] + (error * 5.0 if precision is in_float32 else 0.0) * np.array([0.0, 1.0])}
+        return NaiveUpdate(0.0, gradient, Sizes(1.0, {"embed": 5.0}))
+
+    for error, bar in ((2e-5, 4e-5), (1e-6, 1e-5)):
+        monkeypatch.setattr("podium.certify.updates.naive_update", functools.partial(naive, error))
+        found = Updates(dataclasses.replace(clone, full=True))
+        assert found.gradient_bar == pytest.approx(bar, rel=1e-6)
+        assert Updates(clone).gradient_bar == 1e-5
+
+
+def test_float32_changes_the_naive_gradient_of_a_small_clone_less_than_the_bar():
+    subject = make_subject(make_config())
+    exact = naive_update(subject, subject.sequences, subject.weights)
+    rounded = naive_update(subject, subject.sequences, subject.weights, precision=in_float32)
+    assert {value.dtype for value in rounded.gradient.values()} == {np.dtype(np.float32)}
+    assert 0 < gradient_difference(rounded.gradient, exact.gradient, exact.sizes) < 1e-5
 
 
 @pytest.mark.parametrize(("green", "status"), [(True, 0), (False, 1)])
