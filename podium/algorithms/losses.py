@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from podium.algorithms.recipes import LOSSES, OLD_LOGPROBS, REFERENCE_LOGPROBS, Recipe
+from podium.algorithms.recipes import LOSSES, OLD_LOGPROBS, REFERENCE_LOGPROBS, UNCERTAIN, Recipe
 from podium.config.imports import imported
 
 # Differences of log-probabilities are clamped to this before exp (exp(20) is 5e8); beyond it the gradient is 0.
@@ -495,13 +495,13 @@ def policy_loss(
         scores: [B, T] by name. `old_logprobs` are the trainer's before the batch's first update
             (`recipe.scores_old_logprobs`); without them, the ratio is to the sampler's, or with `old_logprobs: trainer`
             to the current update's own. The k2, k3 and k3+ terms need `reference_logprobs`, under the frozen first
-            model.
+            model, and `top_entropy` needs `uncertain`, 1 where the policy term counts.
         prompts: [B, T] int32, the segment of a token's prompt; losses of pairs need it.
 
     Returns:
         The loss [B, T], not masked and not averaged, and statistics [B, T] without gradient: always `clip_low`,
         `clip_high` and `kl_sampled`, and those of the policy term; `correction_weight`, `correction_dropped`,
-        `off_policy_dropped` and `kl_reference` if the recipe has these terms.
+        `off_policy_dropped`, `top_entropy` and `kl_reference` if the recipe has these terms.
     """
     of_this_update = sampled_logprobs if recipe.old_logprobs == "sampler" else logprobs
     old_logprobs = stop_gradient(scores.get(OLD_LOGPROBS, of_this_update))
@@ -513,6 +513,9 @@ def policy_loss(
         "kl_sampled": k3_estimate(sampled_logprobs, logprobs),
         **policy.stats,
     }
+    if recipe.top_entropy < 1:
+        stats["top_entropy"] = scores[UNCERTAIN]
+        loss = loss * scores[UNCERTAIN]
     if recipe.correction != "none":
         weights = correction_weights(recipe, old_logprobs, sampled_logprobs, segments, mask)
         stats |= {"correction_weight": weights, "correction_dropped": (weights == 0).astype(weights.dtype)}

@@ -103,6 +103,10 @@ OLD_LOGPROBS, REFERENCE_LOGPROBS = "old_logprobs", "reference_logprobs"
 """The scores that options of `algorithm:` need: from the trainer before the first update, or the first model."""
 TEACHER_LOGPROBS, TEACHER_HIDDEN = "teacher_logprobs", "teacher_hidden"
 """The scores of `teacher:` with `loss: sampled` and `full`; the latter are hidden states, [K, B, T, D]."""
+ENTROPY = "entropy"
+"""The score that `top_entropy` needs: the entropy of the policy before the first update."""
+UNCERTAIN = "uncertain"
+"""1 at the tokens that `top_entropy` keeps in the policy term, 0 elsewhere; beside the scores of a batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,6 +149,7 @@ class Recipe:
     off_policy_threshold: float | None = None
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
     entropy_bonus: float = 0.0
+    top_entropy: float = 1.0
     router_loss_coef: float = 0.0
     mask_truncated: bool = False
     zero_variance: Literal["keep", "drop", "refill"] = "keep"
@@ -184,22 +189,29 @@ class Recipe:
 
     @property
     def scorers(self) -> tuple[str, ...]:
-        """The scorers of a batch before its advantages, beside the teacher: OLD_LOGPROBS, REFERENCE_LOGPROBS, `needs`.
+        """The scorers of a batch before its advantages, beside the teacher: those of options, and `needs`.
 
         A teacher's log-probabilities are compared with OLD_LOGPROBS: with the sampler's, rounding would be a reward.
         """
         compared = self.teacher is not None and self.teacher.loss == "sampled"
         old = (OLD_LOGPROBS,) if self.scores_old_logprobs or compared else ()
         reference = (REFERENCE_LOGPROBS,) if self.needs_reference else ()
-        return (*old, *reference, *self.needs)
+        entropy = (ENTROPY,) if self.top_entropy < 1 else ()
+        return (*old, *reference, *entropy, *self.needs)
 
     @property
     def loss_scores(self) -> tuple[str, ...]:
         """Names of the scores that a batch keeps for its updates: those that are not used in advantages alone."""
-        kept = {OLD_LOGPROBS: self.scores_old_logprobs, REFERENCE_LOGPROBS: self.kl != "k1_reward"}
+        kept = {
+            OLD_LOGPROBS: self.scores_old_logprobs,
+            REFERENCE_LOGPROBS: self.kl != "k1_reward",
+            ENTROPY: False,
+        }
+        chosen = (UNCERTAIN,) if self.top_entropy < 1 else ()
         hidden = (TEACHER_HIDDEN,) if self.teacher is not None and self.teacher.loss == "full" else ()
         valued = (VALUES, RETURNS) if self.learns_values else ()
-        return (*(name for name in map(score_name, self.scorers) if kept.get(name, True)), *hidden, *valued)
+        scored = (name for name in map(score_name, self.scorers) if kept.get(name, True))
+        return (*scored, *chosen, *hidden, *valued)
 
 
 def score_name(scorer: str) -> str:
@@ -727,6 +739,7 @@ def _pair_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int) ->
         "correction": recipe.correction != "none",
         "off_policy_threshold": recipe.off_policy_threshold is not None,
         "drift_coef": recipe.drift_coef > 0,
+        "top_entropy": recipe.top_entropy < 1,
         "mask_truncated": recipe.mask_truncated,
         "old_logprobs": recipe.old_logprobs == "sampler",
     }

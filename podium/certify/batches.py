@@ -16,7 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.algorithms.advantages import RETURNS, VALUES
-from podium.algorithms.recipes import OLD_LOGPROBS, RECIPES, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Recipe, Teaching
+from podium.algorithms.recipes import (
+    OLD_LOGPROBS,
+    RECIPES,
+    REFERENCE_LOGPROBS,
+    TEACHER_LOGPROBS,
+    UNCERTAIN,
+    Recipe,
+    Teaching,
+)
 from podium.certify.naive import Sequences
 from podium.certify.naive_rules import RULES, Rules
 from podium.certify.naive_step import optimizer_steps
@@ -57,6 +65,8 @@ class Values(NamedTuple):
     old: float
     reference: float
     returned: float
+    uncertain: float
+    """Whether the policy term counts, 1 or 0."""
 
 
 def batch_checks(updates: Updates) -> Iterator[Check]:
@@ -96,8 +106,9 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
     )
     yield Check(
         name="scores",
-        claim="the log-probabilities in the denominators of ratios and in the KL are those of the same token",
-        difference=max(max(each.errors.old, each.errors.reference) for each in compared),
+        claim="the log-probabilities in the denominators of ratios and in the KL are those of the same token, and so is"
+        " the choice of the most uncertain tokens",
+        difference=max(max(each.errors.old, each.errors.reference, each.errors.uncertain) for each in compared),
         bar=0,
         after=placed,
     )
@@ -126,6 +137,7 @@ def variants() -> Iterator[Variant]:
     for name in ("grpo", "dr_grpo", "rloo", "gspo"):
         yield _variant(name, {**halves, "credit": "turn", "gamma": 0.5})
     yield _variant("dapo", {**halves, "zero_variance": "drop", "credit": "turn"})
+    yield _variant("dapo", {**halves, "top_entropy": 0.2})
     yield _variant("ppo", {"std": "none", "mask_truncated": True}, {"gamma": 0.9, "lam": 0.8})
     for name in ("distill", "grpo"):
         plain = _variant(name, halves)
@@ -232,7 +244,7 @@ def _prepared(updates: Updates, form: Form, recipe: Recipe, groups: list[Group])
     teacher = Scorer(name=TEACHER_LOGPROBS, decoder=settings.decoder, params=params, program=score)
     params = {"table": jnp.float32(CRITIC)}
     critic = Scorer(name=VALUES, decoder=settings.decoder, params=params, program=score)
-    made = make_scorers(recipe, settings, score, {"table": jnp.float32(REFERENCE)}, teacher)
+    made = make_scorers(recipe, settings, score, {"table": jnp.float32(REFERENCE)}, teacher, entropy=score)
     batches, _ = prepare_step(
         groups,
         recipe,
@@ -261,6 +273,7 @@ def _naive_steps(subject: Subject, rules: Rules, groups: list[Group]) -> list[Se
         reference=lambda tokens, starts: model(REFERENCE, tokens, starts),
         teacher=lambda tokens, starts: model(TEACHER, tokens, starts),
         critic=lambda tokens, starts: model(CRITIC, tokens, starts),
+        entropy=lambda tokens, starts: model(POLICY, tokens, starts),
     )
 
 
@@ -277,6 +290,7 @@ def _predictions(step: Sequences, rules: Rules) -> dict[Prediction, Values]:
             old=float(step.old_logprobs[row, own]) if _keeps_old(rules) else 0.0,
             reference=float(step.reference_logprobs[row, own]) if rules.kl in ("k2", "k3", "k3+") else 0.0,
             returned=float(step.returns[row, own]),
+            uncertain=float(step.uncertain[row, own]),
         )
     return found
 
@@ -307,6 +321,7 @@ def _trained(batch: Batch, rules: Rules) -> list[tuple[Prediction, Values]]:
         batch.scores[OLD_LOGPROBS] if _keeps_old(rules) else nothing,
         batch.scores[REFERENCE_LOGPROBS] if rules.kl in ("k2", "k3", "k3+") else nothing,
         batch.scores[RETURNS] if rules.advantage == "values" else nothing,
+        batch.scores[UNCERTAIN] if rules.top_entropy < 1 else nothing + 1,
     )
     values = [np.concatenate(np.asarray(x)[:used]) for x in arrays]
     chosen = (mask != 0) | (values[0] != 0)

@@ -113,7 +113,7 @@ def _with_other_options(subject: Subject, causes: tuple[str, ...]) -> Check:
     wrong = sum(abs(len(step.updates) - len(naive)) for step, naive in pairs) + _moved_elsewhere(other, training)
     return Check(
         name="other options",
-        claim="the same holds with a KL, an entropy bonus, a correction, and groups and episodes that are left out",
+        claim="the same holds with a KL, an entropy bonus, a correction, and groups, episodes and sure tokens left out",
         difference=wrong or max(_gradient_error(other, *pair) for pair in pairs),
         bar=subject.gradient_bar,
         after=(*causes, "training"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.algorithms.losses import entropy_loss, policy_loss
-from podium.algorithms.recipes import OLD_LOGPROBS, REFERENCE_LOGPROBS
+from podium.algorithms.recipes import OLD_LOGPROBS, REFERENCE_LOGPROBS, UNCERTAIN
 from podium.certify.naive import Scores, Sequences, in_float64, kl_losses, objective, policy_losses
 from podium.certify.naive_optimizer import Arrays, NaiveOptimizer, gradient_norm, scheduled_rate
 from podium.certify.result import Check
@@ -36,6 +36,7 @@ PLAIN: Changes = {
     "correction_high": 2.0,
     "drift_coef": 0.0,
     "off_policy_threshold": None,
+    "top_entropy": 1.0,
     "dual_clip": None,
     "old_logprobs": "sampler",
 }
@@ -101,6 +102,7 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
         {**CORRECTED, "correction": "reject", "correction_level": "mean", "correction_low": 0.95},
         {**UNEVEN, "loss": "clipped", "off_policy_threshold": 0.05},
         {**UNEVEN, "loss": "dppo_tv", "drift_coef": 0.3},
+        {**CORRECTED, "correction": "truncate", "correction_high": 1.2, "top_entropy": 0.4},
     ]
     yield Check(
         name="correction",
@@ -152,7 +154,9 @@ def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) ->
     advantages = np.zeros(S) if only_kl else random.normal(0.0, 1.0, S).astype(np.float32)
     weights = (valid * random.uniform(0.5, 1.5, valid.shape)).astype(np.float32)
 
-    given = {REFERENCE_LOGPROBS: jnp.asarray(reference)}
+    uncertain = random.uniform(size=valid.shape) < recipe.top_entropy  # any choice of tokens
+
+    given = {REFERENCE_LOGPROBS: jnp.asarray(reference), UNCERTAIN: jnp.asarray(uncertain, jnp.float32)}
     if rules.old_logprobs == "trainer":
         given[OLD_LOGPROBS] = jnp.asarray(old)
 
@@ -181,6 +185,7 @@ def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) ->
             reference_logprobs=jnp.asarray(reference),
             values=jnp.zeros((S, LENGTH)),
             returns=jnp.zeros((S, LENGTH)),
+            uncertain=jnp.asarray(uncertain),
         )
 
         def naive(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -215,6 +220,7 @@ def _entropy_error(subject: Subject) -> float:
             reference_logprobs=nothing,
             values=nothing,
             returns=nothing,
+            uncertain=jnp.asarray(valid),
         )
         found = Scores(logprobs=nothing, entropy=jnp.asarray(entropy), variance=nothing)
         expected, _ = objective(rules, found, sequences)

@@ -48,6 +48,7 @@ class Sequences:
     reference_logprobs: jax.Array  # [S, n], of the first model; 0 without a KL
     values: jax.Array  # [S, n], of the critic before the step's first update; 0 without a critic
     returns: jax.Array  # [S, n], what the critic learns; 0 without a critic
+    uncertain: jax.Array  # [S, n] bool, which tokens are among the most uncertain; all are if nothing chooses them
 
 
 class Scores(NamedTuple, Generic[Array]):
@@ -339,6 +340,7 @@ def policy_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> ja
     if rules.off_policy_threshold is not None:
         drift = jnp.sum((sampled - logprobs) * sequences.valid, axis=1, keepdims=True) / _lengths(sequences)
         losses = jnp.where((A < 0) & (drift > rules.off_policy_threshold), 0.0, losses)
+    losses = jnp.where(sequences.uncertain, losses, 0.0)
     if rules.correction != "none":
         losses = losses * _correction(rules, old - sampled, sequences)
     return losses + rules.drift_coef * (logprobs - sampled) ** 2

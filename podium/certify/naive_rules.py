@@ -57,6 +57,7 @@ class Rules:
     off_policy_threshold: float | None = None
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
     entropy_bonus: float = 0.0
+    top_entropy: float = 1.0
     router_loss_coef: float = 0.0
     mask_truncated: bool = False
     zero_variance: Literal["keep", "drop", "refill"] = "keep"

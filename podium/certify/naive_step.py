@@ -72,6 +72,7 @@ def optimizer_steps(
     reference: Scored | None,
     teacher: Scored | None,
     critic: Scored | None = None,
+    entropy: Scored | None = None,
 ) -> list[Sequences]:
     """The optimizer steps of one pass over a step's groups, in order, without those that have no token to train on.
 
@@ -84,6 +85,7 @@ def optimizer_steps(
         reference: the frozen first model; None if the algorithm has no KL.
         teacher: None if the algorithm has none.
         critic: its values before each token, before the step's first update; None if the algorithm has none.
+        entropy: the policy's entropy before each token, before the step's first update; None if nothing reads it.
     """
     kept = [group for group in groups if rules.zero_variance == "keep" or not _equal(rules, group)]
     if not kept:
@@ -116,6 +118,7 @@ def optimizer_steps(
         advantages[: len(flat)] = found.reshape(-1, 1)
     if rules.teacher_weight and teacher is not None:
         advantages = advantages + rules.teacher_weight * (teacher(tokens, starts) - policy(tokens, starts))
+    entropies = np.zeros(trained.shape) if entropy is None else entropy(tokens, starts)
     old = policy(tokens, starts) if rules.old_logprobs == "trainer" else sampled
 
     made = []
@@ -124,12 +127,13 @@ def optimizer_steps(
         weights = np.zeros(trained.shape)
         failed = sum(episode.failed for episode in flat[own])
         weights[own] = token_weights(rules, trained[own], max_new_tokens, failed=failed)
+        valid = trained & (weights > 0)
         if weights.any():
             made.append(
                 Sequences(
                     tokens=tokens,  # pyright: ignore[reportArgumentType]  # numpy arrays until jax uses them
                     starts=starts,  # pyright: ignore[reportArgumentType]
-                    valid=trained & (weights > 0),  # pyright: ignore[reportArgumentType]
+                    valid=valid,  # pyright: ignore[reportArgumentType]
                     weights=weights,  # pyright: ignore[reportArgumentType]
                     advantages=advantages,  # pyright: ignore[reportArgumentType]
                     sampled_logprobs=sampled,  # pyright: ignore[reportArgumentType]
@@ -137,6 +141,7 @@ def optimizer_steps(
                     reference_logprobs=from_reference,  # pyright: ignore[reportArgumentType]
                     values=values,  # pyright: ignore[reportArgumentType]
                     returns=returns,  # pyright: ignore[reportArgumentType]
+                    uncertain=uncertain_tokens(rules, entropies, valid),  # pyright: ignore[reportArgumentType]
                 )
             )
     return made
@@ -250,6 +255,14 @@ def token_weights(rules: Rules, trained: np.ndarray, max_new_tokens: int, *, fai
     if rules.mean == "token":
         return trained / max(trained.sum(), 1)
     return trained / (episodes * (np.maximum(lengths, 1) if rules.mean == "sequence" else max_new_tokens))
+
+
+def uncertain_tokens(rules: Rules, entropies: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """Which tokens [S, n] have at least the quantile of the step's entropies (arXiv:2506.01939), as nearly as 1e-4."""
+    if rules.top_entropy == 1:
+        return np.ones(valid.shape, bool)
+    least = np.quantile(entropies[valid], 1 - rules.top_entropy, method="higher")
+    return valid & (entropies > least - 1e-4)
 
 
 def minibatch_bounds(groups: int, minibatches: int) -> list[tuple[int, int]]:

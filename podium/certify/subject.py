@@ -271,6 +271,9 @@ class Subject:
             critic=None
             if critic is None
             else (lambda tokens, starts: self._naive_values(tokens, starts, critic, valued or critic.weights)),
+            entropy=None
+            if rules.top_entropy == 1
+            else (lambda tokens, starts: self.naive_scores(tokens, starts, weights).entropy),
         )
 
     def _naive_values(self, tokens: np.ndarray, starts: np.ndarray, critic: NaiveCritic, weights: Arrays) -> np.ndarray:

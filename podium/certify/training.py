@@ -130,6 +130,7 @@ def with_other_options(subject: Subject) -> Subject:
         kl="k3",
         kl_coef=0.1,
         entropy_bonus=0.05,
+        top_entropy=0.6,
         zero_variance="drop",
         mask_truncated=True,
         updates_per_batch=2,

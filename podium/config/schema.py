@@ -249,6 +249,9 @@ class AlgorithmConfig(Section):
     before the first update, which cost a forward pass if there are several updates per batch."""
     entropy_bonus: NotNegativeFloat | None = None
     """Weight of the entropy added to the objective; always averaged over tokens, whatever `mean` is."""
+    top_entropy: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Share of an optimizer step's tokens that the policy term trains, those of the largest entropy before the step's
+    first update (arXiv:2506.01939); costs a forward pass. Unset: 1, all."""
     router_loss_coef: NotNegativeFloat | None = None
     """Weight of the loss that makes the routers of a mixture of experts use all experts equally."""
     mask_truncated: bool | None = None

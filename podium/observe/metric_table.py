@@ -172,6 +172,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/correction_weight", "", "Importance weight of `algorithm.correction`, mean over the tokens.", lambda s: s.updated.token_means.get("correction_weight")),
         Metric("policy/correction_dropped", "fraction", "Tokens whose weight `algorithm.correction` made 0; only with it.", lambda s: s.updated.token_means.get("correction_dropped")),
         Metric("policy/off_policy_dropped", "fraction", "Tokens left out by `algorithm.off_policy_threshold`; only with it.", lambda s: s.updated.token_means.get("off_policy_dropped")),
+        Metric("policy/top_entropy", "fraction", "Tokens that `algorithm.top_entropy` keeps in the policy term; only with it.", lambda s: s.updated.token_means.get("top_entropy")),
         Metric("policy/clip_fraction", "fraction", "Tokens whose ratio was clipped below or above; with `loss: gspo`, sequences.", lambda s: clip_fractions(s.updated.token_means), parts=LOW_HIGH),
         Metric("rewards/chosen", "reward", "beta x log-ratio of policy to reference of the chosen completions, mean over pairs; with `recipe: dpo`.", _of_pairs("pairs_chosen")),
         Metric("rewards/rejected", "reward", "The same of the rejected completions.", _of_pairs("pairs_rejected")),

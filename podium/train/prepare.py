@@ -26,7 +26,8 @@ from podium.algorithms.advantages import (
     turn_returns,
     value_returns,
 )
-from podium.algorithms.recipes import OLD_LOGPROBS, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Recipe
+from podium.algorithms.recipes import ENTROPY, OLD_LOGPROBS, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, UNCERTAIN, Recipe
+from podium.algorithms.selection import top_entropy_tokens
 from podium.observe.stats import BatchStats, RewardKl, ValueStats
 from podium.sharding import Params, ShardingRules, to_devices
 from podium.train.batch import Batch, BatchSizes, TokenSpan, make_batch, put, take
@@ -338,13 +339,33 @@ def _finish(
         for place, sample in zip(minibatch.places, minibatch.samples, strict=True)
     ]
     put(host, minibatch.spans, [sample.advantages for sample in own])
-    scores = {name: batch.scores[name] for name in recipe.loss_scores if name != RETURNS}
+    scores = {name: batch.scores[name] for name in recipe.loss_scores if name in batch.scores}
     if returns is not None:
-        learned = np.zeros(batch.tokens.shape, np.float32)
         pairs = zip(minibatch.places, minibatch.samples, strict=True)
-        put(learned, minibatch.spans, [_of_sample(returns[place], sample) for place, sample in pairs])
-        scores[RETURNS] = to_devices(learned, batch_sharding(learned, rules))
+        learned = [_of_sample(returns[place], sample) for place, sample in pairs]
+        scores[RETURNS] = _placed(learned, batch, minibatch, rules)
+    if recipe.top_entropy < 1:
+        chosen = _uncertain(batch, minibatch, recipe.top_entropy)
+        scores[UNCERTAIN] = _placed(chosen, batch, minibatch, rules)
     return dataclasses.replace(batch, advantages=to_devices(host, batch_sharding(host, rules)), scores=scores)
+
+
+def _placed(
+    values: Sequence[np.ndarray], batch: Batch[jax.Array], minibatch: Minibatch, rules: ShardingRules
+) -> jax.Array:
+    """Each sample's values [n] at its tokens, [K, B, T] float32 on the devices; 0 elsewhere."""
+    host = np.zeros(batch.tokens.shape, np.float32)
+    put(host, minibatch.spans, values)
+    return to_devices(host, batch_sharding(host, rules))
+
+
+def _uncertain(batch: Batch[jax.Array], minibatch: Minibatch, share: float) -> list[np.ndarray]:
+    """For each sample, which of its tokens [n] are drawn and among the optimizer step's most uncertain."""
+    entropies = take(on_host(batch.scores[ENTROPY]), minibatch.spans)
+    drawn = np.concatenate([sample.mask for sample in minibatch.samples])
+    chosen = drawn.copy()
+    chosen[drawn] = top_entropy_tokens(np.concatenate(entropies)[drawn], share=share)
+    return np.split(chosen, np.cumsum([len(sample.tokens) for sample in minibatch.samples])[:-1])
 
 
 def _of_sample(advantages: np.ndarray, sample: Sample) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Models that score a batch's tokens before its first update; each has a name, weights and a program.
 
 Scores are stored in `Batch.scores` by that name; advantages and loss may read them. The policy before the update is one
-scorer (`old_logprobs`), the frozen first model another (`reference_logprobs`), a teacher the third
+scorer (`old_logprobs`, and `entropy`), the frozen first model another (`reference_logprobs`), a teacher the third
 (`teacher_logprobs`, or `teacher_hidden`, its hidden states).
 """
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from podium.algorithms.advantages import VALUES
 from podium.algorithms.recipes import (
+    ENTROPY,
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
     TEACHER_HIDDEN,
@@ -47,6 +48,7 @@ def make_scorers(
     score: ScoreProgram,
     reference: Params | None,
     teacher: Scorer | None = None,
+    entropy: ScoreProgram | None = None,
 ) -> tuple[Scorer, ...]:
     """Make the scorers that a recipe needs.
 
@@ -56,11 +58,12 @@ def make_scorers(
         score: the program that computes log-probabilities with the trainer's decoder.
         reference: parameters of the first model, if the recipe needs them.
         teacher: the recipe's teacher, if it has one.
+        entropy: the program that computes entropies; None: made from the settings, if the recipe needs it.
 
     Raises:
         ValueError: an import path is not a function that returns a `Scorer`.
     """
-    found = [_make(need, settings, score, reference) for need in recipe.scorers]
+    found = [_make(need, settings, score, reference, entropy) for need in recipe.scorers]
     if recipe.teacher is not None:
         assert teacher is not None, "the recipe has a teacher"
         found.append(teacher)
@@ -86,8 +89,13 @@ def teacher_head(params: Params) -> jax.Array:
     return params.get("head", params["embed"])
 
 
-def _make(need: str, settings: TrainSettings, score: ScoreProgram, reference: Params | None) -> Scorer:
+def _make(
+    need: str, settings: TrainSettings, score: ScoreProgram, reference: Params | None, entropy: ScoreProgram | None
+) -> Scorer:
     match need:
+        case "entropy":
+            program = entropy or make_score(settings, entropy=True)
+            return Scorer(name=ENTROPY, decoder=settings.decoder, params=None, program=program)
         case "old_logprobs":
             return Scorer(name=OLD_LOGPROBS, decoder=settings.decoder, params=None, program=score)
         case "reference_logprobs":

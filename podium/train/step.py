@@ -121,13 +121,17 @@ def make_train_programs(
     return TrainPrograms(make_score(settings), make_train_step(settings, recipe, optimizer))
 
 
-def make_score(settings: TrainSettings) -> CompiledScore:
-    """The jitted `(params, batch) -> logprobs [K, B, T]` of the batch's targets, float32, without gradient."""
+def make_score(settings: TrainSettings, *, entropy: bool = False) -> CompiledScore:
+    """The jitted `(params, batch) -> logprobs [K, B, T]` of the batch's targets, float32, without gradient.
+
+    With `entropy` it gives the entropies of the distributions over each target, in nat.
+    """
 
     def score(params: Params, batch: Batch[jax.Array]) -> jax.Array:
-        def one(index: jax.Array, logprobs: jax.Array) -> jax.Array:
+        def one(index: jax.Array, found: jax.Array) -> jax.Array:
             scored, _ = _logprobs(settings, params, _micro_batch(batch, index))
-            return jax.lax.dynamic_update_index_in_dim(logprobs, scored.logprobs, index, 0)
+            own = scored.entropy if entropy else scored.logprobs
+            return jax.lax.dynamic_update_index_in_dim(found, own, index, 0)
 
         nothing = jnp.zeros(batch.tokens.shape, jnp.float32)
         if len(batch.tokens) == 1:  # the same result; in a loop over one, XLA would run the layers twice

@@ -46,6 +46,7 @@ def test_a_recipe_without_options_is_itself(name: str) -> None:
         ("grpo", "clip_high", 0.4),
         ("grpo", "dual_clip", 3.0),
         ("grpo", "entropy_bonus", 0.01),
+        ("grpo", "top_entropy", 0.2),
         ("dapo", "mask_truncated", False),
         ("grpo", "zero_variance", "drop"),
         ("dapo", "max_refills", 5),

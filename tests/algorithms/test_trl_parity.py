@@ -15,6 +15,7 @@ from others_code import others_code
 from podium.algorithms.advantages import token_weights
 from podium.algorithms.losses import entropy_loss, policy_loss
 from podium.algorithms.recipes import make_recipe
+from podium.algorithms.selection import top_entropy_tokens
 from podium.config.schema import AlgorithmConfig
 from podium.observe.metric_table import clip_fractions
 
@@ -36,12 +37,17 @@ def podium_output(case: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     lengths = mask.sum(axis=1)
     weights = token_weights(recipe.mean, lengths, num_sequences=len(lengths), max_new_tokens=recorder.MAX_NEW_TOKENS)
     scores = ("old_logprobs", "reference_logprobs") if case.spread else ("reference_logprobs",)
+    given = {name: inputs[name] for name in scores}
+    if recipe.top_entropy < 1:
+        chosen = np.zeros(mask.shape, np.float32)
+        chosen[mask > 0] = top_entropy_tokens(inputs["entropy"][mask > 0], share=recipe.top_entropy)
+        given["uncertain"] = chosen
     batch = {
         "sampled_logprobs": inputs["sampled_logprobs" if case.trl.get("use_vllm") else "old_logprobs"],
         "advantages": np.broadcast_to(inputs["advantages"][:, None], mask.shape),
         "segments": mask.astype(np.int32),
         "mask": mask,
-        "scores": {name: inputs[name] for name in scores},
+        "scores": given,
     }
 
     def loss(logprobs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -7,6 +7,7 @@ its own (Podium does not depend on TRL):
 """
 
 import dataclasses
+import functools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -102,6 +103,11 @@ CASES = {
     "grpo_sequence_truncate": Case(
         {"recipe": "grpo", **TRUNCATE, "correction_level": "sequence"}, _corrected("sequence_truncate"), 0.3
     ),
+    "grpo_top_entropy": Case(
+        {"recipe": "grpo", "top_entropy": 0.3, "kl": "k3", "kl_coef": 0.04},
+        {**GRPO, "beta": 0.04, "top_entropy_quantile": 0.3},
+        0.3,
+    ),
 }
 
 
@@ -174,9 +180,10 @@ def _stand_in(options: dict[str, Any], logprobs: Any, entropy: Any) -> SimpleNam
         "delta": None,
         "use_bias_correction_kl": False,
         "off_policy_mask_threshold": None,
+        "top_entropy_quantile": 1.0,
         **options,
     }
-    return SimpleNamespace(
+    trainer = SimpleNamespace(
         **settings,
         model=SimpleNamespace(training=True),
         args=SimpleNamespace(steps_per_generation=1, **settings),
@@ -184,18 +191,20 @@ def _stand_in(options: dict[str, Any], logprobs: Any, entropy: Any) -> SimpleNam
             num_processes=1,
             sync_gradients=True,
             gather=lambda tensor: tensor,
+            pad_across_processes=lambda tensor, **_: tensor,
             reduce=lambda tensor, reduction: tensor,
         ),
         aux_loss_enabled=False,
         current_gradient_accumulation_steps=1,
         max_completion_length=MAX_NEW_TOKENS,
-        top_entropy_quantile=1.0,
         use_adaptive_entropy=False,
         get_gamma_weights=GRPOTrainer.get_gamma_weights,
         get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
         _metrics={"train": defaultdict(list)},
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logprobs, entropy, None),
     )
+    trainer.get_high_entropy_mask = functools.partial(GRPOTrainer.get_high_entropy_mask, trainer)
+    return trainer
 
 
 def main() -> None:

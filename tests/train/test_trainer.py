@@ -271,3 +271,24 @@ def test_an_update_on_several_devices_is_that_of_one(devices):
     for name in ("train-other/loss", "policy/entropy", "policy/kl_reference", "optimizer/gradient_norm"):
         assert results[1][1][name] == pytest.approx(results[0][1][name], rel=1e-3, abs=1e-6)
     assert len(jax.tree.leaves(trainer.scorers[-1].params)[0].devices()) == devices
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.long)])
+def test_the_most_uncertain_tokens_are_those_of_the_whole_step_however_it_is_cut(devices):
+    """One row after another, one device or eight: the same tokens, by entropies whose mean the update reports too."""
+    algorithm = {"top_entropy": 0.3}
+    whole, state = make_trainer(algorithm=algorithm)
+    (batch,), _ = whole.prepare(state, groups_of())
+    drawn = np.asarray(batch.mask) > 0
+    entropies = np.asarray(whole.scorers[0].program(state.params, batch))[drawn]
+    chosen = np.asarray(batch.scores["uncertain"])[drawn] > 0
+    assert 0.25 < chosen.mean() < 0.4
+    assert entropies[chosen].min() >= entropies[~chosen].max() - 1e-4
+    expected, metrics = changed(whole, state, groups_of())
+    assert metrics["policy/entropy"] == pytest.approx(entropies.mean(), rel=1e-4)
+    assert metrics["policy/top_entropy"] == pytest.approx(chosen.mean(), rel=1e-5)
+    for cut in ({"rows_per_device": 1}, {"packing": "none"}):
+        trainer, state = make_trainer(devices=devices, algorithm=algorithm, train=cut)
+        found, cut_metrics = changed(trainer, state, groups_of())
+        assert_same(found, expected)
+        assert cut_metrics["policy/top_entropy"] == metrics["policy/top_entropy"]
