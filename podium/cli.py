@@ -169,14 +169,13 @@ def dpo(
     settings: Settings = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
 ) -> None:
-    """Learn from pairs of a chosen and a rejected answer: DPO, IPO or the hinge, by `algorithm.loss`."""
-    from podium.config.load import Override
+    """Learn from preferences: pairs by DPO, IPO or the hinge, labelled answers by KTO, as `algorithm.loss` says."""
     from podium.job.context import join_job
-    from podium.settings import load_settings
+    from podium.settings import load_settings, preference_overrides
 
-    as_dpo = [Override("algorithm.recipe", "dpo", "podium dpo"), Override("group_size", 2, "podium dpo")]
     with join_job(os.environ) as job:
-        settled = load_settings(config, [*as_dpo, *(settings or [])]).config
+        given = settings or []
+        settled = load_settings(config, [*preference_overrides(config, given), *given]).config
         settled = settled.model_copy(update={"name": f"{(settled.name or '').removesuffix('-dpo')}-dpo"})
         job.agree(settled)
         from podium.train.loop import train as run

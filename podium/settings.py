@@ -62,6 +62,17 @@ def load_settings(
     return load(files, overrides, environ, rules=(*RULES, _tasks, _models))
 
 
+def preference_overrides(files: Sequence[str | Path], overrides: Sequence[str | Override]) -> list[Override]:
+    """The settings of `podium dpo`: the recipe, and the group size of the loss that the config sets.
+
+    Raises ConfigError for files that cannot be read.
+    """
+    recipe = Override("algorithm.recipe", "dpo", "podium dpo")
+    chosen = load(files, [recipe, *overrides], os.environ).config.algorithm.loss
+    labels = chosen is not None and chosen in LOSSES and LOSSES[chosen].labels
+    return [recipe, Override("group_size", 1 if labels else 2, "podium dpo")]
+
+
 def evaluation_overrides(
     target: str, run: object | None, tasks: Sequence[Mapping[str, Plain]], options: Mapping[str, Plain]
 ) -> list[Override]:
@@ -145,7 +156,7 @@ def _recipe(config: Config) -> Recipe | None:
 def _pairs(config: Config) -> Iterator[Contradiction]:
     """Report batches in which the two completions of a pair would not share a row."""
     recipe = _recipe(config)
-    if recipe is None or not recipe.preferences:
+    if recipe is None or recipe.data_form != "pair":
         return
     if config.train.packing != "shared_prompts":
         rule = f"{config.train.packing} puts the completions of a pair in different rows; set it to shared_prompts"

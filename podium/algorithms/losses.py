@@ -21,7 +21,14 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from podium.algorithms.recipes import LOSSES, OLD_LOGPROBS, REFERENCE_LOGPROBS, UNCERTAIN, Recipe
+from podium.algorithms.recipes import (
+    LOSSES,
+    OLD_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    REFERENCE_POINT,
+    UNCERTAIN,
+    Recipe,
+)
 from podium.config.imports import imported
 
 # Differences of log-probabilities are clamped to this before exp (exp(20) is 5e8); beyond it the gradient is 0.
@@ -324,6 +331,40 @@ def dpo_hinge_loss(
     return _of_pairs(values, chosen, rejected, segments=pairs.prompts, mask=mask, beta=beta)
 
 
+def kto_loss(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    segments: jax.Array,
+    mask: jax.Array,
+    *,
+    scores: Mapping[str, jax.Array],
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> TokenLoss:
+    """KTO (arXiv:2402.01306): w (1 - sigmoid(beta s)) of a completion, s = r - z if it is desirable, else z - r.
+
+    r is its log-ratio of policy to reference, and z the KL that `scores` has as REFERENCE_POINT, without gradient.
+    `advantages` are 1 in desirable completions and -1 in the others. All tokens of a completion have its loss; with
+    `mean="sequence"` the weighted sum is the mean over completions.
+    """
+    ratio = segment_sums(logprobs - stop_gradient(scores[REFERENCE_LOGPROBS]), segments, mask)
+    point = stop_gradient(scores[REFERENCE_POINT])
+    desirable = advantages > 0
+    weight = jnp.where(desirable, desirable_weight, undesirable_weight)
+    values = weight * jax.nn.sigmoid(-beta * jnp.where(desirable, ratio - point, point - ratio))
+    share = 1 / jnp.maximum(segment_sums(jnp.ones_like(values), segments, mask), 1.0)
+    stats = {
+        "chosen": share * desirable,
+        "rejected": share * ~desirable,
+        "pairs_chosen": share * beta * jnp.where(desirable, ratio, 0.0),
+        "pairs_rejected": share * beta * jnp.where(desirable, 0.0, ratio),
+        "reference_point": point,
+    }
+    return _unclipped(values)._replace(stats=stats)
+
+
 def _of_pairs(
     values: jax.Array, chosen: jax.Array, rejected: jax.Array, *, segments: jax.Array, mask: jax.Array, beta: float
 ) -> TokenLoss:
@@ -351,6 +392,7 @@ POLICY_LOSSES: Mapping[str, Callable[..., TokenLoss]] = {
     "dpo": dpo_loss,
     "ipo": ipo_loss,
     "dpo_hinge": dpo_hinge_loss,
+    "kto": kto_loss,
 }
 """By the names of `podium.algorithms.recipes.LOSSES`, which has their options."""
 
@@ -366,7 +408,7 @@ def make_loss(
     """
     function = POLICY_LOSSES.get(recipe.loss) or _imported_loss(recipe.loss)
     options = {name: getattr(recipe, name) for name in ("clip_low", "clip_high", "dual_clip")} | {"scores": scores}
-    if recipe.preferences:
+    if recipe.preferences and recipe.data_form == "pair":
         assert prompts is not None, "a pair is known by its prompt"
         options["pairs"] = Pairs(scores[REFERENCE_LOGPROBS], prompts)
     options |= LOSSES[recipe.loss].options if recipe.loss in LOSSES else {}

@@ -65,6 +65,8 @@ class LossKind(NamedTuple):
     """Whether it reads clip_low and clip_high."""
     pairs: bool = False
     """Whether it compares the two completions of a pair, and is not the loss of single completions."""
+    labels: bool = False
+    """Whether it is the loss of completions of the data, each labelled desirable or undesirable."""
     options: Mapping[str, float] = MappingProxyType({})
     """What `loss_options` may change, with the values that are used if it does not."""
 
@@ -85,6 +87,9 @@ LOSSES: Mapping[str, LossKind] = {
     "dpo": LossKind(clips=False, pairs=True, options={"beta": 0.1, "label_smoothing": 0.0}),
     "ipo": LossKind(clips=False, pairs=True, options={"beta": 0.1}),
     "dpo_hinge": LossKind(clips=False, pairs=True, options={"beta": 0.1}),
+    "kto": LossKind(
+        clips=False, labels=True, options={"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}
+    ),
 }
 """The values of `algorithm.loss`; `podium.algorithms.losses.POLICY_LOSSES` has the functions of the same names."""
 OPTION_RANGES: Mapping[str, OptionRange] = {
@@ -97,6 +102,8 @@ OPTION_RANGES: Mapping[str, OptionRange] = {
     "weight_cap": OptionRange(),
     "beta": OptionRange(),
     "label_smoothing": OptionRange(most=0.5, least_itself=True),
+    "desirable_weight": OptionRange(),
+    "undesirable_weight": OptionRange(),
 }
 """The values that options of LOSSES may have."""
 OLD_LOGPROBS, REFERENCE_LOGPROBS = "old_logprobs", "reference_logprobs"
@@ -107,6 +114,10 @@ ENTROPY = "entropy"
 """The score that `top_entropy` needs: the entropy of the policy before the first update."""
 UNCERTAIN = "uncertain"
 """1 at the tokens that `top_entropy` keeps in the policy term, 0 elsewhere; beside the scores of a batch."""
+REFERENCE_POINT = "reference_point"
+"""The KL to the reference that KTO compares a completion with: one number of an optimizer step, at every token."""
+DataForm = Literal["text", "pair", "label"]
+"""What a row of demonstrations holds: a completion, a chosen and a rejected one, or one with a label."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,7 +172,8 @@ class Recipe:
     demonstrations: bool = False
     """Whether completions come from the data, one per prompt, instead of being sampled."""
     preferences: bool = False
-    """Whether completions are the chosen and the rejected one of a pair, with rewards 1 and -1: a demonstration."""
+    """Whether completions of the data are compared with the reference's: a pair of a chosen and a rejected one, or a
+    labelled one. Rewards are 1 and -1."""
     teacher: Teaching | None = None
     """None: there is no teacher, only rewards."""
     learns_values: bool = False
@@ -175,6 +187,13 @@ class Recipe:
     def needs_parts(self) -> bool:
         """Whether the advantage reads the parts of rewards, and not their sum alone."""
         return "parts" in inspect.signature(self.advantage).parameters
+
+    @property
+    def data_form(self) -> DataForm:
+        """What a row of its data holds, if it learns from demonstrations."""
+        if not self.preferences:
+            return "text"
+        return "label" if self.loss in LOSSES and LOSSES[self.loss].labels else "pair"
 
     @property
     def needs_reference(self) -> bool:
@@ -210,8 +229,9 @@ class Recipe:
         chosen = (UNCERTAIN,) if self.top_entropy < 1 else ()
         hidden = (TEACHER_HIDDEN,) if self.teacher is not None and self.teacher.loss == "full" else ()
         valued = (VALUES, RETURNS) if self.learns_values else ()
+        point = (REFERENCE_POINT,) if self.data_form == "label" else ()
         scored = (name for name in map(score_name, self.scorers) if kept.get(name, True))
-        return (*scored, *chosen, *hidden, *valued)
+        return (*scored, *chosen, *hidden, *valued, *point)
 
 
 def score_name(scorer: str) -> str:
@@ -472,8 +492,9 @@ def dpo() -> Recipe:
     """DPO (arXiv:2305.18290): makes the chosen completion of a pair likelier than the rejected one.
 
     Differs: there is no dropout. `loss: ipo` is IPO (arXiv:2310.12036) with log-ratios averaged over tokens, as TRL has
-    it; `loss: dpo_hinge` is SLiC's hinge on DPO's margin (arXiv:2309.06657); `label_smoothing` is conservative DPO's.
-    `podium dpo CONFIG` selects it, with `group_size: 2`.
+    it; `loss: dpo_hinge` is SLiC's hinge on DPO's margin (arXiv:2309.06657); `label_smoothing` is conservative DPO's;
+    `loss: kto` is KTO (arXiv:2402.01306), of labelled completions, whose KL is estimated once for an optimizer step.
+    `podium dpo CONFIG` selects it, with `group_size: 2`, or 1 for kto.
     """
     return Recipe(
         advantage=partial(reward_advantages),
@@ -577,7 +598,7 @@ def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int
         *_loss_option_conflicts(config, recipe),
         *_correction_conflicts(config, recipe),
         *_update_conflicts(config, recipe, prompts_per_step),
-        *_pair_conflicts(config, recipe, group_size),
+        *_pair_conflicts(config, recipe, group_size, prompts_per_step),
     ]
     return [(key if key == "group_size" else f"algorithm.{key}", message) for key, message in found]
 
@@ -720,17 +741,22 @@ def _loss_option_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflict
         yield "correction", f"{rule}; set it to none, and algorithm.old_logprobs to sampler"
 
 
-def _pair_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int) -> _Conflicts:
-    compares = recipe.loss in LOSSES and LOSSES[recipe.loss].pairs
+def _pair_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int, prompts_per_step: int) -> _Conflicts:
+    kind = LOSSES.get(recipe.loss, LossKind(clips=False))
     if not recipe.preferences:
-        if compares:
+        if kind.pairs or kind.labels:
             way_out = "set algorithm.recipe to dpo, or loss to clipped"
             yield "loss", f"{recipe.loss} compares pairs of the data, which recipe {config.recipe} has not; {way_out}"
         return
-    if not compares:
-        losses = [name for name, kind in LOSSES.items() if kind.pairs]
+    if not kind.pairs and not kind.labels:
+        losses = [name for name, kind in LOSSES.items() if kind.pairs or kind.labels]
         yield "loss", f"recipe {config.recipe} compares pairs, and {recipe.loss} does not; set {' or '.join(losses)}"
-    if group_size != 2:
+    if kind.labels and group_size != 1:
+        yield "group_size", f"loss {recipe.loss} has one completion of each row, got {group_size}; set it to 1"
+    if kind.labels and prompts_per_step < 2 * recipe.minibatches:
+        rule = f"loss {recipe.loss} pairs each prompt with another row's completion, for its estimate of the KL"
+        yield "minibatches", f"{rule}; set prompts_per_step to 2 or more for each of {recipe.minibatches} minibatches"
+    if not kind.labels and group_size != 2:
         yield "group_size", f"recipe {config.recipe} has two completions of a prompt, got {group_size}; set it to 2"
     if recipe.mean != "sequence":
         yield "mean", f"the loss is of pairs, and {recipe.mean} would weigh them by length; leave mean unset"

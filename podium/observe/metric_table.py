@@ -85,19 +85,26 @@ def clip_fractions(token_means: Mapping[str, float]) -> tuple[float, float] | No
     return (token_means["clip_low"], token_means["clip_high"]) if token_means else None
 
 
-def _of_pairs(name: str) -> Callable[[StepStats], float | None]:
-    """Make a reader for the mean over pairs of a statistic of `podium.algorithms.losses.dpo_loss`."""
+def _of_pairs(name: str, counted: str = "pairs") -> Callable[[StepStats], float | None]:
+    """Make a reader for the mean over pairs, or labelled completions, of a statistic of a loss of preferences."""
 
     def read(stats: StepStats) -> float | None:
         means = stats.updated.token_means
-        return means[name] / means["pairs"] if means.get("pairs") else None
+        count = means.get(counted, means.get("pairs"))
+        return means[name] / count if count and name in means else None
 
     return read
 
 
+_chosen, _rejected = _of_pairs("pairs_chosen", "chosen"), _of_pairs("pairs_rejected", "rejected")
+
+
 def _margin(stats: StepStats) -> float | None:
     means = stats.updated.token_means
-    return (means["pairs_chosen"] - means["pairs_rejected"]) / means["pairs"] if means.get("pairs") else None
+    chosen, rejected = means.get("chosen", means.get("pairs")), means.get("rejected", means.get("pairs"))
+    if not chosen or not rejected or "pairs_chosen" not in means:
+        return None
+    return means["pairs_chosen"] / chosen - means["pairs_rejected"] / rejected
 
 
 def _by_tool(read: Callable[[Sequence[ToolRun]], float]) -> Callable[[StepStats], Mapping[str, float] | None]:
@@ -174,10 +181,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/off_policy_dropped", "fraction", "Tokens left out by `algorithm.off_policy_threshold`; only with it.", lambda s: s.updated.token_means.get("off_policy_dropped")),
         Metric("policy/top_entropy", "fraction", "Tokens that `algorithm.top_entropy` keeps in the policy term; only with it.", lambda s: s.updated.token_means.get("top_entropy")),
         Metric("policy/clip_fraction", "fraction", "Tokens whose ratio was clipped below or above; with `loss: gspo`, sequences.", lambda s: clip_fractions(s.updated.token_means), parts=LOW_HIGH),
-        Metric("rewards/chosen", "reward", "beta x log-ratio of policy to reference of the chosen completions, mean over pairs; with `recipe: dpo`.", _of_pairs("pairs_chosen")),
-        Metric("rewards/rejected", "reward", "The same of the rejected completions.", _of_pairs("pairs_rejected")),
+        Metric("rewards/chosen", "reward", "beta x log-ratio of policy to reference of the chosen or desirable completions, mean over them; with `recipe: dpo`.", _chosen),
+        Metric("rewards/rejected", "reward", "The same of the rejected or undesirable completions.", _rejected),
         Metric("rewards/margins", "reward", "`rewards/chosen` - `rewards/rejected`.", _margin),
-        Metric("rewards/accuracies", "fraction", "Pairs whose chosen completion has the larger one.", _of_pairs("pairs_right")),
+        Metric("rewards/accuracies", "fraction", "Pairs whose chosen completion has the larger one; not with `loss: kto`.", _of_pairs("pairs_right")),
+        Metric("rewards/reference_point", "nat", "Estimate of the policy's KL to the reference that `loss: kto` compares completions with, mean over the step's updates.", lambda s: s.updated.token_means.get("reference_point")),
         Metric("policy/dual_clip_fraction", "fraction", "Tokens whose loss `algorithm.dual_clip` bounds; only with it.", lambda s: s.updated.token_means.get("dual_clipped")),
     ),
     "Critic": (

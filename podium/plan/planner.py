@@ -244,7 +244,8 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
     at_once = steps_at_once(run.rollout.refill_steps, run.rollout_shards)
     sizes = sorted({*workload.decodes, run.rollout.slots}, reverse=True)
     batches, own = recipe.minibatches, micro_batches / recipe.minibatches
-    scores = batches * len(recipe.scorers)
+    mismatched = 2 if recipe.data_form == "label" else 0  # policy and reference score other rows' completions
+    scores = batches * (len(recipe.scorers) + mismatched)
     updates = batches * recipe.updates_per_batch
 
     def call(

@@ -1,5 +1,7 @@
 """Sizes of a run that follow from its settings alone."""
 
+import dataclasses
+
 from podium.algorithms.recipes import find_recipe
 from podium.config.schema import Config
 
@@ -15,7 +17,8 @@ def row_tokens(config: Config) -> int:
 
 def pairs_of_data(config: Config) -> bool:
     """Whether batches hold pairs of completions, which must share a row."""
-    return find_recipe(config.algorithm.recipe).preferences
+    recipe = find_recipe(config.algorithm.recipe)
+    return dataclasses.replace(recipe, loss=config.algorithm.loss or recipe.loss).data_form == "pair"
 
 
 def rows_per_device(config: Config) -> int:

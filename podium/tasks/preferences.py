@@ -1,4 +1,4 @@
-"""Pairs of a chosen and a rejected answer, in the forms of TRL's data sets, for `podium dpo`."""
+"""Pairs of a chosen and a rejected answer, and labelled answers, in the forms of TRL's data sets, for `podium dpo`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -37,6 +37,73 @@ class Preferences:
         return float(completion.split() == prompt.answer.split())
 
 
+class Labelled:
+    """Answers to train on with `podium dpo` and `loss: kto`: rows with `prompt`, `completion` and `label`.
+
+    `label` is true if the answer is desirable, or false. `prompt` is text, or a list of `{role, content}`;
+    `completion` is text, or a list with the assistant's message. A row in a form of `preferences` becomes two: its
+    chosen answer is desirable, its rejected one is not. Evaluation asks the prompts, and counts answers that equal the
+    desirable one.
+    """
+
+    system_prompt: str | None = None
+
+    def __init__(self, source: TaskSource, *, dataset: str | None = None, subset: str | None = None) -> None:
+        self.source = source
+        self.dataset = HubDataset(dataset, subset) if dataset else None
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        """One prompt per answer. Raises ValueError, which names the row, if it is neither labelled nor a pair."""
+        rows = read_rows("labelled", self.source, self.dataset, split)
+        return [
+            each
+            for index, (location, row) in enumerate(rows)
+            for each in _labelled(f"labelled/{split}/{index}", f"labelled: {location}", row)
+        ]
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        """1 if it is the row's desirable answer word for word, ignoring spacing."""
+        return float(prompt.answer != "" and completion.split() == prompt.answer.split())
+
+
+def _labelled(prompt_id: str, location: str, row: Mapping[str, object]) -> list[Prompt]:
+    """The prompts of one row: one with its label, or of a pair two."""
+    if "label" not in row and any(side in row for side in SIDES):
+        pair = _prompt(prompt_id, location, row)
+        chosen, rejected = (str(pair.metadata[side]) for side in SIDES)
+        before = pair.messages or []
+        return [
+            _with_label(f"{prompt_id}/chosen", before, chosen, chosen, desirable=True),
+            _with_label(f"{prompt_id}/rejected", before, rejected, chosen, desirable=False),
+        ]
+    for column in ("prompt", "completion", "label"):
+        if column not in row:
+            rule = "a row has prompt, completion and label, or is a pair of chosen and rejected"
+            raise ValueError(f"{location}: no column {column!r}; {rule}, and this one has {', '.join(row)}")
+    label = row["label"]
+    if not isinstance(label, bool):
+        raise ValueError(f"{location}: the label is {label!r:.80}; it must be true or false")
+    before = _conversation(f"{location}: column 'prompt'", row["prompt"])
+    text = _answer(f"{location}: column 'completion'", row["completion"])
+    _check_prompt(location, before)
+    if not text.strip():
+        raise ValueError(f"{location}: the completion is empty; drop the row")
+    return [_with_label(prompt_id, before, text, text if label else "", desirable=label)]
+
+
+def _with_label(
+    prompt_id: str, before: Sequence[Mapping[str, str]], text: str, answer: str, *, desirable: bool
+) -> Prompt:
+    data = {"completion": text, "label": desirable}
+    return Prompt(id=prompt_id, question=before[-1]["content"], answer=answer, messages=before, metadata=data)
+
+
+def _check_prompt(location: str, before: Messages) -> None:
+    """Raise ValueError if a prompt ends with an answer."""
+    if before[-1]["role"] == "assistant":
+        raise ValueError(f"{location}: the prompt ends with a message of the assistant's, and another one follows")
+
+
 def _prompt(prompt_id: str, location: str, row: Mapping[str, object]) -> Prompt:
     for side in SIDES:
         if side not in row:
@@ -48,8 +115,7 @@ def _prompt(prompt_id: str, location: str, row: Mapping[str, object]) -> Prompt:
         answers = [_answer(f"{location}: column {side!r}", row[side]) for side in SIDES]
     else:
         before, answers = _split(location, row)
-    if before[-1]["role"] == "assistant":
-        raise ValueError(f"{location}: the prompt ends with a message of the assistant's, and another one follows")
+    _check_prompt(location, before)
     for side, answer in zip(SIDES, answers, strict=True):
         if not answer.strip():
             raise ValueError(f"{location}: the {side} answer is empty; drop the row")

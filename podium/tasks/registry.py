@@ -24,6 +24,7 @@ TASKS: dict[str, str] = {
     "gsm8k": "podium.tasks.question_sets:Gsm8k",
     "guess": "podium.tasks.guess:GuessGame",
     "jsonl": "podium.tasks.question_sets:Jsonl",
+    "labelled": "podium.tasks.preferences:Labelled",
     "mastermind": "podium.tasks.mastermind:Mastermind",
     "math": "podium.tasks.question_sets:Math",
     "math500": "podium.tasks.question_sets:math500",

@@ -1,42 +1,39 @@
 """Completions taken from the data instead of sampled: the training data of `algorithm.recipe: sft`.
 
-Each becomes a group of one completion with reward 1, so batches and updates are the same as for other recipes.
+Each becomes a group of one completion with reward 1, so batches and updates are the same as for other recipes. Of
+preferences (`algorithm.recipe: dpo`), a group is a pair or a labelled completion, with rewards 1 and -1.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from podium.algorithms.recipes import DataForm
 from podium.models.tokenizer import Tokenizer
 from podium.rollout.request import Completion, RolloutStats
 from podium.rollout.transcript import transcript_of
 from podium.run.spec import RolloutSpec
-from podium.tasks.mixture import TaskMixture
+from podium.tasks.mixture import TaskMixture, TaskPrompt
 from podium.tasks.task import Prompt, Reward
 from podium.train.feed import EncodedPrompt
 from podium.train.generate import Group
 
 
 def demonstrate(
-    prompts: Sequence[EncodedPrompt], spec: RolloutSpec, tokenizer: Tokenizer, *, pairs: bool = False
+    prompts: Sequence[EncodedPrompt], spec: RolloutSpec, tokenizer: Tokenizer, *, form: DataForm = "text"
 ) -> tuple[list[Group], RolloutStats]:
     """The groups of a step, and statistics (nothing is decoded). A text that is too long is cut, with reason `length`.
 
-    With `pairs`, a group is the chosen completion, with reward 1, and the rejected one, with reward -1.
+    Of a pair, a group is the chosen completion, with reward 1, and the rejected one, with reward -1. Of a labelled
+    completion, it is that one, with reward 1 or -1.
 
-    Raises ValueError if a row has no completion, or no pair that fits.
+    Raises ValueError if a row has no completion, or a preference that does not fit.
     """
     groups = []
     for each in prompts:
-        if pairs:
-            found = _pair(each.prompt.prompt, spec, tokenizer)
-            if len(each.tokens) < 2:  # pairs of a row are told apart by their prompts
-                raise ValueError(f"prompt {each.prompt.prompt.id} has one token; a pair needs a prompt of two or more")
-            rewards = [Reward(total=total, parts={"preferred": total}) for total in (1.0, -1.0)]
-        else:
-            column = spec.prompts.tasks[each.prompt.task].completion
-            found = [_completion(completion_text(each.prompt.prompt, column), spec, tokenizer)]
-            rewards = [Reward(total=1.0, parts={"correct": 1.0})]
+        if form == "pair" and len(each.tokens) < 2:  # pairs of a row are told apart by their prompts
+            raise ValueError(f"prompt {each.prompt.prompt.id} has one token; a pair needs a prompt of two or more")
+        found, rewards = _demonstration(each.prompt, spec, tokenizer, form)
         transcripts = [transcript_of(each.tokens, completion) for completion in found]
         groups.append(Group(prompt=each.prompt, transcripts=transcripts, rewards=rewards))
     return groups, RolloutStats(
@@ -46,31 +43,42 @@ def demonstrate(
     )
 
 
-def check_demonstrations(tasks: TaskMixture, spec: RolloutSpec, tokenizer: Tokenizer, *, pairs: bool) -> None:
-    """Check, before anything is compiled, that tasks have completions: the first rows, or all rows if they are pairs.
+def check_demonstrations(tasks: TaskMixture, spec: RolloutSpec, tokenizer: Tokenizer, *, form: DataForm) -> None:
+    """Check completions before anything is compiled: of each task's first row, or of all rows if they are preferences.
 
     Raises ValueError as `demonstrate` does.
     """
-    if not pairs:
+    if form == "text":
         for each in tasks.first_prompts():
             completion_text(each.prompt, spec.prompts.tasks[each.task].completion)
         return
     for prompts in tasks.train_prompts().values():
         for each in prompts:
-            _pair(each.prompt, spec, tokenizer)
+            _demonstration(each, spec, tokenizer, form)
 
 
-def _pair(prompt: Prompt, spec: RolloutSpec, tokenizer: Tokenizer) -> list[Completion]:
-    """A row's chosen and rejected completion. Raises ValueError if it has none, or if one would be cut."""
-    pair = [_completion(text, spec, tokenizer) for text in pair_texts(prompt)]
-    for name, each in zip(("chosen", "rejected"), pair, strict=True):
+def _demonstration(
+    prompt: TaskPrompt, spec: RolloutSpec, tokenizer: Tokenizer, form: DataForm
+) -> tuple[list[Completion], list[Reward]]:
+    """A row's completions and their rewards. Raises ValueError if it has none, or a preference that would be cut."""
+    if form == "text":
+        text = completion_text(prompt.prompt, spec.prompts.tasks[prompt.task].completion)
+        return [_completion(text, spec, tokenizer)], [Reward(total=1.0, parts={"correct": 1.0})]
+    if form == "pair":
+        named = dict(zip(("chosen ", "rejected "), pair_texts(prompt.prompt), strict=True))
+        totals = [1.0, -1.0]
+    else:
+        text, desirable = labelled_text(prompt.prompt)
+        named, totals = {"": text}, [1.0 if desirable else -1.0]
+    found = [_completion(text, spec, tokenizer) for text in named.values()]
+    for name, each in zip(named, found, strict=True):
         if each.finish_reason == "length":
             raise ValueError(
-                f"prompt {prompt.id}: its {name} completion has more than rollout.max_new_tokens"
+                f"prompt {prompt.prompt.id}: its {name}completion has more than rollout.max_new_tokens"
                 f" {spec.sampling.max_new_tokens} tokens, and half a completion is no preference; raise it, or drop the"
                 " row"
             )
-    return pair
+    return found, [Reward(total=total, parts={"preferred": total}) for total in totals]
 
 
 def _completion(text: str, spec: RolloutSpec, tokenizer: Tokenizer) -> Completion:
@@ -97,6 +105,16 @@ def pair_texts(prompt: Prompt) -> tuple[str, str]:
             f"prompt {prompt.id} has no pair of completions; train on pairs with `tasks: [{{name: preferences}}]`"
         )
     return chosen, rejected
+
+
+def labelled_text(prompt: Prompt) -> tuple[str, bool]:
+    """A row's completion and whether it is desirable. Raises ValueError if its task has no labels."""
+    text, label = (prompt.metadata.get(name) for name in ("completion", "label"))
+    if not isinstance(text, str) or not isinstance(label, bool):
+        raise ValueError(
+            f"prompt {prompt.id} has no completion with a label; train on them with `tasks: [{{name: labelled}}]`"
+        )
+    return text, label
 
 
 def completion_text(prompt: Prompt, column: str | None) -> str:

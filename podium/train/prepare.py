@@ -26,7 +26,15 @@ from podium.algorithms.advantages import (
     turn_returns,
     value_returns,
 )
-from podium.algorithms.recipes import ENTROPY, OLD_LOGPROBS, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, UNCERTAIN, Recipe
+from podium.algorithms.recipes import (
+    ENTROPY,
+    OLD_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    REFERENCE_POINT,
+    TEACHER_LOGPROBS,
+    UNCERTAIN,
+    Recipe,
+)
 from podium.algorithms.selection import top_entropy_tokens
 from podium.observe.stats import BatchStats, RewardKl, ValueStats
 from podium.sharding import Params, ShardingRules, to_devices
@@ -196,6 +204,9 @@ def prepare_step(
     placed = jax.block_until_ready([shard_batch(each.batch, rules) for each in packed.minibatches])
     placed_at = time.perf_counter()
     scored = jax.block_until_ready([with_scores(batch, scorers, policy) for batch in placed])
+    points = None
+    if recipe.data_form == "label":
+        points = [reference_point(each.samples, sizes, rules, scorers, policy) for each in packed.minibatches]
     scored_at = time.perf_counter()
     advantages, reward_kl = step_advantages(packed, recipe, scored)
     teacher_kl = None
@@ -209,6 +220,8 @@ def prepare_step(
         _finish(batch, minibatch, advantages, returns, recipe, rules)
         for batch, minibatch in zip(scored, packed.minibatches, strict=True)
     ]
+    if points is not None:
+        batches = [_with_point(batch, point, rules) for batch, point in zip(batches, points, strict=True)]
     stats = _batch_stats(packed, recipe, advantages, reward_kl)
     return batches, dataclasses.replace(
         stats,
@@ -218,6 +231,41 @@ def prepare_step(
         score_s=scored_at - placed_at,
         advantages_s=time.perf_counter() - scored_at,
     )
+
+
+def reference_point(
+    samples: Sequence[Sample],
+    sizes: BatchSizes,
+    rules: ShardingRules,
+    scorers: Sequence[Scorer],
+    policy: Params,
+) -> float:
+    """KTO's estimate of the policy's KL to the reference (arXiv:2402.01306), in nats, at least 0.
+
+    It is the mean log-ratio of policy to reference of completions that follow another row's prompt: each prompt of the
+    optimizer step with the completion of the row before it, and the first with the last row's.
+    """
+    reference = next(scorer for scorer in scorers if scorer.name == REFERENCE_LOGPROBS)
+    own = dataclasses.replace(reference, name=OLD_LOGPROBS, params=None)
+    mismatched = [
+        dataclasses.replace(completion, prompt=sample.prompt, group=index)
+        for index, (sample, completion) in enumerate(zip(samples, [samples[-1], *samples[:-1]], strict=True))
+    ]
+    batch, spans = make_batch(mismatched, sizes)
+    scored = with_scores(shard_batch(batch, rules), (own, reference), policy).scores
+    found = [take(on_host(scored[name]), spans) for name in (OLD_LOGPROBS, REFERENCE_LOGPROBS)]
+    ratios = [
+        np.sum((ours - theirs)[sample.mask], dtype=np.float64)
+        for ours, theirs, sample in zip(*found, mismatched, strict=True)
+    ]
+    return max(0.0, float(np.mean(ratios)))
+
+
+def _with_point(batch: Batch[jax.Array], point: float, rules: ShardingRules) -> Batch[jax.Array]:
+    """The batch with `reference_point` at every token, for its loss."""
+    everywhere = np.full(batch.tokens.shape, point, np.float32)
+    placed = to_devices(everywhere, batch_sharding(everywhere, rules))
+    return dataclasses.replace(batch, scores={**batch.scores, REFERENCE_POINT: placed})
 
 
 def _value_targets(

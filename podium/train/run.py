@@ -90,7 +90,7 @@ class RunParts:
             demonstrate,
             spec=self.spec.rollout,
             tokenizer=self.rollouts.feed.tokenizer,
-            pairs=self.spec.recipe.preferences,
+            form=self.spec.recipe.data_form,
         )
 
 
@@ -155,7 +155,7 @@ def open_run(
         frozen = load_frozen(model)
         # Before the first compilation, so that bad data is reported early.
         if spec.recipe.demonstrations:
-            check_demonstrations(rollouts.feed.tasks, spec.rollout, model.tokenizer, pairs=spec.recipe.preferences)
+            check_demonstrations(rollouts.feed.tasks, spec.rollout, model.tokenizer, form=spec.recipe.data_form)
         for line in rollouts.grader.check(rollouts.feed.tasks.first_prompts()):
             progress.message(line)
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, job.watchdog.beat))

@@ -263,7 +263,7 @@ def test_a_loss_has_the_options_of_its_line_and_those_of_the_clip() -> None:
     assert POLICY_LOSSES.keys() == recipes.LOSSES.keys()
     for name, kind in recipes.LOSSES.items():
         parameters = inspect.signature(POLICY_LOSSES[name]).parameters.values()
-        own = {each.name for each in parameters if each.kind == each.KEYWORD_ONLY} - {"dual_clip", "pairs"}
+        own = {each.name for each in parameters if each.kind == each.KEYWORD_ONLY} - {"dual_clip", "pairs", "scores"}
         assert own == {*kind.options, *(("clip_low", "clip_high") if kind.clips else ())}
 
 

@@ -147,7 +147,7 @@ def test_a_pair_shares_a_row_and_one_that_is_too_long_is_an_error(tiny_model, tm
     tokenizer = load_tokenizer(resolve(str(tiny_model)))
     spec = spec_of(config)
     prompts = Feed(spec.rollout.prompts, tokenizer).next(4)
-    groups, _ = demonstrate(prompts, spec.rollout, tokenizer, pairs=True)
+    groups, _ = demonstrate(prompts, spec.rollout, tokenizer, form="pair")
     for each, group in zip(prompts, groups, strict=True):
         pair = each.prompt.prompt.metadata
         assert [x.text for x in group.transcripts] == [pair["chosen"], pair["rejected"]]
@@ -155,7 +155,7 @@ def test_a_pair_shares_a_row_and_one_that_is_too_long_is_an_error(tiny_model, tm
     assert spec.batch.row_tokens == config.rollout.max_prompt_tokens + 2 * config.rollout.max_new_tokens
     short = spec_of(run_config(tiny_model, tmp_path, rollout={"max_new_tokens": 1}))
     with pytest.raises(ValueError, match=r"chosen completion has more than rollout\.max_new_tokens 1 tokens"):
-        demonstrate(prompts, short.rollout, tokenizer, pairs=True)
+        demonstrate(prompts, short.rollout, tokenizer, form="pair")
 
 
 def test_a_run_without_fitting_pairs_ends_before_anything_is_compiled(tiny_model, tmp_path, capsys):
