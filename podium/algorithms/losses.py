@@ -356,8 +356,8 @@ def kto_loss(
     values = weight * jax.nn.sigmoid(-beta * jnp.where(desirable, ratio - point, point - ratio))
     share = 1 / jnp.maximum(segment_sums(jnp.ones_like(values), segments, mask), 1.0)
     stats = {
-        "chosen": share * desirable,
-        "rejected": share * ~desirable,
+        "chosen": jnp.where(desirable, share, 0.0),
+        "rejected": jnp.where(desirable, 0.0, share),
         "pairs_chosen": share * beta * jnp.where(desirable, ratio, 0.0),
         "pairs_rejected": share * beta * jnp.where(desirable, 0.0, ratio),
         "reference_point": point,
@@ -374,7 +374,7 @@ def _of_pairs(
         "pairs": share,
         "pairs_chosen": share * beta * chosen,
         "pairs_rejected": share * beta * rejected,
-        "pairs_right": share * (chosen > rejected),
+        "pairs_right": jnp.where(chosen > rejected, share, 0.0),
     }
     return _unclipped(values)._replace(stats=stats)
 
