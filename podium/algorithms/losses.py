@@ -518,6 +518,7 @@ def policy_loss(
     mask: jax.Array,
     scores: Mapping[str, jax.Array] = MappingProxyType({}),
     prompts: jax.Array | None = None,
+    kl_coef: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss that a recipe minimises per token: correction x policy term + kl_coef KL, without `entropy_loss`.
 
@@ -539,6 +540,7 @@ def policy_loss(
             to the current update's own. The k2, k3 and k3+ terms need `reference_logprobs`, under the frozen first
             model, and `top_entropy` needs `uncertain`, 1 where the policy term counts.
         prompts: [B, T] int32, the segment of a token's prompt; losses of pairs need it.
+        kl_coef: [], in place of the recipe's, which a run has adapted; None: the recipe's.
 
     Returns:
         The loss [B, T], not masked and not averaged, and statistics [B, T] without gradient: always `clip_low`,
@@ -571,7 +573,8 @@ def policy_loss(
     if recipe.kl in ("k2", "k3", "k3+"):
         assert REFERENCE_LOGPROBS in scores, f"kl {recipe.kl} needs reference_logprobs"
         stats["kl_reference"] = kl = kl_loss(recipe.kl, logprobs, scores[REFERENCE_LOGPROBS])
-        loss = loss + recipe.kl_coef * (token_ratio(logprobs, old_logprobs) * kl if recipe.kl_by_ratio else kl)
+        weight = recipe.kl_coef if kl_coef is None else kl_coef
+        loss = loss + weight * (token_ratio(logprobs, old_logprobs) * kl if recipe.kl_by_ratio else kl)
     return loss, jax.tree.map(stop_gradient, stats)
 
 
@@ -600,7 +603,9 @@ def value_loss(values: jax.Array, old_values: jax.Array, returns: jax.Array, *, 
     return ValueLoss(0.5 * jnp.maximum(error, bounded), (bounded > error).astype(error.dtype))
 
 
-def entropy_loss(entropy: jax.Array, mask: jax.Array, *, num_tokens: jax.Array, entropy_bonus: float) -> jax.Array:
+def entropy_loss(
+    entropy: jax.Array, mask: jax.Array, *, num_tokens: jax.Array, entropy_bonus: float | jax.Array
+) -> jax.Array:
     """The entropy bonus as a loss: -entropy_bonus times the mean entropy of the trained tokens, whatever `mean` is.
 
     `num_tokens` [] is the number of trained tokens of the optimizer step, over all micro-batches and hosts. Returns

@@ -151,6 +151,8 @@ class Recipe:
     dual_clip: float | None = None
     kl: Literal["none", "k1_reward", "k2", "k3", "k3+"] = "none"
     kl_coef: float = 0.0
+    kl_target: float | None = None
+    kl_gain: float = 0.1
     kl_by_ratio: bool = False
     correction: Literal["none", "truncate", "mask", "reject"] = "none"
     correction_level: Literal["token", "sequence", "mean"] = "token"
@@ -160,6 +162,9 @@ class Recipe:
     off_policy_threshold: float | None = None
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
     entropy_bonus: float = 0.0
+    entropy_target: float | None = None
+    entropy_step: float = 0.005
+    entropy_bonus_max: float = 1.0
     top_entropy: float = 1.0
     router_loss_coef: float = 0.0
     mask_truncated: bool = False
@@ -597,6 +602,7 @@ def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int
         *_loss_conflicts(config, recipe),
         *_loss_option_conflicts(config, recipe),
         *_correction_conflicts(config, recipe),
+        *_adaption_conflicts(config, recipe),
         *_update_conflicts(config, recipe, prompts_per_step),
         *_pair_conflicts(config, recipe, group_size, prompts_per_step),
     ]
@@ -797,6 +803,20 @@ def _correction_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts
     if correction != "none" and recipe.old_logprobs == "sampler":
         rule = "the ratio is already relative to the sampler, so nothing is left to correct"
         yield "correction", f"{rule}; set algorithm.old_logprobs to trainer, or correction to none"
+
+
+def _adaption_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
+    fixed, usual = recipe.entropy_target is None, AlgorithmConfig()
+    for option in ("entropy_step", "entropy_bonus_max"):
+        if fixed and getattr(config, option) != getattr(usual, option):
+            yield option, "the entropy bonus is fixed, so nothing reads it; set entropy_target, or leave it unset"
+    if not fixed and recipe.entropy_bonus > recipe.entropy_bonus_max:
+        rule = f"it starts at {recipe.entropy_bonus:g}, and entropy_bonus_max is {recipe.entropy_bonus_max:g}"
+        yield "entropy_bonus", f"{rule}; lower it, or raise entropy_bonus_max"
+    if recipe.kl_target is None and config.kl_gain != usual.kl_gain:
+        yield "kl_gain", "kl_coef is fixed, so nothing reads it; set algorithm.kl_target, or leave it unset"
+    if recipe.kl_target is not None and recipe.kl == "none":
+        yield "kl_target", "there is no KL to keep at it; set algorithm.kl and kl_coef, or leave it unset"
 
 
 def _update_conflicts(config: AlgorithmConfig, recipe: Recipe, prompts_per_step: int) -> _Conflicts:

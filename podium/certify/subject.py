@@ -532,6 +532,12 @@ def _small_step(config: Config) -> Config:
         raise ValueError(
             "teacher.loss full: certify has no naive form of it to compare with; certify the run with sampled"
         )
+    if twice.entropy_target is not None or twice.kl_target is not None:
+        name = "kl_target" if twice.entropy_target is None else "entropy_target"
+        raise ValueError(
+            f"algorithm.{name} {getattr(twice, name):g}: certify compares updates whose coefficients stay; leave it"
+            " unset, and certify the run with the coefficients that it starts with"
+        )
     if twice.router_loss_coef:
         raise ValueError(
             f"algorithm.router_loss_coef {twice.router_loss_coef:g}: certify has no naive form of it to compare with;"

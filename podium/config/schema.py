@@ -225,6 +225,11 @@ class AlgorithmConfig(Section):
     """KL to the frozen first model: in the reward (k1_reward) or in the loss (k2, k3, k3+)."""
     kl_coef: NotNegativeFloat | None = None
     """Weight of the KL term."""
+    kl_target: PositiveFloat | None = None
+    """Adapt `kl_coef`, where it then starts: after each step it grows where the mean KL per token, in nat, was above
+    this, and shrinks where it was below (arXiv:1909.08593). Unset: it stays."""
+    kl_gain: Annotated[float, Field(gt=0.0, lt=5.0)] = 0.1
+    """How fast `kl_coef` follows with `kl_target`: a step changes it by at most a fifth of this share."""
     kl_by_ratio: bool | None = None
     """Weigh the KL of a token by the policy's ratio, so that it is unbiased for tokens of older weights
     (arXiv:2512.02556)."""
@@ -249,6 +254,13 @@ class AlgorithmConfig(Section):
     before the first update, which cost a forward pass if there are several updates per batch."""
     entropy_bonus: NotNegativeFloat | None = None
     """Weight of the entropy added to the objective; always averaged over tokens, whatever `mean` is."""
+    entropy_target: PositiveFloat | None = None
+    """Adapt the entropy bonus: after each update it rises by `entropy_step` if the mean entropy was at most this, in
+    nat per token, and falls if not, and acts only in the first case (arXiv:2505.22312). Unset: it stays."""
+    entropy_step: PositiveFloat = 0.005
+    """How far an update moves the entropy bonus with `entropy_target`."""
+    entropy_bonus_max: PositiveFloat = 1.0
+    """Largest entropy bonus with `entropy_target`; the smallest is 0."""
     top_entropy: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Share of an optimizer step's tokens that the policy term trains, those of the largest entropy before the step's
     first update (arXiv:2506.01939); costs a forward pass. Unset: 1, all."""

@@ -45,7 +45,7 @@ def _kl_reference(stats: StepStats) -> float | None:
     charged = stats.batched.reward_kl
     if charged is None:
         return stats.updated.token_means.get("kl_reference")
-    return float(np.sum(charged.sums)) / charged.num_tokens if charged.num_tokens else None
+    return charged.mean
 
 
 def _kl_teacher(stats: StepStats) -> float | None:
@@ -179,6 +179,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/correction_weight", "", "Importance weight of `algorithm.correction`, mean over the tokens.", lambda s: s.updated.token_means.get("correction_weight")),
         Metric("policy/correction_dropped", "fraction", "Tokens whose weight `algorithm.correction` made 0; only with it.", lambda s: s.updated.token_means.get("correction_dropped")),
         Metric("policy/off_policy_dropped", "fraction", "Tokens left out by `algorithm.off_policy_threshold`; only with it.", lambda s: s.updated.token_means.get("off_policy_dropped")),
+        Metric("policy/entropy_bonus", "", "Entropy bonus of the loss, mean over the updates; only with `algorithm.entropy_target`.", lambda s: s.updated.token_means.get("entropy_bonus")),
+        Metric("policy/kl_coef", "", "Weight of the KL in the step, before it is adapted; only with `algorithm.kl_target`.", lambda s: s.updated.token_means.get("kl_coef")),
         Metric("policy/top_entropy", "fraction", "Tokens that `algorithm.top_entropy` keeps in the policy term; only with it.", lambda s: s.updated.token_means.get("top_entropy")),
         Metric("policy/clip_fraction", "fraction", "Tokens whose ratio was clipped below or above; with `loss: gspo`, sequences.", lambda s: clip_fractions(s.updated.token_means), parts=LOW_HIGH),
         Metric("rewards/chosen", "reward", "beta x log-ratio of policy to reference of the chosen or desirable completions, mean over them; with `recipe: dpo`.", _chosen),

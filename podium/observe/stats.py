@@ -111,6 +111,11 @@ class RewardKl:
     sums: np.ndarray  # [N, G], sampled - reference log-probability, summed over each completion's tokens
     num_tokens: int
 
+    @property
+    def mean(self) -> float | None:
+        """Per token, in nat; None without tokens."""
+        return float(np.sum(self.sums)) / self.num_tokens if self.num_tokens else None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueStats:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from podium.algorithms.controllers import first_coefs, loss_coefs
 from podium.algorithms.recipes import TEACHER_HIDDEN
 from podium.compiler import Lowerable
 from podium.config.sizes import prompt_buckets, slot_sizes
@@ -41,7 +42,7 @@ from podium.train.offload import takes_no_device
 from podium.train.optimizer import make_opt_init
 from podium.train.scorers import make_teacher_program
 from podium.train.setup import make_run_optimizer, make_train_settings
-from podium.train.state import TrainState, abstract_state
+from podium.train.state import TrainState, abstract_coefs, abstract_state
 from podium.train.step import TEACHER_HEAD, TrainSettings, abstract_batch, make_train_programs
 
 
@@ -83,7 +84,8 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
             activation_dtype(settings.computing, settings.dtype),
             sharding=settings.computing.sharding(None, "batch", "tokens", None),
         )
-    scored = dataclasses.replace(batch, scores=scores)
+    adapted = loss_coefs(recipe, first_coefs(recipe))
+    scored = dataclasses.replace(batch, scores=scores, coefs=abstract_coefs(params, adapted))
 
     own = {"parameters": device_bytes(params)}
     moments = {"optimizer": device_bytes((state.step, state.opt_state))}

@@ -36,11 +36,13 @@ class Batch(Generic[A]):
     ages: A | None  # [K, B, T] int32, age of each token in steps; None unless completions are carried over
     num_micro_batches: A  # [] int32, number of micro-batches that are not empty
     num_tokens: A  # [] float32, sum of mask
+    coefs: dict[str, A] = dataclasses.field(default_factory=dict)  # [] float32 each, that the run adapts
 
     def arrays(self) -> dict[str, A]:
         """All arrays by name, the scores among them."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "scores"}
-        return {name: x for name, x in (own | self.scores).items() if x is not None}
+        tables = ("scores", "coefs")
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in tables}
+        return {name: x for name, x in (own | self.scores | self.coefs).items() if x is not None}
 
 
 @dataclasses.dataclass(frozen=True)

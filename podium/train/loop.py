@@ -75,7 +75,7 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
             run.phase("update")
             rollouts.unload()  # free the rollout weights; the update needs the memory
             batches, batched = trainer.prepare(state, groups)  # samples, scores, advantages
-            state, updated = trainer.update(state, batches, step)
+            state, updated = trainer.update(state, batches, step, charged=batched.reward_kl)
             done, position = step + 1, rollouts.position
             evaluates = evaluation_due(spec, done)
             sync_s = rollouts.load(state.params, version=done) if evaluates or run.samples else 0.0

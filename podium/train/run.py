@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from podium.algorithms.controllers import first_coefs
 from podium.config.lora import FULL_RATE, LORA_RATE
 from podium.config.schema import Config
 from podium.files import absolute
@@ -29,7 +30,7 @@ from podium.rollout.request import RolloutStats
 from podium.run.spec import RunSpec
 from podium.sharding import Params, abstract_params
 from podium.train.carry import HostState, Position
-from podium.train.checkpoint import Checkpointer, has_critic, restore_state
+from podium.train.checkpoint import Checkpointer, restore_state, saved_names
 from podium.train.critic import make_critic, make_critic_optimizer
 from podium.train.demonstrations import check_demonstrations, demonstrate
 from podium.train.distributed import AgreedStop, failing_fast, from_leader, joined
@@ -52,7 +53,7 @@ from podium.train.setup import (
     run_spec,
 )
 from podium.train.signals import StopSignal
-from podium.train.state import TrainState, abstract_state, init_state, restarted
+from podium.train.state import TrainState, abstract_coefs, abstract_state, init_state, restarted, with_coefs
 from podium.train.step_files import newest_whole_step
 from podium.train.trainer import Trainer
 
@@ -171,7 +172,8 @@ def open_run(
         valuing = None
         if spec.critic is not None and valued_by is not None:
             valuing = Valuing(valued_by, make_critic_optimizer(spec.critic))
-        state, saved, done = _load_state(run_dir.fork, newest, model, optimizer, checkpointer, frozen, valuing)
+        coefs = first_coefs(spec.recipe)
+        state, saved, done = _load_state(run_dir.fork, newest, model, optimizer, checkpointer, frozen, valuing, coefs)
         rollouts.position = Position.read(saved, rollouts.feed)
         _say_what_changed(saved["versions"], progress)
         job.report.update(step=done)
@@ -348,10 +350,12 @@ def _load_state(
     checkpointer: Checkpointer,
     frozen: Params,
     valuing: Valuing | None,
+    coefs: Mapping[str, float],
 ) -> tuple[TrainState, HostState, int]:
     """The state to start from: the run's newest checkpoint, or else that of the forked run, or else the model.
 
-    A critic starts from its model too if the forked run had none.
+    A critic starts from its model too if the forked run had none. Adapted coefficients start from `coefs`, of the
+    config, unless the run itself continues.
 
     Returns:
         The state, the host state (`versions`, and the input of `Position.read`), and the number of steps done.
@@ -359,18 +363,21 @@ def _load_state(
     if newest is None and fork is None:
         state = init_state(load_trained(model, None, frozen), optimizer)
         critic = valuing and valuing.first_state()
-        return dataclasses.replace(state, critic=critic), {"cursor": 0, "versions": {}}, 0
+        return with_coefs(dataclasses.replace(state, critic=critic), coefs), {"cursor": 0, "versions": {}}, 0
     plain = abstract_state(abstract_params(trained_specs(model.decoder), jnp.float32, model.rules), optimizer)
     abstract = dataclasses.replace(plain, critic=valuing and valuing.abstract_state())
     if newest is not None:
+        abstract = dataclasses.replace(abstract, coefs=abstract_coefs(plain.params, coefs))
         return *checkpointer.restore(newest, abstract), newest
     assert fork is not None
-    if valuing is not None and not from_leader(lambda: has_critic(fork.checkpoints, fork.step)):
-        state, saved = restore_state(fork.checkpoints, fork.step, plain, base=checkpointer.base)
+    names = saved_names(fork.checkpoints, fork.step)
+    adapted = [name.removeprefix("coefs.") for name in names if name.startswith("coefs.")]
+    had_critic = any(name.startswith("critic.") for name in names)
+    abstract = dataclasses.replace(abstract if had_critic else plain, coefs=abstract_coefs(plain.params, adapted))
+    state, saved = restore_state(fork.checkpoints, fork.step, abstract, base=checkpointer.base)
+    if valuing is not None and not had_critic:
         state = dataclasses.replace(state, critic=valuing.first_state())
-    else:
-        state, saved = restore_state(fork.checkpoints, fork.step, abstract, base=checkpointer.base)
     begun = (each["number"] for each in saved.pop("in_flight", ()))  # settings may differ: start from their prompts
     saved["cursor"] = min(begun, default=saved["cursor"])
     saved.pop("curriculum", None)
-    return restarted(state), saved, 0
+    return with_coefs(restarted(state), coefs), saved, 0

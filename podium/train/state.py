@@ -1,12 +1,14 @@
 """The state that an update reads and replaces, concrete or abstract."""
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from podium.sharding import Params
+from podium.sharding import Params, to_devices
 from podium.train.optimizer import abstract_opt_state, make_opt_init, replicated
 
 
@@ -20,6 +22,8 @@ class TrainState:
     opt_state: optax.OptState
     critic: "TrainState | None" = None
     """The state of the critic, which has no critic of its own; None: there is none."""
+    coefs: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    """[] float32 by name: what `podium.algorithms.controllers` adapts."""
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
@@ -38,6 +42,19 @@ def abstract_state(
         params=abstract_params,  # pyright: ignore[reportArgumentType]
         opt_state=abstract_opt_state(optimizer, abstract_params),
     )
+
+
+def with_coefs(state: TrainState, coefs: Mapping[str, float]) -> TrainState:
+    """The state with these adapted coefficients, on every device."""
+    sharding = replicated(state.params)
+    placed = {name: to_devices(np.asarray(value, np.float32), sharding) for name, value in coefs.items()}
+    return dataclasses.replace(state, coefs=placed)
+
+
+def abstract_coefs(params: Params | dict[str, jax.ShapeDtypeStruct], names: Iterable[str]) -> dict[str, jax.Array]:
+    """The abstract coefficients of `with_coefs`, beside these parameters."""
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated(params))
+    return dict.fromkeys(names, scalar)  # pyright: ignore[reportReturnType]  # abstract arrays
 
 
 def at_schedule_step(state: TrainState, position: int) -> TrainState:

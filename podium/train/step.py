@@ -16,6 +16,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from podium.algorithms.advantages import RETURNS, VALUES
+from podium.algorithms.controllers import ENTROPY_BONUS, KL_COEF
 from podium.algorithms.losses import entropy_loss, policy_loss, value_loss
 from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
 from podium.algorithms.routers import router_loss, router_stats
@@ -274,12 +275,14 @@ def _loss(
         mask=batch.mask,
         scores=batch.scores,
         prompts=batch.prompts,
+        kl_coef=batch.coefs.get(KL_COEF),
     )
     if teacher is not None and scored.divergence is not None:
         losses += teacher.weight * scored.divergence
         stats = stats | {"kl_teacher": jax.lax.stop_gradient(scored.divergence)}
     loss = jnp.sum(losses * batch.weights)
-    if bonus := recipe.entropy_bonus:
+    bonus = batch.coefs.get(ENTROPY_BONUS, recipe.entropy_bonus or None)
+    if bonus is not None:
         loss += entropy_loss(scored.entropy, batch.mask, num_tokens=batch.num_tokens, entropy_bonus=bonus)
     gap = jnp.abs(jax.lax.stop_gradient(scored.logprobs) - batch.sampled_logprobs) * batch.mask
     stats = stats | {"entropy": jax.lax.stop_gradient(scored.entropy), "logprob_gap": gap}

@@ -3,17 +3,18 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 import optax
 
+from podium.algorithms.controllers import KL_COEF, Coefs, after_step, after_update, loss_coefs
 from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
-from podium.observe.stats import BatchStats, UpdateStats
+from podium.observe.stats import BatchStats, RewardKl, UpdateStats
 from podium.run.spec import BatchSizes, OptimizerSpec
-from podium.sharding import Params
+from podium.sharding import Params, to_devices
 from podium.train.batch import Batch
 from podium.train.critic import Critic, update_critic
 from podium.train.distributed import is_leader, on_host
@@ -21,8 +22,8 @@ from podium.train.generate import Group
 from podium.train.optimizer import learning_rate
 from podium.train.prepare import prepare_step
 from podium.train.scorers import Scorer, make_scorers, teacher_head
-from podium.train.state import TrainState, at_schedule_step
-from podium.train.step import TEACHER_HEAD, Metrics, ScoreProgram, TrainSettings, TrainStep, make_train_programs
+from podium.train.state import TrainState, at_schedule_step, with_coefs
+from podium.train.step import TEACHER_HEAD, ScoreProgram, TrainSettings, TrainStep, make_train_programs
 
 
 class DivergedError(ValueError):
@@ -76,9 +77,12 @@ class Trainer:
         if self.critic is not None:
             assert state.critic is not None, "a trainer with a critic has its state"
             scorers = (*scorers, self.critic.scorer(state.critic.params))
+        recipe = self.recipe
+        if KL_COEF in state.coefs:
+            recipe = dataclasses.replace(recipe, kl_coef=float(state.coefs[KL_COEF]))
         return prepare_step(
             groups,
-            self.recipe,
+            recipe,
             self.sizes,
             rules=self.settings.computing,
             scorers=scorers,
@@ -86,13 +90,18 @@ class Trainer:
         )
 
     def update(
-        self, state: TrainState, batches: Sequence[Batch[jax.Array]], step: int
+        self,
+        state: TrainState,
+        batches: Sequence[Batch[jax.Array]],
+        step: int,
+        *,
+        charged: RewardKl | None = None,
     ) -> tuple[TrainState, UpdateStats]:
         """Run the updates of a step on the batches of `prepare`, as often as the recipe says; the critic's first.
 
         The learning rate follows the run's schedule: each step owns a share of it, and its updates have the last rates
         of that share, however many updates there are. The state is donated; without batches it is returned unchanged.
-        Steps are counted from 0.
+        Steps are counted from 0. `charged` is the KL in the step's rewards, if there is one.
 
         Raises:
             DivergedError: the loss or the gradient is not finite.
@@ -102,13 +111,19 @@ class Trainer:
         if self.critic is not None and valued is not None:
             minibatches = self.recipe.minibatches
             valued, criticised = update_critic(self.critic, valued, batches, step, minibatches=minibatches)
-        state, updated = self._update_policy(dataclasses.replace(state, critic=None), batches, step)
-        return dataclasses.replace(state, critic=valued), dataclasses.replace(updated, critic=criticised)
+        coefs = {name: float(value) for name, value in state.coefs.items()}
+        alone = dataclasses.replace(state, critic=None, coefs={})
+        state, updated, coefs = self._update_policy(alone, batches, step, coefs)
+        if batches:
+            found = charged.mean if charged is not None else updated.token_means.get("kl_reference")
+            coefs = after_step(self.recipe, coefs, kl=found)
+        state = with_coefs(dataclasses.replace(state, critic=valued), coefs)
+        return state, dataclasses.replace(updated, critic=criticised)
 
     def _update_policy(
-        self, state: TrainState, batches: Sequence[Batch[jax.Array]], step: int
-    ) -> tuple[TrainState, UpdateStats]:
-        """Run the policy's updates of a step; none while the critic learns alone."""
+        self, state: TrainState, batches: Sequence[Batch[jax.Array]], step: int, coefs: dict[str, float]
+    ) -> tuple[TrainState, UpdateStats, dict[str, float]]:
+        """Run the policy's updates of a step, none while the critic learns alone; also adapts `coefs` after each."""
         start = time.perf_counter()
         if self.critic is not None and step < self.critic.spec.warmup_steps:
             batches = ()
@@ -117,15 +132,25 @@ class Trainer:
         rate = float(np.asarray(self.learning_rate(end - 1)))
         made: list[UpdateStats] = []
         for position, batch in enumerate(todo, start=end - len(todo)):
-            state, metrics = self.train_step(at_schedule_step(state, position), batch, self.frozen | self.taught)
+            applied = loss_coefs(self.recipe, coefs)
+            given = self._with_coefs(batch, applied)
+            state, metrics = self.train_step(at_schedule_step(state, position), given, self.frozen | self.taught)
             metrics = jax.device_get(metrics)
             broken = int(metrics.pop("broken_row"))
-            made.append(_update_stats(metrics, float(batch.num_tokens), rate))
+            coefs = after_update(self.recipe, coefs, entropy=float(metrics["entropy"]))
+            shown = applied | {name: coefs[name] for name in (KL_COEF,) if name in coefs}
+            made.append(_update_stats(metrics | shown, float(batch.num_tokens), rate))
             if not np.isfinite([made[-1].loss, made[-1].gradient_norm]).all():
                 raise DivergedError(self._diverged(int(state.step), batch, made[-1], broken))
         state = at_schedule_step(state, end)
         stats = functools.reduce(UpdateStats.then, made) if made else UpdateStats(learning_rate=rate)
-        return state, dataclasses.replace(stats, update_s=time.perf_counter() - start)
+        return state, dataclasses.replace(stats, update_s=time.perf_counter() - start), coefs
+
+    def _with_coefs(self, batch: Batch[jax.Array], coefs: Coefs) -> Batch[jax.Array]:
+        """The batch with adapted coefficients of the loss, on every device."""
+        sharding = self.settings.computing.sharding()
+        placed = {name: to_devices(np.asarray(value, np.float32), sharding) for name, value in coefs.items()}
+        return dataclasses.replace(batch, coefs=placed)
 
     def _diverged(self, step: int, batch: Batch[jax.Array], stats: UpdateStats, broken: int) -> str:
         """Save the batch that diverged and return the message; `broken` is its first bad row, counted from the last."""
@@ -152,8 +177,8 @@ def _first_cause(arrays: dict[str, np.ndarray], broken: int) -> str:
     return f"the first bad row is row {row} of micro-batch {micro_batch}, {why}"
 
 
-def _update_stats(metrics: Metrics, tokens: float, learning_rate: float) -> UpdateStats:
-    """The metrics of one `train_step`, on the host."""
+def _update_stats(metrics: Mapping[str, jax.Array | float], tokens: float, learning_rate: float) -> UpdateStats:
+    """The metrics of one `train_step`, on the host, with the coefficients that it adapts."""
     values = {name: float(value) for name, value in metrics.items()}
     return UpdateStats(
         updates=1,

@@ -129,6 +129,7 @@ def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, 
     for file, times in ((short, 1), (long, 9)):
         file.write_text(json.dumps({"question": "What is 1 + 2 ? " * times, "answer": "3"}) + "\n")
     correction = {"correction": "mask", "correction_low": 0.5, "correction_high": 2.0, "old_logprobs": "trainer"}
+    targets = {"kl_target": 0.1, "entropy_target": 100.0}
     changes = {
         "model": str(tiny_model),
         "runs_dir": str(tmp_path),
@@ -141,7 +142,7 @@ def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, 
             },
             {"name": "jsonl", "path": str(long), "eval_path": str(short)},
         ],
-        "algorithm": {"recipe": "dapo", "max_refills": 1, "kl": "k3", "kl_coef": 0.1, **correction},
+        "algorithm": {"recipe": "dapo", "max_refills": 1, "kl": "k3", "kl_coef": 0.1, **correction, **targets},
         "grading": {"overlong_buffer_tokens": 2},  # lengths of a group differ, so there is an update
         "lora": {"rank": 2},
         "teacher": {"model": str(tiny_model)},
