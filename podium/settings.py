@@ -21,11 +21,11 @@ from podium.config.imports import imported, is_path
 from podium.config.load import Loaded, Override, load
 from podium.config.optimizer import OPTIMIZER_COPIES
 from podium.config.schema import Config, RolloutConfig, TaskConfig
-from podium.config.sizes import too_long
+from podium.config.sizes import too_long, too_long_to_score
 from podium.models.architecture import ModelError
 from podium.models.layouts import AUTO
 from podium.models.params import ROLLOUT_LAYOUTS
-from podium.models.source import on_disk, read_architecture, read_scorer, resolve
+from podium.models.source import on_disk, read_architecture, read_reward_model, read_scorer, resolve
 from podium.run.resolve import resolve_recipe
 from podium.run.sizes import prompts_in_flight
 from podium.tasks.curriculum import leveled
@@ -59,7 +59,7 @@ def load_settings(
 
     Raises ConfigError with all problems.
     """
-    return load(files, overrides, environ, rules=(*RULES, _tasks, _models))
+    return load(files, overrides, environ, rules=(*RULES, _tasks, _models, _reward_models))
 
 
 def preference_overrides(files: Sequence[str | Path], overrides: Sequence[str | Override]) -> list[Override]:
@@ -221,19 +221,27 @@ def _teacher_loss(config: Config) -> Iterator[Contradiction]:
 
 
 def _rewards(config: Config) -> Iterator[Contradiction]:
+    models = [each.name for each in config.reward_models]
+    for index, name in enumerate(models):
+        if name in BUILT_IN or models.index(name) < index:
+            rule = "is a built-in part of the reward" if name in BUILT_IN else "is the name of two reward models"
+            yield Contradiction((f"reward_models.{index}.name",), f"{name!r} {rule}; choose another")
     for index, task in enumerate(config.tasks):
-        yield from _reward_parts(index, task)
+        yield from _reward_parts(index, task, models)
     yield from _length_reward(config)
     if config.teacher is None and not any(weight for task in config.tasks for weight in task.rewards.values()):
         message = "every weight is 0: nothing would be rewarded; set one, as `correct: 1.0`"
         yield Contradiction(("tasks.0.rewards",), message)
 
 
-def _reward_parts(index: int, task: TaskConfig) -> Iterator[Contradiction]:
-    """Check the parts of a task's reward: each exists, has a unique label, and does not duplicate the graded part."""
+def _reward_parts(index: int, task: TaskConfig, models: Sequence[str]) -> Iterator[Contradiction]:
+    """Check the parts of a task's reward: each exists, has a unique label, and does not duplicate the graded part.
+
+    `models` are the names of reward models.
+    """
     section = f"tasks.{index}.rewards"
     for part in task.rewards:
-        if problem := _reward_problem(part):
+        if problem := _reward_problem(part, models):
             yield Contradiction((f"{section}.{part}",), problem)
     labels = [label(part) for part in task.rewards]
     for part in {each for each in labels if labels.count(each) > 1}:
@@ -244,14 +252,18 @@ def _reward_parts(index: int, task: TaskConfig) -> Iterator[Contradiction]:
     if task.correct in GRADED_REWARDS:
         message = f"{task.correct} depends on correctness, so it cannot be it; set correct, or another part"
         yield Contradiction((f"tasks.{index}.correct",), message)
+    if task.correct in models and not GRADED_REWARDS.keys().isdisjoint(task.rewards):
+        message = f"{task.correct} scores after the other parts, and cosine_length reads whether an answer is right"
+        yield Contradiction((f"tasks.{index}.correct", section), f"{message}; leave one of them out")
     if task.correct != "correct" and "correct" in task.rewards:
         message = f"evaluation counts {task.correct}, so the task does not grade; drop correct, or leave this unset"
         yield Contradiction((f"{section}.correct", f"tasks.{index}.correct"), message)
 
 
-def _reward_problem(part: str) -> str:
+def _reward_problem(part: str, models: Sequence[str]) -> str:
     """Why a name or import path is not a valid reward part; empty if it is."""
-    if part in BUILT_IN:
+    known = (*BUILT_IN, *models)
+    if part in known:
         return ""
     if is_path(part):
         try:
@@ -259,8 +271,8 @@ def _reward_problem(part: str) -> str:
         except (ValueError, OSError) as error:
             return str(error)
         return ""
-    near = nearest(part, BUILT_IN)
-    way_out = f"did you mean {near}?" if near else f"the parts are {', '.join(BUILT_IN)}"
+    near = nearest(part, known)
+    way_out = f"did you mean {near}?" if near else f"the parts are {', '.join(known)}, and those in reward_models"
     return f"not a part of the reward; {way_out}"
 
 
@@ -414,4 +426,20 @@ def _models(config: Config) -> Iterator[Contradiction]:
             yield Contradiction((key,), str(error))
             continue
         if found := too_long(config.rollout, positions, model):
+            yield found
+
+
+def _reward_models(config: Config) -> Iterator[Contradiction]:
+    """Report reward models on disk that are unusable, or have too few positions for the conversations."""
+    for index, each in enumerate(config.reward_models):
+        section = f"reward_models.{index}"
+        if (folder := on_disk(each.model)) is None:
+            continue
+        try:
+            positions = read_reward_model(resolve(folder)).max_positions
+        except ModelError as error:
+            yield Contradiction((f"{section}.model",), str(error))
+            continue
+        key, model = f"{section}.max_tokens", each.model
+        if found := too_long_to_score(config.rollout, each.max_tokens, positions, key=key, model=model):
             yield found

@@ -565,6 +565,7 @@ def _small_step(config: Config) -> Config:
         "algorithm": config.algorithm.model_copy(update=algorithm),
         "grading": GradingConfig(workers=0, overlong_buffer_tokens=OVERLONG_TOKENS),
         "environments": EnvironmentsConfig(workers=0, retries=0),
+        "reward_models": [],  # rewards are an input of the update; the subject's task has its own
     }
     if config.critic is not None:
         parts["critic"] = config.critic.model_copy(update={"warmup_steps": 0})

@@ -16,6 +16,7 @@ from podium.config.errors import Contradiction
 from podium.config.lora import LoraConfig, contradictions, with_rate
 from podium.config.mesh import mesh_sizes
 from podium.config.optimizer import OptimizerConfig
+from podium.config.reward_model import RewardModelConfig
 from podium.config.section import Finite, Fraction, NotNegative, NotNegativeFloat, Positive, PositiveFloat, Section
 from podium.config.teacher import TeacherConfig
 
@@ -55,8 +56,8 @@ class TaskConfig(Section):
     system_prompt: str | None = None
     """First message of every conversation; unset: the task's own, empty string: none."""
     rewards: dict[str, Finite] = {"correct": 1.0}
-    """Weight of each part of the reward: correct, format, tags, length, repetition, cosine_length, or your own function
-    as `package.module:name` (docs/rewards.md). The reward is the weighted sum."""
+    """Weight of each part of the reward: correct, format, tags, length, repetition, cosine_length, the name of one of
+    `reward_models`, or your own function as `package.module:name` (docs/rewards.md). The reward is the weighted sum."""
     correct: str = "correct"
     """Part of the reward that evaluation counts as correctness; `correct` is the task's own grade."""
     tools: list[str] = []
@@ -423,6 +424,8 @@ class Config(Section):
     fsdp, tp). sp splits the tokens of each row of the update, for rows that are too long for one device."""
     tasks: Annotated[list[TaskConfig], Field(min_length=1)]
     """Tasks to train on, mixed by weight."""
+    reward_models: list[RewardModelConfig] = []
+    """Models that score conversations, for the tasks whose `rewards` name them."""
     grading: GradingConfig = GradingConfig()
     environments: EnvironmentsConfig = EnvironmentsConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -38,6 +38,30 @@ def too_long(rollout: RolloutConfig, positions: int, model: str) -> Contradictio
     )
 
 
+def conversation_tokens(rollout: RolloutConfig, given: int | None, positions: int) -> int:
+    """T: tokens of a reward model's rows, which are those of the longest conversation that it scores.
+
+    `given` is its `max_tokens`. Unset: a quarter more than the policy's longest sequence, since its tokenizer and chat
+    template are others; rounded up to a multiple of 8, and no more than its `positions`.
+    """
+    return given or min(positions, -(-5 * rollout.longest // 32) * 8)
+
+
+def too_long_to_score(
+    rollout: RolloutConfig, given: int | None, positions: int, *, key: str, model: str
+) -> Contradiction | None:
+    """The conflict of conversations' lengths with a reward model's number of positions; None if they fit.
+
+    `given` is its `max_tokens`, and `key` the name of that setting.
+    """
+    if given is not None and given > positions:
+        return Contradiction((key,), f"{given} is more than the {positions} positions of {model}; set {positions}")
+    if given is None and rollout.longest > positions:
+        rule = f"{_longest_name(rollout)} is {rollout.longest}, and {model} has {positions} positions"
+        return Contradiction((key,), f"{rule}; lower that, or set {positions} here: longer ones then get no score")
+    return None
+
+
 def table_pages(rollout: RolloutConfig) -> int:
     """W: pages of the longest possible sequence."""
     return -(-rollout.longest // rollout.page_tokens)

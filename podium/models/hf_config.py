@@ -558,6 +558,11 @@ SEQUENCE, TOKEN = "ForSequenceClassification", "ForTokenClassification"
 """Ends of the names of transformers' classes with a head of scores: without and with a bias."""
 
 
+NO_SCORES = (
+    f"has no head of scores, so it says nothing of an answer; take a reward model: a ...{SEQUENCE} with one label"
+)
+
+
 def scores_of(raw: Mapping[str, object], where: str) -> Literal["none", "plain", "biased"]:
     """Which head of scores a config.json describes: one per token. Raises ModelError if it has several."""
     named = raw.get("architectures")
@@ -577,6 +582,18 @@ def scores_of(raw: Mapping[str, object], where: str) -> Literal["none", "plain",
 def scorer_from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
     """The decoder of a config.json with the head of scores that it describes, or a new one."""
     return scoring_decoder(dataclasses.replace(from_hf_config(raw, where), scores=scores_of(raw, where)))
+
+
+def reward_model_from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
+    """The decoder of a reward model's config.json. Raises ModelError if it has no head of scores, or several labels."""
+    if scores_of(raw, where) == "none":
+        raise ModelError(f"{where}: {_named(raw)} {NO_SCORES}")
+    return scorer_from_hf_config(raw, where)
+
+
+def _named(raw: Mapping[str, object]) -> str:
+    named = raw.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else f"this {shown(raw.get('model_type'))} model"
 
 
 def _labels(config: DecoderConfig, family: Family) -> dict[str, object]:

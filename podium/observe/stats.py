@@ -262,6 +262,8 @@ class TaskScores:
     pass_at_k_interval: tuple[float, float] | None
     passes: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     """pass@j for each j from 1 to k, by j; empty without sampled answers."""
+    scores: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """The mean of each part of the reward but `correct`, before its weight."""
     questions: int
     too_long: int
     """Questions that were too long to ask, and count as wrong."""

@@ -28,6 +28,7 @@ SETTLED_STEP = 3  # first step to compare; earlier ones include compilation
 MEASURED = {
     "sync": "time/train/sync_s",
     "rollout": "time/train/rollout_s",
+    "reward": "time/train/reward_model_s",
     "score": "time/train/score_s",
     "update": "time/train/update_s",
 }

@@ -11,7 +11,7 @@ from podium.plan.study import ORDER, Outcome
 ALIKE = 0.01  # differences below this share of a step's seconds are ignored
 MUCH = 1.05  # counts whose ratio is above this explain a difference
 HOST = "host"  # the part of a step outside all phases
-PER = {"decode": "token"} | dict.fromkeys(("update", "score", "teacher", "values", "critic"), "micro-batch")
+PER = {"decode": "token"} | dict.fromkeys(("update", "reward", "score", "teacher", "values", "critic"), "micro-batch")
 """The unit that a phase's counts are divided by; other phases use `call`."""
 
 

@@ -93,6 +93,7 @@ def estimate(run: RunSizes) -> list[PhaseEstimate]:
     longest = max(run.buckets)
     copies = -(-run.rollout.slots // run.rollout_shards)
     phases = [sync_phase(run), prefill_phase(run, longest), copy_phase(run, copies), decode_phase(run)]
+    phases += [reward_phase(run, name) for name in run.of_reward_models]
     if run.spec.recipe.scorers:
         phases.append(score_phase(run))
     if run.spec.teacher is not None:
@@ -232,6 +233,12 @@ def critic_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
     assert critic is not None, "the run has a critic"
     form = update_phase(critic, micro_batches)
     return dataclasses.replace(form, name="critic", parts=in_updates(run) | _batch(run) | update_peak(critic))
+
+
+def reward_phase(run: RunSizes, name: str) -> PhaseEstimate:
+    """One call of a reward model, on a micro-batch of whole conversations, with the rollout's weights and cache."""
+    model = run.of_reward_models[name]
+    return _scoring("reward", model, _rollout_residents(run) | _batch(model))
 
 
 def _scoring(name: str, run: RunSizes, beside: Parts) -> PhaseEstimate:

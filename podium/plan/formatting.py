@@ -9,6 +9,7 @@ from podium.plan.result import Peak, Phase, Plan, Seconds, total
 STEP_PARTS: dict[str, tuple[str, ...]] = {
     "sync": ("sync",),
     "rollout": ("prefill", "copy", "decode"),
+    "reward": ("reward",),
     "score": ("score", "teacher", "values"),
     "update": ("critic", "update"),
 }

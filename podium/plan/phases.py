@@ -40,6 +40,7 @@ from podium.train.critic import make_critic, make_critic_optimizer
 from podium.train.generate import rollout_rules
 from podium.train.offload import takes_no_device
 from podium.train.optimizer import make_opt_init
+from podium.train.reward_models import make_reward_program, reward_batch
 from podium.train.scorers import make_teacher_program
 from podium.train.setup import make_run_optimizer, make_train_settings
 from podium.train.state import TrainState, abstract_coefs, abstract_state
@@ -59,8 +60,8 @@ class PhaseProgram:
 def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     """The programs of a run by name, in the order in which a run first calls them.
 
-    Names: init, sync, prefill:T by chunk length, copy, decode:S by slots, score, teacher, values and critic if they
-    are needed, and update.
+    Names: init, sync, prefill:T by chunk length, copy, decode:S by slots, reward:NAME by reward model, score, teacher,
+    values and critic if they are needed, and update.
 
     Raises:
         ValueError: an array does not divide over the mesh.
@@ -90,7 +91,8 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     own = {"parameters": device_bytes(params)}
     moments = {"optimizer": device_bytes((state.step, state.opt_state))}
     anchor = {"reference_weights": device_bytes(params)} if recipe.needs_reference and not frozen else {}
-    teachers = {"teacher_weights": device_bytes(taught)}
+    judges = {each.name: abstract_frozen(each.decoder, settings.stored) for each in spec.rollout.reward_models}
+    teachers = {"teacher_weights": device_bytes(taught), "reward_weights": device_bytes(judges)}
     valued = _abstract_critic(spec, settings)
     critics = {
         "critic_weights": device_bytes(valued and valued.params),
@@ -103,14 +105,21 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     trainers = own | moments | anchor | teachers | critics | (under if kept or merged else {})
     beside = moments | anchor | teachers | critics | ({} if merged else under | kept)
     rollout = _rollout_programs(spec, mesh, params | frozen if merged else params, trainers, beside)
-    waiting = recipe.minibatches * device_bytes(scored)
     found = {"init": _phase(make_opt_init(optimizer, params), (params,), {}), **rollout}
+    for each in spec.rollout.reward_models:
+        _, program = make_reward_program(each, settings)
+        shape = make_batch([], reward_batch(each, shards=settings.computing.num_shards("batch")))[0]
+        scoring = (judges[each.name], abstract_batch(shape, settings.computing))
+        others = {"reward_weights": teachers["reward_weights"] - device_bytes(scoring[0])}
+        found[f"reward:{each.name}"] = _phase(program, scoring, trainers | _rollout_bytes(spec, mesh) | others)
+    waiting = recipe.minibatches * device_bytes(scored)
     if recipe.scorers:
         beside = moments | anchor | teachers | critics | kept | {"batch": waiting - device_bytes(batch)}
         found["score"] = _phase(score, (params | frozen, batch), beside)
     if spec.teacher is not None and recipe.teacher is not None:
         own_batch = dataclasses.replace(batch, choices=None)
-        beside = own | moments | anchor | under | critics | kept | {"batch": waiting - device_bytes(own_batch)}
+        held = {"reward_weights": teachers["reward_weights"], "batch": waiting - device_bytes(own_batch)}
+        beside = own | moments | anchor | under | critics | kept | held
         found["teacher"] = _phase(
             make_teacher_program(recipe.teacher, settings, spec.teacher), (taught, own_batch), beside
         )
@@ -125,7 +134,7 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
         found["values"] = _phase(critic.values, (valued.params, own_batch), beside)
         beside = others | {"batch": waiting - device_bytes(scored)}
         found["critic"] = _phase(critic.step, (valued, scored), beside)
-    rest = {"teacher_weights": teachers["teacher_weights"] - device_bytes(compared)}
+    rest = teachers | {"teacher_weights": teachers["teacher_weights"] - device_bytes(compared)}
     beside = anchor | rest | critics | kept | {"batch": waiting - device_bytes(scored)}
     return found | {"update": _phase(train_step, (state, scored, frozen | compared), beside)}
 
@@ -147,6 +156,15 @@ def _kept(spec: RunSpec, mesh: Mesh, frozen: AbstractParams) -> dict[str, int]:
     weights = abstract_weights(spec.decoder, rules, dtype)
     own = [weight for name, weight in weights.items() if frozen_in_rollout(spec.decoder, name)]
     return {"rollout_weights": device_bytes(own)}
+
+
+def _rollout_bytes(spec: RunSpec, mesh: Mesh) -> dict[str, int]:
+    """Bytes of the engine's weights and cache."""
+    rules = rollout_rules(spec.rollout.layout, spec.decoder, mesh)
+    dtype = jnp.dtype(spec.rollout.dtype)
+    cache = abstract_engine_cache(spec.rollout.settings, spec.decoder, rules, dtype)
+    weights = abstract_weights(spec.decoder, rules, dtype)
+    return {"rollout_weights": device_bytes(weights), "kv_cache": device_bytes(cache)}
 
 
 def _rollout_programs(

@@ -6,6 +6,7 @@ of the roofline that such programs were measured to reach. Without a compiler, t
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import podium.plan.estimate as closed_form
@@ -30,6 +31,7 @@ from podium.plan.workload import Clock, SequenceLengths, Workload, packed, simul
 
 KINDS: Mapping[str, str] = {
     "prefill": "prefill",
+    "reward": "update",
     "score": "update",
     "teacher": "update",
     "values": "update",
@@ -43,6 +45,7 @@ SLOWEST_FIRST = (
     "critic",
     "decode",
     "teacher",
+    "reward",
     "values",
     "score",
     "prefill",
@@ -278,6 +281,10 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
         rounds = steps / calls / at_once if calls else 0.0
         decode = call(f"decode:{size}", form, calls, rounds=rounds, repeats=steps, tokens=tokens)
         found.append(dataclasses.replace(decode, once_flops=closed_form.first_flops(run, size)))
+    for name, model in run.of_reward_models.items():
+        read = workload.completion_tokens + run.spec.rollout.completions * workload.prompt_tokens
+        calls = max(1, math.ceil(read / (model.spec.batch.rows * model.row_tokens)))  # rows are nearly full
+        found.append(call(f"reward:{name}", closed_form.reward_phase(run, name), calls))
     trained = [("update", closed_form.update_phase(run, own), updates)]
     if run.spec.teacher is not None:
         trained.insert(0, ("teacher", closed_form.teacher_phase(run), batches))

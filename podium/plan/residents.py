@@ -52,6 +52,8 @@ def scorers(run: RunSizes) -> Parts:
     found = {name: scorer_bytes(run, decoder) for name, decoder in own.items()}  # under LoRA the reference is frozen
     if (teacher := run.of_teacher) is not None:
         found["teacher_weights"] = frozen_bytes(teacher)
+    if models := run.of_reward_models:
+        found["reward_weights"] = sum(frozen_bytes(each) for each in models.values())
     if (critic := run.of_critic) is not None:
         found["critic_weights"] = F32 * critic.own_count
         found["critic_optimizer"] = optimizer_bytes(critic) - offloaded_bytes(critic)

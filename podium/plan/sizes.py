@@ -31,7 +31,7 @@ from podium.plan.workload import SequenceLengths, draw_lengths
 from podium.rollout.kept import Kept, kept_places, kv_pages, num_cells
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
-from podium.run.spec import RunSpec, UpdateSpec
+from podium.run.spec import BatchSizes, RewardModelSpec, RunSpec, UpdateSpec
 
 F32 = 4
 ITEMSIZES = {"float32": F32, "bfloat16": 2}
@@ -75,6 +75,32 @@ class RunSizes:
             critic=None,
         )
         return dataclasses.replace(self, spec=own)
+
+    @property
+    def of_reward_models(self) -> "dict[str, RunSizes]":
+        """The sizes of the same run with each reward model in place of the policy, by its name."""
+        return {each.name: self._of_reward_model(each) for each in self.spec.rollout.reward_models}
+
+    def _of_reward_model(self, model: RewardModelSpec) -> "RunSizes":
+        spec = self.spec
+        rows = model.rows_per_device * spec.batch.devices
+        own = dataclasses.replace(
+            spec,
+            decoder=model.decoder,
+            batch=BatchSizes(
+                row_tokens=model.row_tokens,
+                rows=rows,
+                max_rows=rows,
+                packing="sequences",
+                max_new_tokens=model.row_tokens,
+                devices=spec.batch.devices,
+            ),
+            update=dataclasses.replace(spec.update, head="chunked"),
+            recipe=dataclasses.replace(spec.recipe, teacher=None, kl="none"),
+            teacher=None,
+            critic=None,
+        )
+        return dataclasses.replace(self, spec=own, attended=1.0)
 
     @property
     def compares(self) -> bool:

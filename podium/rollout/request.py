@@ -149,6 +149,10 @@ class RolloutStats:
     """Prefill, decode, and the host's work between them."""
     reward_s: float = 0.0
     """Time spent waiting for grades after the last completion."""
+    scored_s: float = 0.0
+    """Time in which reward models scored answers."""
+    unscored: int = 0
+    """Answers that were too long for a reward model, counted for each of them."""
     answer_s: float = 0.0
     """Time from prompts to graded completions, over all hosts."""
     dropped_prompts: int = 0

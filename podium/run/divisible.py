@@ -18,8 +18,9 @@ from podium.models.params import (
     param_specs,
 )
 from podium.run.machine import Machine
-from podium.run.resolve import resolve_critic, resolve_layout, resolve_mesh, resolve_teacher
+from podium.run.resolve import resolve_critic, resolve_layout, resolve_mesh, resolve_reward_models, resolve_teacher
 from podium.run.sizes import row_tokens
+from podium.run.spec import RewardModelSpec
 
 _IN_WORDS = {
     "vocab": "a vocabulary of {}",
@@ -51,6 +52,9 @@ def check_divisible(config: Config, decoder: DecoderConfig, accelerator: Acceler
         model = (config.critic and config.critic.model) or config.model
         _check_weights(config, model, critic.decoder, mesh, accelerator)
         check_tokens(config, critic.decoder, mesh)
+    for each in resolve_reward_models(config):
+        _check_weights(config, each.model, each.decoder, mesh, accelerator)
+        check_conversations(config, each, mesh)
     check_tokens(config, decoder, mesh)
     layout = resolve_layout(config, decoder, machine)
     rollout_mesh = layout.mesh(mesh, decoder.kv_heads)
@@ -96,6 +100,17 @@ def check_tokens(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> Non
         raise ValueError(
             f"mesh {config.mesh!r}: rows of {length} tokens cannot be split evenly by sp:{sp}; set train.row_tokens to"
             f" {-(-length // sp) * sp}"
+        )
+
+
+def check_conversations(config: Config, model: RewardModelSpec, mesh: MeshSizes) -> None:
+    """Raises ValueError if sp does not divide a reward model's rows, or its heads; as `check_tokens`."""
+    check_tokens(config, model.decoder, mesh)
+    sp, length = mesh["sp"], model.row_tokens
+    if length % sp:
+        raise ValueError(
+            f"mesh {config.mesh!r}: rows of {length} tokens of reward model {model.name} cannot be split evenly by"
+            f" sp:{sp}; set its max_tokens to {length // sp * sp}"
         )
 
 

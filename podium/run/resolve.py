@@ -13,12 +13,12 @@ from podium.config.critic import CriticConfig
 from podium.config.head import head_kind
 from podium.config.mesh import MeshSizes, mesh_shape
 from podium.config.schema import AlgorithmConfig, Config, Dtype, RolloutConfig
-from podium.config.sizes import check_split, too_long
-from podium.models.architecture import DecoderConfig, frozen_decoder, scoring_decoder
+from podium.config.sizes import check_split, conversation_tokens, too_long, too_long_to_score
+from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder, scoring_decoder
 from podium.models.flops import matrix_elements, pair_flops
 from podium.models.layouts import Layout, choose_layout
 from podium.models.params import TRAIN_AXES, axis_parts
-from podium.models.presets import find_architecture, find_scorer
+from podium.models.presets import find_architecture, find_reward_model, find_scorer
 from podium.rollout.request import SamplingParams
 from podium.run.machine import Machine
 from podium.run.sizes import (
@@ -31,7 +31,17 @@ from podium.run.sizes import (
     rows_per_device,
     tokens_per_gather,
 )
-from podium.run.spec import BatchSizes, CriticSpec, Format, OptimizerSpec, PromptSpec, RolloutSpec, RunSpec, UpdateSpec
+from podium.run.spec import (
+    BatchSizes,
+    CriticSpec,
+    Format,
+    OptimizerSpec,
+    PromptSpec,
+    RewardModelSpec,
+    RolloutSpec,
+    RunSpec,
+    UpdateSpec,
+)
 
 
 def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: MeshSizes | None = None) -> RunSpec:
@@ -63,6 +73,13 @@ def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: M
     for model, most in positions.items():
         if found := too_long(config.rollout, most, model):
             raise ValueError(f"{found.keys[0]}: {found.message}")
+    used = {part for task in config.tasks for part in task.rewards}
+    for index, each in enumerate(config.reward_models):
+        if each.name not in used:
+            raise ValueError(
+                f"reward_models.{index}.name: {each.name!r} is in no task's rewards, so nothing would be scored; name"
+                f" it in tasks.0.rewards, with a weight, or leave reward_models.{index} out"
+            )
     return RunSpec(
         machine=machine,
         decoder=decoder,
@@ -128,6 +145,39 @@ def resolve_critic(config: Config, decoder: DecoderConfig) -> CriticSpec | None:
     )
 
 
+def resolve_reward_models(config: Config) -> tuple[RewardModelSpec, ...]:
+    """Find the decoders of the reward models that tasks use, without their weights, and resolve how they score.
+
+    Raises:
+        ModelError: there is no such model, or it has no head with one score.
+        ValueError: conversations are longer than its positions.
+    """
+    used = {part for task in config.tasks for part in task.rewards}
+    found = []
+    for index, each in enumerate(config.reward_models):
+        if each.name not in used:
+            continue
+        try:
+            decoder = find_reward_model(each.model)
+        except ModelError as error:
+            raise ModelError(f"reward_models.{index}.model: {error}") from error
+        positions, key = decoder.max_positions, f"reward_models.{index}.max_tokens"
+        if wrong := too_long_to_score(config.rollout, each.max_tokens, positions, key=key, model=each.model):
+            raise ValueError(f"{wrong.keys[0]}: {wrong.message}")
+        found.append(
+            RewardModelSpec(
+                name=each.name,
+                model=each.model,
+                chat_template=each.chat_template,
+                decoder=frozen_decoder(decoder, each.base),
+                row_tokens=conversation_tokens(config.rollout, each.max_tokens, positions),
+                rows_per_device=rows_per_device(config),
+                standardise=each.standardise,
+            )
+        )
+    return tuple(found)
+
+
 def resolve_batch(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> BatchSizes:
     """Resolve the shapes of a run's batches on a mesh."""
     shards = axis_parts(TRAIN_AXES, mesh)["batch"]
@@ -189,6 +239,7 @@ def resolve_rollout(config: Config, decoder: DecoderConfig, machine: Machine) ->
             long_prompts=rollout.long_prompts,
         ),
         grading=config.grading,
+        reward_models=resolve_reward_models(config),
         environments=config.environments,
         evaluation=config.eval,
         sampling=sampling_params(rollout),

@@ -126,6 +126,23 @@ class PromptSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardModelSpec:
+    """A reward model, all of which is frozen, and the rows in which it scores conversations."""
+
+    name: str
+    """Its part of the reward."""
+    model: str
+    """Its name in the config, as of a model."""
+    chat_template: str | None
+    decoder: DecoderConfig
+    row_tokens: int
+    """T: tokens per row; longer conversations get no score."""
+    rows_per_device: int
+    """Rows of a call on each device that the batch is split over."""
+    standardise: Literal["none", "batch"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutSpec:
     """How prompts are completed and graded, in training and in evaluation."""
 
@@ -136,6 +153,8 @@ class RolloutSpec:
     """Number format of the engine's weights, activations and cache."""
     prompts: PromptSpec
     grading: GradingConfig
+    reward_models: tuple[RewardModelSpec, ...]
+    """Those that a task's rewards name."""
     environments: EnvironmentsConfig
     evaluation: EvalConfig
     sampling: SamplingParams

@@ -22,7 +22,7 @@ from podium.tasks.environment_forms import machine_checks
 from podium.tasks.functions import FunctionGrader, Part
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.registry import make_task, task_labels
-from podium.tasks.rewards import LengthLimits, label, make_reward, own_functions
+from podium.tasks.rewards import LengthLimits, label, make_reward, model_parts, own_functions
 from podium.tasks.task import Graded, Reward
 from podium.tasks.worker import Item, Outcome, grade_item
 
@@ -168,7 +168,10 @@ class Grader:
                 outcome = NOT_ASKED if completion.paid is None else Outcome("graded", correct=completion.paid)
             correct, stopped = outcome.correct, outcome.kind == "stopped"
             reward = make_reward(config, completion, self._limits, correct=correct, own=parts, timed_out=stopped)
-            if not self._warned_unrewarded and not any(label(name) in reward.parts for name in config.rewards):
+            graded_later = bool(model_parts(config))
+            if not (
+                self._warned_unrewarded or graded_later or any(label(name) in reward.parts for name in config.rewards)
+            ):
                 self._warned_unrewarded = True
                 logger.warning(
                     "no reward applies to prompt %s of %s: each function returned None; its answers are left out, as"

@@ -3,6 +3,7 @@
 Parts that are the user's functions are in `podium.tasks.functions`.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -89,6 +90,11 @@ def own_functions(task: TaskConfig) -> list[str]:
     return [name for name in task.rewards if is_path(name)]
 
 
+def model_parts(task: TaskConfig) -> list[str]:
+    """A task's reward parts that are scores of reward models, which are added after it has graded."""
+    return [name for name in task.rewards if name not in BUILT_IN and not is_path(name)]
+
+
 def asks_for_environment(task: TaskConfig) -> bool:
     """Whether a reward function of the task asks for its environment."""
     return task.environment is not None and any(RewardFunction(name).of_environment for name in own_functions(task))
@@ -126,6 +132,31 @@ def make_reward(
         weights={label(name): weight for name, weight in task.rewards.items() if name in parts},
         timed_out=timed_out,
     )
+
+
+def with_score(reward: Reward, task: TaskConfig, name: str, score: float) -> Reward:
+    """A reward with a reward model's score among its parts, weighted; one of a conversation that failed is unchanged.
+
+    Where the score counts as correctness, `correct` is the logistic function of it: the probability, by the model of
+    Bradley and Terry, that the answer is preferred to one with score 0.
+    """
+    if not reward.parts:
+        return reward
+    weight = task.rewards[name]
+    correct = {"correct": 0.5 + 0.5 * math.tanh(score / 2)} if task.correct == name else {}
+    graded = dataclasses.replace(
+        reward,
+        total=0.0 if math.isnan(reward.total) else reward.total,
+        parts={**reward.parts, **correct, name: score},
+        weights={**reward.weights, name: weight},
+    )
+    return raised(graded, weight * score)
+
+
+def raised(reward: Reward, by: float) -> Reward:
+    """A reward whose total is larger, in a conversation that of the last turn."""
+    turns = (*reward.turns[:-1], reward.turns[-1] + by) if reward.turns else ()
+    return dataclasses.replace(reward, total=reward.total + by, turns=turns)
 
 
 def label(part: str) -> str:

@@ -510,15 +510,8 @@ class _Rollout:
         prompt, dialogue = self._prompts[live.index], self._dialogue(live.index)
         assert dialogue is not None, "single answers have no environment"
         live.first = first
-        live.before = list(prompt_messages(prompt.prompt))
-        live.tokens = prompt.tokens
-        if first is not None:
-            if live.before and live.before[-1].get("role") == "user":
-                last = live.before[-1]
-                live.before[-1] = {**last, "content": f"{last['content']}{first}"}
-            else:
-                live.before.append({"role": "user", "content": first})
-            live.tokens = dialogue.prompt(live.before)
+        live.before = list(prompt_messages(prompt.prompt, first))
+        live.tokens = prompt.tokens if first is None else dialogue.prompt(live.before)
         limit = self._owner._rollout.max_prompt_tokens
         if len(live.tokens) > limit or not live.before:
             what = f"has {len(live.tokens)} tokens and rollout.max_prompt_tokens is {limit}; raise it"

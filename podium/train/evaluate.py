@@ -22,6 +22,7 @@ from podium.rollout.request import RolloutStats
 from podium.tasks.mixture import TaskPrompt
 from podium.train.feed import request_seed
 from podium.train.generate import AnswerSettings, FailingEnvironmentError, Group, Rollouts
+from podium.train.reward_models import load_reward_models
 from podium.train.setup import load_parts, make_model, rollout_spec
 from podium.train.step_files import saved_steps
 
@@ -67,8 +68,8 @@ def evaluate(rollouts: Rollouts) -> Evaluation:
         answers[task] = greedy or sampled
     stats = EvaluationStats(
         tasks=tasks,
-        rollout_s=rolled.answer_s - rolled.reward_s,
-        reward_s=rolled.reward_s,
+        rollout_s=rolled.answer_s - rolled.reward_s - rolled.scored_s,
+        reward_s=rolled.reward_s + rolled.scored_s,
         step_s=time.perf_counter() - start,
     )
     return Evaluation(stats=stats, groups=answers)
@@ -103,6 +104,7 @@ def task_scores(greedy: Sequence[Group], sampled: Sequence[Group], *, questions:
         pass_at_k=pass_at_k,
         pass_at_k_interval=pass_at_k_interval,
         passes=passes,
+        scores=_scores(answered),
         questions=questions,
         too_long=questions - len(answered),
         completion_tokens=float(np.mean([answer.num_drawn for answer in answers])),
@@ -135,8 +137,9 @@ def evaluate_weights(config: Config, run: Fork | None) -> tuple[Evaluation, int 
     if run is not None and run.step is None:
         run = run._replace(step=max(saved_steps(run.checkpoints), default=None))
     spec = rollout_spec(config, model)
-    with contextlib.closing(Rollouts(spec, model.decoder, model.tokenizer, model.mesh)) as rollouts:
-        rollouts.grader.check([prompts[0] for prompts in rollouts.feed.tasks.eval_prompts(1).values()])
+    models = load_reward_models(config, spec, model.mesh)
+    with contextlib.closing(Rollouts(spec, model.decoder, model.tokenizer, model.mesh, scorers=models)) as rollouts:
+        rollouts.check([prompts[0] for prompts in rollouts.feed.tasks.eval_prompts(1).values()])
         rollouts.load(*load_parts(model, run))
         return evaluate(rollouts), None if run is None else run.step
 
@@ -185,6 +188,13 @@ def _print_answer(record: SampleRecord) -> None:
 def _correct(groups: Sequence[Group]) -> np.ndarray:
     """The `correct` part of each answer, [n, k], clipped to 0 to 1: an environment may pay anything."""
     return np.clip([[reward.parts["correct"] for reward in group.rewards] for group in groups], 0.0, 1.0)
+
+
+def _scores(groups: Sequence[Group]) -> dict[str, float]:
+    """The mean of each part of the reward but `correct`, over the answers that have it."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    names = dict.fromkeys(name for reward in rewards for name in reward.parts if name != "correct")
+    return {name: float(np.mean([each.parts[name] for each in rewards if name in each.parts])) for name in names}
 
 
 def _answers(

@@ -103,15 +103,19 @@ class Feed:
         return None
 
 
-def prompt_messages(prompt: TaskPrompt) -> list[Mapping[str, str]]:
+def prompt_messages(prompt: TaskPrompt, first: str | None = None) -> list[Mapping[str, str]]:
     """The conversation for the model to continue; starts with the task's system prompt unless the row has its own.
 
-    Without a question it has no message of the user: the environment begins.
+    Without a question it has no message of the user: the environment begins. `first` is what the environment adds.
     """
     question = prompt.prompt.question
     messages = list(prompt.prompt.messages or ([{"role": "user", "content": question}] if question else []))
     if prompt.system_prompt and not (messages and messages[0]["role"] == "system"):
         messages.insert(0, {"role": "system", "content": prompt.system_prompt})
+    if first is not None and messages and messages[-1].get("role") == "user":
+        messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{first}"}
+    elif first is not None:
+        messages.append({"role": "user", "content": first})
     return messages
 
 

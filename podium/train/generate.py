@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,8 @@ class Group:
     """One reward per transcript."""
     version: int = 0
     """Weight version at the start of the step; a token's age is this minus the token's version."""
+    firsts: tuple[str | None, ...] = ()
+    """What the environment of each transcript added to the prompt; empty: there are no environments."""
 
     @functools.cached_property
     def tokens(self) -> tuple[int, ...]:
@@ -75,6 +77,22 @@ class Group:
     def equal_rewards(self) -> bool:
         """Whether all its episodes got the same reward, so that a group baseline learns nothing from it."""
         return bool(equal_reward_groups(self.totals[None])[0])
+
+
+class GroupScorer(Protocol):
+    """Adds a part to the rewards of complete groups, on all hosts together; `podium.train.reward_models` has one."""
+
+    def check(self, feed: Feed, prompts: Sequence[TaskPrompt]) -> None:
+        """Raise ValueError if answers to these prompts cannot be scored."""
+        ...
+
+    def scored(self, groups: Sequence[Group], feed: Feed) -> tuple[list[Group], int]:
+        """The groups with their scores, and the number of answers that have none because they are too long."""
+        ...
+
+    def standardised(self, groups: Sequence[Group]) -> list[Group]:
+        """All scored groups of a step, with scores as they count in totals."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +138,14 @@ class _HostPart(NamedTuple):
     episodes: EnvironmentStats = EnvironmentStats()
 
 
+class _Scored(NamedTuple):
+    """Groups with the scores of reward models, the seconds that these took, and how many answers were too long."""
+
+    groups: list[Group]
+    seconds: float
+    too_long: int
+
+
 class Rollouts:
     """Generates completions with the engine, and has them graded."""
 
@@ -130,19 +156,23 @@ class Rollouts:
         tokenizer: Tokenizer,
         mesh: Mesh,
         *,
+        scorers: Sequence[GroupScorer] = (),
         stop: AgreedStop | None = None,
         watchdog: Watchdog | None = None,
         on_progress: Callable[[int, int, int], None] = lambda total, done, tokens: None,
     ) -> None:
         """Start the graders, and make the engine on this host's devices of the mesh; `load` gives it weights.
 
-        `stop`, if set, can end a rollout early; `watchdog` is pinged regularly. `on_progress` is called after each
-        group is complete with this host's number of completions, the number completed, and their tokens.
+        `scorers` are those of the spec's reward models. `stop`, if set, can end a rollout early; `watchdog` is pinged
+        regularly. `on_progress` is called after each group is complete with this host's number of completions, the
+        number completed, and their tokens.
 
         Raises:
             ValueError: a task, its data or the engine's sizes are invalid.
         """
+        assert len(scorers) == len(spec.reward_models), "each reward model has its weights"
         self.spec, self.feed = spec, Feed(spec.prompts, tokenizer)
+        self._scorers = tuple(scorers)
         self.training = AnswerSettings(
             sampling=spec.sampling,
             completions=spec.completions,
@@ -263,8 +293,15 @@ class Rollouts:
             now = [answer.of(each) for each, answer in zip(pending, answers, strict=True)]
             drawn = tuple(drawn_lengths(pending, now))
             taken, pending = choice.split(now)
-            groups += taken
-            rolled = dataclasses.replace(rolled, waited_s=choice.waited_s, drawn_lengths=drawn)
+            scored = self._scored(taken)
+            groups += scored.groups
+            rolled = dataclasses.replace(
+                rolled,
+                waited_s=choice.waited_s,
+                drawn_lengths=drawn,
+                scored_s=scored.seconds,
+                unscored=scored.too_long,
+            )
             stats = stats.then(rolled).then(RolloutStats(dropped_prompts=sum(prompt.skipped for prompt in more)))
             missing = wanted - sum(not group.equal_rewards for group in groups)
             if stats.refill_rounds == settings.max_refills or not missing:
@@ -273,6 +310,8 @@ class Rollouts:
         if self.converses:
             self._check_failures(groups, episodes)
             self.held = episodes
+        for scorer in self._scorers:
+            groups = scorer.standardised(groups)
         if carries:
             self._pending = tuple(pending)
             self._learn(groups)
@@ -280,11 +319,25 @@ class Rollouts:
             groups.sort(key=lambda group: group.equal_rewards)
         return groups, dataclasses.replace(stats, in_flight=len(pending), answer_s=time.perf_counter() - start)
 
+    def check(self, prompts: Sequence[TaskPrompt]) -> list[str]:
+        """Check that answers to these prompts, of each task, can be graded; otherwise as `Grader.check`."""
+        for scorer in self._scorers:
+            scorer.check(self.feed, prompts)
+        return self.grader.check(prompts)
+
     def close(self) -> None:
         """Stop the graders and environments, and free the engine's memory."""
         self.grader.close()
         self.environments.close()
         self.engine.unload()
+
+    def _scored(self, groups: list[Group]) -> "_Scored":
+        """The groups with the scores of all reward models; the engine's weights and cache stay where they are."""
+        start, too_long = time.perf_counter(), 0
+        for scorer in self._scorers if groups else ():
+            groups, more = scorer.scored(groups, self.feed)
+            too_long += more
+        return _Scored(groups, time.perf_counter() - start if self._scorers else 0.0, too_long)
 
     def _learn(self, groups: Sequence[Group]) -> None:
         """Let the shares of right answers decide the next prompts' levels, where tasks have curricula."""
@@ -398,6 +451,7 @@ class _Choice:
                 or [transcript_of(each.prompt.tokens, completion) for completion in each.completions],
                 rewards=list(each.rewards),
                 version=self._version,
+                firsts=tuple(episode.first for episode in each.episodes),
             )
             for each in (pending[index] for index in taken)
         ]

@@ -81,8 +81,9 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
     rewards = np.stack([group.totals for group in groups])  # [N, G]
     if np.isnan(rewards).all() and any(reward.parts for group in groups for reward in group.rewards):
         raise ValueError(
-            "no answer of the step could be graded: each reward function returned None for all of them; let one grade"
-            " them, or give tasks.rewards a part that grades every answer, such as correct"
+            "no answer of the step could be graded: each reward function returned None for all of them, or they were"
+            " too long for a reward model; let one grade them, or give tasks.rewards a part that grades every answer,"
+            " such as correct"
         )
     returns = None
     equal = equal_reward_groups(rewards)  # [N]

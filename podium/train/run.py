@@ -39,6 +39,7 @@ from podium.train.generate import Group, Rollouts
 from podium.train.platform import machine_text
 from podium.train.profile import Profiler, Window
 from podium.train.recorder import OnStep, PlanCheck, Recorder
+from podium.train.reward_models import load_reward_models
 from podium.train.same_inputs import check_same_inputs
 from podium.train.scorers import Scorer, make_teacher_scorer
 from podium.train.setup import (
@@ -136,11 +137,13 @@ def open_run(
         spec = run_spec(config, model.decoder, model.mesh)
         _plan(check, model.decoder, run_dir, progress)
         optimizer = make_run_optimizer(spec.optimizer, model.decoder)
+        judges = load_reward_models(config, spec.rollout, model.mesh)
         rollouts = Rollouts(
             spec.rollout,
             model.decoder,
             model.tokenizer,
             model.mesh,
+            scorers=judges,
             stop=stop,
             watchdog=job.watchdog,
             on_progress=progress.advance,
@@ -149,7 +152,8 @@ def open_run(
         check_same_inputs(
             model.source,
             None if config.lora is None else config.lora.adapter,
-            {"teacher": taught_by and taught_by.source, "critic": valued_by and valued_by.source},
+            {"teacher": taught_by and taught_by.source, "critic": valued_by and valued_by.source}
+            | {f"reward model {each.spec.name}": each.source for each in judges},
             rollouts.feed.tasks,
             evaluates=bool(spec.evaluation.at_start or spec.evaluation.every_steps or spec.evaluation.at_end),
         )
@@ -157,7 +161,7 @@ def open_run(
         # Before the first compilation, so that bad data is reported early.
         if spec.recipe.demonstrations:
             check_demonstrations(rollouts.feed.tasks, spec.rollout, model.tokenizer, form=spec.recipe.data_form)
-        for line in rollouts.grader.check(rollouts.feed.tasks.first_prompts()):
+        for line in rollouts.check(rollouts.feed.tasks.first_prompts()):
             progress.message(line)
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, job.watchdog.beat))
         checkpointer = Checkpointer(
@@ -185,6 +189,8 @@ def open_run(
         trainer = _make_trainer(spec, model, optimizer, run_dir.path, kept(frozen, model.rules), teacher, valuing)
         rollouts.load(state.params, trainer.frozen, version=done)
         _say_what_was_chosen(spec, progress)
+        for judge in judges:
+            progress.message(f"reward model {judge.spec.name}: {judge.spec.model}, weights {judge.weights}")
         for label, dialogue in zip(rollouts.feed.tasks.labels, rollouts.feed.dialogues, strict=True):
             if dialogue is not None:
                 progress.message(f"{label}: {dialogue.line}")

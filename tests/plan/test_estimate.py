@@ -1,3 +1,4 @@
+import json
 import math
 from typing import Any
 
@@ -15,7 +16,9 @@ from podium.models.architecture import DecoderConfig
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
 from podium.models.presets import find_decoder
 from podium.plan.estimate import estimate, far_too_large, first_flops, residents
+from podium.plan.planner import step_calls
 from podium.plan.sizes import local_count, make_sizes, offloaded_bytes, optimizer_count
+from podium.plan.workload import simulate_rollout
 from podium.rollout.programs import (
     abstract_chunk,
     abstract_engine_cache,
@@ -346,3 +349,46 @@ def test_a_critic_stays_beside_the_trainer_and_has_a_forward_pass_and_an_update(
         assert each.parts["parameters"] == residents(run)["parameters"]
     assert critic.parts.get("logits", 0) <= 4 * run.tokens, "one number per token"
     assert update.flops == phase(alone, "update").flops
+
+
+def test_a_reward_model_stays_beside_the_trainer_and_scores_whole_conversations_in_its_own_rows(tmp_path):
+    """A model of 4 layers of width 1024 grades Qwen3-1.7B on 8 chips: weights, operations and calls by hand."""
+    raw = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "id2label": {"0": "LABEL_0"},
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    settings: dict[str, Any] = {"model": "Qwen/Qwen3-1.7B", "train": {"head": "chunked", "rows_per_device": 2}}
+    settings["rollout"] = {"max_prompt_tokens": 64, "max_new_tokens": 448}
+    judged = settings | {
+        "tasks": [{"name": "arithmetic", "rewards": {"helpful": 1.0}}],
+        "reward_models": [{"name": "helpful", "model": str(tmp_path)}],
+    }
+    accelerator, student = find_accelerator("v6e-8"), find_decoder(config(**settings))
+    alone, run = (make_sizes(config(**each), student, accelerator) for each in (settings, judged))
+    layers, embedding = 4 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072), 151936 * 1024
+    added = residents(run)["reward_weights"]
+    assert added == pytest.approx(2 * (layers + embedding) / 8, rel=1e-3)
+    assert sum(residents(run).values()) - sum(residents(alone).values()) == added
+    assert [each.name for each in estimate(run)][4:6] == ["reward", "update"]
+    reward, decode = phase(run, "reward"), phase(run, "decode")
+    assert reward.parts["reward_weights"] == decode.parts["reward_weights"] == added
+    assert reward.parts["kv_cache"] == decode.parts["kv_cache"]
+    tokens = 2 * 640  # of two rows on a device, each a quarter longer than 512
+    assert 2 * tokens * layers < reward.flops < 1.3 * 2 * tokens * layers
+    drawn = simulate_rollout(run.draw_lengths("gsm8k"), run.rollout, shards=run.rollout_shards)
+    (call,) = [each for each in step_calls(run, drawn, micro_batches=1) if each.phase == "reward"]
+    read = drawn.completion_tokens + 8 * drawn.prompt_tokens
+    assert (call.program, call.calls) == ("reward:helpful", math.ceil(read / (16 * 640)))
+    assert phase(run, "update").flops == phase(alone, "update").flops

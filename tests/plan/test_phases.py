@@ -23,6 +23,7 @@ from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import EnginePrograms
 from podium.rollout.request import Request, SamplingParams
 from podium.run.resolve import resolve_optimizer
+from podium.run.spec import RewardModelSpec
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batch import make_batch
 from podium.train.generate import rollout_rules
@@ -296,3 +297,36 @@ def test_bytes_are_those_of_one_device():
     whole = jax.ShapeDtypeStruct((16, 3), jnp.bfloat16, sharding=rules.sharding())
     split = jax.ShapeDtypeStruct((16, 3), jnp.float32, sharding=rules.sharding("batch", None))
     assert device_bytes({"whole": whole, "split": split}) == 16 * 3 * 2 + 2 * 3 * 4
+
+
+def test_a_reward_model_is_a_program_beside_the_rollouts_arrays_and_its_weights_stay_beside_all_others():
+    config = config_of()
+    mesh = make_mesh(config.mesh)
+    spec = run_spec(config, DECODER, mesh)
+    judge = RewardModelSpec(
+        name="helpful",
+        model="none",
+        chat_template=None,
+        decoder=frozen_decoder(scoring_decoder(tiny(layers=3)), "bfloat16"),
+        row_tokens=64,
+        rows_per_device=1,
+        standardise="none",
+    )
+    other = dataclasses.replace(judge, name="harmless", decoder=frozen_decoder(scoring_decoder(DECODER), "int8"))
+    spec = dataclasses.replace(spec, rollout=dataclasses.replace(spec.rollout, reward_models=(judge, other)))
+    programs, sizes = phase_programs(spec, mesh), RunSizes(spec=spec)
+    _, batch = programs["reward:helpful"].arguments
+    assert batch.tokens.shape == (1, spec.batch.devices, 64)
+    assert programs["reward:helpful"].lower().out_info.shape == batch.tokens.shape
+    held = {name: device_bytes(programs[f"reward:{name}"].arguments[0]) for name in ("helpful", "harmless")}
+    assert held == {name: frozen_bytes(each) for name, each in sizes.of_reward_models.items()}
+    assert residents(sizes)["reward_weights"] == sum(held.values())
+    beside = {name: each.residents.get("reward_weights") for name, each in programs.items() if name != "init"}
+    assert beside == dict.fromkeys(beside, sum(held.values())) | {
+        "reward:helpful": held["harmless"],
+        "reward:harmless": held["helpful"],
+    }
+    cache = programs["copy"].arguments[0]
+    rollout = {"kv_cache": device_bytes(cache), "rollout_weights": programs["copy"].residents["rollout_weights"]}
+    assert rollout.items() <= programs["reward:helpful"].residents.items()
+    assert programs["reward:helpful"].residents["parameters"] == programs["decode:16"].residents["parameters"]

@@ -20,6 +20,7 @@ from tiny_runs import TINY, merged
 
 from podium.algorithms.recipes import Recipe, make_recipe
 from podium.config.critic import CriticConfig
+from podium.config.reward_model import RewardModelConfig
 from podium.config.schema import AlgorithmConfig, Config, EnvironmentsConfig, LimitsConfig, Section
 from podium.train.loop import train
 
@@ -58,7 +59,11 @@ def with_invented(section: type[Section]) -> type[Section]:
             changed = with_invented(inner)
             several, optional = get_origin(field.annotation) is list, field.default is None
             fields[name] = (
-                (list[changed], ...) if several else (changed | None, None) if optional else (changed, changed())
+                (list[changed], field.default if several and field.default == [] else ...)
+                if several
+                else (changed | None, None)
+                if optional
+                else (changed, changed())
             )
     return create_model(section.__name__, __base__=section, **fields)
 
@@ -158,6 +163,9 @@ def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, 
     by_effect.add(("TaskConfig", "completion"))  # of written completions alone: tests/train/test_sft.py
     by_effect.add(("RolloutConfig", "group_chips"))  # of several devices: tests/models/test_layout_choice.py
     by_effect.add(("AlgorithmConfig", "gamma"))  # with credit: turn
+    by_effect |= {  # tests/train/test_reward_models.py
+        ("RewardModelConfig", name) for name in RewardModelConfig.model_fields
+    }
     by_effect |= {("CriticConfig", name) for name in CriticConfig.model_fields}  # of ppo: tests/train/test_critic.py
     by_effect |= {  # of conversations: tests/train/test_episodes.py
         (section.__name__, name) for section in (LimitsConfig, EnvironmentsConfig) for name in section.model_fields

@@ -1,0 +1,259 @@
+"""Reward models: frozen decoders that score conversations on the devices, after they were completed.
+
+A conversation is written by the model's own chat template, and its score is that of its last token.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from podium.config.schema import Config
+from podium.models.adapters import base_of
+from podium.models.chat_format import Message, ToolSchema
+from podium.models.linear import kept
+from podium.models.source import ModelSource, padding_token
+from podium.models.source import resolve as find_source
+from podium.models.tokenizer import Tokenizer, load_tokenizer
+from podium.run.divisible import check_conversations
+from podium.run.resolve import resolve_update
+from podium.run.spec import BatchSizes, RewardModelSpec, RolloutSpec
+from podium.sharding import Params
+from podium.tasks.environment_forms import conversing
+from podium.tasks.mixture import TaskPrompt
+from podium.tasks.rewards import raised, with_score
+from podium.tasks.task import Reward
+from podium.train.batch import Batch, make_batch, take
+from podium.train.dialogue import ToolFormat
+from podium.train.distributed import on_host
+from podium.train.feed import Feed, prompt_messages
+from podium.train.generate import Group
+from podium.train.platform import machine_of
+from podium.train.samples import single_answer
+from podium.train.setup import Model, load_frozen, make_train_settings
+from podium.train.step import CompiledScore, TrainSettings, make_values, shard_batch
+
+EPSILON = 1e-6
+"""Added to the deviation of scores that are standardised."""
+PROBE = "qzANSWERzq"
+TRIED: tuple[Message, ...] = ({"role": "assistant", "content": PROBE},)
+TRIED_CALL: tuple[Message, ...] = (
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": PROBE, "arguments": {"x": "12"}}}],
+    },
+    {"role": "tool", "name": PROBE, "tool_call_id": "call00000", "content": PROBE},
+    *TRIED,
+)
+"""Messages with which chat templates are tried; each has PROBE at least once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """What a reward model reads: the messages of prompt and answer, and the tools that could be called."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSchema, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardModel:
+    """A reward model with its weights."""
+
+    spec: RewardModelSpec
+    source: ModelSource
+    tokenizer: Tokenizer
+    pad_token: int | None
+    """The token that transformers takes for padding, which has no score; None: there is none."""
+    tool_format: ToolFormat | None
+    """How its chat template shows tools; None: no task that it grades has tools."""
+    weights: str
+    """The fingerprint of its weights, which are not part of the run's checkpoints."""
+    params: Params
+    settings: TrainSettings
+    """The trainer's, with its decoder."""
+    program: CompiledScore
+
+    def written(self, conversation: Conversation) -> str:
+        """A conversation as its chat template writes it. Raises TemplateError if the template rejects it."""
+        messages = conversation.messages
+        if self.tool_format is not None:
+            messages = self.tool_format.with_tools(messages, conversation.tools)
+        return self.tokenizer.chat_format.render(messages, tools=conversation.tools, answer=False)
+
+    def tokens(self, conversation: Conversation) -> list[int]:
+        """The tokens of a conversation up to the one with its score. Raises TemplateError as `written` does."""
+        tokens = self.tokenizer.chat_format.encode(self.written(conversation))
+        while len(tokens) > 1 and tokens[-1] == self.pad_token:
+            tokens.pop()
+        return tokens
+
+    def check(self, feed: Feed, prompts: Sequence[TaskPrompt]) -> None:
+        """Check, with a prompt of each task, that the chat template writes the task's conversations.
+
+        Raises ValueError if it does not write the answer, a call or a tool's reply.
+        """
+        for prompt in prompts:
+            if self.spec.name not in feed.tasks.levels[prompt.task].rewards:
+                continue
+            held = feed.conversing[prompt.task]
+            tools = () if held is None else tuple(held.tools)
+            said = TRIED_CALL if tools else TRIED
+            before = prompt_messages(prompt) or [{"role": "user", "content": PROBE}]
+            where = f"reward model {self.spec.name} ({self.spec.model}): its chat template"
+            try:
+                text = self.written(Conversation(messages=(*before, *said), tools=tools))
+            except ValueError as error:
+                raise ValueError(f"{where} rejects prompt {prompt.prompt.id} with an answer: {error}") from error
+            if text.count(PROBE) < len(said):
+                raise ValueError(
+                    f"{where} does not write {'calls of tools and their replies' if tools else 'answers'}; give it"
+                    " another chat_template, or take a model that was trained on such conversations"
+                )
+
+    def scores(self, conversations: Sequence[Conversation]) -> list[float | None]:
+        """The score of each conversation; None: it is longer than `row_tokens`."""
+        written = [self.tokens(each) for each in conversations]
+        fitting = [index for index, tokens in enumerate(written) if len(tokens) <= self.spec.row_tokens]
+        found = self._scores([written[index] for index in fitting])
+        scores: list[float | None] = [None] * len(written)
+        for index, score in zip(fitting, found, strict=True):
+            scores[index] = score
+        return scores
+
+    def scored(self, groups: Sequence[Group], feed: Feed) -> tuple[list[Group], int]:
+        """The groups with scores in their rewards, and the number of answers that are too long for one.
+
+        Groups of tasks whose rewards do not name the model, and conversations that failed, are not scored.
+        """
+        name, tasks = self.spec.name, feed.tasks.levels
+        places = [
+            (n, g)
+            for n, group in enumerate(groups)
+            if name in tasks[group.prompt.task].rewards
+            for g, reward in enumerate(group.rewards)
+            if reward.parts
+        ]
+        found = self.scores([_conversation(groups[n], g, feed) for n, g in places])
+        rewards = [list(group.rewards) for group in groups]
+        for (n, g), score in zip(places, found, strict=True):
+            if score is not None:
+                rewards[n][g] = with_score(rewards[n][g], tasks[groups[n].prompt.task], name, score)
+        made = [dataclasses.replace(group, rewards=own) for group, own in zip(groups, rewards, strict=True)]
+        return made, sum(score is None for score in found)
+
+    def standardised(self, groups: Sequence[Group]) -> list[Group]:
+        """With `standardise: batch`, the groups with totals to which each score adds its distance from the mean.
+
+        In units of the deviation, over all groups. The parts of rewards still have the scores themselves.
+        """
+        name = self.spec.name
+        if self.spec.standardise == "none":
+            return list(groups)
+        found = [reward.parts[name] for group in groups for reward in group.rewards if name in reward.weights]
+        mean, deviation = (float(np.mean(found)), float(np.std(found)) + EPSILON) if found else (0.0, 1.0)
+
+        def moved(reward: Reward) -> Reward:
+            if name not in reward.weights:
+                return reward
+            score = reward.parts[name]
+            return raised(reward, reward.weights[name] * ((score - mean) / deviation - score))
+
+        return [dataclasses.replace(group, rewards=[moved(each) for each in group.rewards]) for group in groups]
+
+    def _scores(self, written: Sequence[Sequence[int]]) -> list[float]:
+        """The scores of the last tokens of sequences, which are packed into rows."""
+        if not written:
+            return []
+        samples = [
+            single_answer(
+                group=index,
+                prompt=(tokens[0],),
+                tokens=np.array([*tokens[1:], 0], np.int32),  # targets, of which the last is read by nothing
+                sampled_logprobs=np.zeros(len(tokens), np.float32),
+            )
+            for index, tokens in enumerate(written)
+        ]
+        rules = self.settings.computing
+        sizes = reward_batch(self.spec, shards=rules.num_shards("batch"))
+        batch, spans = make_batch(samples, dataclasses.replace(sizes, max_rows=len(samples)))
+        calls = [
+            self.program(self.params, shard_batch(_one(batch, index), rules))
+            for index in range(int(batch.num_micro_batches))
+        ]
+        values = np.concatenate([on_host(each) for each in calls])  # [K, B, T]
+        return [float(own[-1]) for own in take(values, spans)]
+
+
+def _one(batch: Batch[np.ndarray], index: int) -> Batch[np.ndarray]:
+    """One micro-batch of a batch, as a batch of its own."""
+    return jax.tree.map(lambda x: x[index : index + 1] if x.ndim >= 3 else x, batch)
+
+
+def reward_batch(spec: RewardModelSpec, *, shards: int) -> BatchSizes:
+    """The shape of a reward model's calls: one micro-batch, with rows that are split over `shards` devices."""
+    rows = spec.rows_per_device * shards
+    return BatchSizes(
+        row_tokens=spec.row_tokens, rows=rows, max_rows=rows, packing="sequences", max_new_tokens=spec.row_tokens
+    )
+
+
+def load_reward_models(config: Config, spec: RolloutSpec, mesh: Mesh) -> tuple[RewardModel, ...]:
+    """Load the reward models that tasks use, sharded as the trainer's weights are.
+
+    Raises ValueError if one is unusable; the message names it.
+    """
+    if not spec.reward_models:
+        return ()
+    update = resolve_update(config, machine_of(mesh), dict(mesh.shape))
+    found = []
+    for each in spec.reward_models:
+        where = f"reward model {each.name}"
+        source = find_source(each.model)
+        check_conversations(config, each, mesh.shape)
+        tokenizer = load_tokenizer(source, each.chat_template, template=False)
+        if not tokenizer.has_template:
+            raise ValueError(
+                f"{where}: the tokenizer of {each.model} has no chat template; write the one that it was trained with,"
+                " and set reward_models' chat_template: path.jinja"
+            )
+        tokenizer.check_vocab(each.decoder.vocab)
+        asked = [task for task in spec.prompts.tasks if each.name in task.rewards]
+        with_tools = any(held is not None and held.tools for held in map(conversing, asked))
+        model = Model(source=source, decoder=each.decoder, tokenizer=tokenizer, mesh=mesh)
+        params = load_frozen(model)
+        settings, program = make_reward_program(each, make_train_settings(update, each.decoder, mesh))
+        found.append(
+            RewardModel(
+                spec=each,
+                source=source,
+                tokenizer=tokenizer,
+                pad_token=padding_token(source),
+                tool_format=ToolFormat(where, tokenizer) if with_tools else None,
+                weights=base_of(params) or "",
+                params=kept(params, model.rules),
+                settings=settings,
+                program=program,
+            )
+        )
+    return tuple(found)
+
+
+def make_reward_program(spec: RewardModelSpec, settings: TrainSettings) -> tuple[TrainSettings, CompiledScore]:
+    """The program of a reward model, and its settings: the trainer's with its decoder and without a fused head."""
+    own = settings._replace(decoder=spec.decoder, head="chunked")
+    return own, make_values(own)
+
+
+def _conversation(group: Group, index: int, feed: Feed) -> Conversation:
+    """What a reward model reads of a group's transcript."""
+    transcript = group.transcripts[index]
+    first = group.firsts[index] if group.firsts else None
+    held = feed.conversing[group.prompt.task]
+    said = transcript.messages or ({"role": "assistant", "content": transcript.drawn[-1].text},)
+    return Conversation(
+        messages=(*prompt_messages(group.prompt, first), *said), tools=() if held is None else tuple(held.tools)
+    )
