@@ -16,6 +16,7 @@ from podium.rollout.programs import (
     Chunk,
     CopyProgram,
     Drawn,
+    Scores,
     Slots,
     Where,
     abstract_engine_cache,
@@ -111,18 +112,32 @@ class Device:
         """Number of compiled variants of the programs so far."""
         return sum(program._cache_size() for program in self.programs)
 
-    def prefill(self, call: PrefillCall) -> jax.Array | None:
-        """Issue a prefill call; returns its tokens' experts [R, T, C], on every host; None: the model has none."""
+    def prefill(self, call: PrefillCall) -> tuple[jax.Array | None, Scores | None]:
+        """Issue a prefill call.
+
+        Returns its tokens' experts [R, T, C] (None: the model has none), and the scores of the tokens after them (None:
+        no row asks for them), both on every host.
+        """
         chunk = idle_chunk(self.config.prefill_rows, call.chunk, self._table)
+        targets, scored = np.zeros_like(chunk.tokens), False
         for fill in call.fills:
             row = fill.row
             chunk.tokens[row, : fill.count] = fill.owner.tokens[fill.start : fill.start + fill.count]
             chunk.starts[row], chunk.counts[row] = fill.start, fill.count
             chunk.tables[row, : len(fill.pages)] = fill.pages
             chunk.cells[row] = fill.cell or 0
+            after = fill.owner.tokens[fill.start + 1 : fill.start + fill.count + 1]
+            targets[row, : len(after)] = after
+            scored |= fill.scored
         given = cast(Chunk[jax.Array], self._put(chunk))
-        self._cache, choices = self.programs.extend(self._loaded(), self._made_cache(), given)
-        return self._replicate(choices) if choices is not None and self._over_hosts else choices
+        if scored:
+            wanted = cast(jax.Array, self._put(targets))
+            made = self.programs.scored_extend(self._loaded(), self._made_cache(), given, wanted)
+            self._cache, choices, scores = made
+        else:
+            self._cache, choices = self.programs.extend(self._loaded(), self._made_cache(), given)
+            scores = None
+        return self._replicate((choices, scores)) if self._over_hosts else (choices, scores)
 
     def copy(self, copies: Iterable[Copy]) -> None:
         """Copy pages within each shard; a call copies up to as many pages as there are slots."""

@@ -20,8 +20,17 @@ from podium.config.schema import RolloutConfig
 from podium.models.architecture import DecoderConfig
 from podium.rollout.device import Device
 from podium.rollout.kept import make_scheduler
-from podium.rollout.programs import Drawn
-from podium.rollout.request import Completion, Drawing, Finished, Key, Request, RolloutStats, SamplingParams
+from podium.rollout.programs import Drawn, Scores
+from podium.rollout.request import (
+    Completion,
+    Drawing,
+    Finished,
+    Key,
+    PromptScores,
+    Request,
+    RolloutStats,
+    SamplingParams,
+)
 from podium.rollout.scheduler import DecodeRow, Fill
 from podium.rollout.sequence import (
     LONGEST,
@@ -44,10 +53,11 @@ class NonFiniteError(ValueError):
 
 
 class _Prefilled(NamedTuple):
-    """A prefill call whose tokens' experts the host has not read yet."""
+    """A prefill call of whose tokens the host has not read experts and scores yet."""
 
     fills: tuple[Fill, ...]
-    choices: jax.Array  # [R, T, C]
+    choices: jax.Array | None  # [R, T, C]
+    scores: Scores | None  # [R, T]
 
 
 class _DecodeCall(NamedTuple):
@@ -141,6 +151,8 @@ class RolloutEngine:
                 f"prompt has {len(prompt)} tokens and max_new_tokens is {sampling.max_new_tokens}: together more than"
                 f" {self.config.longest}, {LONGEST}; raise that, or ask for less"
             )
+        if request.score_prompt and (request.completions > 1 or request.begun or request.ledgers):
+            raise ValueError("the tokens of a prompt are scored with one completion that starts anew; ask for one")
         if request.completions < 1:
             raise ValueError(f"completions is {request.completions}; ask for at least one")
         sequences = sequences_of(
@@ -173,7 +185,7 @@ class RolloutEngine:
         if not (rows and self.overlap):
             self._read_all()
         if not rows:
-            self._read_routes(filled)
+            self._read_prefilled(filled)
         ended = time.perf_counter()
         self._count(
             RolloutStats(
@@ -367,8 +379,9 @@ class RolloutEngine:
         plan = scheduler.plan(self.config.refill_steps)
         filled: list[_Prefilled] = []
         for call in plan.prefills:
-            if (choices := self.device.prefill(call)) is not None:
-                filled.append(_Prefilled(call.fills, choices))
+            choices, scores = self.device.prefill(call)
+            if choices is not None or scores is not None:
+                filled.append(_Prefilled(call.fills, choices, scores))
         if plan.copies:
             self.device.copy(plan.copies)
         if plan.cell_copies:
@@ -384,7 +397,7 @@ class RolloutEngine:
         """Append a call's tokens to its sequences, and finish those that are complete."""
         if call is None:
             return
-        self._read_routes(call.prefilled)
+        self._read_prefilled(call.prefilled)
         drawn, steps = jax.device_get((call.drawn, call.steps))
         decoded = 0
         for row, sequence, releases, _, first in call.rows:
@@ -407,18 +420,33 @@ class RolloutEngine:
         ran = int(steps)
         self._count(RolloutStats(decode_steps=ran, slot_steps=ran * len(drawn.counts), decoded_tokens=decoded))
 
-    def _read_routes(self, calls: Iterable[_Prefilled]) -> None:
-        """Record the experts of prefilled tokens with the sequences that have these tokens."""
+    def _read_prefilled(self, calls: Iterable[_Prefilled]) -> None:
+        """Record the experts and scores of prefilled tokens with the sequences that have these tokens."""
+        for fills, choices, scores in calls:
+            if choices is not None:
+                self._record_routes(fills, np.asarray(jax.device_get(choices)))
+            if scores is not None:
+                self._record_scores(fills, jax.device_get(scores))
+
+    def _record_scores(self, fills: Iterable[Fill], scores: Scores) -> None:
+        for fill in fills:
+            if isinstance(fill.owner, Sequence):
+                found = PromptScores(
+                    logprobs=np.asarray(scores.logprobs)[fill.row, : fill.count],
+                    best_tokens=np.asarray(scores.best_tokens)[fill.row, : fill.count],
+                    best_logprobs=np.asarray(scores.best_logprobs)[fill.row, : fill.count],
+                )
+                fill.owner.record_scores(fill.start + 1, found)
+
+    def _record_routes(self, fills: Iterable[Fill], choices: np.ndarray) -> None:
         groups = self._scheduler.queues.groups
-        for fills, choices in calls:
-            found = np.asarray(jax.device_get(choices))
-            for fill in fills:
-                owner = fill.owner
-                if isinstance(owner, SharedPrompt):  # any of its sequences: they share the rows of the prompt
-                    group = groups.get(owner.request)
-                    owner = None if group is None else next(iter(group.sequences.values()))
-                if owner is not None and owner.routes is not None:
-                    owner.routes.record(fill.start + 1, found[fill.row, : fill.count])
+        for fill in fills:
+            owner = fill.owner
+            if isinstance(owner, SharedPrompt):  # any of its sequences: they share the rows of the prompt
+                group = groups.get(owner.request)
+                owner = None if group is None else next(iter(group.sequences.values()))
+            if owner is not None and owner.routes is not None:
+                owner.routes.record(fill.start + 1, choices[fill.row, : fill.count])
 
     def _finish(self, sequence: Sequence) -> None:
         """Free the slot of a sequence whose turn has ended, and queue its completion for `poll`."""

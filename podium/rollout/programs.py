@@ -32,6 +32,8 @@ from podium.rollout.weights import Program, SyncProgram, engine_decoder, make_sy
 from podium.sharding import Params, ShardingRules
 
 Tree = TypeVar("Tree")
+SCORED_TOKENS = 256
+"""Tokens of prompts whose logits exist at a time."""
 
 
 @jax.tree_util.register_dataclass
@@ -136,6 +138,26 @@ class ExtendProgram(Program, Protocol):
         ...
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How likely given tokens are, and the likeliest token at each place, under the softmax at temperature 1."""
+
+    logprobs: jax.Array  # [R, T] float32
+    best_tokens: jax.Array  # [R, T] int32, the lowest index on ties
+    best_logprobs: jax.Array  # [R, T] float32
+
+
+class ScoredExtendProgram(Program, Protocol):
+    """The prefill program that scores what it reads (`make_scored_extend`)."""
+
+    def __call__(
+        self, params: Params, cache: Cache, chunk: Chunk[jax.Array], targets: jax.Array, /
+    ) -> tuple[Cache, jax.Array | None, Scores]:
+        """Like `ExtendProgram`, and the scores of `targets` [R, T], the token after each token of the chunk."""
+        ...
+
+
 class CopyProgram(Program, Protocol):
     """A program that copies pages (`make_copy`) or cells (`make_copy_cells`)."""
 
@@ -161,6 +183,8 @@ class EnginePrograms(NamedTuple):
     place: SyncProgram
     """`sync` for the weights that no update changes; called once."""
     extend: ExtendProgram
+    scored_extend: ScoredExtendProgram
+    """Used instead of `extend` for prompts that are scored (`Request.score_prompt`)."""
     copy: CopyProgram
     copy_cells: CopyProgram
     """Used if layers store something of a fixed size (`podium.rollout.kept`)."""
@@ -180,6 +204,7 @@ def make_engine_programs(
         sync=make_sync(decoder, rules, dtype),
         place=make_sync(decoder, rules, dtype, frozen=True),
         extend=make_extend(computed, rules, dtype),
+        scored_extend=make_scored_extend(computed, rules, dtype),
         copy=make_copy(computed, rules),
         copy_cells=make_copy_cells(computed, rules),
         decode=make_decode(computed, rules, dtype, steps=config.refill_steps),
@@ -229,6 +254,44 @@ def make_extend(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) 
     shardings = caches.cache_shardings(decoder, rules), rules.sharding("rows")
     options = engine_options(rules.platform)
     return cast(ExtendProgram, jax.jit(extend, donate_argnums=1, out_shardings=shardings, compiler_options=options))
+
+
+def make_scored_extend(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> ScoredExtendProgram:
+    """The jitted `(params, cache, chunk, targets) -> (cache, choices, Scores)`: `make_extend`, with scores [R, T].
+
+    Logits of at most SCORED_TOKENS tokens exist at a time. One variant per chunk length. The cache is donated.
+    """
+
+    def extend(
+        params: Params, cache: Cache, chunk: Chunk[jax.Array], targets: jax.Array
+    ) -> tuple[Cache, jax.Array | None, Scores]:
+        hidden, cache, choices = prefill(params, cache, chunk, decoder=decoder, rules=rules, dtype=dtype)
+        R, T, _ = hidden.shape
+        columns = max(1, min(T, SCORED_TOKENS // R))
+        parts = -(-T // columns)
+
+        def cut(x: jax.Array) -> jax.Array:  # [R, T, ...] -> [parts, R * columns, ...]
+            padded = jnp.pad(x, ((0, 0), (0, parts * columns - T), *((0, 0) for _ in x.shape[2:])))
+            return jnp.moveaxis(padded.reshape(R, parts, columns, *x.shape[2:]), 1, 0).reshape(parts, -1, *x.shape[2:])
+
+        def score(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+            states, wanted = part
+            logits = _logits(states, params, decoder=decoder, rules=rules, dtype=dtype)
+            sums = jax.nn.logsumexp(logits, axis=-1)
+            own = jnp.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
+            return own - sums, jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.max(logits, axis=-1) - sums
+
+        def joined(x: jax.Array) -> jax.Array:  # [parts, R * columns] -> [R, T]
+            return jnp.moveaxis(x.reshape(parts, R, columns), 0, 1).reshape(R, -1)[:, :T]
+
+        logprobs, best_tokens, best_logprobs = map(joined, jax.lax.map(score, (cut(hidden), cut(targets))))
+        return cache, choices, Scores(logprobs=logprobs, best_tokens=best_tokens, best_logprobs=best_logprobs)
+
+    rows = rules.sharding("rows")
+    shardings = caches.cache_shardings(decoder, rules), rows, rows
+    options = engine_options(rules.platform)
+    made = jax.jit(extend, donate_argnums=1, out_shardings=shardings, compiler_options=options)
+    return cast(ScoredExtendProgram, made)
 
 
 def prefill(

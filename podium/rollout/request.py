@@ -29,6 +29,32 @@ class SamplingParams:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptScores:
+    """How likely a prompt's own tokens are, each after those before it, at temperature 1."""
+
+    logprobs: np.ndarray
+    """[c] float32, of the prompt's tokens; NaN for the first, which nothing precedes."""
+    best_tokens: np.ndarray
+    """[c] int32, the likeliest token at each place (the lowest index on ties); -1 at the first."""
+    best_logprobs: np.ndarray
+    """[c] float32, log-probability of the likeliest token; NaN at the first."""
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The three arrays, [c] each."""
+        return self.logprobs, self.best_tokens, self.best_logprobs
+
+
+def unscored(count: int) -> PromptScores:
+    """Scores of a prompt of `count` tokens, to be filled in."""
+    return PromptScores(
+        logprobs=np.full(count, np.nan, np.float32),
+        best_tokens=np.full(count, -1, np.int32),
+        best_logprobs=np.full(count, np.nan, np.float32),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
     """One answer of the model."""
 
@@ -51,6 +77,8 @@ class Completion:
     context_choices: np.ndarray | None = None
     """[c, C], the same of the c tokens before the completion, of which the first has no predecessor; not to be
     changed, since the completions of a prompt share it."""
+    prompt_scores: PromptScores | None = None
+    """None unless the request asks for them (`Request.score_prompt`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +93,8 @@ class Request:
     completions: int = 1
     keep: bool = False
     """Whether to park each ended completion for `RolloutEngine.extend`, until `RolloutEngine.cancel`."""
+    score_prompt: bool = False
+    """Whether to compute how likely the prompt's own tokens are; only with one completion that starts anew."""
     begun: Mapping[int, Completion] = dataclasses.field(default_factory=dict[int, Completion])
     """What has been drawn so far, by completion index: completions without a finish reason continue after their last
     token, the others are returned unchanged."""

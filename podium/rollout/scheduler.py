@@ -30,6 +30,11 @@ class Fill:
     start: int
     count: int
 
+    @property
+    def scored(self) -> bool:
+        """Whether its tokens' scores are wanted (`Request.score_prompt`)."""
+        return isinstance(self.owner, Sequence) and self.owner.prompt_scores is not None
+
 
 class PrefillCall(NamedTuple):
     """A prefill call with rows of `chunk` tokens."""

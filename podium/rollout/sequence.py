@@ -14,7 +14,7 @@ import numpy as np
 
 from podium.models.blocks.choices import ChoiceFormat
 from podium.rollout.answer import TextDecoder, answer_text
-from podium.rollout.request import Completion, FinishReason, Key, Request, SamplingParams
+from podium.rollout.request import Completion, FinishReason, Key, PromptScores, Request, SamplingParams, unscored
 from podium.rollout.routes import Routes, unknown
 
 MAX_STOP_TOKENS = 8
@@ -76,6 +76,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     routes: Routes | None = None
     """Experts of all its tokens; None: the model has no experts."""
+    prompt_scores: PromptScores | None = None
+    """Filled as the prompt is prefilled; None: not asked for."""
 
     # Position in the cache.
     shard: int = -1
@@ -182,6 +184,13 @@ class Sequence:
         if tokenizer is not None:
             self._stop_at_string(before, tokenizer)
 
+    def record_scores(self, first: int, found: PromptScores) -> None:
+        """Fill in the scores of the prompt's tokens from index `first` on; what is drawn behind it is left out."""
+        if self.prompt_scores is None:
+            return
+        for own, new in zip(self.prompt_scores.arrays, found.arrays, strict=True):
+            own[first : first + len(new)] = new[: len(own) - first]
+
     def completion(self, tokenizer: TextDecoder | None) -> Completion:
         """The current turn so far, as a completion."""
         ended = self.finish_reason is not None
@@ -195,6 +204,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             choices=None if routes is None else routes.rows(begin, self.length),
             context_choices=None if routes is None else routes.rows(0, begin),
+            prompt_scores=self.prompt_scores,
         )
 
     def _stop_at_string(self, before: int, tokenizer: TextDecoder) -> None:
@@ -233,6 +243,7 @@ def sequences_of(
             seed=request.seed,
             keep=request.keep,
             routes=None if shared is None else Routes(shared),
+            prompt_scores=unscored(len(request.prompt)) if request.score_prompt else None,
         )
         if begun is not None:
             sequence.drawn = begun.tokens.tolist()

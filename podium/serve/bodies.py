@@ -194,7 +194,9 @@ class CompletionBody(_Asked):
 
     prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
-    echo: Annotated[object, _only(False)] = False
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """0: the prompt alone, with `echo`."""
+    echo: bool = False
     best_of: Annotated[object, _only(1)] = 1
     suffix: Annotated[object, _only("")] = ""
 

@@ -8,7 +8,7 @@ from podium.models.tokenizer import Tokenizer
 from podium.rollout.request import Request
 from podium.rollout.sequence import check_sampling, check_tokens
 from podium.serve.bodies import ChatBody, CompletionBody, GenerateBody, RequestError, Sampling
-from podium.serve.replies import ChatForm, CompletionForm, Form, TextStream
+from podium.serve.replies import ChatForm, CompletionForm, EchoForm, Form, TextStream
 from podium.train.dialogue import ToolFormat
 
 DEFAULT_TOKENS = 16
@@ -29,6 +29,7 @@ class Prepared:
     def usage(self, drawn: int) -> dict[str, int]:
         """What OpenAI's clients read of the number of tokens."""
         read = sum(len(request.prompt) for request in self.requests)
+        drawn = drawn if self.form.answers else 0
         return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
 
 
@@ -62,12 +63,21 @@ class Model:
                 "logprobs",
             )
         self._check_answers(body.n * len(body.prompt))
+        _check_echo(body)
         prompts = [self.tokenizer.encode_prompt(each) if isinstance(each, str) else each for each in body.prompt]
-        return self._prepared(
-            self._requests(prompts, body, body.max_tokens or DEFAULT_TOKENS, "prompt"),
-            CompletionForm(tokenizer=self.tokenizer, logprobs=body.logprobs),
-            body,
+        most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+        requests = self._requests(prompts, body, max(1, most), "prompt")
+        if not body.echo:
+            return self._prepared(requests, CompletionForm(tokenizer=self.tokenizer, logprobs=body.logprobs), body)
+        requests = [dataclasses.replace(each, score_prompt=body.logprobs is not None) for each in requests]
+        texts = [each if isinstance(each, str) else self.tokenizer.spelled(list(each)) for each in body.prompt]
+        form = EchoForm(
+            tokenizer=self.tokenizer,
+            logprobs=body.logprobs,
+            prompts=list(zip(texts, prompts, strict=True)),
+            answers=most > 0,
         )
+        return self._prepared(requests, form, body)
 
     def chat(self, body: ChatBody) -> Prepared:
         """A request for a message. Raises RequestError if it does not fit, or the chat template refuses it."""
@@ -159,3 +169,11 @@ class Model:
             )
             for prompt in prompts
         ]
+
+
+def _check_echo(body: CompletionBody) -> None:
+    """Raises RequestError if a prompt is to be repeated in a way that is not supported, or if nothing is asked for."""
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestError("max_tokens: 0 needs echo, the prompt alone; ask for at least 1 token", "max_tokens")
+    if body.echo and (body.stream or body.n > 1):
+        raise RequestError("echo: only of one whole answer; leave out stream and n", "echo")

@@ -5,6 +5,7 @@ back what may still become something else: half of a character, or the beginning
 """
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Protocol
@@ -77,6 +78,8 @@ class Form(Protocol):
     """Kind of a document with whole answers."""
     part: str
     """Kind of a document with pieces."""
+    answers: bool
+    """Whether anything is written behind the prompt."""
 
     @property
     def only_whole(self) -> bool:
@@ -101,6 +104,7 @@ class CompletionForm:
     """None: without; 1: with the likeliest token, which a greedy answer's own tokens are."""
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
     only_whole = False
+    answers: bool = True
     offsets: dict[int, int] = dataclasses.field(default_factory=dict)
     """Length of the text of the tokens so far, by answer."""
 
@@ -134,6 +138,42 @@ class CompletionForm:
 
 
 @dataclasses.dataclass(kw_only=True)
+class EchoForm(CompletionForm):
+    """Answers of `/v1/completions` that repeat their prompt, with the log-probabilities of its tokens."""
+
+    prompts: Sequence[tuple[str, tuple[int, ...]]]
+    """Text and tokens of each request's prompt; a request has one answer."""
+
+    def choice(self, piece: Piece, text: str) -> Choice:
+        """Prompt and answer; where nothing is to be answered, the prompt alone."""
+        before, tokens = self.prompts[piece.number]
+        if not self.answers:
+            piece, text = piece._replace(tokens=[], logprobs=[]), ""
+        return super().choice(piece, before + text) | {"logprobs": self._echoed(piece, tokens)}
+
+    def _echoed(self, piece: Piece, prompt: Sequence[int]) -> dict[str, object] | None:
+        """Log-probabilities of the prompt's tokens, then of the answer's; the first token has none."""
+        if self.logprobs is None:
+            return None
+        assert piece.completion is not None, "it comes whole"
+        scores = piece.completion.prompt_scores
+        assert scores is not None, "they were asked for"
+        own = [None, *scores.logprobs[1:].tolist()]
+        best = [None, *map(self._named, scores.best_tokens[1:].tolist(), scores.best_logprobs[1:].tolist())]
+        drawn = [*map(self._named, piece.tokens, piece.logprobs)]  # greedy, and so the likeliest
+        pieces = self.tokenizer.pieces([*prompt, *piece.tokens])
+        return {
+            "tokens": pieces,
+            "token_logprobs": [*own, *piece.logprobs],
+            "top_logprobs": [*best, *drawn] if self.logprobs else None,
+            "text_offset": [0, *itertools.accumulate(map(len, pieces[:-1]))],
+        }
+
+    def _named(self, token: int, logprob: float) -> dict[str, float]:
+        return {self.tokenizer.pieces([token])[0]: logprob}
+
+
+@dataclasses.dataclass(kw_only=True)
 class ChatForm:
     """Answers of `/v1/chat/completions`."""
 
@@ -144,6 +184,7 @@ class ChatForm:
     """Reads calls; None without tools."""
     id: str
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    answers = True
 
     @property
     def only_whole(self) -> bool:

@@ -155,6 +155,46 @@ def test_greedy_is_the_argmax_of_a_plain_pass():
             assert completion.tokens.tolist() == logits[len(request.prompt) - 1 : -1].argmax(axis=1).tolist()
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_prompts_own_tokens_are_scored_as_a_plain_pass_scores_them(devices):
+    engine = shared_engine() if devices == 1 else make_engine(ALL_DEVICES_CONFIG, devices=8)
+    random, sampling = np.random.default_rng(8), SamplingParams(max_new_tokens=2, temperature=0.0)
+    prompts = [tuple(random.integers(1, DECODER.vocab, length).tolist()) for length in (1, 2, 7, 16, 33, 48)]
+    scored = [Request(prompt=prompt, sampling=sampling, seed=0, score_prompt=True) for prompt in prompts]
+    answers = answers_of(engine, [*scored, *MIXED[:4]])
+    assert same(answers[len(scored) :], mixed_answers()[:4])
+    for prompt, (completion,) in zip(prompts, answers, strict=False):
+        found = completion.prompt_scores
+        logits = plain_logits(tiny_params(), list(prompt))[:-1]
+        expected = np.asarray(jax.nn.log_softmax(jnp.asarray(logits), axis=-1))
+        own = np.take_along_axis(expected, np.array(prompt[1:], int)[:, None], axis=1)[:, 0]
+        assert found.best_tokens.tolist() == [-1, *logits.argmax(axis=1).tolist()]
+        np.testing.assert_allclose(found.logprobs, [np.nan, *own], rtol=0, atol=ROUNDING)
+        np.testing.assert_allclose(found.best_logprobs, [np.nan, *expected.max(axis=1)], rtol=0, atol=ROUNDING)
+        likeliest = np.flatnonzero(found.best_tokens[1:] == np.array(prompt[1:])) + 1
+        assert (found.logprobs[likeliest] == found.best_logprobs[likeliest]).all()
+    assert all(completion.prompt_scores is None for group in answers[len(scored) :] for completion in group)
+
+
+def test_scores_survive_the_loss_of_a_sequences_pages():
+    few = CONFIG.model_copy(update={"page_tokens": 4, "cache_tokens": 124})
+    random, sampling = np.random.default_rng(8), SamplingParams(max_new_tokens=12, temperature=0.0)
+    prompts = [tuple(random.integers(1, DECODER.vocab, length).tolist()) for length in (40, 30, 30, 30)]
+    requests = [Request(prompt=prompt, sampling=sampling, seed=0, score_prompt=True) for prompt in prompts]
+    engine = make_engine(few)
+    answers, stats = engine.generate(requests)
+    assert stats.preempted and stats.rebuilt_tokens
+    for one, other in zip(answers, answers_of(shared_engine(), requests), strict=True):
+        for own, alone in zip(one[0].prompt_scores.arrays, other[0].prompt_scores.arrays, strict=True):
+            np.testing.assert_allclose(own, alone, rtol=0, atol=ROUNDING)
+
+
+def test_only_one_completion_that_starts_anew_is_scored():
+    request = dataclasses.replace(MIXED[0], completions=2, score_prompt=True)
+    with pytest.raises(ValueError, match="with one completion that starts anew"):
+        shared_engine().submit(request)
+
+
 def test_an_immediate_end_of_sequence_is_a_completion_of_one_token():
     greedy = random_requests(1, seed=6, temperature=0.0, completions=2)
     first = int(answers_of(shared_engine(), greedy)[0][0].tokens[0])

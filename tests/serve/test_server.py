@@ -98,6 +98,41 @@ def test_greedy_completions_are_the_engines_tokens_and_logprobs(served):
     assert [each["logprob"] for each in said["logprobs"]["content"]] == choice["logprobs"]["token_logprobs"]
 
 
+def test_an_echo_has_the_log_probabilities_of_the_prompt(served):
+    """What lm-evaluation-harness reads of prompts of token ids to compare the likelihoods of answers."""
+    prompts = [list(encode(served)), list(encode(served, "1 + 1"))]
+    body = {"prompt": prompts, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1}
+    found = answered(served, "/v1/completions", **body)
+    for choice, prompt in zip(found["choices"], prompts, strict=True):
+        (drawn,) = by_engine(served, tuple(prompt), max_new_tokens=1, temperature=0.0)
+        logprobs, tokens = choice["logprobs"], [*prompt, *drawn.tokens.tolist()]
+        assert choice["text"].startswith(served.model.tokenizer.spelled(prompt))
+        assert logprobs["tokens"] == served.model.tokenizer.pieces(tokens)
+        assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+        for place in range(1, len(tokens)):  # each place by a prompt that ends before it
+            (after,) = by_engine(served, tuple(tokens[:place]), max_new_tokens=1, temperature=0.0)
+            (likeliest,) = logprobs["top_logprobs"][place].items()
+            assert likeliest[0] == served.model.tokenizer.pieces(after.tokens.tolist())[0]
+            assert likeliest[1] == pytest.approx(after.sampled_logprobs[0], abs=ROUNDING)
+            greedy = tokens[place] == after.tokens[0]
+            assert (logprobs["token_logprobs"][place] == likeliest[1]) == greedy
+            assert logprobs["token_logprobs"][place] <= likeliest[1]
+    assert found["usage"]["completion_tokens"] == 2
+
+
+def test_an_echo_alone_answers_nothing(served):
+    body = {"prompt": QUESTION, "echo": True, "temperature": 0}
+    found = answered(served, "/v1/completions", **body, max_tokens=0, logprobs=0)
+    (choice,) = found["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (QUESTION, "length")
+    assert len(choice["logprobs"]["token_logprobs"]) == len(choice["logprobs"]["text_offset"]) == 6
+    assert choice["logprobs"]["top_logprobs"] is None
+    assert found["usage"]["completion_tokens"] == 0
+    without = answered(served, "/v1/completions", **body, max_tokens=3)
+    assert without["choices"][0]["logprobs"] is None
+    assert without["choices"][0]["text"].startswith(QUESTION)
+
+
 def test_tokens_come_in_and_out(served):
     prompt = encode(served)
     expected = by_engine(served, prompt, 3, seed=7, max_new_tokens=12, temperature=0.9, top_p=0.8)
@@ -351,7 +386,6 @@ BAD = [
     (TEXT, {"prompt": [1, 35]}, "prompt", "outside the model's vocabulary of 35"),
     (TEXT, {"prompt": [1] * 128}, "prompt", "has 128 tokens, and a prompt with its answer may have 128"),
     (TEXT, {"prompt": "1", "max_tokens": 128}, "max_tokens", "ask for at most 127"),
-    (TEXT, {"prompt": "1", "max_tokens": 0}, "max_tokens", "greater than or equal to 1; found 0"),
     (TEXT, {"prompt": "1", "max_tokens": 2.5}, "max_tokens", "integer"),
     (TEXT, {"prompt": "1", "n": 0}, "n", "greater than or equal to 1"),
     (TEXT, {"prompt": "1", "n": 129}, "n", "less than or equal to 128"),
@@ -364,6 +398,9 @@ BAD = [
     (TEXT, {"prompt": "1", "stop": "a<end>"}, "stop", "holds the special token"),
     (TEXT, {"prompt": "1", "logprobs": 1}, "logprobs", "of greedy answers only"),
     (TEXT, {"prompt": "1", "logprobs": 5}, "logprobs", "less than or equal to 1"),
+    (TEXT, {"prompt": "1", "max_tokens": 0}, "max_tokens", "0 needs echo"),
+    (TEXT, {"prompt": "1", "echo": True, "stream": True}, "echo", "only of one whole answer"),
+    (TEXT, {"prompt": "1", "echo": True, "n": 2}, "echo", "only of one whole answer"),
     (TEXT, {"prompt": "1", "best_of": 2}, "best_of", "only 1 is supported"),
     (
         TEXT,
