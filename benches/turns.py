@@ -106,11 +106,12 @@ class Watch:
             },
         )
 
-    def _timed_prefill(self, call: Any) -> None:
+    def _timed_prefill(self, call: Any) -> Any:
         start = time.perf_counter()
-        self._prefill(call)
+        found = self._prefill(call)
         self._device.wait()
         self.prefills[call.chunk].append(time.perf_counter() - start)
+        return found
 
     def _timed_decode(self, rows: Any, tokenizer: Any) -> Any:
         start = time.perf_counter()

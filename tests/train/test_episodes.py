@@ -331,7 +331,7 @@ class Timed:
 
         def prefilled(call):
             self.now += self.clock.seconds([call.chunk], 8, 0)
-            prefill(call)
+            return prefill(call)
 
         def decoded(rows, tokenizer):
             drawn, steps = decode(rows, tokenizer)
