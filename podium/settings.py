@@ -206,6 +206,22 @@ def _critic(config: Config) -> Iterator[Contradiction]:
         yield Contradiction(("critic.warmup_steps", "steps"), f"{rule}; set it below steps")
 
 
+def _reference(config: Config) -> Iterator[Contradiction]:
+    """Report a moving reference that nothing compares with, or that is LoRA's frozen base."""
+    recipe = _recipe(config)
+    if recipe is None or config.reference is None:
+        return
+    if not recipe.needs_reference:
+        rule = f"recipe {config.algorithm.recipe} compares with no reference, so nothing reads it"
+        yield Contradiction(("reference", "algorithm.kl"), f"{rule}; set algorithm.kl and kl_coef, or leave it out")
+    if config.lora is not None:
+        rule = "with adapters the reference is the frozen base, which never moves"
+        yield Contradiction(("reference", "lora"), f"{rule}; leave reference out, or train all weights")
+    if config.reference.sync_every > config.steps:
+        rule = f"{config.reference.sync_every} is more than the run's {config.steps} steps, so it would never move"
+        yield Contradiction(("reference.sync_every", "steps"), f"{rule}; lower it, or leave reference out")
+
+
 def _teacher_loss(config: Config) -> Iterator[Contradiction]:
     """Report options that a way to learn from a teacher does not read, or cannot be combined with."""
     if config.teacher is None:
@@ -378,6 +394,7 @@ RULES = (
     _teacher,
     _teacher_loss,
     _critic,
+    _reference,
     _rewards,
     _layout,
     _in_flight,

@@ -532,6 +532,8 @@ def _small_step(config: Config) -> Config:
         raise ValueError(
             "teacher.loss full: certify has no naive form of it to compare with; certify the run with sampled"
         )
+    if config.reference is not None:
+        raise ValueError("reference: certify compares with a reference that stays; leave it out to certify the run")
     if twice.entropy_target is not None or twice.kl_target is not None:
         name = "kl_target" if twice.entropy_target is None else "entropy_target"
         raise ValueError(

@@ -16,6 +16,7 @@ from podium.config.errors import Contradiction
 from podium.config.lora import LoraConfig, contradictions, with_rate
 from podium.config.mesh import mesh_sizes
 from podium.config.optimizer import OptimizerConfig
+from podium.config.reference import ReferenceConfig
 from podium.config.reward_model import RewardModelConfig
 from podium.config.section import Finite, Fraction, NotNegative, NotNegativeFloat, Positive, PositiveFloat, Section
 from podium.config.teacher import TeacherConfig
@@ -434,6 +435,8 @@ class Config(Section):
     """Train low-rank adapters beside the frozen model, in a fraction of the memory; unset: all weights are trained."""
     teacher: TeacherConfig | None = None
     """Learn from a larger model's log-probabilities too, or with recipe distill from them alone; unset: no teacher."""
+    reference: ReferenceConfig | None = None
+    """How the reference of a KL or of a loss of pairs follows the policy; unset: it stays the first model."""
     critic: CriticConfig | None = None
     """The critic of recipe ppo; unset: with ppo a critic that starts from the policy's model."""
     train: TrainConfig = TrainConfig()

@@ -298,8 +298,9 @@ def _host_copies(run: RunSizes, micro_batches: float) -> tuple[tuple[float, int,
 def checkpoint_phase(run: RunSizes) -> PhaseEstimate:
     """Copying the state to the host; allocates nothing on the device."""
     parts = residents(run)
+    saved = SAVED if run.spec.reference is None else (*SAVED, "reference_weights")
     return PhaseEstimate(
-        name="checkpoint", parts=parts, flops=0, hbm_bytes=sum(parts.get(name, 0) for name in SAVED), ici_bytes=0
+        name="checkpoint", parts=parts, flops=0, hbm_bytes=sum(parts.get(name, 0) for name in saved), ici_bytes=0
     )
 
 

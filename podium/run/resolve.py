@@ -86,6 +86,7 @@ def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: M
         teacher=teacher,
         critic=critic,
         recipe=resolve_recipe(config),
+        reference=config.reference,
         mesh=mesh,
         batch=resolve_batch(config, decoder, mesh),
         update=resolve_update(config, machine, mesh),

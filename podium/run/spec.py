@@ -12,6 +12,7 @@ from podium.config.attention import Backend
 from podium.config.head import HeadKind
 from podium.config.mesh import MeshSizes
 from podium.config.optimizer import OptimizerConfig
+from podium.config.reference import ReferenceConfig
 from podium.config.schema import (
     CheckpointConfig,
     EnvironmentsConfig,
@@ -177,6 +178,8 @@ class RunSpec:
     critic: CriticSpec | None
     """None: the recipe has no critic."""
     recipe: Recipe
+    reference: ReferenceConfig | None
+    """How the reference moves; None: it stays the first model."""
     mesh: MeshSizes
     """Axis sizes of the training mesh; the rollout's mesh follows from its layout."""
     batch: BatchSizes

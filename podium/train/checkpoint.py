@@ -1,8 +1,8 @@
 """Saves and restores a run's checkpoints with orbax, in the background; a step is saved completely or not at all.
 
     RUN/checkpoints/20/params/       the model's parameters, separate so that evaluation and export read only them
-    RUN/checkpoints/20/optimizer/    the optimizer's state, the step, the critic with its own, if there is one, and the
-                                     coefficients that the run adapts, if there are any
+    RUN/checkpoints/20/optimizer/    the optimizer's state, the step, and what the run has of these: the critic with its
+                                     own, a reference that moves, coefficients that the run adapts
     RUN/checkpoints/20/host/         the loop's state, including completions in flight, as JSON
     RUN/checkpoints/20/sizes.json    bytes of every file, beside their digests (podium.train.step_files), written last
     RUN/identity.json                the run's id, which the digests of each of its steps repeat
@@ -332,6 +332,7 @@ def restore_state(
         step=restored["step"],
         opt_state=restored["opt_state"],
         critic=restored["critic"],
+        reference=restored["reference"],
         coefs=restored["coefs"],
     )
     return state, host
@@ -376,17 +377,25 @@ class _Rest(TypedDict):
     step: jax.Array
     opt_state: optax.OptState
     critic: TrainState | None
+    reference: Params | None
     coefs: dict[str, jax.Array]
 
 
 def _rest(state: TrainState) -> _Rest:
-    return {"step": state.step, "opt_state": state.opt_state, "critic": state.critic, "coefs": state.coefs}
+    return {
+        "step": state.step,
+        "opt_state": state.opt_state,
+        "critic": state.critic,
+        "reference": state.reference,
+        "coefs": state.coefs,
+    }
 
 
 def saved_names(folder: Path, step: int | None) -> list[str]:
     """The names of the arrays beside the parameters in a saved step of `checkpoints` (None: the newest).
 
-    Those of a critic begin with `critic.`, those of adapted coefficients with `coefs.`. Every process must call this.
+    Those of a critic begin with `critic.`, of a moving reference with `reference.`, of adapted coefficients with
+    `coefs.`. Every process must call this.
     """
     _quiet_orbax()
     step = _checked_step(folder, step, digests=False)

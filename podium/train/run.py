@@ -177,7 +177,10 @@ def open_run(
         if spec.critic is not None and valued_by is not None:
             valuing = Valuing(valued_by, make_critic_optimizer(spec.critic))
         coefs = first_coefs(spec.recipe)
-        state, saved, done = _load_state(run_dir.fork, newest, model, optimizer, checkpointer, frozen, valuing, coefs)
+        moves = spec.reference is not None
+        state, saved, done = _load_state(
+            run_dir.fork, newest, model, optimizer, checkpointer, frozen, valuing, coefs, moves=moves
+        )
         rollouts.position = Position.read(saved, rollouts.feed)
         _say_what_changed(saved["versions"], progress)
         job.report.update(step=done)
@@ -333,7 +336,8 @@ def _make_trainer(
     critic = None
     if spec.critic is not None and valuing is not None:
         critic = make_critic(spec.critic, settings, valuing.optimizer)
-    reference = (frozen or load_trained(model, None, frozen)) if spec.recipe.needs_reference else None
+    anchored = spec.recipe.needs_reference and spec.reference is None
+    reference = (frozen or load_trained(model, None, frozen)) if anchored else None
     return Trainer(
         spec.recipe,
         settings,
@@ -345,6 +349,7 @@ def _make_trainer(
         frozen=frozen,
         teacher=teacher,
         critic=critic,
+        moving=spec.reference,
     )
 
 
@@ -357,11 +362,13 @@ def _load_state(
     frozen: Params,
     valuing: Valuing | None,
     coefs: Mapping[str, float],
+    *,
+    moves: bool,
 ) -> tuple[TrainState, HostState, int]:
     """The state to start from: the run's newest checkpoint, or else that of the forked run, or else the model.
 
     A critic starts from its model too if the forked run had none. Adapted coefficients start from `coefs`, of the
-    config, unless the run itself continues.
+    config, and a reference that `moves` from the model, unless the run itself continues.
 
     Returns:
         The state, the host state (`versions`, and the input of `Position.read`), and the number of steps done.
@@ -369,21 +376,30 @@ def _load_state(
     if newest is None and fork is None:
         state = init_state(load_trained(model, None, frozen), optimizer)
         critic = valuing and valuing.first_state()
-        return with_coefs(dataclasses.replace(state, critic=critic), coefs), {"cursor": 0, "versions": {}}, 0
+        anchor = load_trained(model, None, frozen) if moves else None
+        state = dataclasses.replace(state, critic=critic, reference=anchor)
+        return with_coefs(state, coefs), {"cursor": 0, "versions": {}}, 0
     plain = abstract_state(abstract_params(trained_specs(model.decoder), jnp.float32, model.rules), optimizer)
     abstract = dataclasses.replace(plain, critic=valuing and valuing.abstract_state())
     if newest is not None:
-        abstract = dataclasses.replace(abstract, coefs=abstract_coefs(plain.params, coefs))
+        moved = plain.params if moves else None
+        abstract = dataclasses.replace(abstract, reference=moved, coefs=abstract_coefs(plain.params, coefs))
         return *checkpointer.restore(newest, abstract), newest
     assert fork is not None
     names = saved_names(fork.checkpoints, fork.step)
     adapted = [name.removeprefix("coefs.") for name in names if name.startswith("coefs.")]
     had_critic = any(name.startswith("critic.") for name in names)
-    abstract = dataclasses.replace(abstract if had_critic else plain, coefs=abstract_coefs(plain.params, adapted))
+    had_moved = any(name.startswith("reference.") for name in names)
+    abstract = dataclasses.replace(
+        abstract if had_critic else plain,
+        reference=plain.params if had_moved else None,
+        coefs=abstract_coefs(plain.params, adapted),
+    )
     state, saved = restore_state(fork.checkpoints, fork.step, abstract, base=checkpointer.base)
     if valuing is not None and not had_critic:
         state = dataclasses.replace(state, critic=valuing.first_state())
     begun = (each["number"] for each in saved.pop("in_flight", ()))  # settings may differ: start from their prompts
     saved["cursor"] = min(begun, default=saved["cursor"])
     saved.pop("curriculum", None)
-    return with_coefs(restarted(state), coefs), saved, 0
+    state = dataclasses.replace(restarted(state), reference=load_trained(model, None, frozen) if moves else None)
+    return with_coefs(state, coefs), saved, 0

@@ -1,6 +1,7 @@
 """The state that an update reads and replaces, concrete or abstract."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 
 import jax
@@ -22,6 +23,8 @@ class TrainState:
     opt_state: optax.OptState
     critic: "TrainState | None" = None
     """The state of the critic, which has no critic of its own; None: there is none."""
+    reference: Params | None = None
+    """The weights of a reference that moves, stored as `params`; None: it stays, and is not part of the state."""
     coefs: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     """[] float32 by name: what `podium.algorithms.controllers` adapts."""
 
@@ -49,6 +52,12 @@ def with_coefs(state: TrainState, coefs: Mapping[str, float]) -> TrainState:
     sharding = replicated(state.params)
     placed = {name: to_devices(np.asarray(value, np.float32), sharding) for name, value in coefs.items()}
     return dataclasses.replace(state, coefs=placed)
+
+
+@functools.partial(jax.jit, static_argnames="mixup", donate_argnames="reference")
+def mixed(reference: Params, policy: Params, mixup: float) -> Params:
+    """Mixup x policy + (1 - mixup) x reference, for each weight (arXiv:2404.09656); `reference` is donated."""
+    return {name: mixup * policy[name] + (1 - mixup) * value for name, value in reference.items()}
 
 
 def abstract_coefs(params: Params | dict[str, jax.ShapeDtypeStruct], names: Iterable[str]) -> dict[str, jax.Array]:

@@ -11,7 +11,8 @@ import numpy as np
 import optax
 
 from podium.algorithms.controllers import KL_COEF, Coefs, after_step, after_update, loss_coefs
-from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
+from podium.algorithms.recipes import REFERENCE_LOGPROBS, TEACHER_HIDDEN, Recipe
+from podium.config.reference import ReferenceConfig
 from podium.observe.stats import BatchStats, RewardKl, UpdateStats
 from podium.run.spec import BatchSizes, OptimizerSpec
 from podium.sharding import Params, to_devices
@@ -22,7 +23,7 @@ from podium.train.generate import Group
 from podium.train.optimizer import learning_rate
 from podium.train.prepare import prepare_step
 from podium.train.scorers import Scorer, make_scorers, teacher_head
-from podium.train.state import TrainState, at_schedule_step, with_coefs
+from podium.train.state import TrainState, at_schedule_step, mixed, with_coefs
 from podium.train.step import TEACHER_HEAD, ScoreProgram, TrainSettings, TrainStep, make_train_programs
 
 
@@ -46,13 +47,15 @@ class Trainer:
         frozen: Params | None = None,
         teacher: Scorer | None = None,
         critic: Critic | None = None,
+        moving: ReferenceConfig | None = None,
     ) -> None:
         """Make the programs; each is compiled on first use.
 
         `sizes` holds the shapes of all batches; the learning rate follows `schedule`. `reference` holds the first
         model's parameters, if the recipe needs them. A batch that diverges is saved in `folder`. `frozen` holds the
         base weights of LoRA's adapters, which also serve as the reference. `teacher` scores batches, and `critic` too
-        and learns, if the recipe has one.
+        and learns, if the recipe has one. With `moving` the reference is part of the state and follows the policy, and
+        `reference` is not used.
         """
         self.frozen = frozen or {}
         self.recipe = recipe
@@ -63,7 +66,8 @@ class Trainer:
         programs = make_train_programs(settings, recipe, optimizer)
         self.score: ScoreProgram = programs.score
         self.train_step: TrainStep = programs.train_step
-        self.scorers = make_scorers(recipe, settings, self.score, reference, teacher)
+        self.moving = moving
+        self.scorers = make_scorers(recipe, settings, self.score, reference if moving is None else {}, teacher)
         self.taught: Params = {}
         """The teacher's head, if updates compute its distributions."""
         if teacher is not None and teacher.name == TEACHER_HIDDEN and teacher.params is not None:
@@ -73,7 +77,7 @@ class Trainer:
 
     def prepare(self, state: TrainState, groups: Sequence[Group]) -> tuple[list[Batch[jax.Array]], BatchStats]:
         """Make the scored batches of a step's optimizer steps on the devices; `state` is that before the first."""
-        scorers = self.scorers
+        scorers = self._scorers(state)
         if self.critic is not None:
             assert state.critic is not None, "a trainer with a critic has its state"
             scorers = (*scorers, self.critic.scorer(state.critic.params))
@@ -87,6 +91,16 @@ class Trainer:
             rules=self.settings.computing,
             scorers=scorers,
             policy=state.params | self.frozen,
+        )
+
+    def _scorers(self, state: TrainState) -> tuple[Scorer, ...]:
+        """The scorers of a step; a moving reference has the state's weights."""
+        if state.reference is None:
+            return self.scorers
+        moved = state.reference
+        return tuple(
+            dataclasses.replace(each, params=moved) if each.name == REFERENCE_LOGPROBS else each
+            for each in self.scorers
         )
 
     def update(
@@ -112,12 +126,15 @@ class Trainer:
             minibatches = self.recipe.minibatches
             valued, criticised = update_critic(self.critic, valued, batches, step, minibatches=minibatches)
         coefs = {name: float(value) for name, value in state.coefs.items()}
-        alone = dataclasses.replace(state, critic=None, coefs={})
+        alone = dataclasses.replace(state, critic=None, reference=None, coefs={})
+        reference = state.reference
         state, updated, coefs = self._update_policy(alone, batches, step, coefs)
         if batches:
             found = charged.mean if charged is not None else updated.token_means.get("kl_reference")
             coefs = after_step(self.recipe, coefs, kl=found)
-        state = with_coefs(dataclasses.replace(state, critic=valued), coefs)
+        if self.moving is not None and reference is not None and (step + 1) % self.moving.sync_every == 0:
+            reference = mixed(reference, state.params, self.moving.mixup)
+        state = with_coefs(dataclasses.replace(state, critic=valued, reference=reference), coefs)
         return state, dataclasses.replace(updated, critic=criticised)
 
     def _update_policy(

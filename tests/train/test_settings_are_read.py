@@ -20,6 +20,7 @@ from tiny_runs import TINY, merged
 
 from podium.algorithms.recipes import Recipe, make_recipe
 from podium.config.critic import CriticConfig
+from podium.config.reference import ReferenceConfig
 from podium.config.reward_model import RewardModelConfig
 from podium.config.schema import AlgorithmConfig, Config, EnvironmentsConfig, LimitsConfig, Section
 from podium.train.loop import train
@@ -167,6 +168,7 @@ def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, 
         ("RewardModelConfig", name) for name in RewardModelConfig.model_fields
     }
     by_effect |= {("CriticConfig", name) for name in CriticConfig.model_fields}  # of ppo: tests/train/test_critic.py
+    by_effect |= {("ReferenceConfig", name) for name in ReferenceConfig.model_fields}  # test_moving_reference.py
     by_effect |= {  # of conversations: tests/train/test_episodes.py
         (section.__name__, name) for section in (LimitsConfig, EnvironmentsConfig) for name in section.model_fields
     }
