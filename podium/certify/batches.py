@@ -20,6 +20,7 @@ from podium.algorithms.recipes import (
     OLD_LOGPROBS,
     RECIPES,
     REFERENCE_LOGPROBS,
+    REFERENCE_POINT,
     TEACHER_LOGPROBS,
     UNCERTAIN,
     Recipe,
@@ -30,7 +31,7 @@ from podium.certify.naive_rules import RULES, Rules
 from podium.certify.naive_step import optimizer_steps
 from podium.certify.result import Check
 from podium.certify.subject import Subject, episodes_of
-from podium.certify.updates import Form, Updates, sizes_of
+from podium.certify.updates import Form, Updates, sizes_of, usable_form
 from podium.sharding import Params
 from podium.train.batch import Batch
 from podium.train.generate import Group
@@ -66,6 +67,7 @@ class Values(NamedTuple):
     reference: float
     returned: float
     uncertain: float
+    point: float
     """Whether the policy term counts, 1 or 0."""
 
 
@@ -74,9 +76,14 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
     subject = updates.subject
     own = _usable(Variant(subject.recipe, subject.rules))
     pairs = [(form, each) for form in FORMS for each in own]
-    pairs += [(FORMS[-1], each) for each in variants()]
+    others: list[Variant] = []
+    if subject.rules.preferences:  # whose rewards are labels, not those of completions of one prompt
+        pairs += [(FORMS[-1], _in_halves(each)) for each in own]
+    else:
+        others += variants()
+    pairs += [(FORMS[-1], each) for each in others]
     compared = [Compared(updates, form, each, subject.groups) for form, each in pairs]
-    compared += [Compared(updates, FORMS[-1], each, subject.failing_groups) for each in variants() if _may_fail(each)]
+    compared += [Compared(updates, FORMS[-1], each, subject.failing_groups) for each in others if _may_fail(each)]
     yield Check(
         name="mask",
         claim="the trained positions are those of completions, not shifted",
@@ -112,12 +119,24 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
         bar=0,
         after=placed,
     )
+    if subject.rules.loss == "kto":
+        yield Check(
+            name="reference point",
+            claim="KTO's KL is the mean log-ratio of each prompt with the completion of the row before it, at least 0",
+            difference=max(each.errors.point for each in compared),
+            after=(*placed, "scores"),
+        )
     yield Check(
         name="advantages",
         claim="each token has the advantage, and a critic's target, that the recipe's formula gives it",
         difference=max(max(each.errors.advantage, each.errors.returned) for each in compared),
         after=(*placed, "scores"),
     )
+
+
+def _in_halves(own: Variant) -> Variant:
+    """The algorithm with two minibatches."""
+    return Variant(dataclasses.replace(own.recipe, minibatches=2), dataclasses.replace(own.rules, minibatches=2))
 
 
 def variants() -> Iterator[Variant]:
@@ -234,6 +253,7 @@ def table(positions: np.ndarray, targets: np.ndarray, which: float) -> np.ndarra
 
 def _prepared(updates: Updates, form: Form, recipe: Recipe, groups: list[Group]) -> Sequence[Batch]:
     """The batches that the trainer makes of groups, scored by `table`."""
+    form = usable_form(form, recipe)
     settings, _ = updates.programs(form)
 
     def score(params: Params, batch: Batch) -> jax.Array:
@@ -288,9 +308,10 @@ def _predictions(step: Sequences, rules: Rules) -> dict[Prediction, Values]:
             weight=float(step.weights[row, own]),
             advantage=float(step.advantages[row, own]),
             old=float(step.old_logprobs[row, own]) if _keeps_old(rules) else 0.0,
-            reference=float(step.reference_logprobs[row, own]) if rules.kl in ("k2", "k3", "k3+") else 0.0,
+            reference=float(step.reference_logprobs[row, own]) if _keeps_reference(rules) else 0.0,
             returned=float(step.returns[row, own]),
             uncertain=float(step.uncertain[row, own]),
+            point=float(step.point),
         )
     return found
 
@@ -300,7 +321,13 @@ def _keeps_old(rules: Rules) -> bool:
 
     With a single optimizer step per batch they equal the current ones, so they are not stored.
     """
-    return rules.old_logprobs == "trainer" and rules.updates_per_batch * rules.minibatches > 1
+    several = rules.updates_per_batch * rules.minibatches > 1
+    return rules.old_logprobs == "trainer" and several and not rules.preferences  # whose losses have no ratio
+
+
+def _keeps_reference(rules: Rules) -> bool:
+    """Whether a batch stores the reference's log-probabilities."""
+    return rules.kl in ("k2", "k3", "k3+") or rules.preferences
 
 
 def _fields(batch: Batch) -> tuple[np.ndarray, ...]:
@@ -319,9 +346,10 @@ def _trained(batch: Batch, rules: Rules) -> list[tuple[Prediction, Values]]:
         batch.weights,
         batch.advantages,
         batch.scores[OLD_LOGPROBS] if _keeps_old(rules) else nothing,
-        batch.scores[REFERENCE_LOGPROBS] if rules.kl in ("k2", "k3", "k3+") else nothing,
+        batch.scores[REFERENCE_LOGPROBS] if _keeps_reference(rules) else nothing,
         batch.scores[RETURNS] if rules.advantage == "values" else nothing,
         batch.scores[UNCERTAIN] if rules.top_entropy < 1 else nothing + 1,
+        batch.scores[REFERENCE_POINT] if rules.loss == "kto" else nothing,
     )
     values = [np.concatenate(np.asarray(x)[:used]) for x in arrays]
     chosen = (mask != 0) | (values[0] != 0)

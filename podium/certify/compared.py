@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from podium.algorithms.recipes import Recipe
 from podium.certify.formulas import BFLOAT16_BAR, MUON_BAR
 from podium.certify.ledgers import Ledger
 from podium.certify.naive import Scores, Sequences, in_float64
@@ -17,14 +18,22 @@ from podium.certify.naive_optimizer import NaiveOptimizer
 from podium.certify.naive_rules import Rules
 from podium.certify.naive_step import Episode, padded_tokens
 from podium.certify.result import BAR, Check
-from podium.certify.subject import MAX_NEW_TOKENS, OVERLONG_TOKENS, Arrays, Subject, episodes_of, make_subject
+from podium.certify.subject import (
+    MAX_NEW_TOKENS,
+    OVERLONG_TOKENS,
+    Arrays,
+    Subject,
+    episodes_of,
+    make_subject,
+    shortest_prompt,
+)
 from podium.certify.talk import is_right, weighted
 from podium.certify.task import STOP, LetterBackend, Numbers, grade, letters
 from podium.certify.training import Step, Training, watch_training, with_other_options
 from podium.certify.updates import Updates, gradient_difference, loss_difference, naive_update, weight_difference
 from podium.models.params import trained_specs
 from podium.rollout.transcript import Transcript
-from podium.tasks.task import TaskSource
+from podium.tasks.task import Prompt, TaskSource
 from podium.train.generate import Group
 
 DEVIATIONS = 5.0
@@ -201,17 +210,22 @@ def _wrong_episodes(subject: Subject, training: Training, number: int, group: Gr
     With demonstrations: with a wrong prompt, or an answer that is not the data's.
     """
     asked = group.prompt.prompt.id
-    known = {each.id: each for each in Numbers(TaskSource(), vocab=subject.decoder.vocab).prompts("train")}
+    numbers = Numbers(TaskSource(), vocab=subject.decoder.vocab, shortest=shortest_prompt(subject.recipe))
+    known = {each.id: each for each in numbers.prompts("train")}
     encode = LetterBackend().encode
     wrong = 0
-    for episode, transcript, reward in zip(episodes_of(group), group.transcripts, group.rewards, strict=True):
+    given = demonstrated(subject.recipe, known[asked])
+    for place, (episode, transcript, reward) in enumerate(
+        zip(episodes_of(group), group.transcripts, group.rewards, strict=True)
+    ):
         versions = _versions(transcript)[: len(episode.drawn)][np.array(episode.drawn, bool)]
         oldest = number - training.config.rollout.max_staleness
         right = episode.prompt == tuple(encode(known[asked].question))
         if subject.converses:
             right &= is_right(subject, training, asked, transcript, reward)
         elif subject.recipe.demonstrations:
-            right &= episode.tokens == (*encode(known[asked].answer), 0) and episode.reward == 1.0
+            text, paid = given[place]
+            right &= episode.tokens == (*encode(text), 0) and episode.reward == paid
         else:
             right &= _ends_rightly(episode)
             right &= abs(episode.reward - _reward(training, asked, episode)) < 1e-6
@@ -219,6 +233,15 @@ def _wrong_episodes(subject: Subject, training: Training, number: int, group: Gr
             right &= all(oldest <= version <= number for version in versions)
         wrong += not right
     return wrong
+
+
+def demonstrated(recipe: Recipe, prompt: Prompt) -> list[tuple[str, float]]:
+    """The completions that the data has for a prompt, with their rewards."""
+    if recipe.data_form == "pair":
+        return [(prompt.metadata["chosen"], 1.0), (prompt.metadata["rejected"], -1.0)]
+    if recipe.data_form == "label":
+        return [(prompt.metadata["completion"], 1.0 if prompt.metadata["label"] else -1.0)]
+    return [(prompt.answer, 1.0)]
 
 
 def _versions(transcript: Transcript) -> np.ndarray:

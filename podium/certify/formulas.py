@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.algorithms.losses import entropy_loss, policy_loss
-from podium.algorithms.recipes import OLD_LOGPROBS, REFERENCE_LOGPROBS, UNCERTAIN
+from podium.algorithms.recipes import OLD_LOGPROBS, REFERENCE_LOGPROBS, REFERENCE_POINT, UNCERTAIN
 from podium.certify.naive import Scores, Sequences, in_float64, kl_losses, objective, policy_losses
 from podium.certify.naive_optimizer import Arrays, NaiveOptimizer, gradient_norm, scheduled_rate
 from podium.certify.result import Check
@@ -27,6 +27,7 @@ LOW, HIGH = 0.1, 0.3
 Changes = Mapping[str, Any]
 """Options of an algorithm that replace the config's, both in the recipe and in the naive rules."""
 PLAIN: Changes = {
+    "preferences": False,
     "kl": "none",
     "kl_coef": 0.0,
     "kl_by_ratio": False,
@@ -48,6 +49,17 @@ OPTIONED: Mapping[str, Changes] = {
     "dppo_kl": {"weight_cap": 1.3},
 }
 """Losses with options, which the formulas get too."""
+LIKE_GRPO: Changes = {"preferences": False, "loss": "clipped", "loss_options": {}}
+"""What makes a recipe of preferences one that samples, for the formulas that preferences do not use."""
+LABELLED: Changes = {"beta": 0.4, "desirable_weight": 1.3, "undesirable_weight": 0.6}
+PREFERENCES: Mapping[str, Changes] = {
+    "dpo": {"beta": 0.3, "label_smoothing": 0.2},
+    "ipo": {"beta": 0.3},
+    "dpo_hinge": {"beta": 0.4},
+    "kto": LABELLED,
+}
+"""Losses of preferences, with options whose terms are all of some size."""
+POINT = 0.8
 CORRECTED: Changes = {**UNEVEN, "loss": "clipped", "old_logprobs": "trainer"}
 RULE_STEPS, RULE_TOTAL = 5, 7
 """Number of updates made with each update rule, and the length of the learning-rate schedule."""
@@ -85,6 +97,17 @@ of 2^-24 becomes 3e-5 of the result in each of a few sums."""
 def formula_checks(updates: Updates) -> Iterator[Check]:
     """Check the policy terms, the KL terms, the entropy bonus, the learning-rate schedule, and the update rules."""
     subject = updates.subject
+    if subject.rules.preferences:
+        yield Check(
+            name="preferences",
+            claim="losses of pairs and of labelled answers, and their gradients, are those of the papers",
+            difference=max(_preference_error(subject, each) for each in _preference_losses(subject)),
+        )
+        subject = dataclasses.replace(
+            subject,
+            recipe=dataclasses.replace(subject.recipe, **LIKE_GRPO),
+            rules=dataclasses.replace(subject.rules, **LIKE_GRPO),
+        )
     made: list[Changes] = [{"kl": "none", "kl_coef": 0.0}]
     made += [{**UNEVEN, "loss": loss} for loss in ("clipped", "gspo", "cispo", "gmpo", "reinforce")]
     made += [{**UNEVEN, "loss": loss, "loss_options": options} for loss, options in OPTIONED.items()]
@@ -185,6 +208,7 @@ def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) ->
             reference_logprobs=jnp.asarray(reference),
             values=jnp.zeros((S, LENGTH)),
             returns=jnp.zeros((S, LENGTH)),
+            point=jnp.zeros(()),
             uncertain=jnp.asarray(uncertain),
         )
 
@@ -194,6 +218,74 @@ def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) ->
 
         (_, expected), slope = jax.jit(jax.value_and_grad(naive, has_aux=True))(jnp.asarray(logprobs, jnp.float64))
         return max(relative(losses, np.asarray(expected)), relative(gradient, np.asarray(slope)))
+
+
+def _preference_losses(subject: Subject) -> Iterator[Changes]:
+    """Yield the config's own loss, and every loss of preferences with options."""
+    yield {"loss": subject.rules.loss, "loss_options": dict(subject.rules.loss_options)}
+    yield from ({"loss": loss, "loss_options": options} for loss, options in PREFERENCES.items())
+
+
+def _preference_error(subject: Subject, changes: Changes) -> float:
+    """Relative error of the losses of S completions of preferences, or of their gradient.
+
+    The trainer is given the two completions of a pair as two segments of one row, after a prompt of one token.
+    """
+    recipe, rules = dataclasses.replace(subject.recipe, **changes), dataclasses.replace(subject.rules, **changes)
+    random = np.random.default_rng(0)
+    logprobs = random.normal(-3.0, 1.0, (S, LENGTH)).astype(np.float32)
+    reference = (logprobs + random.normal(0.0, 0.5, (S, LENGTH))).astype(np.float32)
+    valid = np.arange(LENGTH)[None] < random.integers(1, LENGTH + 1, S)[:, None]
+    advantages = np.where(np.arange(S) % 2, -1.0, 1.0)[:, None] * np.ones((S, LENGTH))
+    weights = (valid * random.uniform(0.5, 1.5, valid.shape)).astype(np.float32)
+    segments = np.where(valid, np.arange(S)[:, None] % 2 + 2, 0)
+
+    def rows(x: np.ndarray) -> jax.Array:
+        """[S, LENGTH] -> [S / 2, 1 + 2 LENGTH], with a prompt."""
+        return jnp.asarray(np.pad(x.reshape(S // 2, 2 * LENGTH), ((0, 0), (1, 0))))
+
+    prompts = jnp.ones((S // 2, 1 + 2 * LENGTH), jnp.int32)
+    scores = {REFERENCE_LOGPROBS: rows(reference), REFERENCE_POINT: jnp.full(prompts.shape, POINT, jnp.float32)}
+    shares = rows(weights)
+
+    def ours(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        losses, _ = policy_loss(
+            recipe,
+            logprobs,
+            sampled_logprobs=jnp.zeros_like(logprobs),
+            advantages=rows(advantages.astype(np.float32)),
+            segments=rows(segments.astype(np.int32)),
+            mask=rows(valid.astype(np.float32)),
+            scores=scores,
+            prompts=prompts,
+        )
+        return jnp.sum(losses * shares), losses * shares
+
+    (_, losses), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(rows(logprobs))
+    found, slopes = (np.asarray(x)[:, 1:].reshape(S, LENGTH) for x in (losses, gradient))
+    with in_float64():
+        nothing = jnp.zeros((S, LENGTH))
+        sequences = Sequences(
+            tokens=jnp.zeros((S, 0), jnp.int32),
+            starts=jnp.zeros(S, jnp.int32),
+            valid=jnp.asarray(valid),
+            weights=jnp.asarray(weights),
+            advantages=jnp.asarray(advantages),
+            sampled_logprobs=nothing,
+            old_logprobs=nothing,
+            reference_logprobs=jnp.asarray(reference),
+            values=nothing,
+            returns=nothing,
+            point=jnp.asarray(POINT),
+            uncertain=jnp.asarray(valid),
+        )
+
+        def naive(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
+            both = policy_losses(rules, logprobs, sequences) * weights
+            return jnp.sum(both), both
+
+        (_, expected), slope = jax.jit(jax.value_and_grad(naive, has_aux=True))(jnp.asarray(logprobs, jnp.float64))
+        return max(relative(found, np.asarray(expected)), relative(slopes, np.asarray(slope)))
 
 
 def _entropy_error(subject: Subject) -> float:
@@ -220,6 +312,7 @@ def _entropy_error(subject: Subject) -> float:
             reference_logprobs=nothing,
             values=nothing,
             returns=nothing,
+            point=jnp.zeros(()),
             uncertain=jnp.asarray(valid),
         )
         found = Scores(logprobs=nothing, entropy=jnp.asarray(entropy), variance=nothing)

@@ -48,6 +48,7 @@ class Sequences:
     reference_logprobs: jax.Array  # [S, n], of the first model; 0 without a KL
     values: jax.Array  # [S, n], of the critic before the step's first update; 0 without a critic
     returns: jax.Array  # [S, n], what the critic learns; 0 without a critic
+    point: jax.Array  # [], the KL that KTO compares completions with; 0 without
     uncertain: jax.Array  # [S, n] bool, which tokens are among the most uncertain; all are if nothing chooses them
 
 
@@ -323,7 +324,9 @@ def policy_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> ja
     A, sampled = sequences.advantages, sequences.sampled_logprobs
     old = sampled if rules.old_logprobs == "sampler" else sequences.old_logprobs
     lowest, highest = 1 - rules.clip_low, 1 + rules.clip_high
-    if rules.loss == "reinforce":
+    if rules.loss in PREFERRED:
+        losses = PREFERRED[rules.loss](rules, logprobs, sequences)
+    elif rules.loss == "reinforce":
         losses = -A * logprobs
     elif rules.loss == "cispo":
         losses = -stop_gradient(jnp.clip(jnp.exp(logprobs - old), lowest, highest)) * A * logprobs
@@ -407,6 +410,40 @@ def _gmpo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequence
 
 SOFT = {"sapo": _sapo, "vespo": _vespo, "dppo_tv": _dppo, "dppo_kl": _dppo, "gmpo": _gmpo}
 """The losses that are not PPO's or a log-likelihood's."""
+
+
+def _of_pairs(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Array:
+    """The loss of each token's pair: DPO (arXiv:2305.18290), IPO (arXiv:2310.12036) or the hinge (arXiv:2309.06657).
+
+    A pair is two rows: the chosen completion and, below it, the rejected one.
+    """
+    beta, smoothing = rules.loss_options.get("beta", 0.1), rules.loss_options.get("label_smoothing", 0.0)
+    ratios = jnp.where(sequences.valid, logprobs - sequences.reference_logprobs, 0.0)
+    if rules.loss == "ipo":
+        ratios = ratios / _lengths(sequences)
+    of_row = jnp.sum(ratios, axis=1)
+    margin = of_row[0::2] - of_row[1::2]
+    if rules.loss == "ipo":
+        found = (margin - 1 / (2 * beta)) ** 2
+    elif rules.loss == "dpo_hinge":
+        found = jnp.where(beta * margin < 1, 1 - beta * margin, 0.0)
+    else:
+        right, wrong = jnp.log1p(jnp.exp(-beta * margin)), jnp.log1p(jnp.exp(beta * margin))
+        found = (1 - smoothing) * right + smoothing * wrong
+    return jnp.broadcast_to(jnp.repeat(found, 2)[:, None], logprobs.shape)
+
+
+def _kto(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Array:
+    """KTO (arXiv:2402.01306): 1 minus the sigmoid of how far a completion lies on its side of the reference point."""
+    given = rules.loss_options
+    ratio = jnp.sum(jnp.where(sequences.valid, logprobs - sequences.reference_logprobs, 0.0), axis=1, keepdims=True)
+    side = jnp.sign(sequences.advantages)
+    weight = jnp.where(side > 0, given.get("desirable_weight", 1.0), given.get("undesirable_weight", 1.0))
+    return weight * (1 - 1 / (1 + jnp.exp(-given.get("beta", 0.1) * side * (ratio - sequences.point))))
+
+
+PREFERRED = {"dpo": _of_pairs, "ipo": _of_pairs, "dpo_hinge": _of_pairs, "kto": _kto}
+"""The losses of preferences, which have the reference in them."""
 
 
 def kl_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Array:

@@ -64,6 +64,8 @@ class Rules:
     max_refills: int = 3
     credit: Literal["episode", "turn"] = "episode"
     gamma: float = 1.0
+    preferences: bool = False
+    """Whether the loss compares completions of the data with the reference's."""
     teacher_weight: float = 0.0
     """0: there is no teacher."""
     updates_per_batch: int = 1
@@ -94,6 +96,7 @@ RULES: dict[str, Rules] = {
     "gmpo": Rules(advantage="group", mean="sequence", loss="gmpo", clip_low=0.4, clip_high=0.4),
     "maxrl": Rules(advantage="maxrl", mean="constant"),
     "sft": Rules(advantage="reward", mean="token", loss="reinforce", old_logprobs="trainer"),
+    "dpo": Rules(advantage="reward", mean="sequence", loss="dpo", old_logprobs="trainer", preferences=True),
     "distill": Rules(advantage="none", mean="token"),
     "ppo": Rules(
         advantage="values", advantage_options={"gamma": 1.0, "lam": 1.0}, std="batch", std_eps=1e-8, mean="token"

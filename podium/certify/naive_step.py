@@ -82,7 +82,7 @@ def optimizer_steps(
         room: sizes of the arrays.
         max_new_tokens: maximum length of a completion.
         policy: the policy before the step's first update.
-        reference: the frozen first model; None if the algorithm has no KL.
+        reference: the frozen first model; None if neither a KL nor the loss reads it.
         teacher: None if the algorithm has none.
         critic: its values before each token, before the step's first update; None if the algorithm has none.
         entropy: the policy's entropy before each token, before the step's first update; None if nothing reads it.
@@ -141,10 +141,23 @@ def optimizer_steps(
                     reference_logprobs=from_reference,  # pyright: ignore[reportArgumentType]
                     values=values,  # pyright: ignore[reportArgumentType]
                     returns=returns,  # pyright: ignore[reportArgumentType]
+                    point=_reference_point(rules, flat[own], room, policy, reference),  # pyright: ignore[reportArgumentType]
                     uncertain=uncertain_tokens(rules, entropies, valid),  # pyright: ignore[reportArgumentType]
                 )
             )
     return made
+
+
+def _reference_point(
+    rules: Rules, episodes: Sequence[Episode], room: Room, policy: Scored, reference: Scored | None
+) -> np.ndarray:
+    """KTO's estimate of the KL, []: the mean log-ratio of completions that follow the next row's prompt, at least 0."""
+    if rules.loss != "kto" or reference is None:
+        return np.zeros(())
+    moved = [dataclasses.replace(episodes[row - 1], prompt=each.prompt) for row, each in enumerate(episodes)]
+    tokens, starts = padded_tokens(moved, room)
+    ratios = np.where(_trained(rules, moved, room), policy(tokens, starts) - reference(tokens, starts), 0.0)
+    return np.maximum(ratios.sum() / len(moved), 0.0)
 
 
 def advantages_of(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.algorithms.advantages import VALUES
-from podium.algorithms.recipes import Recipe, find_recipe, make_recipe
+from podium.algorithms.recipes import Recipe, make_recipe
 from podium.certify.naive import Scores, Sequences, Weights, continuation_values, in_float64, scores
 from podium.certify.naive_rules import Rules, rules_of
 from podium.certify.naive_step import Episode, Room, optimizer_steps
@@ -124,7 +124,7 @@ class Subject:
     full: bool
     """Whether this is the model itself and not a tiny clone."""
     reference: Arrays | None
-    """Weights of the reference model in the KL; None if the algorithm has no KL."""
+    """Weights of the reference model; None if the algorithm has no KL and no loss of preferences."""
     teacher: NaiveTeacher | None
     """None if the config has no teacher."""
     critic: NaiveCritic | None
@@ -177,9 +177,11 @@ class Subject:
 
     @functools.cached_property
     def prompts(self) -> list[tuple[int, ...]]:
-        """Random prompts of 1 to LONGEST_PROMPT tokens."""
+        """Random prompts of 1 to LONGEST_PROMPT tokens; those of pairs have at least two."""
         random = np.random.default_rng(0)
-        lengths = np.linspace(1, LONGEST_PROMPT, self.config.prompts_per_step).round().astype(int)
+        lengths = (
+            np.linspace(shortest_prompt(self.recipe), LONGEST_PROMPT, self.config.prompts_per_step).round().astype(int)
+        )
         return [tuple(random.integers(0, self.decoder.vocab, length).tolist()) for length in lengths]
 
     @functools.cached_property
@@ -187,14 +189,17 @@ class Subject:
         """The graded groups of one step, with the special cases that updates must handle.
 
         Groups have different reward sums. In one group all rewards are equal, in one the longer episodes are
-        conversations of up to three turns, and one completion was cut at the maximum length.
+        conversations of up to three turns, and one completion was cut at the maximum length. Rewards of preferences
+        are 1 and -1 instead.
         """
         random = np.random.default_rng(2)
         groups = []
         for index, (prompt, completions) in enumerate(zip(self.prompts, self.sampled, strict=True)):
             rewards = random.uniform(0.0, 0.5 + index, len(completions))
             transcripts = [transcript_of(prompt, _with_noise(each, random)) for each in completions]
-            if index == ALIKE:
+            if self.recipe.preferences:
+                rewards[:] = [1.0, -1.0] if len(rewards) == 2 else [1.0 - 2 * (index % 2)]
+            elif index == ALIKE:
                 rewards[:] = rewards[0]
             turns: list[tuple[float, ...]] = [() for _ in transcripts]
             if index == TALK:
@@ -249,7 +254,7 @@ class Subject:
 
         `valued` are the critic's weights (None: the subject's).
         """
-        reference = self.reference if rules.kl != "none" else None
+        reference = self.reference if rules.kl != "none" or rules.preferences else None
         teacher = self.teacher
         critic = self.critic
         return optimizer_steps(
@@ -355,9 +360,10 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
         teacher = _tiny_teacher(decoder)
     charged = rules.advantage != "maxrl"  # its rewards must not be negative
     name = NAME if config.rollout.max_episode_tokens is None else CONVERSATIONS
-    task = TaskConfig(name=name, options={"vocab": decoder.vocab}, rewards=REWARDS if charged else {"correct": 0.8})
+    options: dict[str, object] = {"vocab": decoder.vocab, "shortest": shortest_prompt(recipe)}
+    task = TaskConfig(name=name, options=options, rewards=REWARDS if charged else {"correct": 0.8})
     config = config.model_copy(update={"tasks": [task]})
-    reference = other_weights(decoder, weights) if rules.kl != "none" else None
+    reference = other_weights(decoder, weights) if rules.kl != "none" or rules.preferences else None
     return Subject(
         user=user,
         config=config,
@@ -370,6 +376,11 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
         teacher=teacher,
         critic=_tiny_critic(decoder) if recipe.learns_values else None,
     )
+
+
+def shortest_prompt(recipe: Recipe) -> int:
+    """The least number of tokens of a prompt: two in pairs, which share all but the last."""
+    return 2 if recipe.data_form == "pair" else 1
 
 
 def _tiny_critic(policy: DecoderConfig) -> NaiveCritic:
@@ -499,8 +510,13 @@ def one_device() -> jax.sharding.Mesh:
 
 
 def _completions(config: Config) -> int:
-    """Completions of each prompt: few, but more than the k of pass@k, whose advantages would otherwise all be 0."""
+    """Completions of each prompt: few, but more than the k of pass@k, whose advantages would otherwise all be 0.
+
+    Preferences have one or two, as in the data.
+    """
     recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
+    if recipe.preferences:
+        return config.group_size
     return max(COMPLETIONS, int(recipe.advantage.keywords.get("k", 0)) + 1)
 
 
@@ -512,12 +528,7 @@ def _small_step(config: Config) -> Config:
     `rollout.in_flight` that carries no prompts over to the next step.
     """
     group = _completions(config)
-    if find_recipe(config.algorithm.recipe).preferences:
-        raise ValueError(
-            f"algorithm.recipe {config.algorithm.recipe}: certify has no naive form of a loss of pairs to compare with;"
-            " certify the config with recipe grpo, whose model, packing and optimizer are the same"
-        )
-    twice = make_recipe(config.algorithm, group_size=group, prompts_per_step=config.algorithm.minibatches)
+    twice = make_recipe(config.algorithm, group_size=group, prompts_per_step=2 * config.algorithm.minibatches)
     if is_path(twice.loss):
         raise ValueError(
             f"algorithm.loss {twice.loss}: certify has no naive implementation to compare it with; test it separately,"
@@ -557,7 +568,8 @@ def _small_step(config: Config) -> Config:
         "thinking": "keep",
         "reproducible": talks,  # a step is repeated bit for bit
     }
-    sizes = {"packing": "shared_prompts", "row_tokens": ROW_TOKENS, "rows_per_device": None, "tokens_per_device": None}
+    row_tokens = LONGEST_PROMPT + 2 * MAX_NEW_TOKENS if twice.data_form == "pair" else ROW_TOKENS
+    sizes = {"packing": "shared_prompts", "row_tokens": row_tokens, "rows_per_device": None, "tokens_per_device": None}
     lora = config.lora and config.lora.model_copy(update={"base": "bfloat16", "adapter": None})
     parts: dict[str, Any] = {
         "lora": lora,

@@ -30,19 +30,22 @@ class Numbers:
 
     system_prompt = None
 
-    def __init__(self, source: TaskSource, *, vocab: int) -> None:
-        """Ask about tokens below `vocab`, the model's vocabulary size; `source` is not used."""
-        self._vocab = vocab
+    def __init__(self, source: TaskSource, *, vocab: int, shortest: int = 1) -> None:
+        """Ask about tokens below `vocab`, the model's vocabulary size, at least `shortest`; `source` is not used."""
+        self._vocab, self._shortest = vocab, shortest
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """The same questions for every split, of 1 to LONGEST_QUESTION tokens."""
-        random = np.random.default_rng(3)
-        lengths = np.linspace(1, LONGEST_QUESTION, QUESTIONS).round().astype(int)
+        """The same questions for every split, of up to LONGEST_QUESTION tokens, each with data to imitate or prefer."""
+        random, others = np.random.default_rng(3), np.random.default_rng(4)
+        lengths = np.linspace(self._shortest, LONGEST_QUESTION, QUESTIONS).round().astype(int)
         answers = random.integers(1, LONGEST_ANSWER + 1, QUESTIONS)
-        return [
-            Prompt(id=str(index), question=self._numbers(random, length), answer=self._numbers(random, answer))
-            for index, (length, answer) in enumerate(zip(lengths, answers, strict=True))
-        ]
+        found = []
+        for index, (length, size) in enumerate(zip(lengths, answers, strict=True)):
+            question, answer = self._numbers(random, length), self._numbers(random, size)
+            rejected = self._numbers(others, int(others.integers(1, LONGEST_ANSWER + 1)))
+            data = {"completion": answer, "label": index % 3 != 0, "chosen": answer, "rejected": rejected}
+            found.append(Prompt(id=str(index), question=question, answer=answer, metadata=data))
+        return found
 
     def grade(self, prompt: Prompt, completion: str) -> float:
         """Grade a completion as the function `grade` does, from the prompt's id and the text."""

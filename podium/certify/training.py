@@ -114,7 +114,7 @@ def training_config(subject: Subject) -> Config:
         "train": config.train.model_copy(update=train),
         "eval": evaluation,
         "steps": STEPS,
-        "group_size": 1 if subject.recipe.demonstrations else config.group_size,
+        "group_size": 1 if subject.recipe.data_form == "text" and subject.recipe.demonstrations else config.group_size,
     }
     return config.model_copy(update=parts)
 

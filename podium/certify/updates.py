@@ -28,7 +28,17 @@ from podium.certify.naive import (
     value_objective,
 )
 from podium.certify.naive_rules import Rules
-from podium.certify.subject import PROMPTS, ROW_TOKENS, Arrays, NaiveCritic, Subject, one_device
+from podium.certify.subject import (
+    LONGEST,
+    LONGEST_PROMPT,
+    MAX_NEW_TOKENS,
+    PROMPTS,
+    ROW_TOKENS,
+    Arrays,
+    NaiveCritic,
+    Subject,
+    one_device,
+)
 from podium.models.architecture import DecoderConfig
 from podium.models.params import trained_specs
 from podium.run.resolve import resolve_update
@@ -103,8 +113,19 @@ class Form:
         return self.devices or one_device()
 
 
+PAIR_ROW_TOKENS = (LONGEST_PROMPT - 1 + 2 * LONGEST, LONGEST_PROMPT + 2 * MAX_NEW_TOKENS)
+"""Tokens per row for pairs, which must lie in one row: in the simplest form, and in all others."""
 UNPACKED, PACKED = Form(packing="none"), Form()
 """The simplest form, which is compared with the naive update; and the form with which most others are compared."""
+
+
+def usable_form(form: Form, recipe: Recipe) -> Form:
+    """The form; for a recipe of pairs with each pair in one row, which other packings would tear apart."""
+    if recipe.data_form != "pair":
+        return form
+    least, most = PAIR_ROW_TOKENS
+    length = least if form.packing == "none" else max(form.row_tokens, most)
+    return dataclasses.replace(form, packing="shared_prompts", row_tokens=length)
 
 
 class Updates:
@@ -133,6 +154,7 @@ class Updates:
 
     def run(self, form: Form, *, times: int = 1, groups: list[Group] | None = None) -> list[Update]:
         """Run `times` consecutive updates on one batch, made of `groups` (None: the subject's)."""
+        form = usable_form(form, self.recipe)
         settings, programs = self.programs(form)
         subject = self.subject
         params, frozen = subject.trained(form.mesh), subject.frozen(form.mesh)

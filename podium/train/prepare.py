@@ -249,14 +249,14 @@ def reference_point(
     reference = next(scorer for scorer in scorers if scorer.name == REFERENCE_LOGPROBS)
     own = dataclasses.replace(reference, name=OLD_LOGPROBS, params=None)
     mismatched = [
-        dataclasses.replace(completion, prompt=sample.prompt, group=index)
+        dataclasses.replace(completion, prompt=sample.prompt, group=index, choices=None, prompt_choices=None)
         for index, (sample, completion) in enumerate(zip(samples, [samples[-1], *samples[:-1]], strict=True))
     ]
     batch, spans = make_batch(mismatched, sizes)
     scored = with_scores(shard_batch(batch, rules), (own, reference), policy).scores
     found = [take(on_host(scored[name]), spans) for name in (OLD_LOGPROBS, REFERENCE_LOGPROBS)]
     ratios = [
-        np.sum((ours - theirs)[sample.mask], dtype=np.float64)
+        np.sum((ours.astype(np.float64) - theirs)[sample.mask])
         for ours, theirs, sample in zip(*found, mismatched, strict=True)
     ]
     return max(0.0, float(np.mean(ratios)))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from podium.algorithms.recipes import RECIPES
+from podium.algorithms.recipes import LOSSES, RECIPES
 from podium.certify import command
 from podium.certify.batches import batch_checks, variants
 from podium.certify.naive import in_float32, in_float64
@@ -203,6 +203,28 @@ def test_every_recipe_s_certificate_is_green(recipe):
     assert [(check.name, check.difference) for check in found.checks if not check.ok] == []
 
 
-def test_a_loss_of_pairs_is_refused():
-    with pytest.raises(ValueError, match="recipe dpo: certify has no naive form of a loss of pairs"):
-        make_subject(make_config(algorithm={"recipe": "dpo"}, group_size=2))
+LOSSES_OF_PREFERENCES = [name for name, kind in LOSSES.items() if kind.pairs or kind.labels]
+
+
+def of_preferences(loss: str, **changes):
+    size = 1 if LOSSES[loss].labels else 2
+    return make_config(algorithm={"recipe": "dpo", "loss": loss}, group_size=size, **changes)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_batches_of_preferences_are_right(loss, sampled):
+    config = of_preferences(loss)
+    subject = make_subject(config)
+    subject.__dict__["sampled"] = [group[: config.group_size] for group in sampled]
+    found = list(batch_checks(Updates(subject)))
+    assert [(check.name, check.difference) for check in found if not check.ok] == []
+    point = float(subject.sequences.point)
+    assert ("reference point" in [check.name for check in found]) == (loss == "kto") == (point > 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lora", [None, {"rank": 8}])
+@pytest.mark.parametrize("loss", LOSSES_OF_PREFERENCES)
+def test_the_certificate_of_a_loss_of_preferences_is_green(loss, lora):
+    found = command.make_certificate(make_subject(of_preferences(loss, lora=lora)))
+    assert [(check.name, check.difference) for check in found.checks if not check.ok] == []

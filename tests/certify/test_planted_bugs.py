@@ -55,6 +55,8 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "experts": {"model": EXPERTS},
     "taught": {"algorithm": {"recipe": "distill"}, "teacher": {"model": QWEN3}},
     "valued": {"algorithm": {"recipe": "ppo"}},
+    "pairs": {"algorithm": {"recipe": "dpo"}, "group_size": 2},
+    "labels": {"algorithm": {"recipe": "dpo", "loss": "kto"}, "group_size": 1},
     "talk": {"tasks": [{"name": "calculator"}], "algorithm": {"credit": "turn", "gamma": 0.5}},
 }
 """What the config of a subject has besides."""
@@ -697,6 +699,55 @@ def entropy_by_micro_batch() -> Plant:
     return step, "entropy_loss", planted
 
 
+# What preferences say.
+
+
+def chosen_and_rejected_swapped() -> Plant:
+    """The rejected completion of a pair is made likelier."""
+    original = losses.pair_margins
+
+    def planted(*args, **options):
+        chosen, rejected = original(*args, **options)
+        return rejected, chosen
+
+    return losses, "pair_margins", planted
+
+
+def ipo_s_sum() -> Plant:
+    """IPO's log-ratios are sums over tokens, not means."""
+    original = losses.pair_margins
+    return losses, "pair_margins", lambda *args, by_token: original(*args, by_token=False)
+
+
+def pairs_of_a_row_mixed() -> Plant:
+    """A completion is compared with all others of its row, whatever they answer."""
+    original = losses.Pairs
+    return losses, "Pairs", lambda reference, prompts: original(reference, jnp.minimum(prompts, 1))
+
+
+def weights_of_labels_swapped() -> Plant:
+    """Undesirable completions have the weight of the desirable ones."""
+    original = losses.kto_loss
+
+    @functools.wraps(original)
+    def planted(*args, desirable_weight, undesirable_weight, **options):
+        return original(*args, desirable_weight=undesirable_weight, undesirable_weight=desirable_weight, **options)
+
+    return losses, "POLICY_LOSSES", {**losses.POLICY_LOSSES, "kto": planted}
+
+
+def reference_point_of_own_prompts() -> Plant:
+    """KTO's KL is estimated with the completions of the prompts themselves."""
+    original = prepare.reference_point
+
+    def planted(samples, *others):
+        before = [samples[-1], *samples[:-1]]  # a prompt meets the completion of the row before
+        own = [dataclasses.replace(each, prompt=other.prompt) for each, other in zip(samples, before, strict=True)]
+        return original(own, *others)
+
+    return prepare, "reference_point", planted
+
+
 class Named(NamedTuple):
     """The check that is to name a bug, and its stage."""
 
@@ -772,6 +823,11 @@ SLOW: dict[Callable[[], Plant], Named] = {
     half_of_the_adapters_frozen: Named(training_checks, "new weights", "lora"),
     old_logprobs_scored_anew: Named(training_checks, "other options"),
     entropy_by_micro_batch: Named(training_checks, "other options"),
+    chosen_and_rejected_swapped: Named(formula_checks, "preferences", "pairs"),
+    ipo_s_sum: Named(formula_checks, "preferences", "pairs"),
+    pairs_of_a_row_mixed: Named(update_checks, "loss", "pairs"),
+    weights_of_labels_swapped: Named(formula_checks, "preferences", "labels"),
+    reference_point_of_own_prompts: Named(batch_checks, "reference point", "labels"),
 }
 README = Path(__file__).parents[2] / "README.md"
 BUGS = {**QUICK, **SLOW}
