@@ -264,8 +264,9 @@ class Scheduler:
             if 2 * sum(sequence.ready for sequence in running) >= len(running):
                 break  # the rest of longer prompts is prefilled between decode calls
         copies, cell_copies = self._copies()
-        self._reserve(steps)
-        rows = tuple(self._decode_row(sequence, steps) for sequence in running if sequence.ready)
+        ready = [sequence for sequence in running if sequence.ready]
+        self._reserve(ready, steps)
+        rows = tuple(self._decode_row(sequence, steps) for sequence in ready if sequence.state == "running")
         counts = self.queues.counts
         counts.pages_peak = max(counts.pages_peak, self.pages.used)
         return StepPlan(prefills=tuple(prefills), copies=tuple(copies), cell_copies=tuple(cell_copies), rows=rows)
@@ -308,6 +309,8 @@ class Scheduler:
     def _admit(self) -> None:
         """Assign slots and pages to waiting sequences, in order."""
         queues, free = self.queues, self.slots.count_free()
+        if not queues.waiting:
+            return
         headroom = [self.pages.reserved(shard) for shard in range(self.shards)]
         for anywhere in (False, True):  # first where prompts are: slots of other shards are left for later sequences
             for sequence in list(queues.waiting):
@@ -337,13 +340,13 @@ class Scheduler:
             return found[0]
         return None if homes and not anywhere else free.index(max(free))
 
-    def _reserve(self, steps: int) -> None:
-        """Allocate pages for decoding sequences' next tokens, oldest first; preempt the youngest if pages run out.
+    def _reserve(self, ready: Iterable[Sequence], steps: int) -> None:
+        """Allocate pages for the next tokens of `ready` sequences, oldest first; preempt the youngest if pages run out.
 
         A sequence still waiting for its prompt keeps the pages it has.
         """
         running = self.queues.running
-        for sequence in [sequence for sequence in running if sequence.ready]:
+        for sequence in ready:
             goal = sequence.length + sequence.ahead + steps
             while sequence.state == "running" and not self.pages.grow(sequence, goal):
                 youngest = next(each for each in reversed(running) if each.shard == sequence.shard)
