@@ -138,6 +138,10 @@ GOLDENS: dict[str, Callable[[], Any]] = {
 }
 
 
+SHORT_PLANS = [case for case in FAST_PLANS if case[1] in ("v6e-8", "h100-8")]
+"""Those that `make test` compares; `make test-long` compares all."""
+
+
 def recorded(name: str) -> Any:
     """What the file of this name holds."""
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
