@@ -105,9 +105,13 @@ RULES: dict[str, Rules] = {
 """By the name of the recipe."""
 
 
+UNCERTIFIED = ("kl_target", "kl_gain", "entropy_target", "entropy_step", "entropy_bonus_max")
+"""Options of coefficients that follow a run, with which certify refuses a config."""
+
+
 def rules_of(config: AlgorithmConfig) -> Rules:
     """The rules of a config's recipe, with the options that the config sets. KeyError for a user's own recipe."""
-    options = config.model_dump(exclude={"recipe"}, exclude_none=True)
+    options = config.model_dump(exclude={"recipe", *UNCERTIFIED}, exclude_none=True)
     if options.get("loss") == "reinforce":
         options.setdefault("old_logprobs", "trainer")  # it has no ratio
     own = RULES[config.recipe]
