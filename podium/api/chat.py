@@ -15,13 +15,11 @@ from podium.models.chat_format import Message
 from podium.models.source import read_architecture, resolve
 from podium.observe.run_dir import read_config
 from podium.observe.text import printable
-from podium.rollout.request import Completion, Key, Request, SamplingParams
+from podium.rollout.request import Key, Request, SamplingParams
 from podium.rollout.turn_format import TurnFormat, TurnFormatError
 from podium.train.feed import request_seed
 from podium.train.generate import Rollouts
 
-CHUNK_TOKENS = 16
-"""Tokens to request at a time, so that an answer can use the context up to its end."""
 STEPS_SHOWN = 4
 """Decode steps between updates of the shown text."""
 CONTEXT_TOKENS = 2048
@@ -69,30 +67,26 @@ class Conversation:
         new = self._unread(question)
         read = 0 if self._key is None else len(self.rollouts.engine.ledger(self._key))
         asked = read + len(new)
-        room = self.rollouts.spec.prompts.max_tokens
+        engine = self.rollouts.engine
+        room = engine.config.longest - 1
         if asked > room:
             raise ValueError(f"the conversation has {asked} tokens, and {room} fit; /new begins another")
         self.tokens = []
         self.logprobs = []
         said = ""
-        ended = False
+        completion = None
         try:
-            while not ended:
-                length = asked + len(self.tokens)
-                key = self._draw(new, min(CHUNK_TOKENS, self.max_new_tokens - len(self.tokens)), length)
-                new, chunk = [], None
-                while chunk is None:
-                    chunk = self._step(key)
-                    drawn = list(self.rollouts.engine.ledger(key)[asked:])
-                    ended = chunk is not None and (
-                        chunk.finish_reason == "stop" or len(drawn) >= self.max_new_tokens or asked + len(drawn) > room
-                    )
-                    whole = tokenizer.decode(drawn)
-                    if ended or not whole.endswith("\ufffd"):  # otherwise a character is incomplete
-                        yield whole[len(said) :]
-                        said = whole
-                self.tokens += chunk.tokens.tolist()
-                self.logprobs += chunk.sampled_logprobs.tolist()
+            key = self._draw(new, min(self.max_new_tokens, engine.config.longest - asked), asked)
+            while completion is None:
+                engine.step()
+                completion = dict(engine.poll()).get(key)
+                drawn = engine.drawn(key).tokens
+                whole = tokenizer.decode(drawn)
+                if completion is not None or not whole.endswith("\ufffd"):  # otherwise a character is incomplete
+                    yield whole[len(said) :]
+                    said = whole
+            self.tokens = completion.tokens.tolist()
+            self.logprobs = completion.sampled_logprobs.tolist()
         except BaseException:
             self._forget()
             raise
@@ -121,7 +115,7 @@ class Conversation:
         return self._turns.reply([question], history=self.messages[:-1], drawn_end=drawn_end)
 
     def _draw(self, new: list[int], most: int, length: int) -> Key:
-        """Request `most` more tokens after appending `new`, which make the conversation `length` tokens long."""
+        """Request up to `most` tokens after appending `new`, which make the conversation `length` tokens long."""
         engine = self.rollouts.engine
         sampling = SamplingParams(max_new_tokens=most, temperature=self.temperature)
         seed = request_seed(self.seed, "chat", length)
@@ -131,11 +125,6 @@ class Conversation:
         else:
             engine.extend(self._key, new, sampling, seed=seed, keep=True)
         return self._key
-
-    def _step(self, key: Key) -> Completion | None:
-        """Run one step of the engine; returns the finished chunk, or None."""
-        self.rollouts.engine.step()
-        return dict(self.rollouts.engine.poll()).get(key)
 
     def _forget(self) -> None:
         if self._key is not None:
@@ -159,12 +148,11 @@ def chat(
     """
     run = run_of(model)
     positions = read_architecture(resolve(read_config(as_path(run.run)).model if run else model)).max_positions
-    context = min(positions, CONTEXT_TOKENS) - CHUNK_TOKENS
     with open_model(
         model,
-        max_new_tokens=CHUNK_TOKENS,
+        max_new_tokens=1,  # prompt and answer share the context in any proportion
         slots=1,
-        rollout__max_prompt_tokens=context,
+        rollout__max_prompt_tokens=min(positions, CONTEXT_TOKENS) - 1,
         rollout__refill_steps=STEPS_SHOWN,
     ) as rollouts:
         conversation = Conversation(

@@ -8,7 +8,7 @@ from rich.console import Console
 import podium
 from podium.api import chat as chat_module
 from podium.api.answers import open_model
-from podium.api.chat import CHUNK_TOKENS, STEPS_SHOWN, Conversation, chat, harmless, shaded
+from podium.api.chat import STEPS_SHOWN, Conversation, chat, harmless, shaded
 from podium.rollout.request import Request, SamplingParams
 from podium.rollout.turn_format import TurnFormat
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 @pytest.fixture(scope="module")
 def rollouts(tiny_model, one_device):
     settings = {"rollout__max_prompt_tokens": 40, "rollout__refill_steps": STEPS_SHOWN}
-    with open_model(tiny_model, max_new_tokens=CHUNK_TOKENS, slots=1, **settings) as opened:
+    with open_model(tiny_model, max_new_tokens=1, slots=1, **settings) as opened:
         yield opened
 
 
@@ -85,7 +85,7 @@ def test_an_answer_is_shown_while_it_is_drawn_and_can_be_interrupted(rollouts):
     talk = conversation(rollouts)
     pieces = talk.answer("What is 3 + 4 ?")
     next(pieces)
-    assert talk.tokens == []  # its first chunk has not ended
+    assert talk.tokens == []  # the answer has not ended
     pieces.close()
     assert (rollouts.engine.keys, talk.messages) == ([], [])
     whole = "".join(talk.answer("What is 3 + 4 ?"))
@@ -99,6 +99,16 @@ def test_what_does_not_fit_is_said_and_can_be_forgotten(rollouts):
     with pytest.raises(ValueError, match="and 40 fit; /new begins another"):
         list(talk.answer("What " * 41))
     assert talk.messages == []
+
+
+def test_an_answer_may_use_the_context_up_to_its_end(rollouts, monkeypatch):
+    tokenizer = rollouts.feed.tokenizer
+    monkeypatch.setattr(tokenizer, "eos_tokens", ())
+    talk, question = conversation(rollouts, most=100), "What " * 30
+    asked = len(tokenizer.encode_messages([{"role": "user", "content": question}]))
+    assert "".join(talk.answer(question))
+    assert len(talk.tokens) == rollouts.engine.config.longest - asked > 1
+    talk.restart()
 
 
 def test_the_command_answers_lines(tiny_model, monkeypatch):
