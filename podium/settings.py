@@ -238,26 +238,35 @@ def _teacher_loss(config: Config) -> Iterator[Contradiction]:
 
 def _rewards(config: Config) -> Iterator[Contradiction]:
     models = [each.name for each in config.reward_models]
-    for index, name in enumerate(models):
-        if name in BUILT_IN or models.index(name) < index:
-            rule = "is a built-in part of the reward" if name in BUILT_IN else "is the name of two reward models"
-            yield Contradiction((f"reward_models.{index}.name",), f"{name!r} {rule}; choose another")
+    judges = [each.name for each in config.grading.judges]
+    keys = [f"reward_models.{index}" for index in range(len(models))]
+    keys += [f"grading.judges.{index}" for index in range(len(judges))]
+    for index, (key, name) in enumerate(zip(keys, [*models, *judges], strict=True)):
+        if name in BUILT_IN or name in [*models, *judges][:index]:
+            rule = "a built-in part of the reward" if name in BUILT_IN else "the name of two reward models or judges"
+            yield Contradiction((f"{key}.name",), f"{name!r} is {rule}; choose another")
+    for index, judge in enumerate(config.grading.judges):
+        if judge.lowest >= judge.highest:
+            rule = f"{judge.lowest:g} is not below highest, {judge.highest:g}; lower it"
+            yield Contradiction((f"grading.judges.{index}.lowest", f"grading.judges.{index}.highest"), rule)
     for index, task in enumerate(config.tasks):
-        yield from _reward_parts(index, task, models)
+        yield from _reward_parts(index, task, models, judges)
     yield from _length_reward(config)
     if config.teacher is None and not any(weight for task in config.tasks for weight in task.rewards.values()):
         message = "every weight is 0: nothing would be rewarded; set one, as `correct: 1.0`"
         yield Contradiction(("tasks.0.rewards",), message)
 
 
-def _reward_parts(index: int, task: TaskConfig, models: Sequence[str]) -> Iterator[Contradiction]:
+def _reward_parts(
+    index: int, task: TaskConfig, models: Sequence[str], judges: Sequence[str]
+) -> Iterator[Contradiction]:
     """Check the parts of a task's reward: each exists, has a unique label, and does not duplicate the graded part.
 
-    `models` are the names of reward models.
+    `models` and `judges` are the names of reward models and judges.
     """
     section = f"tasks.{index}.rewards"
     for part in task.rewards:
-        if problem := _reward_problem(part, models):
+        if problem := _reward_problem(part, [*models, *judges]):
             yield Contradiction((f"{section}.{part}",), problem)
     labels = [label(part) for part in task.rewards]
     for part in {each for each in labels if labels.count(each) > 1}:
@@ -276,9 +285,9 @@ def _reward_parts(index: int, task: TaskConfig, models: Sequence[str]) -> Iterat
         yield Contradiction((f"{section}.correct", f"tasks.{index}.correct"), message)
 
 
-def _reward_problem(part: str, models: Sequence[str]) -> str:
+def _reward_problem(part: str, named: Sequence[str]) -> str:
     """Why a name or import path is not a valid reward part; empty if it is."""
-    known = (*BUILT_IN, *models)
+    known = (*BUILT_IN, *named)
     if part in known:
         return ""
     if is_path(part):
@@ -288,7 +297,11 @@ def _reward_problem(part: str, models: Sequence[str]) -> str:
             return str(error)
         return ""
     near = nearest(part, known)
-    way_out = f"did you mean {near}?" if near else f"the parts are {', '.join(known)}, and those in reward_models"
+    way_out = (
+        f"did you mean {near}?"
+        if near
+        else f"the parts are {', '.join(known)}, and those in reward_models and grading.judges"
+    )
     return f"not a part of the reward; {way_out}"
 
 

@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from podium.config.critic import CriticConfig
 from podium.config.errors import Contradiction
+from podium.config.judge import JudgeConfig
 from podium.config.lora import LoraConfig, contradictions, with_rate
 from podium.config.mesh import mesh_sizes
 from podium.config.optimizer import OptimizerConfig
@@ -58,7 +59,8 @@ class TaskConfig(Section):
     """First message of every conversation; unset: the task's own, empty string: none."""
     rewards: dict[str, Finite] = {"correct": 1.0}
     """Weight of each part of the reward: correct, format, tags, length, repetition, cosine_length, the name of one of
-    `reward_models`, or your own function as `package.module:name` (docs/rewards.md). The reward is the weighted sum."""
+    `reward_models` or `grading.judges`, or your own function as `package.module:name` (docs/rewards.md). The reward is
+    the weighted sum."""
     correct: str = "correct"
     """Part of the reward that evaluation counts as correctness; `correct` is the task's own grade."""
     tools: list[str] = []
@@ -92,6 +94,8 @@ class GradingConfig(Section):
     overlong_buffer_tokens: NotNegative = 0
     """Length in tokens of DAPO's soft overlong zone, which ends at `rollout.max_new_tokens`; in it, the `length` reward
     falls to -1."""
+    judges: list[JudgeConfig] = []
+    """Language models on servers that grade answers, for the tasks whose `rewards` name them."""
 
 
 class EnvironmentsConfig(Section):

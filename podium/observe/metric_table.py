@@ -107,6 +107,16 @@ def _margin(stats: StepStats) -> float | None:
     return means["pairs_chosen"] / chosen - means["pairs_rejected"] / rejected
 
 
+def _judged(name: str) -> Callable[[StepStats], float | None]:
+    """Make a reader for a count of judges; None in steps without one."""
+
+    def read(stats: StepStats) -> float | None:
+        rolled = stats.rolled
+        return getattr(rolled, name) if rolled.judge_requests or rolled.judge_cached else None
+
+    return read
+
+
 def _by_tool(read: Callable[[Sequence[ToolRun]], float]) -> Callable[[StepStats], Mapping[str, float] | None]:
     """Make a reader for the calls of each tool."""
 
@@ -165,6 +175,10 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("group/dropped", "groups", "Groups left out of the update by `algorithm.zero_variance`.", lambda s: s.batched.dropped_groups),
         Metric("grading/ungraded", "completions", "Completions for which every reward function returned None; they count in no mean.", lambda s: s.completions.ungraded),
         Metric("grading/unscored", "completions", "Completions that were too long for a reward model, counted for each; their rewards are sums of the other parts. Only with `reward_models`.", lambda s: s.rolled.unscored if s.rolled.scored_s else None),
+        Metric("judge/requests", "requests", "Requests sent to judges, repeated ones included; only with `grading.judges`, like the next three.", _judged("judge_requests")),
+        Metric("judge/tokens", "tokens", "Tokens of the requests to judges and of their replies, as the servers count them.", _judged("judge_tokens")),
+        Metric("judge/cached", "completions", "Completions whose grade is a reply from before: the same answer to the same prompt, or of a step that was interrupted.", _judged("judge_cached")),
+        Metric("judge/ungraded", "completions", "Completions for which a judge's reply has no number within its range; their rewards are sums of the other parts.", _judged("judge_ungraded")),
         Metric("grading/timeouts", "completions", "Completions whose grading exceeded `grading.timeout_s`, or whose code exceeded its task's `timeout_s`.", lambda s: s.completions.timeouts),
     ),
     "Policy": (

@@ -183,6 +183,14 @@ class RolloutStats:
     """Time in which reward models scored answers."""
     unscored: int = 0
     """Answers that were too long for a reward model, counted for each of them."""
+    judge_requests: int = 0
+    """Requests sent to judges, repeated ones included."""
+    judge_tokens: int = 0
+    """Tokens of these requests and their replies."""
+    judge_cached: int = 0
+    """Answers that judges had graded before."""
+    judge_ungraded: int = 0
+    """Answers for which a judge's reply has no number."""
     answer_s: float = 0.0
     """Time from prompts to graded completions, over all hosts."""
     dropped_prompts: int = 0

@@ -74,11 +74,13 @@ def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: M
         if found := too_long(config.rollout, most, model):
             raise ValueError(f"{found.keys[0]}: {found.message}")
     used = {part for task in config.tasks for part in task.rewards}
-    for index, each in enumerate(config.reward_models):
-        if each.name not in used:
+    named = [(f"reward_models.{index}", each.name) for index, each in enumerate(config.reward_models)]
+    named += [(f"grading.judges.{index}", each.name) for index, each in enumerate(config.grading.judges)]
+    for key, name in named:
+        if name not in used:
             raise ValueError(
-                f"reward_models.{index}.name: {each.name!r} is in no task's rewards, so nothing would be scored; name"
-                f" it in tasks.0.rewards, with a weight, or leave reward_models.{index} out"
+                f"{key}.name: {name!r} is in no task's rewards, so it would grade nothing; name it in tasks.0.rewards,"
+                f" with a weight, or leave {key} out"
             )
     return RunSpec(
         machine=machine,

@@ -45,7 +45,8 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, SupportsFloat, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, SupportsFloat, TypeVar
 
 from podium.config.imports import imported
 from podium.tasks.task import Graded, Prompt
@@ -213,21 +214,66 @@ def _answer(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
+class GroupFunction(Protocol):
+    """What grades completions of a prompt: a `RewardFunction`, or a judge (`podium.tasks.judge`)."""
+
+    @property
+    def name(self) -> str:
+        """Its part of the reward."""
+        ...
+
+    @property
+    def settings(self) -> CallSettings:
+        """How it is called."""
+        ...
+
+    @property
+    def is_async(self) -> bool:
+        """Whether `call` is a coroutine function; otherwise it is called in a thread."""
+        ...
+
+    @property
+    def of_group(self) -> bool:
+        """Whether `call` returns a list of numbers or None instead of one number."""
+        ...
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """The function."""
+        ...
+
+    def check(self, prompt: Prompt, *, environment: bool = False) -> None:
+        """Raise ValueError if the prompt lacks what the function needs."""
+        ...
+
+    def arguments(self, prompt: Prompt, group: Sequence[Graded]) -> list[dict[str, object]]:
+        """The arguments of each call, each for as many of the group's completions."""
+        ...
+
+
 class FunctionGrader:
     """Calls the reward functions of a mixture's tasks, on a thread with its own event loop."""
 
-    def __init__(self, rewards: Sequence[Sequence[str]], environments: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        rewards: Sequence[Sequence[str]],
+        environments: Sequence[bool],
+        judges: Mapping[str, GroupFunction] = MappingProxyType({}),
+    ) -> None:
         """Start nothing yet.
 
         Args:
-            rewards: each task's function names.
+            rewards: each task's names of functions and judges.
             environments: whether each task has an environment.
+            judges: by name.
 
         Raises:
             ValueError: a name is invalid.
         """
         self._environments = list(environments)
-        self._functions = [[RewardFunction(name) for name in names] for names in rewards]
+        self._functions: Sequence[Sequence[GroupFunction]] = [
+            [judges.get(name) or RewardFunction(name) for name in names] for names in rewards
+        ]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._limits: dict[str, asyncio.Semaphore] = {}
         self._warned: set[str] = set()
@@ -273,7 +319,7 @@ class FunctionGrader:
             for index in range(len(group))
         ]
 
-    async def _values(self, function: RewardFunction, prompt: Prompt, group: Sequence[Graded]) -> list[Part]:
+    async def _values(self, function: GroupFunction, prompt: Prompt, group: Sequence[Graded]) -> list[Part]:
         """The function's value for each completion of a group."""
         limit = self._limits.setdefault(function.name, asyncio.Semaphore(function.settings.concurrency))
 
@@ -285,7 +331,7 @@ class FunctionGrader:
         found = await asyncio.gather(*(called(each, len(group) // len(calls)) for each in calls))
         return [part for parts in found for part in parts]
 
-    async def _called(self, function: RewardFunction, arguments: Mapping[str, object], completions: int) -> list[Part]:
+    async def _called(self, function: GroupFunction, arguments: Mapping[str, object], completions: int) -> list[Part]:
         """The values that one call returns for its completions; 0 if it timed out. Raises FunctionError."""
         settings, problem = function.settings, None
         for attempt in range(settings.retries + 1):
@@ -294,6 +340,8 @@ class FunctionGrader:
             try:
                 begun = function.call(**arguments) if function.is_async else _in_thread(function.call, arguments)
                 result = await asyncio.wait_for(begun, settings.timeout_s)
+            except FunctionError:
+                raise
             except TimeoutError:
                 problem = None
             except Exception:
@@ -310,7 +358,7 @@ class FunctionGrader:
         return [Part(0.0, timed_out=True)] * completions
 
 
-def _parts(function: RewardFunction, result: object, completions: int) -> list[Part]:
+def _parts(function: GroupFunction, result: object, completions: int) -> list[Part]:
     """Convert a call's result to one value per completion. Raises FunctionError if it is not a number for each."""
     if not function.of_group:
         return [Part(_number(function, result))]
@@ -325,7 +373,7 @@ def _parts(function: RewardFunction, result: object, completions: int) -> list[P
     return [Part(None if value is None else _number(function, value)) for value in values]
 
 
-def _number(function: RewardFunction, value: object) -> float:
+def _number(function: GroupFunction, value: object) -> float:
     """Convert a value to a finite float. Raises FunctionError for anything else, including numbers as text."""
     try:
         number = float(value) if isinstance(value, SupportsFloat) else math.nan

@@ -13,16 +13,18 @@ import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from multiprocessing.connection import Pipe
+from pathlib import Path
 
 from podium.config.schema import GradingConfig, TaskConfig
 from podium.tasks.environment_forms import machine_checks
 from podium.tasks.functions import FunctionGrader, Part
+from podium.tasks.judge import Judge, JudgeCounts, ReplyStore
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.registry import make_task, task_labels
-from podium.tasks.rewards import LengthLimits, label, make_reward, model_parts, own_functions
+from podium.tasks.rewards import LengthLimits, label, make_reward, named_parts, own_functions
 from podium.tasks.task import Graded, Reward
 from podium.tasks.worker import Item, Outcome, grade_item
 
@@ -77,26 +79,38 @@ class Grading:
 class Grader:
     """Grades completions of a mixture of tasks in `grading.workers` processes."""
 
-    def __init__(self, tasks: Sequence[TaskConfig], config: GradingConfig, *, max_new_tokens: int) -> None:
+    def __init__(
+        self, tasks: Sequence[TaskConfig], config: GradingConfig, *, max_new_tokens: int, replies: Path | None = None
+    ) -> None:
         """Start the processes, which import their tasks while the caller continues.
 
-        `tasks` are in the order of `TaskPrompt.task`; `max_new_tokens` is for the `length` reward.
+        `tasks` are in the order of `TaskPrompt.task`; `max_new_tokens` is for the `length` reward. Replies of judges
+        are kept in the file `replies`, if set.
+
+        Raises ValueError if a reward function or a judge cannot be used.
         """
         self._configs = list(tasks)
         self._labels = task_labels(tasks)
         self._limits = LengthLimits(max_new_tokens, config.overlong_buffer_tokens)
         self._timeout_s = config.timeout_s
+        self._hidden = {*NOT_FOR_GRADERS, *(judge.key_env for judge in config.judges if judge.key_env)}
         self._warned = False
         self._warned_unrewarded = False
         self._closed = False
         self._not_started: OSError | None = None
         """Why a process could not be restarted; if set, nothing can be graded any more."""
         self._own_tasks = [make_task(task) for task in tasks] if config.workers == 0 else []
+        used = {name for task in tasks for name in named_parts(task)}
+        asked = [judge for judge in config.judges if judge.name in used]
+        store = ReplyStore(replies if asked else None)
+        self._judges = {judge.name: Judge(judge, store) for judge in asked}
         self._functions = FunctionGrader(
-            [own_functions(task) for task in tasks], [task.environment is not None for task in tasks]
+            [[*own_functions(task), *(name for name in named_parts(task) if name in self._judges)] for task in tasks],
+            [task.environment is not None for task in tasks],
+            self._judges,
         )
         self._threads = ThreadPoolExecutor(config.workers or 1, thread_name_prefix="grading")  # one per worker
-        self._workers = {_Worker(self._configs, self._timeout_s) for _ in range(config.workers)}
+        self._workers = {_Worker(self._configs, self._timeout_s, self._hidden) for _ in range(config.workers)}
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -140,6 +154,10 @@ class Grader:
         checks = dict.fromkeys(check for number in asked for check in machine_checks(self._configs[number]))
         return list(dict.fromkeys(str(check()) for check in checks))
 
+    def take_judged(self) -> JudgeCounts:
+        """What all judges were asked since the last call of this."""
+        return sum((judge.take_counts() for judge in self._judges.values()), JudgeCounts())
+
     def close(self) -> None:
         """End the processes at once and drop unfinished grades."""
         self._closed = True
@@ -168,7 +186,7 @@ class Grader:
                 outcome = NOT_ASKED if completion.paid is None else Outcome("graded", correct=completion.paid)
             correct, stopped = outcome.correct, outcome.kind == "stopped"
             reward = make_reward(config, completion, self._limits, correct=correct, own=parts, timed_out=stopped)
-            graded_later = bool(model_parts(config))
+            graded_later = any(name not in self._judges for name in named_parts(config))
             if not (
                 self._warned_unrewarded or graded_later or any(label(name) in reward.parts for name in config.rewards)
             ):
@@ -229,7 +247,7 @@ class Grader:
         """Start a new process in place of one that has ended."""
         worker.discard()
         self._workers.discard(worker)
-        replacement = _Worker(self._configs, self._timeout_s)
+        replacement = _Worker(self._configs, self._timeout_s, self._hidden)
         self._workers.add(replacement)
         return replacement
 
@@ -264,7 +282,7 @@ class _Worker:
     jax); and a fork of a process that uses jax may hang.
     """
 
-    def __init__(self, configs: list[TaskConfig], timeout_s: float) -> None:
+    def __init__(self, configs: list[TaskConfig], timeout_s: float, hidden: Collection[str]) -> None:
         self._timeout_s = timeout_s
         self._ready = False
         self._connection, theirs = Pipe()
@@ -272,7 +290,7 @@ class _Worker:
             [sys.executable, "-P", "-c", f"from podium.tasks.worker import main; main({theirs.fileno()})"],
             pass_fds=[theirs.fileno()],
             env={
-                **{name: value for name, value in os.environ.items() if name not in NOT_FOR_GRADERS},
+                **{name: value for name, value in os.environ.items() if name not in hidden},
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             },
             stdin=subprocess.DEVNULL,

@@ -90,8 +90,8 @@ def own_functions(task: TaskConfig) -> list[str]:
     return [name for name in task.rewards if is_path(name)]
 
 
-def model_parts(task: TaskConfig) -> list[str]:
-    """A task's reward parts that are scores of reward models, which are added after it has graded."""
+def named_parts(task: TaskConfig) -> list[str]:
+    """A task's reward parts that are names of judges or reward models; scores of the latter are added at the end."""
     return [name for name in task.rewards if name not in BUILT_IN and not is_path(name)]
 
 

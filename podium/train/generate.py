@@ -7,6 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import jax
@@ -157,15 +158,16 @@ class Rollouts:
         mesh: Mesh,
         *,
         scorers: Sequence[GroupScorer] = (),
+        folder: Path | None = None,
         stop: AgreedStop | None = None,
         watchdog: Watchdog | None = None,
         on_progress: Callable[[int, int, int], None] = lambda total, done, tokens: None,
     ) -> None:
         """Start the graders, and make the engine on this host's devices of the mesh; `load` gives it weights.
 
-        `scorers` are those of the spec's reward models. `stop`, if set, can end a rollout early; `watchdog` is pinged
-        regularly. `on_progress` is called after each group is complete with this host's number of completions, the
-        number completed, and their tokens.
+        `scorers` are those of the spec's reward models. Replies of judges are kept in `folder`, if set. `stop`, if set,
+        can end a rollout early; `watchdog` is pinged regularly. `on_progress` is called after each group is complete
+        with this host's number of completions, the number completed, and their tokens.
 
         Raises:
             ValueError: a task, its data or the engine's sizes are invalid.
@@ -194,7 +196,12 @@ class Rollouts:
         self._watchdog = watchdog or alone().watchdog
         self._on_progress = on_progress
         tasks = self.feed.tasks.levels
-        self.grader = Grader(tasks, spec.grading, max_new_tokens=spec.sampling.max_new_tokens)
+        self.grader = Grader(
+            tasks,
+            spec.grading,
+            max_new_tokens=spec.sampling.max_new_tokens,
+            replies=None if folder is None else folder / f"judged-{jax.process_index()}.jsonl",
+        )
         self.environments = Environments(tasks, spec.environments)
         self.episodes = Episodes(
             self.engine,
@@ -410,7 +417,16 @@ class Rollouts:
             raise Interrupted
         beside = [part.stats for part in parts]
         if self.layout.over_hosts:  # all hosts have counted the same
-            beside = [dataclasses.replace(beside[0], reward_s=max(stats.reward_s for stats in beside))]
+            beside = [
+                dataclasses.replace(
+                    beside[0],
+                    reward_s=max(stats.reward_s for stats in beside),
+                    judge_requests=sum(stats.judge_requests for stats in beside),
+                    judge_tokens=sum(stats.judge_tokens for stats in beside),
+                    judge_cached=sum(stats.judge_cached for stats in beside),
+                    judge_ungraded=sum(stats.judge_ungraded for stats in beside),
+                )
+            ]
         stats = functools.reduce(RolloutStats.beside, beside)
         told = [part.episodes for part in parts]
         held = functools.reduce(EnvironmentStats.then, told[:1] if self.layout.over_hosts else told)
@@ -528,7 +544,7 @@ class _Grades:
                     FAILED if each.failed else with_turns(next(rewards), each.turn_rewards, weight) for each in episodes
                 ]
             answers.append(_Answer([], given, episodes))
-        return _HostPart(answers, dataclasses.replace(stats, reward_s=time.perf_counter() - start), held)
+        return _HostPart(answers, self._with_grading(stats, start), held)
 
     def wait_for(self, completed: list[list[Completion]], stats: RolloutStats) -> _HostPart:
         """Wait for the grades; returns completions, rewards of complete groups, and stats with the time waited."""
@@ -536,7 +552,19 @@ class _Grades:
         known = [list(each.rewards) for each in self._pending]
         rewards = {index: grading.result() for index, grading in self._gradings.items()}
         answers = [_Answer(completed[index], rewards.get(index, known[index]), []) for index in self._own]
-        return _HostPart(answers, dataclasses.replace(stats, reward_s=time.perf_counter() - start))
+        return _HostPart(answers, self._with_grading(stats, start))
+
+    def _with_grading(self, stats: RolloutStats, start: float) -> RolloutStats:
+        """The statistics with the time waited since `start`, and what judges were asked."""
+        judged = self._grader.take_judged()
+        return dataclasses.replace(
+            stats,
+            reward_s=time.perf_counter() - start,
+            judge_requests=judged.requests,
+            judge_tokens=judged.tokens,
+            judge_cached=judged.cached,
+            judge_ungraded=judged.ungraded,
+        )
 
 
 def _graded(episode: Episode) -> Graded:

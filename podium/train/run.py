@@ -137,13 +137,14 @@ def open_run(
         spec = run_spec(config, model.decoder, model.mesh)
         _plan(check, model.decoder, run_dir, progress)
         optimizer = make_run_optimizer(spec.optimizer, model.decoder)
-        judges = load_reward_models(config, spec.rollout, model.mesh)
+        scorers = load_reward_models(config, spec.rollout, model.mesh)
         rollouts = Rollouts(
             spec.rollout,
             model.decoder,
             model.tokenizer,
             model.mesh,
-            scorers=judges,
+            scorers=scorers,
+            folder=run_dir.path,
             stop=stop,
             watchdog=job.watchdog,
             on_progress=progress.advance,
@@ -153,7 +154,7 @@ def open_run(
             model.source,
             None if config.lora is None else config.lora.adapter,
             {"teacher": taught_by and taught_by.source, "critic": valued_by and valued_by.source}
-            | {f"reward model {each.spec.name}": each.source for each in judges},
+            | {f"reward model {each.spec.name}": each.source for each in scorers},
             rollouts.feed.tasks,
             evaluates=bool(spec.evaluation.at_start or spec.evaluation.every_steps or spec.evaluation.at_end),
         )
@@ -192,8 +193,8 @@ def open_run(
         trainer = _make_trainer(spec, model, optimizer, run_dir.path, kept(frozen, model.rules), teacher, valuing)
         rollouts.load(state.params, trainer.frozen, version=done)
         _say_what_was_chosen(spec, progress)
-        for judge in judges:
-            progress.message(f"reward model {judge.spec.name}: {judge.spec.model}, weights {judge.weights}")
+        for each in scorers:
+            progress.message(f"reward model {each.spec.name}: {each.spec.model}, weights {each.weights}")
         for label, dialogue in zip(rollouts.feed.tasks.labels, rollouts.feed.dialogues, strict=True):
             if dialogue is not None:
                 progress.message(f"{label}: {dialogue.line}")

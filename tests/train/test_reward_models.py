@@ -266,7 +266,7 @@ def test_models_that_cannot_score_are_errors_in_the_settings(tiny_model, reward_
 def test_names_that_mean_two_things_or_nothing_are_errors(reward_model, tmp_path):
     twice = judged(reward_model)
     twice["reward_models"] *= 2
-    assert "reward_models.1.name: 'helpful' is the name of two reward models; choose another" in refused(
+    assert "reward_models.1.name: 'helpful' is the name of two reward models or judges; choose another" in refused(
         tmp_path, twice
     )
     built_in = judged(reward_model, name="format", rewards={"format": 1.0})

@@ -1,0 +1,35 @@
+"""The settings of a judge: a language model behind an OpenAI-compatible server that grades answers."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from podium.config.section import Finite, NotNegative, Positive, PositiveFloat, Section
+
+
+class JudgeConfig(Section):
+    """A judge; it grades the tasks whose `rewards` name it (docs/rewards.md)."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]
+    """Its name among the parts in `tasks[].rewards`, where its weight is, and in metrics and samples."""
+    url: Annotated[str, Field(pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$")]
+    """Base of an OpenAI-compatible server, such as `http://127.0.0.1:8000/v1`; `/chat/completions` is added."""
+    model: str
+    """Name of the model on that server."""
+    rubric: str
+    """What makes an answer good, and what the numbers mean. The conversation and the reference answer follow it."""
+    lowest: Finite = 0.0
+    """Number of the worst answer, which earns 0."""
+    highest: Finite = 10.0
+    """Number of the best answer, which earns 1; a number outside is none."""
+    key_env: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
+    """Environment variable with the key of the server; unset: no key."""
+    max_tokens: Positive = 1024
+    """Longest reply in tokens, reasoning included."""
+    timeout_s: PositiveFloat = 60.0
+    """Time limit of one request in seconds."""
+    retries: NotNegative = 5
+    """Repetitions of a request that the server does not answer, or answers with status 408, 409, 425, 429 or 5xx; after
+    0.5 s, 1 s, 2 s, ..., or as long as it says. After the last one the run stops, and can be continued."""
+    concurrency: Positive = 16
+    """Requests at once, on each host."""
