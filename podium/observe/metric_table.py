@@ -290,6 +290,10 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "Evaluation": (
         Metric("eval/accuracy", "fraction", "Mean of `eval/<task>/accuracy` over the tasks; `keep_best` ranks by it.", evaluation=lambda e: e.accuracy),
+        Metric("eval-rewards/chosen", "reward", "`rewards/chosen` of held-out pairs or labelled completions, under the evaluated weights; with `recipe: dpo`.", evaluation=lambda e: e.preferences and e.preferences.chosen),
+        Metric("eval-rewards/rejected", "reward", "The same of the rejected or undesirable ones.", evaluation=lambda e: e.preferences and e.preferences.rejected),
+        Metric("eval-rewards/margins", "reward", "`eval-rewards/chosen` - `eval-rewards/rejected`.", evaluation=lambda e: e.preferences and e.preferences.margin),
+        Metric("eval-rewards/accuracies", "fraction", "Held-out pairs whose chosen completion has the larger reward; 0 before the first update, where all are equal; not with `loss: kto`.", evaluation=lambda e: e.preferences and e.preferences.accuracy),
         Metric("eval/<task>/accuracy", "fraction", "Questions answered correctly with the likeliest tokens; without `eval.greedy`: `avg_at_k`. Questions that are too long count as wrong.", task=lambda t: t.accuracy),
         Metric("eval/<task>/accuracy_interval", "fraction", "95 % Wilson interval of the accuracy over the questions.", task=lambda t: t.accuracy_interval, parts=LOW_HIGH),
         Metric("eval/<task>/completed_accuracy", "fraction", "Like `accuracy`, but answers cut by `rollout.max_new_tokens` count as wrong.", task=lambda t: t.completed_accuracy),

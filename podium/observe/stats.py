@@ -272,6 +272,22 @@ class TaskScores:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceStats:
+    """The rewards beta x log-ratio of policy to reference of held-out preferences; means, None where there are none."""
+
+    chosen: float | None
+    """Of chosen, or of desirable completions."""
+    rejected: float | None
+    accuracy: float | None
+    """Share of pairs whose chosen completion has the larger reward; None for labelled completions."""
+
+    @property
+    def margin(self) -> float | None:
+        """The chosen ones' mean minus the rejected ones'."""
+        return None if self.chosen is None or self.rejected is None else self.chosen - self.rejected
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationStats:
     """The results of one evaluation, and its duration."""
 
@@ -279,6 +295,8 @@ class EvaluationStats:
     rollout_s: float
     reward_s: float
     step_s: float
+    preferences: PreferenceStats | None = None
+    """Of held-out preferences, in a run that learns from them."""
 
     @property
     def accuracy(self) -> float:

@@ -46,13 +46,18 @@ def demonstrate(
 def check_demonstrations(tasks: TaskMixture, spec: RolloutSpec, tokenizer: Tokenizer, *, form: DataForm) -> None:
     """Check completions before anything is compiled: of each task's first row, or of all rows if they are preferences.
 
+    Held-out preferences are checked too if the run evaluates.
+
     Raises ValueError as `demonstrate` does.
     """
     if form == "text":
         for each in tasks.first_prompts():
             completion_text(each.prompt, spec.prompts.tasks[each.task].completion)
         return
-    for prompts in tasks.train_prompts().values():
+    evaluation = spec.evaluation
+    evaluates = evaluation.at_start or evaluation.every_steps or evaluation.at_end
+    held_out = tasks.eval_prompts(evaluation.questions) if evaluates else {}
+    for prompts in (*tasks.train_prompts().values(), *held_out.values()):
         for each in prompts:
             _demonstration(each, spec, tokenizer, form)
 

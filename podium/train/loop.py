@@ -1,5 +1,7 @@
 """The main loop of a run: prompts, completions, rewards, update; with evaluation, records, checkpoints and resuming."""
 
+import dataclasses
+
 from podium.config.schema import Config
 from podium.job.context import JobContext, alone
 from podium.observe.curve_svg import save_curve
@@ -9,6 +11,7 @@ from podium.observe.summary import print_summary, save_summary
 from podium.run.spec import RunSpec
 from podium.train.distributed import Interrupted, from_leader
 from podium.train.evaluate import evaluate
+from podium.train.held_out import held_out_preferences
 from podium.train.profile import Window
 from podium.train.recorder import OnStep, PlanCheck, unheard
 from podium.train.run import RunParts, open_run
@@ -65,7 +68,7 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
     first, position = done, rollouts.position
     checkpoint_s = None
     try:
-        evaluate_at_start(run, done)
+        evaluate_at_start(run, state, done)
         for step in range(done, spec.steps):
             run.profiler.begin(step + 1)
             run.recorder.begin_step(checkpoint_s)
@@ -82,7 +85,7 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
             held = rollouts.held if run.samples and rollouts.converses else None
             run.recorder.write(done, groups, rolled, batched, updated, sync_s, held)
             run.profiler.end(done)
-            score = evaluate_now(run, done) if evaluates else None
+            score = evaluate_now(run, state, done) if evaluates else None
             stopping = run.stop.requested is not None
             last = stopping or done == spec.steps
             due = run.save_timer.due()
@@ -97,17 +100,17 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
     return done
 
 
-def evaluate_at_start(run: RunParts, done: int) -> None:
+def evaluate_at_start(run: RunParts, state: TrainState, done: int) -> None:
     """Evaluate a new run's initial model; in a resumed run, make up for an evaluation that was due and not recorded."""
     if not done:
         if run.spec.evaluation.at_start:
-            evaluate_now(run, done)
+            evaluate_now(run, state, done)
         return
     run.progress.message(f"continuing after step {done}")
     if evaluation_due(run.spec, done):
         recorded = from_leader(lambda: any(step == done for step, _ in read_history(run.run_dir.path).accuracies))
         if not recorded:
-            evaluate_now(run, done)
+            evaluate_now(run, state, done)
 
 
 def evaluation_due(spec: RunSpec, step: int) -> bool:
@@ -116,10 +119,13 @@ def evaluation_due(spec: RunSpec, step: int) -> bool:
     return bool((every and step % every == 0) or (step == spec.steps and spec.evaluation.at_end))
 
 
-def evaluate_now(run: RunParts, step: int) -> float:
-    """Evaluate the loaded weights, record the result, and return the accuracy."""
+def evaluate_now(run: RunParts, state: TrainState, step: int) -> float:
+    """Evaluate the loaded weights, which are `state`'s, record the result, and return the accuracy."""
     run.phase("evaluation")
     evaluation = evaluate(run.rollouts)
+    if run.spec.recipe.preferences:
+        held_out = held_out_preferences(run.rollouts.feed, run.spec, run.trainer, state)
+        evaluation = dataclasses.replace(evaluation, stats=dataclasses.replace(evaluation.stats, preferences=held_out))
     run.recorder.write_evaluation(step, evaluation)
     return evaluation.stats.accuracy
 

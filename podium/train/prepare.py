@@ -246,20 +246,34 @@ def reference_point(
     It is the mean log-ratio of policy to reference of completions that follow another row's prompt: each prompt of the
     optimizer step with the completion of the row before it, and the first with the last row's.
     """
-    reference = next(scorer for scorer in scorers if scorer.name == REFERENCE_LOGPROBS)
-    own = dataclasses.replace(reference, name=OLD_LOGPROBS, params=None)
     mismatched = [
         dataclasses.replace(completion, prompt=sample.prompt, group=index, choices=None, prompt_choices=None)
         for index, (sample, completion) in enumerate(zip(samples, [samples[-1], *samples[:-1]], strict=True))
     ]
-    batch, spans = make_batch(mismatched, sizes)
+    return max(0.0, float(np.mean(log_ratios(mismatched, sizes, rules, scorers, policy))))
+
+
+def log_ratios(
+    samples: Sequence[Sample],
+    sizes: BatchSizes,
+    rules: ShardingRules,
+    scorers: Sequence[Scorer],
+    policy: Params,
+) -> np.ndarray:
+    """The log-ratio of policy to reference of each sample's drawn tokens together, in nats, [n] float64.
+
+    `scorers` are those of a recipe with a reference, whose program scores the policy too.
+    """
+    reference = next(scorer for scorer in scorers if scorer.name == REFERENCE_LOGPROBS)
+    own = dataclasses.replace(reference, name=OLD_LOGPROBS, params=None)
+    batch, spans = make_batch(samples, sizes)
     scored = with_scores(shard_batch(batch, rules), (own, reference), policy).scores
     found = [take(on_host(scored[name]), spans) for name in (OLD_LOGPROBS, REFERENCE_LOGPROBS)]
-    ratios = [
+    sums = [
         np.sum((ours.astype(np.float64) - theirs)[sample.mask])
-        for ours, theirs, sample in zip(*found, mismatched, strict=True)
+        for ours, theirs, sample in zip(*found, samples, strict=True)
     ]
-    return max(0.0, float(np.mean(ratios)))
+    return np.array(sums)
 
 
 def _with_point(batch: Batch[jax.Array], point: float, rules: ShardingRules) -> Batch[jax.Array]:

@@ -21,7 +21,7 @@ from podium.train.critic import Critic, update_critic
 from podium.train.distributed import is_leader, on_host
 from podium.train.generate import Group
 from podium.train.optimizer import learning_rate
-from podium.train.prepare import prepare_step
+from podium.train.prepare import group_samples, log_ratios, prepare_step
 from podium.train.scorers import Scorer, make_scorers, teacher_head
 from podium.train.state import TrainState, at_schedule_step, mixed, with_coefs
 from podium.train.step import TEACHER_HEAD, ScoreProgram, TrainSettings, TrainStep, make_train_programs
@@ -92,6 +92,12 @@ class Trainer:
             scorers=scorers,
             policy=state.params | self.frozen,
         )
+
+    def log_ratios(self, state: TrainState, groups: Sequence[Group]) -> np.ndarray:
+        """The log-ratio of policy to reference of each completion of a few groups, in order; for preferences."""
+        samples = [sample for n, group in enumerate(groups) for sample in group_samples(group, n, self.recipe)]
+        policy = state.params | self.frozen
+        return log_ratios(samples, self.sizes, self.settings.computing, self._scorers(state), policy)
 
     def _scorers(self, state: TrainState) -> tuple[Scorer, ...]:
         """The scorers of a step; a moving reference has the state's weights."""

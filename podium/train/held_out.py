@@ -1,0 +1,51 @@
+"""Rewards of held-out preferences: how well the policy tells chosen from rejected completions it does not train on."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from podium.algorithms.recipes import LOSSES, Recipe
+from podium.observe.stats import PreferenceStats
+from podium.run.spec import RunSpec
+from podium.train.demonstrations import demonstrate
+from podium.train.feed import Feed, request_seed
+from podium.train.generate import Group
+from podium.train.state import TrainState
+from podium.train.trainer import Trainer
+
+
+def held_out_preferences(feed: Feed, spec: RunSpec, trainer: Trainer, state: TrainState) -> PreferenceStats:
+    """Score the evaluation rows of all tasks that fit, as many as `eval.questions` of each, under policy and reference.
+
+    Nothing is sampled; batches are no larger than those of updates, so no program is compiled anew.
+
+    Raises ValueError if no row fits, or one is no preference that fits.
+    """
+    encoded = [
+        feed.encode(prompt, request_seed(spec.rollout.prompts.seed, f"eval {task}", index))
+        for task, prompts in feed.tasks.eval_prompts(spec.rollout.evaluation.questions).items()
+        for index, prompt in enumerate(prompts)
+    ]
+    fitting = [each for each in encoded if each is not None]
+    if not fitting:
+        raise ValueError("no evaluation row fits in rollout.max_prompt_tokens; raise it, or leave evaluations out")
+    groups, _ = demonstrate(fitting, spec.rollout, feed.tokenizer, form=spec.recipe.data_form)
+    size = max(1, spec.prompts_per_step // spec.recipe.minibatches)
+    ratios = [
+        ratio
+        for first in range(0, len(groups), size)
+        for ratio in trainer.log_ratios(state, groups[first : first + size]).tolist()
+    ]
+    return preference_stats(spec.recipe, groups, ratios)
+
+
+def preference_stats(recipe: Recipe, groups: Sequence[Group], ratios: Sequence[float]) -> PreferenceStats:
+    """The rewards beta x log-ratio of groups of preferences; `ratios` has one number for each of their completions."""
+    beta = recipe.loss_options.get("beta", LOSSES[recipe.loss].options["beta"])
+    chosen = np.array([reward.total > 0 for group in groups for reward in group.rewards])
+    rewards = beta * np.array(ratios)
+    accuracy = None
+    if recipe.data_form == "pair":
+        accuracy = float(np.mean(rewards[chosen] > rewards[~chosen]))
+    sides = [float(rewards[side].mean()) if side.any() else None for side in (chosen, ~chosen)]
+    return PreferenceStats(chosen=sides[0], rejected=sides[1], accuracy=accuracy)
