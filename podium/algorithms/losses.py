@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from podium.algorithms.recipes import (
+    COVARIANT,
     LOSSES,
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
@@ -244,6 +245,48 @@ def gmpo_loss(
     return TokenLoss(values, is_low.astype(values.dtype), is_high.astype(values.dtype))
 
 
+def clip_cov_loss(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    segments: jax.Array,
+    mask: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    scores: Mapping[str, jax.Array],
+) -> TokenLoss:
+    """PPO's clipped surrogate, but 0 at tokens that would lower the entropy most: Clip-Cov (arXiv:2505.22617).
+
+    `scores` has them as COVARIANT, [B, T]; `podium.algorithms.selection.clip_cov_tokens` chooses them. They are the
+    statistic `covariant`.
+    """
+    loss = _clipped(token_ratio(logprobs, old_logprobs), advantages, clip_low=clip_low, clip_high=clip_high)
+    chosen = scores[COVARIANT]
+    return loss._replace(values=loss.values * (1 - chosen), stats={"covariant": chosen})
+
+
+def kl_cov_loss(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    segments: jax.Array,
+    mask: jax.Array,
+    *,
+    scores: Mapping[str, jax.Array],
+    kl_weight: float,
+) -> TokenLoss:
+    """-ratio A, plus kl_weight x KL(old || policy) at tokens that would lower the entropy most: KL-Cov
+    (arXiv:2505.22617).
+
+    `scores` has these tokens as COVARIANT, [B, T]; the KL is estimated at each as ratio - 1 - log ratio.
+    """
+    chosen = scores[COVARIANT]
+    kl = k3_estimate(old_logprobs, logprobs)
+    values = -token_ratio(logprobs, old_logprobs) * advantages + kl_weight * chosen * kl
+    return _unclipped(values)._replace(stats={"covariant": chosen})
+
+
 def reinforce_loss(
     logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, segments: jax.Array, mask: jax.Array
 ) -> TokenLoss:
@@ -388,6 +431,8 @@ POLICY_LOSSES: Mapping[str, Callable[..., TokenLoss]] = {
     "dppo_tv": dppo_tv_loss,
     "dppo_kl": dppo_kl_loss,
     "gmpo": gmpo_loss,
+    "clip_cov": clip_cov_loss,
+    "kl_cov": kl_cov_loss,
     "reinforce": reinforce_loss,
     "dpo": dpo_loss,
     "ipo": ipo_loss,

@@ -67,6 +67,8 @@ class LossKind(NamedTuple):
     """Whether it compares the two completions of a pair, and is not the loss of single completions."""
     labels: bool = False
     """Whether it is the loss of completions of the data, each labelled desirable or undesirable."""
+    covariant: bool = False
+    """Whether it treats tokens otherwise that are chosen by their covariance over the optimizer step."""
     options: Mapping[str, float] = MappingProxyType({})
     """What `loss_options` may change, with the values that are used if it does not."""
 
@@ -83,6 +85,8 @@ LOSSES: Mapping[str, LossKind] = {
     "dppo_tv": LossKind(clips=True, options={"weight_cap": 20.0}),
     "dppo_kl": LossKind(clips=True, options={"weight_cap": 20.0}),
     "gmpo": LossKind(clips=True),
+    "clip_cov": LossKind(clips=True, covariant=True, options={"cov_share": 2e-4, "cov_low": 1.0, "cov_high": 5.0}),
+    "kl_cov": LossKind(clips=False, covariant=True, options={"cov_share": 2e-3, "kl_weight": 1.0}),
     "reinforce": LossKind(clips=False),
     "dpo": LossKind(clips=False, pairs=True, options={"beta": 0.1, "label_smoothing": 0.0}),
     "ipo": LossKind(clips=False, pairs=True, options={"beta": 0.1}),
@@ -100,6 +104,10 @@ OPTION_RANGES: Mapping[str, OptionRange] = {
     "k_negative": OptionRange(least_itself=True),
     "lambda_negative": OptionRange(least_itself=True),
     "weight_cap": OptionRange(),
+    "cov_share": OptionRange(most=1.0),
+    "cov_low": OptionRange(least_itself=True),
+    "cov_high": OptionRange(),
+    "kl_weight": OptionRange(),
     "beta": OptionRange(),
     "label_smoothing": OptionRange(most=0.5, least_itself=True),
     "desirable_weight": OptionRange(),
@@ -110,6 +118,8 @@ OLD_LOGPROBS, REFERENCE_LOGPROBS = "old_logprobs", "reference_logprobs"
 """The scores that options of `algorithm:` need: from the trainer before the first update, or the first model."""
 TEACHER_LOGPROBS, TEACHER_HIDDEN = "teacher_logprobs", "teacher_hidden"
 """The scores of `teacher:` with `loss: sampled` and `full`; the latter are hidden states, [K, B, T, D]."""
+COVARIANT = "covariant"
+"""1 at the tokens that losses clip_cov and kl_cov choose, 0 elsewhere; beside the scores of a batch."""
 ENTROPY = "entropy"
 """The score that `top_entropy` needs: the entropy of the policy before the first update."""
 UNCERTAIN = "uncertain"
@@ -189,6 +199,11 @@ class Recipe:
     `podium.train.scorers.Scorer`, whose scores are passed as `scores["function"]`."""
 
     @property
+    def chooses(self) -> bool:
+        """Whether its loss treats tokens otherwise that are chosen by their covariance."""
+        return self.loss in LOSSES and LOSSES[self.loss].covariant
+
+    @property
     def needs_parts(self) -> bool:
         """Whether the advantage reads the parts of rewards, and not their sum alone."""
         return "parts" in inspect.signature(self.advantage).parameters
@@ -231,7 +246,7 @@ class Recipe:
             REFERENCE_LOGPROBS: self.kl != "k1_reward",
             ENTROPY: False,
         }
-        chosen = (UNCERTAIN,) if self.top_entropy < 1 else ()
+        chosen = (*((UNCERTAIN,) if self.top_entropy < 1 else ()), *((COVARIANT,) if self.chooses else ()))
         hidden = (TEACHER_HIDDEN,) if self.teacher is not None and self.teacher.loss == "full" else ()
         valued = (VALUES, RETURNS) if self.learns_values else ()
         point = (REFERENCE_POINT,) if self.data_form == "label" else ()
@@ -742,6 +757,10 @@ def _loss_option_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflict
             yield "loss_options", f"loss {loss} has no option {option!r}; it has: {', '.join(known) or 'none'}"
         elif kind and (problem := OPTION_RANGES[option].problem(value)):
             yield "loss_options", f"{option} {problem}"
+    numbers = {**(kind.options if kind else {}), **recipe.loss_options}
+    if loss == "clip_cov" and numbers["cov_low"] >= numbers["cov_high"]:
+        rule = f"no covariance is between cov_low {numbers['cov_low']:g} and cov_high {numbers['cov_high']:g}"
+        yield "loss_options", f"{rule}; set cov_low below cov_high"
     if loss == "vespo" and recipe.correction != "none":
         rule = "loss vespo weighs a sequence by its ratio to the sampler already"
         yield "correction", f"{rule}; set it to none, and algorithm.old_logprobs to sampler"

@@ -17,6 +17,7 @@ import numpy as np
 
 from podium.algorithms.advantages import RETURNS, VALUES
 from podium.algorithms.recipes import (
+    COVARIANT,
     OLD_LOGPROBS,
     RECIPES,
     REFERENCE_LOGPROBS,
@@ -67,8 +68,10 @@ class Values(NamedTuple):
     reference: float
     returned: float
     uncertain: float
-    point: float
     """Whether the policy term counts, 1 or 0."""
+    point: float
+    covariant: float
+    """Whether the loss treats it otherwise, 1 or 0."""
 
 
 def batch_checks(updates: Updates) -> Iterator[Check]:
@@ -114,8 +117,11 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
     yield Check(
         name="scores",
         claim="the log-probabilities in the denominators of ratios and in the KL are those of the same token, and so is"
-        " the choice of the most uncertain tokens",
-        difference=max(max(each.errors.old, each.errors.reference, each.errors.uncertain) for each in compared),
+        " the choice of tokens by entropy or covariance",
+        difference=max(
+            max(each.errors.old, each.errors.reference, each.errors.uncertain, each.errors.covariant)
+            for each in compared
+        ),
         bar=0,
         after=placed,
     )
@@ -157,6 +163,9 @@ def variants() -> Iterator[Variant]:
         yield _variant(name, {**halves, "credit": "turn", "gamma": 0.5})
     yield _variant("dapo", {**halves, "zero_variance": "drop", "credit": "turn"})
     yield _variant("dapo", {**halves, "top_entropy": 0.2})
+    for loss in ("clip_cov", "kl_cov"):
+        share = {"cov_share": 0.1, **({"cov_low": 0.01} if loss == "clip_cov" else {})}
+        yield _variant("grpo", {**halves, "loss": loss, "loss_options": share})
     yield _variant("ppo", {"std": "none", "mask_truncated": True}, {"gamma": 0.9, "lam": 0.8})
     for name in ("distill", "grpo"):
         plain = _variant(name, halves)
@@ -312,6 +321,7 @@ def _predictions(step: Sequences, rules: Rules) -> dict[Prediction, Values]:
             returned=float(step.returns[row, own]),
             uncertain=float(step.uncertain[row, own]),
             point=float(step.point),
+            covariant=float(step.covariant[row, own]),
         )
     return found
 
@@ -350,6 +360,7 @@ def _trained(batch: Batch, rules: Rules) -> list[tuple[Prediction, Values]]:
         batch.scores[RETURNS] if rules.advantage == "values" else nothing,
         batch.scores[UNCERTAIN] if rules.top_entropy < 1 else nothing + 1,
         batch.scores[REFERENCE_POINT] if rules.loss == "kto" else nothing,
+        batch.scores[COVARIANT] if rules.loss in ("clip_cov", "kl_cov") else nothing,
     )
     values = [np.concatenate(np.asarray(x)[:used]) for x in arrays]
     chosen = (mask != 0) | (values[0] != 0)

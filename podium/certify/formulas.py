@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.algorithms.losses import entropy_loss, policy_loss
-from podium.algorithms.recipes import OLD_LOGPROBS, REFERENCE_LOGPROBS, REFERENCE_POINT, UNCERTAIN
+from podium.algorithms.recipes import COVARIANT, OLD_LOGPROBS, REFERENCE_LOGPROBS, REFERENCE_POINT, UNCERTAIN
 from podium.certify.naive import Scores, Sequences, in_float64, kl_losses, objective, policy_losses
 from podium.certify.naive_optimizer import Arrays, NaiveOptimizer, gradient_norm, scheduled_rate
 from podium.certify.result import Check
@@ -47,6 +47,7 @@ OPTIONED: Mapping[str, Changes] = {
     "vespo": {"k_positive": 1.5, "lambda_positive": 1.0, "k_negative": 0.5, "lambda_negative": 1.2},
     "dppo_tv": {"weight_cap": 1.3},
     "dppo_kl": {"weight_cap": 1.3},
+    "kl_cov": {"kl_weight": 0.4},
 }
 """Losses with options, which the formulas get too."""
 LIKE_GRPO: Changes = {"preferences": False, "loss": "clipped", "loss_options": {}}
@@ -109,7 +110,7 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
             rules=dataclasses.replace(subject.rules, **LIKE_GRPO),
         )
     made: list[Changes] = [{"kl": "none", "kl_coef": 0.0}]
-    made += [{**UNEVEN, "loss": loss} for loss in ("clipped", "gspo", "cispo", "gmpo", "reinforce")]
+    made += [{**UNEVEN, "loss": loss} for loss in ("clipped", "gspo", "cispo", "gmpo", "clip_cov", "reinforce")]
     made += [{**UNEVEN, "loss": loss, "loss_options": options} for loss, options in OPTIONED.items()]
     made += [{**UNEVEN, "loss": "clipped", "dual_clip": 2.0}, {**UNEVEN, "loss": "gspo", "old_logprobs": "trainer"}]
     yield Check(
@@ -179,7 +180,13 @@ def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) ->
 
     uncertain = random.uniform(size=valid.shape) < recipe.top_entropy  # any choice of tokens
 
-    given = {REFERENCE_LOGPROBS: jnp.asarray(reference), UNCERTAIN: jnp.asarray(uncertain, jnp.float32)}
+    covariant = random.uniform(size=valid.shape) < 0.3
+
+    given = {
+        REFERENCE_LOGPROBS: jnp.asarray(reference),
+        UNCERTAIN: jnp.asarray(uncertain, jnp.float32),
+        COVARIANT: jnp.asarray(covariant, jnp.float32),
+    }
     if rules.old_logprobs == "trainer":
         given[OLD_LOGPROBS] = jnp.asarray(old)
 
@@ -209,6 +216,7 @@ def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) ->
             values=jnp.zeros((S, LENGTH)),
             returns=jnp.zeros((S, LENGTH)),
             point=jnp.zeros(()),
+            covariant=jnp.asarray(covariant),
             uncertain=jnp.asarray(uncertain),
         )
 
@@ -277,6 +285,7 @@ def _preference_error(subject: Subject, changes: Changes) -> float:
             values=nothing,
             returns=nothing,
             point=jnp.asarray(POINT),
+            covariant=jnp.asarray(~valid),
             uncertain=jnp.asarray(valid),
         )
 
@@ -313,6 +322,7 @@ def _entropy_error(subject: Subject) -> float:
             values=nothing,
             returns=nothing,
             point=jnp.zeros(()),
+            covariant=jnp.asarray(~valid),
             uncertain=jnp.asarray(valid),
         )
         found = Scores(logprobs=nothing, entropy=jnp.asarray(entropy), variance=nothing)

@@ -49,6 +49,7 @@ class Sequences:
     values: jax.Array  # [S, n], of the critic before the step's first update; 0 without a critic
     returns: jax.Array  # [S, n], what the critic learns; 0 without a critic
     point: jax.Array  # [], the KL that KTO compares completions with; 0 without
+    covariant: jax.Array  # [S, n] bool, which tokens a loss treats otherwise by their covariance
     uncertain: jax.Array  # [S, n] bool, which tokens are among the most uncertain; all are if nothing chooses them
 
 
@@ -408,7 +409,25 @@ def _gmpo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequence
     return -jnp.exp(product / _lengths(sequences)) * sequences.advantages
 
 
-SOFT = {"sapo": _sapo, "vespo": _vespo, "dppo_tv": _dppo, "dppo_kl": _dppo, "gmpo": _gmpo}
+def _cov(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequences) -> jax.Array:
+    """Clip-Cov and KL-Cov (arXiv:2505.22617): no loss, or a KL to the old policy, at the chosen tokens."""
+    A, ratio = sequences.advantages, jnp.exp(logprobs - old)
+    if rules.loss == "kl_cov":
+        kl = rules.loss_options.get("kl_weight", 1.0) * (ratio - 1 - (logprobs - old))
+        return jnp.where(sequences.covariant, kl, 0.0) - ratio * A
+    surrogate = jnp.minimum(ratio * A, jnp.clip(ratio, 1 - rules.clip_low, 1 + rules.clip_high) * A)
+    return jnp.where(sequences.covariant, 0.0, -surrogate)
+
+
+SOFT = {
+    "clip_cov": _cov,
+    "kl_cov": _cov,
+    "sapo": _sapo,
+    "vespo": _vespo,
+    "dppo_tv": _dppo,
+    "dppo_kl": _dppo,
+    "gmpo": _gmpo,
+}
 """The losses that are not PPO's or a log-likelihood's."""
 
 

@@ -7,6 +7,7 @@ episode that failed for a reason that is not the model's is NaN: it is in no mea
 import dataclasses
 import inspect
 import itertools
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -142,6 +143,9 @@ def optimizer_steps(
                     values=values,  # pyright: ignore[reportArgumentType]
                     returns=returns,  # pyright: ignore[reportArgumentType]
                     point=_reference_point(rules, flat[own], room, policy, reference),  # pyright: ignore[reportArgumentType]
+                    covariant=covariant_tokens(  # pyright: ignore[reportArgumentType]
+                        rules, tokens, starts, sampled, advantages, valid
+                    ),
                     uncertain=uncertain_tokens(rules, entropies, valid),  # pyright: ignore[reportArgumentType]
                 )
             )
@@ -276,6 +280,36 @@ def uncertain_tokens(rules: Rules, entropies: np.ndarray, valid: np.ndarray) -> 
         return np.ones(valid.shape, bool)
     least = np.quantile(entropies[valid], 1 - rules.top_entropy, method="higher")
     return valid & (entropies > least - 1e-4)
+
+
+def covariant_tokens(
+    rules: Rules,
+    tokens: np.ndarray,
+    starts: np.ndarray,
+    logprobs: np.ndarray,
+    advantages: np.ndarray,
+    valid: np.ndarray,
+) -> np.ndarray:
+    """Which tokens [S, n] Clip-Cov or KL-Cov chooses (arXiv:2505.22617) among the step's trained tokens.
+
+    Clip-Cov draws evenly among those in its band, by numpy's generator, seeded with the CRC-32 of their int32 ids.
+    """
+    if rules.loss not in ("clip_cov", "kl_cov"):
+        return np.zeros(valid.shape, bool)
+    found = (logprobs - logprobs[valid].mean()) * (advantages - advantages[valid].mean())
+    rows, places = np.nonzero(valid)
+    given = rules.loss_options
+    count = max(1, int(given.get("cov_share", 2e-4 if rules.loss == "clip_cov" else 2e-3) * len(rows)))
+    own = found[valid]
+    if rules.loss == "kl_cov":
+        which = np.array(sorted(range(len(rows)), key=lambda each: -own[each])[:count])
+    else:
+        ids = tokens[rows, starts[rows] + places].astype(np.int32)
+        inside = np.flatnonzero((own > given.get("cov_low", 1.0)) & (own < given.get("cov_high", 5.0)))
+        which = np.random.default_rng(zlib.crc32(ids.tobytes())).permutation(inside)[:count]
+    chosen = np.zeros(valid.shape, bool)
+    chosen[rows[which], places[which]] = True
+    return chosen
 
 
 def minibatch_bounds(groups: int, minibatches: int) -> list[tuple[int, int]]:

@@ -207,8 +207,8 @@ class AlgorithmConfig(Section):
     recipe: str = "grpo"
     """Published algorithm to start from, or your own Recipe as `package.module:name`."""
     loss: str | None = None
-    """Policy loss: clipped, gspo, cispo, sapo, vespo, dppo_tv, dppo_kl, gmpo, reinforce, of pairs dpo, ipo and
-    dpo_hinge, of labelled answers kto, or your own function as `package.module:name`."""
+    """Policy loss: clipped, gspo, cispo, sapo, vespo, dppo_tv, dppo_kl, gmpo, clip_cov, kl_cov, reinforce, of pairs
+    dpo, ipo and dpo_hinge, of labelled answers kto, or your own function as `package.module:name`."""
     loss_options: dict[str, Finite] | None = None
     """Further numbers of the loss, by name, such as sapo's tau_negative (docs/algorithms.md); unset: the loss's own."""
     mean: Literal["token", "sequence", "constant"] | None = None

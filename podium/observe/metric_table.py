@@ -195,6 +195,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/correction_weight", "", "Importance weight of `algorithm.correction`, mean over the tokens.", lambda s: s.updated.token_means.get("correction_weight")),
         Metric("policy/correction_dropped", "fraction", "Tokens whose weight `algorithm.correction` made 0; only with it.", lambda s: s.updated.token_means.get("correction_dropped")),
         Metric("policy/off_policy_dropped", "fraction", "Tokens left out by `algorithm.off_policy_threshold`; only with it.", lambda s: s.updated.token_means.get("off_policy_dropped")),
+        Metric("policy/covariant", "fraction", "Tokens that losses clip_cov and kl_cov choose by their covariance; only with them.", lambda s: s.updated.token_means.get("covariant")),
         Metric("policy/entropy_bonus", "", "Entropy bonus of the loss, mean over the updates; only with `algorithm.entropy_target`.", lambda s: s.updated.token_means.get("entropy_bonus")),
         Metric("policy/kl_coef", "", "Weight of the KL in the step, before it is adapted; only with `algorithm.kl_target`.", lambda s: s.updated.token_means.get("kl_coef")),
         Metric("policy/top_entropy", "fraction", "Tokens that `algorithm.top_entropy` keeps in the policy term; only with it.", lambda s: s.updated.token_means.get("top_entropy")),

@@ -27,7 +27,9 @@ from podium.algorithms.advantages import (
     value_returns,
 )
 from podium.algorithms.recipes import (
+    COVARIANT,
     ENTROPY,
+    LOSSES,
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
     REFERENCE_POINT,
@@ -35,7 +37,7 @@ from podium.algorithms.recipes import (
     UNCERTAIN,
     Recipe,
 )
-from podium.algorithms.selection import top_entropy_tokens
+from podium.algorithms.selection import covariant_tokens, top_entropy_tokens
 from podium.observe.stats import BatchStats, RewardKl, ValueStats
 from podium.sharding import Params, ShardingRules, to_devices
 from podium.train.batch import Batch, BatchSizes, TokenSpan, make_batch, put, take
@@ -410,6 +412,8 @@ def _finish(
     if recipe.top_entropy < 1:
         chosen = _uncertain(batch, minibatch, recipe.top_entropy)
         scores[UNCERTAIN] = _placed(chosen, batch, minibatch, rules)
+    if recipe.chooses:
+        scores[COVARIANT] = _placed(_covariant(own, recipe), batch, minibatch, rules)
     return dataclasses.replace(batch, advantages=to_devices(host, batch_sharding(host, rules)), scores=scores)
 
 
@@ -429,6 +433,18 @@ def _uncertain(batch: Batch[jax.Array], minibatch: Minibatch, share: float) -> l
     chosen = drawn.copy()
     chosen[drawn] = top_entropy_tokens(np.concatenate(entropies)[drawn], share=share)
     return np.split(chosen, np.cumsum([len(sample.tokens) for sample in minibatch.samples])[:-1])
+
+
+def _covariant(samples: Sequence[Sample], recipe: Recipe) -> list[np.ndarray]:
+    """For each sample with its advantages, which of its tokens [n] the recipe's loss chooses by their covariance."""
+    drawn = np.concatenate([sample.mask for sample in samples])
+    logprobs = np.concatenate([sample.sampled_logprobs for sample in samples])
+    advantages = np.concatenate([sample.advantages for sample in samples])
+    tokens = np.concatenate([sample.tokens for sample in samples])
+    options = {**LOSSES[recipe.loss].options, **recipe.loss_options}
+    chosen = drawn.copy()
+    chosen[drawn] = covariant_tokens(recipe.loss, options, logprobs[drawn], advantages[drawn], tokens[drawn])
+    return np.split(chosen, np.cumsum([len(sample.tokens) for sample in samples])[:-1])
 
 
 def _of_sample(advantages: np.ndarray, sample: Sample) -> np.ndarray:

@@ -23,7 +23,7 @@ from tiny_runs import (
 from podium.models.params import ROLLOUT_AXES
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
-from podium.rollout.transcript import transcript_of
+from podium.rollout.transcript import Span, Transcript, transcript_of
 from podium.run.sizes import row_tokens, rows_per_device
 from podium.sharding import ShardingRules
 from podium.train.batch import make_batch
@@ -292,3 +292,34 @@ def test_the_most_uncertain_tokens_are_those_of_the_whole_step_however_it_is_cut
         found, cut_metrics = changed(trainer, state, groups_of())
         assert_same(found, expected)
         assert cut_metrics["policy/top_entropy"] == metrics["policy/top_entropy"]
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_tokens_of_large_covariance_are_those_of_the_whole_step_however_it_is_cut(loss):
+    """One row after another, or one completion to a row: the same tokens, and so the same new weights."""
+    options = {"cov_share": 0.1, **({"cov_low": 0.01} if loss == "clip_cov" else {})}
+    algorithm = {"loss": loss, "loss_options": options}
+    groups = [dataclasses.replace(group, transcripts=noisy(group, n)) for n, group in enumerate(groups_of())]
+    trainer, state = make_trainer(algorithm=algorithm)
+    expected, metrics = changed(trainer, state, groups)
+    assert 0.05 < metrics["policy/covariant"] <= 0.1
+    for cut in ({"rows_per_device": 1}, {"packing": "none"}):
+        trainer, state = make_trainer(algorithm=algorithm, train=cut)
+        found, cut_metrics = changed(trainer, state, groups)
+        assert_same(found, expected)
+        assert cut_metrics["policy/covariant"] == pytest.approx(metrics["policy/covariant"])
+
+
+def noisy(group: Group, seed: int) -> list[Transcript]:
+    """The group's transcripts with other sampled log-probabilities for each token."""
+    random = np.random.default_rng(seed)
+
+    def changed_span(span: Span) -> Span:
+        logprobs = span.full_logprobs + random.normal(0, 0.5, len(span.full_logprobs)).astype(np.float32)
+        return dataclasses.replace(span, full_logprobs=logprobs)
+
+    def of_one(each: Transcript) -> Transcript:
+        prompt, *spans = each.spans
+        return dataclasses.replace(each, spans=(prompt, *map(changed_span, spans)))
+
+    return [of_one(each) for each in group.transcripts]
