@@ -1,9 +1,11 @@
 """Reward models: the scores of conversations, what they add to rewards, and runs that learn from them."""
 
+import dataclasses
 import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,8 +32,9 @@ from podium.files import to_json
 from podium.models.architecture import ModelError
 from podium.models.hf import load_params
 from podium.models.source import read_reward_model, resolve
-from podium.run.spec import RolloutSpec
+from podium.run.spec import PromptSpec, RolloutSpec
 from podium.settings import load_settings
+from podium.tasks.environment_forms import conversing
 from podium.tasks.rewards import with_score
 from podium.tasks.task import FAILED, Reward
 from podium.train.evaluate import evaluate_weights
@@ -305,3 +308,46 @@ def test_a_template_that_leaves_the_answer_out_is_refused(tiny_model, tmp_path):
     feed = Feed(spec.prompts, model.tokenizer)
     with pytest.raises(ValueError, match="its chat template does not write answers; give it another chat_template"):
         model.check(feed, feed.tasks.first_prompts())
+
+
+CALLS = (
+    "{% for m in messages %}{{ {'user': 'What', 'assistant': 'Answer', 'system': 'only', 'tool': 'number'}[m.role] }}"
+    " {{ m.content }}{% for c in m.tool_calls or () %}"
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %} <end> {% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, CALLS])
+def test_a_template_must_write_calls_of_tools_and_their_replies_where_a_task_has_tools(tiny_model, template, tmp_path):
+    changes = judged(write_reward_model(tmp_path / "model", template))
+    changes["tasks"][0]["tools"] = ["calculator"]
+    config = make_config(tiny_model, **changes)
+    spec = rollout_spec(config, make_model(make_config(tiny_model)))
+    (model,) = load_reward_models(config, spec, rules_of().mesh)
+    (task,) = spec.prompts.tasks
+    held = conversing(task)
+    assert held is not None
+    prompts = Feed(make_spec_without_tools(spec), model.tokenizer).tasks.first_prompts()
+    feed = SimpleNamespace(tasks=SimpleNamespace(levels=[task]), conversing=[held])
+    if template == TEMPLATE:
+        with pytest.raises(ValueError, match="its chat template does not write calls of tools and their replies; give"):
+            model.check(feed, prompts)  # pyright: ignore[reportArgumentType]
+        return
+    model.check(feed, prompts)  # pyright: ignore[reportArgumentType]
+    call = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": {"x": "1 + 2"}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    asked = Conversation(messages=({"role": "user", "content": "1 + 2"}, *messages), tools=tuple(held.tools))
+    written = model.written(asked)
+    assert written.startswith("only "), "tools are described in the system message"
+    assert written.endswith(
+        'What 1 + 2 <end> Answer <tool_call>{"name": "calculator", "arguments": {"x": "1 + 2"}}</tool_call> <end>'
+        " number 3 <end> "
+    )
+
+
+def make_spec_without_tools(spec: RolloutSpec) -> PromptSpec:
+    """Prompts of the same tasks for a model whose template is not the policy's."""
+    return dataclasses.replace(
+        spec.prompts, tasks=tuple(t.model_copy(update={"tools": []}) for t in spec.prompts.tasks)
+    )
