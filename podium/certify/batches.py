@@ -117,11 +117,8 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
     yield Check(
         name="scores",
         claim="the log-probabilities in the denominators of ratios and in the KL are those of the same token, and so is"
-        " the choice of tokens by entropy or covariance",
-        difference=max(
-            max(each.errors.old, each.errors.reference, each.errors.uncertain, each.errors.covariant)
-            for each in compared
-        ),
+        " the choice of tokens by entropy",
+        difference=max(max(each.errors.old, each.errors.reference, each.errors.uncertain) for each in compared),
         bar=0,
         after=placed,
     )
@@ -137,6 +134,13 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
         claim="each token has the advantage, and a critic's target, that the recipe's formula gives it",
         difference=max(max(each.errors.advantage, each.errors.returned) for each in compared),
         after=(*placed, "scores"),
+    )
+    yield Check(
+        name="chosen by covariance",
+        claim="clip_cov and kl_cov choose the tokens with the largest covariance of log-probability and advantage",
+        difference=max(each.errors.covariant for each in compared),
+        bar=0,
+        after=(*placed, "scores", "advantages"),
     )
 
 

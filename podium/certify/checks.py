@@ -38,7 +38,15 @@ from podium.models.presets import find_decoder
 from podium.sharding import ShardingRules, make_mesh
 from podium.train.step import make_score, shard_batch
 
-BATCHES = ("mask", "every token once", "prompts untrained", "denominators", "scores", "advantages")
+BATCHES = (
+    "mask",
+    "every token once",
+    "prompts untrained",
+    "denominators",
+    "scores",
+    "advantages",
+    "chosen by covariance",
+)
 FORMULAS = ("clip", "correction", "kl", "entropy")
 MESHES = (("dp:2,fsdp:2,tp:2", "dp:2,fsdp:4", "dp:2,tp:2", "dp:2"), ("fsdp:8", "fsdp:4", "fsdp:2,tp:2", "fsdp:2"))
 SPLIT_ROWS = (("fsdp:2,sp:4", "sp:4", "fsdp:2,sp:2", "sp:2"),)

@@ -38,7 +38,15 @@ from podium.train.generate import Group
 
 DEVIATIONS = 5.0
 """How many standard deviations a sum over all draws may be from its mean; correct code exceeds it once in a million."""
-OF_BATCH = ("mask", "every token once", "prompts untrained", "denominators", "scores", "advantages")
+OF_BATCH = (
+    "mask",
+    "every token once",
+    "prompts untrained",
+    "denominators",
+    "scores",
+    "advantages",
+    "chosen by covariance",
+)
 OF_MODEL = ("log-probabilities", "temperature")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-from podium.algorithms import advantages, losses, recipes
+from podium.algorithms import advantages, losses, recipes, selection
 from podium.certify import batches
 from podium.certify.batches import batch_checks
 from podium.certify.checks import Stage, form_checks, model_checks, update_checks
@@ -251,6 +251,15 @@ def constant_of_the_longest_completion() -> Plant:
 
 def baseline_of_the_batch() -> Plant:
     return advantages, "_centred_by_group", lambda rewards: np.nan_to_num(rewards - np.nanmean(rewards))
+
+
+def covariance_without_means() -> Plant:
+    return selection, "covariances", lambda logprobs, advantages: logprobs * advantages
+
+
+def certain_tokens_instead_of_uncertain_ones() -> Plant:
+    original = selection.top_entropy_tokens
+    return prepare, "top_entropy_tokens", lambda entropy, *, share: original(-entropy, share=share)
 
 
 def mask_shifted_where_a_turn_starts() -> Plant:
@@ -776,6 +785,8 @@ SLOW: dict[Callable[[], Plant], Named] = {
     mean_of_completion_means: Named(batch_checks, "denominators"),
     constant_of_the_longest_completion: Named(batch_checks, "denominators"),
     turns_not_discounted: Named(batch_checks, "advantages"),
+    covariance_without_means: Named(batch_checks, "chosen by covariance"),
+    certain_tokens_instead_of_uncertain_ones: Named(batch_checks, "scores"),
     unreached_turns_count_as_zero: Named(batch_checks, "advantages"),
     failures_count_as_zero: Named(batch_checks, "advantages"),
     population_deviation: Named(batch_checks, "advantages"),

@@ -92,10 +92,10 @@ def test_what_was_recorded_after_the_last_checkpoint_is_recorded_again(tiny_mode
     config = make_config(tiny_model, tmp_path, **STEPWISE)
     update = Trainer.update
 
-    def fail_in_step_4(self, state, batches, step):
+    def fail_in_step_4(self, state, batches, step, **options):
         if step == 3:
             raise KeyboardInterrupt
-        return update(self, state, batches, step)
+        return update(self, state, batches, step, **options)
 
     monkeypatch.setattr(Trainer, "update", fail_in_step_4)
     with pytest.raises(KeyboardInterrupt):
