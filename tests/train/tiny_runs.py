@@ -289,7 +289,9 @@ def weights_of(run: Path, step: int | None = None) -> dict[str, bytes]:
 
 def assert_same_run(found: Path, expected: Path) -> None:
     """The same metrics, weights and samples, bit for bit."""
-    assert metrics_of(found) == metrics_of(expected)
+    for one, other in zip(metrics_of(found), metrics_of(expected), strict=True):
+        different = {name: (one.get(name), other.get(name)) for name in one | other if one.get(name) != other.get(name)}
+        assert not different, f"step {other['step']}: {different}"
     assert weights_of(found) == weights_of(expected)
     for name in ("samples.jsonl", "lengths.jsonl"):
         assert (found / name).read_bytes() == (expected / name).read_bytes()
