@@ -343,9 +343,8 @@ def misaligned_behind_dropped_groups() -> Plant:
 def reference_follows_the_policy() -> Plant:
     original = scorers._make
 
-    def planted(need, settings, score, reference):
-        made = original(need, settings, score, reference)
-        return dataclasses.replace(made, params=None)
+    def planted(*given):
+        return dataclasses.replace(original(*given), params=None)
 
     return scorers, "_make", planted
 
