@@ -669,8 +669,8 @@ def schedule_counts_twice() -> Plant:
 def last_minibatch_skipped() -> Plant:
     original = trainer.Trainer.update
 
-    def planted(own, state, batches, step):
-        return original(own, state, batches[:1], step)
+    def planted(own, state, batches, step, **options):
+        return original(own, state, batches[:1], step, **options)
 
     return trainer.Trainer, "update", planted
 
