@@ -284,12 +284,17 @@ def objective(rules: Rules, found: Scores[jax.Array], sequences: Sequences) -> t
     """The loss of one optimizer step, [], and the sum of its terms' absolute values, [].
 
     An error of the loss is judged relative to that sum, since its terms may cancel. A KL is a difference of
-    log-probabilities that are nearly equal, so it counts by their size.
+    log-probabilities that are nearly equal, so it counts by their size. So does the value of the hinge, which is 1
+    minus such a difference and may be nearly 0; its gradient has no such cancellation.
     """
     losses = policy_losses(rules, found.logprobs, sequences) + kl_losses(rules, found.logprobs, sequences)
     compared = rules.kl_coef if rules.kl not in ("none", "k1_reward") else 0.0
     terms = jnp.where(sequences.valid, losses * sequences.weights, 0.0)
     sizes = jnp.where(sequences.valid, compared * found.logprobs * sequences.weights, 0.0)
+    if rules.loss == "dpo_hinge":
+        of_rows = jnp.sum(jnp.where(sequences.valid, found.logprobs, 0.0), axis=1, keepdims=True)
+        beta = rules.loss_options.get("beta", 0.1)
+        sizes += stop_gradient(jnp.where(sequences.valid, beta * of_rows * sequences.weights, 0.0))
     entropy = jnp.sum(found.entropy * sequences.valid) / jnp.sum(sequences.valid)
     bonus = rules.entropy_bonus * entropy
     return jnp.sum(terms) - bonus, jnp.sum(jnp.abs(terms) + jnp.abs(sizes)) + bonus
