@@ -50,6 +50,16 @@ CRITIC = 3
 """Arguments of `table`: the made-up log-probabilities of the policy, of the reference model and of a teacher, and the
 values of a critic."""
 TEACHER_WEIGHT = 0.7
+OF_BATCH = (
+    "mask",
+    "every token once",
+    "prompts untrained",
+    "denominators",
+    "scores",
+    "advantages",
+    "chosen by covariance",
+)
+"""Names of the checks of batches, which explain red checks of updates."""
 
 
 class Variant(NamedTuple):

@@ -13,7 +13,7 @@ from typing import get_args
 import jax
 import numpy as np
 
-from podium.certify.batches import batch_checks
+from podium.certify.batches import OF_BATCH, batch_checks
 from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
 from podium.certify.result import Check
@@ -38,15 +38,6 @@ from podium.models.presets import find_decoder
 from podium.sharding import ShardingRules, make_mesh
 from podium.train.step import make_score, shard_batch
 
-BATCHES = (
-    "mask",
-    "every token once",
-    "prompts untrained",
-    "denominators",
-    "scores",
-    "advantages",
-    "chosen by covariance",
-)
 FORMULAS = ("clip", "correction", "kl", "entropy")
 MESHES = (("dp:2,fsdp:2,tp:2", "dp:2,fsdp:4", "dp:2,tp:2", "dp:2"), ("fsdp:8", "fsdp:4", "fsdp:2,tp:2", "fsdp:2"))
 SPLIT_ROWS = (("fsdp:2,sp:4", "sp:4", "fsdp:2,sp:2", "sp:2"),)
@@ -124,7 +115,7 @@ def update_checks(updates: Updates) -> Iterator[Check]:
     subject, (first, second) = updates.subject, updates.unpacked
     naive, again = updates.naive(subject.weights), updates.naive(first.weights)
     own = () if subject.config.rollout.temperature == 1.0 else ("temperature",)
-    causes = (*BATCHES, *FORMULAS, "log-probabilities", *own)
+    causes = (*OF_BATCH, *FORMULAS, "log-probabilities", *own)
     yield Check(
         name="loss",
         claim="the loss equals the recipe's formula, computed in float64",
@@ -206,7 +197,7 @@ def form_checks(updates: Updates) -> Iterator[Check]:
                 gradient_difference(found.gradient, other.gradient, sizes),
             ),
             bar=updates.gradient_bar,
-            after=(*BATCHES, "log-probabilities", *after),
+            after=(*OF_BATCH, "log-probabilities", *after),
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from podium.algorithms.recipes import Recipe
+from podium.certify.batches import OF_BATCH
 from podium.certify.formulas import BFLOAT16_BAR, MUON_BAR
 from podium.certify.ledgers import Ledger
 from podium.certify.naive import Scores, Sequences, in_float64
@@ -38,15 +39,6 @@ from podium.train.generate import Group
 
 DEVIATIONS = 5.0
 """How many standard deviations a sum over all draws may be from its mean; correct code exceeds it once in a million."""
-OF_BATCH = (
-    "mask",
-    "every token once",
-    "prompts untrained",
-    "denominators",
-    "scores",
-    "advantages",
-    "chosen by covariance",
-)
 OF_MODEL = ("log-probabilities", "temperature")
 
 

@@ -179,9 +179,7 @@ def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) ->
     weights = (valid * random.uniform(0.5, 1.5, valid.shape)).astype(np.float32)
 
     uncertain = random.uniform(size=valid.shape) < recipe.top_entropy  # any choice of tokens
-
     covariant = random.uniform(size=valid.shape) < 0.3
-
     given = {
         REFERENCE_LOGPROBS: jnp.asarray(reference),
         UNCERTAIN: jnp.asarray(uncertain, jnp.float32),
