@@ -64,6 +64,7 @@ def chat_server() -> Iterator[Server]:
 
     class Quiet(http.server.ThreadingHTTPServer):
         daemon_threads = True
+        request_queue_size = 128  # of 16 connections at once, the usual 5 resets one now and then on a busy machine
 
         def handle_error(self, *arguments: object) -> None:
             pass  # a judge that does not wait has closed the connection
