@@ -770,12 +770,14 @@ def _pair_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int, pr
     kind = LOSSES.get(recipe.loss, LossKind(clips=False))
     if not recipe.preferences:
         if kind.pairs or kind.labels:
-            way_out = "set algorithm.recipe to dpo, or loss to clipped"
-            yield "loss", f"{recipe.loss} compares pairs of the data, which recipe {config.recipe} has not; {way_out}"
+            learns_from = "pairs" if kind.pairs else "labelled answers"
+            rule = f"{recipe.loss} learns from {learns_from} of the data, and recipe {config.recipe} does not use them"
+            yield "loss", f"{rule}; set algorithm.recipe to dpo, or loss to clipped"
         return
     if not kind.pairs and not kind.labels:
         losses = [name for name, kind in LOSSES.items() if kind.pairs or kind.labels]
-        yield "loss", f"recipe {config.recipe} compares pairs, and {recipe.loss} does not; set {' or '.join(losses)}"
+        rule = f"recipe {config.recipe} learns from preferences of the data, and {recipe.loss} does not"
+        yield "loss", f"{rule}; set {' or '.join(losses)}"
     if kind.labels and group_size != 1:
         yield "group_size", f"loss {recipe.loss} has one completion of each row, got {group_size}; set it to 1"
     if kind.labels and prompts_per_step < 2 * recipe.minibatches:

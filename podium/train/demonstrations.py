@@ -31,7 +31,7 @@ def demonstrate(
     """
     groups = []
     for each in prompts:
-        if form == "pair" and len(each.tokens) < 2:  # pairs of a row are told apart by their prompts
+        if form == "pair" and len(each.tokens) < 2:  # in a row, the prompt's segment identifies a pair
             raise ValueError(f"prompt {each.prompt.prompt.id} has one token; a pair needs a prompt of two or more")
         found, rewards = _demonstration(each.prompt, spec, tokenizer, form)
         transcripts = [transcript_of(each.tokens, completion) for completion in found]

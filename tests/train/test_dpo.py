@@ -194,14 +194,20 @@ def test_a_run_prefers_what_was_chosen_and_resumes_bit_for_bit(run_of, tmp_path,
     ("settings", "said"),
     [
         (["group_size=8"], "has two completions of a prompt, got 8; set it to 2"),
-        (["algorithm.loss=clipped"], "compares pairs, and clipped does not; set dpo or ipo or dpo_hinge"),
+        (
+            ["algorithm.loss=clipped"],
+            "of the data, and clipped does not; set dpo or ipo or dpo_hinge",
+        ),
         (["algorithm.old_logprobs=sampler"], "samples nothing, and its reference is in the loss; leave it unset"),
         (["algorithm.mean=token"], "token would weigh them by length"),
         (["algorithm.loss_options={beta: 0}"], "beta 0 must be above 0"),
         (["algorithm.loss_options={label_smoothing: 0.5}"], "0.5 must be 0 or more, and below 0.5"),
         (["train.packing=sequences"], "in different rows; set it to shared_prompts"),
         (["train.row_tokens=1600"], "1600 is less than a prompt with both completions, 2560"),
-        (["algorithm.recipe=grpo", "algorithm.loss=ipo"], "compares pairs of the data, which recipe grpo has not"),
+        (
+            ["algorithm.recipe=grpo", "algorithm.loss=ipo"],
+            "ipo learns from pairs of the data, and recipe grpo does not use them",
+        ),
     ],
 )
 def test_settings_that_pairs_do_not_allow(settings, said):

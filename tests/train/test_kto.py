@@ -208,7 +208,7 @@ def test_a_run_learns_from_labels_and_resumes_bit_for_bit(run_of, tmp_path, lora
         (["prompts_per_step=3", "algorithm.minibatches=2"], "set prompts_per_step to 2 or more for each of 2"),
         (["algorithm.loss_options={desirable_weight: 0}"], "desirable_weight 0 must be above 0"),
         (["algorithm.mean=token"], "token would weigh them by length"),
-        (["algorithm.recipe=sft"], "kto compares pairs of the data, which recipe sft has not"),
+        (["algorithm.recipe=sft"], "kto learns from labelled answers of the data, and recipe sft does not use them"),
     ],
 )
 def test_settings_that_labels_do_not_allow(settings, said):
