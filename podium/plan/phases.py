@@ -91,8 +91,8 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     own = {"parameters": device_bytes(params)}
     moments = {"optimizer": device_bytes((state.step, state.opt_state))}
     anchor = {"reference_weights": device_bytes(params)} if recipe.needs_reference and not frozen else {}
-    judges = {each.name: abstract_frozen(each.decoder, settings.stored) for each in spec.rollout.reward_models}
-    teachers = {"teacher_weights": device_bytes(taught), "reward_weights": device_bytes(judges)}
+    rewarding = {each.name: abstract_frozen(each.decoder, settings.stored) for each in spec.rollout.reward_models}
+    teachers = {"teacher_weights": device_bytes(taught), "reward_weights": device_bytes(rewarding)}
     valued = _abstract_critic(spec, settings)
     critics = {
         "critic_weights": device_bytes(valued and valued.params),
@@ -109,7 +109,7 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     for each in spec.rollout.reward_models:
         _, program = make_reward_program(each, settings)
         shape = make_batch([], reward_batch(each, shards=settings.computing.num_shards("batch")))[0]
-        scoring = (judges[each.name], abstract_batch(shape, settings.computing))
+        scoring = (rewarding[each.name], abstract_batch(shape, settings.computing))
         others = {"reward_weights": teachers["reward_weights"] - device_bytes(scoring[0])}
         found[f"reward:{each.name}"] = _phase(program, scoring, trainers | _rollout_bytes(spec, mesh) | others)
     waiting = recipe.minibatches * device_bytes(scored)
