@@ -145,6 +145,8 @@ def _padding(run: RunSizes) -> Iterator[str]:
 
 def _rollout(run: RunSizes, workload: Workload) -> Iterator[str]:
     rollout, recipe = run.rollout, run.spec.recipe
+    if recipe.demonstrations:
+        return
     if run.layout.why:
         yield f"rollout.layout {'auto ' if run.rollout.layout == 'auto' else ''}is {run.layout.why}"
     busy, ran = workload.slots_busy(rollout.slots), workload.slot_utilisation

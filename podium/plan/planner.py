@@ -27,7 +27,7 @@ from podium.plan.result import BoundBy, LargeArray, Phase, Plan, Seconds, Verdic
 from podium.plan.sizes import F32, RunSizes, make_sizes, network_bytes
 from podium.plan.topology import compiler_versions
 from podium.plan.worker import CompiledPhase, Job
-from podium.plan.workload import Clock, SequenceLengths, Workload, packed, simulate_rollout
+from podium.plan.workload import Clock, SequenceLengths, Workload, no_rollout, packed, simulate_rollout
 
 KINDS: Mapping[str, str] = {
     "prefill": "prefill",
@@ -110,7 +110,10 @@ def make_plan(
     spec = run.spec
     drawn = run.draw_lengths(lengths)
     device = _Device(accelerator, chip or (load_chip(accelerator.generation) if run.platform != "cpu" else None))
-    workload = simulate_rollout(drawn, run.rollout, shards=run.rollout_shards, overlap=device.chip is not None)
+    if spec.recipe.demonstrations:
+        workload = no_rollout(drawn)
+    else:
+        workload = simulate_rollout(drawn, run.rollout, shards=run.rollout_shards, overlap=device.chip is not None)
     if drawn.replies is not None:
         workload = with_all_sizes(run, workload)
     micro_batches, attended = packed(
@@ -239,7 +242,8 @@ def make_jobs(
 def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Call]:
     """Every program of a run, with its calls in a step.
 
-    Includes the longest prefill chunk and the decode of all slots even if this step has none: they must fit in memory.
+    Includes the longest prefill chunk and the decode of all slots even if this step has none: they must fit in memory,
+    for evaluation too.
     """
     recipe = run.spec.recipe
     prefills, copies = workload.prefill_calls, workload.copy_calls
@@ -271,7 +275,7 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
             repeats=calls if repeats is None else repeats,
         )
 
-    found = [Call(phase="init", program="init", calls=0, rounds=0), call("sync", closed_form.sync_phase(run), 1)]
+    found = [Call(phase="init", program="init", calls=0, rounds=0), call("sync", closed_form.sync_phase(run), not recipe.demonstrations)]
     found += [call(f"prefill:{T}", closed_form.prefill_phase(run, T), prefills.get(T, 0), tokens=T) for T in chunks]
     pages = workload.copied_pages / copies / run.rollout_shards if copies else 0.0
     found.append(call("copy", closed_form.copy_phase(run, pages), copies, rounds=pages))

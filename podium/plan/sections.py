@@ -97,7 +97,7 @@ def plan_sections(
     found.append(ReportSection(memory, (Line(text=text.peak_and_step(plan)), _memory(plan))))
     if plan.step is not None:
         speed = Line(label=f"step  {text.duration(plan.step)}", text=_speed(plan))
-        lengths = (_rollout_speed(plan), _lengths(plan, longest)) if longest else (_rollout_speed(plan),)
+        lengths = (_rollout_speed(plan), *((_lengths(plan, longest),) if longest else ()))
         found.append(ReportSection("a step", (_timeline(plan), speed, *lengths)))
     phases = _table(PHASES, ((phase,) for phase in plan.phases), 0, 5, 8)
     found.append(ReportSection("phases", (phases,), details=True))
@@ -239,7 +239,7 @@ def _memory(plan: Plan) -> Chart:
 
 def _timeline(plan: Plan) -> Chart:
     """The phases of a step as bars; each starts where the previous one ends."""
-    rows = [(phase.name, phase.seconds, _work(phase)) for phase in plan.phases if phase.seconds is not None]
+    rows = [(phase.name, phase.seconds, _work(phase)) for phase in plan.phases if phase.seconds and phase.calls]
     if plan.environments is not None:
         rows.append(("environments", plan.environments, "all conversations wait for replies"))
     rows += [("host", plan.host, "between programs, and grading")] if plan.host is not None else []
@@ -289,6 +289,8 @@ def _speed(plan: Plan) -> str:
 def _rollout_speed(plan: Plan) -> Line:
     """The rate of a rollout's tokens as a share of the rate with all slots busy."""
     whole, full = plan.rollout_rate, plan.full_slots_rate
+    if not plan.workload.decode_steps:
+        return Line(label="rollout", text="none: completions are in the data; prefill and decode are for evaluations")
     if whole is None or full is None:
         return Line(label="rollout", text="unknown")
     share = f"{whole.value / full.value:.0%} of the {text.number(full.value)} with all slots busy"

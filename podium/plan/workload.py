@@ -198,6 +198,22 @@ def _conversing(alone: SequenceLengths, replies: Replies, rollout: RolloutConfig
     return dataclasses.replace(alone, completions=np.clip(drawn, replies.turns, room) + given, replies=replies)
 
 
+def no_rollout(lengths: SequenceLengths) -> Workload:
+    """The workload of a step that learns from completions in the data: nothing is generated."""
+    return Workload(
+        prefill_calls={},
+        prefill_tokens=0,
+        copy_calls=0,
+        copied_pages=0,
+        decodes={},
+        occupied_slot_steps=0,
+        mean_context=0.0,
+        prompt_tokens=int(lengths.prompts.sum()),
+        completion_tokens=int(lengths.drawn.sum()),
+        completions=lengths.completions.size,
+    )
+
+
 def simulate_rollout(
     lengths: SequenceLengths,
     rollout: RolloutConfig,

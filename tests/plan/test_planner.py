@@ -373,6 +373,26 @@ def test_a_rollout_s_rate_is_its_tokens_over_its_devices_time_and_less_than_that
     assert found.rollout_rate.value < found.full_slots_rate.value < fastest
 
 
+DATA = {"sft": ("chat", 1, ["update", "host"]), "dpo": ("preferences", 2, ["score", "update", "host"])}
+"""Recipes that generate nothing: a task, the size of a group, and what a step consists of."""
+
+
+@pytest.mark.parametrize("recipe", DATA)
+def test_a_step_that_learns_from_data_has_no_rollout(recipe):
+    task, group_size, parts = DATA[recipe]
+    changes = {"algorithm": {"recipe": recipe}, "tasks": [{"name": task, "path": "rows.jsonl"}]}
+    config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], [], {}).config
+    config = Config.model_validate({**config.model_dump(mode="json"), **changes, "group_size": group_size})
+    found = make_plan(config, find_accelerator("v6e-8"), fast=True)
+    times = step_parts(found)
+    assert sorted(name for name, _ in times) == sorted(parts)
+    assert found.step is not None
+    assert found.step.value == pytest.approx(sum(time.value for _, time in times))
+    assert found.rollout_rate is None
+    assert not any("slots" in note or "rollout." in note for note in found.notes)
+    assert found.phase("decode").parts["kv_cache"] > 0  # evaluations generate
+
+
 @pytest.mark.parametrize(("head_dim", "times"), [(64, None), (80, "1.60"), (96, "1.33"), (128, None)])
 def test_a_plan_says_how_much_more_a_padded_cache_takes(head_dim, times):
     numbers = {"vocab": 512, "width": 256, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_width": 512}
