@@ -1,5 +1,7 @@
+import ctypes
 import gc
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -33,6 +35,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ and "JAX_COMPILATION_CACHE_DIR" not i
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax
+from made_once import forget_programs
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -42,6 +45,8 @@ gc.set_threshold(100_000, 20, 100)  # tracing makes many objects that live on: l
 hypothesis.settings.register_profile("podium", deadline=None)  # a machine may have other work
 hypothesis.settings.load_profile("podium")
 
+MOST_BYTES = 3 * 2**30
+"""Memory of this process from which compiled programs are forgotten: all of the long suite's would take 9 GiB."""
 GRACE_S = 10.0
 PYTHON_S_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # end with this process
 
@@ -58,6 +63,18 @@ def no_process_is_left_behind() -> Iterator[None]:
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left, "tests left processes behind:\n" + "\n".join(f"{pid}: {said}" for pid, said in left.items())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_forgotten_where_they_fill_the_memory() -> Iterator[None]:
+    """After a module; the cache on disk makes most of them anew."""
+    yield
+    statm = Path("/proc/self/statm")
+    if statm.exists() and int(statm.read_text().split()[1]) * resource.getpagesize() > MOST_BYTES:
+        forget_programs()
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def processes_of_this_session() -> dict[int, str]:

@@ -46,8 +46,12 @@ def key_of(value: Any) -> Any:
     return value
 
 
+MADE: dict[Callable[..., Any], dict[Any, Any]] = {}
+"""What has been made, by factory and settings."""
+
+
 def _kept(factory: Callable[..., Any]) -> Callable[..., Any]:
-    made: dict[Any, Any] = {}
+    made = MADE.setdefault(factory, {})
     signature = inspect.signature(factory)
 
     @functools.wraps(factory)
@@ -64,6 +68,12 @@ def _kept(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 KEPT = {factory: _kept(factory) for factory in FACTORIES}
+
+
+def forget_programs() -> None:
+    """Make everything anew from now on."""
+    for made in MADE.values():
+        made.clear()
 
 
 @contextlib.contextmanager
