@@ -714,6 +714,9 @@ def _loss_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
     name, kl = config.recipe, recipe.kl
     if rule := _most_clip(recipe):
         yield "clip_low", rule
+    if recipe.loss == "dppo_tv" and recipe.clip_high > 1:
+        rule = f"a probability never rises by more than 1, so a bound of {recipe.clip_high:g} is none"
+        yield "clip_high", f"{rule}; set 1 for no upper bound"
     if recipe.dual_clip is not None and recipe.loss != "clipped":
         yield "dual_clip", f"it bounds PPO's token ratio, which recipe {name} does not have; leave it unset"
     if kl == "none" and recipe.kl_coef > 0:

@@ -126,6 +126,7 @@ CONFLICTS = [
     ),
     ("algorithm.clip_low", "a ratio is never below 0, so 1 - clip_low must", {"recipe": "cispo", "clip_low": 1.5}),
     ("algorithm.clip_low", "a probability never falls by more than 1", {"recipe": "dppo", "clip_low": 1.5}),
+    ("algorithm.clip_high", "a probability never rises by more than 1", {"recipe": "dppo", "clip_high": 1.5}),
     (
         "algorithm.advantage_options",
         "k 2.5 must be a whole number below group_size 8",
