@@ -275,7 +275,10 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
             repeats=calls if repeats is None else repeats,
         )
 
-    found = [Call(phase="init", program="init", calls=0, rounds=0), call("sync", closed_form.sync_phase(run), not recipe.demonstrations)]
+    found = [
+        Call(phase="init", program="init", calls=0, rounds=0),
+        call("sync", closed_form.sync_phase(run), not recipe.demonstrations),
+    ]
     found += [call(f"prefill:{T}", closed_form.prefill_phase(run, T), prefills.get(T, 0), tokens=T) for T in chunks]
     pages = workload.copied_pages / copies / run.rollout_shards if copies else 0.0
     found.append(call("copy", closed_form.copy_phase(run, pages), copies, rounds=pages))

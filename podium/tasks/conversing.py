@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import math
 import os
+import resource
 import signal
 import threading
 import time
@@ -69,6 +70,7 @@ class Host:
 
     def __init__(self, configs: Sequence[TaskConfig], answer: Callable[[Answered], None]) -> None:
         """`answer` is called on other threads, with the answer to each request."""
+        _allow_open_files()
         self._tasks: list[Conversing | None] = [conversing(config) for config in configs]
         self._answer = answer
         self._open: dict[int, Running] = {}
@@ -139,6 +141,13 @@ class Host:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
+
+
+def _allow_open_files() -> None:
+    """Let this process open as many files as the system allows; hundreds of open environments may need thousands."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a system may refuse its own limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _number(value: float | None) -> float | None:

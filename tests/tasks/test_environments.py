@@ -1,13 +1,20 @@
 """Processes that run conversations end with the trainer, however it ends."""
 
 import os
+import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from processes import below, runs
+
+from podium.config.schema import EnvironmentsConfig, TaskConfig
+from podium.tasks.conversation import Turn
+from podium.tasks.environments import Environments
+from podium.tasks.task import Prompt
 
 ROOT = Path(__file__).parents[2]
 TRAINER = """
@@ -56,3 +63,41 @@ def test_nothing_is_left_of_a_trainer_that_is_killed_while_tools_run(tmp_path: P
     while any(map(runs, processes)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not [each for each in processes if runs(each)]
+
+
+class Open:
+    """Holds files open, as an environment with a process or a connection of its own does."""
+
+    def __init__(self, prompt: Prompt, seed: int) -> None:
+        self.files = [os.open(os.devnull, os.O_RDONLY) for _ in range(4)]
+
+    def reply(self, turn: Turn) -> None:
+        """End the conversation."""
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self.files:
+            os.close(file)
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    """A low limit on open files, as that of most shells, which processes inherit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_open_environments_may_hold_more_files_than_a_shell_allows(few_files, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    task = TaskConfig(name="arithmetic", environment="test_environments:Open")
+    environments = Environments([task], EnvironmentsConfig(workers=1))
+    try:
+        for number in range(100):
+            environments.open(number, 0, Prompt(id="", question="", answer=""), number)
+        answers = [environments.next(60.0) for _ in range(100)]
+    finally:
+        environments.close()
+    assert {answer and answer.kind for answer in answers} == {"opened"}, answers[-1]
