@@ -48,10 +48,18 @@ SIZES = {
 }
 
 
-def write_tiny_model(folder: Path, words: Sequence[str] = VOCAB, template: str = TEMPLATE, longest: int = 64) -> None:
+def write_tiny_model(
+    folder: Path,
+    words: Sequence[str] = VOCAB,
+    template: str = TEMPLATE,
+    longest: int = 64,
+    *,
+    spread: float = 0.4,
+) -> None:
     """A random Llama of 2 layers, with a tokenizer of `words` and a chat template, as a Hugging Face folder.
 
-    Its first three words are <unk>, <pad> and <end>; its sequences have at most `longest` tokens.
+    Its first three words are <unk>, <pad> and <end>; its sequences have at most `longest` tokens. `spread` is the
+    standard deviation of its weights.
     """
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -72,7 +80,7 @@ def write_tiny_model(folder: Path, words: Sequence[str] = VOCAB, template: str =
     (folder / "config.json").write_text(json.dumps(config))
     random = np.random.default_rng(0)
     tensors = {
-        name: (0.4 * random.standard_normal(shape) + float("norm" in name)).astype(np.float32)
+        name: (spread * random.standard_normal(shape) + float("norm" in name)).astype(np.float32)
         for name, shape in _shapes(len(words)).items()
     }
     save_file(tensors, folder / "model.safetensors")

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from benches import learn_guess
 from benches.environments import LESSONS, learn
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -14,3 +15,13 @@ def test_an_environment_teaches_a_random_model(name, tmp_path):
     rewards = learn(name, tmp_path)
     assert np.mean(rewards[:2]) < LESSONS[name].bar / 2  # it knew nothing
     assert np.mean(rewards[-5:]) >= LESSONS[name].bar
+
+
+@pytest.mark.long
+def test_a_game_of_eight_guesses_is_learned_and_not_from_a_coin(tmp_path, monkeypatch):
+    monkeypatch.setattr(learn_guess, "STEPS", 25)
+    learn_guess.imitate(tmp_path)
+    played = learn_guess.learn("played", learn_guess.PAID, 0, tmp_path)
+    tossed = learn_guess.learn("tossed", learn_guess.TOSSED, 0, tmp_path)
+    assert learn_guess.meets_bar(played, control=False)
+    assert learn_guess.meets_bar(tossed, control=True)
