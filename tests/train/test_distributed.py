@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from held_steps import CARRIED
 from host_process import COUNT, ROWS
-from tiny_runs import make_config, merged, read_records
+from processes import below, runs
+from tiny_runs import assert_same_run, make_config, merged, read_records, trained
 
 from podium.job.records import first_failure, outcome, read_json
 from podium.train.loop import train
@@ -416,6 +418,42 @@ def test_sigterm_to_one_host_in_a_long_rollout_saves_on_all_and_ends_all(layout,
     assert (outcome(ends), first_failure(ends)) == ("stopped", None)
     assert saved_steps(tmp_path / "run" / "checkpoints") == [1]
     assert len(read_records(metrics)) == 1
+
+
+@pytest.mark.long
+def test_a_host_killed_while_its_tools_run_ends_all_and_they_go_on_bit_for_bit(start, tiny_model, template, tmp_path):
+    """Conversations of the step before are in flight; the tools of both hosts have started processes."""
+    talk = {
+        "chat_template": template,
+        "tasks": [{"name": "arithmetic", "environment": "benches.children.talking:Talking"}],
+        "environments": {"workers": 1},
+        "rollout": {
+            **CARRIED, "reproducible": True, "max_prompt_tokens": 24, "max_new_tokens": 8, "max_episode_tokens": 60,
+            "page_tokens": 4,
+        },
+        "metrics": {"samples_every": 1},
+        "checkpoint": {"every_steps": 1},
+    }  # fmt: skip
+    changes = merged(SETTINGS, talk)
+    orders = {
+        name: {"slow": make_config(tiny_model, tmp_path, name=name, steps=4, **changes).model_dump(mode="json")}
+        | {"poll_s": 0.0}
+        for name in ("whole", "killed")
+    }
+    whole = start(orders["whole"])
+    assert whole.statuses() == [0, 0], whole.logs()
+    job, metrics = start(orders["killed"]), tmp_path / "killed" / "metrics.jsonl"
+    wait_for(job, lambda: metrics.exists() and bool(metrics.read_bytes()) and any(job.folders[1].glob("tools/*")))
+    children = [child for process in job.processes for child in below(process.pid)]
+    job.processes[1].send_signal(signal.SIGKILL)
+    assert 0 not in job.statuses(), job.logs()
+    assert len(children) >= 4  # of the environments and of their tools, on both
+    assert 0 < len(read_records(metrics)) < 4
+    again = start(orders["killed"])
+    assert again.statuses() == [0, 0], again.logs()
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    assert sum(record["async/crossed_share"] for record in trained(tmp_path / "whole")) > 0
+    assert not any(map(runs, children))
 
 
 def test_the_host_that_failed_first_is_named(start):
