@@ -19,7 +19,7 @@ def test_an_environment_teaches_a_random_model(name, tmp_path):
 
 @pytest.mark.long
 def test_a_game_of_eight_guesses_is_learned_and_not_from_a_coin(tmp_path, monkeypatch):
-    monkeypatch.setattr(learn_guess, "STEPS", 25)
+    monkeypatch.setattr(learn_guess, "STEPS", 35)
     learn_guess.imitate(tmp_path)
     played = learn_guess.learn("played", learn_guess.PAID, 0, tmp_path)
     tossed = learn_guess.learn("tossed", learn_guess.TOSSED, 0, tmp_path)
