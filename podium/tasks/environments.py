@@ -58,6 +58,10 @@ class Environments:
                 self._kept.add(number)
         self._ask(worker, Open(number, task, prompt, seed))
 
+    def holds(self, number: int) -> bool:
+        """Whether a conversation was opened here and has not ended."""
+        return number in self._homes
+
     def say(self, number: int, turn: Turn) -> None:
         """Pass an answer of the model to its conversation."""
         self._ask(self._homes[number], Say(number, turn))

@@ -113,7 +113,7 @@ class Episodes:
             completions: conversations, or single answers, of each prompt.
             on_episodes: called with a prompt's index and its episodes as soon as all of them have ended.
             on_poll: called before every step.
-            own: the prompts whose environments are on this host.
+            own: the prompts whose new environments are opened on this host; one that is open stays where it is.
             begun: each prompt's episodes so far, or none, in a call that goes on where the last such call stopped; None
                 in other calls, between which those are left alone.
             enough: called before every step with a flag per prompt that says whether it is complete; True returns
@@ -428,12 +428,12 @@ class _Rollout:
         self._asked(live)
 
     def _say(self, live: Live, turn: Turn) -> None:
-        if live.index in self._own:
+        if self._environments.holds(live.number):
             self._environments.say(live.number, turn)
         self._asked(live)
 
     def _grade(self, live: Live) -> None:
-        if live.index in self._own:
+        if self._environments.holds(live.number):
             self._environments.grade(live.number)
         self._asked(live)
 

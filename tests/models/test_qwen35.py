@@ -108,7 +108,8 @@ MESHES = (
 def test_devices_that_share_tokens_and_heads_compute_what_one_does(mesh, case):
     value, gradients = pass_on(mesh, 8, case=case)
     expected, wanted = pass_on("dp:1", 1, case=case)
-    assert abs(value - expected) <= 1e-5 * abs(expected)
+    _, size, _ = expected_pass(case)  # the value itself may be near 0
+    assert abs(value - expected) <= 1e-5 * size
     for name, gradient in gradients.items():
         assert error_of_scale(gradient, wanted[name]) <= 3e-5, name
 
@@ -117,7 +118,8 @@ def test_devices_that_share_tokens_and_heads_compute_what_one_does(mesh, case):
 def test_rows_in_groups_compute_what_they_do_together():
     value, gradients = pass_on("dp:1", 1, groups=2)
     expected, wanted = pass_on("dp:1", 1)
-    assert abs(value - expected) <= 1e-5 * abs(expected)
+    _, size, _ = expected_pass(CASE)
+    assert abs(value - expected) <= 1e-5 * size
     for name, gradient in gradients.items():
         assert error_of_scale(gradient, wanted[name]) <= 3e-5, name
 

@@ -347,6 +347,9 @@ class Timed:
         self.talks[number] = Counting(prompt, seed)
         self._answer(0.0, number, "opened")
 
+    def holds(self, number: int) -> bool:
+        return number in self.talks
+
     def say(self, number: int, turn: Turn) -> None:
         reply = as_reply(self.talks[number].reply(turn))
         self._answer(0.0 if reply.done else self.seconds, number, "replied", reply)
