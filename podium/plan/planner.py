@@ -114,7 +114,8 @@ def make_plan(
         workload = no_rollout(drawn)
     else:
         workload = simulate_rollout(drawn, run.rollout, shards=run.rollout_shards, overlap=device.chip is not None)
-    if drawn.replies is not None:
+    replies = None if spec.recipe.demonstrations else drawn.replies
+    if replies is not None:
         workload = with_all_sizes(run, workload)
     micro_batches, attended = packed(
         drawn, spec.batch, minibatches=spec.recipe.minibatches, attention=run.update.attention
@@ -124,7 +125,7 @@ def make_plan(
     names = {} if fast or not is_compiled(config, accelerator) else _slowest_first(calls)
     compiled = compile_phases(make_jobs(config, decoder, accelerator, names, whole), progress=progress) if names else {}
     waiting = None
-    if drawn.replies is not None and device.chip is not None:
+    if replies is not None and device.chip is not None:
         clock = device.clock(calls, compiled, run)
         workload = simulate_rollout(drawn, run.rollout, shards=run.rollout_shards, overlap=True, clock=clock)
         calls = step_calls(run, workload, micro_batches)
@@ -148,7 +149,7 @@ def make_plan(
         workload=workload,
         micro_batches=micro_batches,
         notes=(
-            *explain(run, accelerator, phases, workload, drawn.replies),
+            *explain(run, accelerator, phases, workload, replies),
             *carry_over(run, device, drawn, workload, micro_batches),
         ),
         estimate_only=not compiled,

@@ -289,7 +289,7 @@ def _speed(plan: Plan) -> str:
 def _rollout_speed(plan: Plan) -> Line:
     """The rate of a rollout's tokens as a share of the rate with all slots busy."""
     whole, full = plan.rollout_rate, plan.full_slots_rate
-    if not plan.workload.decode_steps:
+    if not plan.workload.prefill_tokens:
         return Line(label="rollout", text="none: completions are in the data; prefill and decode are for evaluations")
     if whole is None or full is None:
         return Line(label="rollout", text="unknown")

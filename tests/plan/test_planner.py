@@ -383,7 +383,7 @@ def test_a_step_that_learns_from_data_has_no_rollout(recipe):
     changes = {"algorithm": {"recipe": recipe}, "tasks": [{"name": task, "path": "rows.jsonl"}]}
     config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], [], {}).config
     config = Config.model_validate({**config.model_dump(mode="json"), **changes, "group_size": group_size})
-    found = make_plan(config, find_accelerator("v6e-8"), fast=True)
+    found = make_plan(config, find_accelerator("v6e-8"), fast=True, lengths="gsm8k,turns:2,reply:20,seconds:2")
     times = step_parts(found)
     assert sorted(name for name, _ in times) == sorted(parts)
     assert found.step is not None
