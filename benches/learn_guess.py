@@ -39,8 +39,6 @@ HALVED = 0.75
 STEPS = 60
 PAID, TOSSED = {"correct": 1.0}, {"correct": 0.0, "benches.learn_guess:coin": 1.0}
 """The rewards of a run and of a control."""
-
-
 TOSSES = random.Random(0)
 
 
