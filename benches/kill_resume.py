@@ -84,6 +84,7 @@ VOLATILE = (
     "time/",
     "throughput/",
     "memory/",
+    "plan/",
     "rollout/prefill_s",
     "rollout/decode_s",
     "rollout/tokens_per_s",

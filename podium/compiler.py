@@ -57,10 +57,14 @@ SPARSE_CORE = {
 # instead of 10.8, as logits are freed before gradients begin (benches/results/memory-cpu.json); an update's CPU time is
 # the same.
 CPU_OPTIONS: Mapping[str, str] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+# Without it an update adds the embedding's gradient in any order, with atomic additions, and each product gets the
+# kernel that was fastest when it was compiled: a run that was killed and continued was not what it would have been
+# (LOG.md). On an H100 it costs an update of Qwen2.5-3B with adapters 0.8 % of its time, and one of SmolLM2-135M 13 %.
+GPU_OPTIONS: Mapping[str, str] = {"xla_gpu_deterministic_ops": "True"}
 # XLA for GPUs joins products of one left side, such as those with gate and up, or with a matrix and its adapter, by
 # copying their weights side by side in every call: a decode step of Qwen2.5-3B on an H100 would write every weight once
 # (benches/results/gpu-decode-planned.json).
-GPU_ENGINE_OPTIONS: Mapping[str, str] = {"xla_gpu_dot_merger_threshold_mb": "0"}
+GPU_ENGINE_OPTIONS: Mapping[str, str] = {**GPU_OPTIONS, "xla_gpu_dot_merger_threshold_mb": "0"}
 FUSED_GATHERS = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 FUSED_GATHERS_UNTIL = (0, 0, 43)
 """libtpu 0.0.42 accepts that option on every TPU; 0.0.50 only on v5e. Versions between them were not tried."""
@@ -75,7 +79,7 @@ def compiler_options(
 ) -> dict[str, str]:
     """Compiler options of the trainer's programs.
 
-    Options that this libtpu refuses are left out, and so are options that LIBTPU_INIT_ARGS sets.
+    Options that this libtpu refuses are left out, and so are options that LIBTPU_INIT_ARGS (for a GPU, XLA_FLAGS) sets.
 
     Args:
         platform: the jax platform: cpu, gpu or tpu.
@@ -85,19 +89,24 @@ def compiler_options(
         tokens: tokens of an update, as `tokens_per_gather` counts them.
     """
     if platform != "tpu":
-        return dict(CPU_OPTIONS) if platform == "cpu" else {}
+        return dict(CPU_OPTIONS) if platform == "cpu" else _unset(GPU_OPTIONS, "XLA_FLAGS")
     options = TPU_OPTIONS | (OFFLOADED_OPTIONS if offloaded else {})
     options |= SPARSE_CORE if kind in SPARSE_CORES else {}
     options |= WHOLE_GATHERS if kind in SPARSE_CORES or tokens >= WHOLE_GATHERS_FROM else {}
     if kind in SPARSE_CORES or _numbers(libtpu or installed_libtpu()) >= FUSED_GATHERS_UNTIL:
         del options[FUSED_GATHERS]
-    already_set = re.findall(r"--(\w+)", os.environ.get("LIBTPU_INIT_ARGS", ""))
-    return {name: value for name, value in options.items() if name not in already_set}
+    return _unset(options, "LIBTPU_INIT_ARGS")
 
 
 def engine_options(platform: str) -> dict[str, str]:
-    """Compiler options of the engine's programs that read the model's weights."""
-    return dict(GPU_ENGINE_OPTIONS) if platform == "gpu" else {}
+    """Compiler options of the engine's programs that read the model's weights; without those that XLA_FLAGS sets."""
+    return _unset(GPU_ENGINE_OPTIONS, "XLA_FLAGS") if platform == "gpu" else {}
+
+
+def _unset(options: Mapping[str, str], variable: str) -> dict[str, str]:
+    """The options that this environment variable does not set."""
+    already_set = re.findall(r"--(\w+)", os.environ.get(variable, ""))
+    return {name: value for name, value in options.items() if name not in already_set}
 
 
 def quick_flags(jaxlib: str | None = None) -> tuple[str, ...]:

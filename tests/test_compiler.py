@@ -17,6 +17,7 @@ from podium.compiler import (
     WHOLE_GATHERS_FROM,
     add_xla_flags,
     compiler_options,
+    engine_options,
     hide_plugin_errors,
 )
 from podium.config.schema import Config
@@ -63,6 +64,14 @@ def test_what_the_environment_says_of_an_option_holds(monkeypatch):
     (first, *_), whole = SPARSE_CORE, compiler_options("tpu", kind="v6e")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_other=1 --{first}=false")
     assert compiler_options("tpu", kind="v6e") == {name: value for name, value in whole.items() if name != first}
+
+
+@pytest.mark.parametrize("options", [compiler_options, engine_options])
+def test_a_gpu_s_programs_repeat_their_bits_unless_the_environment_says_otherwise(options, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert options("gpu")["xla_gpu_deterministic_ops"] == "True"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_other=1 --xla_gpu_deterministic_ops=false")
+    assert "xla_gpu_deterministic_ops" not in options("gpu")
 
 
 @pytest.mark.parametrize(

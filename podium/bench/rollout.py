@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from podium.accelerators import find_accelerator
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.decoder import head_weights
@@ -206,7 +205,9 @@ def _floor(config: Config, engine: RolloutEngine, context: float) -> tuple[float
             jax.block_until_ready(products(params, x))
             times.append(time.perf_counter() - start)
         return 1e3 * min(times), "the step's matrix products alone, measured"
-    accelerator = find_accelerator(f"{jax.devices()[0].device_kind.lower().removeprefix('tpu ')}-{rules.mesh.size}")
+    accelerator = machine_of(rules.mesh).accelerator
+    if accelerator is None:
+        return 0.0, f"none: podium plan has no target for {jax.devices()[0].device_kind}"
     run, peaks = make_sizes(config, decoder, accelerator), load_chip(accelerator.generation).peaks
     form = decode_phase(run, config.rollout.slots, context)
     flops = peaks.flops_f32 if run.rollout_activation == F32 else peaks.flops_bf16

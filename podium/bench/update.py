@@ -14,14 +14,15 @@ import numpy as np
 from podium.accelerators import recognise
 from podium.bench.rollout import config_lengths
 from podium.config.schema import Config
+from podium.models.adapters import make_quantise
 from podium.models.architecture import DecoderConfig
 from podium.models.flops import Work, step_work, update_flops
-from podium.models.params import param_specs
+from podium.models.params import frozen_dtype, param_specs, trained_specs
 from podium.models.presets import find_decoder
 from podium.plan.calibration import load_chip
 from podium.plan.workload import SequenceLengths
 from podium.run.spec import BatchSizes
-from podium.sharding import init_params, make_mesh
+from podium.sharding import Params, init_params, make_mesh
 from podium.train.batch import Batch, make_batch
 from podium.train.platform import prepare_platform
 from podium.train.samples import single_answer
@@ -55,7 +56,7 @@ def bench(config: Config, *, lengths: str, repeats: int, as_json: bool) -> int:
 
 def measure(config: Config, decoder: DecoderConfig, lengths: SequenceLengths, repeats: int) -> dict[str, object]:
     """Time updates on a step's first minibatch: the fastest of `repeats` after one that compiles."""
-    mesh, specs = make_mesh(config.mesh), param_specs(decoder)
+    mesh = make_mesh(config.mesh)
     spec = run_spec(config, decoder, mesh)
     settings, optimizer = make_train_settings(spec.update, decoder, mesh), make_run_optimizer(spec.optimizer, decoder)
     recipe = dataclasses.replace(spec.recipe, kl="none", kl_coef=0.0)  # a term of the loss: nothing beside the layers
@@ -64,11 +65,12 @@ def measure(config: Config, decoder: DecoderConfig, lengths: SequenceLengths, re
     lengths = SequenceLengths(prompts=lengths.prompts[:first], completions=lengths.completions[:first])
     on_host = random_batch(spec.batch, decoder, lengths)
     batch = shard_batch(on_host, settings.computing)
-    state = init_state(init_params(0, specs, settings.stored), optimizer)
+    state = init_state(init_params(0, trained_specs(decoder), settings.stored), optimizer)
+    frozen = random_frozen(decoder, settings)
     times = []
     for _ in range(repeats + 1):
         start, cpu = time.perf_counter(), time.process_time()
-        state, metrics = train_step(state, batch)
+        state, metrics = train_step(state, batch, frozen)
         jax.block_until_ready(metrics)
         times.append((time.perf_counter() - start, time.process_time() - cpu))
     wall_s, cpu_s = (min(each) for each in zip(*times[1:], strict=True))
@@ -88,6 +90,18 @@ def measure(config: Config, decoder: DecoderConfig, lengths: SequenceLengths, re
         "tokens_per_s": work.tokens / wall_s,
         **use_of_peak(decoder, work, wall_s, settings),
     }
+
+
+def random_frozen(decoder: DecoderConfig, settings: TrainSettings) -> Params:
+    """Random weights in place of those that never change, in their stored format; none without LoRA."""
+    if decoder.lora is None:
+        return {}
+    frozen: Params = {}
+    for name, spec in param_specs(dataclasses.replace(decoder, lora=None)).items():
+        (value,) = init_params(0, {name: spec}, settings.stored).values()
+        whole = frozen_dtype(name, decoder) == "bfloat16"
+        frozen |= {name: value.astype(jnp.bfloat16)} if whole else make_quantise(name, decoder, settings.stored)(value)
+    return frozen
 
 
 def use_of_peak(decoder: DecoderConfig, work: Work, seconds: float, settings: TrainSettings) -> dict[str, object]:

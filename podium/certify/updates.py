@@ -158,28 +158,33 @@ class Updates:
         settings, programs = self.programs(form)
         subject = self.subject
         params, frozen = subject.trained(form.mesh), subject.frozen(form.mesh)
-        reference = None
-        if subject.reference is not None and self.recipe.needs_reference:
-            reference = subject.params(form.mesh, subject.reference)
-        (placed,), _ = prepare_step(
-            groups or subject.groups,
-            self.recipe,
-            sizes_of(form, subject),
-            rules=settings.computing,
-            scorers=self._scorers(settings, programs, reference),
-            policy=params | frozen,
-        )
+        placed = self._prepared(form, settings, programs, groups or subject.groups, params | frozen)
         state, found = init_state(params, _keeping_gradient(RATE)), []
         for _ in range(times):
             state, metrics = programs.train_step(state, placed, frozen)
             found.append(Update(float(metrics["loss"]), _host(state.opt_state), _host(state.params | frozen)))
         return found
 
-    def _scorers(
-        self, settings: TrainSettings, programs: TrainPrograms, reference: Params | None
-    ) -> tuple[Scorer, ...]:
-        """The trainer's scorers, with the subject's teacher and critic."""
+    def _prepared(
+        self, form: Form, settings: TrainSettings, programs: TrainPrograms, groups: list[Group], policy: Params
+    ) -> Batch[jax.Array]:
+        """The batch of these groups on the devices, with its scores and advantages, as the trainer prepares it."""
+        (placed,), _ = prepare_step(
+            groups,
+            self.recipe,
+            sizes_of(form, self.subject),
+            rules=settings.computing,
+            scorers=self._scorers(form, settings, programs),
+            policy=policy,
+        )
+        return placed
+
+    def _scorers(self, form: Form, settings: TrainSettings, programs: TrainPrograms) -> tuple[Scorer, ...]:
+        """The trainer's scorers, with the subject's reference, teacher and critic."""
         subject = self.subject
+        reference = None
+        if subject.reference is not None and self.recipe.needs_reference:
+            reference = subject.params(form.mesh, subject.reference)
         teacher = subject.teacher and subject.teacher.scorer(self.recipe, settings)
         made = make_scorers(self.recipe, settings, programs.score, reference, teacher)
         critic = subject.critic and subject.critic.scorer(self.recipe, settings)
@@ -193,14 +198,7 @@ class Updates:
         settings, programs = self.programs(form)
         subject = self.subject
         assert subject.critic is not None, "the recipe has a critic"
-        (placed,), _ = prepare_step(
-            subject.groups,
-            self.recipe,
-            sizes_of(form, subject),
-            rules=settings.computing,
-            scorers=self._scorers(settings, programs, None),
-            policy=subject.params(form.mesh),
-        )
+        placed = self._prepared(form, settings, programs, subject.groups, subject.params(form.mesh))
         late = jnp.asarray(moved(np.asarray(placed.positions), np.asarray(placed.targets)), jnp.float32)
         placed = dataclasses.replace(placed, scores={**placed.scores, VALUES: placed.scores[VALUES] + late})
         step = make_value_step(subject.critic.settings(settings), _keeping_gradient(RATE), clip=clip)

@@ -193,6 +193,8 @@ def _shared(each: Instruction, computation: Computation, module: Module) -> Iter
         yield from _all_leaves(each, each.operands[0], _offset(operands[0].type, (int(each.attribute("index")),)))
     elif opcode.endswith(("-start", "-done")):
         yield from _shared_by_async(each, operands)
+        if opcode == "fusion-start":  # (operands, results, context)
+            yield from ((len(operands) + leaf, name, part) for leaf, name, part in _shared_by_fusion(each, module))
     elif opcode in ("dynamic-update-slice", "scatter"):
         yield 0, each.operands[0], 0
     elif opcode == "fusion":

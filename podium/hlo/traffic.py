@@ -75,6 +75,9 @@ def hbm_traffic(instruction: Instruction, computation: Computation, module: Modu
     operands = [computation.instructions[name] for name in instruction.operands]
     if opcode == "fusion":
         return _fusion_traffic(instruction, operands, module)
+    if opcode == "fusion-start":  # ((operands), results, context)
+        assert isinstance(instruction.type, tuple), instruction.name
+        return _fusion_traffic(dataclasses.replace(instruction, type=instruction.type[1]), operands, module)
     if opcode in IN_PLACE:
         return _replaced(instruction, computation) if instruction.shapes[0].space == HBM else 0
     if opcode == "copy-start":  # (to, from, context): either may be in the chip's cache

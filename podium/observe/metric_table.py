@@ -286,8 +286,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("memory/train/peak_bytes_in_use_max_gib", "GiB", "Largest `peak_bytes_in_use` since the process began; temporaries inside a compiled program may be missing.", lambda s: s.memory and s.memory[1] / GIB),
     ),
     "Plan": (
-        Metric("plan/memory_error", "fraction", "Memory planned for the phase that needs most / measured peak - 1, after the third step of a process; on TPU and GPU."),
-        Metric("plan/step_error", "fraction", "Seconds planned for a step / `time/train/step_s` of a process's third step - 1; on TPU and GPU."),
+        Metric("plan/memory_error", "fraction", "Memory planned for the phase that needs most / measured peak - 1, after the third step of a process, or a later one that compiled nothing; on TPU and GPU."),
+        Metric("plan/step_error", "fraction", "Seconds planned for a step / `time/train/step_s` of that step - 1; on TPU and GPU."),
     ),
     "Evaluation": (
         Metric("eval/accuracy", "fraction", "Mean of `eval/<task>/accuracy` over the tasks; `keep_best` ranks by it.", evaluation=lambda e: e.accuracy),

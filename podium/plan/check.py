@@ -1,4 +1,4 @@
-"""Compare a training run with its plan: at the run's third step, and afterwards with `podium plan --check`.
+"""Compare a training run with its plan: at one of the run's first steps, and afterwards with `podium plan --check`.
 
 A run on TPU or GPU saves its plan in plan.json. `this_accelerator` is the first function here that imports jax.
 """
@@ -24,7 +24,7 @@ from podium.plan.result import Plan, Seconds
 from podium.plan.study import Case, Outcome
 
 PLAN = "plan.json"
-SETTLED_STEP = 3  # first step to compare; earlier ones include compilation
+SETTLED_STEP = 3  # first step to compare; earlier ones compile most programs
 MEASURED = {
     "sync": "time/train/sync_s",
     "rollout": "time/train/rollout_s",
@@ -34,6 +34,7 @@ MEASURED = {
 }
 """The metric that measures each part of a step."""
 STEP, PEAK = "time/train/step_s", "memory/train/peak_bytes_in_use_max_gib"
+COMPILED = "rollout/compilations"
 
 
 def this_accelerator() -> Accelerator | None:
@@ -72,7 +73,7 @@ class RunCheck:
         """Do nothing yet; with `force`, `begin` accepts a run that is far too large for the machine."""
         self.config, self.force = config, force
         self._plan: Plan | None = None
-        self._steps = 0
+        self._steps, self._compared = 0, False
 
     def begin(self, decoder: DecoderConfig, folder: Path | None) -> str | None:
         """Plan the run, or refuse one that cannot fit. Returns a line to print; None if no plan can be made.
@@ -96,10 +97,14 @@ class RunCheck:
         return f"plan: {verdict_line(self._plan)}"
 
     def after_step(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], str | None]:
-        """The plan's errors as metrics and a line to print, at this process's third step; ({}, None) at other steps."""
+        """The plan's errors as metrics and a line to print, once; ({}, None) after all other steps.
+
+        This is after the first of this process's steps, from the third on, in whose rollout no program was compiled.
+        """
         self._steps += 1
-        if self._plan is None or self._steps != SETTLED_STEP:
+        if self._compared or self._plan is None or self._steps < SETTLED_STEP or metrics.get(COMPILED):
             return {}, None
+        self._compared = True
         peak = metrics.get(PEAK)
         return compare_with_measured(self._plan, peak_bytes=peak * GIB if peak else None, step_seconds=metrics[STEP])
 

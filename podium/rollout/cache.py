@@ -233,7 +233,9 @@ class Rows:
         def write(stored: States, layer: jax.Array, cells: jax.Array, counts: jax.Array, new: States) -> States:
             pairs = zip(stored, new, strict=True)
             return tuple(
-                x.at[layer, jnp.where(counts > 0, cells, x.shape[1])].set(y.astype(x.dtype), mode="drop")
+                x.at[layer, _or_beyond(counts > 0, cells, x.shape[1])].set(
+                    y.astype(x.dtype), mode="drop", unique_indices=True
+                )
                 for x, y in pairs
             )
 
@@ -391,16 +393,24 @@ def _append(
 ) -> KvPages:
     """Write one token per row, in place; a TPU writes a row of W elements per head."""
     page = jnp.take_along_axis(tables, (starts // cache.page_tokens)[:, None], axis=1, mode="clip")  # [R, 1]
-    page = jnp.where(counts[:, None] > 0, page, cache.values.shape[1])
+    page = _or_beyond(counts[:, None] > 0, page, cache.values.shape[1])
     K, offsets = k.shape[2], (starts % cache.page_tokens)[:, None]
     where = layer, page, jnp.arange(K)[None]
     at = (*where, slice(None), offsets) if cache.layout.transposed else (*where, offsets)
     keys, values = _rows(cache, k[:, 0], v[:, 0])
     return dataclasses.replace(
         cache,
-        keys=None if cache.keys is None else cache.keys.at[at].set(keys, mode="drop"),
-        values=cache.values.at[(*where, offsets)].set(values, mode="drop"),
+        keys=None if cache.keys is None else cache.keys.at[at].set(keys, mode="drop", unique_indices=True),
+        values=cache.values.at[(*where, offsets)].set(values, mode="drop", unique_indices=True),
     )
+
+
+def _or_beyond(wanted: jax.Array, places: jax.Array, count: int) -> jax.Array:
+    """`places` where wanted, elsewhere places beyond the `count` that there are, to which nothing is written.
+
+    All differ, so a write needs no order: a GPU, whose programs repeat their bits, would sort the places first.
+    """
+    return jnp.where(wanted, places, count + jnp.arange(places.size).reshape(places.shape))
 
 
 def _rows(cache: KvPages, k: jax.Array, v: jax.Array) -> tuple[jax.Array | None, jax.Array]:
@@ -433,7 +443,7 @@ def _write(
     column = first[:, None] + jnp.arange(n)[None]  # [R, n]
     pages = jnp.take_along_axis(tables, column, axis=1, mode="clip")
     touched = (column * P < (starts + counts)[:, None]) & (column < tables.shape[1])
-    pages = jnp.where(touched, pages, cache.values.shape[1])
+    pages = _or_beyond(touched, pages, cache.values.shape[1])
     token = jnp.arange(n * P)[None] - (starts % P)[:, None]  # which new token goes to each position
     new = ((token >= 0) & (token < counts[:, None])).reshape(R, n, 1, P, 1)
 
@@ -442,7 +452,7 @@ def _write(
         pattern = f"rnkpq->r{dims}"
         there = into.at[layer, pages].get(mode="clip")
         chosen = jnp.where(jnp.einsum(pattern, new), jnp.einsum("rnpkq->r" + dims, moved), there)
-        return into.at[layer, pages].set(chosen, mode="drop")
+        return into.at[layer, pages].set(chosen, mode="drop", unique_indices=True)
 
     keys, values = _rows(cache, k, v)
     return dataclasses.replace(
@@ -521,8 +531,8 @@ def keep_states(cache: Cache, rows: Rows, states: jax.Array) -> Cache:
     rules, lengths = rows.rules, rows.starts + rows.counts
 
     def keep(kept: jax.Array, tables: jax.Array, lengths: jax.Array, counts: jax.Array, states: jax.Array) -> jax.Array:
-        page = jnp.where(counts > 0, _last_page(tables, lengths, cache.hidden.page_tokens), len(kept))
-        return kept.at[page].set(states, mode="drop")
+        page = _or_beyond(counts > 0, _last_page(tables, lengths, cache.hidden.page_tokens), len(kept))
+        return kept.at[page].set(states, mode="drop", unique_indices=True)
 
     pages, split = rules.spec(STATE_AXES), rules.spec(("batch",))
     mapped = jax.shard_map(keep, mesh=rules.mesh, in_specs=(pages, split, split, split, split), out_specs=pages)
@@ -587,7 +597,20 @@ def _copied(
     targets: jax.Array,
     rules: ShardingRules,
 ) -> Tree:
-    """Copy runs of `each` entries along N within arrays [L, N, ...] with these logical axes."""
+    """Copy runs of `each` entries along N within arrays [L, N, ...] with these logical axes.
+
+    One run after another, in place; on a GPU, where each turn of a loop waits for the host, all at once.
+    """
+
+    def copy_at_once(arrays: Tree, sources: jax.Array, targets: jax.Array) -> Tree:
+        def put(x: jax.Array) -> jax.Array:
+            runs = x.shape[1] // each
+            places = lambda of: (of[:, None] * each + jnp.arange(each)[None]).ravel()  # noqa: E731
+            rows = x.at[:, places(sources)].get(mode="clip")
+            there = places(_or_beyond(targets < runs, targets, runs))
+            return x.at[:, there].set(rows, mode="drop", unique_indices=True)
+
+        return jax.tree.map(put, arrays)
 
     def copy(arrays: Tree, sources: jax.Array, targets: jax.Array) -> Tree:
         def put(x: jax.Array, i: jax.Array) -> jax.Array:
@@ -598,4 +621,5 @@ def _copied(
         return jax.lax.fori_loop(0, count, lambda i, arrays: jax.tree.map(lambda x: put(x, i), arrays), arrays)
 
     own, rows = jax.tree.map(lambda _: rules.spec(axes), arrays), rules.spec(("batch",))
-    return jax.shard_map(copy, mesh=rules.mesh, in_specs=(own, rows, rows), out_specs=own)(arrays, sources, targets)
+    local = copy_at_once if rules.platform == "gpu" else copy
+    return jax.shard_map(local, mesh=rules.mesh, in_specs=(own, rows, rows), out_specs=own)(arrays, sources, targets)

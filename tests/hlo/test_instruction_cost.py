@@ -69,18 +69,42 @@ def test_an_update_in_place_writes_only_its_part():
   %row = f32[1,1024]{1,0} parameter(1)
   %i = s32[]{:S(6)} parameter(2)
 """
-    alone = cost_of(update + "  ROOT %u = f32[36,1024]{1,0} dynamic-update-slice(%stack, %row, %i, %i)")
-    fused = cost_of(
-        update + "  ROOT %f = f32[36,1024]{1,0} fusion(%stack, %row, %i), kind=kLoop, calls=%g",
-        computations="""%g (a: f32[36,1024], b: f32[1,1024], c: s32[]) -> f32[36,1024] {
+    fused = """%g (a: f32[36,1024], b: f32[1,1024], c: s32[]) -> f32[36,1024] {
   %a = f32[36,1024]{1,0} parameter(0)
   %b = f32[1,1024]{1,0} parameter(1)
   %c = s32[] parameter(2)
   ROOT %u = f32[36,1024]{1,0} dynamic-update-slice(%a, %b, %c, %c)
 }
-""",
+"""
+    result = "f32[36,1024]{1,0}"
+    start = f"(({result}, f32[1,1024]{{1,0}}, s32[]), {result}, u32[])"
+    for body, computations in (
+        (f"  ROOT %u = {result} dynamic-update-slice(%stack, %row, %i, %i)", ""),
+        (f"  ROOT %f = {result} fusion(%stack, %row, %i), kind=kLoop, calls=%g", fused),
+        (
+            f"  %f = {start} fusion-start(%stack, %row, %i), kind=kLoop, calls=%g\n"
+            f"  ROOT %d = {result} fusion-done(%f)",
+            fused,
+        ),
+    ):
+        assert cost_of(update + body, computations=computations).hbm_bytes == 2 * 1024 * 4, body
+
+
+def test_a_slice_that_is_taken_beside_other_work_reads_only_its_part():
+    slice_ = """%g (a: f32[36,1024], b: s32[]) -> f32[1,1024] {
+  %a = f32[36,1024]{1,0} parameter(0)
+  %b = s32[] parameter(1)
+  ROOT %s = f32[1,1024]{1,0} dynamic-slice(%a, %b, %b), dynamic_slice_sizes={1,1024}
+}
+"""
+    cost = cost_of(
+        """  %stack = f32[36,1024]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %f = ((f32[36,1024]{1,0}, s32[]), f32[1,1024]{1,0}, u32[]) fusion-start(%stack, %i), kind=kLoop, calls=%g
+  ROOT %d = f32[1,1024]{1,0} fusion-done(%f)""",
+        computations=slice_,
     )
-    assert alone.hbm_bytes == fused.hbm_bytes == 2 * 1024 * 4
+    assert cost.hbm_bytes == 2 * 1024 * 4 + 4  # and where it begins
 
 
 def test_copies_count_their_ends_that_lie_in_main_memory():

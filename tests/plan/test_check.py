@@ -79,7 +79,7 @@ def test_a_run_that_is_far_too_large_is_refused_unless_forced(tmp_path, monkeypa
     assert line is not None and line.startswith("plan: does not fit v6e-8 by closed-form estimate")
 
 
-def test_measured_figures_stand_beside_the_plan_after_the_third_step(tmp_path):
+def test_measured_figures_stand_beside_the_plan_after_the_first_settled_step_that_compiled_nothing(tmp_path):
     check = RunCheck(config_3b(), force=False)
     line = check.begin(QWEN_3B, tmp_path)
     made = made_at_start()
@@ -88,6 +88,7 @@ def test_measured_figures_stand_beside_the_plan_after_the_third_step(tmp_path):
     peak, took = made.worst.bytes / 1.1, made.step.value / 0.5
     metrics = {"time/train/step_s": took, "memory/train/peak_bytes_in_use_max_gib": peak / GIB}
     assert check.after_step(metrics) == check.after_step(metrics) == ({}, None)
+    assert check.after_step({**metrics, "rollout/compilations": 1}) == ({}, None)
     found, line = check.after_step(metrics)
     assert found == pytest.approx({"plan/memory_error": 0.1, "plan/step_error": -0.5})
     assert line is not None and "measured (+10.0%); " in line and line.endswith("measured (-50.0%)")

@@ -141,7 +141,9 @@ def test_each_device_has_pages_of_its_own():
         np.testing.assert_allclose(seen[:, :1], expected[:, :1], atol=1e-6)
 
 
-def test_pages_are_copied_within_their_device(layout):
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_pages_are_copied_within_their_device(layout, platform, monkeypatch):
+    monkeypatch.setattr(ShardingRules, "platform", platform)
     rules = rules_on(8)
     cache = random_cache(32, 4, rules)
     sources, targets = np.zeros(16, np.int32), np.full(16, NO_PAGE, np.int32)
@@ -152,6 +154,21 @@ def test_pages_are_copied_within_their_device(layout):
         expected, pages = (np.moveaxis(np.array(before), axis, 0) for _ in range(2))
         expected[4 + 2], expected[4 + 3], expected[20] = pages[4 + 1], pages[4], pages[23]
         assert np.array_equal(np.moveaxis(after, axis, 0), expected)
+
+
+@pytest.mark.parametrize("each", [1, 3])
+def test_a_gpu_copies_at_once_what_others_copy_in_turn(each, monkeypatch):
+    rules, x = rules_on(1), np.random.default_rng(0).standard_normal((2, 12, 5)).astype(np.float32)
+    sources, targets = np.array([1, 1, 0, 0], np.int32), np.array([0, 3, NO_PAGE, NO_PAGE], np.int32)
+    given = {"sources": jnp.array(sources), "targets": jnp.array(targets), "rules": rules}
+    in_turn = caches._copied(jnp.array(x), (None, "batch", None), each, **given)
+    monkeypatch.setattr(ShardingRules, "platform", "gpu")
+    at_once = caches._copied(jnp.array(x), (None, "batch", None), each, **given)
+    runs = x.reshape(2, 12 // each, each, 5)
+    expected = runs.copy()
+    expected[:, [0, 3]] = runs[:, [1, 1]]
+    for found in (in_turn, at_once):
+        assert np.array_equal(found, expected.reshape(x.shape))
 
 
 def test_neither_other_rows_nor_what_stands_behind_a_sequence_changes_its_bits():
