@@ -1,9 +1,10 @@
 #!/bin/sh
-# What Podium does on a CUDA machine: the tests that need one, then decode and update of SmolLM2-135M's shape in bfloat16,
-# then what `podium plan` says of that GPU beside what memory_stats, nvidia-smi and the clock say (benches/gpu_accuracy.py).
+# What Podium does on a CUDA machine: the tests that need one, its kernels beside references, decode and update of
+# SmolLM2-135M's shape in bfloat16, then what `podium plan` says of that GPU beside what memory_stats, nvidia-smi and the
+# clock say (benches/gpu_accuracy.py).
 #
-#     benches/gpu.sh             results in benches/results/*-gpu.json and gpu-accuracy-*.json, about fifteen minutes
-#     benches/gpu.sh --tiny      the first two on the CPU, one layer, nothing kept: does this script work?
+#     benches/gpu.sh             results in benches/results/*-gpu.json and gpu-*-h100.json, about fifteen minutes
+#     benches/gpu.sh --tiny      the first three on the CPU, one layer, nothing kept: does this script work?
 #
 # From a checkout, in an environment with `pip install -e '.[cuda,demo]' pytest`; PYTHON names another interpreter.
 set -eu
@@ -30,11 +31,13 @@ elif [ $# -eq 0 ]; then
     update="$update --set rollout.max_new_tokens=256 --set rollout.slots=512 --set train.row_tokens=1024"
     update="$update --set train.rows_per_device=16 --set train.head_chunk_tokens=8192"
 else
-    sed -n '2,8s/^# \{0,1\}//p' "$0"
+    sed -n '2,9s/^# \{0,1\}//p' "$0"
     exit 2
 fi
 
 "$PYTHON" -m pytest -q -m "" tests/test_accelerator.py
+# shellcheck disable=SC2086 # the options are words
+"$PYTHON" -m benches.gpu_kernels --results "$results" ${1:-}
 # shellcheck disable=SC2086 # the options are words
 "$PYTHON" -m benches.decode --results "$results" $decode
 # shellcheck disable=SC2086

@@ -35,6 +35,7 @@ class Peaks:
     hbm_bandwidth: float  # bytes to and from main memory
     link_bandwidth: float  # bytes over one link to another device, in one direction
     collective_s: float = 0.0  # minimum seconds of a collective, however small
+    kernel_s: float = 0.0  # minimum seconds of any other instruction, from its launch to the next
     network_bandwidth: float = 0.0  # bytes to other machines, a device's share; 0: all devices are on one machine
     host_bandwidth: float = 0.0  # bytes to or from the host's memory; 0: devices use the host's memory
 
@@ -267,7 +268,7 @@ class Roofline:
     compute: float  # in instructions whose products take longer than their memory traffic
     hbm: float  # in instructions whose memory traffic takes longer
     ici: float  # in transfers while nothing else runs
-    latency: float  # that small transfers need beyond the time for their bytes
+    latency: float  # that small kernels and transfers need beyond the time for their operations and bytes
     copies: tuple[tuple[float, float, float], ...] = ()
     """Copies between device and host: how often, seconds of each, and seconds of the work done during each."""
 
@@ -281,9 +282,10 @@ class Roofline:
 def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
     """The minimum time of one run on a device whose rings use `links` links at once.
 
-    Instructions run one after another; each takes the longer of its compute and memory time. Transfers that the program
-    waits for are added; overlapping ones add only the time by which, taken together, they exceed the work. Copies
-    between device and host are listed separately, because their time depends on the measured speed of both.
+    Instructions run one after another; each takes the longest of its compute time, its memory time and a launch.
+    Transfers that the program waits for are added; overlapping ones add only the time by which, taken together, they
+    exceed the work. Copies between device and host are listed separately, because their time depends on the measured
+    speed of both.
     """
     compute = hbm = waited = beside = latency = 0.0
     copies: dict[tuple[float, float], float] = collections.defaultdict(float)
@@ -292,6 +294,7 @@ def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
         moving = work.hbm_bytes / peaks.hbm_bandwidth
         compute += work.times * multiplying * (multiplying >= moving)
         hbm += work.times * moving * (moving > multiplying)
+        latency += work.times * max(0.0, peaks.kernel_s - max(multiplying, moving)) * (not work.transfers)
         if work.host_bytes and peaks.host_bandwidth:
             copies[work.host_bytes / peaks.host_bandwidth, _doing(work.beside, peaks)] += work.times
         for each in work.transfers:

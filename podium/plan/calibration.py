@@ -29,7 +29,8 @@ class Chip:
     peaks: Peaks
     links: int  # links of a device, if all of them are connected
     calibration: dict[str, Factor]
-    """Share of the roofline reached by update, prefill, decode, ici and host; `host_s` is seconds per call."""
+    """Share of the roofline that update, prefill, decode, ici, host and, on GPUs, latency reach; `host_s` is seconds of
+    the host per call."""
 
 
 @functools.cache
@@ -53,7 +54,7 @@ def calibrated(lines: list[Line], chip: Chip, kind: str) -> tuple[Seconds, Bound
     """Device seconds of some calls, and the resource that bounds most of that time.
 
     Divides compute and memory time by the calibrated share of update, prefill or decode, and transfers between devices
-    and to and from the host by shares of their own. Latency is not scaled.
+    and to and from the host by shares of their own. Latency is scaled on GPUs alone.
 
     Args:
         lines: how often each call is made, and its roofline.
@@ -62,7 +63,8 @@ def calibrated(lines: list[Line], chip: Chip, kind: str) -> tuple[Seconds, Bound
     """
     work, links = chip.calibration[kind], chip.calibration["ici"]
     hops = Factor(value=1.0, low=1.0, high=1.0, source="")
-    shares: dict[BoundBy, Factor] = {"compute": work, "hbm": work, "ici": links, "latency": hops}
+    launches = chip.calibration.get("latency", hops)
+    shares: dict[BoundBy, Factor] = {"compute": work, "hbm": work, "ici": links, "latency": launches}
     parts: dict[BoundBy, Seconds] = {}
     for part, share in shares.items():
         least = sum(times * getattr(line, part) for times, line in lines)

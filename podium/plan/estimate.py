@@ -62,6 +62,9 @@ EXACT_PASSES = 6
 """Products of bfloat16 in one of float32 at full precision, on a TPU."""
 SAVED = ("parameters", "optimizer", "critic_weights", "critic_optimizer")
 """The parts of a device's memory that a checkpoint copies."""
+SMALL_KERNELS, LARGE_KERNELS = 10, 7
+"""Kernels of a layer in a decode step on a GPU, as XLA compiles dense models: those that move next to nothing, such as
+norms, rotations and writes to the cache, and products with the attention."""
 VMEM = 128 * 2**20
 """On-chip memory of a TPU core. Arrays under a quarter of it cost no HBM traffic; scores over it are computed twice."""
 
@@ -77,6 +80,8 @@ class PhaseEstimate:
     ici_bytes: int  # bytes that a device sends to others
     copies: tuple[tuple[float, int, float], ...] = ()
     """Copies between device and host: how often, bytes of each, and the share of all work that overlaps with it."""
+    kernels: tuple[int, int] = (0, 0)
+    """Kernels that do next to nothing, and those that do the work; counted where their launches bound the phase."""
 
     @property
     def total(self) -> int:
@@ -192,6 +197,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
         + _rule_flops(run, slots) // heads,
         hbm_bytes=matmul * a + PAGE_TRAFFIC * cache + calls + 2 * SAMPLER_LOGITS * logits,
         ici_bytes=run.rollout_ici(slots),
+        kernels=(SMALL_KERNELS * decoder.layers, LARGE_KERNELS * decoder.layers),
     )
 
 

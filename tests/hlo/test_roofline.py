@@ -68,3 +68,15 @@ def test_a_transfer_that_overlaps_costs_only_what_outlasts_the_work(overlaps, ic
 def test_a_small_transfer_takes_its_hops(kind, hops):
     times = roofline(ProgramCost((Work("a", "", 10.0, transfers=(a_transfer(2, kind=kind),)),)), PEAKS, links=2)
     assert times.latency + times.ici == pytest.approx(10 * hops * 1e-6)
+
+
+def test_a_kernel_takes_at_least_its_launch():
+    works = (
+        Work("small", "", times=10, hbm_bytes=1e3),
+        Work("large", "", times=1, flops=1e9),
+    )
+    peaks = dataclasses.replace(PEAKS, kernel_s=1e-5)
+    found = roofline(ProgramCost(works), peaks, links=1)
+    assert found.latency == pytest.approx(10 * (1e-5 - 1e3 / 1e11))
+    assert sum(found.parts.values()) == pytest.approx(10 * 1e-5 + 1e9 / 1e12)
+    assert roofline(ProgramCost(works), PEAKS, links=1).latency == 0
