@@ -37,7 +37,7 @@ def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]
         yield (
             f"usable is {pool_share():.0%} of {GPUS[accelerator.generation].memory / GIB:.1f} GiB, what jax takes for"
             f" arrays ({POOL_VARIABLE} sets another share), less {ALLOCATOR_RESERVE:.0%} for its allocator; CUDA's"
-            " context is outside. Not calibrated on a GPU yet: benches/gpu.sh does that"
+            " context is outside. Only an H100 was measured, and briefly: docs/planner.md"
         )
 
 

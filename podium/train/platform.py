@@ -7,7 +7,7 @@ import re
 import jax
 from jax.sharding import Mesh
 
-from podium.accelerators import CPU_INFO, cpu_flags, recognise
+from podium.accelerators import CPU_INFO, cpu_flags, recognise, reserve_gpu_memory
 from podium.compiler import hide_plugin_errors
 from podium.files import user_cache
 from podium.malloc import keep_freed_memory, only_cpu
@@ -19,12 +19,14 @@ CACHE_BYTES = 10 * 2**30
 
 
 def prepare_platform() -> None:
-    """Make jax use only the CPU if there is no other device, and cache compiled programs; idempotent."""
+    """Make jax use only the CPU, or most of a GPU's memory if there is one, and cache compiled programs; idempotent."""
     keep_compiled()
     keep_freed_memory()
     if only_cpu():
         jax.config.update("jax_platforms", "cpu")  # otherwise an installed libtpu searches for chips for a long time
         hide_plugin_errors()
+    else:
+        reserve_gpu_memory()
 
 
 def keep_compiled() -> None:

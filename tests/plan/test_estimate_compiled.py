@@ -82,6 +82,7 @@ LIMIT = [
 @pytest.mark.parametrize("case", LIMIT, ids=lambda case: f"{case[0]} {case[5]} {case[6]}")
 def test_an_update_at_the_limit_is_near_what_the_compiler_assigned(case, monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     machine, model, mesh, rows, tokens, remat, attention, optimizer, chunk, gib = case
     train = {"rows_per_device": rows, "remat": remat, "attention": attention, "head_chunk_tokens": chunk}
     settings = config(

@@ -288,7 +288,7 @@ def test_a_search_for_a_cut_counts_where_sampling_is_cut():
 def test_a_gpus_memory_is_said_to_be_uncalibrated():
     plan = make_plan(tiny_config(), find_accelerator("h100-8"), decoder=DECODER, fast=True)
     assert plan.estimate_only
-    assert plan.notes[0].startswith("usable is 75% of 79.1 GiB") and "Not calibrated on a GPU yet" in plan.notes[0]
+    assert plan.notes[0].startswith("usable is 90% of 79.1 GiB") and "Only an H100 was measured" in plan.notes[0]
     assert plan.step is not None
     assert [phase.name for phase in plan.phases] == [
         "sync",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from podium.accelerators import GPUS, accelerators, find_accelerator, pool_share, usable_gpu_memory
+from podium.accelerators import GPUS, accelerators, find_accelerator, pool_share, reserve_gpu_memory, usable_gpu_memory
 from podium.plan.calibration import load_chip
 from podium.plan.topology import compiler_environment, gpu_target, missing_library, topology_devices
 
@@ -68,15 +68,31 @@ def test_usable_memory_is_the_compilers_figure():
 
 
 def test_a_gpu_offers_the_share_that_jax_takes_but_for_the_allocators_reserve():
-    assert find_accelerator("h100-1").hbm_bytes == int(0.98 * 0.75 * 84_942_979_072)
+    assert find_accelerator("h100-1").hbm_bytes == int(0.98 * 0.9 * 84_942_979_072)
     assert usable_gpu_memory("h100", 1.0) == int(0.98 * (84_942_979_072 - GIB))  # CUDA's context is beside
 
 
+POOL_VARIABLES = ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"]
+
+
 @pytest.mark.parametrize("share", ["0", "1.5", "most"])
-def test_a_share_that_is_none_is_refused(monkeypatch, share):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
-    with pytest.raises(ValueError, match=f"XLA_PYTHON_CLIENT_MEM_FRACTION={share}: expected a share of the memory"):
+@pytest.mark.parametrize("name", POOL_VARIABLES)
+def test_a_share_that_is_none_is_refused(monkeypatch, name, share):
+    monkeypatch.setenv(name, share)
+    with pytest.raises(ValueError, match=f"{name}={share}: expected a share of the memory"):
         pool_share()
+
+
+@pytest.mark.parametrize("name", POOL_VARIABLES)
+def test_jax_takes_most_of_a_gpu_unless_the_user_says_otherwise(monkeypatch, name):
+    for each in POOL_VARIABLES:
+        monkeypatch.delenv(each, raising=False)
+    reserve_gpu_memory()
+    assert pool_share() == 0.9 and os.environ.pop(POOL_VARIABLES[0]) == "0.9"
+    monkeypatch.setenv(name, "0.5")
+    reserve_gpu_memory()
+    assert pool_share() == 0.5
+    assert [each for each in POOL_VARIABLES if each in os.environ] == [name]  # jax refuses both
 
 
 @pytest.mark.parametrize(
