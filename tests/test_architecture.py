@@ -96,7 +96,8 @@ def test_every_config_loads_and_begins_with_its_command(path: Path):
     config = load_settings([path], [], {}).config
     assert config.name == path.stem
     first_line = path.read_text(encoding="utf-8").partition("\n")[0]
-    verb = "plan" if path.parent.name == "seeds" else "train"
+    learning = "dpo" if config.algorithm.recipe == "dpo" else "train"
+    verb = "plan" if path.parent.name == "seeds" else learning
     assert first_line.startswith(f"# podium {verb} {path.relative_to(ROOT)}")
 
 

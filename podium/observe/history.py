@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from podium.observe.metrics import ACCURACY, REWARD, UPDATES
+from podium.observe.metrics import ACCURACY, HELD_OUT_PAIRS, PAIRS, REWARD, UPDATES
 from podium.observe.records import MetricsRecord, read_metrics, read_samples, step_of
 from podium.observe.run_dir import METRICS, SAMPLES
 
@@ -29,6 +29,10 @@ class History(NamedTuple):
     """`train-reward/total/mean` of each step."""
     accuracies: list[Point]
     """`eval/accuracy` of each evaluation; step 0 is the initial model."""
+    pairs: list[Point]
+    """`rewards/accuracies` of each step of a run that learns from pairs, whose answers earn nothing."""
+    held_out_pairs: list[Point]
+    """`eval-rewards/accuracies` of each evaluation of such a run."""
     steps: int
     """Number of finished steps."""
     steps_without_update: int
@@ -44,6 +48,8 @@ def read_history(folder: Path) -> History:
     return History(
         rewards=_points(lines, REWARD),
         accuracies=_points(lines, ACCURACY),
+        pairs=_points(lines, PAIRS),
+        held_out_pairs=_points(lines, HELD_OUT_PAIRS),
         steps=step_of(last),
         steps_without_update=sum(line.get(UPDATES) == 0 for line in lines),
         wall_s=last.get("time/wall_s", 0.0),

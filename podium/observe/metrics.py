@@ -15,6 +15,8 @@ from podium.observe.stats import EvaluationStats, StepStats
 REWARD = "train-reward/total/mean"
 ACCURACY = "eval/accuracy"
 UPDATES = "optimizer/updates"
+MARGIN, PAIRS, HELD_OUT_PAIRS = "rewards/margins", "rewards/accuracies", "eval-rewards/accuracies"
+"""Of preferences: the mean margin of a step's pairs, and the shares of pairs in order, of a step and held out."""
 GAP_METRIC = "policy/logprob_gap/mean"
 TRUNCATED = "rollout/truncated_fraction"
 STEP_REPORT = (REWARD, "train-other/loss", ACCURACY, "time/train/step_s")

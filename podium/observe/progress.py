@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from podium.observe.metrics import UPDATES
+from podium.observe.metrics import HELD_OUT_PAIRS, MARGIN, UPDATES
 from podium.observe.notebook import NotebookView, in_notebook
 from podium.observe.text import clock, shown, sparkline
 
@@ -77,6 +77,7 @@ class Progress:
         self._advance: PhaseProgress | None = None
         self._line_at = self._started
         self._durations: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
+        self._earning = "reward"
         self._rewards: list[float] = []
         self._lengths: list[float] = []
         self._turns: list[float] = []
@@ -146,7 +147,8 @@ class Progress:
         self._step_ended = now
         self._done = step
         self._metrics = metrics
-        self._rewards.append(float(metrics.get("train-reward/total/mean", float("nan"))))
+        self._earning = "margin" if MARGIN in metrics else "reward"  # preferences earn nothing
+        self._rewards.append(float(metrics.get(MARGIN, metrics.get("train-reward/total/mean", float("nan")))))
         self._lengths.append(float(metrics.get("train-seq_len/completion/mean", float("nan"))))
         if TURNS in metrics:
             self._turns.append(float(metrics[TURNS]))
@@ -154,7 +156,7 @@ class Progress:
         self._curve()
         if self._lines:
             self.message(
-                f"step {step}/{self._steps}  reward {self._rewards[-1]:.3f}  length {self._lengths[-1]:.1f}  "
+                f"step {step}/{self._steps}{self._earned()}  length {self._lengths[-1]:.1f}  "
                 f"{f'turns {self._turns[-1]:.1f}  ' if self._turns else ''}"
                 f"{_speed(self._metrics)}  {self._step_s():.2f} s  left {self._left()}"
             )
@@ -165,7 +167,8 @@ class Progress:
         self._evaluations.append((step, accuracy))
         self._curve()
         if self._lines:
-            self.message(f"evaluation at step {step}  accuracy {accuracy:.3f}")
+            pairs = f"  pairs in order {results[HELD_OUT_PAIRS]:.3f}" if HELD_OUT_PAIRS in results else ""
+            self.message(f"evaluation at step {step}  accuracy {accuracy:.3f}{pairs}")
 
     def message(self, text: str) -> None:
         """Print a permanent line: a warning, a saved checkpoint, how to resume."""
@@ -190,7 +193,7 @@ class Progress:
             self.notebook.line(f"{done}  {self._left()} left  {doing}")
 
     def _earned(self) -> str:
-        return f"  reward {self._rewards[-1]:.3f}" if self._rewards else ""
+        return f"  {self._earning} {self._rewards[-1]:.3f}" if self._rewards else ""
 
     def _left(self) -> str:
         if not self._durations:
@@ -222,7 +225,7 @@ class Progress:
 
     def _numbers(self, width: int) -> RenderableType:
         curves = (
-            _Curve("reward", self._rewards, ".3f", "green"),
+            _Curve(self._earning, self._rewards, ".3f", "green"),
             _Curve("length", self._lengths, ".1f", "blue"),
             _Curve("turns", self._turns, ".1f", "blue"),
         )

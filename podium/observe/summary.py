@@ -149,9 +149,12 @@ def print_summary(folder: Path, console: Console) -> None:
     history = read_history(folder)
     width = min(console.width, MAX_WIDTH)
     rows: list[RenderableType] = [_headline(history)]
-    if history.rewards:
-        legend = Text.assemble(("reward of each step", "green"), "   ", (f"{MARK} accuracy, held out", "magenta"))
-        rows += [legend, reward_curve(history.rewards, history.accuracies, width=width - 6, height=CHART_ROWS)]
+    bars, marks, names = history.rewards, history.accuracies, ("reward", f"{MARK} accuracy, held out")
+    if history.pairs:
+        bars, marks, names = history.pairs, history.held_out_pairs, ("pairs in order", f"{MARK} held out")
+    if bars:
+        legend = Text.assemble((f"{names[0]} of each step", "green"), "   ", (names[1], "magenta"))
+        rows += [legend, reward_curve(bars, marks, width=width - 6, height=CHART_ROWS)]
     answers = read_answers(folder)
     if answers is not None:
         rows.append(_before_and_after(answers, width))
@@ -171,9 +174,10 @@ def print_summary(folder: Path, console: Console) -> None:
 
 def _headline(history: History) -> Text:
     text = Text()
-    if history.accuracies:
-        first, last = history.accuracies[0], history.accuracies[-1]
-        text.append("accuracy on held-out questions  ")
+    evaluated = history.held_out_pairs or history.accuracies
+    if evaluated:
+        first, last = evaluated[0], evaluated[-1]
+        text.append("held-out pairs in order  " if history.held_out_pairs else "accuracy on held-out questions  ")
         text.append(f"{first[1]:.3f}", style="bold")
         text.append(f" (step {first[0]})")
         if last[0] > first[0]:

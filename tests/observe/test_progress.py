@@ -77,6 +77,20 @@ def test_conversations_show_their_turns():
     assert "turns" not in view(answered)
 
 
+def test_preferences_show_their_margin():
+    preferring = METRICS | {"train-reward/total/mean": 0.0, "rewards/margins": 2.25}
+    console = plain_console()
+    with Progress("demo", 40, console) as progress:
+        progress.step(1, preferring)
+        progress.evaluated(1, {"eval/accuracy": 0.125, "eval-rewards/accuracies": 1.0})
+    step, evaluation = output(console).splitlines()[-2:]
+    assert step.startswith("step 1/40  margin 2.250  length 12.5")
+    assert evaluation == "evaluation at step 1  accuracy 0.125  pairs in order 1.000"
+    progress = terminal_progress()
+    progress.step(1, preferring)
+    assert re.search("margin +2.250", view(progress)) and "reward" not in view(progress)
+
+
 def test_a_step_that_trained_on_nothing_shows_no_speed():
     idle = METRICS | {"optimizer/updates": 0.0, "throughput/train/valid_tokens_per_s": 0.0}
     console = plain_console()

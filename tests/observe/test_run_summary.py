@@ -129,6 +129,19 @@ def test_the_printed_summary_has_accuracy_answers_files_and_next_commands(tmp_pa
 LONG = (sample(0, "a", "before " * 200, 0.0), sample(3, "a", "after " * 200, 1.0))
 
 
+def test_the_summary_of_preferences_has_their_pairs_instead_of_rewards(tmp_path):
+    lines = (
+        {"step": 0, "eval/accuracy": 0.0, "eval-rewards/accuracies": 0.0},
+        {"step": 1, "train-reward/total/mean": 0.0, "rewards/accuracies": 0.5},
+        {"step": 1, "eval/accuracy": 0.125, "eval-rewards/accuracies": 0.875},
+    )
+    printed = io.StringIO()
+    print_summary(make_run(tmp_path, lines=lines, steps=1), Console(file=printed, width=80))
+    assert "held-out pairs in order  0.000 (step 0) -> 0.875 (step 1)" in printed.getvalue()
+    assert "pairs in order of each step" in printed.getvalue()
+    assert "reward" not in printed.getvalue() and "accuracy" not in printed.getvalue()
+
+
 @pytest.mark.parametrize("steps", [3, 9])
 def test_the_printed_summary_leaves_a_line_of_a_small_terminal_to_the_shell(tmp_path, steps):
     """Everything is long: question, answers, list of files."""

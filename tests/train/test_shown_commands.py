@@ -74,6 +74,7 @@ ALSO = {  # of commands with these words
     "qwen35_9b.yaml": {"GRADING__OVERLONG_BUFFER_TOKENS": "1"},
     "--profile": {"STEPS": "12"},
     "configs/tools.yaml": {"ROLLOUT__MAX_EPISODE_TOKENS": "null", "CHAT_TEMPLATE": "chat.jinja"},
+    "dpo_short_answers": {"GROUP_SIZE": "2", "ROLLOUT__MAX_PROMPT_TOKENS": "22", "ROLLOUT__MAX_NEW_TOKENS": "42"},
     "configs/tools_sft.yaml": {"GROUP_SIZE": "1", "TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
 }
 SETTINGS_ONLY = {  # the settings are loaded and checked; (the function that then does the work, why it is left out)
