@@ -2,6 +2,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,18 @@ def test_new_tokens_are_written_after_the_old_ones_and_attend_to_what_their_wind
         assert changed == touched
     for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(got), strict=True):
         assert np.array_equal(before[0], after[0])  # another layer
+
+
+@pytest.mark.parametrize("T", [1, 10])
+def test_places_that_are_written_differ_so_that_no_gpu_sorts_them(T):
+    rules = rules_on(1)
+    given = [np.zeros((2, T, heads, Q), np.float32) for heads in (H, K, K)]
+    rows = np.zeros((2, 4), np.int32), np.zeros(2, np.int32), np.ones(2, np.int32)
+    lowered = jax.jit(lambda *given: caches.extend(*given, rules)).lower(
+        random_cache(16, 4, rules).places[0].kv, jnp.int32(0), *rows, *given
+    )
+    scatters = re.findall(r"stablehlo.scatter.*", lowered.as_text())
+    assert scatters and all("unique_indices = true" in each for each in scatters)
 
 
 def test_each_device_has_pages_of_its_own():
