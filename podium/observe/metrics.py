@@ -15,8 +15,9 @@ from podium.observe.stats import EvaluationStats, StepStats
 REWARD = "train-reward/total/mean"
 ACCURACY = "eval/accuracy"
 UPDATES = "optimizer/updates"
-MARGIN, PAIRS, HELD_OUT_PAIRS = "rewards/margins", "rewards/accuracies", "eval-rewards/accuracies"
-"""Of preferences: the mean margin of a step's pairs, and the shares of pairs in order, of a step and held out."""
+MARGIN = "rewards/margins"
+PAIRS, HELD_OUT_PAIRS = "rewards/accuracies", "eval-rewards/accuracies"
+"""Shares of preferences in order: of the pairs of a step, and held out."""
 GAP_METRIC = "policy/logprob_gap/mean"
 TRUNCATED = "rollout/truncated_fraction"
 STEP_REPORT = (REWARD, "train-other/loss", ACCURACY, "time/train/step_s")

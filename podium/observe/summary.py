@@ -149,12 +149,12 @@ def print_summary(folder: Path, console: Console) -> None:
     history = read_history(folder)
     width = min(console.width, MAX_WIDTH)
     rows: list[RenderableType] = [_headline(history)]
-    bars, marks, names = history.rewards, history.accuracies, ("reward", f"{MARK} accuracy, held out")
     if history.pairs:
-        bars, marks, names = history.pairs, history.held_out_pairs, ("pairs in order", f"{MARK} held out")
-    if bars:
-        legend = Text.assemble((f"{names[0]} of each step", "green"), "   ", (names[1], "magenta"))
-        rows += [legend, reward_curve(bars, marks, width=width - 6, height=CHART_ROWS)]
+        legend = _legend("pairs in order of each step", "held out")
+        rows += [legend, reward_curve(history.pairs, history.held_out_pairs, width=width - 6, height=CHART_ROWS)]
+    elif history.rewards:
+        legend = _legend("reward of each step", "accuracy, held out")
+        rows += [legend, reward_curve(history.rewards, history.accuracies, width=width - 6, height=CHART_ROWS)]
     answers = read_answers(folder)
     if answers is not None:
         rows.append(_before_and_after(answers, width))
@@ -170,6 +170,10 @@ def print_summary(folder: Path, console: Console) -> None:
         commands = next_commands(folder)
     for command in commands:
         console.print(Text(f"  {command}"), soft_wrap=True)
+
+
+def _legend(bars: str, marks: str) -> Text:
+    return Text.assemble((bars, "green"), "   ", (f"{MARK} {marks}", "magenta"))
 
 
 def _headline(history: History) -> Text:
