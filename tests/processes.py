@@ -1,16 +1,20 @@
 """Processes that tests start, as /proc shows them."""
 
+import contextlib
 import os
 from pathlib import Path
 
 
 def below(pid: int) -> list[int]:
-    """The processes below a process, at any depth."""
+    """The processes below a process, at any depth; a thread that ends meanwhile has none."""
+    own: list[int] = []
     try:
         files = list(Path(f"/proc/{pid}/task").glob("*/children"))
-        own = [int(child) for file in files for child in file.read_text().split()]
-    except OSError:  # it has ended
-        return []
+    except OSError:  # the process has ended
+        return own
+    for file in files:
+        with contextlib.suppress(OSError):
+            own += map(int, file.read_text().split())
     return [*own, *(each for child in own for each in below(child))]
 
 

@@ -69,7 +69,7 @@ def test_a_model_is_an_entry(monkeypatch):
 
 def test_an_accelerator_is_an_entry(monkeypatch, new_accelerators):
     monkeypatch.setitem(accelerators.GPUS, "b300", accelerators.Gpu(280 * 2**30))  # pyright: ignore[reportArgumentType]
-    assert 0.7 * 280 * 2**30 < find_accelerator("b300-8").hbm_bytes < 0.76 * 280 * 2**30
+    assert 0.86 * 280 * 2**30 < find_accelerator("b300-8").hbm_bytes < 0.9 * 280 * 2**30
     config = load_settings([], [*RUN, "rollout.prefill_rows=16"], {}).config
     plan = make_plan(config, find_accelerator("h200-16"), fast=True)
     assert (plan.devices, plan.verdict) == (16, "fits")
