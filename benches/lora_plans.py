@@ -28,6 +28,8 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "qwen3-32b-v6e-8": ("Qwen/Qwen3-32B", "v6e-8", ("lora.rank=32",)),
     "qwen2.5-7b-h100-1": ("Qwen/Qwen2.5-7B-Instruct", "h100-1", ("lora.rank=32",)),
     "qwen2.5-7b-l4-1": ("Qwen/Qwen2.5-7B-Instruct", "l4-1", ("lora.rank=32", "lora.base=int8")),
+    "qwen3-8b-rtx4090-1": ("Qwen/Qwen3-8B", "rtx4090-1", ("lora.rank=32", "lora.base=nf4")),
+    "qwen3-8b-v5e-1": ("Qwen/Qwen3-8B", "v5e-1", ("lora.rank=32", "lora.base=nf4")),
 }
 PHASES = ("update", "decode", "prefill")
 NAME = "lora-planned"

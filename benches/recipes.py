@@ -11,7 +11,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,9 @@ def write_tiny_model(
     longest: int = 64,
     *,
     spread: float = 0.4,
+    sizes: Mapping[str, int] = SIZES,
 ) -> None:
-    """A random Llama of 2 layers, with a tokenizer of `words` and a chat template, as a Hugging Face folder.
+    """A random Llama of these sizes, with a tokenizer of `words` and a chat template, as a Hugging Face folder.
 
     Its first three words are <unk>, <pad> and <end>; its sequences have at most `longest` tokens. `spread` is the
     standard deviation of its weights.
@@ -76,22 +77,22 @@ def write_tiny_model(
     )
     backend.save_pretrained(folder)
     extra = {"hidden_act": "silu", "max_position_embeddings": longest, "rms_norm_eps": 1e-5, "rope_theta": 100.0}
-    config = {"model_type": "llama", "tie_word_embeddings": False, "vocab_size": len(words), **SIZES, **extra}
+    config = {"model_type": "llama", "tie_word_embeddings": False, "vocab_size": len(words), **sizes, **extra}
     (folder / "config.json").write_text(json.dumps(config))
     random = np.random.default_rng(0)
     tensors = {
         name: (spread * random.standard_normal(shape) + float("norm" in name)).astype(np.float32)
-        for name, shape in _shapes(len(words)).items()
+        for name, shape in _shapes(len(words), sizes).items()
     }
     save_file(tensors, folder / "model.safetensors")
 
 
-def _shapes(vocab: int) -> dict[str, tuple[int, ...]]:
+def _shapes(vocab: int, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """The tensors of the model by Hugging Face's names."""
-    width, inner = SIZES["hidden_size"], SIZES["intermediate_size"]
-    keys = width * SIZES["num_key_value_heads"] // SIZES["num_attention_heads"]
+    width, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    keys = width * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
     names = {"model.embed_tokens": (vocab, width), "model.norm": (width,), "lm_head": (vocab, width)}
-    for layer in range(SIZES["num_hidden_layers"]):
+    for layer in range(sizes["num_hidden_layers"]):
         attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
         names |= {f"{attention}{each}_proj": (width, width) for each in "qo"}
         names |= {f"{attention}{each}_proj": (keys, width) for each in "kv"}

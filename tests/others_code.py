@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-Library = Literal["torch", "peft", "trl"]
+Library = Literal["torch", "peft", "trl", "bitsandbytes"]
 
 
 def others_code(library: Library) -> ModuleType:

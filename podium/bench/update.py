@@ -14,10 +14,10 @@ import numpy as np
 from podium.accelerators import recognise
 from podium.bench.rollout import config_lengths
 from podium.config.schema import Config
-from podium.models.adapters import make_quantise
 from podium.models.architecture import DecoderConfig
 from podium.models.flops import Work, step_work, update_flops
 from podium.models.params import frozen_dtype, param_specs, trained_specs
+from podium.models.quantised import make_quantise
 from podium.models.presets import find_decoder
 from podium.plan.calibration import load_chip
 from podium.plan.workload import SequenceLengths

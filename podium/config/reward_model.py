@@ -26,4 +26,4 @@ class RewardModelConfig(Section):
     step that it scores; metrics and samples show the score itself."""
     base: Base = "bfloat16"
     """Storage format of its layers' matrices, except experts: these are bfloat16. int8: half the memory, with a scale
-    per output."""
+    per output; nf4: 0.28 of it, with a scale per 64 numbers (`lora.base`)."""

@@ -22,4 +22,4 @@ class TeacherConfig(Section):
     """Share of KL(policy || teacher) in `loss: full`; the rest is KL(teacher || policy)."""
     base: Base = "bfloat16"
     """Storage format of its layers' matrices, except experts: these are bfloat16. int8: half the memory, with a scale
-    per output."""
+    per output; nf4: 0.28 of it, with a scale per 64 numbers (`lora.base`)."""

@@ -1,41 +1,36 @@
-"""LoRA's operations on stored weights: merging adapters, quantising frozen matrices to int8, and fingerprints."""
+"""LoRA's operations on stored weights: merging adapters into matrices, and fingerprints."""
 
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
 from podium.models.architecture import DecoderConfig
-from podium.models.blocks.spec import ParamSpec, matrix_outputs
 from podium.models.blocks.weights import AnyWeight
 from podium.models.linear import kept_dtype
 from podium.models.params import (
     LORA_A,
     LORA_B,
-    SCALE,
     frozen_dtype,
     frozen_specs,
     is_adapter,
 )
+from podium.models.quantised import dequantised
 from podium.sharding import Params, ShardingRules, param_shardings
-
-INT8_MOST = 127
 
 
 def merged(params: Params, scale: float) -> Params:
     """A layer's weights with its adapters merged: W + scale AB, computed in float32; without the adapters themselves.
 
-    Raises ValueError for an int8 matrix: a rounded sum would lose the adapters or change the model.
+    Matrices stored as codes become float32 too, with or without an adapter.
     """
 
-    def whole(name: str, value: jax.Array) -> jax.Array:
+    def whole(name: str, value: AnyWeight) -> jax.Array:
+        assert isinstance(value, jax.Array), "stored weights are plain arrays"
         if name + LORA_A not in params:
             return value
-        if value.dtype == jnp.int8:
-            raise ValueError(f"{name} is kept in int8, into which adapters cannot be merged; set lora.base to bfloat16")
         a, b = (params[name + part].astype(jnp.float32) for part in (LORA_A, LORA_B))
         product = functools.partial(jnp.tensordot, axes=1, precision=jax.lax.Precision.HIGHEST)
         for _ in range(a.ndim + b.ndim - value.ndim - 2):  # dimensions that count matrices, such as experts
@@ -43,42 +38,8 @@ def merged(params: Params, scale: float) -> Params:
         product = product(a, b)
         return value.astype(jnp.float32) + scale * product
 
-    return {name: whole(name, value) for name, value in params.items() if not is_adapter(name)}
-
-
-def dequantised(w: Mapping[str, AnyWeight], dtype: jnp.dtype) -> dict[str, AnyWeight]:
-    """A layer's weights in `dtype`; int8 ones are multiplied by their scales in float32 and rounded once."""
-
-    def whole(name: str, value: AnyWeight) -> AnyWeight:
-        if name + SCALE not in w:
-            return value
-        scale = w[name + SCALE]
-        assert isinstance(value, jax.Array) and isinstance(scale, jax.Array), "int8 weights are plain arrays"
-        return (value.astype(jnp.float32) * jnp.expand_dims(scale, range(value.ndim - scale.ndim))).astype(dtype)
-
-    return {name: whole(name, value) for name, value in w.items() if not name.endswith(SCALE)}
-
-
-def quantised(value: jax.Array, spec: ParamSpec) -> tuple[jax.Array, jax.Array]:
-    """Quantise a stack of matrices [L, in..., out...] to int8, with a float32 scale [L, out...] per output.
-
-    Symmetric: the largest absolute value of an output's column maps to 127, others to the nearest step.
-    """
-    inputs = tuple(range(spec.stacked, matrix_outputs(spec)))
-    largest = jnp.max(jnp.abs(value.astype(jnp.float32)), axis=inputs, keepdims=True)
-    scale = jnp.where(largest > 0, largest / INT8_MOST, 1.0)
-    return jnp.round(value / scale).astype(jnp.int8), jnp.squeeze(scale, inputs)
-
-
-def make_quantise(name: str, decoder: DecoderConfig, rules: ShardingRules):
-    """The jitted `quantised` of a frozen weight, in its stored layout; it donates the float32 weight."""
-    specs = frozen_specs(decoder)
-    shardings = param_shardings({part: specs[part] for part in (name, name + SCALE)}, rules)
-
-    def quantise(value: jax.Array) -> Params:
-        return dict(zip(shardings, quantised(value, specs[name]), strict=True))
-
-    return jax.jit(quantise, out_shardings=shardings)
+    plain = dequantised(params, jnp.dtype(jnp.float32))
+    return {name: whole(name, value) for name, value in plain.items() if not is_adapter(name)}
 
 
 def abstract_frozen(decoder: DecoderConfig, rules: ShardingRules) -> dict[str, jax.ShapeDtypeStruct]:

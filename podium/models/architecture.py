@@ -60,7 +60,7 @@ def make_lora(config: LoraConfig | None) -> Lora | None:
     named = {name for target in config.targets for name in TARGETS[target]}
     how = config.rollout
     if how == "auto":
-        how = "shared" if config.base == "int8" else "apart" if config.rank <= APART_RANK else "merged"
+        how = "shared" if config.base != "bfloat16" else "apart" if config.rank <= APART_RANK else "merged"
     return Lora(
         rank=config.rank,
         alpha=config.alpha,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from podium.config.schema import Remat
-from podium.models.adapters import dequantised
+from podium.models.quantised import dequantised
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.choices import Recorded
 from podium.models.blocks.kind import Attend, Block, Kind, Place, Recur, Tree

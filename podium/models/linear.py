@@ -34,7 +34,7 @@ def layer_weight(
     """
     as_stored, stored = stored, of_bits(stored)
     axes, matrix = spec.axes[len(spec.axes) - stored.ndim :], is_matrix(spec)
-    if name.endswith(SCALE) or stored.dtype == jnp.int8:
+    if name.endswith(SCALE) or stored.dtype in (jnp.int8, jnp.uint8):
         return rules.constrain_weight(stored, *axes)
     kept = as_stored if rules.on_cpu and rules.mesh.size == 1 else None  # nothing is gathered, and a cast is cheap
     if matrix and "experts" in axes:  # gathered where they are multiplied with (`podium.models.mixture`)

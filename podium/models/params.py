@@ -9,14 +9,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from podium.config.lora import ADAPTABLE, MATRICES
-from podium.models.architecture import LAYERS, DecoderConfig, Lora
+from podium.config.lora import ADAPTABLE, MATRICES, NF4_BLOCK
+from podium.models.architecture import LAYERS, DecoderConfig, Lora, ModelError
 from podium.models.blocks.spec import ParamSpec, ParamSpecs, matrix_outputs, stacked
 
 LORA_A = ".lora_a"
 LORA_B = ".lora_b"
 SCALE = ".scale"
-"""Name suffixes: a matrix's two adapter factors, and its output scales if it is int8."""
+"""Name suffixes: a matrix's two adapter factors, and its scales if it is stored in fewer bits than bfloat16."""
 _PREFIX = re.compile(rf"^{re.escape(LAYERS)}(\d+\.)?")
 VOCAB_BLOCK = 128
 """Vocabulary tokens per block of the sampler (`podium.rollout.sampling`); a vocabulary is split between blocks."""
@@ -118,7 +118,7 @@ def _shifted(name: str, spec: ParamSpec, offset: float) -> ParamSpec:
 
 
 def _lora_specs(layer: ParamSpecs, lora: Lora) -> ParamSpecs:
-    """LoRA's additions to a layer: two factors per target matrix, and scales if the matrices are int8.
+    """LoRA's part of a layer: two factors per target matrix, and codes and scales if matrices are stored in fewer bits.
 
     The first factor is split like the matrix's inputs, the second like its outputs; the second starts at 0. Each matrix
     of a stack has its own factors.
@@ -140,7 +140,27 @@ def _lora_specs(layer: ParamSpecs, lora: Lora) -> ParamSpecs:
             found[name + SCALE] = ParamSpec(
                 (*shape[:lead], *shape[first:]), (*axes[:lead], *axes[first:]), 0.0, 1.0, stacked=lead
             )
+        if lora.base == "nf4" and name in MATRICES:
+            found |= _nf4_specs(name, spec)
     return found
+
+
+def _nf4_specs(name: str, spec: ParamSpec) -> ParamSpecs:
+    """The codes [..., in / 2, out...] of a matrix, two in a byte, and the scale [..., in / 64, out...] of each block.
+
+    A block is 64 neighbours along the last input dimension. Raises ModelError if that is not a multiple of 64.
+    """
+    dim = matrix_outputs(spec) - 1
+    before, size, behind = spec.shape[:dim], spec.shape[dim], spec.shape[dim + 1 :]
+    if size % NF4_BLOCK:
+        raise ModelError(
+            f"{name}: nf4 stores blocks of {NF4_BLOCK} numbers along a matrix's inputs, and this model has {size} there;"
+            " set base to int8 or bfloat16"
+        )
+    return {
+        name: spec._replace(shape=(*before, size // 2, *behind)),
+        name + SCALE: spec._replace(shape=(*before, size // NF4_BLOCK, *behind), std=0.0, mean=1.0),
+    }
 
 
 def own_name(name: str) -> str:
@@ -172,12 +192,15 @@ def frozen_dtype(name: str, config: DecoderConfig) -> str:
     """The number format in which a frozen weight is stored."""
     if config.lora is None or config.lora.base == "bfloat16":
         return "bfloat16"
-    return "float32" if name.endswith(SCALE) else "int8" if own_name(name) in MATRICES else "bfloat16"
+    if name.endswith(SCALE):
+        return "float32"
+    codes = "int8" if config.lora.base == "int8" else "uint8"
+    return codes if own_name(name) in MATRICES else "bfloat16"
 
 
 def rollout_dtype(name: str, config: DecoderConfig, dtype: Dtype) -> Dtype | str:
-    """The number format of a weight in the rollout: `dtype`, except for int8 matrices and their scales."""
-    if config.lora is None or config.lora.base == "bfloat16":
+    """The number format of a weight in the rollout: `dtype`, except for matrices kept as codes, and their scales."""
+    if config.lora is None or config.lora.base == "bfloat16" or config.lora.merged:
         return dtype
     kept = frozen_dtype(name, config)
     return dtype if kept == "bfloat16" else kept

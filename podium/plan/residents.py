@@ -11,7 +11,7 @@ Parts = dict[str, int]
 
 def frozen_bytes(run: RunSizes) -> int:
     """Bytes of frozen weights that a device stores in training; 0 if all weights are trained."""
-    sizes = {"bfloat16": 2, "int8": 1, "float32": F32}
+    sizes = {"bfloat16": 2, "int8": 1, "uint8": 1, "float32": F32}
     return sum(
         sizes[frozen_dtype(name, run.decoder)] * local_count(spec, run.train_parts)
         for name, spec in frozen_specs(run.decoder).items()

@@ -431,7 +431,7 @@ def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator)
 
 def rollout_bytes(run: RunSizes, specs: ParamSpecs) -> int:
     """Bytes of these weights on one device in the rollout's formats and layout."""
-    sizes = {"int8": 1, "float32": F32}
+    sizes = {"int8": 1, "uint8": 1, "float32": F32}
     return sum(
         sizes.get(params.rollout_dtype(name, run.decoder, ""), run.rollout_activation)
         * local_count(spec, run.rollout_parts)

@@ -14,7 +14,7 @@ from podium.files import as_path, in_bucket
 from podium.models.adapters import merged
 from podium.models.base import base_of
 from podium.models.hf import save_model
-from podium.models.params import LAYERS, is_adapter, own_name
+from podium.models.params import LAYERS, own_name
 from podium.models.peft import save_adapter
 from podium.observe.bucket import copy_records
 from podium.observe.card import model_card
@@ -47,8 +47,8 @@ def export_run(
     the `user/name` on the hub to upload the folder to, `private` or public.
 
     Raises:
-        ValueError: there is no such checkpoint, it is damaged, `folder` is not empty, the hub rejects the upload,
-            there is no adapter to merge, or the base is int8, into which none can be merged.
+        ValueError: there is no such checkpoint, it is damaged, `folder` is not empty, the hub rejects the upload, or
+            there is no adapter to merge.
     """
     if push is not None and not REPOSITORY.fullmatch(push):
         raise UsageError(f"--push {push}: expected USER/NAME, such as me/my-model")
@@ -83,11 +83,6 @@ def _save(
         return f"PeftModel.from_pretrained(model, {str(folder)!r})"
     if merge and lora is None:
         raise ValueError(f"{fork.run} was trained without lora: there is nothing to merge; leave --merge out")
-    if lora is not None and lora.base == "int8":
-        raise ValueError(
-            f"{fork.run} was trained beside a base that is kept in int8 (lora.base), and the sum of the model and the"
-            " adapter would be of another base; export the adapter alone: leave --merge out"
-        )
     params, decoder = load_weights(model, fork), dataclasses.replace(model.decoder, lora=None)
     params = merged_model(params, lora.scale, jnp.dtype(dtype)) if lora is not None else params
     save_model(params, decoder, model.tokenizer, folder, dtype=dtype)
@@ -95,7 +90,10 @@ def _save(
 
 
 def merged_model(params: Params, scale: float, dtype: jnp.dtype) -> Params:
-    """A model's weights with its adapters merged; the layers' weights are in `dtype`, rounded once."""
+    """A model's weights with its adapters merged; the layers' weights are in `dtype`, rounded once.
+
+    Matrices that were stored as codes are the values of their codes, on which the adapters were trained.
+    """
 
     def layer(carry: None, weights: Params) -> tuple[None, Params]:
         return carry, {name: value.astype(dtype) for name, value in merged(weights, scale).items()}
@@ -104,7 +102,7 @@ def merged_model(params: Params, scale: float, dtype: jnp.dtype) -> Params:
     for prefix in sorted({name.removesuffix(own_name(name)) for name in params if name.startswith(LAYERS)}):
         layers = {name: value for name, value in params.items() if name.startswith(prefix)}
         made |= jax.jit(lambda layers: jax.lax.scan(layer, None, layers)[1])(layers)
-    return {name: made.get(name, value) for name, value in params.items() if not is_adapter(name)}
+    return made | {name: value for name, value in params.items() if not name.startswith(LAYERS)}
 
 
 def _upload(folder: Path, repository: str, *, private: bool) -> str:

@@ -67,11 +67,12 @@ def test_targets_are_groups_or_names(settings, targets, found):
         ({"rank": 64}, False),
         ({"rank": 65}, True),
         ({"rank": 65, "base": "int8"}, False),
+        ({"rank": 65, "base": "nf4"}, False),
         ({"rank": 65, "rollout": "apart"}, False),
         ({"rollout": "merged"}, True),
     ],
 )
-def test_auto_is_apart_up_to_rank_64_or_beside_int8(lora, merged):
+def test_auto_is_apart_up_to_rank_64_or_beside_a_base_of_fewer_bits(lora, merged):
     found = make_lora(LoraConfig(**lora))
     assert found is not None
     assert found.merged is merged
@@ -105,14 +106,8 @@ def test_an_unknown_target_names_the_nearest(errors):
     assert found.startswith("lora.targets: an empty list: nothing would be trained; name all, attention")
 
 
-def test_merging_into_a_quantised_base(errors):
-    (found,) = errors("lora: {base: int8, rollout: merged}\n")
-    assert found.startswith("lora.rollout: merged adds the adapters to a model that is rounded to int8")
-    assert "set lora.rollout to apart, or lora.base to bfloat16" in found
-
-
 def test_wrong_choices(errors):
     (found,) = errors("lora: {base: int4}\n")
-    assert found.startswith("lora.base: expected one of bfloat16, int8, got 'int4'")
+    assert found.startswith("lora.base: expected one of bfloat16, int8, nf4, got 'int4'")
     (found,) = errors("lora: {alpha: 0}\n")
     assert found.startswith("lora.alpha: expected a number above 0, got 0")

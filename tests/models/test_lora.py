@@ -12,9 +12,8 @@ from tiny_decoder import DECODER, tiny
 from tiny_models import make_logits, rules_on
 
 from podium.config.lora import MATRICES
-from podium.models.adapters import dequantised, fingerprint, make_quantise, merged
+from podium.models.adapters import fingerprint, merged
 from podium.models.architecture import Lora, ModelError, with_layers
-from podium.models.blocks.spec import matrix_outputs
 from podium.models.params import (
     LAYERS,
     TRAIN_AXES,
@@ -126,37 +125,6 @@ def test_factors_are_split_as_the_matrix_is():
 def test_targets_alone_have_adapters():
     lora = dataclasses.replace(LORA, targets=("q", "v"))
     assert {name.split(".")[1] for name in trained_specs(dataclasses.replace(ADAPTED, lora=lora))} == {"q", "v"}
-
-
-# In int8
-
-
-def test_int8_is_within_half_a_step_of_the_weights_and_exact_for_those_on_its_grid():
-    config, rules = dataclasses.replace(ADAPTED, lora=dataclasses.replace(LORA, base="int8")), rules_on("auto", 1)
-    for name in MATRICES:
-        spec = param_specs(config)[LAYERS + name]
-        value = np.random.default_rng(0).standard_normal(spec.shape).astype(np.float32)
-        kept = make_quantise(LAYERS + name, config, rules)(value)
-        w, scale = kept[LAYERS + name], np.asarray(kept[f"layers.{name}.scale"])
-        assert w.dtype == jnp.int8
-        assert scale.shape == spec.shape[:1] + spec.shape[matrix_outputs(spec) :]
-        back = np.stack(
-            [
-                np.asarray(dequantised({name: w[i], f"{name}.scale": jnp.asarray(scale[i])}, jnp.float32)[name])
-                for i in range(len(w))
-            ]
-        )
-        steps = scale.reshape(len(w), *[1] * (matrix_outputs(spec) - 1), *scale.shape[1:])
-        assert np.all(np.abs(back - value) <= 0.5 * steps * (1 + 1e-5))
-        assert np.abs(back - value).max() > 0.4 * scale.min()
-        again = make_quantise(LAYERS + name, config, rules)(jnp.asarray(back))
-        np.testing.assert_array_equal(again[LAYERS + name], w)
-
-
-def test_adapters_are_not_merged_into_int8():
-    layer = {"q": jnp.ones((2, 3), jnp.int8), "q.lora_a": jnp.ones((2, 1)), "q.lora_b": jnp.ones((1, 3))}
-    with pytest.raises(ValueError, match=r"q is kept in int8.*set lora.base to bfloat16"):
-        merged(layer, 1.0)
 
 
 # Whose they are, and in files

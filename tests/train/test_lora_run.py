@@ -7,14 +7,16 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import make_config, read_records
+from safetensors.numpy import load_file
+from tiny_runs import SIZES, make_config, read_records, write_tiny_model
 
 from podium.config.lora import MATRICES
 from podium.config.show import to_yaml
 from podium.models.adapters import fingerprint
 from podium.models.architecture import ModelError
 from podium.models.params import is_adapter
-from podium.observe.run_dir import Fork, read_config
+from podium.models.quantised import NF4_LEVELS
+from podium.observe.run_dir import Fork, parse_fork, read_config
 from podium.train.evaluate import evaluate_command
 from podium.train.export import export_run
 from podium.train.loop import train
@@ -24,6 +26,8 @@ from podium.train.step_files import CheckpointError
 pytestmark = pytest.mark.usefixtures("one_device")
 
 LORA: dict[str, Any] = {"rank": 2, "alpha": 4.0}
+ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1}
+"""Of 64 numbers, a block of `nf4`."""
 SHORT: dict[str, Any] = {
     "steps": 2,
     "tasks": [{"name": "arithmetic", "rewards": {"correct": 1.0, "length": 1.0}}],  # lengths differ
@@ -121,15 +125,34 @@ def _counting(calls: list) -> Any:
     return counted
 
 
-def test_an_int8_base_trains(tiny_model, tmp_path):
-    folder = run(tiny_model, tmp_path, lora={**LORA, "base": "int8"}, steps=1)
-    frozen = load_frozen(make_model(read_config(folder)))
-    assert str(frozen["layers.q"].dtype) == "int8"
-    assert str(frozen["embed"].dtype) == "bfloat16"
+def values_of_codes(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """The matrices [L, D, heads, head] that these codes stand for, one block after the other."""
+    if codes.dtype == np.int8:
+        return codes.astype(np.float32) * scale[:, None]
+    found = np.empty((len(codes), 2 * codes.shape[1], *codes.shape[2:]), np.float32)
+    for row in range(found.shape[1]):
+        block, place = divmod(row, 64)
+        packed = codes[:, 32 * block + place % 32]
+        found[:, row] = np.array(NF4_LEVELS)[packed >> 4 if place < 32 else packed & 15] * scale[:, block]
+    return found
+
+
+@pytest.mark.parametrize(("base", "stored"), [("int8", "int8"), ("nf4", "uint8")])
+def test_a_base_of_fewer_bits_trains_and_its_codes_values_are_exported(tmp_path, base, stored):
+    write_tiny_model(tmp_path / "model", sizes={**SIZES, "hidden_size": 64, **ONE_HEAD})
+    folder = run(tmp_path / "model", tmp_path, lora={**LORA, "base": base}, steps=1)
+    model = make_model(read_config(folder))
+    weights = {name: np.asarray(value) for name, value in load_weights(model, parse_fork(str(folder))).items()}
+    assert str(weights["layers.q"].dtype) == stored
+    assert str(weights["embed"].dtype) == "bfloat16"
     gaps = [record["policy/logprob_gap/max"] for record in read_records(folder / "metrics.jsonl")]
     assert max(gaps) < 1e-4
-    with pytest.raises(ValueError, match=r"kept in int8 .*leave --merge out"):
-        export_run(folder, tmp_path / "out", step=None, dtype="float32", merge=True)
+    assert export_run(folder, tmp_path / "out", step=None, dtype="float32", merge=True) == 0
+    added = np.einsum("ldr,lrhk->ldhk", weights["layers.q.lora_a"], weights["layers.q.lora_b"])
+    expected = values_of_codes(weights["layers.q"], weights["layers.q.scale"]) + 2 * added
+    for layer, value in enumerate(expected):
+        found = load_file(tmp_path / "out/model.safetensors")[f"model.layers.{layer}.self_attn.q_proj.weight"]
+        np.testing.assert_allclose(found, value.reshape(64, 64).T, atol=1e-6)
 
 
 # Exports

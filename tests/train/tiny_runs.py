@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from tiny_decoder import DECODER
 
-from benches.recipes import RISE, first_and_last, learn, write_tiny_model
+from benches.recipes import RISE, SIZES, first_and_last, learn, write_tiny_model
 from podium.algorithms.recipes import Recipe
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config
@@ -40,7 +40,7 @@ from podium.train.state import TrainState, init_state
 from podium.train.step import TrainSettings, shard_batch
 from podium.train.trainer import Trainer
 
-__all__ = ["RISE", "first_and_last", "learn", "write_tiny_model"]
+__all__ = ["RISE", "SIZES", "first_and_last", "learn", "write_tiny_model"]
 
 TINY: dict[str, Any] = {
     "name": "run",
