@@ -17,8 +17,8 @@ from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.flops import Work, step_work, update_flops
 from podium.models.params import frozen_dtype, param_specs, trained_specs
-from podium.models.quantised import make_quantise
 from podium.models.presets import find_decoder
+from podium.models.quantised import make_quantise
 from podium.plan.calibration import load_chip
 from podium.plan.workload import SequenceLengths
 from podium.run.spec import BatchSizes

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from podium.config.schema import Remat
-from podium.models.quantised import dequantised
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.choices import Recorded
 from podium.models.blocks.kind import Attend, Block, Kind, Place, Recur, Tree
@@ -24,6 +23,7 @@ from podium.models.context import LayerContext, Tables
 from podium.models.linear import activation_dtype, layer_weight, of_bits, with_adapters
 from podium.models.params import is_adapter, param_specs
 from podium.models.placement import merge_rows, split_rows, to_rows
+from podium.models.quantised import dequantised
 from podium.sharding import Params, ShardingRules
 
 P = ParamSpec("P")

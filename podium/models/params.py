@@ -154,8 +154,8 @@ def _nf4_specs(name: str, spec: ParamSpec) -> ParamSpecs:
     before, size, behind = spec.shape[:dim], spec.shape[dim], spec.shape[dim + 1 :]
     if size % NF4_BLOCK:
         raise ModelError(
-            f"{name}: nf4 stores blocks of {NF4_BLOCK} numbers along a matrix's inputs, and this model has {size} there;"
-            " set base to int8 or bfloat16"
+            f"{name}: nf4 stores blocks of {NF4_BLOCK} numbers along a matrix's inputs, and this model has {size}"
+            " there; set base to int8 or bfloat16"
         )
     return {
         name: spec._replace(shape=(*before, size // 2, *behind)),

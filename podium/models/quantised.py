@@ -7,6 +7,7 @@ block are whole rows of a vector unit's registers, which neighbours are not.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 
 import jax
@@ -67,7 +68,7 @@ def nf4(value: jax.Array, spec: ParamSpec) -> tuple[jax.Array, jax.Array]:
     blocks = _split(value.astype(jnp.float32), dim, NF4_BLOCK)
     largest = jnp.max(jnp.abs(blocks), axis=dim + 1, keepdims=True)
     scale = jnp.where(largest > 0, largest, 1.0)
-    middles = jnp.asarray([(low + high) / 2 for low, high in zip(NF4_LEVELS, NF4_LEVELS[1:], strict=False)])
+    middles = jnp.asarray([(low + high) / 2 for low, high in itertools.pairwise(NF4_LEVELS)])
     upper, lower = jnp.split(jnp.searchsorted(middles, blocks / scale).astype(jnp.uint8), 2, axis=dim + 1)
     return _joined((upper << 4) | lower, dim), jnp.squeeze(scale, dim + 1)
 

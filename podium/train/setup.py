@@ -13,8 +13,8 @@ from podium.models.adapters import base_of
 from podium.models.architecture import DecoderConfig, with_lora
 from podium.models.hf import load_params
 from podium.models.params import TRAIN_AXES, frozen_dtype, param_specs, trained_specs
-from podium.models.quantised import make_quantise
 from podium.models.peft import load_adapter
+from podium.models.quantised import make_quantise
 from podium.models.source import ModelSource, read_architecture
 from podium.models.source import resolve as find_source
 from podium.models.tokenizer import Tokenizer, load_tokenizer

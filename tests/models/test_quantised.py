@@ -19,7 +19,7 @@ from podium.models.quantised import NF4_LEVELS, dequantised, make_quantise
 from podium.models.quantised import nf4 as quantised_nf4
 
 LORA = Lora(rank=4, alpha=6.0, targets=MATRICES)
-PLAIN = tiny(width=128, heads=2, kv_heads=1, head_dim=64, mlp_width=192, tied=False)
+PLAIN = tiny(width=128, heads=4, kv_heads=2, head_dim=64, mlp_width=256, tied=False)
 TOKENS = np.random.default_rng(3).integers(0, PLAIN.vocab, (2, 24)).astype(np.int32)
 
 
@@ -97,7 +97,8 @@ def test_codes_apart_and_merged_give_the_logits_of_their_values(base, mesh):
     expected = np.asarray(make_logits(dataclasses.replace(PLAIN, lora=LORA), rules_on("dp:1", 1))(plain, TOKENS))
     found = np.asarray(make_logits(stored_in(base), rules)(stored, TOKENS))
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
-    layers = [{n.removeprefix(LAYERS): v[i] for n, v in stored.items() if n.startswith(LAYERS)} for i in range(2)]
+    here = {name.removeprefix(LAYERS): np.asarray(value) for name, value in stored.items() if name.startswith(LAYERS)}
+    layers = [{name: jnp.asarray(value[i]) for name, value in here.items()} for i in range(2)]
     sums = [merged(layer, LORA.scale) for layer in layers]
     folded = {name: value for name, value in plain.items() if not name.startswith(LAYERS)}
     folded |= {LAYERS + name: jnp.stack([layer[name] for layer in sums]) for name in sums[0]}

@@ -97,7 +97,7 @@ def family_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     ("name", "said"),
     [
         ("gemma", GEMMA),
-        ("qwen3_moe", QWEN3_MOE),
+        pytest.param("qwen3_moe", QWEN3_MOE, marks=pytest.mark.long),
         pytest.param("qwen3_5", QWEN35, marks=pytest.mark.long),
         pytest.param("qwen3_5_moe", QWEN35_MOE, marks=pytest.mark.long),
         pytest.param("gpt_oss", GPT_OSS | {"sliding_window": 4}, marks=pytest.mark.long),

@@ -16,7 +16,7 @@ PAIRS = [{"prompt": f"{n} + 1", "chosen": str(n + 1), "rejected": str(n) * 2} fo
 NAMES = ("chosen", "rejected", "margins", "accuracies")
 
 
-@pytest.mark.parametrize("loss", ["dpo", "kto"])
+@pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=pytest.mark.long)])
 def test_they_are_those_of_the_next_step_on_the_same_rows(run_of, tmp_path, loss):
     """Rows are evaluated in two batches and trained on in one or two; the last step's weights have no next step."""
     path = tmp_path / "pairs.jsonl"

@@ -177,7 +177,7 @@ def test_a_run_without_labels_ends_before_anything_is_compiled(tiny_model, tmp_p
     assert "the first compiles" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+@pytest.mark.parametrize("lora", [None, pytest.param({"rank": 4}, marks=pytest.mark.long)])
 def test_a_run_learns_from_labels_and_resumes_bit_for_bit(run_of, tmp_path, lora):
     changes = {
         "tasks": write(tmp_path / "labelled.jsonl", ROWS),
