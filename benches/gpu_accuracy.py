@@ -24,7 +24,8 @@ from podium.accelerators import GIB, Accelerator, recognise
 from podium.models.presets import find_architecture
 from podium.observe.run_dir import LENGTHS
 from podium.plan.compile import compile_phases
-from podium.plan.planner import KINDS, make_jobs, make_plan
+from podium.plan.device import KINDS
+from podium.plan.planner import make_jobs, make_plan
 
 BFLOAT16 = ("rollout.dtype=bfloat16", "train.dtype=bfloat16")
 SIZES: Mapping[str, Sequence[str]] = {

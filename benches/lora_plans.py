@@ -12,6 +12,7 @@ from typing import Any
 
 from benches.record import arguments, record, recorded
 from podium.accelerators import GIB, find_accelerator
+from podium.config.document import dump_value
 from podium.models.presets import find_decoder
 from podium.plan.compile import compile_jobs
 from podium.plan.defaults import with_defaults
@@ -68,7 +69,7 @@ def planned(name: str) -> dict[str, Any]:
     verdict = judge((each.device_bytes + code for each in compiled), accelerator.hbm_bytes)
     return {
         "case": name,
-        "settings": [*defaults, *settings],
+        "settings": [*(f"{each.key}={dump_value(each.value)}" for each in defaults), *settings],
         "usable_gib": round(accelerator.hbm_bytes / GIB, 2),
         "verdict": "does_not_fit" if any(each.refused for each in compiled) else verdict,
         "full_training_gib": round(worst_full.bytes / GIB, 1),

@@ -36,7 +36,8 @@ from podium.models.presets import find_architecture
 from podium.observe.run_dir import LENGTHS, METRICS
 from podium.plan.calibration import Chip, Factor
 from podium.plan.compile import compile_phases
-from podium.plan.planner import KINDS, make_jobs, make_plan
+from podium.plan.device import KINDS
+from podium.plan.planner import make_jobs, make_plan
 from podium.plan.result import Plan
 from podium.settings import load_settings
 

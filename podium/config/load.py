@@ -68,7 +68,7 @@ def load(
     problems: list[Problem] = []
     for file in files:
         with _collecting(problems):
-            tree = merge(tree, _read_with_bases(_located(Path(file) if isinstance(file, str) else file), ()))
+            tree = merge(tree, _read_with_bases(located(Path(file) if isinstance(file, str) else file), ()))
     names = sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX))
     settings = [_environment_setting(name, environ[name]) for name in names]
     for override in overrides:
@@ -82,7 +82,7 @@ def load(
     return validate(tree, files, rules=rules)
 
 
-def _located(file: Path) -> Path:
+def located(file: Path) -> Path:
     """The file; if it does not exist, the config of that name that is installed with Podium."""
     shipped = SHIPPED / file
     return shipped if file.parts[:1] == ("configs",) and not file.exists() and shipped.is_file() else file

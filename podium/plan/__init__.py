@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import podium
 
 if TYPE_CHECKING:
+    from podium.config.load import Override
     from podium.plan.result import Plan
 
 podium.make_verb(__name__)
@@ -36,10 +37,10 @@ def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = Fal
     offer_hints()
     model, machine = config if names_model(config) else None, find_accelerator(on)
 
-    def load(more: Sequence[str] = (), base: Sequence[str] = ()):
+    def load(more: Sequence["str | Override"] = (), base: Sequence["str | Override"] = ()):
         return load_settings([] if model else [config], [*base, *settings, *more])
 
-    load, _ = with_defaults(load, model, machine)
+    load, _ = with_defaults(load, model, machine, lengths)
     loaded = load(()).config
     check_divisible(loaded, find_decoder(loaded), machine)
     return make_plan(loaded, machine, fast=fast, lengths=lengths)

@@ -1,7 +1,9 @@
 """The first line of a report: whether the run fits, what dominates its step, and the most helpful change."""
 
+import shlex
 from collections.abc import Sequence
 
+from podium.plan.fit import Fitted
 from podium.plan.formatting import LIMITS, number, readable, spare, verdict_head
 from podium.plan.result import Plan
 from podium.plan.study import Outcome
@@ -9,14 +11,17 @@ from podium.plan.study import Outcome
 MUCH = 0.25  # share of a step taken by the longest phase, above which idle slots are mentioned
 
 
-def advice_line(plan: Plan, trials: Sequence[Outcome] | None) -> str:
+def advice_line(plan: Plan, trials: Sequence[Outcome] | None, fitted: Fitted | None = None) -> str:
     """One line of advice about a plan.
 
     Args:
         plan: the plan of the unchanged run.
         trials: changes that help, best first; None if no changes were tried.
+        fitted: the settings that fit, if the run does not and they were searched.
     """
     head, because = verdict_head(plan), _where(plan)
+    if fitted is not None:
+        return f"{head}. {because}: {fit_advice(fitted)}"
     if trials is None:
         return ". ".join(filter(None, (head, because)))
     if not trials:
@@ -25,17 +30,28 @@ def advice_line(plan: Plan, trials: Sequence[Outcome] | None) -> str:
     return f"{head}. {because + ': ' if because else ''}--set {best.setting} {effect(best)}"
 
 
+def fit_advice(found: Fitted) -> str:
+    """The settings that fit as options of the command, with what they change: `--set train.remat=offload fits, ...`."""
+    if found.best is None:
+        return "none of the settings that were tried fits"
+    plan = found.best.plan
+    settings = " ".join(f"--set {shlex.quote(str(each))}" for each in found.best.case.changes)
+    learned = f" (changes what is learned: {', '.join(map(str, found.learned))})" if found.learned else ""
+    return f"{settings}{learned} {_fitting(plan)}" if settings else f"the settings as they are: {_fitting(plan)}"
+
+
+def _fitting(plan: Plan) -> str:
+    """Whether changed settings fit: `fits, 6.9 GiB to spare, 3.1 s per step (compiled)`."""
+    fits = {"fits": "fits", "too_close": "is too close to call", "does_not_fit": "does not fit"}[plan.verdict]
+    step = f", {number(plan.step.value)} s per step" if plan.step else ""
+    return f"{fits}, {spare(plan)}{step} ({'estimated' if plan.estimate_only else 'compiled'})"
+
+
 def effect(outcome: Outcome) -> str:
-    """The effect of a change, and how it was obtained: `makes a step 2.1 s instead of 5.8 (compiled)`."""
+    """The effect of a change to a run that fits, and its source: `makes a step 2.1 s instead of 5.8 (compiled)`."""
     plan, before = outcome.plan, outcome.before
     assert before is not None
     made = "estimated" if plan.estimate_only else "compiled"
-    if before.verdict != "fits":
-        fits = {"fits": "fits", "too_close": "is too close to call", "does_not_fit": "does not fit either"}[
-            plan.verdict
-        ]
-        step = f", {number(plan.step.value)} s per step" if plan.step else ""
-        return f"{fits}, {spare(plan)}{step} ({made})"
     if plan.step is None or before.step is None:
         return f"leaves {spare(plan)} ({made})"
     after, now = number(plan.step.value), number(before.step.value)

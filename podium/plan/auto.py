@@ -1,7 +1,7 @@
 """`--on auto`: estimate every machine by the closed form, then compile for the cheapest ones that fit."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from podium.accelerators import Accelerator, accelerators
 from podium.plan.study import Case, Outcome, Study
@@ -11,8 +11,8 @@ AUTO = "auto"
 MOST_DEVICES = 64
 RENTED = (1, 2, 4, 8, 16, 32, 64)
 """GPU counts that can be rented."""
-COMPILED = 3  # stop once the compiler has confirmed this many machines
-MOST_TRIED = 5  # compile for at most this many machines
+COMPILED = 3  # stop once the compiler has confirmed this many machines, the cheapest among them
+MOST_TRIED = 8  # compile for at most this many machines
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,30 +37,38 @@ def machines() -> list[Accelerator]:
 
 
 def rank(study: Study) -> Ranking:
-    """Rank all machines by cost; compile for the cheapest until the compiler confirms three."""
+    """Rank all machines by cost; compile for the cheapest until the compiler confirms three, the first among them."""
     estimates = study.estimate(Case(machine) for machine in machines())
     planned = [each for each in estimates if each.known is not None]
-    fitting = sorted((each for each in planned if each.plan.verdict == "fits"), key=_expense)
-    compiled: dict[Case, Outcome] = {}
+    known = {each.case: each for each in planned}
     missing: dict[str, str] = {}
-    for estimate in () if study.fast else fitting[:MOST_TRIED]:
-        machine = estimate.case.machine
-        try:
-            check_compiler(machine)
-        except ValueError as error:
-            missing[machine.platform] = str(error)
-            continue
-        compiled[estimate.case] = study.of(estimate.case)
-        if sum(each.plan.verdict == "fits" for each in compiled.values()) == COMPILED:
+    for _ in range(0 if study.fast else MOST_TRIED):
+        ranking = _fitting(known.values())
+        compiled = [each for each in ranking if not each.plan.estimate_only]
+        able = [each for each in ranking if each.case.machine.platform not in missing]
+        if len(compiled) >= COMPILED and able and able[0] is compiled[0]:
             break
-    known = [compiled.get(each.case, each) for each in fitting]
-    fits = sorted((each for each in known if each.plan.verdict == "fits"), key=_expense)
+        case = next((each.case for each in able if each.plan.estimate_only), None)
+        if case is None:
+            break
+        try:
+            check_compiler(case.machine)
+        except ValueError as error:
+            missing[case.machine.platform] = str(error)
+            continue
+        known[case] = study.of(case)
+    fits = _fitting(known.values())
     return Ranking(
         outcomes=fits,
         unsuitable=len(planned) - len(fits),
         refused=len(estimates) - len(planned),
         not_compiled=list(missing.values()),
     )
+
+
+def _fitting(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """The outcomes that fit, cheapest first."""
+    return sorted((each for each in outcomes if each.plan.verdict == "fits"), key=_expense)
 
 
 def _expense(outcome: Outcome) -> tuple[bool, float]:

@@ -16,7 +16,7 @@ from podium.files import to_json, write_atomically
 from podium.models.architecture import DecoderConfig
 from podium.observe.records import MetricsRecord, read_metrics
 from podium.observe.run_dir import METRICS
-from podium.plan.estimate import far_too_large
+from podium.plan.estimate import far_too_large, offer
 from podium.plan.formatting import number, verdict_line, with_range
 from podium.plan.json_answer import Object, as_object, plan_object
 from podium.plan.planner import make_plan
@@ -94,7 +94,8 @@ class RunCheck:
             write_atomically(
                 folder / PLAN, to_json(plan_object(Outcome(case=Case(accelerator), known=self._plan)), indent=2) + "\n"
             )
-        return f"plan: {verdict_line(self._plan)}"
+        way_out = f"; {offer(accelerator)}" if self._plan.verdict == "does_not_fit" else ""
+        return f"plan: {verdict_line(self._plan)}{way_out}"
 
     def after_step(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], str | None]:
         """The plan's errors as metrics and a line to print, once; ({}, None) after all other steps.

@@ -47,14 +47,11 @@ Lengths = Annotated[
     ),
 ]
 SEARCHED = "train.rows_per_device, prompts_per_step, rollout.max_new_tokens or rollout.slots"
-Search = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KEY[,KEY]",
-        help=f"Find the largest value that fits, of {SEARCHED}; of several keys, the fastest settings that fit.",
-    ),
+Search = Annotated[str | None, typer.Option(metavar="KEY", help=f"Find the largest value that fits, of {SEARCHED}.")]
+FindFit = Annotated[
+    bool, typer.Option("--fit", help="Find the fastest settings that fit; settings of --set stay as they are.")
 ]
-Budget = Annotated[int, typer.Option(min=1, help="Plans that a search over several keys may compile.")]
+Write = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the settings that --fit finds as a config.")]
 Compare = Annotated[
     str | None,
     typer.Option(
@@ -65,7 +62,7 @@ Suggest = Annotated[
     bool | None,
     typer.Option(
         "--suggest/--no-suggest",
-        help="Compile the changes most likely to help. Unset: estimate them; compile if the run does not fit.",
+        help="Compile the changes most likely to help. Unset: estimate them; if the run does not fit, find what does.",
     ),
 ]
 Steps = Annotated[int | None, typer.Option(min=1, help="Number of steps to price; unset: the config's.")]
@@ -85,7 +82,8 @@ def plan(
     fast: Fast = None,
     lengths: Lengths = None,
     search: Search = None,
-    budget: Budget = 4,
+    fit: FindFit = False,
+    write: Write = None,
     compare: Compare = None,
     suggest: Suggest = None,
     steps: Steps = None,
@@ -103,7 +101,7 @@ def plan(
     from podium.plan.defaults import names_model
     from podium.settings import load_settings
 
-    others = (config, on, settings, fast, search, compare, suggest, steps, prices, html)
+    others = (config, on, settings, fast, search, fit, write, compare, suggest, steps, prices, html)
     if check is not None and not any(others):
         raise typer.Exit(_answered(lambda: check_command(check, as_json=as_json)))
     if check is not None or not config or on is None:
@@ -121,8 +119,11 @@ def plan(
         prices=prices,
         as_json=as_json,
         html=html,
+        files=files,
+        settings=settings or (),
         search=search,
-        budget=budget,
+        fit=fit,
+        write=write,
         compare=compare,
         suggest=suggest,
     )

@@ -1,11 +1,12 @@
 """The `podium plan` command: plan a run for one or more machines and print the result.
 
 The result goes to stdout, as text or, with --json, as exactly one object; everything else goes to stderr. Exit status:
-0 the run fits (at least one of several plans), 2 nothing fits, 1 wrong settings or usage, 3 the compiler failed.
+0 the run fits (at least one of several plans), 1 nothing fits, 2 wrong settings or usage, 3 the compiler failed.
 """
 
 import dataclasses
 import functools
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,16 +15,20 @@ from rich.console import Console
 from rich.text import Text
 
 from podium.accelerators import Accelerator, find_accelerator
+from podium.config.document import dump_value
+from podium.config.load import Override
 from podium.config.schema import Config
 from podium.files import to_json
 from podium.models.presets import find_decoder
 from podium.plan.auto import AUTO, rank
 from podium.plan.check import check_object, check_run
 from podium.plan.compare import ranked
-from podium.plan.defaults import Load, with_defaults
-from podium.plan.formatting import probe_text, verdict_line
-from podium.plan.json_answer import Object, comparison_object, plan_object, search_object, tune_object
-from podium.plan.knobs import candidates, grid_of, search_range
+from podium.plan.defaults import Load, given, with_defaults
+from podium.plan.fit import Fit, Fitted
+from podium.plan.fit_sections import fit_sections
+from podium.plan.formatting import parted, probe_text, verdict_line
+from podium.plan.json_answer import Object, comparison_object, plan_object, search_object
+from podium.plan.knobs import candidates, search_range
 from podium.plan.page import check_page, write_page
 from podium.plan.planner import make_plan
 from podium.plan.probe import Prober
@@ -40,13 +45,12 @@ from podium.plan.sections import (
     comparison_sections,
     plan_sections,
     search_section,
-    tune_section,
 )
 from podium.plan.sizes import RunSizes, make_sizes
 from podium.plan.study import Case, Change, Outcome, RunCost, Study, cost_of
 from podium.plan.suggest import suggestions
 from podium.plan.topology import check_compiler
-from podium.plan.tune import tune
+from podium.plan.write import check_new, write_config
 from podium.prices import Price, load_prices
 from podium.run.divisible import check_divisible
 
@@ -67,10 +71,13 @@ class PlanRequest:
     prices: Path | None = None
     as_json: bool = False
     html: Path | None = None
+    files: Sequence[str] = ()  # the configs
+    settings: Sequence[str] = ()  # of --set
     search: str | None = None
-    budget: int = 4  # maximum number of compiled plans in a search over several settings
     compare: str | None = None
-    suggest: bool | None = None  # None: always estimate; compile only if that is quick or the run does not fit
+    suggest: bool | None = None  # None: always estimate; compile only if that is quick
+    fit: bool = False
+    write: Path | None = None  # file for the settings that fit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,12 +122,12 @@ class _Run:
         self.prices = prices
         self.study = Study(self.plan, fast=request.fast, cost=self.cost)
         self.stderr = Console(stderr=True)
-        self._bases: dict[Accelerator, tuple[Load, tuple[str, ...]]] = {}
+        self._bases: dict[Accelerator, tuple[Load, tuple[Override, ...]]] = {}
 
-    def base(self, machine: Accelerator) -> tuple[Load, tuple[str, ...]]:
+    def base(self, machine: Accelerator) -> tuple[Load, tuple[Override, ...]]:
         """The loader of settings for a machine, and the defaults assumed for a model that has no config."""
         if machine not in self._bases:
-            self._bases[machine] = with_defaults(self.load, self.request.model, machine)
+            self._bases[machine] = with_defaults(self.load, self.request.model, machine, self.request.lengths)
         return self._bases[machine]
 
     def config(self, case: Case) -> Config:
@@ -159,6 +166,23 @@ class _Run:
             tell = follow(machine.name, self.say, status.update, estimated)
             return make_plan(config, machine, lengths=drawn, progress=tell, whole=whole)
 
+    def probe(self, case: Case, phases: Sequence[str]) -> list[Peak]:
+        """Compile the largest program of each of these phases; show progress on stderr."""
+        machine = case.machine
+        with self.stderr.status(f"compiling {' and '.join(phases)} for {machine.name}") as status:
+            tell = follow(machine.name, self.say, status.update, None)
+            found = Prober(machine, self.request.lengths, fast=False, progress=tell).each(self.config(case), phases)
+        for peak in found:
+            self.say(f"{' '.join(map(str, case.changes)) or 'unchanged'}: {probe_text(peak, machine.hbm_bytes)}")
+        return found
+
+    def fitted(self, case: Case, *, all_others: bool) -> Fitted:
+        """Find the fastest settings that fit; see `Fit.find`."""
+        load, _ = self.base(case.machine)
+        fixed, lengths = given(load(())), self.request.lengths
+        fit = Fit(study=self.study, now=case, config=self.config, lengths=lengths, fixed=fixed, probe=self.probe)
+        return fit.find(all_others=all_others)
+
     def say(self, text: str) -> None:
         """Print a progress line on stderr."""
         self.stderr.print(Text(text, style="dim"), soft_wrap=True)
@@ -174,10 +198,15 @@ def _on_machines(run: _Run) -> Answer:
     """Plan the run for the named machines."""
     request = run.request
     cases = [Case(find_accelerator(name)) for name in dict.fromkeys(request.on.split(","))]
-    if request.search and request.compare:
-        raise ValueError("--search and --compare cannot be combined; give only one")
-    if request.suggest and (request.search or request.compare or len(cases) > 1):
-        raise ValueError("--suggest works on one plan for one machine; drop it, or --search and --compare")
+    asked = [name for name in ("search", "compare", "fit") if getattr(request, name)]
+    if len(asked) > 1:
+        raise ValueError(f"--{asked[0]} and --{asked[1]} cannot be combined; give only one")
+    if request.suggest and (asked or len(cases) > 1):
+        raise ValueError("--suggest works on one plan for one machine; drop it, or --search, --compare and --fit")
+    if request.write is not None:
+        if not request.fit or len(cases) > 1:
+            raise ValueError("--write writes the settings that --fit finds for one machine; add --fit, or drop it")
+        check_new(request.write)
     if request.html is not None:
         check_page(request.html)
     alone = len(cases) == 1 and not (request.search or request.compare)
@@ -185,6 +214,8 @@ def _on_machines(run: _Run) -> Answer:
         _check(run, case, alone=alone)
     if request.search:
         return _searches(run, request.search, cases)
+    if request.fit:
+        return _fits(run, cases)
     return _single(run, cases[0]) if alone else _comparison(run, cases)
 
 
@@ -208,22 +239,26 @@ def _single(run: _Run, case: Case) -> Answer:
     """One plan for one machine."""
     request = run.request
     outcome = run.warned(run.study.of(case))
-    suggested = _suggested(run, outcome)
+    suggested = fitted = None
+    if request.suggest is not False:
+        if outcome.plan.verdict == "fits":
+            suggested = _suggested(run, outcome)
+        else:
+            fitted = run.fitted(case, all_others=False)
     longest = None
     if not request.lengths_known:
         longest = run.plan(case, fast=request.fast, lengths=f"fixed:{run.config(case).rollout.max_new_tokens}")
-    first, *rest = plan_sections(outcome, suggested, longest)
+    first, *rest = plan_sections(outcome, suggested, longest, fitted)
+    found = fit_sections(fitted) if fitted else []
     return Answer(
         outcomes=[outcome],
-        value=plan_object(outcome, suggested, longest),
-        sections=[first, *_next_steps(run, case.machine), *rest],
+        value=plan_object(outcome, suggested, longest, fitted),
+        sections=[first, *_first_lines(run, outcome), *found, *rest],
     )
 
 
-def _suggested(run: _Run, outcome: Outcome) -> list[Outcome] | None:
-    """Changes that help, best first; None if none were requested."""
-    if run.request.suggest is False:
-        return None
+def _suggested(run: _Run, outcome: Outcome) -> list[Outcome]:
+    """Changes that help a run that fits, best first."""
     now, config = outcome.case, run.config(outcome.case)
 
     def compile_s(change: Change) -> float:
@@ -239,54 +274,91 @@ def _suggested(run: _Run, outcome: Outcome) -> list[Outcome] | None:
         now,
         compile_all=run.request.suggest,
         compile_s=compile_s,
-        adapters=config.lora is None,
     )
 
 
-def _next_steps(run: _Run, machine: Accelerator) -> list[ReportSection]:
-    """The settings assumed for a model without a config, and the command that compiles the plan."""
+def _first_lines(run: _Run, outcome: Outcome) -> list[ReportSection]:
+    """Lines below the first: a warning if the two forms part, and for a model without a config its settings and the
+    next command.
+    """
+    request, machine, plan = run.request, outcome.case.machine, outcome.plan
+    lines: list[Line] = []
+    if not plan.estimate_only and (warning := parted(plan, run.plan(outcome.case, fast=True))):
+        lines.append(Line(text=warning))
     _, defaults = run.base(machine)
-    if not defaults:
-        return []
-    lines = [Line(text=f"settings (change them with --set, or write them to a file): {' '.join(defaults[1:])}")]
-    if run.request.fast:
-        lines.append(Line(text=f"next: podium plan {run.request.subject} --on {machine.name} --compile"))
-    return [ReportSection("", tuple(lines))]
+    if defaults:
+        chosen = " ".join(f"{key}={dump_value(value)}" for key, value, _ in defaults[1:])
+        lines.append(Line(text=f"settings (change them with --set, or write them with --fit --write FILE): {chosen}"))
+        if plan.verdict != "fits":
+            lines.append(Line(text=_next(run, machine, "--fit")))
+        elif request.fast:
+            lines.append(Line(text=_next(run, machine, "--compile")))
+    return [ReportSection("", tuple(lines))] if lines else []
+
+
+def _next(run: _Run, machine: Accelerator, *options: str) -> str:
+    """The next command, with the user's settings."""
+    request = run.request
+    settings = [f"--set {shlex.quote(each)}" for each in request.settings]
+    return " ".join(("next: podium plan", request.subject, "--on", machine.name, *settings, *options))
+
+
+def _fits(run: _Run, cases: Sequence[Case]) -> Answer:
+    """The fastest settings that fit each machine; written to a file if requested."""
+    outcomes: list[Outcome] = []
+    values: list[Object] = []
+    sections: list[ReportSection] = []
+    for case in cases:
+        found = run.fitted(case, all_others=True)
+        outcome = found.best or run.study.of(case, fast=True)
+        outcomes.append(outcome)
+        values.append(plan_object(outcome, fitted=found))
+        sections += [*fit_sections(found, alone=True), *plan_sections(outcome)[1:]]
+        if found.best is not None and run.request.write is not None:
+            _write(run, found.best, run.request.write)
+    return Answer(outcomes=outcomes, value=values[0] if len(values) == 1 else {"plans": values}, sections=sections)
+
+
+def _write(run: _Run, best: Outcome, path: Path) -> None:
+    """Write a config of the settings that fit."""
+    request, case = run.request, best.case
+    load, defaults = run.base(case.machine)
+    keys = [*(each.key for each in defaults), *sorted(given(load(()))), *(each.key for each in case.changes)]
+    command = " ".join(["podium plan", request.subject, "--on", case.machine.name, "--fit"])
+    write_config(path, request.files, run.config(case), keys, f"{command}: {verdict_line(best.plan)}")
+    run.say(f"wrote {path}")
 
 
 def _auto(run: _Run) -> Answer:
     """Rank the cheapest machines for a run."""
     request = run.request
-    if request.search or request.compare or request.suggest or request.html:
-        raise ValueError("--on auto ranks machines; name one for --search, --compare, --suggest and --html")
+    if request.search or request.compare or request.suggest or request.html or request.fit:
+        raise ValueError("--on auto ranks machines; name one for --search, --compare, --suggest, --fit and --html")
     run.load([], base=[f"model={request.model}", "tasks=[{name: gsm8k}]"] if request.model else [])
     found = rank(run.study)
     notes = [*found.not_compiled, f"prices: {request.prices or 'podium/prices.yaml'}, each with its source and date"]
     if found.outcomes:
-        compiles = " --compile" if request.model else ""
-        notes.append(f"next: podium plan {request.subject} --on {found.outcomes[0].case.machine.name}{compiles}")
+        notes.append(_next(run, found.outcomes[0].case.machine, *(["--compile"] if request.model else [])))
     shown = found.outcomes[:SHOWN]
     return Answer(outcomes=shown, value=comparison_object(shown), sections=auto_sections(found, notes))
 
 
 def _searches(run: _Run, key: str, cases: Sequence[Case]) -> Answer:
-    """Search on each machine: for one key the largest value that fits, for several the fastest settings that fit."""
+    """Search the largest value that fits on each machine.
+
+    Raises ValueError for several keys.
+    """
+    if "," in key:
+        raise ValueError(f"--search {key}: takes one key; --fit finds the fastest settings that fit, over all keys")
     values: list[Object] = []
     sections: list[ReportSection] = []
     outcomes: list[Outcome] = []
     for case in cases:
-        outcome, section, found = _tuned(run, key.split(","), case) if "," in key else _largest(run, key, case)
+        outcome, section, found = _largest(run, key, case)
         values.append(plan_object(run.warned(outcome)) | {"search": found})
         sections += [section, *plan_sections(outcome)]
         outcomes.append(outcome)
     return Answer(outcomes=outcomes, value=values[0] if len(values) == 1 else {"plans": values}, sections=sections)
-
-
-def _tuned(run: _Run, keys: Sequence[str], case: Case) -> tuple[Outcome, ReportSection, Object]:
-    """The fastest settings that fit, with the section and the object that describe the search."""
-    grid, now = grid_of([each.strip() for each in keys], run.config(case), run.sizes(case))
-    found = tune(run.study, grid, case.but(*now), budget=run.request.budget)
-    return found.best, tune_section(found), tune_object(found)
 
 
 def _largest(run: _Run, key: str, case: Case) -> tuple[Outcome, ReportSection, Object]:

@@ -121,9 +121,14 @@ def far_too_large(config: Config, decoder: DecoderConfig, accelerator: Accelerat
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
     return (
         f"{worst.name} needs about {worst.total / GIB:.1f} GiB on each device and {accelerator.name} has"
-        f" {accelerator.hbm_bytes / GIB:.1f}; the largest parts, in GiB: {parts}. `podium plan` says what would fit;"
-        " --force trains anyway"
+        f" {accelerator.hbm_bytes / GIB:.1f}; the largest parts, in GiB: {parts}. {offer(accelerator)}; --force trains"
+        " anyway"
     )
+
+
+def offer(accelerator: Accelerator) -> str:
+    """The command that finds settings for a run that does not fit."""
+    return f"`podium plan CONFIG --on {accelerator.name} --fit` finds the fastest settings that fit"
 
 
 def sync_phase(run: RunSizes) -> PhaseEstimate:

@@ -14,6 +14,7 @@ STEP_PARTS: dict[str, tuple[str, ...]] = {
     "update": ("critic", "update"),
 }
 """The parts of a step that users see, in order, with the phases of each; `host` comes last."""
+PARTED = 2.0  # ratio of a step's seconds, compiled and estimated, from which a plan says that they part
 NEGLIGIBLE = 0.01  # share of a step below which a part is not mentioned
 LITTLE = 1e6  # bytes below which a transfer is not mentioned
 LIMITS = {
@@ -67,7 +68,7 @@ def data_size(size: float) -> str:
 
 
 def readable(name: str) -> str:
-    """Bytes of `count` parameters copied into the compute format; 0 if they are used in place, as stored."""
+    """The name of a part of memory with spaces."""
     return name.replace("_", " ")
 
 
@@ -136,6 +137,21 @@ def step_text(plan: Plan) -> str:
     return (
         f"{number(plan.step.value)} s per step ({number(plan.step.low)}-{number(plan.step.high)}): {', '.join(shown)}"
     )
+
+
+def parted(plan: Plan, estimate: Plan) -> str | None:
+    """A warning if a compiled plan's step takes over twice as long as the closed form's, or under half; else None."""
+    if plan.step is None or estimate.step is None:
+        return None
+    ratio = plan.step.value / estimate.step.value
+    if 1 / PARTED <= ratio <= PARTED:
+        return None
+    times = f"{number(plan.step.value)} s per step compiled, {number(estimate.step.value)} by the closed form"
+    apart = {name: time.value for name, time in step_parts(estimate)}
+    parts = [(name, time.value, apart.get(name, 0.0)) for name, time in step_parts(plan)]
+    name, own, other = max(parts, key=lambda part: abs(part[1] - part[2]))
+    most = f"most of the difference is {name}, {number(own)} s against {number(other)}"
+    return f"the two forms part: {times}; {most}. Trust the compiled one, and no estimate of this run"
 
 
 def method_line(plan: Plan) -> str:

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Protocol
 
 from podium.accelerators import GIB
 from podium.plan.advice import advice_line
+from podium.plan.fit import Fitted
 from podium.plan.formatting import step_parts, verdict_line
 from podium.plan.result import Plan
 from podium.plan.search import Largest
 from podium.plan.study import Outcome
-from podium.plan.tune import Tuned
 
 Object = dict[str, Any]
 NAMES = {
@@ -34,20 +34,26 @@ ROLLOUT = ("prompt_tokens", "prefill_tokens", "completion_tokens", "decode_steps
 """The workload's fields that the object includes."""
 
 
-def plan_object(entry: Outcome, suggestions: Sequence[Outcome] | None = None, longest: Plan | None = None) -> Object:
+def plan_object(
+    entry: Outcome,
+    suggestions: Sequence[Outcome] | None = None,
+    longest: Plan | None = None,
+    fitted: Fitted | None = None,
+) -> Object:
     """One plan as an object.
 
     Args:
         entry: the plan.
         suggestions: changes that help; None if none were requested.
         longest: the plan in which every completion is as long as allowed, if the lengths were only assumed.
+        fitted: the settings that fit, if they were searched.
     """
     plan = entry.plan
     found = as_object(plan)
     del found["host"], found["environments"]  # listed among the parts of the step
     found["rollout"] = {name: getattr(plan.workload, name) for name in ROLLOUT}
     return found | {
-        "advice": advice_line(plan, suggestions),
+        "advice": advice_line(plan, suggestions, fitted if plan.verdict != "fits" else None),
         "text": verdict_line(plan),
         "setting": entry.setting or None,
         "step_parts": {name: dataclasses.asdict(time) for name, time in step_parts(plan)},
@@ -55,6 +61,7 @@ def plan_object(entry: Outcome, suggestions: Sequence[Outcome] | None = None, lo
         "reason": entry.reason or None,
         "suggestions": [_suggestion(each) for each in suggestions or ()],
         "step_seconds_if_longest": as_object(longest.step) if longest and longest.step else None,
+        **({"fit": fit_object(fitted)} if fitted else {}),
     }
 
 
@@ -79,19 +86,33 @@ def search_object(found: Largest) -> Object:
     }
 
 
-def tune_object(found: Tuned) -> Object:
-    """The result of a search over several settings, best first."""
-    tried = [
-        {
-            "settings": {change.key: change.value for change in each.case.changes},
-            "verdict": each.plan.verdict,
-            "gib": each.plan.worst.bytes / GIB,
-            "step_seconds": as_object(each.plan.step) if each.plan.step else None,
-            "compiled": not each.plan.estimate_only,
-        }
-        for each in found.tried
-    ]
-    return {"estimated": found.estimated, "budget": found.budget, "tried": tried}
+def fit_object(found: Fitted) -> Object:
+    """The fastest settings that fit; `settings` is null if nothing fits."""
+    best = found.best
+    return {
+        "settings": _values(best) if best else None,
+        "changes_what_is_learned": [change.key for change in found.learned],
+        "verdict": best.plan.verdict if best else "does_not_fit",
+        "step_seconds": as_object(best.plan.step) if best and best.plan.step else None,
+        "compiled": best is not None and not best.plan.estimate_only,
+        "estimated": found.estimated,
+        "tried": [
+            {
+                "settings": {change.key: change.value for change in each.changes},
+                "phase": each.phase,
+                "gib": each.bytes / GIB,
+                "fits": each.fits,
+                "step_seconds": each.seconds,
+                "made_by": each.made_by,
+            }
+            for each in found.tried
+        ],
+        "others": [{"settings": _values(each), "verdict": each.plan.verdict} for each in found.others],
+    }
+
+
+def _values(outcome: Outcome) -> Object:
+    return {change.key: change.value for change in outcome.case.changes}
 
 
 class Dataclass(Protocol):

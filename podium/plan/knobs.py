@@ -1,24 +1,22 @@
 """The settings that a study varies, and the values of each that are worth trying. No jax.
 
-Each entry defines the range of a search for the largest value, a grid for tuning several settings together, and nearby
-values to suggest. Suggested values never change what the run learns.
+Each entry defines the range of a search for the largest value, and nearby values to suggest. Suggested values never
+change what the run learns.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import get_args
 
 from podium.config.schema import Config, Remat
 from podium.models.params import ROLLOUT_LAYOUTS, count, trained_specs
 from podium.plan.sizes import RunSizes
-from podium.plan.study import Change, Changes
+from podium.plan.study import Change, Value
 from podium.run.sizes import batch_sequences, row_tokens, rows_per_device
 
 WIDEST = 16  # a search ends at this multiple of the run's value, if nothing else ends it
 TOKENS_TOGETHER = 64  # lengths are searched in multiples of this
-
-Value = int | str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +33,6 @@ class Knob:
     """One setting that can be varied; each function takes the run's config and its sizes on the machine."""
 
     range: Callable[[Config, RunSizes], SearchRange] | None = None  # None: the largest value cannot be searched for
-    grid: Callable[[Config, RunSizes], Sequence[Value]] | None = None  # values to try together with other settings
     near: Callable[[Config, RunSizes], Iterable[Value]] | None = None  # other values to suggest
 
 
@@ -55,30 +52,15 @@ def search_range(key: str, config: Config, run: RunSizes) -> SearchRange:
     return found
 
 
-def grid_of(keys: Sequence[str], config: Config, run: RunSizes) -> tuple[dict[str, Sequence[Value]], Changes]:
-    """The values of several settings to try together, and the run's own values.
-
-    Raises:
-        ValueError: a setting cannot be searched together with others.
-    """
-    grids = {key: knob.grid for key, knob in KNOBS.items() if knob.grid}
-    if unknown := [key for key in keys if key not in grids]:
-        raise ValueError(
-            f"--search {','.join(keys)}: {unknown[0]} cannot be searched together with others; these can:"
-            f" {', '.join(grids)}"
-        )
-    values = {key: grids[key](config, run) for key in keys}
-    return values, tuple(Change(key=key, value=_value(config, key)) for key in keys)
-
-
 def candidates(config: Config, run: RunSizes) -> Iterator[Change]:
     """Changes that may help without changing what the run learns."""
     for key, knob in KNOBS.items():
         for value in knob.near(config, run) if knob.near else ():
-            yield Change(key=key, value=value, old=_value(config, key))
+            yield Change(key=key, value=value, old=value_of(config, key))
 
 
-def _value(config: Config, key: str) -> Value:
+def value_of(config: Config, key: str) -> Value:
+    """The value of a setting, named by its dotted path."""
     if key == "train.rows_per_device":
         return rows_per_device(config)
     return functools.reduce(getattr, key.split("."), config)  # pyright: ignore[reportReturnType]
@@ -138,11 +120,6 @@ def _range_of_slots(config: Config, run: RunSizes) -> SearchRange:
     return SearchRange(unit, -(-sequences // unit) * unit, "every completion of a step then has a slot")
 
 
-def _grid_of_slots(config: Config, run: RunSizes) -> list[int]:
-    found = _range_of_slots(config, run)
-    return _doublings(found.unit, found.most)
-
-
 def _near_slots(config: Config, run: RunSizes) -> Iterator[int]:
     sequences = config.prompts_per_step * config.group_size
     for slots in (config.rollout.slots // 2, 2 * config.rollout.slots):
@@ -162,26 +139,10 @@ def _range_of_rank(_: Config, run: RunSizes) -> SearchRange:
     return SearchRange(min(8, min(factors)), min(factors), "a larger one is more than the smallest matrix has")
 
 
-def _chunks(config: Config, most: int) -> list[int]:
-    tokens = config.train.head_chunk_tokens
-    return [each for each in (tokens // 4, tokens, 4 * tokens) if 1 <= each <= most]
-
-
-def _grid_of_chunks(config: Config, _: RunSizes) -> list[int]:
-    return _chunks(config, max(rows_per_device(config) * row_tokens(config), config.train.head_chunk_tokens))
-
-
 def _near_chunks(config: Config, _: RunSizes) -> list[int]:
-    found = _chunks(config, rows_per_device(config) * row_tokens(config))
-    return [each for each in found if each != config.train.head_chunk_tokens]
-
-
-def _doublings(first: int, most: int) -> list[int]:
-    """`first`, doubled repeatedly up to `most`, which is always included."""
-    found = [first]
-    while 2 * found[-1] < most:
-        found.append(2 * found[-1])
-    return [*found, most] if most > found[-1] else found
+    tokens = config.train.head_chunk_tokens
+    most = rows_per_device(config) * row_tokens(config)
+    return [each for each in (tokens // 4, 4 * tokens) if 1 <= each <= most]
 
 
 def _near_adapters(_: Config, run: RunSizes) -> Iterable[str]:
@@ -195,21 +156,18 @@ def _near_adapters(_: Config, run: RunSizes) -> Iterable[str]:
 KNOBS: Mapping[str, Knob] = {
     "train.rows_per_device": Knob(
         range=_range_of_rows,
-        grid=lambda config, run: _doublings(1, _most_rows(config, run)),
         near=_near_rows_alone,
     ),
     "train.tokens_per_device": Knob(near=_near_tokens),
     "prompts_per_step": Knob(range=_range_of_prompts),
     "rollout.max_new_tokens": Knob(range=_range_of_new_tokens),
     "train.remat": Knob(
-        grid=lambda config, run: get_args(Remat),
         near=lambda config, run: (remat for remat in get_args(Remat) if remat != config.train.remat),
     ),
     "train.offload_optimizer": Knob(near=lambda config, run: (not config.train.offload_optimizer,)),
-    "train.head_chunk_tokens": Knob(grid=_grid_of_chunks, near=_near_chunks),
-    "rollout.slots": Knob(range=_range_of_slots, grid=_grid_of_slots, near=_near_slots),
+    "train.head_chunk_tokens": Knob(near=_near_chunks),
+    "rollout.slots": Knob(range=_range_of_slots, near=_near_slots),
     "rollout.layout": Knob(
-        grid=lambda config, run: tuple(ROLLOUT_LAYOUTS),
         near=lambda config, run: (
             layout for layout in ROLLOUT_LAYOUTS if layout not in (config.rollout.layout, run.layout.name)
         ),

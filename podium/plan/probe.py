@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from podium.accelerators import Accelerator
 from podium.config.schema import Config
 from podium.models.presets import find_decoder
+from podium.plan.calls import Call, step_calls
 from podium.plan.compile import OnProgress, compile_jobs
-from podium.plan.planner import SLOWEST_FIRST, Call, is_compiled, make_jobs, step_calls
+from podium.plan.planner import SLOWEST_FIRST, is_compiled, make_jobs
 from podium.plan.result import Peak
 from podium.plan.sizes import make_sizes
 from podium.plan.worker import CompiledPhase, Job
@@ -45,6 +46,13 @@ class Prober:
         jobs = [self._jobs(config, phases) for config in configs]
         compiled = iter(compile_jobs(list(itertools.chain(*jobs)), progress=self.progress))
         return [_peak(own, list(itertools.islice(compiled, len(own)))) for own in jobs]
+
+    def each(self, config: Config, phases: Sequence[str]) -> list[Peak]:
+        """The peak memory of each of these phases; compiles two programs at a time."""
+        jobs = self._jobs(config, phases)
+        return [
+            _peak([job], [found]) for job, found in zip(jobs, compile_jobs(jobs, progress=self.progress), strict=True)
+        ]
 
     def estimated(self, config: Config, phases: Sequence[str]) -> Peak:
         """The peak memory of a config in these phases, by the closed form."""

@@ -75,5 +75,5 @@ def residents(run: RunSizes) -> Parts:
 
 
 def in_updates(run: RunSizes) -> Parts:
-    """Bytes of `count` parameters copied into the compute format; 0 if they are used in place, as stored."""
+    """Bytes that stay on a device during updates, by part: the trainer's arrays, and frozen weights of the rollout."""
     return trainers(run) | ({"rollout_weights": kept_bytes(run)} if kept_bytes(run) else {})

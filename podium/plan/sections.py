@@ -13,10 +13,10 @@ from podium.plan.advice import advice_line, effect
 from podium.plan.auto import MOST_DEVICES, Ranking
 from podium.plan.check import CheckRow
 from podium.plan.compare import by_price
+from podium.plan.fit import Fitted
 from podium.plan.result import Phase, Plan, Verdict, margin
 from podium.plan.search import Largest
 from podium.plan.study import Outcome, RunCost
-from podium.plan.tune import Tuned
 from podium.prices import HOUR_S
 
 SHOWN = 12  # machines listed in a ranking
@@ -82,7 +82,10 @@ class ReportSection:
 
 
 def plan_sections(
-    entry: Outcome, suggestions: Sequence[Outcome] | None = None, longest: Plan | None = None
+    entry: Outcome,
+    suggestions: Sequence[Outcome] | None = None,
+    longest: Plan | None = None,
+    fitted: Fitted | None = None,
 ) -> list[ReportSection]:
     """The report of one plan, starting with advice.
 
@@ -90,10 +93,11 @@ def plan_sections(
         entry: the plan.
         suggestions: changes that help; None if none were requested.
         longest: the plan in which every completion is as long as allowed, if the lengths were only assumed.
+        fitted: the settings that fit, if the run does not and they were searched.
     """
     plan = entry.plan
     memory = f"memory per device by phase, in GiB of {text.exact_gib(plan.hbm_bytes)}"
-    found = [ReportSection("", (Line(text=advice_line(plan, suggestions), verdict=plan.verdict),))]
+    found = [ReportSection("", (Line(text=advice_line(plan, suggestions, fitted), verdict=plan.verdict),))]
     found.append(ReportSection(memory, (Line(text=text.peak_and_step(plan)), _memory(plan))))
     if plan.step is not None:
         speed = Line(label=f"step  {text.duration(plan.step)}", text=_speed(plan))
@@ -184,24 +188,6 @@ def search_line(found: Largest) -> str:
     last = max(found.tried)
     beyond = f" (tried up to {last:,})" if last > over else ""
     return f"{made}{found.key}: {best:,} is the largest that fits{room}; {gap}{beyond}"
-
-
-def tune_section(found: Tuned) -> ReportSection:
-    """The best combination of settings, with those tried."""
-    best = found.best
-    tried = f"{found.estimated} combinations estimated"
-    if not best.plan.estimate_only:
-        tried += f", {len(found.tried)} of at most {found.budget} compiled"
-    if best.plan.verdict == "does_not_fit":
-        first = f"nothing fits ({tried})"
-    elif best.case == found.before.case:
-        first = f"the current settings are the best ({tried})"
-    else:
-        after, now = best.plan.step, found.before.plan.step
-        faster = f", a step {text.number(after.value)} s instead of {text.number(now.value)}" if after and now else ""
-        first = f"{' '.join(f'--set {each}' for each in found.changed(best))}{faster} ({tried})"
-    table = _table(SETTINGS, ((found, each, each.plan) for each in found.tried), 0, 1, 2)
-    return ReportSection("", (Line(text=f"{ESTIMATED * best.plan.estimate_only}{first}"), table))
 
 
 def check_section(rows: Sequence[CheckRow]) -> ReportSection:
@@ -343,12 +329,6 @@ TRIED: Columns = (
         "by",
         lambda value, peak, limit: ("its refusal" if peak.refused else "compiler") if peak.compiled else "closed form",
     ),
-)
-SETTINGS: Columns = (
-    ("settings", lambda found, each, plan: ", ".join(map(str, found.changed(each))) or "unchanged"),
-    ("", lambda found, each, plan: text.VERDICTS[plan.verdict]),
-    ("needs", lambda found, each, plan: f"{plan.worst.name} {text.gib(plan.worst.bytes)} GiB"),
-    ("s per step", lambda found, each, plan: text.with_range(plan.step) if plan.step else "-"),
 )
 MACHINES: Columns = (
     ("machine", lambda each, plan, cost: each.label),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from podium.accelerators import Accelerator, find_accelerator
+from podium.config.document import dump_value
 from podium.config.load import Override
 from podium.plan.result import Plan, Seconds
 from podium.prices import HOUR_S, Price
@@ -20,18 +21,21 @@ BETTER = 0.99
 """Smallest improvement worth reporting: a share of a step's seconds, or of the memory if the run does not fit."""
 
 
+Value = int | float | str | None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
     """A new value for one setting."""
 
     key: str
-    value: int | str
-    old: int | str | None = None  # the run's current value; None: unknown
+    value: Value
+    old: Value = None  # the run's current value; None: unset, or unknown
     written: bool = False  # whether `value` is the text that the user wrote, as after --set
 
     def __str__(self) -> str:
         """The change in the form of `--set`."""
-        return f"{self.key}={self.value}"
+        return f"{self.key}={shown(self.value)}"
 
     @property
     def override(self) -> str | Override:
@@ -40,6 +44,11 @@ class Change:
 
 
 Changes = tuple[Change, ...]
+
+
+def shown(value: Value) -> str:
+    """A value as after `--set`: `null`, `true`, 8, or a text."""
+    return value if isinstance(value, str) else dump_value(value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,8 @@
-"""The changes that help a run most without changing what it learns; each comes with its own plan."""
+"""The changes that help a run most that fits, without changing what it learns; each comes with its own plan."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
-from podium.config.lora import LoraConfig
 from podium.plan.compare import difference
 from podium.plan.result import Plan
 from podium.plan.study import Case, Change, Outcome, Study, best_first, helps
@@ -21,28 +20,23 @@ def suggestions(
     *,
     compile_all: bool | None,
     compile_s: Callable[[Change], float],
-    adapters: bool,
 ) -> list[Outcome]:
     """Find the changes that help most, best first.
 
-    Compiles all changes that the closed form finds helpful if requested, or if the run does not fit; otherwise only the
-    best one, and only if compiling is quick.
+    Compiles all changes that the closed form finds helpful if requested; otherwise only the best one, and only if
+    compiling is quick.
 
     Args:
         study: plans the changes.
         changes: the candidates.
-        plan: the plan of the unchanged run.
+        plan: the plan of the unchanged run, which fits.
         now: the unchanged run.
         compile_all: whether to compile all of them; None: decide as above.
         compile_s: seconds that compiling a change takes.
-        adapters: whether LoRA may be suggested if the run does not fit and no other change makes it fit.
     """
     estimated = study.of(now, fast=True).plan
     likely = _promising(study, (now.but(change) for change in changes), estimated)
-    if adapters and estimated.verdict != "fits" and not any(each.plan.verdict == "fits" for each in likely):
-        rank = Change(key="lora.rank", value=LoraConfig.model_fields["rank"].default, old="all weights")
-        likely = [*_promising(study, [now.but(rank)], estimated), *likely][:MOST_CANDIDATES]
-    if not study.fast and (compile_all or plan.verdict != "fits"):
+    if not study.fast and compile_all:
         return _helping([study.of(each.case) for each in likely], plan)
     guessed = _helping(likely, estimated)
     if study.fast or not guessed or compile_s(guessed[0].case.changes[0]) > QUICK_S:

@@ -3,6 +3,7 @@
 B rows are those of one device; `a` is the bytes per element of an activation.
 """
 
+import math
 from collections.abc import Mapping
 
 from podium.models.architecture import DecoderConfig
@@ -10,6 +11,7 @@ from podium.models.blocks.attention import Attention
 from podium.models.blocks.delta import CHUNK, DeltaNet
 from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Place
+from podium.models.params import LORA_B, trained_specs
 from podium.plan.sizes import F32, RunSizes, ends_count, fetched_bytes, fused_chunks, head_number, reduced_number
 
 Parts = dict[str, int]
@@ -211,4 +213,18 @@ def _saved_products(run: RunSizes) -> Parts:
         else:
             split += mixer.work(decoder.width).outputs
         numbers += len(place.layers) * (decoder.width + split // run.tp)
-    return {"saved_activations": tokens * numbers * run.activation}
+    return {"saved_activations": tokens * (numbers + _adapter_products(run)) * run.activation}
+
+
+def _adapter_products(run: RunSizes) -> int:
+    """Elements per token of the results of both products of each adapter, beside those of its frozen matrix.
+
+    Adapters of experts are left out.
+    """
+    numbers = 0
+    for name, spec in trained_specs(run.decoder).items():
+        if name.endswith(LORA_B) and "expert" not in name:
+            rank, *outputs = spec.shape[spec.stacked :]
+            parts = 1 if spec.axes[-1] == "width" else run.tp
+            numbers += math.prod(spec.shape[: spec.stacked]) * (rank + math.prod(outputs) // parts)
+    return numbers

@@ -15,29 +15,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from podium.config.attention import KERNELS, Backend, cut
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import check_split, steps_at_once
 from podium.files import read_lines
-from podium.models.visible import block_pairs
 from podium.observe.run_dir import LENGTHS
 from podium.rollout.kept import make_scheduler
 from podium.rollout.request import Key, SamplingParams
 from podium.rollout.scheduler import DecodeRow
 from podium.rollout.sequence import Sequence as EngineSequence
-from podium.run.spec import BatchSizes
-from podium.train.balance import Lengths
 from podium.train.carry import chosen
-from podium.train.packing import Chunk, pack_rows
 
 # GSM8K's 7,473 training questions under SmolLM2's tokenizer and chat template with the task's system prompt: 38 tokens
 # of template, then a lognormal of median 57 and log-deviation 0.35 (percentiles 5, 50, 95, 99: 71, 94, 139, 175).
 TEMPLATE_TOKENS = 38
 QUESTION_MEDIAN = 57
 QUESTION_SIGMA = 0.35
+PLACEMENT = {"layout", "group_chips", "dtype"}
+"""Settings of the rollout that its scheduler does not read."""
 STEPS_BEFORE, STEPS_COUNTED = 3, 6  # simulated and counted steps if completions are carried over between steps
 # Completions have mean 200 under their cap and log-deviation 0.6; half of the variance is between questions.
 COMPLETION_MEAN, COMPLETION_SIGMA = 200, 0.6
+MOST_CALLS = 256
+"""Decode calls that the longest completion is simulated with. Longer ones are simulated with longer calls, of which
+each completion wastes half of one at its end: at most 0.2 % of the longest one's steps."""
 
 
 class Replies(NamedTuple):
@@ -221,21 +221,31 @@ def simulate_rollout(
     shards: int = 1,
     overlap: bool = False,
     clock: Clock | None = None,
+    most_calls: int = MOST_CALLS,
 ) -> Workload:
     """Simulate the engine's work for these lengths, with slots split over `shards`: its scheduler, without a model.
 
     With `overlap`, a decode call is issued before the previous one is read, as the engine does on TPU and GPU. `clock`
-    times calls, so that replies come in time; None: replies come at once.
+    times calls, so that replies come in time; None: replies come at once. Completions that take more than `most_calls`
+    decode calls are simulated with fewer, longer ones.
 
     Raises:
         ValueError: slots or prefill rows do not divide over the shards, or the cache is too small.
     """
     check_split(rollout, shards)
+    at_once = -(-int(lengths.completions.max()) // (most_calls * rollout.refill_steps))
     if clock is not None:
-        return _Rollout(lengths, rollout, shards, overlap, clock).run()
-    arrays = tuple((x.shape, x.tobytes()) for x in (lengths.prompts, lengths.completions))
-    content = (arrays, lengths.replies, rollout.model_dump_json())
-    return _simulated(_Simulation(content=content, lengths=lengths, rollout=rollout, shards=shards, overlap=overlap))
+        return _Rollout(lengths, rollout, shards, overlap, at_once, clock).run()
+    given = (content(lengths), rollout.model_dump_json(exclude=PLACEMENT))
+    simulation = _Simulation(
+        content=given, lengths=lengths, rollout=rollout, shards=shards, overlap=overlap, at_once=at_once
+    )
+    return _simulated(simulation)
+
+
+def content(lengths: SequenceLengths) -> Hashable:
+    """A value that is equal for equal lengths."""
+    return tuple((x.shape, x.tobytes()) for x in (lengths.prompts, lengths.completions)), lengths.replies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -248,47 +258,13 @@ class _Simulation:
     rollout: RolloutConfig = dataclasses.field(compare=False)
     shards: int
     overlap: bool
+    at_once: int
+    """Decode calls that are simulated as one."""
 
 
 @functools.lru_cache(maxsize=64)
 def _simulated(given: _Simulation) -> Workload:
-    return _Rollout(given.lengths, given.rollout, given.shards, given.overlap, None).run()
-
-
-def packed(lengths: SequenceLengths, sizes: BatchSizes, *, minibatches: int, attention: Backend) -> tuple[int, float]:
-    """Pack a step's completions as the trainer does.
-
-    Returns:
-        The number of micro-batches, and the share of blocks on or below the diagonal that attention kernels compute
-        (they skip blocks without a visible pair); 1 without a kernel.
-    """
-    count = 0
-    seen = 0
-    n, t = cut(attention, sizes.row_tokens)
-    for part in np.array_split(np.arange(len(lengths.prompts)), minibatches):
-        samples = [
-            Lengths(group=int(group), shown=int(lengths.prompts[group]) - 1, own=int(tokens))
-            for group in part
-            for tokens in lengths.completions[group]
-        ]
-        found = pack_rows(samples, row_tokens=sizes.row_tokens, packing=sizes.packing)
-        count += -(-len(found) // sizes.rows)
-        seen += sum(_seen_blocks(row, samples, n, t) for row in found)
-    return count, seen / (count * sizes.rows * n * (n + 1) / 2) if attention in KERNELS.values() else 1.0
-
-
-def _seen_blocks(row: Sequence[Chunk], samples: Sequence[Lengths], n: int, t: int) -> int:
-    """Number of block pairs in a row of n blocks of t tokens that the kernels do not skip."""
-    segments = np.zeros(n * t, np.int32)
-    prompts = np.zeros(n * t, np.int32)
-    last = end = 0
-    for chunk in row:
-        parts = [samples[chunk[0]].shown, *(samples[index].own for index in chunk)]
-        start, end = end, end + sum(parts)
-        prompts[start:end] = last + 1
-        segments[start:end] = last + 1 + np.repeat(np.arange(len(parts)), parts)
-        last += len(parts)
-    return int(block_pairs(segments.reshape(n, t), prompts.reshape(n, t)).sum())
+    return _Rollout(given.lengths, given.rollout, given.shards, given.overlap, given.at_once, None).run()
 
 
 def _gsm8k_prompts(rng: np.random.Generator, prompts: int, longest: int) -> np.ndarray:
@@ -346,7 +322,13 @@ class _Rollout:
     """Simulates the engine over one or several steps, with all lengths known in advance."""
 
     def __init__(
-        self, lengths: SequenceLengths, rollout: RolloutConfig, shards: int, overlap: bool, clock: Clock | None
+        self,
+        lengths: SequenceLengths,
+        rollout: RolloutConfig,
+        shards: int,
+        overlap: bool,
+        calls: int,
+        clock: Clock | None,
     ) -> None:
         self.lengths, self.drawn = lengths, lengths.drawn
         self.clock, self.now = clock, 0.0
@@ -358,7 +340,9 @@ class _Rollout:
         """Tokens between the prompt and the current answer of conversations that an earlier step left."""
         self.waiting: dict[Key, float] = {}
         """When the replies come that they wait for."""
-        self.steps = rollout.refill_steps
+        self.calls = calls
+        """Decode calls of the engine that are simulated as one."""
+        self.steps = calls * rollout.refill_steps
         self.overlap = overlap
         self.at_once = steps_at_once(rollout.refill_steps, shards)
         self.scheduler = make_scheduler(rollout, shards)
@@ -529,7 +513,8 @@ class _Rollout:
         if any(each.tokens for each in made):
             calls, steps, total = self.decodes.get(self.scheduler.size, (0, 0, 0.0))
             total += ran * (longest + (ran - 1) / 2)
-            self.decodes[self.scheduler.size] = calls + 1, steps + ran, total
+            own = 1 if self.calls == 1 else -(-ran // self.rollout.refill_steps)
+            self.decodes[self.scheduler.size] = calls + own, steps + ran, total
         return made
 
     def visible(self, sequence: EngineSequence) -> int:

@@ -15,8 +15,8 @@ from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
 from podium.models.presets import find_decoder
+from podium.plan.calls import step_calls
 from podium.plan.estimate import estimate, far_too_large, first_flops, residents
-from podium.plan.planner import step_calls
 from podium.plan.sizes import local_count, make_sizes, offloaded_bytes, optimizer_count
 from podium.plan.workload import simulate_rollout
 from podium.rollout.programs import (

@@ -15,12 +15,8 @@ from podium.plan.compile import compile_phases
 from podium.plan.estimate import estimate, update_phase
 from podium.plan.knobs import candidates, search_range
 from podium.plan.phases import device_bytes, phase_programs
-from podium.plan.planner import make_plan
 from podium.plan.residents import frozen_bytes, kept_bytes, residents, shares_frozen, trainers
-from podium.plan.result import Plan
 from podium.plan.sizes import RunSizes, make_sizes
-from podium.plan.study import Case, Study
-from podium.plan.suggest import suggestions
 from podium.plan.worker import Job
 from podium.sharding import make_mesh
 from podium.train.setup import run_spec
@@ -129,33 +125,6 @@ def test_the_closed_form_is_near_what_the_compiler_says_of_an_update(tmp_path):
 
 
 # What is offered
-
-
-def test_lora_is_offered_where_no_change_makes_full_training_fit():
-    v6e = find_accelerator("v6e-1")
-
-    def planner(case: Case, *, fast: bool) -> Plan:
-        ranks = [change.value for change in case.changes if change.key == "lora.rank"]
-        config = config_of({"rank": ranks[0]} if ranks else None)
-        decoder = dataclasses.replace(QWEN3_8B, lora=make_lora(config.lora))
-        return make_plan(config, case.machine, fast=True, decoder=decoder)
-
-    def suggested(adapters: bool) -> list[str]:
-        config, study = config_of(None), Study(planner, fast=True)
-        found = suggestions(
-            study,
-            candidates(config, make_sizes(config, QWEN3_8B, v6e)),
-            study.of(Case(v6e)).plan,
-            Case(v6e),
-            compile_all=None,
-            compile_s=lambda change: 0.0,
-            adapters=adapters,
-        )
-        assert not found or found[0].plan.verdict == "fits"
-        return [each.setting for each in found]
-
-    assert suggested(adapters=True) == ["lora.rank=32"]
-    assert suggested(adapters=False) == []  # a config that has adapters already
 
 
 def test_ranks_are_searched_up_to_the_smallest_matrix():

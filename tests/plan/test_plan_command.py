@@ -157,7 +157,10 @@ FAST = ("run.yaml", "--tpu", "v6e-8", "--fast")
             ("--check", "runs/a", "--html", "plan.html"),
             "give CONFIG and --on, as `podium plan run.yaml --on v6e-8`, or",
         ),
-        ((*FAST, "--compare", "seed=1,2", "--suggest"), "--suggest works on one plan for one machine; drop it"),
+        (
+            (*FAST, "--compare", "seed=1,2", "--suggest"),
+            "--suggest works on one plan for one machine; drop it",
+        ),
         (("run.yaml", "--check", "runs/a"), "give CONFIG and --on, as `podium plan run.yaml --on v6e-8`, or"),
         (("run.yaml", "--tpu", "v6e-9"), "unknown accelerator 'v6e-9'; nearest: v6e-8, v6e-4, v6e-16"),
         (("run.yaml", "--tpu", "v6e-8,"), "unknown accelerator ''; nearest: "),
@@ -260,17 +263,6 @@ def test_changes_are_compiled_where_they_are_needed_or_asked_for(podium, planner
     assert podium("plan", "run.yaml", "--tpu", "v6e-8", "--no-suggest")[1].count("rollout.slots") == 0
 
 
-def test_a_run_that_does_not_fit_gets_a_way_out(podium, planner):
-    def fits(config) -> bool:
-        return config.rollout.slots == 16
-
-    planner.closed_form = lambda config: estimated() if fits(config) else too_large()
-    planner.compiled = lambda config: plan() if fits(config) else too_large()
-    status, out, _ = podium("plan", "run.yaml", "--tpu", "v6e-8")
-    assert status == 1
-    assert "rollout.slots=16 instead of 32: fits, 6.9 GiB to spare" in " ".join(out.split())
-
-
 @pytest.fixture
 def compiler(monkeypatch):
     """Takes the place of the compiler of probes; `accepts` decides about a config. Keeps the jobs."""
@@ -303,18 +295,6 @@ def test_a_search_probes_only_what_the_setting_moves_and_plans_the_answer(podium
     assert "rollout.slots=32: decode needs 36.4 of 31.25 GiB, refused by the compiler" in err
     assert {job.phase.partition(":")[0] for job in compiler.jobs} == {"prefill", "copy", "decode"}
     assert [config.rollout.slots for config, _, fast in planner.calls if not fast] == [24]
-
-
-def test_several_keys_are_searched_for_the_fastest_within_a_budget(podium, planner):
-    planner.closed_form = lambda config: dataclasses.replace(estimated(), step=seconds(1 + config.rollout.slots / 8))
-    planner.compiled = lambda config: dataclasses.replace(plan(), step=seconds(1 + config.rollout.slots / 8))
-    keys = ["--search", "rollout.slots,train.remat", "--budget", "2"]
-    status, out, _ = podium("plan", "run.yaml", "--on", "v6e-8", *keys)
-    assert status == 0 and out.startswith("--set rollout.slots=8, a step 2.0 s instead of 5.0 (")
-    assert "2 of at most 2 compiled)" in out.splitlines()[0]
-    assert sum(not fast for _, _, fast in planner.calls) == 2
-    value = json.loads(podium("plan", "run.yaml", "--on", "v6e-8", *keys, "--json")[1])
-    assert value["search"]["tried"][0]["settings"]["rollout.slots"] == 8 and value["search"]["budget"] == 2
 
 
 def test_a_search_in_which_nothing_fits_is_status_1(podium, planner, compiler):

@@ -15,9 +15,10 @@ from podium.config.schema import Config
 from podium.hlo.cost import Peaks, Roofline
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.plan.calibration import Chip, Factor, calibrated, load_chip
+from podium.plan.calls import step_calls
 from podium.plan.compile import compile_phases
 from podium.plan.formatting import step_parts
-from podium.plan.planner import ROLLOUT, make_jobs, make_plan, step_calls
+from podium.plan.planner import ROLLOUT, make_jobs, make_plan
 from podium.plan.residents import residents, trainers
 from podium.plan.result import Plan, Seconds, judge, total
 from podium.plan.sizes import make_sizes, network_bytes

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from podium.plan.compare import ranked
+from podium.plan.fit import Fitted
 from podium.plan.formatting import duration, method_line, number, step_parts, verdict_line
 from podium.plan.json_answer import comparison_object, plan_object
 from podium.plan.knobs import SearchRange
@@ -47,9 +48,16 @@ def test_the_first_line_says_what_to_do():
     )
     assert first(plan(), suggestion(plan(made=phases(took=1.06)))).endswith("makes a step 1% shorter (compiled)")
     assert first(plan()) == (f"fits v6e-8 with 6.9 GiB to spare. {decoding}; no change that was tried makes it better")
-    assert first(too_large(), suggestion(plan(), before=too_large())) == (
+    found = Fitted(before=too_large(), best=outcome(plan(), Change(key="train.rows_per_device", value=8)))
+    assert output(plan_sections(entry(too_large()), None, None, found)).splitlines()[0] == (
         "does not fit v6e-8: update needs 36.4 of 31.25 GiB, over by 5.2 GiB. Most of update is saved activations 24.2"
         " and rollout weights 5.8 GiB: --set train.rows_per_device=8 fits, 6.9 GiB to spare, 3.1 s per step (compiled)"
+    )
+    found = Fitted(before=too_large(), best=None)
+    assert (
+        output(plan_sections(entry(too_large()), None, None, found))
+        .splitlines()[0]
+        .endswith(" GiB: none of the settings that were tried fits")
     )
     assert first(estimated(), suggestion(estimated(), before=estimated())).endswith("(estimated)")
 

@@ -7,13 +7,12 @@ import pytest
 from podium.accelerators import find_accelerator
 from podium.config.schema import Config
 from podium.plan.compare import difference, ranked
-from podium.plan.knobs import KNOBS, SearchRange, candidates, grid_of, search_range
+from podium.plan.knobs import SearchRange, candidates, search_range
 from podium.plan.result import TOO_CLOSE, Peak, Plan
 from podium.plan.search import MOST_PROBES, Largest, search
 from podium.plan.sizes import RunSizes, make_sizes
 from podium.plan.study import Case, Change, Outcome, Study, cost_of, helps
 from podium.plan.suggest import suggestions
-from podium.plan.tune import Tuned, tune
 from podium.prices import Price
 from tests.plan.estimated import QWEN_3B
 from tests.plan.made_plans import (
@@ -285,9 +284,7 @@ def test_candidates_of_tokens_per_device_are_tokens():
 V6E_8 = Case(find_accelerator("v6e-8"))
 
 
-def suggested(
-    changes, estimate, make, *, before: Plan, compile_all: bool | None = True, adapters: bool = False
-) -> list[Outcome]:
+def suggested(changes, estimate, make, *, before: Plan, compile_all: bool | None = True) -> list[Outcome]:
     """Suggestions by these judges of one change, where compiling takes long."""
 
     def planner(case: Case, *, fast: bool) -> Plan:
@@ -302,7 +299,6 @@ def suggested(
         V6E_8,
         compile_all=compile_all,
         compile_s=lambda change: 100.0,
-        adapters=adapters,
     )
 
 
@@ -344,18 +340,6 @@ def test_at_most_three_changes_are_shown_best_first():
     assert [each.case.changes[0].value for each in found] == [2, 5, 3]
 
 
-@pytest.mark.parametrize("way_out", [True, False])
-def test_adapters_are_suggested_only_if_nothing_else_fits(way_out):
-    change = Change(key="train.remat", value="layer", old="none")
-
-    def make(changed: Change) -> Plan:
-        smaller = plan(made=phases(gib={"saved_activations": 23.0}))
-        return plan() if changed.key == "lora.rank" or way_out else smaller
-
-    found = suggested([change], make, make, before=too_large(), compile_all=None, adapters=True)
-    assert [each.case.changes[0].key for each in found] == ["train.remat"] if way_out else ["lora.rank", "train.remat"]
-
-
 @pytest.mark.parametrize(
     ("changed", "before", "better"),
     [
@@ -372,62 +356,3 @@ def test_adapters_are_suggested_only_if_nothing_else_fits(way_out):
 )
 def test_a_change_helps_if_it_fits_or_is_faster_and_fits_still(changed, before, better):
     assert helps(changed, before) is better
-
-
-# Several settings at once
-
-
-SLOTS, ROWS = (Change(key="rollout.slots", value=128), Change(key="train.rows_per_device", value=4))
-GRID = {"rollout.slots": (32, 64, 128), "train.rows_per_device": (1, 2, 4, 8)}
-
-
-def timed(case: Case, *, fast: bool = True, gib: float = 0.0) -> Plan:
-    """Fastest with 64 slots and 8 rows; each row takes 3 GiB."""
-    slots, rows = (int(each.value) for each in case.changes)
-    took = 1 + abs(slots - 64) / 64 + 1 / rows
-    return plan(made=phases(took=took, gib={"layer_activations": 3.0 * rows + gib}))
-
-
-def tuned(planner, *, budget: int, fast: bool = False) -> Tuned:
-    return tune(Study(planner, fast=fast), GRID, V6E_8.but(SLOTS, ROWS), budget=budget)
-
-
-def test_several_settings_are_tuned_together():
-    found = tuned(timed, budget=3)
-    values = [[change.value for change in each.case.changes] for each in found.tried]
-    assert values[0] == [64, 4] and [128, 4] in values  # 8 rows do not fit; the config's own are compiled too
-    assert len(found.tried) <= 3 and found.estimated >= len(found.tried)
-    assert found.best.plan.verdict == "fits" and list(map(str, found.changed(found.best))) == ["rollout.slots=64"]
-
-
-def test_settings_that_need_more_than_some_that_did_not_fit_are_not_compiled():
-    compiled: list[int] = []
-
-    def planner(case: Case, *, fast: bool) -> Plan:
-        if fast:
-            return timed(case)
-        compiled.append(int(case.changes[1].value))
-        return timed(case, gib=12.0)  # the closed form missed it: 4 rows do not fit
-
-    found = tuned(planner, budget=4)
-    assert compiled[0] == 4 and max(compiled[1:]) <= 2
-    assert found.best.plan.verdict == "fits" and found.best.case.changes[1].value == 2
-
-
-def test_settings_that_contradict_each_other_are_left_out():
-    def planner(case: Case, *, fast: bool) -> Plan:
-        if case.changes[0].value == 64:
-            raise ValueError("64 slots do not divide")
-        return timed(case)
-
-    found = tuned(planner, budget=2, fast=True)
-    assert all(each.case.changes[0].value != 64 for each in found.tried) and len(found.tried) == 2
-
-
-def test_the_values_of_several_settings_are_those_that_are_worth_trying():
-    keys = [key for key, knob in KNOBS.items() if knob.grid]
-    grid, now = grid_of(keys, config(), sizes())
-    assert grid["train.rows_per_device"] == [1, 2, 4, 8, 16] and grid["rollout.slots"] == [8, 16, 32, 64, 128]
-    assert {each.key: each.value for each in now}["rollout.slots"] == 128
-    with pytest.raises(ValueError, match="seed cannot be searched together with others; these can: train"):
-        grid_of(["rollout.slots", "seed"], config(), sizes())

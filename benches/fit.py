@@ -1,0 +1,136 @@
+"""Settings that fit, found for runs that do not: `podium plan --fit` on machines that are not there.
+
+    python -m benches.fit [CASE ...]                 (one to five minutes of two cores a case; compilations are kept)
+
+Each case is a model, a machine and lengths with settings that do not fit. The search may change what the run learns only
+if nothing else fits. A row says whether the settings that it found fit once they are compiled, what it compiled, and the
+seconds of a step, estimated and compiled. Writes benches/results/fit-planned.json and its part of docs/planner.md; exit
+status 1 if a case has no settings that fit.
+"""
+
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benches.record import ROOT, arguments, children_cpu_s, record, recorded, write_section
+from podium.accelerators import GIB, find_accelerator
+from podium.plan.fit import Fit
+from podium.plan.planner import make_plan
+from podium.plan.probe import Prober
+from podium.plan.result import Peak, Plan
+from podium.plan.study import Case, Study
+from podium.settings import load_settings
+
+NAME = "fit-planned"
+LONG = ("rollout.max_new_tokens=7680", "rollout.slots=256")
+CASES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
+    # name: the model, the machine, lengths, settings
+    "0.5B, v5e-1": ("Qwen/Qwen2.5-0.5B-Instruct", "v5litepod-1", "gsm8k", ("train.rows_per_device=32",)),
+    "0.6B, v5e-1": ("Qwen/Qwen3-0.6B", "v5litepod-1", "gsm8k", ("train.rows_per_device=16",)),
+    "1B, v5e-4": ("meta-llama/Llama-3.2-1B-Instruct", "v5litepod-4", "fixed:2048", ("rollout.max_new_tokens=2048",)),
+    "1.5B, v6e-1": ("Qwen/Qwen2.5-1.5B-Instruct", "v6e-1", "gsm8k", ("train.rows_per_device=8",)),
+    "1.7B, v4-8": ("Qwen/Qwen3-1.7B", "v4-8", "fixed:4096", ("rollout.max_new_tokens=4096", "train.rows_per_device=8")),
+    "3B, v6e-8, 64 rows": (
+        "Qwen/Qwen2.5-3B-Instruct",
+        "v6e-8",
+        "fixed:2048",
+        ("rollout.max_new_tokens=2048", "rollout.slots=512", "prompts_per_step=64", "train.rows_per_device=64"),
+    ),
+    "3B, v6e-4": ("Qwen/Qwen2.5-3B-Instruct", "v6e-4", "gsm8k", ("train.remat=none", "train.rows_per_device=8")),
+    "3B, h100-1": ("Qwen/Qwen2.5-3B-Instruct", "h100-1", "gsm8k", ("train.rows_per_device=8",)),
+    "4B, v5e-8": ("Qwen/Qwen3-4B", "v5litepod-8", "gsm8k", ("train.rows_per_device=8",)),
+    "7B, v6e-4, 8k": ("Qwen/Qwen2.5-7B-Instruct", "v6e-4", "fixed:7680", LONG),
+    "7B, v6e-8": ("Qwen/Qwen2.5-7B-Instruct", "v6e-8", "gsm8k", ("train.rows_per_device=8", "train.remat=products")),
+    "8B, v6e-8": ("Qwen/Qwen3-8B", "v6e-8", "gsm8k", ("rollout.slots=512", "prompts_per_step=64")),
+    "8B, v6e-1": ("Qwen/Qwen3-8B", "v6e-1", "gsm8k", ()),
+    "8B LoRA, v6e-1": ("Qwen/Qwen3-8B", "v6e-1", "gsm8k", ("lora.rank=32", "rollout.slots=256")),
+}
+HEADS = ("model, machine", "as given", "settings that fit", "needs, GiB", "step, s", "programs", "CPU, s")
+
+
+def measure(name: str) -> dict[str, Any]:
+    """One line of the table."""
+    model, machine, lengths, given = CASES[name]
+    settings = [f"model={model}", "tasks=[{name: gsm8k}]", "prompts_per_step=16", *given]
+    accelerator = find_accelerator(machine)
+    probed: list[str] = []
+
+    def load(case: Case) -> Any:
+        return load_settings([], [*settings, *(each.override for each in case.changes)], {}).config
+
+    def planned(case: Case, *, fast: bool) -> Plan:
+        return make_plan(load(case), accelerator, fast=fast, lengths=lengths)
+
+    def probe(case: Case, phases: Sequence[str]) -> Sequence[Peak]:
+        probed.extend(phases)
+        return Prober(accelerator, lengths, fast=False).each(load(case), phases)
+
+    began, cpu = time.monotonic(), _cpu_s()
+    fit = Fit(
+        study=Study(planned), now=Case(accelerator), config=load, lengths=lengths, fixed=(), probe=probe
+    )
+    found = fit.find(all_others=False)
+    best = found.best
+    spent = {"seconds": time.monotonic() - began, "cpu_s": _cpu_s() - cpu}
+    before = {"verdict": found.before.verdict, "phase": found.before.worst.name, "gib": found.before.worst.bytes / GIB}
+    row: dict[str, Any] = {"given": settings, "before": before, "lengths": lengths, "programs": probed, **spent}
+    tried = [each._asdict() | {"changes": [str(change) for change in each.changes]} for each in found.tried]
+    row |= {"estimated": found.estimated, "tried": tried, "settings": None}
+    if best is None:
+        return row
+    estimate = planned(best.case, fast=True)
+    assert best.plan.step is not None and estimate.step is not None
+    return row | {
+        "settings": [str(change) for change in best.case.changes],
+        "learned": [str(change) for change in found.learned],
+        "verdict": best.plan.verdict,
+        "compiled": not best.plan.estimate_only,
+        "gib": best.plan.worst.bytes / GIB,
+        "hbm_gib": accelerator.hbm_bytes / GIB,
+        "step_s": best.plan.step.value,
+        "step_s_estimated": estimate.step.value,
+    }
+
+
+def _cpu_s() -> float:
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    return own.ru_utime + own.ru_stime + children_cpu_s()
+
+
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Markdown."""
+    lines = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
+    for name, row in found.items():
+        before = f"{row['before']['phase']} {row['before']['gib']:.1f} GiB"
+        if row["settings"] is None:
+            lines.append(f"| {name} | {before} | none fit |  |  | {len(row['programs'])} | {row['cpu_s']:.0f} |")
+            continue
+        settings = ", ".join(f"`{each}`" for each in row["settings"])
+        learned = " (changes what is learned)" if row["learned"] else ""
+        size = f"{row['gib']:.1f} of {row['hbm_gib']:.1f}"
+        step = f"{row['step_s']:.1f} ({row['step_s_estimated']:.1f} estimated)"
+        cells = [name, before, settings + learned, size, step, str(len(row["programs"])), f"{row['cpu_s']:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE", help="; ".join(CASES))
+    args = parser.parse_args()
+    known = recorded(NAME, "cases", args.results) or {}
+    for name in args.cases or CASES:
+        known[name] = measure(name)
+        print(f"{name}: {known[name]}", flush=True)
+        found = {name: known[name] for name in CASES if name in known}
+        fits = {name: row["settings"] is not None and row["verdict"] == "fits" for name, row in found.items()}
+        record(NAME, {"cases": found, "fits": fits}, args.results, packages=["libtpu"])
+    write_section(ROOT / "docs" / "planner.md", "fit", table(found))
+    print(*table(found), sep="\n")
+    sys.exit(not all(fits.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""The device that a plan is for: phases with memory and seconds, from compiled programs or closed forms. No jax."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import podium.plan.estimate as closed_form
+from podium.accelerators import Accelerator
+from podium.hlo.cost import Peaks, Roofline, roofline, sum_collectives
+from podium.models.flops import step_work, update_flops
+from podium.plan.calibration import Chip, Line, calibrated
+from podium.plan.calls import Call
+from podium.plan.estimate import PhaseEstimate
+from podium.plan.result import BoundBy, LargeArray, Phase, Seconds, total
+from podium.plan.sizes import F32, RunSizes, network_bytes
+from podium.plan.worker import CompiledPhase
+from podium.plan.workload import Clock, SequenceLengths
+
+KINDS: Mapping[str, str] = {
+    "prefill": "prefill",
+    "reward": "update",
+    "score": "update",
+    "teacher": "update",
+    "values": "update",
+    "critic": "update",
+    "update": "update",
+}
+"""The calibration of each phase; phases that are not listed stream memory, as decoding does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """The device that a plan is for; builds phases from compiled programs and closed forms."""
+
+    accelerator: Accelerator
+    chip: Chip | None  # None: its times are unknown
+
+    def phases(self, calls: list[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes) -> Iterator[Phase]:
+        """The phases of a run in order; each from compiled programs, or from the closed form if there are none."""
+        for name in dict.fromkeys(call.phase for call in calls):
+            own = [call for call in calls if call.phase == name]
+            if compiled:
+                phase = self.compiled_phase(own, compiled)
+            elif own[0].closed_form is not None:
+                phase = self.estimated_phase(own, run)
+            else:
+                continue
+            yield phase
+        resting = closed_form.checkpoint_phase(run)
+        yield self.phase(resting.name, resting.parts)
+
+    def compiled_phase(self, calls: list[Call], compiled: Mapping[str, CompiledPhase]) -> Phase:
+        """One phase from its compiled programs: the memory of the largest, the work of all."""
+        largest = max((compiled[call.program] for call in calls), key=lambda each: each.device_bytes)
+        code = sum(each.memory.code for each in compiled.values())  # code of all programs stays loaded
+        parts = dict(largest.residents)
+        for name, size in (*largest.parts.items(), ("code", code)):
+            parts[name] = parts.get(name, 0) + size
+        costs = [(call, compiled[call.program].cost(call.rounds, call.attended)) for call in calls]
+        seconds, bound_by = self.timed(
+            calls[0].phase,
+            lambda chip, links: [(call.calls, roofline(cost, chip.peaks, links=links)) for call, cost in costs],
+        )
+        resident = [LargeArray(name=name, shape="", bytes=size) for name, size in largest.residents.items()]
+        phase = self.phase(calls[0].phase, parts)
+        refused = any(compiled[call.program].refused for call in calls)
+        return dataclasses.replace(
+            phase,
+            fits=phase.fits and not refused,
+            refused=refused,
+            seconds=seconds,
+            bound_by=bound_by,
+            largest=tuple(sorted((*resident, *largest.largest), key=lambda array: -array.bytes)),
+            calls=sum(call.calls for call in calls),
+            collectives=sum_collectives((call.calls, each) for call, cost in costs for each in cost.collectives),
+            flops=sum(call.calls * cost.flops for call, cost in costs),
+            closed_form_flops=sum(call.closed_form_flops for call in calls),
+            compile_s=sum(compiled[call.program].compile_s for call in calls),
+            compiled=True,
+        )
+
+    def estimated_phase(self, calls: list[Call], run: RunSizes) -> Phase:
+        """One phase by the closed form."""
+        forms = [(call, call.closed_form) for call in calls if call.closed_form is not None]
+        largest = max((form for _, form in forms), key=lambda form: form.total)
+        seconds, bound_by = self.timed(
+            calls[0].phase,
+            lambda chip, links: [
+                (call.repeats, closed_form_roofline(form, run, chip.peaks, links)) for call, form in forms
+            ],
+        )
+        flops = sum(call.closed_form_flops for call in calls)
+        return dataclasses.replace(
+            self.phase(calls[0].phase, largest.parts),
+            seconds=seconds,
+            bound_by=bound_by,
+            calls=sum(call.calls for call in calls),
+            flops=flops,
+            closed_form_flops=flops,
+        )
+
+    def clock(self, calls: list[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes) -> Clock:
+        """How long a prefill call and a decode step of each size takes, with the host's time for a call."""
+        seconds: dict[str, dict[int, float]] = {"prefill": {}, "decode": {}}
+        for call in calls:
+            kind, _, size = call.program.partition(":")
+            if kind in seconds and call.calls:
+                both = [next(self.phases([call], compiled, run)).seconds, self.host(call.calls)]
+                seconds[kind][int(size)] = total(each for each in both if each).value / call.repeats
+        return Clock(prefill_s=seconds["prefill"], decode_s=seconds["decode"])
+
+    def full_slots_rate(
+        self, calls: list[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes
+    ) -> Seconds | None:
+        """Tokens per second and device of decode steps that have as many slots as there are."""
+        slots = run.rollout.slots
+        full = next(call for call in calls if call.program == f"decode:{slots}")
+        seconds = next(self.phases([full], compiled, run)).seconds
+        return rate(seconds, full.repeats * slots / self.accelerator.devices) if seconds else None
+
+    def phase(self, name: str, parts: Mapping[str, int]) -> Phase:
+        """A phase with only its memory."""
+        held = dict(sorted(((part, size) for part, size in parts.items() if size), key=lambda part: -part[1]))
+        size = sum(held.values())
+        return Phase(
+            name=name,
+            bytes=size,
+            parts=held,
+            fits=size <= self.accelerator.hbm_bytes,
+            largest=tuple(LargeArray(name=part, shape="", bytes=size) for part, size in held.items()),
+        )
+
+    def timed(self, name: str, lines: Callable[[Chip, int], list[Line]]) -> tuple[Seconds | None, BoundBy]:
+        """Seconds of a phase's calls, and what bounds most of them; `lines(chip, links)` gives calls and rooflines.
+
+        A transfer uses the links of the worst placed chip, or all links if they go to a switch. If it is not published
+        which links are connected, the lower bound assumes all of them.
+        """
+        if self.chip is None or name == "init":
+            return None, ""
+        chip, kind = self.chip, KINDS.get(name, "decode")
+        links = max(1, self.accelerator.ici_links if self.accelerator.torus else chip.links)
+        seconds, bound_by = calibrated(lines(chip, links), chip, kind)
+        if self.accelerator.wiring_known:
+            return seconds, bound_by
+        best, _ = calibrated(lines(chip, chip.links), chip, kind)
+        return dataclasses.replace(seconds, low=best.low), bound_by
+
+    def host(self, calls: float) -> Seconds | None:
+        """Host seconds for a number of calls during which the device waits."""
+        if self.chip is None:
+            return None
+        each = self.chip.calibration["host_s"]
+        return Seconds(value=each.value, low=each.low, high=each.high) * calls
+
+    def mfu(self, run: RunSizes, lengths: SequenceLengths, phases: Sequence[Phase]) -> Seconds | None:
+        """Model FLOPs utilization of a step's updates, with FLOPs counted as in `podium.models.flops`."""
+        seconds = next((phase.seconds for phase in phases if phase.name == "update"), None)
+        if self.chip is None or seconds is None:
+            return None
+        work = step_work(lengths.prompts.tolist(), lengths.completions.tolist(), run.decoder.windows)
+        peak = self.chip.peaks.flops_f32 if run.activation == F32 else self.chip.peaks.flops_bf16
+        flops = run.spec.recipe.updates_per_batch * update_flops(run.decoder, work)
+        return seconds.rate(flops / self.accelerator.devices / peak)
+
+
+def closed_form_roofline(form: PhaseEstimate, run: RunSizes, peaks: Peaks, links: int) -> Roofline:
+    """The roofline from a closed form's totals: the longer of compute and memory time, launches, and transfers."""
+    compute = form.flops / (peaks.flops_f32 if run.activation == F32 else peaks.flops_bf16)
+    hbm, ici = form.hbm_bytes / peaks.hbm_bandwidth, form.ici_bytes / (links * peaks.link_bandwidth)
+    if peaks.network_bandwidth:
+        ici += network_bytes(run, form.name, form.ici_bytes) / peaks.network_bandwidth
+    work = max(compute, hbm)
+    copies = [(times, each / peaks.host_bandwidth, share * work) for times, each, share in form.copies if each]
+    small, large = (number * peaks.kernel_s for number in form.kernels)
+    latency = small + max(0.0, large - work)
+    return Roofline(compute * (compute >= hbm), hbm * (hbm > compute), ici, latency, copies=tuple(copies))
+
+
+def rate(seconds: Seconds, amount: float) -> Seconds | None:
+    """The rate of producing an amount in this time; None if it takes no time."""
+    return seconds.rate(amount) if seconds.value else None

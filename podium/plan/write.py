@@ -1,0 +1,59 @@
+"""Writes the settings that a search found as a config."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from podium.config.load import located
+from podium.config.schema import Config
+from podium.config.show import to_yaml
+from podium.files import write_atomically
+
+
+def check_new(path: Path) -> None:
+    """Raise ValueError if a config cannot be written to a path: it exists, or its folder does not."""
+    if path.exists():
+        raise ValueError(f"--write {path}: exists already; name a new file, or delete it")
+    if not path.parent.is_dir():
+        raise ValueError(f"--write {path}: there is no folder {path.parent}; make it, or name another")
+
+
+def write_config(path: Path, files: Sequence[str], config: Config, keys: Iterable[str], title: str) -> None:
+    """Write a config that includes `files` and sets the values that `config` has for `keys`.
+
+    Args:
+        path: the file to write.
+        files: the configs that it includes as its `base`.
+        config: the values.
+        keys: dotted paths. Of a path into a list, the whole list is written.
+        title: a comment at its top.
+    """
+    document = config.document()
+    settings = nested(dict(_setting(document, key) for key in keys))
+    folder = path.parent.resolve()
+    bases = [os.path.relpath(located(Path(file)).resolve(), folder) for file in files]
+    text = to_yaml(({"base": bases[0] if len(bases) == 1 else bases} if bases else {}) | settings)
+    write_atomically(path, f"# {title}\n{text}")
+
+
+def nested(settings: Mapping[str, object]) -> dict[str, object]:
+    """Settings by dotted path as nested sections."""
+    found: dict[str, object] = {}
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        inner = found
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
+    return found
+
+
+def _setting(document: Mapping[str, object], key: str) -> tuple[str, object]:
+    """The value at a dotted path; of a path into a list, the path of the list and all of it."""
+    value: object = document
+    names = key.split(".")
+    for depth, name in enumerate(names):
+        if not isinstance(value, Mapping):
+            return ".".join(names[:depth]), value
+        value = value[name]
+    return key, value

@@ -1,0 +1,310 @@
+"""Settings that fit: found by the closed form on machines that are not there, and judged by compilers made by hand."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.accelerators import find_accelerator
+from podium.plan import fit as module
+from podium.plan.fit import Choice, Fit, Fitted
+from podium.plan.halves import Half, Halves, Place, with_changes
+from podium.plan.planner import make_plan
+from podium.plan.probe import Prober
+from podium.plan.result import Peak, Plan
+from podium.plan.study import Case, Change, Study
+from podium.settings import load_settings
+from tests.plan.made_plans import GIB, HBM, plan, seconds, too_large
+from tests.plan.test_plan_command import planner, podium  # noqa: F401  # fixtures
+
+TASK = "tasks=[{name: gsm8k}]"
+QWEN_3B = ("model=Qwen/Qwen2.5-3B-Instruct", TASK, "prompts_per_step=64")
+ROWS_OF_2560 = ("rollout.slots=128", "train.row_tokens=2560")
+
+
+def settings_of(*given: str):
+    """Loads the settings of a case."""
+    return lambda case: load_settings([], [*given, *(each.override for each in case.changes)], {}).config
+
+
+def fitted(
+    machine: str, *given: str, lengths: str = "gsm8k", fixed: Sequence[str] = (), all_others: bool = False
+) -> Fitted:
+    """The fastest settings by the closed form."""
+    load = settings_of(*given)
+
+    def planned_by(case: Case, *, fast: bool) -> Plan:
+        return make_plan(load(case), case.machine, fast=True, lengths=lengths)
+
+    def probe(case: Case, phases: Sequence[str]) -> Sequence[Peak]:
+        raise AssertionError("the closed form compiles nothing")
+
+    case = Case(find_accelerator(machine))
+    fit = Fit(study=Study(planned_by, fast=True), now=case, config=load, lengths=lengths, fixed=fixed, probe=probe)
+    return fit.find(all_others=all_others)
+
+
+def values(found: Fitted) -> dict[str, Any]:
+    assert found.best is not None and found.best.plan.verdict == "fits"
+    return {change.key: change.value for change in found.best.case.changes}
+
+
+def test_many_rows_fit_where_the_users_number_stays():
+    rows = "train.rows_per_device=64"
+    found = fitted("v6e-8", *QWEN_3B, *ROWS_OF_2560, rows, lengths="fixed:1024", fixed=["train.rows_per_device"])
+    assert found.before.verdict == "does_not_fit" and not found.learned
+    chosen = values(found)
+    assert "train.rows_per_device" not in chosen and chosen["train.remat"] == "offload"
+
+
+def test_all_weights_of_a_7b_fit_with_the_optimizer_on_the_host():
+    given = ("model=Qwen/Qwen2.5-7B-Instruct", TASK, "prompts_per_step=4", "rollout.max_new_tokens=7680")
+    found = fitted("v6e-4", *given, "rollout.slots=32", lengths="fixed:7680")
+    chosen = values(found)
+    assert not found.learned and "lora.rank" not in chosen and chosen["train.offload_optimizer"] is True
+    assert found.best is not None and found.best.plan.step is not None
+
+
+@pytest.mark.parametrize(("machine", "model"), [("v6e-1", "Qwen/Qwen3-8B"), ("h100-1", "Qwen/Qwen2.5-3B-Instruct")])
+def test_adapters_leave_room_for_slots(machine, model):
+    given = (f"model={model}", TASK, "prompts_per_step=16", "lora.rank=32", "rollout.slots=16")
+    found = fitted(machine, *given)
+    assert found.best is not None and found.best.plan.slots > 16 and not found.learned
+    assert found.best.plan.step is not None and found.before.step is not None
+    assert found.best.plan.step.value < found.before.step.value
+
+
+def test_no_row_is_only_padding():
+    given = ("model=Qwen/Qwen2.5-0.5B-Instruct", TASK, "prompts_per_step=16", "train.rows_per_device=16")
+    found = fitted("v6e-8", *given, lengths="fixed:50")
+    chosen = values(found)
+    assert chosen["train.rows_per_device"] < 4  # 16 prompts with 8 completions of 50 tokens: less than a row each
+    assert found.best is not None and found.best.plan.micro_batches == 1
+
+
+def test_what_the_run_learns_changes_only_if_nothing_else_fits_and_is_named():
+    given = ("model=Qwen/Qwen3-8B", TASK, "prompts_per_step=16")
+    found = fitted("v6e-1", *given)
+    assert values(found)["lora.rank"] == 32 and [each.key for each in found.learned] == ["lora.rank"]
+    kept = fitted("v6e-1", *given, fixed=["lora"])
+    assert kept.best is None and not kept.learned
+
+
+def test_every_change_is_worth_something():
+    given = ("model=Qwen/Qwen2.5-7B-Instruct", TASK, "prompts_per_step=32")
+    found = fitted("v6e-8", *given, all_others=True)
+    assert found.best is not None and len(found.undone) == len(found.best.case.changes) > 0
+    best = found.best.plan
+    for each in found.undone:
+        assert each.known is None or each.plan.verdict != "fits" or each.plan.step.value > best.step.value  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_changes_that_are_not_checked_are_those_of_the_loader():
+    load = settings_of(*QWEN_3B)
+    case = Case(find_accelerator("v6e-8"))
+    changes = (
+        Change(key="train.rows_per_device", value=2),
+        Change(key="rollout.slots", value=64),
+        Change(key="train.offload_optimizer", value=True),
+        Change(key="train.layer_chunk_tokens", value=None),
+    )
+    assert with_changes(load(case), changes) == load(case.but(*changes))
+    assert [str(each) for each in changes[2:]] == ["train.offload_optimizer=true", "train.layer_chunk_tokens=null"]
+
+
+def test_long_rows_are_split_where_one_does_not_fit():
+    given = ("model=Qwen/Qwen2.5-3B-Instruct", TASK, "prompts_per_step=8", "rollout.max_new_tokens=512")
+    load = settings_of(*given, "train.row_tokens=262144")
+    halves = Halves(load(Case(find_accelerator("v6e-8"))), find_accelerator("v6e-8"), "gsm8k")
+    meshes = [{each.key: each.value for each in place.changes}.get("mesh") for place in halves.places()]
+    assert [mesh for mesh in dict.fromkeys(meshes) if mesh] == ["fsdp:4,sp:2", "fsdp:2,sp:4", "sp:8"]
+    pair = Choice(halves.places(), HBM, fast=True).best()
+    assert pair is not None and "sp:" in {each.key: each.value for each in pair.changes}["mesh"]
+
+
+# With a compiler
+
+
+def half(name: str, gib: float, took: float, like: str = "layer", phase: str = "update") -> Half:
+    changes = () if name == "own" else (Change(key="train.rows_per_device", value=name),)
+    return Half(changes=changes, peaks={phase: int(gib * GIB), "checkpoint": GIB}, seconds=took, like=like)
+
+
+def place(updates: Sequence[Half], **changed: Any) -> Place:
+    fields: dict[str, Any] = {"changes": (), "compiled": True, "ordinary": True}
+    rollouts = [half("own", 20.0, 1.0, "rollout", "decode")]
+    return Place(**{**fields, **changed}, make_updates=lambda: updates, make_rollouts=lambda: rollouts)
+
+
+UPDATES = (half("own", 36.0, 5.0), half("4", 29.0, 2.0), half("2", 24.0, 3.0), half("1", 22.0, 4.0))
+
+
+def searched(monkeypatch, updates: Sequence[Half], true_gib: dict[str, float]) -> tuple[Fitted, list[str], list[str]]:
+    """A search with a compiler that knows the updates' sizes, and what it compiled, by itself and as whole plans."""
+    probed: list[str] = []
+    planned: list[str] = []
+
+    def name_of(case: Case) -> str:
+        return str(case.changes[-1].value) if case.changes else "own"
+
+    def probe(case: Case, phases: Sequence[str]) -> Sequence[Peak]:
+        probed.extend(f"{phase} {name_of(case)}" for phase in phases)
+        sizes = {"decode": 20.0, "update": true_gib[name_of(case)]}
+        return [
+            Peak(phase=phase, bytes=int(sizes[phase] * GIB), refused=sizes[phase] * GIB > HBM, compiled=True)
+            for phase in phases
+        ]
+
+    def planned_by(case: Case, *, fast: bool) -> Plan:
+        if not fast:
+            planned.append(name_of(case))
+        return plan() if true_gib[name_of(case)] < 30 else too_large()
+
+    monkeypatch.setattr(module, "Halves", lambda *given: FakeHalves(updates))
+    config = load_settings([], list(QWEN_3B), {}).config
+    fit = Fit(
+        study=Study(planned_by),
+        now=Case(find_accelerator("v6e-8")),
+        config=lambda case: config,
+        lengths="gsm8k",
+        fixed=["lora", "train.optimizer.moments", "rollout.in_flight", "prompts_per_step"],
+        probe=probe,
+    )
+    return fit.find(all_others=False), probed, planned
+
+
+@dataclasses.dataclass
+class FakeHalves:
+    updates: Sequence[Half]
+
+    def places(self) -> list[Place]:
+        return [place(self.updates)]
+
+
+def test_only_the_best_pair_is_compiled_and_the_whole_run_planned_once(monkeypatch):
+    found, probed, planned = searched(monkeypatch, UPDATES, {"own": 36.0, "4": 29.0})
+    assert found.best is not None and found.best.setting == "train.rows_per_device=4"
+    assert (probed, planned) == (["update 4", "decode 4"], ["4"])
+
+
+def test_a_refusal_scales_the_estimates_of_all_that_are_alike(monkeypatch):
+    """4 rows take 20 % more than estimated, so 2 rows, 28.8 GiB, are next; the decode is not compiled again."""
+    found, probed, planned = searched(monkeypatch, UPDATES, {"own": 43.0, "4": 34.8, "2": 28.8})
+    assert found.best is not None and found.best.setting == "train.rows_per_device=2"
+    assert (probed, planned) == (["update 4", "decode 4", "update 2"], ["2"])
+    assert [each.made_by for each in found.tried] == ["its refusal", "compiler", "compiler", "whole plan"]
+
+
+def test_what_is_not_alike_is_not_scaled(monkeypatch):
+    updates = (*UPDATES[:3], half("other", 27.0, 2.5, like="offload"))
+    found, probed, _ = searched(monkeypatch, updates, {"own": 43.0, "4": 40.0, "2": 30.0, "other": 28.0})
+    assert found.best is not None and found.best.setting == "train.rows_per_device=other"
+    assert probed == ["update 4", "decode 4", "update other"]
+
+
+def test_what_needs_less_than_estimated_makes_room_for_something_faster(monkeypatch):
+    """By the closed form only 1 row fits; it takes 20 % less, so 2 rows fit too."""
+    updates = [dataclasses.replace(each, peaks={"update": int(each.peaks["update"] * 1.4)}) for each in UPDATES[1:]]
+    updates[2] = dataclasses.replace(updates[2], peaks={"update": 30 * GIB})
+    found, probed, _ = searched(monkeypatch, updates, {"own": 43.0, "4": 34.0, "2": 26.0, "1": 24.0})
+    assert probed == ["update 1", "decode 1", "update 2"]
+    assert found.best is not None and found.best.setting == "train.rows_per_device=2"
+
+
+def test_if_nothing_fits_none_is_returned_with_what_was_tried(monkeypatch):
+    found, probed, planned = searched(monkeypatch, UPDATES, dict.fromkeys(("own", "4", "2", "1"), 50.0))
+    assert found.best is None and planned == [] and len(probed) <= module.MOST_PROGRAMS
+    assert all(not each.fits for each in found.tried if each.phase == "update")
+
+
+def test_places_that_the_compiler_cannot_judge_come_last():
+    host = place([half("host", 20.0, 1.0)], compiled=False)
+    pair = Choice([place(UPDATES[:2]), host], HBM, fast=False).best()
+    assert pair is not None and pair.update.seconds == 2.0
+    pair = Choice([place(UPDATES[:1]), host], HBM, fast=False).best()
+    assert pair is not None and pair.update.seconds == 1.0
+
+
+# The command
+
+
+def test_fit_prints_options_yaml_and_what_was_tried_and_writes_a_config_that_loads(podium):  # noqa: F811
+    arguments = ["plan", "run.yaml", "--on", "v6e-8", "--fast", "--fit", "--set", "rollout.refill_steps=4"]
+    status, out, err = podium(*arguments, "--write", "mine.yaml")
+    first = out.splitlines()[0]
+    assert status == 0 and first.startswith("v6e-8: --set ") and first.endswith("s per step (estimated)")
+    assert "what was tried" in out and "settings that fit" in out and "wrote mine.yaml" in err
+    options = [part.partition(" ")[0].strip("'") for part in first.split("--set ")[1:]]
+    config = load_settings(["mine.yaml"], []).config
+    same = load_settings(["run.yaml"], ["rollout.refill_steps=4", *options]).config
+    assert config == same.model_copy(update={"name": "mine"})
+    assert "base: run.yaml" in Path("mine.yaml").read_text()
+    value = json.loads(podium(*arguments, "--json")[1])
+    assert value["fit"]["verdict"] == "fits" and value["fit"]["settings"]
+
+
+def test_a_model_without_a_config_is_written_whole(podium):  # noqa: F811
+    status, _, _ = podium("plan", "./model", "--on", "v6e-8", "--fast", "--fit", "--write", "mine.yaml")
+    config = load_settings(["mine.yaml"], []).config
+    assert status == 0 and (config.model, config.tasks[0].name) == ("./model", "gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--write", "mine.yaml"), "--write writes the settings that --fit finds for one machine; add --fit, or drop"),
+        (("--fit", "--write", "run.yaml"), "--write run.yaml: exists already; name a new file, or delete it"),
+        (("--fit", "--write", "none/mine.yaml"), "--write none/mine.yaml: there is no folder none; make it, or"),
+        (("--fit", "--search", "rollout.slots"), "--search and --fit cannot be combined; give only one"),
+        (("--search", "rollout.slots,train.remat"), "--search rollout.slots,train.remat: takes one key; --fit finds"),
+    ],
+)
+def test_wrong_options_are_status_2(podium, arguments, message):  # noqa: F811
+    status, out, err = podium("plan", "run.yaml", "--on", "v6e-8", "--fast", *arguments)
+    assert (status, out) == (2, "") and err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+def test_advice_to_a_run_that_does_not_fit_was_planned(podium):  # noqa: F811
+    given = ["--set", "rollout.max_new_tokens=128", "--set", "rollout.max_prompt_tokens=128"]
+    settings = [*given, "--set", "model=Qwen/Qwen3-8B", "--set", "lora.rank=32", "--set", "train.rows_per_device=64"]
+    status, out, _ = podium("plan", "run.yaml", "--on", "l4-1", "--fast", *settings)
+    first = out.splitlines()[0]
+    assert status == 1 and first.startswith("does not fit l4-1 by closed-form estimate: ")
+    assert "none of the settings that were tried fits" in first or " fits, " in first.rpartition("--set ")[2]
+
+
+def test_the_next_command_keeps_the_users_settings(podium):  # noqa: F811
+    given = ["--set", "rollout.refill_steps=4", "--set", 'name="a b"']
+    lines = podium("plan", "./model", "--on", "v6e-8", *given)[1].splitlines()
+    wanted = "next: podium plan ./model --on v6e-8 --set rollout.refill_steps=4 --set 'name=\"a b\"' --compile"
+    assert lines[2] == wanted
+
+
+def test_forms_that_part_are_told_in_the_first_lines(podium, planner):  # noqa: F811
+    planner.compiled = lambda config: dataclasses.replace(plan(), step=seconds(9.0))
+    out = podium("plan", "run.yaml", "--on", "v6e-8", "--no-suggest")[1]
+    assert out.splitlines()[1].startswith("the two forms part: 9.0 s per step compiled, 3.1 by the closed form; most")
+
+
+@pytest.mark.long
+def test_what_fits_by_the_search_is_what_the_compiler_takes(tmp_path):
+    """Qwen2.5-0.5B with long rows on one v5e chip: does not fit as given; compiled, with few programs."""
+    given = ("model=Qwen/Qwen2.5-0.5B-Instruct", TASK, "prompts_per_step=16", "train.rows_per_device=32")
+    load = settings_of(*given)
+    probed: list[str] = []
+
+    def planned_by(case: Case, *, fast: bool) -> Plan:
+        return make_plan(load(case), case.machine, fast=fast)
+
+    def probe(case: Case, phases: Sequence[str]) -> Sequence[Peak]:
+        probed.extend(phases)
+        return Prober(case.machine, "gsm8k", fast=False).each(load(case), phases)
+
+    case = Case(find_accelerator("v5litepod-1"))
+    fit = Fit(study=Study(planned_by), now=case, config=load, lengths="gsm8k", fixed=(), probe=probe)
+    found = fit.find(all_others=False)
+    assert found.before.verdict == "does_not_fit" and len(probed) <= module.MOST_PROGRAMS
+    assert found.best is not None and found.best.plan.verdict == "fits" and not found.best.plan.estimate_only
