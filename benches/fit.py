@@ -2,10 +2,10 @@
 
     python -m benches.fit [CASE ...]                 (one to five minutes of two cores a case; compilations are kept)
 
-Each case is a model, a machine and lengths with settings that do not fit. The search may change what the run learns only
-if nothing else fits. A row says whether the settings that it found fit once they are compiled, what it compiled, and the
-seconds of a step, estimated and compiled. Writes benches/results/fit-planned.json and its part of docs/planner.md; exit
-status 1 if a case has no settings that fit.
+Each case is a model, a machine and lengths with settings that do not fit. The search may change what the run learns
+only if nothing else fits. A row says whether the settings that it found fit once they are compiled, what it compiled,
+and the seconds of a step, estimated and compiled. Writes benches/results/fit-planned.json and its part of
+docs/planner.md; exit status 1 if a case has no settings that fit.
 """
 
 import resource
@@ -68,9 +68,7 @@ def measure(name: str) -> dict[str, Any]:
         return Prober(accelerator, lengths, fast=False).each(load(case), phases)
 
     began, cpu = time.monotonic(), _cpu_s()
-    fit = Fit(
-        study=Study(planned), now=Case(accelerator), config=load, lengths=lengths, fixed=(), probe=probe
-    )
+    fit = Fit(study=Study(planned), now=Case(accelerator), config=load, lengths=lengths, fixed=(), probe=probe)
     found = fit.find(all_others=False)
     best = found.best
     spent = {"seconds": time.monotonic() - began, "cpu_s": _cpu_s() - cpu}
@@ -120,7 +118,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE", help="; ".join(CASES))
     args = parser.parse_args()
-    known = recorded(NAME, "cases", args.results) or {}
+    known: dict[str, dict[str, Any]] = recorded(NAME, "cases", args.results) or {}
+    found: dict[str, dict[str, Any]] = {}
+    fits: dict[str, bool] = {}
     for name in args.cases or CASES:
         known[name] = measure(name)
         print(f"{name}: {known[name]}", flush=True)

@@ -42,7 +42,8 @@ def plan_schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "podium plan --json",
         "description": "One plan; with several machines or settings, or --on auto, an object with plans, best first."
-        " A plan of --search has the object search too, one of --fit or that does not fit the object fit. Memory is in GiB, times are in seconds.",
+        " A plan of --search has the object search too; one of --fit, or of a run that does not fit, the object fit."
+        " Memory is in GiB, times are in seconds.",
         "anyOf": [one, several],
         "$defs": {"Seconds": _object(Seconds), "Plan": plan | {"required": sorted(properties)}},
     }

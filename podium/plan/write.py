@@ -39,13 +39,15 @@ def write_config(path: Path, files: Sequence[str], config: Config, keys: Iterabl
 def nested(settings: Mapping[str, object]) -> dict[str, object]:
     """Settings by dotted path as nested sections."""
     found: dict[str, object] = {}
+    sections: dict[str, dict[str, object]] = {}
     for key, value in settings.items():
-        *sections, name = key.split(".")
-        inner = found
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[name] = value
-    return found
+        name, dot, rest = key.partition(".")
+        if dot:
+            found[name] = sections.setdefault(name, {})
+            sections[name][rest] = value
+        else:
+            found[name] = value
+    return found | {name: nested(inner) for name, inner in sections.items()}
 
 
 def _setting(document: Mapping[str, object], key: str) -> tuple[str, object]:

@@ -21,7 +21,7 @@ from tests.plan.made_plans import GIB, HBM, plan, seconds, too_large
 from tests.plan.test_plan_command import planner, podium  # noqa: F401  # fixtures
 
 TASK = "tasks=[{name: gsm8k}]"
-QWEN_3B = ("model=Qwen/Qwen2.5-3B-Instruct", TASK, "prompts_per_step=64")
+QWEN_3B = ("model=Qwen/Qwen2.5-3B-Instruct", TASK, "prompts_per_step=16")
 ROWS_OF_2560 = ("rollout.slots=128", "train.row_tokens=2560")
 
 
@@ -94,7 +94,7 @@ def test_what_the_run_learns_changes_only_if_nothing_else_fits_and_is_named():
 
 
 def test_every_change_is_worth_something():
-    given = ("model=Qwen/Qwen2.5-7B-Instruct", TASK, "prompts_per_step=32")
+    given = ("model=Qwen/Qwen2.5-7B-Instruct", TASK, "prompts_per_step=8", "rollout.slots=8")
     found = fitted("v6e-8", *given, all_others=True)
     assert found.best is not None and len(found.undone) == len(found.best.case.changes) > 0
     best = found.best.plan
@@ -122,7 +122,7 @@ def test_long_rows_are_split_where_one_does_not_fit():
     meshes = [{each.key: each.value for each in place.changes}.get("mesh") for place in halves.places()]
     assert [mesh for mesh in dict.fromkeys(meshes) if mesh] == ["fsdp:4,sp:2", "fsdp:2,sp:4", "sp:8"]
     pair = Choice(halves.places(), HBM, fast=True).best()
-    assert pair is not None and "sp:" in {each.key: each.value for each in pair.changes}["mesh"]
+    assert pair is not None and "sp:" in str({each.key: each.value for each in pair.changes}["mesh"])
 
 
 # With a compiler
@@ -232,16 +232,17 @@ def test_places_that_the_compiler_cannot_judge_come_last():
 
 
 def test_fit_prints_options_yaml_and_what_was_tried_and_writes_a_config_that_loads(podium):  # noqa: F811
-    arguments = ["plan", "run.yaml", "--on", "v6e-8", "--fast", "--fit", "--set", "rollout.refill_steps=4"]
+    Path("slow.yaml").write_text("base: run.yaml\nmodel: Qwen/Qwen2.5-7B-Instruct\nrollout: {slots: 8}\n")
+    arguments = ["plan", "slow.yaml", "--on", "v6e-8", "--fast", "--fit", "--set", "rollout.refill_steps=4"]
     status, out, err = podium(*arguments, "--write", "mine.yaml")
     first = out.splitlines()[0]
     assert status == 0 and first.startswith("v6e-8: --set ") and first.endswith("s per step (estimated)")
     assert "what was tried" in out and "settings that fit" in out and "wrote mine.yaml" in err
     options = [part.partition(" ")[0].strip("'") for part in first.split("--set ")[1:]]
     config = load_settings(["mine.yaml"], []).config
-    same = load_settings(["run.yaml"], ["rollout.refill_steps=4", *options]).config
+    same = load_settings(["slow.yaml"], ["rollout.refill_steps=4", *options]).config
     assert config == same.model_copy(update={"name": "mine"})
-    assert "base: run.yaml" in Path("mine.yaml").read_text()
+    assert "base: slow.yaml" in Path("mine.yaml").read_text()
     value = json.loads(podium(*arguments, "--json")[1])
     assert value["fit"]["verdict"] == "fits" and value["fit"]["settings"]
 

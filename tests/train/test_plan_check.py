@@ -36,5 +36,5 @@ def test_a_run_leaves_its_plan_and_how_wrong_it_was(tiny_model, tmp_path, monkey
 def test_a_run_that_is_far_too_large_does_not_begin(tiny_model, tmp_path, monkeypatch):
     on(monkeypatch, hbm_bytes=1000)
     config = make_config(tiny_model, tmp_path)
-    with pytest.raises(ValueError, match="--on v6e-1 --fit` finds the fastest settings that fit; --force trains anyway"):
+    with pytest.raises(ValueError, match="--on v6e-1 --fit` finds the fastest settings that fit; --force trains any"):
         train(config, plain=True, check=RunCheck(config, force=False))
