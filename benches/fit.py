@@ -24,14 +24,20 @@ from podium.plan.study import Case, Study
 from podium.settings import load_settings
 
 NAME = "fit-planned"
+NONE = ("train.remat=none", "train.rows_per_device=16")
 LONG = ("rollout.max_new_tokens=7680", "rollout.slots=256")
 CASES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     # name: the model, the machine, lengths, settings
-    "0.5B, v5e-1": ("Qwen/Qwen2.5-0.5B-Instruct", "v5litepod-1", "gsm8k", ("train.rows_per_device=32",)),
+    "0.5B, v5e-1": ("Qwen/Qwen2.5-0.5B-Instruct", "v5litepod-1", "gsm8k", ("train.rows_per_device=64",)),
     "0.6B, v5e-1": ("Qwen/Qwen3-0.6B", "v5litepod-1", "gsm8k", ("train.rows_per_device=16",)),
-    "1B, v5e-4": ("meta-llama/Llama-3.2-1B-Instruct", "v5litepod-4", "fixed:2048", ("rollout.max_new_tokens=2048",)),
+    "1B, v5e-4": (
+        "meta-llama/Llama-3.2-1B-Instruct",
+        "v5litepod-4",
+        "fixed:2048",
+        ("rollout.max_new_tokens=2048", *NONE),
+    ),
     "1.5B, v6e-1": ("Qwen/Qwen2.5-1.5B-Instruct", "v6e-1", "gsm8k", ("train.rows_per_device=8",)),
-    "1.7B, v4-8": ("Qwen/Qwen3-1.7B", "v4-8", "fixed:4096", ("rollout.max_new_tokens=4096", "train.rows_per_device=8")),
+    "1.7B, v4-8": ("Qwen/Qwen3-1.7B", "v4-8", "fixed:4096", ("rollout.max_new_tokens=4096", *NONE)),
     "3B, v6e-8, 64 rows": (
         "Qwen/Qwen2.5-3B-Instruct",
         "v6e-8",
@@ -39,11 +45,16 @@ CASES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
         ("rollout.max_new_tokens=2048", "rollout.slots=512", "prompts_per_step=64", "train.rows_per_device=64"),
     ),
     "3B, v6e-4": ("Qwen/Qwen2.5-3B-Instruct", "v6e-4", "gsm8k", ("train.remat=none", "train.rows_per_device=8")),
-    "3B, h100-1": ("Qwen/Qwen2.5-3B-Instruct", "h100-1", "gsm8k", ("train.rows_per_device=8",)),
-    "4B, v5e-8": ("Qwen/Qwen3-4B", "v5litepod-8", "gsm8k", ("train.rows_per_device=8",)),
+    "3B, h100-1": ("Qwen/Qwen2.5-3B-Instruct", "h100-1", "gsm8k", ("train.rows_per_device=64",)),
+    "4B, v5e-8": ("Qwen/Qwen3-4B", "v5litepod-8", "gsm8k", ("train.rows_per_device=16",)),
     "7B, v6e-4, 8k": ("Qwen/Qwen2.5-7B-Instruct", "v6e-4", "fixed:7680", LONG),
     "7B, v6e-8": ("Qwen/Qwen2.5-7B-Instruct", "v6e-8", "gsm8k", ("train.rows_per_device=8", "train.remat=products")),
-    "8B, v6e-8": ("Qwen/Qwen3-8B", "v6e-8", "gsm8k", ("rollout.slots=512", "prompts_per_step=64")),
+    "8B, v6e-8": (
+        "Qwen/Qwen3-8B",
+        "v6e-8",
+        "gsm8k",
+        ("rollout.slots=512", "prompts_per_step=64", "train.rows_per_device=16"),
+    ),
     "8B, v6e-1": ("Qwen/Qwen3-8B", "v6e-1", "gsm8k", ()),
     "8B LoRA, v6e-1": ("Qwen/Qwen3-8B", "v6e-1", "gsm8k", ("lora.rank=32", "rollout.slots=256")),
 }
