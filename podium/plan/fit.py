@@ -319,7 +319,7 @@ class Choice:
 
 
 def fastest(halves: Halves) -> Changes | None:
-    """The changes that make a run fastest among those that fit, by the closed form; None if nothing fits."""
+    """The changes that make a run fastest, of all that fit, by the closed form; None if nothing fits."""
     pair = Choice(halves.places(), halves.machine.hbm_bytes, fast=True).best()
     return None if pair is None else pair.changes
 
