@@ -8,10 +8,10 @@ like it, and the next pair is tried until one fits; then the whole run is planne
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from podium.config.errors import ConfigError
-from podium.config.lora import LoraConfig
+from podium.config.lora import Base, LoraConfig
 from podium.config.optimizer import OPTIMIZER_COPIES
 from podium.config.schema import Config
 from podium.plan.halves import Half, Halves, Place
@@ -72,7 +72,7 @@ class Fitted:
     undone: Sequence[Outcome] = ()
     """For each change, the best settings without it, by the closed form."""
     others: Sequence[Outcome] = ()
-    """Faster settings, by the closed form, whose first change is to what the run learns."""
+    """Faster settings, by the closed form, whose first changes are to what the run learns."""
     tried: Sequence[Tried] = ()
     estimated: int = 0
     """Halves of a step that the closed form has estimated."""
@@ -108,11 +108,11 @@ class Fit:
         best, estimated = self._settled(choice, self.now), choice.estimated
         others: list[Outcome] = []
         learned: Changes = ()
-        for change in self._changes_of_learning(smaller=best is None) if best is None or all_others else ():
-            case = self.now.but(change)
+        for changes in self._changes_of_learning(smaller=best is None) if best is None or all_others else ():
+            case = self.now.but(*changes)
             try:
                 choice = self._choice(case)
-            except ValueError:  # the change contradicts other settings
+            except ValueError:  # the changes contradict other settings
                 continue
             found = self._estimated(choice, case)
             estimated += choice.estimated
@@ -120,35 +120,36 @@ class Fit:
                 continue
             others.append(found)
             if best is None:
-                best, learned = self._settled(choice, case), (change,)
+                best, learned = self._settled(choice, case), changes
         return Fitted(
             before=before,
             best=best,
             learned=learned if best else (),
             undone=self._undone(best) if best and all_others else (),
-            others=[each for each in others if each.case.changes[:1] != learned],
+            others=[each for each in others if not learned or each.case.changes[: len(learned)] != learned],
             tried=tuple(self.tried),
             estimated=estimated,
         )
 
-    def _changes_of_learning(self, *, smaller: bool) -> Iterator[Change]:
+    def _changes_of_learning(self, *, smaller: bool) -> Iterator[Changes]:
         """Changes to what is learned that free memory or time, mildest first; with `smaller`, a smaller batch too."""
         config = self.config(self.now)
         optimizer = config.train.optimizer
-        found: list[Change] = []
+        found: list[Changes] = []
         if optimizer.moments == "float32" and OPTIMIZER_COPIES.get(optimizer.name, 2):
-            found.append(Change(key="train.optimizer.moments", value="bfloat16", old="float32"))
-        if config.lora is None:
-            found.append(Change(key="lora.rank", value=LoraConfig.model_fields["rank"].default, old="all weights"))
-        elif config.lora.base == "bfloat16":
-            found.append(Change(key="lora.base", value="int8", old="bfloat16"))
+            found.append((Change(key="train.optimizer.moments", value="bfloat16", old="float32"),))
+        base = "bfloat16" if config.lora is None else config.lora.base
+        rank = Change(key="lora.rank", value=LoraConfig.model_fields["rank"].default, old="all weights")
+        adapted = () if config.lora else (rank,)
+        bases = [Change(key="lora.base", value=each, old=base) for each in get_args(Base)]
+        found += [(*adapted, *([each] if each.value != base else [])) for each in bases[get_args(Base).index(base) :]]
         if config.rollout.in_flight == 1:
-            found.append(Change(key="rollout.in_flight", value=IN_FLIGHT, old=1.0))
+            found.append((Change(key="rollout.in_flight", value=IN_FLIGHT, old=1.0),))
         if smaller and config.prompts_per_step > 1:
             prompts = config.prompts_per_step
-            found.append(Change(key="prompts_per_step", value=prompts // 2, old=prompts))
+            found.append((Change(key="prompts_per_step", value=prompts // 2, old=prompts),))
         fixed = {*self.fixed, *(["lora.rank"] if "lora" in self.fixed else [])}
-        return (each for each in found if each.key not in fixed)
+        return (each for each in found if each and fixed.isdisjoint(change.key for change in each))
 
     def _choice(self, case: Case) -> "Choice":
         """The candidates for a case. Raises ValueError if it contradicts itself."""

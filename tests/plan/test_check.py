@@ -70,9 +70,7 @@ def test_nothing_is_planned_on_other_machines(tmp_path, monkeypatch):
 
 def test_a_run_that_is_far_too_large_is_refused_unless_forced(tmp_path, monkeypatch):
     run_on(monkeypatch, dataclasses.replace(V6E_8, hbm_bytes=6 * GIB))
-    with pytest.raises(
-        ValueError, match=r"needs about .* GiB on each device .* --fit` finds .* --force trains anyway"
-    ):
+    with pytest.raises(ValueError, match=r"needs about .* GiB on each device .* --fit` finds .* --force trains anyway"):
         RunCheck(config_3b(), force=False).begin(QWEN_3B, tmp_path)
     assert list(tmp_path.iterdir()) == []
     line = RunCheck(config_3b(), force=True).begin(QWEN_3B, tmp_path)
