@@ -112,9 +112,9 @@ class Fit:
             case = self.now.but(*changes)
             try:
                 choice = self._choice(case)
-            except ValueError:  # the changes contradict other settings
+                found = self._estimated(choice, case)
+            except ValueError:  # the changes contradict other settings, or the model
                 continue
-            found = self._estimated(choice, case)
             estimated += choice.estimated
             if found is None or (best is not None and not learned and not _faster(found, best)):
                 continue
