@@ -2,8 +2,8 @@
 
     python -m benches.children.decode_bytes MACHINE FORM SLOTS CONTEXT SETTING...       (benches.gpu_decode calls it)
 
-FORM is `stacks` for a loop over stacked weights, as the trainer has them, and attention in XLA; or `layers` for what
-the engine does.
+FORM is `stacks` for a loop over stacked weights, as the trainer has them, and attention in XLA; `layers` for an array
+for each matrix of a layer; or `joined` for what the engine does, with matrices of one input side by side.
 """
 
 import dataclasses
@@ -26,9 +26,10 @@ from podium.config.sizes import steps_at_once
 from podium.hlo.cost import ProgramCost, roofline
 from podium.hlo.text import parse
 from podium.kernels import gpu_decode
-from podium.models.architecture import DecoderConfig
+from podium.models.architecture import DecoderConfig, unrolled
+from podium.models.params import param_specs
 from podium.models.presets import find_decoder
-from podium.plan.calibration import load_chip
+from podium.plan.calibration import calibrated, load_chip
 from podium.plan.phases import device_bytes, phase_programs
 from podium.plan.topology import topology_devices
 from podium.plan.worker import looped_work
@@ -51,6 +52,9 @@ def main(machine: str, form: str, slots: str, context: str, *settings: str) -> N
         podium.rollout.programs.engine_decoder = lambda decoder, rules: decoder
         podium.rollout.programs.engine_options = lambda platform: {}
         gpu_decode.fits = lambda page_tokens, head_dim: False
+    if form == "layers":
+        podium.rollout.weights.engine_decoder = lambda decoder, rules: unrolled(decoder)
+        podium.rollout.programs.engine_decoder = lambda decoder, rules: unrolled(decoder)
     accelerator = find_accelerator(machine)
     config = load_settings([str(CONFIG)], [f"rollout.slots={slots}", *settings]).config
     decoder = find_decoder(config)
@@ -66,7 +70,7 @@ def main(machine: str, form: str, slots: str, context: str, *settings: str) -> N
     found = {
         **step_cost(text, spec, int(context), accelerator),
         "floor_bytes": floor_bytes(decoder, weights, rules, rows, int(context)),
-        "weights_written": weights_written(text, weights),
+        "weights_written": weights_written(text, weights, decoder),
         "temporary_bytes": memory.temp_size_in_bytes,
         "compile_cpu_s": round(cpu_s, 1),
     }
@@ -74,16 +78,23 @@ def main(machine: str, form: str, slots: str, context: str, *settings: str) -> N
 
 
 def step_cost(text: str, spec: RunSpec, context: int, accelerator: Accelerator) -> dict[str, float]:
-    """Bytes that a device moves in one step of the program's loop, and its milliseconds by the roofline."""
+    """What a device does in one step of the program's loop: bytes moved, kernels, and milliseconds.
+
+    Milliseconds by the roofline, and with the shares of it that plans assume.
+    """
     page = spec.rollout.settings.page_tokens
     blocks = math.ceil(context / (page * cache_block_pages(page, "gpu")))
     at_once = steps_at_once(spec.rollout.settings.refill_steps, spec.machine.devices)
     works = looped_work(parse(text), spec.mesh, blocks, skipped=["sample"])
     step = ProgramCost(tuple(dataclasses.replace(each.work, times=each.each / at_once) for each in works if each.each))
     chip = load_chip(accelerator.generation)
+    line = roofline(step, chip.peaks, links=chip.links)
+    seconds, _ = calibrated([(1, line)], chip, "decode")
     return {
         "step_bytes": step.hbm_bytes,
-        "step_ms": 1e3 * sum(roofline(step, chip.peaks, links=chip.links).parts.values()),
+        "step_ms": 1e3 * sum(line.parts.values()),
+        "planned_ms": 1e3 * seconds.value,
+        "kernels": sum(work.times / (blocks if work.of_block else 1) for work in step.works),
         "bandwidth": chip.peaks.hbm_bandwidth,
     }
 
@@ -96,11 +107,11 @@ def floor_bytes(decoder: DecoderConfig, weights: AbstractParams, rules: Sharding
     return read + cache + 4 * rows * decoder.vocab
 
 
-def weights_written(text: str, weights: AbstractParams) -> int:
-    """Number of instructions that write an array with the dimensions of a matrix of weights, or of a slice of one."""
-    shapes = {
-        _dimensions(value.shape[1:] if name.startswith("layers") else value.shape) for name, value in weights.items()
-    }
+def weights_written(text: str, weights: AbstractParams, decoder: DecoderConfig) -> int:
+    """Number of instructions that write an array with the dimensions of a matrix of weights, stored or single."""
+    stored = [value.shape[1:] if name.startswith("layers") else value.shape for name, value in weights.items()]
+    single = [spec.shape[1:] for name, spec in param_specs(decoder).items() if name.startswith("layers")]
+    shapes = {_dimensions(shape) for shape in (*stored, *single)}
     matrices = {shape for shape in shapes if math.prod(shape) >= SMALLEST_MATRIX}
     made = (_dimensions(map(int, found[1].split(","))) for line in text.splitlines() if (found := MADE.match(line)))
     return sum(shape in matrices for shape in made)

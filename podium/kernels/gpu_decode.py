@@ -1,7 +1,8 @@
 """GPU kernel for decoding: attention of one new token per row over pages of the cache (Pallas, lowered to Triton).
 
 XLA gathers a row's pages into an array before it multiplies, so that keys and values are read, written and read again;
-this kernel reads them where they are. A row's pages are split over several programs (flash-decoding,
+this kernel reads them where they are. It also writes the new token's key and value, which XLA does in two kernels of
+their own. A row's pages are split over several programs (flash-decoding,
 https://crfm.stanford.edu/2023/10/12/flashdecoding.html), whose sums are joined at the end.
 """
 
@@ -31,6 +32,8 @@ def fits(page_tokens: int, head_dim: int) -> bool:
 @jax.named_scope("scores")
 def paged_attention(
     q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
     keys: jax.Array,
     values: jax.Array,
     layer: jax.Array,
@@ -40,32 +43,36 @@ def paged_attention(
     window: int | None,
     sinks: jax.Array | None,
     interpret: bool = False,
-) -> jax.Array:
-    """Attend from each row's last token to its own and the tokens before it.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Write each row's new token to its page, and attend from it to itself and the tokens before it.
 
     Args:
         q: [R, H, Q], rotated.
+        k: [R, K, Q], rotated.
+        v: [R, K, Q].
         keys: [L, N, K, P, Q], all pages of all layers.
         values: [L, N, K, P, Q].
         layer: [] int32.
         tables: [R, C] int32, pages of each row's sequence.
-        lengths: [R] int32, tokens of each row, the new one included; 0: the row attends to nothing.
+        lengths: [R] int32, tokens of each row, the new one included; 0: the row has none.
         window: number of positions that the token attends to, including its own; None: all.
         sinks: [H], score of each head with a key that has no value; None: no such key.
         interpret: emulate the kernel without a GPU, slowly.
 
     Returns:
-        [R, H, Q] in the dtype of `q`; 0 where a row attends to nothing.
+        The output [R, H, Q] in the dtype of `q`, 0 where a row has no token; `keys` and `values`, updated in place.
     """
     (R, H, Q), (L, N, K, P, _) = q.shape, keys.shape
     G, splits = H // K, min(MOST_SPLITS, math.ceil(PROGRAMS / (R * K)))
-    padded = max(SMALLEST, pl.next_power_of_2(G))
-    queries = jnp.pad(q.reshape(R, K, G, Q), ((0, 0), (0, 0), (0, padded - G), (0, 0)))
+    # One array, which XLA makes in one kernel; what it has behind the queries gives results that are cut off.
+    padded = max(SMALLEST, pl.next_power_of_2(G + 2))
+    new = jnp.concatenate([q.reshape(R, K, G, Q), k[:, :, None], v[:, :, None]], axis=2)
+    new = jnp.pad(new, ((0, 0), (0, 0), (0, padded - G - 2), (0, 0)))
     pages = pl.BlockSpec((L, N, None, P, Q), lambda r, k, s: (0, 0, k, 0, 0))
     sums = pl.BlockSpec((None, None, None, padded), lambda r, k, s: (r, k, s, 0))
     block = R * K * CACHE_BLOCK  # tokens of a block of all rows' caches, for each head
-    top, total, weighted = pl.pallas_call(
-        functools.partial(_kernel, splits=splits, window=window),
+    *found, keys, values = pl.pallas_call(
+        functools.partial(_kernel, group=G, splits=splits, window=window),
         grid=(R, K, splits),
         in_specs=[
             pl.BlockSpec((1,), lambda r, k, s: (0,)),
@@ -75,27 +82,45 @@ def paged_attention(
             pages,
             pages,
         ],
-        out_specs=[sums, sums, pl.BlockSpec((None, None, None, padded, Q), lambda r, k, s: (r, k, s, 0, 0))],
+        out_specs=[
+            sums,
+            sums,
+            pl.BlockSpec((None, None, None, padded, Q), lambda r, k, s: (r, k, s, 0, 0)),
+            pages,
+            pages,
+        ],
         out_shape=[
             jax.ShapeDtypeStruct((R, K, splits, padded), jnp.float32),
             jax.ShapeDtypeStruct((R, K, splits, padded), jnp.float32),
             jax.ShapeDtypeStruct((R, K, splits, padded, Q), jnp.float32),
+            jax.ShapeDtypeStruct(keys.shape, keys.dtype),
+            jax.ShapeDtypeStruct(values.shape, values.dtype),
         ],
+        input_output_aliases={4: 3, 5: 4},
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
         # for the planner: the work on a block of the cache
         metadata={"flops": str(4 * block * G * Q), "bytes": str(2 * block * Q * keys.dtype.itemsize)},
-    )(layer.reshape(1), tables, lengths, queries, keys, values)
-    top, total, weighted = top[..., :G], total[..., :G], weighted[..., :G, :]
-    highest = jnp.max(top, axis=2, keepdims=True)  # [R, K, 1, G]
-    own = None if sinks is None else sinks.astype(jnp.float32).reshape(1, K, 1, G)
-    highest = highest if own is None else jnp.maximum(highest, own)
-    scale = jnp.exp(top - highest)
-    divisor = jnp.sum(total * scale, axis=2)  # [R, K, G]
-    if own is not None:
-        divisor += jnp.exp(own - highest)[:, :, 0]
-    found = jnp.sum(weighted * scale[..., None], axis=2) / jnp.maximum(divisor, jnp.finfo(jnp.float32).tiny)[..., None]
-    return found.reshape(R, H, Q).astype(q.dtype)
+    )(layer.reshape(1), tables, lengths, new, keys, values)
+    top, total, weighted = (x[:, :, :, :G] for x in found)
+    attended = _divided(top, total, weighted, None if sinks is None else sinks.reshape(1, K, G))
+    return attended.reshape(R, H, Q).astype(q.dtype), keys, values
+
+
+def _divided(top: jax.Array, total: jax.Array, weighted: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Join the sums of a softmax over parts of the keys, [R, K, splits, G] and [..., Q]; returns [R, K, G, Q].
+
+    Part by part, without a reduction over an axis, so that XLA makes one kernel of it.
+    """
+    highest = functools.reduce(jnp.maximum, [top[:, :, i] for i in range(top.shape[2])])  # [R, K, G]
+    highest = highest if sinks is None else jnp.maximum(highest, sinks.astype(jnp.float32))
+    divisor = jnp.zeros_like(highest) if sinks is None else jnp.exp(sinks.astype(jnp.float32) - highest)
+    attended = jnp.zeros_like(weighted[:, :, 0])
+    for i in range(top.shape[2]):
+        scale = jnp.exp(top[:, :, i] - highest)
+        divisor += total[:, :, i] * scale
+        attended += weighted[:, :, i] * scale[..., None]
+    return attended / jnp.maximum(divisor, jnp.finfo(jnp.float32).tiny)[..., None]
 
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array]  # of a softmax: maximum score [G], divisor [G], weighted values [G, Q]
@@ -105,20 +130,28 @@ def _kernel(
     layer: jax.Ref,
     table: jax.Ref,
     length: jax.Ref,
-    q: jax.Ref,
+    new: jax.Ref,
     keys: jax.Ref,
     values: jax.Ref,
     top: jax.Ref,
     total: jax.Ref,
     weighted: jax.Ref,
+    written_keys: jax.Ref,
+    written_values: jax.Ref,
     *,
+    group: int,
     splits: int,
     window: int | None,
 ) -> None:
-    """One row's head and every `splits`-th of its pages."""
+    """One row's head and every `splits`-th of its pages; the first of these programs has the new token too.
+
+    No program reads the new token from its page, which another may be writing. In `new` its key and its value are
+    behind the `group` of queries.
+    """
     P, split = keys.shape[2], pl.program_id(2)
-    queries, end = q[...], length[0]
-    oldest = 0 if window is None else jnp.maximum(end - window, 0)
+    queries, last = new[...], length[0] - 1
+    oldest = 0 if window is None else jnp.maximum(length[0] - window, 0)
+    has_new = (split == 0) & (last >= 0)
     first = oldest // P + split
 
     def add(step: jax.Array, sums: _Sums) -> _Sums:
@@ -127,15 +160,28 @@ def _kernel(
         page = table[column]
         position = column * P + jnp.arange(P)
         scores = _dot(queries, keys[layer[0], page, :, :].T) * queries.shape[-1] ** -0.5
-        scores = jnp.where(((position >= oldest) & (position < end))[None], scores, MASKED)
+        scores = jnp.where(((position >= oldest) & (position < last))[None], scores, MASKED)
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         shares, kept = jnp.exp(scores - higher[:, None]), jnp.exp(top - higher)
         weighted = kept[:, None] * weighted + _dot(shares.astype(values.dtype), values[layer[0], page, :, :])
         return higher, kept * total + jnp.sum(shares, axis=1), weighted
 
-    begun = jnp.full(queries.shape[0], MASKED), jnp.zeros(queries.shape[0]), jnp.zeros(queries.shape, jnp.float32)
-    steps = jnp.maximum((end + P - 1) // P - first + splits - 1, 0) // splits
+    k, v = new[group, :], new[group + 1, :]
+    own = jnp.sum(queries.astype(jnp.float32) * k.astype(jnp.float32)[None], axis=1) * queries.shape[-1] ** -0.5
+    value = jnp.broadcast_to(v.astype(jnp.float32)[None], queries.shape)
+    begun = (
+        jnp.where(has_new, own, MASKED),
+        jnp.where(has_new, jnp.ones_like(own), 0.0),
+        jnp.where(has_new, value, 0.0),
+    )
+    steps = jnp.maximum((last + P - 1) // P - first + splits - 1, 0) // splits
     top[...], total[...], weighted[...] = jax.lax.fori_loop(0, steps, add, begun)
+
+    @pl.when(has_new)
+    def _() -> None:
+        page, offset = table[last // P], last % P
+        written_keys[layer[0], page, offset, :] = k
+        written_values[layer[0], page, offset, :] = v
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:

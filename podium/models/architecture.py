@@ -96,6 +96,8 @@ class DecoderConfig:
     """Whether norms multiply with their scale in float32 and round once (Gemma, gpt-oss); others round before too."""
     embed_scale: float = 1.0
     """Factor of the embeddings, in the number format of the products (Gemma: the square root of the width)."""
+    joined: bool = False
+    """Whether a layer's matrices with one input are stored side by side (`podium.models.params.joined_groups`)."""
 
     @functools.cached_property
     def places(self) -> tuple[Place, ...]:

@@ -12,8 +12,10 @@ from podium.models.blocks.choices import Recorded
 from podium.models.blocks.kind import Advance, At, Attend, Recur, States, Tree
 from podium.models.blocks.rope import Rope
 from podium.models.blocks.weights import LayerWeight, LayerWeights, Weight
-from podium.models.linear import make_linear, several
+from podium.models.joined import apart
+from podium.models.linear import make_linear, output_dims, several
 from podium.models.mixture import mixed
+from podium.models.params import Group
 from podium.models.placement import from_sequences, projected_rows, to_sequences, whole_rows
 from podium.sharding import ShardingRules
 
@@ -35,6 +37,8 @@ class LayerContext:
     norm_offset: float
     wide_norms: bool
     rules: ShardingRules
+    joined: Sequence[Group] = ()
+    """Matrices that are stored side by side."""
     recorded: Recorded | None = None
     replay: bool = True
 
@@ -50,6 +54,14 @@ class LayerContext:
     def linear(self, pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
         """The einsum of an activation and a weight."""
         return make_linear(self.rules)(pattern, x, w)
+
+    def several(self, pattern: str, x: jax.Array, w: LayerWeights, names: Sequence[str]) -> Sequence[jax.Array]:
+        """The einsums of an activation and each of these weights; one product, where they are stored side by side."""
+        group = next((each for each in self.joined if each.names == tuple(names)), None)
+        if group is None:
+            return [self.linear(pattern, x, w[name]) for name in names]
+        y = self.linear(pattern, x, w[group.whole])
+        return apart(y, output_dims(pattern)[1], group, self.rules)
 
     def exact(self, pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
         """The einsum of an activation and a weight in float32."""
@@ -88,8 +100,12 @@ class LayerContext:
 
         The results are sharded for attention: each device has whole heads of some of the rows.
         """
-        own = [w[name] for name in ("q", "k", "v")]
-        q, k, v = several(self.linear, self.rules, "btd,dhq->bthq", x, own, "heads")
+        pattern, names = "btd,dhq->bthq", ("q", "k", "v")
+        if self.joined:
+            found = self.several(pattern, x, w, names)
+        else:
+            found = several(self.linear, self.rules, pattern, x, [w[name] for name in names], "heads")
+        q, k, v = found
         if bias:
             q, k, v = (self.biased(y, w[name]) for y, name in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias")))
         return to_sequences(self.rules, q, k, v)

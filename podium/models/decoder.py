@@ -21,7 +21,7 @@ from podium.models.blocks.mathematics import rms_norm, rope_tables
 from podium.models.blocks.weights import AnyWeight, LayerWeights, Weight
 from podium.models.context import LayerContext, Tables
 from podium.models.linear import activation_dtype, layer_weight, of_bits, with_adapters
-from podium.models.params import is_adapter, param_specs
+from podium.models.params import is_adapter, joined_groups, param_specs
 from podium.models.placement import merge_rows, split_rows, to_rows
 from podium.models.quantised import dequantised
 from podium.sharding import Params, ShardingRules
@@ -198,6 +198,7 @@ def _layer(
         norm_offset=config.norm_offset,
         wide_norms=config.wide_norms,
         rules=rules,
+        joined=joined_groups(block.specs(config.width, std=0.0, out_std=0.0), config),
         recorded=known,
         replay=replay,
     )

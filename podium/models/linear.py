@@ -115,12 +115,17 @@ def several(
     trained = [each for each in weights if isinstance(each, Weight) and each.sums is not None]
     if rules.platform != "tpu" or len(trained) < len(weights) or rules.num_shards(axis) > 1:
         return [linear(pattern, x, each) for each in weights]
-    x_axes, w_axes, y_axes = pattern.replace("->", ",").split(",")
-    outer = next(letter for letter in w_axes if letter not in x_axes)
-    dim, split = w_axes.index(outer), y_axes.index(outer)
+    dim, split = output_dims(pattern)
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=dim), *trained)
     ends = list(itertools.accumulate(each.value.shape[dim] for each in trained))[:-1]
     return jnp.split(linear(pattern, x, joined), ends, axis=split)
+
+
+def output_dims(pattern: str) -> tuple[int, int]:
+    """Index of the first output dimension in the weight, and in the product, of `(pattern, x, weight) -> y`."""
+    x_axes, w_axes, y_axes = pattern.replace("->", ",").split(",")
+    outer = next(letter for letter in w_axes if letter not in x_axes)
+    return w_axes.index(outer), y_axes.index(outer)
 
 
 def adapter(linear: Linear, pattern: str, x: jax.Array, w: Adapted) -> jax.Array:

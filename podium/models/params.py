@@ -6,8 +6,8 @@ Initialisation, sharding, file names, checkpoints and the planner's abstract arr
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from podium.config.lora import ADAPTABLE, MATRICES, NF4_BLOCK
 from podium.models.architecture import LAYERS, DecoderConfig, Lora, ModelError
@@ -17,6 +17,8 @@ LORA_A = ".lora_a"
 LORA_B = ".lora_b"
 SCALE = ".scale"
 """Name suffixes: a matrix's two adapter factors, and its scales if it is stored in fewer bits than bfloat16."""
+JOIN = "+"
+"""Stands between the names of matrices that are stored side by side, as in `q+k+v`."""
 _PREFIX = re.compile(rf"^{re.escape(LAYERS)}(\d+\.)?")
 VOCAB_BLOCK = 128
 """Vocabulary tokens per block of the sampler (`podium.rollout.sampling`); a vocabulary is split between blocks."""
@@ -99,8 +101,10 @@ def param_specs(config: DecoderConfig) -> ParamSpecs:
     for place in config.places:
         one_layer = place.block.specs(D, std=std, out_std=out_std)
         one_layer = {name: _shifted(name, spec, config.norm_offset) for name, spec in one_layer.items()}
+        groups = joined_groups(one_layer, config)
         if config.lora is not None:
             one_layer |= _lora_specs(one_layer, config.lora)
+        one_layer = _side_by_side(one_layer, groups)
         specs |= {place.prefix + name: stacked(spec, len(place.layers)) for name, spec in one_layer.items()}
     specs["final_norm"] = _shifted("final_norm", ParamSpec((D,), (None,), 0.0, 1.0), config.norm_offset)
     if config.scores != "none":  # its variance as in arXiv:2009.01325
@@ -163,6 +167,77 @@ def _nf4_specs(name: str, spec: ParamSpec) -> ParamSpecs:
     }
 
 
+class Group(NamedTuple):
+    """Matrices of a layer that are stored side by side, as one."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Size of each in the dimension along which they lie, its first output dimension."""
+    outputs: int
+    """Number of output dimensions: that one and those behind it, also of scales and second factors."""
+    axis: str | None
+    """The logical axis of the dimension along which they lie."""
+
+    @property
+    def whole(self) -> str:
+        """The name under which they are stored."""
+        return JOIN.join(self.names)
+
+
+def joined_groups(layer: ParamSpecs, config: DecoderConfig) -> tuple[Group, ...]:
+    """The groups of a layer's matrices that the decoder stores side by side, if it is `joined`.
+
+    Matrices of different number formats are stored apart.
+    """
+    merged = config.lora is not None and config.lora.merged  # in a rollout, all have its own format then
+    members: dict[str, list[str]] = {}
+    for name, spec in layer.items() if config.joined else ():
+        if spec.group is not None:
+            members.setdefault(spec.group, []).append(name)
+    found: list[Group] = []
+    for names in members.values():
+        if merged or len({frozen_dtype(name, config) for name in names}) == 1:
+            first = layer[names[0]]
+            dim = matrix_outputs(first)
+            others = {_widened(layer[name], dim, 0).shape for name in names}
+            assert len(others) == 1, f"{names} have one group, and differ in more than their first output dimension"
+            sizes = tuple(layer[name].shape[dim] for name in names)
+            found.append(Group(tuple(names), sizes, len(first.shape) - dim, first.axes[dim]))
+    return tuple(found)
+
+
+def _side_by_side(layer: ParamSpecs, groups: Sequence[Group]) -> ParamSpecs:
+    """A layer's weights with those of each group as one.
+
+    Adapters beside a group are one adapter beside the joined matrix: the first factors lie side by side too, and the
+    second ones on the diagonal of a matrix that is 0 elsewhere.
+    """
+    found = dict(layer)
+    for group in groups:
+        own = [found.pop(name) for name in group.names]
+        found[group.whole] = _whole(own[0], group)
+        factors = [found.pop(name + LORA_A) for name in group.names if name + LORA_A in layer]
+        seconds = [found.pop(name + LORA_B) for name in group.names if name + LORA_B in layer]
+        scales = [found.pop(name + SCALE) for name in group.names if name + SCALE in layer]
+        if factors:
+            rank = sum(spec.shape[-1] for spec in factors)
+            found[group.whole + LORA_A] = _widened(factors[0], len(factors[0].shape) - 1, rank)
+            found[group.whole + LORA_B] = _whole(_widened(seconds[0], 0, rank), group)
+        if scales:
+            found[group.whole + SCALE] = _whole(scales[0], group)
+    return found
+
+
+def _whole(spec: ParamSpec, group: Group) -> ParamSpec:
+    """The spec of one of a group's weights, with the outputs of all."""
+    return _widened(spec, len(spec.shape) - group.outputs, sum(group.sizes))
+
+
+def _widened(spec: ParamSpec, dim: int, size: int) -> ParamSpec:
+    """The spec with another size of one dimension."""
+    return spec._replace(shape=(*spec.shape[:dim], size, *spec.shape[dim + 1 :]))
+
+
 def own_name(name: str) -> str:
     """A layer weight's name within its kind: `layers.q` and `layers.3.q` are `q`."""
     return _PREFIX.sub("", name)
@@ -195,7 +270,7 @@ def frozen_dtype(name: str, config: DecoderConfig) -> str:
     if name.endswith(SCALE):
         return "float32"
     codes = "int8" if config.lora.base == "int8" else "uint8"
-    return codes if own_name(name) in MATRICES else "bfloat16"
+    return codes if all(part in MATRICES for part in own_name(name).split(JOIN)) else "bfloat16"
 
 
 def rollout_dtype(name: str, config: DecoderConfig, dtype: Dtype) -> Dtype | str:

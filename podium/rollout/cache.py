@@ -323,13 +323,14 @@ def extend(
         k: jax.Array,
         v: jax.Array,
     ) -> tuple[KvPages, jax.Array]:
-        write = _append if q.shape[1] == 1 else _write
-        cache = write(cache, layer, tables, starts, counts, k, v)
         if q.shape[1] == 1 and rules.platform == "gpu" and gpu_decode.fits(cache.page_tokens, q.shape[-1]):
             lengths = jnp.where(counts > 0, starts + 1, 0)
             paged = functools.partial(gpu_decode.paged_attention, window=window, sinks=sinks)
-            found = paged(q[:, 0], cache.stored_keys, cache.values, layer, tables, lengths)
-            return cache, found[:, None]
+            new = q[:, 0], k[:, 0], v[:, 0]
+            found, *pages = paged(*new, cache.stored_keys, cache.values, layer, tables, lengths)
+            return dataclasses.replace(cache, keys=pages[0], values=pages[1]), found[:, None]
+        write = _append if q.shape[1] == 1 else _write
+        cache = write(cache, layer, tables, starts, counts, k, v)
         return cache, _attend(cache, layer, tables, starts, counts, q, pages_at_once, window, sinks)
 
     if cache.ring is not None:

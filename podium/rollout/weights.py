@@ -1,5 +1,6 @@
 """An engine's weights: their layout, which of them updates change, and how to make them from the trainer's."""
 
+import dataclasses
 from typing import Protocol, cast
 
 import jax
@@ -9,12 +10,14 @@ from podium.compiler import Lowerable
 from podium.models.adapters import merged
 from podium.models.architecture import DecoderConfig, unrolled
 from podium.models.blocks.kind import Place
+from podium.models.joined import joined
 from podium.models.linear import as_bits, kept_dtype, of_bits
 from podium.models.params import (
     LAYERS,
     TRAIN_AXES,
     ParamSpecs,
     is_adapter,
+    joined_groups,
     param_specs,
     rollout_dtype,
     rollout_specs,
@@ -39,13 +42,14 @@ class SyncProgram(Program, Protocol):
 
 
 def engine_decoder(decoder: DecoderConfig, rules: ShardingRules) -> DecoderConfig:
-    """The decoder as an engine computes it: unrolled on GPUs, unless it shares the trainer's frozen weights.
+    """The decoder as an engine computes it: on GPUs unrolled and joined, unless it shares the trainer's frozen weights.
 
     XLA for GPUs copies a layer's slice of a stack of weights before each product, so that a decode step would move
-    every weight three times (benches/results/gpu-decode-planned.json).
+    every weight three times (benches/results/gpu-decode-planned.json). Small products reach a third of the memory's
+    bandwidth there, and each takes a launch, so one product reads all matrices of a layer that have one input.
     """
     stacked = rules.platform != "gpu" or (decoder.lora is not None and decoder.lora.shared)
-    return decoder if stacked else unrolled(decoder)
+    return decoder if stacked else dataclasses.replace(unrolled(decoder), joined=True)
 
 
 def engine_specs(decoder: DecoderConfig, rules: ShardingRules) -> ParamSpecs:
@@ -64,16 +68,17 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
     Since they are copies, the trainer can donate its parameters to the next update. If weights are gathered, layers are
     moved one at a time; moving all at once, a TPU would gather all of them before storing any, in twice the memory. The
     same holds for merging adapters, always into the frozen weights. With unmerged adapters, only the adapters are
-    synced; with `frozen`, all other weights.
+    synced; with `frozen`, all other weights. Matrices that an engine reads in one product are written side by side.
     """
+    engine = engine_decoder(decoder, rules)
     specs = {
         name: spec for name, spec in engine_specs(decoder, rules).items() if frozen_in_rollout(decoder, name) == frozen
     }
+    single = rollout_specs(dataclasses.replace(engine, joined=False), rules.num_shards("logits"))
     stored = param_shardings(param_specs(decoder), ShardingRules(rules.mesh, TRAIN_AXES))
     wanted = param_shardings(specs, rules)
     merging = decoder.lora is not None and decoder.lora.merged
-    engine = engine_decoder(decoder, rules)
-    prefixes = {layer: place.prefix for place in engine.places for layer in place.layers}
+    places = {layer: place for place in engine.places for layer in place.layers}
     stacked = engine == decoder
     in_place = (
         stacked
@@ -82,28 +87,31 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
     )
 
     def move(name: str, value: jax.Array) -> jax.Array:
-        shape, axes, *_ = specs[name]
+        shape, axes, *_ = single[name]
         missing = [(0, size - found) for size, found in zip(shape[-value.ndim :], value.shape, strict=True)]
         value = jnp.pad(of_bits(value).astype(rollout_dtype(name, decoder, dtype)), missing)
         value = as_bits(value) if rules.on_cpu else value
-        return jnp.copy(rules.constrain(value, *axes[len(axes) - value.ndim :]))
+        return rules.constrain(value, *axes[len(axes) - value.ndim :])
 
-    def move_layer(layer: Params, prefix: str) -> Params:
+    def move_layer(layer: Params, place: Place) -> Params:
         if decoder.lora and merging:
             layer = merged({name: of_bits(value) for name, value in layer.items()}, decoder.lora.scale)
-        return {prefix + name: move(prefix + name, value) for name, value in layer.items()}
+        moved = {name: move(place.prefix + name, value) for name, value in layer.items()}
+        groups = joined_groups(place.block.specs(decoder.width, std=0.0, out_std=0.0), engine)
+        return {place.prefix + name: jnp.copy(value) for name, value in joined(moved, groups, rules).items()}
 
     def move_stack(layers: Params, place: Place) -> Params:
         if stacked:
-            return jax.lax.scan(lambda _, layer: (None, move_layer(layer, place.prefix)), None, layers)[1]
+            return jax.lax.scan(lambda _, layer: (None, move_layer(layer, place)), None, layers)[1]
         moved: Params = {}
         for index, layer in enumerate(place.layers):
-            one = move_layer({name: value[index] for name, value in layers.items()}, prefixes[layer])
+            one = move_layer({name: value[index] for name, value in layers.items()}, places[layer])
             moved |= {name: value[None] for name, value in one.items()}
         return moved
 
     def sync(params: Params) -> Params:
-        moved = {name: move(name, value) for name, value in params.items() if in_place or not name.startswith(LAYERS)}
+        whole = {name: value for name, value in params.items() if in_place or not name.startswith(LAYERS)}
+        moved = {name: jnp.copy(move(name, value)) for name, value in whole.items()}
         for place in decoder.places if not in_place else ():
             names = {name.removeprefix(place.prefix): name for name in params if name.startswith(place.prefix)}
             layers = {own: params[name] for own, name in names.items()}

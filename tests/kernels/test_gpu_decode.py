@@ -11,17 +11,29 @@ LENGTHS = (1, 16, 17, 0, 90, 128)
 COLUMNS = 8
 
 
-def arrays(seed=0):
+def arrays(window, seed=0):
+    """Queries, pages with all tokens, and tables; with a window, the pages of a long row are a ring."""
     random = np.random.default_rng(seed)
     keys, values = (random.standard_normal((L, N, K, P, Q), np.float32) for _ in range(2))
     q = random.standard_normal((len(LENGTHS), K * G, Q), np.float32)
     pages = iter(random.permutation(N))
     tables = np.full((len(LENGTHS), COLUMNS), 2**30, np.int32)
     for row, length in enumerate(LENGTHS):
-        used = min(-(-length // P), 6)
+        used = min(-(-length // P), COLUMNS if window is None else 6)
         tables[row, :used] = [next(pages) for _ in range(used)]
         tables[row, used : -(-length // P)] = tables[row, : -(-length // P) - used]  # a ring's pages repeat
     return q, keys, values, tables
+
+
+def without_last(keys, values, tables, layer):
+    """The pages before each row's last token is written, and the keys and values [R, K, Q] of those tokens."""
+    before, new = (keys.copy(), values.copy()), np.ones((2, len(LENGTHS), K, Q), np.float32)
+    for row, length in enumerate(LENGTHS):
+        for pages, own in zip(before, new, strict=True):
+            if length:
+                at = layer, tables[row, (length - 1) // P], slice(None), (length - 1) % P
+                own[row], pages[at] = pages[at], 1e6  # to be overwritten, and read nowhere
+    return before, new
 
 
 def expected(q, keys, values, tables, layer, window, sinks):
@@ -44,9 +56,10 @@ def expected(q, keys, values, tables, layer, window, sinks):
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("sinks", [None, np.linspace(-2, 2, K * G, dtype=np.float32)])
 def test_it_is_a_softmax_over_each_rows_visible_keys(layer, window, sinks):
-    q, keys, values, tables = arrays()
-    found = paged_attention(
-        *map(jnp.asarray, (q, keys, values)),
+    q, keys, values, tables = arrays(window)
+    before, (k, v) = without_last(keys, values, tables, layer)
+    found, *written = paged_attention(
+        *map(jnp.asarray, (q, k, v, *before)),
         jnp.int32(layer),
         jnp.asarray(tables),
         jnp.asarray(LENGTHS, jnp.int32),
@@ -56,6 +69,7 @@ def test_it_is_a_softmax_over_each_rows_visible_keys(layer, window, sinks):
     )
     wanted = expected(q, keys, values, tables, layer, window, sinks)
     assert np.abs(np.asarray(found) - wanted).max() < 1e-5
+    assert all(np.array_equal(found, whole) for found, whole in zip(written, (keys, values), strict=True))
     assert not np.asarray(found)[LENGTHS.index(0)].any()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mixed_decoder import MIXED, weights
 from tiny_decoder import DECODER
-from tiny_engine import CONFIG, Letters, mesh_of, random_requests, same
+from tiny_engine import CONFIG, Letters, OfGpu, mesh_of, random_requests, same
 
 from podium.certify.subject import random_weights, tiny_clone
 from podium.kernels import gpu_decode
@@ -21,14 +21,6 @@ from podium.rollout.weights import engine_decoder, engine_specs, keeps
 from podium.sharding import ShardingRules, init_params
 
 LORA = Lora(rank=2, alpha=4.0, targets=("q", "v", "up"), base="bfloat16", merged=False)
-
-
-class OfGpu(ShardingRules):
-    """Rules of a mesh that claims to be of GPUs."""
-
-    @property
-    def platform(self) -> str:
-        return "gpu"
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +44,7 @@ def test_a_gpu_has_each_layer_apart_and_others_stack_them():
     assert engine_decoder(DECODER, cpu) is DECODER
     assert [len(place.layers) for place in engine_decoder(DECODER, gpu).places] == [1] * DECODER.layers
     assert engine_specs(DECODER, cpu)["layers.q"].shape[0] == DECODER.layers
-    assert engine_specs(DECODER, gpu)["layers.1.q"].shape == (1, *engine_specs(DECODER, cpu)["layers.q"].shape[1:])
+    assert engine_specs(DECODER, gpu)["layers.1.o"].shape == (1, *engine_specs(DECODER, cpu)["layers.o"].shape[1:])
 
 
 def test_an_unrolled_decoder_has_the_same_layers_in_the_same_order():
@@ -133,7 +125,7 @@ def test_a_weight_that_is_not_finite_is_named_with_its_layer():
     engine = make_engine(OfGpu, DECODER)
     params = opinionated(DECODER, 0)
     engine.load(params | {"layers.up": params["layers.up"].at[1].set(jnp.nan)})
-    with pytest.raises(NonFiniteError, match=r"weight layers\.1\.up of layer 1 is not finite"):
+    with pytest.raises(NonFiniteError, match=r"weight layers\.1\.gate\+up of layer 1 is not finite"):
         engine.generate(random_requests(1))
 
 

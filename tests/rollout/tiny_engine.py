@@ -34,6 +34,14 @@ class Letters:
         return "".join(string.ascii_letters[token % 52] for token in tokens if token not in self.eos_tokens)
 
 
+class OfGpu(ShardingRules):
+    """Rules of a mesh that claims to be of GPUs."""
+
+    @property
+    def platform(self) -> str:
+        return "gpu"
+
+
 @functools.cache
 def mesh_of(devices: int):
     return make_mesh("auto", jax.devices()[:devices])

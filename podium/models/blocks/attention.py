@@ -59,13 +59,13 @@ class Attention:
         """The weights of one layer."""
         D, H, K, Q = width, self.heads, self.kv_heads, self.head_dim
         specs = {
-            "q": ParamSpec((D, H, Q), ("width", "heads", "head_dim"), std),
-            "k": ParamSpec((D, K, Q), ("width", "kv_heads", "head_dim"), std),
-            "v": ParamSpec((D, K, Q), ("width", "kv_heads", "head_dim"), std),
+            "q": ParamSpec((D, H, Q), ("width", "heads", "head_dim"), std, group="attention"),
+            "k": ParamSpec((D, K, Q), ("width", "kv_heads", "head_dim"), std, group="attention"),
+            "v": ParamSpec((D, K, Q), ("width", "kv_heads", "head_dim"), std, group="attention"),
             "o": ParamSpec((H, Q, D), ("heads", "head_dim", "width"), out_std),
         }
         if self.gated:
-            specs["q_gate"] = specs["q"]
+            specs["q_gate"] = specs["q"]._replace(group=None)
         if self.bias:
             specs["q_bias"] = ParamSpec((H, Q), ("heads", None), 0.0)
             specs["k_bias"] = ParamSpec((K, Q), ("kv_heads", None), 0.0)

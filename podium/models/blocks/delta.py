@@ -110,9 +110,10 @@ class DeltaNet:
     def specs(self, width: int, *, std: float, out_std: float) -> ParamSpecs:
         """The weights of one layer."""
         D, K, V, N, P, n = width, self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.taps
-        of_keys = ParamSpec((D, K, N), ("width", "delta_heads", None), std)
-        of_values = ParamSpec((D, V, P), ("width", "delta_heads", None), std)
-        of_head = ParamSpec((D, V), ("width", "delta_heads"), std)
+        group = "heads" if N == P else None
+        of_keys = ParamSpec((D, K, N), ("width", "delta_heads", None), std, group=group)
+        of_values = ParamSpec((D, V, P), ("width", "delta_heads", None), std, group=group)
+        of_head = ParamSpec((D, V), ("width", "delta_heads"), std, group="numbers")
         tap_std = 0.1  # queries and keys are normed behind the convolution, and outputs behind the rule
         return {
             "q": of_keys,
@@ -155,8 +156,8 @@ class DeltaNet:
         import jax
         import jax.numpy as jnp
 
-        q, k, v, z = (context.linear("btd,dhn->bthn", x, w[name]) for name in ("q", "k", "v", "z"))
-        decay, beta = (context.linear("btd,dh->bth", x, w[name]).astype(jnp.float32) for name in ("a", "b"))
+        q, k, v, z = context.several("btd,dhn->bthn", x, w, ("q", "k", "v", "z"))
+        decay, beta = (y.astype(jnp.float32) for y in context.several("btd,dh->bth", x, w, ("a", "b")))
         log_decay, bias, *taps = (context.vector(w[name]) for name in ("log_decay", "decay_bias", *TAPS))
         rates = jnp.exp(log_decay.astype(jnp.float32))[None, None]
         g = -rates * jax.nn.softplus(decay + bias.astype(jnp.float32)[None, None])

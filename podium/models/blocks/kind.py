@@ -208,8 +208,15 @@ class Context(Protocol):
         """The einsum of an activation and a weight."""
         ...
 
+    def several(self, pattern: str, x: jax.Array, w: LayerWeights, names: Sequence[str]) -> Sequence[jax.Array]:
+        """The einsums of an activation and each of these weights, all of one `ParamSpec.group` in its order.
+
+        One product, where they are stored side by side.
+        """
+        ...
+
     def exact(self, pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
-        """The same with operands and result in float32, for a router: near ties must not be decided by rounding."""
+        """`linear` with operands and result in float32, for a router: near ties must not be decided by rounding."""
         ...
 
     def experts(

@@ -33,8 +33,8 @@ class Mlp:
         """The weights of one layer."""
         D, F = width, self.width
         return {
-            "gate": ParamSpec((D, F), ("width", "mlp"), std),
-            "up": ParamSpec((D, F), ("width", "mlp"), std),
+            "gate": ParamSpec((D, F), ("width", "mlp"), std, group="mlp"),
+            "up": ParamSpec((D, F), ("width", "mlp"), std, group="mlp"),
             "down": ParamSpec((F, D), ("mlp", "width"), out_std),
         }
 
@@ -47,5 +47,5 @@ class Mlp:
         """(act(x gate) * (x up)) down."""
         from podium.models.blocks.mathematics import gated
 
-        gate, up = context.linear("btd,df->btf", x, w["gate"]), context.linear("btd,df->btf", x, w["up"])
+        gate, up = context.several("btd,df->btf", x, w, ("gate", "up"))
         return Applied(context.linear("btf,fd->btd", gated(gate, up, self.activation), w["down"]), context.carried)

@@ -12,6 +12,9 @@ class ParamSpec(NamedTuple):
     mean: float = 0.0
     stacked: int = 0
     """Number of leading dimensions that index separate weights, such as layers and experts."""
+    group: str | None = None
+    """Matrices of a layer with one group have one input, which `Context.several` multiplies with all of them. They
+    differ only in their first output dimension, along which they can be stored side by side; None: no others."""
 
 
 ParamSpecs = dict[str, ParamSpec]
