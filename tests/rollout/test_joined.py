@@ -19,7 +19,7 @@ from podium.rollout.weights import abstract_weights, engine_decoder, engine_spec
 from podium.sharding import ShardingRules, make_mesh
 
 BIASED = tiny(qkv_bias=True, qk_norm=True)
-WIDE = tiny(width=64, mlp_width=64, layers=1, heads=2, kv_heads=1, head_dim=64)
+WIDE = tiny(width=64, mlp_width=64, heads=2, kv_heads=1, head_dim=64)
 SOME = Lora(rank=2, alpha=4.0, targets=("q", "v", "up"))
 ALL = Lora(rank=4, alpha=4.0, targets=("q", "k", "v", "o", "gate", "up", "down"), base="int8")
 T = 12
