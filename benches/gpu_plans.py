@@ -4,7 +4,7 @@
 
 Each plan starts without a cache, as the first of a user does; what was planned before is in the folder of --rows, so
 that an interrupted bench goes on. Beside the compiler's memory stands the closed form's of
-the same phase. Writes benches/results/gpu-plans-planned.json and its part of docs/planner.md.
+the same phase. Writes benches/results/gpu-plans-planned.json and its part of docs/planner-measurements.md.
 """
 
 import json
@@ -76,7 +76,7 @@ def _phase(found: Plan, estimated: Plan, name: str) -> dict[str, Any]:
 
 
 def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The table for docs/planner.md."""
+    """The table for docs/planner-measurements.md."""
     slowest, busiest = (max(each[name] for each in rows) for name in ("wall_s", "cpu_s"))
     yield (
         f"{len(rows)} plans without a cache, at most {busiest:.0f} s of CPU time each, the slowest in {slowest:.0f} s"
@@ -111,7 +111,7 @@ def main() -> None:
             rows.append(json.loads(path.read_text()))
             print(rows[-1], flush=True)
     record("gpu-plans-planned", {"rows": rows}, args.results, packages=PACKAGES)
-    write_section(ROOT / "docs" / "planner.md", "gpu-plans", list(lines(rows)))
+    write_section(ROOT / "docs" / "planner-measurements.md", "gpu-plans", list(lines(rows)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ The demo's model does a few steps with each of the settings below, and its large
 their own, whose memory the kernel counts. The plan of each is made by the compiler for CPU, as for a TPU. A CPU has no
 published constants: products and copies are timed here, and what share of that roofline prefill, decoding and updates
 reach comes from all *other* settings (leave one out), its range from how much those differ. Writes
-benches/results/plan-accuracy-cpu.json and its part of docs/planner.md; exit status 1 where a bar is missed.
+benches/results/plan-accuracy-cpu.json and its part of docs/planner-measurements.md; exit status 1 where a bar is
+missed.
 """
 
 import ctypes
@@ -298,7 +299,7 @@ def summary(memory: Sequence[Mapping[str, Any]], seconds: Sequence[Mapping[str, 
 def tables(
     figures: Mapping[str, float], memory: Sequence[Mapping[str, Any]], seconds: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
-    """Both tables for docs/planner.md."""
+    """Both tables for docs/planner-measurements.md."""
     yield f"Memory: {figures['memory_mean']:.1%} off on average, {figures['memory_worst']:.1%} at worst. Seconds:"
     yield f"{figures['seconds_mean']:.1%} off on average, {figures['inside']:.0%} inside their range."
     yield from ("", "| settings | step planned, s | range | measured, s | error |", "|---|---|---|---|---|")
@@ -348,7 +349,7 @@ def main() -> None:
     settings = {name: list(SETTINGS[name]) for name in names}
     details = {"bars": BARS, "figures": figures, "constants": found, "seconds": rows, "memory": memory}
     if not args.setting:
-        write_section(ROOT / "docs" / "planner.md", "plan-accuracy", list(tables(figures, memory, rows)))
+        write_section(ROOT / "docs" / "planner-measurements.md", "plan-accuracy", list(tables(figures, memory, rows)))
     record("plan-accuracy-cpu", {"base": list(BASE), "settings": settings, **details}, args.results)
     below = all(figures[name] <= bar for name, bar in BARS.items() if name != "inside")
     sys.exit(not (below and figures["inside"] >= BARS["inside"]))

@@ -3,7 +3,7 @@
     python -m benches.scaling              (long: some forty compilations of large models, each kept)
 
 The work grows with the chips: four prompts of eight completions for each. Writes
-benches/results/scaling-planned.json and its part of docs/planner.md.
+benches/results/scaling-planned.json and its part of docs/planner-measurements.md.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,7 +60,7 @@ def row(model: str, tpu: str, found: Plan) -> dict[str, Any]:
 
 
 def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The table for docs/planner.md."""
+    """The table for docs/planner-measurements.md."""
     yield "| model | TPU | chips | memory | step, s | longest phase, waits for | tokens/s per chip |"
     yield "|---|---|---|---|---|---|---|"
     for each in rows:
@@ -83,7 +83,7 @@ def main() -> None:
             rows.append(row(model, tpu, plan(model, tpu)))
             print(f"  {rows[-1]}", flush=True)
     record("scaling-planned", {"rows": rows}, args.results)
-    write_section(ROOT / "docs" / "planner.md", "scaling", list(lines(rows)))
+    write_section(ROOT / "docs" / "planner-measurements.md", "scaling", list(lines(rows)))
 
 
 if __name__ == "__main__":

@@ -82,7 +82,10 @@ def _run_at(text: str) -> "Fork | None":
 @app.callback(invoke_without_command=True)
 def _podium(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
-        print(f"podium {__version__}")
+        from podium.observe.summary import commit, versions
+
+        found = versions()
+        print(f"podium {__version__} (commit {commit() or 'not known'}), jax {found['jax']}, Python {found['python']}")
         raise typer.Exit
 
 

@@ -1,6 +1,8 @@
 """The command line: what it prints, where, with which status, and what it does not import."""
 
+import importlib.metadata
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -292,7 +294,11 @@ def test_export_hands_over_run_folder_and_format(podium, stub):
 
 
 def test_the_version_is_printed(podium):
-    assert podium("--version") == (0, f"podium {__version__}\n", "")
+    status, said, _ = podium("--version")
+    assert status == 0
+    form = r"podium (\S+) \(commit (not known|[0-9a-f]{40}(?:-dirty)?)\), jax (\S+), Python ([\d.]+)\n"
+    assert (found := re.fullmatch(form, said)), said
+    assert found[1] == __version__ and found[3] == importlib.metadata.version("jax")
 
 
 def test_no_arguments_print_the_help(podium):

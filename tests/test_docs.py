@@ -21,6 +21,7 @@ from podium.sharding import make_mesh
 NOT_RUN = {
     "PeftModel.from_pretrained": "needs torch, peft and 16 GB of weights; tests/models/test_peft.py",
     "Sandbox(": "needs namespaces; tests/sandbox",
+    "from trl import": "TRL's own code, to compare with: needs torch",
 }
 TINY: dict[str, Any] = {
     "steps": 1,

@@ -39,7 +39,7 @@ BASE = {distribution(each) for each in PROJECT["dependencies"]}
 EXTRAS = {
     name: {distribution(each) for each in wanted} - BASE
     for name, wanted in PROJECT["optional-dependencies"].items()
-    if name != "dev"
+    if name not in ("dev", "docs")  # tools beside the package
 }
 
 

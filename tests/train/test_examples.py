@@ -12,6 +12,8 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHORTER = {  # sizes of test_shown_commands.py: the programs are the same
     '    "demo",': "    MODEL,",
+    'podium.grpo("demo"': "podium.grpo(MODEL",
+    '"steps": 10, "prompts_per_step": 8': '"steps": 1, "prompts_per_step": 2, "grading": {"workers": 0}',
     "steps=20": "steps=1, grading={'workers': 0}, eval__questions=2",
     "prompts_per_step=8": "prompts_per_step=2",
     "group_size=8": "group_size=4",
@@ -32,6 +34,7 @@ def shortened(text: str, model: Path) -> str:
 @pytest.mark.parametrize(
     ("name", "prints"),
     [
+        ("first", "[0."),
         ("reward", "accuracy of held-out sums: 0."),
         ("task", "step 1"),
         ("recipe", "[0."),
@@ -48,7 +51,7 @@ def test_an_example_runs(name, prints, tiny_model, tmp_path, monkeypatch, capsys
 
 
 def test_every_script_is_run():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"reward", "task", "recipe", "evaluation", "plan"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"first", "reward", "task", "recipe", "evaluation", "plan"}
 
 
 @pytest.fixture

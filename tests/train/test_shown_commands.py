@@ -210,8 +210,10 @@ def check_pip(words: list[str]) -> None:
 
 
 def check_module(words: list[str]) -> None:
-    """The module is there, and has the options; tests/test_benches.py has each print its help."""
-    assert words[0] == "-m", words
+    """The module is there, and has the options; tests/test_benches.py has each print its help. Or it is an example."""
+    if words[0] != "-m":
+        assert Path(words[0]).parent.name == "examples" and (ROOT / words[0]).exists(), words
+        return
     path = ROOT / words[1].replace(".", "/")
     source = (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
     assert all(f'"{word}"' in source for word in words[2:] if word.startswith("--")), words
@@ -227,7 +229,15 @@ def check_touch(words: list[str]) -> None:
     assert Path(words[0]).match("runs/*/profile-now"), words
 
 
-CHECKED = {"pip": check_pip, "python": check_module, "git": check_clone, "cd": lambda words: None, "touch": check_touch}
+def check_source(words: list[str]) -> None:
+    """The environment that the Makefile makes."""
+    assert words == [".venv/bin/activate"], words
+
+
+CHECKED = {
+    "pip": check_pip, "python": check_module, "git": check_clone, "cd": lambda words: None, "touch": check_touch,
+    "source": check_source,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("line", documented(), ids=str)

@@ -1,0 +1,17 @@
+"""A first run: SmolLM2-135M learns to answer sums, with few words. README shows these lines."""
+
+import podium
+
+sums = [(a, b) for a in range(1, 10) for b in range(1, 10)]
+rows = [{"question": f"What is {a} + {b}? Answer with only the number.", "answer": a + b} for a, b in sums]
+
+
+def short(num_tokens: int) -> float:
+    """A reward of one's own, beside the right answer: 1 for one token, 0 for 16."""
+    return 1 - num_tokens / 16
+
+
+learning = {"remat": "none", "optimizer": {"learning_rate": 4e-5}}
+sizes = {"steps": 10, "prompts_per_step": 8, "rollout": {"max_prompt_tokens": 48, "max_new_tokens": 16}}
+run = podium.grpo("demo", rows, rewards=[podium.math_equal, (short, 0.1)], train=learning, **sizes)
+print([round(line["train-reward/total/mean"], 2) for line in run.metrics])

@@ -1,0 +1,164 @@
+"""The documentation as a whole: generated pages are current, every page is near, plans that are quoted are right."""
+
+import contextlib
+import io
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+from urllib.parse import urldefrag
+
+import pytest
+import yaml
+from shown_commands import FENCE, ROOT, fenced
+
+from podium import __version__, cli
+from podium.config.schema import Config
+from podium.observe.metric_table import METRICS
+from podium.observe.metrics import find_metric
+from tools.reference_pages import PAGES, settings_page
+
+DOCS = ROOT / "docs"
+SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+NAMES = sorted(path.name for path in DOCS.glob("*.md"))
+SECTIONS = {name.partition("/")[0] for metrics in METRICS.values() for metric in metrics for name in metric.names}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_generated_page_is_what_the_code_says(name):
+    made = PAGES[name]()
+    assert (DOCS / name).read_text(encoding="utf-8") == made, "run python -m tools.reference_pages"
+
+
+def test_every_setting_has_a_row_with_its_value_and_default():
+    page = settings_page()
+    for row in ("`rollout.temperature` | number, above 0 | `1.0` |", "`lora.base` | `bfloat16`, `int8` | `bfloat16` |"):
+        assert f"| {row}" in page
+    assert set(Config.model_fields) <= set(re.findall(r"`(\w+)[.\[`]", page))
+    assert "`tasks[].curriculum.window`" in page and "`grading.judges[].rubric`" in page
+
+
+def test_every_page_is_one_click_from_the_first_and_in_the_navigation():
+    first = (DOCS / "index.md").read_text()
+    linked = re.findall(r"\]\(([\w-]+\.md)\)", first)
+    shown = [page for section in SITE["nav"][1:] for entry in next(iter(section.values())) for page in entry.values()]
+    assert sorted(linked) == sorted(shown) == [name for name in NAMES if name != "index.md"]
+
+
+def names_in(page: str) -> set[str]:
+    """What a page has in backticks."""
+    return set(re.findall(r"`([^`\n]+)`", FENCE.sub("", (DOCS / page).read_text())))
+
+
+def test_troubleshooting_names_metrics_and_settings_that_exist():
+    names = names_in("troubleshooting.md")
+    metrics = {name for name in names if name.partition("/")[0] in SECTIONS and "/" in name}
+    wrong = [name for name in metrics if find_metric(re.sub("<part>|<task>", "x", name)) is None]
+    assert len(metrics) > 30 and wrong == []
+    settings = {name.partition(":")[0] for name in names if re.match(r"(rollout|train|algorithm|eval|grading)\.", name)}
+    page = settings_page()
+    assert len(settings) > 20 and [name for name in settings if f"| `{name}` |" not in page] == []
+    causes = (DOCS / "troubleshooting.md").read_text().partition("## The reward stays flat")[2].partition("\n## ")[0]
+    assert len([line for line in causes.splitlines() if line.startswith("| ")]) == 11  # the heads and ten causes
+
+
+def plans(page: Path) -> list[tuple[str, str]]:
+    """Each last command of a block that plans without a compiler, and the block of output behind it."""
+    found, blocks = [], FENCE.findall(page.read_text(encoding="utf-8"))
+    for (kind, shell), (after, output) in itertools.pairwise(blocks):
+        command = shell.strip().splitlines()[-1] if kind == "" and shell.strip() else ""
+        if command.startswith("podium plan") and after == "text":
+            found.append((re.sub(r"\s+#.*", "", command), output))
+    return found
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "one-gpu.md", DOCS / "one-tpu.md"], ids=lambda x: x.stem)
+def test_a_plan_that_a_page_quotes_is_what_podium_says(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert plans(page)
+    for command, quoted in plans(page):
+        said = io.StringIO()
+        monkeypatch.setattr(sys, "argv", command.split())
+        with contextlib.redirect_stdout(said), pytest.raises(SystemExit):
+            cli.main()
+        text = " ".join(said.getvalue().split())
+        for part in " ".join(quoted.split()).split(" ... "):
+            assert part.strip(". ") in text, command
+
+
+def test_the_first_example_is_the_readme_s():
+    (code, *_) = fenced(ROOT / "README.md", "python")
+    script = (ROOT / "examples" / "first.py").read_text()
+    assert script.partition('"""\n\n')[2] == code
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+
+
+def commands(workflow: str) -> str:
+    """What the steps of a workflow run."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / workflow).read_text())["jobs"].values()
+    return "\n".join(step.get("run", "") for job in jobs for step in job["steps"])
+
+
+def test_the_workflows_run_what_a_developer_runs():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for workflow in ("check.yml", "publish.yml"):
+        run = re.findall(r"^make ([\w-]+)", commands(workflow), re.MULTILINE)
+        assert {"check", "test"} <= set(run) <= targets
+    publish = yaml.safe_load((ROOT / ".github" / "workflows" / "publish.yml").read_text())["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"}, "trusted publishing, without a token"
+
+
+def test_citation_and_issue_forms_can_be_read():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
+    for form in ("bug.yml", "wish.yml"):
+        body = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / form).read_text())["body"]
+        assert len({entry["id"] for entry in body}) == len(body)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built by the mkdocs of `make docs`."""
+    mkdocs = shutil.which("mkdocs") or str(ROOT / ".venv-docs" / "bin" / "mkdocs")
+    if not Path(mkdocs).exists():
+        pytest.skip("mkdocs is not installed: make docs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [mkdocs, "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "https_proxy": "http://127.0.0.1:9"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def links(page: Path) -> list[str]:
+    """Targets of a page's links within the site."""
+    return re.findall(r"<a\b[^>]*?\bhref=\"(?!https?:|mailto:|javascript:)([^\"]+)\"", page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.long
+def test_the_site_has_no_dead_link_and_every_page_is_two_clicks_away(site):
+    clicks, queue = {site / "index.html": 0}, deque([site / "index.html"])
+    while queue:
+        page = queue.popleft()
+        for link in links(page):
+            path, anchor = urldefrag(link)
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{page.name}: {link}"
+            if anchor and anchor != "__skip":
+                assert f'id="{anchor}"' in target.read_text(encoding="utf-8"), f"{page.name}: {link}"
+            if target.suffix == ".html" and target not in clicks:
+                clicks[target] = clicks[page] + 1
+                queue.append(target)
+    pages = {site / Path(name).with_suffix(".html") for name in NAMES}
+    assert pages <= clicks.keys() and max(clicks[page] for page in pages) <= 2
+
+
+@pytest.mark.long
+def test_the_site_loads_nothing_from_elsewhere_and_tables_are_tables(site):
+    for path in site.glob("*.html"):
+        text = path.read_text(encoding="utf-8")
+        assert re.findall(r"<(?:script|link|img)\b[^>]*(?:src|href)=\"https?://[^\"]*", text) == [], path.name
+        assert "<p>|" not in text and "\n|---" not in text, path.name

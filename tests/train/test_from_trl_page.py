@@ -1,0 +1,67 @@
+"""The examples of docs/from-trl.md run as they stand: a tiny model lies where they name one, in the reader's folder.
+
+The environment makes runs short, as it may for any run. tests/test_docs.py runs the Python code for a step, always.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from made_once import made_once
+from scripted import TEMPLATE
+from shown_commands import FENCE, ROOT
+from tiny_runs import write_tiny_model
+
+from podium import cli
+
+PAGE = ROOT / "docs" / "from-trl.md"
+SHORT = {"STEPS": "1", "PROMPTS_PER_STEP": "2", "ROLLOUT__SLOTS": "8", "GRADING__WORKERS": "0", "EVAL__QUESTIONS": "2"}
+SECTIONS = [
+    pytest.param(text, id=title)
+    for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
+]
+ROWS = {
+    "conversations.jsonl": {"messages": [{"role": "user", "content": "2 + 1"}, {"role": "assistant", "content": "3"}]},
+    "pairs.jsonl": {"prompt": "What is 1 + 1 ?", "chosen": "2", "rejected": "3"},
+}
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The reader's folder, with data and with models under the names of the page."""
+    for model in set(re.findall(r"Qwen/[\w.-]+", PAGE.read_text())):
+        write_tiny_model(tmp_path / model, template=TEMPLATE, longest=256)
+    for name, row in ROWS.items():
+        (tmp_path / name).write_text(4 * f"{json.dumps(row)}\n")
+    for name, value in SHORT.items():
+        monkeypatch.setenv(f"PODIUM_{name}", value)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("one_device")
+@pytest.mark.parametrize("text", SECTIONS)
+def test_what_a_section_shows_is_run(text, reader, monkeypatch):
+    for kind, code in FENCE.findall(text):
+        if kind == "python" and "from trl import" not in code:
+            with made_once():
+                exec(compile(code, "page", "exec"), {"__name__": "page"})
+            assert any(reader.glob("runs/*/metrics.jsonl"))
+        elif kind == "yaml":
+            (reader / "my.yaml").write_text(code)
+        elif kind == "":
+            monkeypatch.setattr(sys, "argv", code.split())
+            with pytest.raises(SystemExit) as stopped:
+                cli.main()
+            assert not stopped.value.code
+            assert any(reader.glob("runs/my-*/metrics.jsonl"))
+
+
+def test_every_capability_has_its_example():
+    sections = {parameter.id: str(parameter.values[0]) for parameter in SECTIONS}
+    for title in ("GRPO", "Rewards", "SFT", "DPO", "LoRA", "Evaluation", "Tools and environments"):
+        ours = [kind for kind, code in FENCE.findall(sections[title]) if "from trl import" not in code]
+        assert ours, title
