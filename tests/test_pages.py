@@ -36,7 +36,10 @@ def test_a_generated_page_is_what_the_code_says(name):
 
 def test_every_setting_has_a_row_with_its_value_and_default():
     page = settings_page()
-    for row in ("`rollout.temperature` | number, above 0 | `1.0` |", "`lora.base` | `bfloat16`, `int8` | `bfloat16` |"):
+    for row in (
+        "`rollout.temperature` | number, above 0 | `1.0` |",
+        "`train.head` | `auto`, `chunked`, `fused` | `auto` |",
+    ):
         assert f"| {row}" in page
     assert set(Config.model_fields) <= set(re.findall(r"`(\w+)[.\[`]", page))
     assert "`tasks[].curriculum.window`" in page and "`grading.judges[].rubric`" in page
