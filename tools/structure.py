@@ -43,6 +43,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "models.stored",
         "models.presets",
     ),
+    ("serve.bodies",),
     (
         "tasks",
         "algorithms.advantages",
@@ -75,7 +76,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 WHEN_APPLIED = {"models.blocks.mathematics", "models.blocks.delta_rule", "models.blocks.routing"}
 """Imported by layers only when they are applied, in functions that are traced: they need jax, and of Podium no more
 than the layers do."""
-WITHOUT_JAX = {part for floor in FLOORS[:9] for part in floor} - WHEN_APPLIED
+WITHOUT_JAX = {part for floor in FLOORS[:10] for part in floor} - WHEN_APPLIED
 WITHOUT_JAX |= {"hlo", "compiler", "cli", "plan.cli", "bench.cli"}
 HEIGHTS = {part: height for height, floor in enumerate(FLOORS) for part in floor}
 

@@ -299,6 +299,8 @@ class TokenSampling(Sampling):
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
     skip_special_tokens: bool = True
     """Read by nothing, since the answer has no text."""
+    routed_experts_prompt_start: int | None = None
+    """Read by nothing, since the answer has no experts."""
 
 
 class GenerateBody(_Object):

@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol, TypeAlias
 
-from podium.models.chat_format import Message
+from podium.models.chat_format import Message, ToolSchema
 from podium.tasks.task import Prompt
 
 
@@ -45,6 +45,33 @@ class Turn:
     """The calls of tools in it; empty if one of them cannot be read."""
     problem: str = ""
     """Why its calls cannot be read, for the model; empty: they can."""
+    said: str = ""
+    """For programs: the text without its calls."""
+    tokens: tuple[int, ...] = ()
+    """For programs: the tokens that the model drew."""
+    logprobs: tuple[float, ...] = ()
+    """For programs: the log-probability of each of them, under the distribution it was sampled from."""
+    read: int = 0
+    """For programs: how many tokens the model read before."""
+    cut: bool = False
+    """Whether it was cut at a limit of tokens. Only programs get answers that were cut: other conversations end."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asking:
+    """What a program asks the model to answer (`podium.tasks.program`): messages, or tokens as they are."""
+
+    messages: tuple[Message, ...] = ()
+    tokens: tuple[int, ...] = ()
+    """Instead of messages."""
+    fresh: bool = True
+    """Whether this is a whole prompt; else it is what follows the last answer."""
+    tools: tuple[ToolSchema, ...] = ()
+    """What the model may call."""
+    max_tokens: int | None = None
+    """Tokens of the answer; None: as many as the run allows."""
+    stop_tokens: tuple[int, ...] = ()
+    """Tokens that end the answer, besides the model's own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +96,8 @@ class Reply:
     """Whether the conversation ends here; its messages are then for readers alone."""
     ran: tuple[ToolRun, ...] = ()
     """The tools that were called, for metrics."""
+    asking: Asking | None = None
+    """What a program asks next, instead of messages."""
 
 
 Replied: TypeAlias = Reply | str | None
@@ -78,7 +107,7 @@ Replied: TypeAlias = Reply | str | None
 class Conversation(Protocol):
     """One conversation about a prompt; `podium.tasks.environment_forms` makes them of tools and other people's classes.
 
-    Optional beside `reply`: `begin() -> str | None`, `grade() -> float | None` and `close() -> None`.
+    Optional beside `reply`: `begin() -> str | Asking | None`, `grade() -> float | None` and `close() -> None`.
     """
 
     def reply(self, turn: Turn) -> "Replied | Awaitable[Replied]":
@@ -98,6 +127,6 @@ def as_reply(replied: object) -> Reply:
         return Reply(messages=({"role": "user", "content": replied},))
     if not isinstance(replied, Reply):
         raise TypeError(f"reply() returned {replied!r:.80}; it must return a Reply, a text, or None to end")
-    if not replied.messages and not replied.done:
+    if not replied.messages and not replied.done and replied.asking is None:
         raise TypeError("reply() returned a Reply without messages that does not end; set done, or give a message")
     return replied

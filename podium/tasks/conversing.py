@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple
 
 from podium.config.schema import TaskConfig
-from podium.tasks.conversation import Reply, Turn
+from podium.tasks.conversation import Asking, Reply, Turn
 from podium.tasks.environment_copy import Copied
 from podium.tasks.environment_forms import Conversing, Running, conversing
 from podium.tasks.task import Prompt
@@ -58,8 +58,8 @@ class Answered(NamedTuple):
 
     number: int
     kind: Literal["opened", "replied", "graded", "failed"]
-    value: str | Reply | float | None = None
-    """The text to append to the prompt, the reply, the final reward, or a traceback."""
+    value: str | Asking | Reply | float | None = None
+    """The text to append to the prompt or what a program asks first, the reply, the final reward, or a traceback."""
     seconds: float = 0.0
     environment: object = None
     """The environment after its end, if it was asked for: itself, or from another process a copy."""

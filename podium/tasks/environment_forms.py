@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol, cast
 from podium.config.imports import imported
 from podium.config.schema import TaskConfig
 from podium.models.chat_format import ToolSchema
-from podium.tasks.conversation import Opener, Reply, Turn, as_reply
+from podium.tasks.conversation import Asking, Opener, Reply, Turn, as_reply
 from podium.tasks.registry import find_task, make_task
 from podium.tasks.task import Prompt
 from podium.tasks.tools import Resolve, Tool, answer_calls, by_name, find_tool, tool_schema
@@ -35,8 +35,8 @@ class Running(Protocol):
         """The object that a user wrote, for reward functions that ask for it; None: there is none."""
         ...
 
-    def begin(self) -> str | None:
-        """A text to append to the prompt, if any."""
+    def begin(self) -> str | Asking | None:
+        """A text to append to the prompt, if any; or what a program asks first."""
         ...
 
     def reply(self, turn: Turn) -> Reply:
@@ -77,6 +77,8 @@ def conversing(config: TaskConfig) -> Conversing | None:
     opener: Opener | None = getattr(task, "open", None)
     own = tuple(getattr(task, "tools", ()))
     if opener is not None:
+        if led_by_program(config) and (functions or config.system_prompt):
+            raise ValueError(f"{config.name}: its programs write all messages; leave tools and system_prompt out")
         if functions:
             raise ValueError(f"tools: {config.name} has conversations of its own; it names its tools itself")
         by_name(own)
@@ -86,6 +88,11 @@ def conversing(config: TaskConfig) -> Conversing | None:
     tools = by_name([*own, *functions])
     schemas = tuple(map(tool_schema, tools.values()))
     return Conversing(lambda prompt, seed, resolve: _Tools(tools, resolve), schemas, rewards=False)
+
+
+def led_by_program(config: TaskConfig) -> bool:
+    """Whether programs lead the conversations of a task: they ask with whole prompts, and cannot be replayed."""
+    return getattr(find_task(config.name), "led_by_program", False)
 
 
 def machine_checks(config: TaskConfig) -> list[Callable[[], str]]:
@@ -164,8 +171,8 @@ class _Opened:
     def __init__(self, conversation: object, resolve: Resolve) -> None:
         self.environment, self._resolve = conversation, resolve
 
-    def begin(self) -> str | None:
-        return cast("str | None", self._called("begin"))
+    def begin(self) -> str | Asking | None:
+        return cast("str | Asking | None", self._called("begin"))
 
     def reply(self, turn: Turn) -> Reply:
         return as_reply(self._called("reply", turn))

@@ -20,6 +20,7 @@ from multiprocessing.connection import Pipe
 from podium.config.schema import EnvironmentsConfig, TaskConfig
 from podium.tasks.conversation import Turn
 from podium.tasks.conversing import Answered, Asked, Close, Host, Open, Say
+from podium.tasks.environment_forms import led_by_program
 from podium.tasks.rewards import asks_for_environment
 from podium.tasks.task import Prompt
 
@@ -45,6 +46,8 @@ class Environments:
         self._lock = threading.Lock()
         self.keeps = functools.cache(lambda task: asks_for_environment(self._tasks[task]))
         """Whether the environments of a task (by number) are returned with their grades, for reward functions."""
+        self.led = functools.cache(lambda task: led_by_program(self._tasks[task]))
+        """Whether programs lead the conversations of a task (by number)."""
 
     def open(self, number: int, task: int, prompt: Prompt, seed: int) -> None:
         """Begin a conversation under a number of its own."""

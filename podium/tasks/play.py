@@ -11,7 +11,7 @@ from typing import Any
 from podium.config.imports import imported, is_path
 from podium.config.schema import TaskConfig
 from podium.models.chat_format import Message, ToolSchema
-from podium.tasks.conversation import ToolCall, Turn
+from podium.tasks.conversation import Asking, Reply, ToolCall, Turn
 from podium.tasks.environment_forms import conversing, form_of
 from podium.tasks.registry import TASKS, in_family, make_task
 from podium.tasks.task import Prompt
@@ -59,9 +59,9 @@ def play(target: str, answers: Iterable[str], say: Callable[[str], None], *, see
                 break
             last = text
             read = _read(text, held.tools)
-            reply = running.reply(Turn(text=text, number=turn, calls=read.calls, problem=read.problem))
+            reply = running.reply(Turn(text=text, number=turn, calls=read.calls, problem=read.problem, said=read.said))
             paid += reply.reward
-            _show(say, reply.messages)
+            _show(say, _told(reply))
             if reply.reward:
                 say(f"(reward of this turn: {reply.reward:g})")
             if reply.done:
@@ -89,7 +89,13 @@ def _config(target: str) -> TaskConfig:
     return TaskConfig(name=target)
 
 
-def _first(prompt: Prompt, begun: str | None) -> Sequence[Message]:
+def _told(reply: Reply) -> Sequence[Message]:
+    return reply.messages if reply.asking is None else reply.asking.messages
+
+
+def _first(prompt: Prompt, begun: str | Asking | None) -> Sequence[Message]:
+    if isinstance(begun, Asking):
+        return begun.messages
     messages = list(prompt.messages or [{"role": "user", "content": prompt.question}])
     messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{begun or ''}"}
     return messages

@@ -29,13 +29,17 @@ TASKS: dict[str, str] = {
     "math": "podium.tasks.question_sets:Math",
     "math500": "podium.tasks.question_sets:math500",
     "preferences": "podium.tasks.preferences:Preferences",
+    "program": "podium.tasks.program:Program",
     "reasoning_gym": "podium.tasks.reasoning_gym:ReasoningGym",
     "sqlite": "podium.tasks.sqlite_task:SqliteTask",
     "wordle": "podium.tasks.wordle:Wordle",
 }
 """Built-in tasks: config name -> path of the class or factory."""
 
-FAMILIES: dict[str, str] = {"textarena": "podium.tasks.textarena:textarena_task"}
+FAMILIES: dict[str, str] = {
+    "textarena": "podium.tasks.textarena:textarena_task",
+    "verifiers": "podium.tasks.verifiers_task:verifiers_task",
+}
 """Tasks named `FAMILY:NAME`: family -> path of a function that makes a task's class from the name."""
 
 

@@ -1,6 +1,7 @@
 """How a task's conversations are written in a model's chat format: prompts with tools, replies, calls."""
 
 import contextlib
+import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -70,12 +71,21 @@ class Dialogue:
         Raises ValueError if it cannot be continued turn by turn, or writes calls in a form that cannot be read.
         """
         self.tokenizer = tokenizer
+        self._label = label
         self._tools = tuple(tools)
+        self._offering = dict[str, Dialogue]()
         try:
             self.turns = TurnFormat(tokenizer.chat_format, stop_tokens=tokenizer.eos_tokens, tools=tools)
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from None
         self._format = ToolFormat(label, tokenizer) if tools else None
+
+    def offering(self, tools: Sequence[ToolSchema]) -> "Dialogue":
+        """The same with other tools; made once for equal tools. Raises ValueError as the constructor does."""
+        name = json.dumps(tools, sort_keys=True)
+        if name not in self._offering:
+            self._offering[name] = Dialogue(self._label, self.tokenizer, tools)
+        return self._offering[name]
 
     @property
     def form(self) -> CallForm | None:

@@ -7,6 +7,7 @@ from typing import Literal
 from podium.files import to_json
 from podium.rollout.request import Completion
 from podium.rollout.transcript import Transcript
+from podium.tasks.conversation import Asking
 
 State = Literal["beginning", "drawing", "replying", "ending", "ended"]
 """What an episode waits for: for its environment to begin (and for the others of its prompt, which begin together), for
@@ -30,6 +31,12 @@ class Episode:
     """What has been drawn of a turn that has not ended."""
     first: str | None = None
     """What the environment added to the prompt."""
+    asking: Asking | None = None
+    """What its program asked last. Not part of a checkpoint, as are the next two: a program is not replayed."""
+    before: tuple[Mapping[str, object], ...] = ()
+    """The messages of a program's last whole prompt."""
+    since: int = 0
+    """How many messages of the transcript came before these."""
     replies: int = 0
     """Number of turns that the environment has replied to."""
     attempt: int = 0

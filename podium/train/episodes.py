@@ -10,6 +10,10 @@ is taken out of the engine and goes on in the next call of `hold`, under newer w
 environment that is not there any more, because the run was continued or another host held it, is opened anew with the
 same seed and told the same answers. If it replies otherwise than before, its conversation has failed and begins again.
 
+A program that leads its conversation (`podium.tasks.program`) asks with messages or tokens. What follows the last
+answer extends the conversation; any other prompt begins a segment. Since programs are not replayed, their conversations
+begin again when a run is continued.
+
 With `rollout.reproducible` the schedule of such steps does not depend on clocks: a reply is taken after the same number
 of engine steps, however fast it was.
 
@@ -26,8 +30,9 @@ from podium.models.chat_format import Message
 from podium.observe.stats import EnvironmentStats
 from podium.rollout.engine import Enough, OnPoll, RolloutEngine
 from podium.rollout.request import Completion, Key, Request, RolloutStats, SamplingParams, StopReason
+from podium.rollout.sequence import check_sampling, check_tokens
 from podium.rollout.transcript import Transcript, transcript_of
-from podium.tasks.conversation import Reply, ToolRun, Turn
+from podium.tasks.conversation import Asking, Reply, ToolRun, Turn
 from podium.tasks.conversing import Answered
 from podium.tasks.environments import Environments
 from podium.tasks.tool_calls import Calls
@@ -51,6 +56,10 @@ Exchange = Callable[[list[Answered]], list[Answered]]
 """Sends what this host's environments have answered to all hosts; returns the answers of all, in one order."""
 OnEpisodes = Callable[[int, list[Episode]], None]
 """Called with a prompt's index and its episodes as soon as all of them have ended."""
+
+
+class AskingError(ValueError):
+    """A program asks what the model cannot answer; the message says why."""
 
 
 Place = tuple[int, int, int]
@@ -268,7 +277,9 @@ class _Rollout:
                 self._begin(Live(index=index, sample=sample))
             elif not episodes[sample].ended:
                 self._go_on(index, sample, episodes[sample])
-            elif self._environments.keeps(self._prompts[index].prompt.task) and not episodes[sample].failed:
+            elif self._environments.keeps(self._prompts[index].prompt.task) and not (
+                episodes[sample].failed or self._is_led(index)
+            ):
                 self._find_environment(index, sample, episodes[sample])
 
     def _ask(self, index: int, begun: dict[int, Completion]) -> None:
@@ -287,10 +298,12 @@ class _Rollout:
         """Continue a conversation, with its environment if that is still open."""
         live = Live.of(episode, index, sample)
         number = self._open.pop(self._place(live), None)
-        if episode.state == "beginning" and number is None:
-            self._begin(live)
+        if number is None and (episode.state == "beginning" or self._is_led(index)):
+            self._begin(Live(index=index, sample=sample, attempt=episode.attempt))
             return
-        if episode.state != "beginning":
+        if episode.asking is not None:
+            live.tokens = tuple(episode.transcript.prompt.tolist())
+        elif episode.state != "beginning":
             self._set_prompt(live, episode.first)
         if number is None:
             self._reopen(live, episode)
@@ -328,7 +341,7 @@ class _Rollout:
             self._failed(live, str(answered.value))
             return
         reply = answered.value
-        messages = self._fitting(replay.dialogue, reply) if isinstance(reply, Reply) else []
+        messages = self._fitting(replay.dialogue, reply.messages) if isinstance(reply, Reply) else []
         change = replay.change(answered, messages)
         if change is not None:
             del self._replays[live.number]
@@ -355,18 +368,18 @@ class _Rollout:
 
     def _submit_drawing(self) -> None:
         """Submit the turns that the last step left, those of a prompt that go on alike together."""
-        alike: dict[tuple[int, tuple[int, ...], int, int], list[Live]] = {}
+        alike: dict[tuple[int, tuple[int, ...], int, SamplingParams], list[Live]] = {}
         for live in sorted(self._live.values(), key=_in_order):
             if live.state == "drawing":
                 tokens, whole = live.tokens, tuple(live.transcript.segments[-1].tokens.tolist())
                 assert tokens is not None, "its environment has begun"
                 prompt = tokens if len(live.transcript.segments) == 1 else whole[:1]
-                group = live.index, prompt, len(live.rewards), self._most(live, len(whole))
+                group = live.index, prompt, len(live.rewards), self._sampling_of(live, len(whole))
                 alike.setdefault(group, []).append(live)
-        for (index, prompt, turn, room), lives in alike.items():
+        for (index, prompt, turn, sampling), lives in alike.items():
             request = Request(
                 prompt=prompt,
-                sampling=dataclasses.replace(self._sampling, max_new_tokens=room),
+                sampling=sampling,
                 seed=self._seed(index, turn),
                 completions=self._completions,
                 keep=True,
@@ -406,7 +419,7 @@ class _Rollout:
             reason = live.stop if live.state == "ending" else live.transcript.finish_reason
             return live.episode(reason, timed=self._limits.episode_timeout_s is not None)
         if live.tokens is not None:  # it has begun, and waits for the others of its prompt
-            self._owner.early[live.number] = Answered(live.number, "opened", live.first)
+            self._owner.early[live.number] = Answered(live.number, "opened", live.asking or live.first)
         return Episode(state="beginning", attempt=live.attempt)
 
     def _place(self, live: Live) -> Place:
@@ -482,7 +495,7 @@ class _Rollout:
         match answered.kind:
             case "opened":
                 self._begin_s.append(answered.seconds)
-                assert answered.value is None or isinstance(answered.value, str)
+                assert answered.value is None or isinstance(answered.value, str | Asking)
                 self._opened(live, answered.value)
             case "replied":
                 assert isinstance(answered.value, Reply)
@@ -495,9 +508,13 @@ class _Rollout:
             case "failed":
                 self._failed(live, str(answered.value))
 
-    def _opened(self, live: Live, first: str | None) -> None:
+    def _opened(self, live: Live, first: str | Asking | None) -> None:
         """Submit a conversation whose environment has begun, together with the others of its prompt."""
-        self._set_prompt(live, first)
+        try:
+            self._set_prompt(live, first)
+        except AskingError as error:
+            self._failed(live, str(error))
+            return
         waiting = self._beginning.get(live.index)
         if waiting is None:  # a second attempt
             self._submit(live.index, [live])
@@ -505,15 +522,22 @@ class _Rollout:
         waiting[live.sample] = live
         self._submit_begun(live.index)
 
-    def _set_prompt(self, live: Live, first: str | None) -> None:
-        """Set the messages and tokens of a conversation's prompt, to which the environment adds `first`."""
-        prompt, dialogue = self._prompts[live.index], self._dialogue(live.index)
-        assert dialogue is not None, "single answers have no environment"
-        live.first = first
-        live.before = list(prompt_messages(prompt.prompt, first))
-        live.tokens = prompt.tokens if first is None else dialogue.prompt(live.before)
+    def _set_prompt(self, live: Live, first: str | Asking | None) -> None:
+        """Set a conversation's prompt: its messages and tokens, to which the environment adds `first`.
+
+        Raises:
+            AskingError: a program asks what cannot be answered.
+            ValueError: it is too long, or empty.
+        """
+        prompt = self._prompts[live.index]
+        if isinstance(first, Asking):
+            live.tokens = self._whole_prompt(live, first)
+        else:
+            live.first = first
+            live.before = list(prompt_messages(prompt.prompt, first))
+            live.tokens = prompt.tokens if first is None else self._dialogue_of(live).prompt(live.before)
         limit = self._owner._rollout.max_prompt_tokens
-        if len(live.tokens) > limit or not live.before:
+        if len(live.tokens) > limit or not (live.before or live.asking):
             what = f"has {len(live.tokens)} tokens and rollout.max_prompt_tokens is {limit}; raise it"
             what = what if live.before else "is empty: reset() must return its first message, or rows hold a prompt"
             raise ValueError(f"prompt {prompt.prompt.prompt.id} with its environment's first message {what}")
@@ -524,10 +548,10 @@ class _Rollout:
         if len(waiting) + len(self._made[index]) < self._completions:
             return
         del self._beginning[index]
-        alike: dict[tuple[int, ...], list[Live]] = {}
+        alike: dict[tuple[tuple[int, ...], SamplingParams], list[Live]] = {}
         for _, live in sorted(waiting.items()):
             assert live.tokens is not None
-            alike.setdefault(live.tokens, []).append(live)
+            alike.setdefault((live.tokens, self._sampling_of(live, len(live.tokens))), []).append(live)
         for lives in alike.values():
             self._submit(index, lives)
 
@@ -538,7 +562,7 @@ class _Rollout:
         every = len(lives) == self._completions
         request = Request(
             prompt=tokens,
-            sampling=dataclasses.replace(self._sampling, max_new_tokens=self._most(lives[0], len(tokens))),
+            sampling=self._sampling_of(lives[0], len(tokens)),
             seed=self._seed(index, 0),
             completions=self._completions,
             keep=True,
@@ -552,27 +576,19 @@ class _Rollout:
 
     def _replied(self, live: Live, reply: Reply) -> None:
         """Begin the next turn, unless the conversation ends."""
-        dialogue = self._dialogue(live.index)
-        assert dialogue is not None
         live.rewards[-1] += reply.reward
         live.replies += 1
-        history = [*live.before, *live.messages[:-1]]
-        messages = self._fitting(dialogue, reply)
-        live.messages += messages
         if reply.done:
-            self._finish(live, "stop")
+            live.messages += self._fitting(self._dialogue_of(live), reply.messages)
+            self._finish(live, live.transcript.finish_reason or "stop")
             return
-        ended = int(live.transcript.spans[-1].tokens[-1])
         try:
-            new = dialogue.reply(
-                messages, history=history, drawn_end=ended if ended in dialogue.tokenizer.eos_tokens else None
-            )
-            again = self._rendered(live, dialogue, messages)
-        except ValueError as error:  # messages of a kind that the template refuses
+            new, again = self._next_prompt(live, reply)
+        except ValueError as error:  # messages of a kind that the template refuses, or tokens that there are not
             self._failed(live, str(error))
             return
         tokens = (*live.transcript.segments[-1].tokens.tolist(), *new)
-        room, reason = self._room(live, len(tokens if again is None else again))
+        reason = self._why_no_turn(live, len(tokens if again is None else again))
         if reason is not None:
             self._finish(live, reason)
             return
@@ -581,21 +597,63 @@ class _Rollout:
             self._drop_key(live)
             live.transcript = live.transcript.add_segment(again)
             self._extend_tokens += len(again)
-            self._submit_turn(live, again, room)
+            self._submit_turn(live, again)
             return
-        live.transcript = live.transcript.add_environment(tuple(new), text=_text_of(messages))
+        live.transcript = live.transcript.add_environment(tuple(new), text=_text_of(live.messages[-1:]))
         self._extend_tokens += len(new)
         if live.key is None:  # the last step ended before the reply came
-            self._submit_turn(live, tokens, room)
+            self._submit_turn(live, tokens)
             return
-        sampling, seed = (
-            dataclasses.replace(self._sampling, max_new_tokens=room),
-            self._seed(live.index, len(live.rewards)),
-        )
+        sampling, seed = self._sampling_of(live, len(tokens)), self._seed(live.index, len(live.rewards))
         self._engine.extend(live.key, new, sampling, seed=seed, keep=True)
 
-    def _fitting(self, dialogue: Dialogue, reply: Reply) -> list[Message]:
-        return [dialogue.fitting(message, self._limits.max_reply_tokens) for message in reply.messages]
+    def _next_prompt(self, live: Live, reply: Reply) -> tuple[list[int], tuple[int, ...] | None]:
+        """The tokens that follow the last answer; and the whole prompt from which the conversation goes on, if it does.
+
+        Raises ValueError if the chat template refuses the messages, or a program asks what cannot be answered.
+        """
+        asking = reply.asking
+        if asking is not None and asking.fresh:
+            again = self._whole_prompt(live, asking)
+            live.messages += self._fitting(self._dialogue_of(live), _given(asking))
+            live.since = len(live.messages)
+            return [], again
+        if asking is not None:
+            live.asking = asking
+            self._check(live, asking.tokens)
+        dialogue, ended = self._dialogue_of(live), int(live.transcript.spans[-1].tokens[-1])
+        given = reply.messages if asking is None else asking.messages
+        if asking is not None and asking.tokens:
+            live.messages.append({"role": "user", "content": dialogue.tokenizer.decode(list(asking.tokens))})
+            return list(asking.tokens), None
+        messages = self._fitting(dialogue, given)
+        history = live.history[:-1]
+        live.messages += messages
+        drawn_end = ended if ended in dialogue.tokenizer.eos_tokens else None
+        return dialogue.reply(messages, history=history, drawn_end=drawn_end), self._rendered(live, dialogue, messages)
+
+    def _whole_prompt(self, live: Live, asking: Asking) -> tuple[int, ...]:
+        """The tokens of a program's whole prompt. Raises AskingError if it cannot be answered."""
+        live.asking, live.before = asking, list(asking.messages)
+        try:
+            tokens = asking.tokens or self._dialogue_of(live).prompt(live.before)
+        except ValueError as error:
+            raise AskingError(str(error)) from error
+        self._check(live, tokens)
+        return tokens
+
+    def _check(self, live: Live, tokens: tuple[int, ...]) -> None:
+        """Raises AskingError if the engine would refuse a program's tokens, or those that end its answers."""
+        engine = self._engine
+        try:
+            if tokens:
+                check_tokens(tokens, engine.decoder.vocab, len(tokens), "")
+            check_sampling(self._sampling_of(live, 0), engine.tokenizer, engine.config.longest)
+        except ValueError as error:
+            raise AskingError(f"a program asked what cannot be answered: {error}") from error
+
+    def _fitting(self, dialogue: Dialogue, messages: Sequence[Message]) -> list[Message]:
+        return [dialogue.fitting(message, self._limits.max_reply_tokens) for message in messages]
 
     def _seed(self, index: int, turn: int) -> int:
         """The seed of the draws of a turn."""
@@ -607,13 +665,13 @@ class _Rollout:
         segments = self._owner._rollout.thinking == "segment"
         if not segments or not any(message.get("role") == "user" for message in new):
             return None
-        return dialogue.prompt([*live.before, *live.messages])
+        return dialogue.prompt(live.history)
 
-    def _submit_turn(self, live: Live, tokens: tuple[int, ...], room: int) -> None:
+    def _submit_turn(self, live: Live, tokens: tuple[int, ...]) -> None:
         """Submit a turn after these tokens, of which the engine knows nothing."""
         request = Request(
             prompt=tokens[:1],
-            sampling=dataclasses.replace(self._sampling, max_new_tokens=room),
+            sampling=self._sampling_of(live, len(tokens)),
             seed=self._seed(live.index, len(live.rewards)),
             completions=self._completions,
             keep=True,
@@ -622,23 +680,35 @@ class _Rollout:
         live.key = Key(self._engine.submit(request), live.sample)
         self._keys[live.key] = live
 
-    def _room(self, live: Live, tokens: int) -> tuple[int, StopReason | None]:
-        """The next turn's limit of tokens after `tokens` of them, or the reason why there is no next turn."""
+    def _why_no_turn(self, live: Live, tokens: int) -> StopReason | None:
+        """The reason why there is no turn after `tokens` of them; None: there is one."""
         limits = self._limits
         if len(live.rewards) >= limits.max_turns:
-            return 0, "turns"
+            return "turns"
         if limits.episode_timeout_s is not None and time.monotonic() - live.began > limits.episode_timeout_s:
-            return 0, "timeout"
+            return "timeout"
         if limits.max_drawn_tokens is not None and live.transcript.num_drawn >= limits.max_drawn_tokens:
-            return 0, "drawn"
-        room = self._most(live, tokens)
-        return room, "length" if room < 1 else None
+            return "drawn"
+        return "length" if self._most(live, tokens) < 1 else None
 
     def _most(self, live: Live, tokens: int) -> int:
         """Most tokens of a turn after `tokens` of them."""
         most = min(self._sampling.max_new_tokens, self._longest - tokens)
+        if live.asking is not None and live.asking.max_tokens is not None:
+            most = min(most, live.asking.max_tokens)
         drawn = self._limits.max_drawn_tokens
         return most if drawn is None else min(most, drawn - live.transcript.num_drawn)
+
+    def _sampling_of(self, live: Live, tokens: int) -> SamplingParams:
+        """The settings of a turn after `tokens` of them."""
+        wanted = () if live.asking is None else live.asking.stop_tokens
+        own = () if self._engine.tokenizer is None else self._engine.tokenizer.eos_tokens
+        more = tuple(each for each in wanted if each not in (*own, *self._sampling.stop_tokens))
+        return dataclasses.replace(
+            self._sampling,
+            max_new_tokens=self._most(live, tokens),
+            stop_tokens=(*self._sampling.stop_tokens, *more),
+        )
 
     def _failed(self, live: Live, why: str) -> None:
         """Begin a conversation again that failed through no fault of the model, or give it up."""
@@ -688,23 +758,31 @@ class _Rollout:
             self._take_single(key, index, completion)
             return
         live = self._keys[key]
-        dialogue = self._dialogue(live.index)
-        assert dialogue is not None
         live.transcript = live.transcript.add_completion(completion)
         number = len(live.rewards)
         live.rewards.append(0.0)
         live.state = "replying"
-        read = dialogue.read(completion.text, completion.tokens.tolist())
+        read = self._dialogue_of(live).read(completion.text, completion.tokens.tolist())
         live.messages.append(_answer(number, completion.text, read))
         self._unread_calls += bool(read.problem)
-        if completion.finish_reason == "length":
+        cut = completion.finish_reason == "length"
+        if cut and live.asking is None:
             self._finish(live, self._why_cut(live))
             return
         live.calls += len(read.calls)
         if self._limits.max_tool_calls is not None and live.calls > self._limits.max_tool_calls:
             self._finish(live, "calls")
             return
-        self._say(live, turn_of(number, completion.text, read))
+        turn = turn_of(number, completion.text, read)
+        if live.asking is not None:
+            turn = dataclasses.replace(
+                turn,
+                tokens=tuple(completion.tokens.tolist()),
+                logprobs=tuple(completion.sampled_logprobs.tolist()),
+                cut=cut,
+                read=live.transcript.segments[-1].num_tokens - len(completion.tokens),
+            )
+        self._say(live, turn)
 
     def _why_cut(self, live: Live) -> StopReason:
         """Which limit cut a turn."""
@@ -720,6 +798,15 @@ class _Rollout:
 
     def _dialogue(self, index: int) -> Dialogue | None:
         return self._owner.dialogues[self._prompts[index].prompt.task]
+
+    def _dialogue_of(self, live: Live) -> Dialogue:
+        """How a conversation is written, with the tools that its program offers. ValueError if there is no way."""
+        dialogue = self._dialogue(live.index)
+        assert dialogue is not None, "single answers have no environment"
+        return dialogue if live.asking is None or not live.asking.tools else dialogue.offering(live.asking.tools)
+
+    def _is_led(self, index: int) -> bool:
+        return self._environments.led(self._prompts[index].prompt.task)
 
 
 def _in_order(live: Live) -> tuple[int, int]:
@@ -740,6 +827,11 @@ def _answer(number: int, text: str, read: Calls) -> Message:
             for place, call in enumerate(read.calls)
         ]
     return message
+
+
+def _given(asking: Asking) -> list[Message]:
+    """The messages of a program's whole prompt that the model did not write."""
+    return [message for message in asking.messages if message.get("role") != "assistant"]
 
 
 def _text_of(messages: Sequence[Message]) -> str:

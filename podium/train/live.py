@@ -6,6 +6,7 @@ import time
 from podium.models.chat_format import Message
 from podium.rollout.request import Completion, Key, StopReason
 from podium.rollout.transcript import Transcript
+from podium.tasks.conversation import Asking
 from podium.train.episode import Episode, State
 
 
@@ -26,12 +27,16 @@ class Live:
     key: Key | None = None
     first: str | None = None
     """What the environment added to the prompt."""
+    asking: Asking | None = None
+    """What its program asked last; None: no program leads it."""
     tokens: tuple[int, ...] | None = None
     """Tokens of the prompt, once the environment has begun."""
     before: list[Message] = dataclasses.field(default_factory=list)
-    """The prompt's messages."""
+    """The messages of the prompt, or of the last whole prompt of a program."""
     messages: list[Message] = dataclasses.field(default_factory=list)
-    """Those after it."""
+    """Those after the first prompt."""
+    since: int = 0
+    """How many of these came before `before`."""
     transcript: Transcript = dataclasses.field(default_factory=Transcript)
     drawing: Completion | None = None
     """What had been drawn of its turn when the last step ended."""
@@ -49,6 +54,9 @@ class Live:
             sample=sample,
             attempt=episode.attempt,
             state="ending" if episode.ended else episode.state,
+            asking=episode.asking,
+            before=list(episode.before),
+            since=episode.since,
             messages=list(episode.transcript.messages),
             transcript=episode.transcript,
             drawing=episode.drawing,
@@ -59,6 +67,11 @@ class Live:
             stop=episode.transcript.finish_reason,
         )
 
+    @property
+    def history(self) -> list[Message]:
+        """The conversation so far, from the last whole prompt on."""
+        return [*self.before, *self.messages[self.since :]]
+
     def episode(self, reason: StopReason | None, *, ended: bool = False, timed: bool = False) -> Episode:
         """What there is of it so far; its seconds count only if it is `timed`."""
         return Episode(
@@ -67,6 +80,9 @@ class Live:
             state="ended" if ended else self.state,
             drawing=self.drawing,
             first=self.first,
+            asking=None if ended else self.asking,
+            before=() if ended or self.asking is None else tuple(self.before),
+            since=self.since,
             replies=self.replies,
             attempt=self.attempt,
             seconds=time.monotonic() - self.began if timed and not ended else 0.0,

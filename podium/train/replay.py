@@ -63,4 +63,4 @@ class Replay:
 
 def turn_of(number: int, text: str, read: Calls) -> Turn:
     """An answer of the model as its environment gets it."""
-    return Turn(text=text, number=number, calls=read.calls, problem=read.problem)
+    return Turn(text=text, number=number, calls=read.calls, problem=read.problem, said=read.said)

@@ -8,7 +8,7 @@ from podium.config.schema import TaskConfig
 from podium.tasks.registry import TASKS, make_task, task_labels, task_options
 
 
-@pytest.mark.parametrize("name", sorted(set(TASKS) - {"reasoning_gym"}))
+@pytest.mark.parametrize("name", sorted(set(TASKS) - {"reasoning_gym", "program"}))
 def test_every_built_in_task_is_made_and_lists_its_options(name):
     assert make_task(TaskConfig(name=name, path=None)).system_prompt != ""
     assert "source" not in task_options(name)
