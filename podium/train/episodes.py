@@ -648,7 +648,8 @@ class _Rollout:
         try:
             if tokens:
                 check_tokens(tokens, engine.decoder.vocab, len(tokens), "")
-            check_sampling(self._sampling_of(live, 0), engine.tokenizer, engine.config.longest)
+            sampling = dataclasses.replace(self._sampling_of(live, 0), max_new_tokens=1)
+            check_sampling(sampling, engine.tokenizer, engine.config.longest)
         except ValueError as error:
             raise AskingError(f"a program asked what cannot be answered: {error}") from error
 

@@ -132,14 +132,12 @@ def test_a_program_that_asks_what_cannot_be_answered_has_failed(talk, way, messa
 
 
 def test_programs_go_on_over_updates_and_begin_again_in_a_continued_run(talk):
-    config = talk(tasks=[program("counting", episodes=40)], rollout=CARRIED)
-    carried = Steps(config, 4)
+    held = {"rollout": {**CARRIED, "reproducible": True}, "environments": {"workers": 1}}
+    config = talk(tasks=[program("counting", episodes=40)], **held)
+    carried = Steps(config, 3)
     crossed = [each for each in carried.transcripts if each.versions[0] != each.versions[-1]]
     assert crossed and all((np.diff(each.versions) >= 0).all() for each in carried.transcripts)
-    waited_for = Steps(talk(tasks=[program("counting", episodes=40)]), 5).by_prompt()
-    for group in carried.groups[0]:
-        for one, other in zip(group.transcripts, waited_for[0, group.prompt.prompt.id].transcripts, strict=True):
-            assert one.tokens.tolist() == other.tokens.tolist()
+    assert all(len(each.segments) == 1 for each in carried.transcripts)
     record = json.loads(json.dumps(carried.position.record()))
     with opened(config) as rollouts:
         rollouts.position = Position.read(record, rollouts.feed)
@@ -216,8 +214,9 @@ def test_the_server_answers_with_calls_and_forgets_conversations_that_have_ended
     with urllib.request.urlopen(f"{url}/models") as reply:
         assert json.loads(reply.read())["data"][0]["id"] == "policy"
     server().drop(line)
-    with pytest.raises(urllib.error.HTTPError, match="404"):
+    with pytest.raises(urllib.error.HTTPError, match="404") as refused:
         post(url, {})
+    refused.value.close()
     with pytest.raises(RequestError, match="has ended"):
         line.ask(asked([USER]))
 
