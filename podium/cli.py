@@ -285,6 +285,17 @@ def export(
     raise typer.Exit(export_run(run, folder, step=step, dtype=dtype, merge=merge, push=push, private=private))
 
 
+@app.command("filter")
+def filter_prompts(config: ConfigFiles, settings: Settings = None) -> None:
+    """Measure how often the model solves each training prompt, for `data.filter`."""
+    from podium.settings import load_settings
+
+    loaded = load_settings(config, settings or [])
+    from podium.train.filtering import filter_command
+
+    raise typer.Exit(filter_command(loaded.config))
+
+
 @app.command()
 def chat(
     target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run, RUN@STEP, or a model as in a config.")],
@@ -292,6 +303,7 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: greedy.")] = 0.7,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: makes words less likely to be repeated.")] = 1.0,
 ) -> None:
     """Talk to a run's weights, or to any model."""
     from rich.console import Console
@@ -308,6 +320,7 @@ def chat(
         temperature=temperature,
         max_new_tokens=max_new_tokens,
         seed=seed,
+        repetition_penalty=repetition_penalty,
     )
     raise typer.Exit(status)
 

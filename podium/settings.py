@@ -191,6 +191,9 @@ def _teacher(config: Config) -> Iterator[Contradiction]:
         if getattr(config.rollout, key) != off:
             rule = "tokens drawn from a part of the vocabulary do not estimate the distance to a teacher over all of it"
             yield Contradiction((f"rollout.{key}", "teacher"), f"{rule}; set it to {off:g}")
+    if config.rollout.repetition_penalty != 1:
+        rule = "tokens drawn with a penalty do not estimate the distance of the policy, which has none, to a teacher"
+        yield Contradiction(("rollout.repetition_penalty", "teacher"), f"{rule}; set it to 1")
 
 
 def _critic(config: Config) -> Iterator[Contradiction]:
@@ -326,6 +329,20 @@ def _length_reward(config: Config) -> Iterator[Contradiction]:
         yield Contradiction((key,), message)
 
 
+def _zero_variance(config: Config) -> Iterator[Contradiction]:
+    """Check that every task's reward has the part by which groups are left out."""
+    recipe = _recipe(config)
+    metric = None if recipe is None else recipe.zero_variance_metric
+    if metric is None:
+        return
+    for index, task in enumerate(config.tasks):
+        parts = list(dict.fromkeys(("correct", *map(label, task.rewards))))
+        if metric not in parts:
+            rule = f"{metric!r} is not a part of the reward of {task.name}, so all its groups would be left out"
+            keys = ("algorithm.zero_variance_metric", f"tasks.{index}.rewards")
+            yield Contradiction(keys, f"{rule}; set {', '.join(parts)}")
+
+
 def _layout(config: Config) -> Iterator[Contradiction]:
     layout, group = config.rollout.layout, config.rollout.group_chips
     if group is not None and layout != "hybrid":
@@ -400,6 +417,30 @@ def _curricula(config: Config) -> Iterator[Contradiction]:
             yield Contradiction((f"tasks.{index}.curriculum", "algorithm.recipe"), rule)
 
 
+def _data(config: Config) -> Iterator[Contradiction]:
+    """Check that what is learned of prompts has answers to go by, and something to choose from."""
+    recipe, data = _recipe(config), config.data
+    used = [name for name in type(data).model_fields if getattr(data, name) is not None]
+    if recipe is not None and recipe.demonstrations:
+        for name in used:
+            rule = f"recipe {config.algorithm.recipe} samples nothing, so no prompt goes well or badly; leave it out"
+            yield Contradiction((f"data.{name}", "algorithm.recipe"), rule)
+    if data.filter is not None and data.filter.pass_rate[0] > data.filter.pass_rate[1]:
+        least, most = data.filter.pass_rate
+        yield Contradiction(
+            ("data.filter.pass_rate",), f"the least, {least:g}, is above the largest, {most:g}; swap them"
+        )
+    if data.progress is None:
+        return
+    if len(config.tasks) < 2:
+        rule = "there is one task, and progress decides between several; leave it out"
+        yield Contradiction(("data.progress", "tasks"), rule)
+    for index, task in enumerate(config.tasks):
+        if task.curriculum is not None:
+            rule = "with data.progress tasks are drawn as the levels of a curriculum are, and have none of their own"
+            yield Contradiction((f"tasks.{index}.curriculum", "data.progress"), f"{rule}; leave one of them out")
+
+
 RULES = (
     _names,
     _algorithm,
@@ -409,10 +450,12 @@ RULES = (
     _critic,
     _reference,
     _rewards,
+    _zero_variance,
     _layout,
     _in_flight,
     _conversations,
     _curricula,
+    _data,
 )
 """Rules of recipes and rewards, in addition to those of `podium.config.schema`."""
 

@@ -196,6 +196,17 @@ def batch_mean_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarra
     return np.nan_to_num(rewards - _means(rewards, axis=None)).astype(np.float32)
 
 
+def greedy_advantages(rewards: np.ndarray, lengths: np.ndarray, *, baselines: np.ndarray) -> np.ndarray:
+    """Rewards minus that of the prompt's greedy completion: r - r_greedy. ReMax (arXiv:2310.10505).
+
+    `baselines` [N] are the rewards of greedy completions; where one is NaN its prompt has nothing to compare with, and
+    advantages 0.
+    """
+    rewards, _ = _checked(rewards, lengths, least_group=1)
+    known = np.asarray(baselines, np.float32).astype(np.float64)
+    return np.nan_to_num(rewards - known[:, None]).astype(np.float32)
+
+
 def whitened_advantages(
     rewards: np.ndarray, lengths: np.ndarray, *, group_baseline: bool, std_eps: float
 ) -> np.ndarray:

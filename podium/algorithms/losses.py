@@ -23,6 +23,7 @@ from jax.lax import stop_gradient
 
 from podium.algorithms.recipes import (
     COVARIANT,
+    DRAWN_LOGPROBS,
     LOSSES,
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
@@ -518,7 +519,7 @@ def correction_weights(
     Args:
         recipe: the correction, its level and its bounds.
         old_logprobs: the trainer's, with the weights that sampled.
-        sampled_logprobs: the sampler's, before truncation.
+        sampled_logprobs: the sampler's, before truncation; with a repetition penalty those after it.
         segments: [B, T] int32.
         mask: [B, T].
     """
@@ -576,14 +577,15 @@ def policy_loss(
     Args:
         recipe: the terms and their options.
         logprobs: [B, T] of the trained policy.
-        sampled_logprobs: [B, T] recorded by the sampler, under its softmax before top-k, top-p and min-p.
+        sampled_logprobs: [B, T] recorded by the sampler, under its softmax before penalty, top-k, top-p and min-p.
         advantages: [B, T].
         segments: [B, T] int32.
         mask: [B, T].
         scores: [B, T] by name. `old_logprobs` are the trainer's before the batch's first update
             (`recipe.scores_old_logprobs`); without them, the ratio is to the sampler's, or with `old_logprobs: trainer`
             to the current update's own. The k2, k3 and k3+ terms need `reference_logprobs`, under the frozen first
-            model, and `top_entropy` needs `uncertain`, 1 where the policy term counts.
+            model, `top_entropy` needs `uncertain`, 1 where the policy term counts, and a correction of a sampler with
+            a repetition penalty needs `drawn_logprobs`, under the distribution that it drew from.
         prompts: [B, T] int32, the segment of a token's prompt; losses of pairs need it.
         kl_coef: [], in place of the recipe's, which a run has adapted; None: the recipe's.
 
@@ -606,7 +608,8 @@ def policy_loss(
         stats["top_entropy"] = scores[UNCERTAIN]
         loss = loss * scores[UNCERTAIN]
     if recipe.correction != "none":
-        weights = correction_weights(recipe, old_logprobs, sampled_logprobs, segments, mask)
+        drawn_logprobs = scores[DRAWN_LOGPROBS] if recipe.corrects_penalty else sampled_logprobs
+        weights = correction_weights(recipe, old_logprobs, drawn_logprobs, segments, mask)
         stats |= {"correction_weight": weights, "correction_dropped": (weights == 0).astype(weights.dtype)}
         loss = loss * weights
     if (threshold := recipe.off_policy_threshold) is not None:

@@ -22,6 +22,7 @@ from podium.algorithms.advantages import (
     batch_mean_advantages,
     decoupled_advantages,
     gae_advantages,
+    greedy_advantages,
     group_advantages,
     leave_one_out_advantages,
     length_weighted_advantages,
@@ -124,6 +125,9 @@ ENTROPY = "entropy"
 """The score that `top_entropy` needs: the entropy of the policy before the first update."""
 UNCERTAIN = "uncertain"
 """1 at the tokens that `top_entropy` keeps in the policy term, 0 elsewhere; beside the scores of a batch."""
+DRAWN_LOGPROBS = "drawn_logprobs"
+"""Log-probabilities under the distribution that tokens were drawn from, beside the scores of a batch: a correction
+reads them where that is not the sampler's policy, because of a repetition penalty."""
 REFERENCE_POINT = "reference_point"
 """The KL to the reference that KTO compares a completion with: one number of an optimizer step, at every token."""
 DataForm = Literal["text", "pair", "label"]
@@ -146,7 +150,8 @@ class Recipe:
     advantage: partial[np.ndarray]
     """(rewards [N, G], lengths [N, G]) -> [N, G]. A config may change std, std_ddof and std_eps if they are bound here,
     and whatever else is by `advantage_options`. With an argument `parts`, it also gets
-    `podium.algorithms.advantages.RewardParts`. With an argument `tokens`, it also gets
+    `podium.algorithms.advantages.RewardParts`. With an argument `baselines`, it also gets the rewards [N] of greedy
+    completions, one of each prompt, which are not trained. With an argument `tokens`, it also gets
     `podium.algorithms.advantages.TokenScores`, and may return per-token advantages, [N, G, n]."""
     group_baseline: bool = True
     """Whether completions are compared with others of the same prompt: requires G >= 2; equal rewards teach nothing."""
@@ -179,6 +184,7 @@ class Recipe:
     router_loss_coef: float = 0.0
     mask_truncated: bool = False
     zero_variance: Literal["keep", "drop", "refill"] = "keep"
+    zero_variance_metric: str | None = None
     max_refills: int = 3
     updates_per_batch: int = 1
     minibatches: int = 1
@@ -191,6 +197,8 @@ class Recipe:
     labelled one. Rewards are 1 and -1."""
     teacher: Teaching | None = None
     """None: there is no teacher, only rewards."""
+    penalised: bool = False
+    """Whether the sampler has a repetition penalty, which the trained policy has not."""
     learns_values: bool = False
     """Whether a critic's values are scores of the tokens. What it learns is computed with the `gamma` and `lam` of
     the advantage."""
@@ -204,9 +212,19 @@ class Recipe:
         return self.loss in LOSSES and LOSSES[self.loss].covariant
 
     @property
+    def corrects_penalty(self) -> bool:
+        """Whether its correction reads DRAWN_LOGPROBS."""
+        return self.penalised and self.correction != "none"
+
+    @property
     def needs_parts(self) -> bool:
         """Whether the advantage reads the parts of rewards, and not their sum alone."""
         return "parts" in inspect.signature(self.advantage).parameters
+
+    @property
+    def needs_baseline(self) -> bool:
+        """Whether the advantage reads the reward of a greedy completion of each prompt."""
+        return "baselines" in inspect.signature(self.advantage).parameters
 
     @property
     def data_form(self) -> DataForm:
@@ -249,9 +267,10 @@ class Recipe:
         chosen = (*((UNCERTAIN,) if self.top_entropy < 1 else ()), *((COVARIANT,) if self.chooses else ()))
         hidden = (TEACHER_HIDDEN,) if self.teacher is not None and self.teacher.loss == "full" else ()
         valued = (VALUES, RETURNS) if self.learns_values else ()
+        drawn = (DRAWN_LOGPROBS,) if self.corrects_penalty else ()
         point = (REFERENCE_POINT,) if self.data_form == "label" else ()
         scored = (name for name in map(score_name, self.scorers) if kept.get(name, True))
-        return (*scored, *chosen, *hidden, *valued, *point)
+        return (*scored, *chosen, *hidden, *valued, *point, *drawn)
 
 
 def score_name(scorer: str) -> str:
@@ -312,6 +331,16 @@ def rloo() -> Recipe:
         advantage=partial(leave_one_out_advantages, std="none", std_ddof=1, std_eps=1e-6),
         mean="constant",
     )
+
+
+def remax() -> Recipe:
+    """ReMax (arXiv:2310.10505): a completion's baseline is the reward of the prompt's greedy completion; no critic.
+
+    Differs: any `group_size`, 1 included, which is the paper's. The paper has no ratio; ours is PPO's, which allows
+    several updates per batch. Its sum over tokens is divided by `rollout.max_new_tokens`. The KL in the reward is off;
+    with `kl: k1_reward` the greedy completion is not charged it, as in verl.
+    """
+    return Recipe(advantage=partial(greedy_advantages), group_baseline=False, mean="constant")
 
 
 def gdpo() -> Recipe:
@@ -557,6 +586,7 @@ RECIPES: dict[str, Recipe] = {
     "dr_grpo": dr_grpo(),
     "dapo": dapo(),
     "rloo": rloo(),
+    "remax": remax(),
     "gdpo": gdpo(),
     "opo": opo(),
     "gpg": gpg(),
@@ -660,6 +690,9 @@ def _advantage_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: in
     if zero_variance != "keep" and not recipe.group_baseline:
         rule = f"recipe {name} has no group baseline, so a group of equal rewards still teaches"
         yield "zero_variance", f"{rule}; set it to keep, got {zero_variance}"
+    if zero_variance == "keep" and recipe.zero_variance_metric is not None:
+        way_out = "set zero_variance to drop or refill, or leave it unset"
+        yield "zero_variance_metric", f"zero_variance is keep, so nothing reads it; {way_out}"
     if zero_variance != "refill" and config.max_refills != AlgorithmConfig().max_refills:
         rule = f"it only applies with zero_variance: refill, and zero_variance is {zero_variance}"
         yield "max_refills", f"{rule}; set zero_variance to refill, or leave max_refills unset"
@@ -691,6 +724,11 @@ def _credit_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
         yield "credit", f"the advantage of recipe {config.recipe} is of each token already; set credit to episode"
     if recipe.needs_parts:
         yield "credit", f"recipe {config.recipe} compares parts of rewards, which turns have not; set credit to episode"
+    if recipe.zero_variance_metric is not None:
+        yield "zero_variance_metric", "turns have no parts of the reward; leave it unset, or set credit to episode"
+    if recipe.needs_baseline and recipe.group_baseline:
+        rule = f"recipe {config.recipe} compares with a greedy completion, whose turns are others"
+        yield "credit", f"{rule}; set credit to episode"
     if recipe.kl == "k1_reward":
         yield "credit", "a KL in the reward is of whole conversations; set algorithm.kl to k2, k3 or k3+"
 

@@ -38,11 +38,13 @@ class Conversation:
         temperature: float,
         max_new_tokens: int,
         seed: int,
+        repetition_penalty: float = 1.0,
         notice: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Start with the system prompt, if any; `notice` is called with each line for the user."""
         self.rollouts = rollouts
         self.temperature = temperature
+        self.repetition_penalty = repetition_penalty
         self.max_new_tokens = max_new_tokens
         self.seed = seed
         self._notice = notice
@@ -117,7 +119,9 @@ class Conversation:
     def _draw(self, new: list[int], most: int, length: int) -> Key:
         """Request up to `most` tokens after appending `new`, which make the conversation `length` tokens long."""
         engine = self.rollouts.engine
-        sampling = SamplingParams(max_new_tokens=most, temperature=self.temperature)
+        sampling = SamplingParams(
+            max_new_tokens=most, temperature=self.temperature, repetition_penalty=self.repetition_penalty
+        )
         seed = request_seed(self.seed, "chat", length)
         if self._key is None:
             request = Request(prompt=tuple(new), sampling=sampling, seed=seed, keep=True)
@@ -139,6 +143,7 @@ def chat(
     temperature: float,
     max_new_tokens: int,
     seed: int,
+    repetition_penalty: float = 1.0,
     console: Console,
     lines: Iterable[str],
 ) -> int:
@@ -161,6 +166,7 @@ def chat(
             temperature=temperature,
             max_new_tokens=max_new_tokens,
             seed=seed,
+            repetition_penalty=repetition_penalty,
             notice=lambda line: console.print(Text(line, style="dim")),
         )
         console.print(Text(HELP, style="dim"))

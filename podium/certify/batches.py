@@ -18,6 +18,7 @@ import numpy as np
 from podium.algorithms.advantages import RETURNS, VALUES
 from podium.algorithms.recipes import (
     COVARIANT,
+    DRAWN_LOGPROBS,
     OLD_LOGPROBS,
     RECIPES,
     REFERENCE_LOGPROBS,
@@ -31,7 +32,7 @@ from podium.certify.naive import Sequences
 from podium.certify.naive_rules import RULES, Rules
 from podium.certify.naive_step import optimizer_steps
 from podium.certify.result import Check
-from podium.certify.subject import Subject, episodes_of
+from podium.certify.subject import RIGHT, Subject, episodes_of
 from podium.certify.updates import Form, Updates, sizes_of, usable_form
 from podium.sharding import Params
 from podium.train.batch import Batch
@@ -82,6 +83,8 @@ class Values(NamedTuple):
     point: float
     covariant: float
     """Whether the loss treats it otherwise, 1 or 0."""
+    drawn: float
+    """Its log-probability under the distribution drawn from."""
 
 
 def batch_checks(updates: Updates) -> Iterator[Check]:
@@ -128,7 +131,9 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
         name="scores",
         claim="the log-probabilities in the denominators of ratios and in the KL are those of the same token, and so is"
         " the choice of tokens by entropy",
-        difference=max(max(each.errors.old, each.errors.reference, each.errors.uncertain) for each in compared),
+        difference=max(
+            max(each.errors.old, each.errors.reference, each.errors.uncertain, each.errors.drawn) for each in compared
+        ),
         bar=0,
         after=placed,
     )
@@ -168,8 +173,10 @@ def variants() -> Iterator[Variant]:
         yield _variant(name, halves, {"k": 2} if name == "pass_at_k" else {})
     yield _variant("grpo", dropping)
     yield _variant("dr_grpo", dropping)
+    yield _variant("grpo", {**dropping, "zero_variance_metric": RIGHT})
     yield _variant("dapo", {"minibatches": 3, "zero_variance": "refill"})
     yield _variant("grpo", {**halves, "mask_truncated": True, "old_logprobs": "trainer"})
+    yield _variant("grpo", {**halves, "old_logprobs": "trainer", "correction": "mask", "penalised": True})
     yield _variant("grpo", {"std": "batch", "std_ddof": 0, "std_eps": 0.1, "kl": "k3", "kl_coef": 0.1})
     for name in ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"):
         yield _variant(name, {**halves, "kl": "k1_reward", "kl_coef": 0.05})
@@ -336,6 +343,7 @@ def _predictions(step: Sequences, rules: Rules) -> dict[Prediction, Values]:
             uncertain=float(step.uncertain[row, own]),
             point=float(step.point),
             covariant=float(step.covariant[row, own]),
+            drawn=float(step.drawn_logprobs[row, own]) if _keeps_drawn(rules) else 0.0,
         )
     return found
 
@@ -347,6 +355,11 @@ def _keeps_old(rules: Rules) -> bool:
     """
     several = rules.updates_per_batch * rules.minibatches > 1
     return rules.old_logprobs == "trainer" and several and not rules.preferences  # whose losses have no ratio
+
+
+def _keeps_drawn(rules: Rules) -> bool:
+    """Whether a batch stores the log-probabilities under the distribution drawn from."""
+    return rules.penalised and rules.correction != "none"
 
 
 def _keeps_reference(rules: Rules) -> bool:
@@ -375,6 +388,7 @@ def _trained(batch: Batch, rules: Rules) -> list[tuple[Prediction, Values]]:
         batch.scores[UNCERTAIN] if rules.top_entropy < 1 else nothing + 1,
         batch.scores[REFERENCE_POINT] if rules.loss == "kto" else nothing,
         batch.scores[COVARIANT] if rules.loss in ("clip_cov", "kl_cov") else nothing,
+        batch.scores[DRAWN_LOGPROBS] if _keeps_drawn(rules) else nothing,
     )
     values = [np.concatenate(np.asarray(x)[:used]) for x in arrays]
     chosen = (mask != 0) | (values[0] != 0)

@@ -157,6 +157,7 @@ def update_checks(updates: Updates) -> Iterator[Check]:
             group.transcripts,
             [0.5] * len(group.transcripts),
             [(0.5, *[0.0] * (each.num_turns - 1)) for each in group.transcripts],
+            greedy=0.5,
         )
         for n, group in enumerate(subject.groups)
     ]

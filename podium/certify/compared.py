@@ -24,6 +24,7 @@ from podium.certify.subject import (
     OVERLONG_TOKENS,
     Arrays,
     Subject,
+    episode_of,
     episodes_of,
     make_subject,
     shortest_prompt,
@@ -151,7 +152,11 @@ class _Drawn:
     """Log-probabilities of the episodes of a step, by the sampler and under one version of the weights, [S, n] each."""
 
     sampled: np.ndarray
+    drawn: np.ndarray
+    """Under the distribution drawn from, with the repetition penalty."""
     naive: Scores[np.ndarray]
+    penalised: Scores[np.ndarray]
+    """The naive scores of that distribution."""
     used: np.ndarray
     """True for tokens that this version of the weights drew, [S, n]."""
 
@@ -166,17 +171,33 @@ def _sampling_checks(subject: Subject, training: Training, talk: tuple[str, ...]
         difference=max(errors) / largest,
         after=(*OF_MODEL, "sampler", *talk),
     )
+    if subject.recipe.needs_baseline:
+        yield Check(
+            name="greedy completions",
+            claim="each token of a greedy completion is the likeliest under the weights that drew it",
+            difference=max(_behind_likeliest(subject, training, number) for number in range(len(training.steps)))
+            / largest,
+            after=("hand-over",),
+        )
     rollout = training.config.rollout
     if rollout.top_k or rollout.top_p < 1 or rollout.min_p:
         return  # tokens are drawn from a truncated distribution, not from that of their full log-probabilities
-    surprise = sum(float(np.sum((-each.sampled - each.naive.entropy)[each.used])) for each in drawn)
-    variance = sum(float(np.sum(each.naive.variance[each.used])) for each in drawn)
+    if rollout.repetition_penalty != 1:
+        errors = [float(np.abs(each.drawn - each.penalised.logprobs)[each.used].max()) for each in drawn]
+        yield Check(
+            name="repetition penalty",
+            claim="tokens are drawn from the softmax after the penalty on all tokens of the sequence before them",
+            difference=max(errors) / largest,
+            after=("hand-over",),
+        )
+    surprise = sum(float(np.sum((-each.drawn - each.penalised.entropy)[each.used])) for each in drawn)
+    variance = sum(float(np.sum(each.penalised.variance[each.used])) for each in drawn)
     yield Check(
         name="draws",
         claim="sampled tokens are as likely as draws from the model, in standard deviations of their mean",
         difference=abs(surprise) / np.sqrt(variance),
         bar=DEVIATIONS,
-        after=("hand-over",),
+        after=("hand-over", "repetition penalty"),
     )
 
 
@@ -187,16 +208,35 @@ def _drawn(subject: Subject, training: Training, number: int) -> Iterator[_Drawn
         own = groups[first : first + subject.config.prompts_per_step]
         episodes = [episode for group in own for episode in episodes_of(group)]
         tokens, starts = padded_tokens(episodes, room)
-        sampled, versions = np.zeros((2, room.episodes, room.continuation))
-        versions -= 1
+        shape, penalty = (room.episodes, room.continuation), subject.config.rollout.repetition_penalty
+        sampled, drawn = np.zeros(shape), np.zeros(shape)
+        versions = np.full(shape, -1.0)
         transcripts = [each for group in own for each in group.transcripts]
         for row, (episode, transcript) in enumerate(zip(episodes, transcripts, strict=True)):
             sampled[row, : len(episode.logprobs)] = episode.logprobs
+            drawn[row, : len(episode.logprobs)] = episode.drawn_logprobs
             drew = _versions(transcript)[: len(episode.drawn)]
             versions[row, : len(drew)] = np.where(episode.drawn, drew, -1)
         for version in np.unique(versions[versions >= 0]).astype(int).tolist():
-            naive = subject.naive_scores(tokens, starts, training.version(version))
-            yield _Drawn(sampled=sampled, naive=naive, used=versions == version)
+            weights = training.version(version)
+            naive = subject.naive_scores(tokens, starts, weights)
+            after = naive if penalty == 1 else subject.naive_scores(tokens, starts, weights, penalty=penalty)
+            yield _Drawn(sampled=sampled, drawn=drawn, naive=naive, penalised=after, used=versions == version)
+
+
+def _behind_likeliest(subject: Subject, training: Training, number: int) -> float:
+    """How much less likely, in nats, a token of a step's greedy completions is at most than the likeliest one."""
+    greedy = [group.greedy for group in training.steps[number].groups if group.greedy is not None]
+    episodes = [episode_of(*each) for each in greedy]
+    tokens, starts = padded_tokens(episodes, subject.room)
+    penalty, worst = training.config.rollout.repetition_penalty, 0.0
+    for row, (episode, each) in enumerate(zip(episodes, greedy, strict=True)):
+        versions = _versions(each.transcript)[: len(episode.drawn)]
+        for version in np.unique(versions[np.array(episode.drawn)]).tolist():
+            found = subject.naive_scores(tokens, starts, training.version(version), penalty=penalty)
+            used = np.flatnonzero(np.array(episode.drawn) & (versions == version))
+            worst = max(worst, float((found.highest - found.logprobs)[row, used].max()))
+    return worst
 
 
 def _groups(training: Training) -> Iterator[tuple[int, Group]]:
@@ -232,7 +272,20 @@ def _wrong_episodes(subject: Subject, training: Training, number: int, group: Gr
         if not subject.recipe.demonstrations:
             right &= all(oldest <= version <= number for version in versions)
         wrong += not right
+    if subject.recipe.needs_baseline:
+        wrong += not _has_greedy(subject, training, group)
     return wrong
+
+
+def _has_greedy(subject: Subject, training: Training, group: Group) -> bool:
+    """Whether a group has a greedy completion of its prompt, which ends where it must and has its text's reward."""
+    asked, greedy = group.prompt.prompt.id, group.greedy
+    if greedy is None or not np.array_equal(greedy.transcript.prompt, group.transcripts[0].prompt):
+        return False
+    if subject.converses:
+        return is_right(subject, training, asked, greedy.transcript, greedy.reward)
+    episode = episode_of(*greedy)
+    return _ends_rightly(episode) and abs(episode.reward - _reward(training, asked, episode)) < 1e-6
 
 
 def demonstrated(recipe: Recipe, prompt: Prompt) -> list[tuple[str, float]]:

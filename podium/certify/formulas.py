@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.algorithms.losses import entropy_loss, policy_loss
-from podium.algorithms.recipes import COVARIANT, OLD_LOGPROBS, REFERENCE_LOGPROBS, REFERENCE_POINT, UNCERTAIN
+from podium.algorithms.recipes import (
+    COVARIANT,
+    DRAWN_LOGPROBS,
+    OLD_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    REFERENCE_POINT,
+    UNCERTAIN,
+)
 from podium.certify.naive import Scores, Sequences, in_float64, kl_losses, objective, policy_losses
 from podium.certify.naive_optimizer import Arrays, NaiveOptimizer, gradient_norm, scheduled_rate
 from podium.certify.result import Check
@@ -124,6 +131,7 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
         {**CORRECTED, "correction": "mask", "correction_level": "sequence", "correction_high": 3.0},
         {**CORRECTED, "correction": "truncate", "correction_level": "mean", "correction_high": 1.05},
         {**CORRECTED, "correction": "reject", "correction_level": "mean", "correction_low": 0.95},
+        {**CORRECTED, "correction": "truncate", "correction_high": 1.2, "penalised": True},
         {**UNEVEN, "loss": "clipped", "off_policy_threshold": 0.05},
         {**UNEVEN, "loss": "dppo_tv", "drift_coef": 0.3},
         {**CORRECTED, "correction": "truncate", "correction_high": 1.2, "top_entropy": 0.4},
@@ -174,6 +182,7 @@ def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) ->
     random = np.random.default_rng(0)
     logprobs = random.normal(-3.0, 1.0, (S, LENGTH)).astype(np.float32)
     sampled, old, reference = ((logprobs + random.normal(0.0, 0.3, (S, LENGTH))).astype(np.float32) for _ in range(3))
+    drawn = sampled[::-1]
     valid = np.arange(LENGTH)[None] < random.integers(1, LENGTH + 1, S)[:, None]
     advantages = np.zeros(S) if only_kl else random.normal(0.0, 1.0, S).astype(np.float32)
     weights = (valid * random.uniform(0.5, 1.5, valid.shape)).astype(np.float32)
@@ -184,6 +193,7 @@ def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) ->
         REFERENCE_LOGPROBS: jnp.asarray(reference),
         UNCERTAIN: jnp.asarray(uncertain, jnp.float32),
         COVARIANT: jnp.asarray(covariant, jnp.float32),
+        DRAWN_LOGPROBS: jnp.asarray(drawn),
     }
     if rules.old_logprobs == "trainer":
         given[OLD_LOGPROBS] = jnp.asarray(old)
@@ -209,6 +219,7 @@ def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) ->
             weights=jnp.asarray(weights),
             advantages=jnp.broadcast_to(jnp.asarray(advantages)[:, None], (S, LENGTH)),
             sampled_logprobs=jnp.asarray(sampled),
+            drawn_logprobs=jnp.asarray(drawn),
             old_logprobs=jnp.asarray(old),
             reference_logprobs=jnp.asarray(reference),
             values=jnp.zeros((S, LENGTH)),
@@ -278,6 +289,7 @@ def _preference_error(subject: Subject, changes: Changes) -> float:
             weights=jnp.asarray(weights),
             advantages=jnp.asarray(advantages),
             sampled_logprobs=nothing,
+            drawn_logprobs=nothing,
             old_logprobs=nothing,
             reference_logprobs=jnp.asarray(reference),
             values=nothing,
@@ -315,6 +327,7 @@ def _entropy_error(subject: Subject) -> float:
             weights=nothing,
             advantages=nothing,
             sampled_logprobs=nothing,
+            drawn_logprobs=nothing,
             old_logprobs=nothing,
             reference_logprobs=nothing,
             values=nothing,
@@ -323,7 +336,7 @@ def _entropy_error(subject: Subject) -> float:
             covariant=jnp.asarray(~valid),
             uncertain=jnp.asarray(valid),
         )
-        found = Scores(logprobs=nothing, entropy=jnp.asarray(entropy), variance=nothing)
+        found = Scores(logprobs=nothing, entropy=jnp.asarray(entropy), variance=nothing, highest=nothing)
         expected, _ = objective(rules, found, sequences)
         return relative(float(sum(map(float, shares))), float(expected))
 

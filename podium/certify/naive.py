@@ -44,6 +44,7 @@ class Sequences:
     weights: jax.Array  # [S, n], what each token's loss is multiplied by
     advantages: jax.Array  # [S, n]
     sampled_logprobs: jax.Array  # [S, n]
+    drawn_logprobs: jax.Array  # [S, n], under the distribution drawn from, which has a repetition penalty
     old_logprobs: jax.Array  # [S, n], of the trainer before the step's first update
     reference_logprobs: jax.Array  # [S, n], of the first model; 0 without a KL
     values: jax.Array  # [S, n], of the critic before the step's first update; 0 without a critic
@@ -59,6 +60,7 @@ class Scores(NamedTuple, Generic[Array]):
     logprobs: Array  # [S, n], of the actual tokens
     entropy: Array  # [S, n], of the distribution that each token is drawn from: the mean of -logprob
     variance: Array  # [S, n], of -logprob under that distribution
+    highest: Array  # [S, n], log-probability of the likeliest token
 
 
 @contextlib.contextmanager
@@ -255,9 +257,18 @@ def _recurred(y: jax.Array, w: Weights, net: DeltaNet, decoder: DecoderConfig) -
 
 
 def scores(
-    weights: Weights, tokens: jax.Array, starts: jax.Array, decoder: DecoderConfig, temperature: float, n: int
+    weights: Weights,
+    tokens: jax.Array,
+    starts: jax.Array,
+    decoder: DecoderConfig,
+    temperature: float,
+    penalty: float,
+    n: int,
 ) -> Scores[jax.Array]:
     """Scores of the n tokens after each prompt, [S, n], under the softmax of logits / temperature.
+
+    With a repetition penalty other than 1, logits of all earlier tokens of the sequence are first divided by it where
+    they are positive, and multiplied elsewhere.
 
     Args:
         weights: by parameter name.
@@ -265,17 +276,21 @@ def scores(
         starts: [S] int32, lengths of the prompts.
         decoder: the model's architecture.
         temperature: of the softmax.
+        penalty: on repetition; 1: none.
         n: number of tokens scored after each prompt.
     """
 
     def of_one(tokens: jax.Array, start: jax.Array) -> Scores[jax.Array]:
-        every = logits(weights, tokens, decoder) / temperature  # [T, V]
+        every = logits(weights, tokens, decoder)  # [T, V]
+        said = jnp.cumsum(jax.nn.one_hot(tokens, every.shape[1]), axis=0) > 0
+        every = jnp.where(said & (every > 0), every / penalty, jnp.where(said, every * penalty, every)) / temperature
         table = every - jax.nn.logsumexp(every, axis=-1, keepdims=True)
         at = jnp.minimum(start - 1 + jnp.arange(n), len(tokens) - 2)  # positions that predict the completion
         own = table[at]  # [n, V]
         entropy = -jnp.sum(jnp.exp(own) * own, axis=-1)
         variance = jnp.sum(jnp.exp(own) * own * own, axis=-1) - entropy**2
-        return Scores(jnp.take_along_axis(own, tokens[at + 1][:, None], axis=1)[:, 0], entropy, variance)
+        logprobs = jnp.take_along_axis(own, tokens[at + 1][:, None], axis=1)[:, 0]
+        return Scores(logprobs, entropy, variance, jnp.max(own, axis=-1))
 
     return jax.vmap(of_one)(tokens, starts)
 
@@ -351,7 +366,8 @@ def policy_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> ja
         losses = jnp.where((A < 0) & (drift > rules.off_policy_threshold), 0.0, losses)
     losses = jnp.where(sequences.uncertain, losses, 0.0)
     if rules.correction != "none":
-        losses = losses * _correction(rules, old - sampled, sequences)
+        proposed = sequences.drawn_logprobs if rules.penalised else sampled
+        losses = losses * _correction(rules, old - proposed, sequences)
     return losses + rules.drift_coef * (logprobs - sampled) ** 2
 
 

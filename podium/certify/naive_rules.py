@@ -14,6 +14,7 @@ from podium.config.schema import AlgorithmConfig
 AdvantageName = Literal[
     "group",
     "leave_one_out",
+    "greedy",
     "decoupled",
     "length_weighted",
     "rescaled",
@@ -27,8 +28,8 @@ AdvantageName = Literal[
     "values",
 ]
 OwnAdvantage = Callable[..., np.ndarray]
-"""A user's own function from rewards and lengths, [N, G] each, and maybe their `parts`, to advantages [N, G]; it is
-called, not checked."""
+"""A user's own function from rewards and lengths, [N, G] each, and maybe their `parts` or `baselines`, to advantages
+[N, G]; it is called, not checked."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,11 +62,14 @@ class Rules:
     router_loss_coef: float = 0.0
     mask_truncated: bool = False
     zero_variance: Literal["keep", "drop", "refill"] = "keep"
+    zero_variance_metric: str | None = None
     max_refills: int = 3
     credit: Literal["episode", "turn"] = "episode"
     gamma: float = 1.0
     preferences: bool = False
     """Whether the loss compares completions of the data with the reference's."""
+    penalised: bool = False
+    """Whether tokens are drawn with a repetition penalty, and the policy has none."""
     teacher_weight: float = 0.0
     """0: there is no teacher."""
     updates_per_batch: int = 1
@@ -79,6 +83,7 @@ RULES: dict[str, Rules] = {
         advantage="group", mean="token", clip_high=0.28, mask_truncated=True, zero_variance="refill", max_refills=3
     ),
     "rloo": Rules(advantage="leave_one_out", std="none", mean="constant"),
+    "remax": Rules(advantage="greedy", mean="constant"),
     "gdpo": Rules(advantage="decoupled", mean="token"),
     "opo": Rules(advantage="length_weighted", mean="token"),
     "gpg": Rules(advantage="rescaled", mean="sequence", loss="reinforce", old_logprobs="trainer"),

@@ -31,7 +31,10 @@ class Episode:
     drawn: tuple[bool, ...]
     """Whether the model drew each of `tokens`; the others came from an environment."""
     logprobs: tuple[float, ...]
-    """The sampler's log-probability of each token, before top-k, top-p and min-p; 0 for tokens it did not draw."""
+    """The sampler's log-probability of each token, before penalty, top-k, top-p and min-p; 0 for tokens it did not
+    draw."""
+    drawn_logprobs: tuple[float, ...]
+    """The log-probability with which each token was drawn, after penalties and truncation; 0 for the others."""
     turns: tuple[int, ...]
     """The turn of each of `tokens`: how often the model had answered before."""
     truncated: bool
@@ -41,6 +44,10 @@ class Episode:
     """What each turn earned, in a conversation; empty: it has one turn, which earned `reward`."""
     parts: tuple[tuple[str, float, float], ...] = ()
     """Name, value and weight of each part of the reward."""
+    values: tuple[tuple[str, float], ...] = ()
+    """Name and value of each part, those without a weight included."""
+    baseline: float = np.nan
+    """The reward of its prompt's greedy completion; NaN: there is none, or it failed."""
 
     @property
     def failed(self) -> bool:
@@ -91,7 +98,7 @@ def optimizer_steps(
     kept = [group for group in groups if rules.zero_variance == "keep" or not _equal(rules, group)]
     if not kept:
         return []
-    rules = _with_parts(rules, kept)
+    rules = _with_arguments(rules, kept)
     flat = [episode for group in kept for episode in group]
     shape = (len(kept), len(kept[0]))  # [N, G]
     rewards = np.array([np.float32(each.reward) for each in flat], np.float64).reshape(shape)
@@ -99,6 +106,7 @@ def optimizer_steps(
     lengths = trained.sum(axis=1)  # [S]
     tokens, starts = padded_tokens(flat, room)
     sampled = _padded([each.logprobs for each in flat], room)  # [S, n]
+    proposed = _padded([each.drawn_logprobs for each in flat], room)  # [S, n]
     from_reference = np.zeros(trained.shape) if reference is None else reference(tokens, starts)
     if rules.kl == "k1_reward":
         charged = np.sum((sampled - from_reference) * trained, axis=1)[: len(flat)]
@@ -112,6 +120,9 @@ def optimizer_steps(
         advantages, returns = _of_values(rules, rewards.ravel(), values, trained)
     elif rules.credit == "turn":
         advantages[: len(flat)] = _of_turns(rules, kept, trained[: len(flat)])
+    elif rules.advantage == "greedy":
+        greedy = np.array([np.float32(each.baseline) for each in flat], np.float64)
+        advantages[: len(flat)] = np.nan_to_num(rewards.reshape(-1, 1) - greedy.reshape(-1, 1))
     elif rules.advantage == "decoupled":
         advantages[: len(flat)] = _decoupled(rules, kept).reshape(-1, 1)
     else:
@@ -138,6 +149,7 @@ def optimizer_steps(
                     weights=weights,  # pyright: ignore[reportArgumentType]
                     advantages=advantages,  # pyright: ignore[reportArgumentType]
                     sampled_logprobs=sampled,  # pyright: ignore[reportArgumentType]
+                    drawn_logprobs=proposed,  # pyright: ignore[reportArgumentType]
                     old_logprobs=old,  # pyright: ignore[reportArgumentType]
                     reference_logprobs=from_reference,  # pyright: ignore[reportArgumentType]
                     values=values,  # pyright: ignore[reportArgumentType]
@@ -195,11 +207,16 @@ def advantages_of(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.
     return np.nan_to_num(found)
 
 
-def _with_parts(rules: Rules, groups: Sequence[Sequence[Episode]]) -> Rules:
-    """The rules; a user's own advantage that reads the parts of rewards is given those of these groups."""
+def _with_arguments(rules: Rules, groups: Sequence[Sequence[Episode]]) -> Rules:
+    """The rules; a user's own advantage that reads parts or greedy rewards is given those of these groups."""
     own = rules.advantage
-    if not callable(own) or "parts" not in inspect.signature(own).parameters:
+    if not callable(own):
         return rules
+    wanted = inspect.signature(own).parameters
+    if "baselines" in wanted:
+        own = partial(own, baselines=np.array([np.float32(group[0].baseline) for group in groups]))
+    if "parts" not in wanted:
+        return dataclasses.replace(rules, advantage=own)
     names = sorted({name for group in groups for episode in group for name, _, _ in episode.parts})
     given = [[{name: rest for name, *rest in episode.parts} for episode in group] for group in groups]
     missing = (np.nan, 0.0)
@@ -334,8 +351,13 @@ def padded_tokens(episodes: Sequence[Episode], room: Room) -> tuple[np.ndarray, 
 
 
 def _equal(rules: Rules, group: Sequence[Episode]) -> bool:
-    """Whether all rewards of a group, or all returns of each turn, are equal in float32, or only one is left."""
+    """Whether all rewards of a group, or all returns of each turn, are equal in float32, or only one is left.
+
+    With `zero_variance_metric`, whether all values of that part are.
+    """
     known = [episode for episode in group if not episode.failed]
+    if (metric := rules.zero_variance_metric) is not None:
+        return len({np.float32(value) for each in known for name, value in each.values if name == metric}) <= 1
     if rules.credit == "episode":
         return len({float(np.float32(each.reward)) for each in known}) <= 1
     returns = [_returns(rules, episode) for episode in known]

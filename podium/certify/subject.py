@@ -19,6 +19,7 @@ from podium.certify.naive_rules import Rules, rules_of
 from podium.certify.naive_step import Episode, Room, optimizer_steps
 from podium.certify.result import BAR, RECURRENT_BAR
 from podium.certify.task import CONVERSATIONS, LONGEST_QUESTION, LONGEST_REPLY, NAME, STOP, TURNS, LetterBackend
+from podium.config.data import DataConfig
 from podium.config.imports import is_path
 from podium.config.schema import Config, EnvironmentsConfig, GradingConfig, LimitsConfig, TaskConfig
 from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder, scoring_decoder
@@ -38,7 +39,7 @@ from podium.tasks.environment_forms import conversing
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import FAILED as FAILED_REWARD
 from podium.tasks.task import Prompt, Reward
-from podium.train.generate import Group, Rollouts
+from podium.train.generate import Greedy, Group, Rollouts
 from podium.train.platform import machine_of
 from podium.train.scorers import Scorer, make_teacher_scorer
 from podium.train.setup import load_weights, make_model
@@ -62,6 +63,8 @@ IN_FLIGHT = 1.5  # minimum of rollout.in_flight, so that completions span severa
 TALKS_IN_FLIGHT = 2.0  # the same of conversations, so that updates also come between turns and their replies
 OVERLONG_TOKENS = 6  # last tokens before MAX_NEW_TOKENS, over which the length reward falls
 REWARDS = {"correct": 0.8, "length": 0.3}
+RIGHT, RIGHT_FROM = "right", 0.5
+"""A part of rewards without weight in the groups of `Subject.groups`: whether the total exceeds a bound."""
 SPAN_ARRAYS = ("tokens", "sampled_logprobs", "full_logprobs", "versions")
 ALIKE = 1  # index of the group whose completions all have the same reward
 TALK = 2  # index of the group whose longer episodes contain an environment's replies
@@ -209,14 +212,16 @@ class Subject:
                 ]
             if index == len(self.prompts) - 1:
                 transcripts[-1] = dataclasses.replace(transcripts[-1], finish_reason="length")
-            groups.append(make_group(index, transcripts, rewards, turns))
+            groups.append(make_group(index, transcripts, rewards, turns, greedy=0.1 + 0.3 * index))
         return groups
 
     @property
     def failing_groups(self) -> list[Group]:
-        """The same groups, with one episode that failed for a reason that is not the model's."""
+        """The same groups, with an episode and a greedy completion that failed for a reason that is not the model's."""
         *others, group = self.groups
         assert len(others) == FAILED, "the last group has one that fails"
+        assert others[0].greedy is not None, "every group has one"
+        others[0] = dataclasses.replace(others[0], greedy=others[0].greedy._replace(reward=FAILED_REWARD))
         (first, *rest), (_, *rewards) = group.transcripts, group.rewards
         first = dataclasses.replace(first, finish_reason="failed")
         return [*others, dataclasses.replace(group, transcripts=[first, *rest], rewards=[FAILED_REWARD, *rewards])]
@@ -294,6 +299,7 @@ class Subject:
         weights: Arrays,
         temperature: float | None = None,
         decoder: DecoderConfig | None = None,
+        penalty: float = 1.0,
     ) -> Scores[np.ndarray]:
         """Score the tokens after each prompt with the naive model, [S, n] float64.
 
@@ -303,20 +309,24 @@ class Subject:
             weights: by parameter name.
             temperature: of the softmax; None: the config's.
             decoder: of the weights; None: the subject's.
+            penalty: on repetition; 1: none, as for the trained policy.
         """
         with in_float64():
             wide = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
             score = _naive_scorer(decoder or self.decoder, self.room.continuation)
-            found = score(wide, tokens, starts, self.config.rollout.temperature if temperature is None else temperature)
+            at = self.config.rollout.temperature if temperature is None else temperature
+            found = score(wide, tokens, starts, at, penalty)
             return Scores(*(np.asarray(x) for x in found))
 
 
 def episodes_of(group: Group) -> list[Episode]:
     """Convert a group's transcripts and rewards to episodes of the naive implementation."""
-    return [_episode(each, reward) for each, reward in zip(group.transcripts, group.rewards, strict=True)]
+    baseline = np.nan if group.greedy is None else float(group.greedy.reward.total)
+    return [episode_of(each, reward, baseline) for each, reward in zip(group.transcripts, group.rewards, strict=True)]
 
 
-def _episode(transcript: Transcript, reward: Reward) -> Episode:
+def episode_of(transcript: Transcript, reward: Reward, baseline: float = np.nan) -> Episode:
+    """Convert a transcript to an episode of the naive implementation; `baseline` is its prompt's greedy reward."""
     prompt, *spans = transcript.spans
     while spans and spans[-1].source != "drawn":
         spans.pop()
@@ -325,6 +335,7 @@ def _episode(transcript: Transcript, reward: Reward) -> Episode:
         tokens=tuple(token for span in spans for token in span.tokens.tolist()),
         drawn=tuple(span.source == "drawn" for span in spans for _ in span.tokens),
         logprobs=tuple(logprob for span in spans for logprob in span.full_logprobs.tolist()),
+        drawn_logprobs=tuple(logprob for span in spans for logprob in span.sampled_logprobs.tolist()),
         turns=tuple(
             sum(each.source == "drawn" for each in spans[:place])
             for place, span in enumerate(spans)
@@ -334,6 +345,8 @@ def _episode(transcript: Transcript, reward: Reward) -> Episode:
         reward=float(reward.total),
         turn_rewards=reward.turns,
         parts=tuple((name, reward.parts[name], weight) for name, weight in reward.weights.items()),
+        values=tuple(reward.parts.items()),
+        baseline=baseline,
     )
 
 
@@ -354,6 +367,7 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
         weights = random_weights(decoder, seed=0)
     recipe = resolve_recipe(config)
     rules = _rules_of_own(recipe) if is_path(config.algorithm.recipe) else rules_of(config.algorithm)
+    rules = dataclasses.replace(rules, penalised=config.rollout.repetition_penalty != 1)
     teacher = None
     if config.teacher is not None:
         rules = dataclasses.replace(rules, teacher_weight=config.teacher.weight)
@@ -494,14 +508,25 @@ def make_group(
     transcripts: list[Transcript],
     rewards: Sequence[float] | np.ndarray,
     turns: Sequence[tuple[float, ...]] | None = None,
+    *,
+    greedy: float,
 ) -> Group:
-    """Make a graded group like those that `Rollouts` returns; `turns` are the rewards of conversations' turns."""
+    """Make a graded group like those that `Rollouts` returns, with the reward of a greedy completion.
+
+    `turns` are the rewards of conversations' turns.
+    """
     task = TaskPrompt(task=0, prompt=Prompt(id=str(index), question="", answer=""), system_prompt=None)
     paid = [
-        Reward(total=float(reward), parts={"correct": float(reward)}, weights={"correct": 1.0}, turns=own)
+        Reward(
+            total=float(reward),
+            parts={"correct": float(reward), RIGHT: float(reward > RIGHT_FROM)},
+            weights={"correct": 1.0},
+            turns=own,
+        )
         for reward, own in zip(rewards, turns or [() for _ in transcripts], strict=True)
     ]
-    return Group(prompt=task, transcripts=transcripts, rewards=paid)
+    baseline = Greedy(transcripts[0], Reward(total=greedy, parts={"correct": greedy}, weights={"correct": 1.0}))
+    return Group(prompt=task, transcripts=transcripts, rewards=paid, greedy=baseline)
 
 
 def one_device() -> jax.sharding.Mesh:
@@ -556,7 +581,10 @@ def _small_step(config: Config) -> Config:
             f"algorithm.router_loss_coef {twice.router_loss_coef:g}: certify has no naive form of it to compare with;"
             " certify the run with 0"
         )
-    algorithm = {"minibatches": 1, "updates_per_batch": 1 if twice.loss == "reinforce" else 2}
+    algorithm: dict[str, object] = {}
+    if config.algorithm.zero_variance_metric is not None:  # the subject's task has its own rewards
+        algorithm["zero_variance_metric"] = "correct"
+    algorithm |= {"minibatches": 1, "updates_per_batch": 1 if twice.loss == "reinforce" else 2}
     given = config.rollout
     talks = not twice.demonstrations and any(conversing(task) is not None for task in config.tasks)
     lengths = {"max_prompt_tokens": LONGEST_PROMPT, "max_new_tokens": MAX_NEW_TOKENS, "stop": [STOP]}
@@ -579,6 +607,7 @@ def _small_step(config: Config) -> Config:
         "algorithm": config.algorithm.model_copy(update=algorithm),
         "grading": GradingConfig(workers=0, overlong_buffer_tokens=OVERLONG_TOKENS),
         "environments": EnvironmentsConfig(workers=0, retries=0),
+        "data": DataConfig(),  # the subject's task has few prompts
         "reward_models": [],  # rewards are an input of the update; the subject's task has its own
     }
     if config.critic is not None:
@@ -593,14 +622,16 @@ def _naive_values(decoder: DecoderConfig, n: int) -> Callable[[Weights, np.ndarr
 
 class _NaiveScorer(Protocol):
     def __call__(
-        self, weights: Weights, tokens: np.ndarray, starts: np.ndarray, temperature: float, /
+        self, weights: Weights, tokens: np.ndarray, starts: np.ndarray, temperature: float, penalty: float, /
     ) -> Scores[jax.Array]: ...
 
 
 @functools.cache
 def _naive_scorer(decoder: DecoderConfig, n: int) -> _NaiveScorer:
     return jax.jit(
-        lambda weights, tokens, starts, temperature: scores(weights, tokens, starts, decoder, temperature, n)
+        lambda weights, tokens, starts, temperature, penalty: scores(
+            weights, tokens, starts, decoder, temperature, penalty, n
+        )
     )
 
 

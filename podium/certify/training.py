@@ -140,7 +140,7 @@ def with_other_options(subject: Subject) -> Subject:
         subject,
         config=config,
         recipe=resolve_recipe(config),
-        rules=rules_of(algorithm),
+        rules=dataclasses.replace(rules_of(algorithm), penalised=subject.rules.penalised),
         reference=subject.reference or other_weights(subject.decoder, subject.weights),
         teacher=None,
         critic=None,

@@ -355,7 +355,7 @@ def _naive_gradient(decoder: DecoderConfig, rules: Rules, temperature: float) ->
 
     def loss_and_size(weights: Weights, sequences: Sequences) -> tuple[jax.Array, jax.Array]:
         n = sequences.valid.shape[1]
-        found = scores(weights, sequences.tokens, sequences.starts, decoder, temperature, n)
+        found = scores(weights, sequences.tokens, sequences.starts, decoder, temperature, 1.0, n)
         return objective(rules, found, sequences)
 
     @jax.jit

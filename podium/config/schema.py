@@ -12,6 +12,7 @@ from pydantic import Field, JsonValue, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from podium.config.critic import CriticConfig
+from podium.config.data import DataConfig
 from podium.config.errors import Contradiction
 from podium.config.judge import JudgeConfig
 from podium.config.lora import LoraConfig, contradictions, with_rate
@@ -192,6 +193,10 @@ class RolloutConfig(Section):
     """Sample from the likeliest tokens with this total probability; 1: all. Biases the gradient like top_k."""
     min_p: Fraction = 0.0
     """Drop tokens less likely than this fraction of the likeliest; 0: none. Biases the gradient like top_k."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Divide positive logits of tokens that the sequence holds already, prompt included, and multiply negative ones by
+    this (arXiv:1909.05858); 1: none. The update's policy has none: a correction accounts for it
+    (docs/algorithms.md)."""
     stop: list[str] = []
     """Strings that end a completion; the string stays in the completion and is trained on."""
 
@@ -276,6 +281,9 @@ class AlgorithmConfig(Section):
     """Exclude completions cut by `max_new_tokens` from the loss."""
     zero_variance: Literal["keep", "drop", "refill"] | None = None
     """Groups of equal rewards: keep, drop from the update, or drop and replace by new prompts (DAPO)."""
+    zero_variance_metric: str | None = None
+    """Part of the reward that decides whether a group's rewards are equal, as metrics name it, such as correct; unset:
+    their weighted sum."""
     max_refills: Positive = 3
     """Maximum extra rounds of generation per step for `zero_variance: refill`."""
     credit: Literal["episode", "turn"] | None = None
@@ -356,6 +364,8 @@ class EvalConfig(Section):
     """Sampled answers per question, for avg@k and pass@k; 0: none."""
     temperature: PositiveFloat = 1.0
     """Temperature of the sampled answers."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Repetition penalty of greedy and sampled answers; `rollout.repetition_penalty` does not apply to them."""
 
 
 class CheckpointConfig(Section):
@@ -429,6 +439,7 @@ class Config(Section):
     fsdp, tp). sp splits the tokens of each row of the update, for rows that are too long for one device."""
     tasks: Annotated[list[TaskConfig], Field(min_length=1)]
     """Tasks to train on, mixed by weight."""
+    data: DataConfig = DataConfig()
     reward_models: list[RewardModelConfig] = []
     """Models that score conversations, for the tasks whose `rewards` name them."""
     grading: GradingConfig = GradingConfig()

@@ -170,8 +170,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("train-reward/penalised", "reward", "The total after the penalty of `kl: k1_reward`; only with it.", lambda s: s.batched.penalised_rewards, parts=SPREAD),
         Metric("train-reward/kl_penalty", "reward", "Penalty of `kl: k1_reward`, `kl_coef` x the completion's KL; only with it.", lambda s: s.batched.penalties, parts=MEAN_MAX),
         Metric("train-reward/func/<part>/mean", "reward", "One part of the reward, before its weight.", lambda s: {part: float(np.mean(x)) for part, x in s.completions.parts.items()}),
+        Metric("train-reward/greedy", "reward", "Reward of the greedy completions that recipe remax compares with; only with it.", lambda s: s.completions.greedy, parts=MEAN_MAX),
         Metric("train-reward/advantage", "reward", "Advantages, over the completions in the update.", lambda s: s.batched.advantages if len(s.batched.advantages) else None, parts=SPREAD),
-        Metric("group/equal_rewards_fraction", "fraction", "Groups whose completions all got the same reward, before the KL of `k1_reward`.", lambda s: s.batched.equal_groups / s.batched.groups),
+        Metric("group/equal_rewards_fraction", "fraction", "Groups whose completions all got the same reward, before the KL of `k1_reward`; with `algorithm.zero_variance_metric` the same of that part.", lambda s: s.batched.equal_groups / s.batched.groups),
         Metric("group/dropped", "groups", "Groups left out of the update by `algorithm.zero_variance`.", lambda s: s.batched.dropped_groups),
         Metric("grading/ungraded", "completions", "Completions for which every reward function returned None; they count in no mean.", lambda s: s.completions.ungraded),
         Metric("grading/unscored", "completions", "Completions that were too long for a reward model, counted for each; their rewards are sums of the other parts. Only with `reward_models`.", lambda s: s.rolled.unscored if s.rolled.scored_s else None),
@@ -264,8 +265,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("tools/unread_calls", "turns", "Answers with a call that could not be read, such as broken JSON.", lambda s: s.conversations and s.conversations.environments.unread_calls),
     ),
     "Curriculum": (
-        Metric("curriculum/<part>/share", "fraction", "The step's prompts from a level of a curriculum, which `<part>` names.", lambda s: {level: each.share for level, each in s.levels.items()}),
+        Metric("curriculum/<part>/share", "fraction", "The step's prompts from a level of a curriculum, or with `data.progress` of a task, which `<part>` names.", lambda s: {level: each.share for level, each in s.levels.items()}),
         Metric("curriculum/<part>/correct", "fraction", "Right answers to them.", lambda s: {level: each.correct for level, each in s.levels.items() if each.correct is not None}),
+        Metric("curriculum/retired", "prompts", "Prompts that `data.retire` does not draw any more; missing while there are none.", lambda s: s.rolled.retired or None),
     ),
     "Carry-over": (
         Metric("async/staleness", "updates", "Updates since a group's first token, over the groups of the step; at most `rollout.max_staleness`. This and the others here only with `rollout.in_flight` above 1.", lambda s: s.carried and s.carried.staleness, parts=MEAN_MAX),

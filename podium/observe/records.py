@@ -49,6 +49,8 @@ class SampleRecord(TypedDict):
     answer: str
     """The reference answer."""
     completions: list[CompletionRecord]
+    greedy: NotRequired[CompletionRecord]
+    """The greedy answer that the others are compared with; only with recipe remax."""
 
 
 class LengthsRecord(TypedDict):
@@ -90,34 +92,22 @@ def sample_record(
     *,
     advantages: Sequence[float] | np.ndarray | None = None,
     pieces: Callable[[Sequence[int]], list[str]] | None = None,
+    greedy: tuple[Transcript, Reward] | None = None,
 ) -> SampleRecord:
     """A line of samples.jsonl: one question with all its answers and their rewards.
 
     `step` is the number of steps done when the line was recorded; for `eval`, the step of the evaluated weights. With
     `advantages` (of a trained group), each completion includes its own. With `pieces`, which splits tokens into texts,
-    it also includes each token's text and its log-probability under the sampler.
+    it also includes each token's text and its log-probability under the sampler. `greedy` is the group's greedy answer.
     """
-    found: list[CompletionRecord] = [
-        {
-            "text": transcript.text,
-            "reward": reward.total,
-            "parts": dict(reward.parts),
-            "finish_reason": transcript.finish_reason,
-            "tokens": transcript.num_drawn,
-        }
-        for transcript, reward in zip(transcripts, rewards, strict=True)
-    ]
-    for made, transcript, reward in zip(found, transcripts, rewards, strict=True):
-        if transcript.messages:
-            made["messages"] = list(transcript.messages)
-            made["turn_rewards"] = list(reward.turns)
+    found: list[CompletionRecord] = [_completion_record(*each) for each in zip(transcripts, rewards, strict=True)]
     if advantages is not None:
         found = [{**each, "advantage": float(a)} for each, a in zip(found, advantages, strict=True)]
     if pieces is not None:
         logprobs = [[round(float(x), 4) for x in each.sampled_logprobs] for each in transcripts]
         texts = [pieces(each.drawn_tokens.tolist()) for each in transcripts]
         found = [{**each, "pieces": t, "logprobs": x} for each, t, x in zip(found, texts, logprobs, strict=True)]
-    return {
+    record: SampleRecord = {
         "step": step,
         "split": split,
         "task": task,
@@ -126,6 +116,24 @@ def sample_record(
         "answer": prompt.answer,
         "completions": found,
     }
+    if greedy is not None:
+        record["greedy"] = _completion_record(*greedy)
+    return record
+
+
+def _completion_record(transcript: Transcript, reward: Reward) -> CompletionRecord:
+    """An answer with its reward."""
+    made: CompletionRecord = {
+        "text": transcript.text,
+        "reward": reward.total,
+        "parts": dict(reward.parts),
+        "finish_reason": transcript.finish_reason,
+        "tokens": transcript.num_drawn,
+    }
+    if transcript.messages:
+        made["messages"] = list(transcript.messages)
+        made["turn_rewards"] = list(reward.turns)
+    return made
 
 
 def lengths_record(

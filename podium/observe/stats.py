@@ -26,6 +26,7 @@ class CompletionStats:
     timeouts: int
     ungraded: int
     """Number of completions that no reward function could grade."""
+    greedy: np.ndarray | None = None  # [m], rewards of greedy completions that did not fail; None: there are none
     entropy: float
     """Nats per token, estimated as the mean of -log p of the sampled tokens."""
 
@@ -82,7 +83,7 @@ class ConversationStats:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LevelStats:
-    """A level of a curriculum in a step."""
+    """A level of a curriculum, or a task of a mixture by progress, in a step."""
 
     share: float
     """Share of the step's prompts of all tasks."""

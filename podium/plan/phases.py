@@ -195,7 +195,7 @@ def _rollout_programs(
     beside = {**trainers, "rollout_weights": device_bytes(weights)}
     found["copy"] = _phase(programs.copy, (cache, listed, listed), beside)
     for size in slot_sizes(rollout, rules.num_shards("batch")):
-        where, slots = abstract_slots(rollout, size, rules)
+        where, slots = abstract_slots(rollout, decoder, size, rules)
         found[f"decode:{size}"] = _phase(programs.decode, (weights, cache, where, slots), trainers)
     return found
 

@@ -171,7 +171,10 @@ class RunSizes:
     def draw_lengths(self, source: str) -> SequenceLengths:
         """Draw the prompt and completion lengths of a step; `source` as for `workload.draw_lengths`."""
         spec = self.spec
-        return draw_lengths(source, self.rollout, prompts=spec.prompts_per_step, completions=spec.rollout.completions)
+        drawn = draw_lengths(source, self.rollout, prompts=spec.prompts_per_step, completions=spec.rollout.completions)
+        if not spec.recipe.needs_baseline:
+            return drawn
+        return dataclasses.replace(drawn, completions=drawn.completions[:, :-1], greedy=drawn.completions[:, -1])
 
     @property
     def sp(self) -> int:

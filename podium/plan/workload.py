@@ -59,6 +59,15 @@ class SequenceLengths:
     completions: np.ndarray  # [N, G] int, of conversations: answers and replies together
     replies: Replies | None = None
     """None: prompts are answered once."""
+    greedy: np.ndarray | None = None  # [N] int, of greedy completions, which no update trains on; None: there are none
+
+    @property
+    def decoded(self) -> "SequenceLengths":
+        """The lengths of all that is decoded: a greedy completion is the last of its prompt's."""
+        if self.greedy is None:
+            return self
+        whole = np.concatenate([self.completions, self.greedy[:, None]], axis=1)
+        return dataclasses.replace(self, completions=whole, greedy=None)
 
     @property
     def drawn(self) -> np.ndarray:
@@ -233,6 +242,7 @@ def simulate_rollout(
         ValueError: slots or prefill rows do not divide over the shards, or the cache is too small.
     """
     check_split(rollout, shards)
+    lengths = lengths.decoded
     at_once = -(-int(lengths.completions.max()) // (most_calls * rollout.refill_steps))
     if clock is not None:
         return _Rollout(lengths, rollout, shards, overlap, at_once, clock).run()

@@ -1,5 +1,6 @@
 """The engine's device side: weights, cache, slots, and calls of compiled programs. Only `wait` blocks on them."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import TypeVar, cast
 
@@ -26,8 +27,9 @@ from podium.rollout.programs import (
     nonfinite_layer,
     nowhere,
     row_shardings,
+    seen_words,
 )
-from podium.rollout.sampling import fill_row
+from podium.rollout.sampling import fill_row, words_of
 from podium.rollout.scheduler import Copy, DecodeRow, PrefillCall
 from podium.rollout.sequence import Sequence, TextDecoder, stop_tokens
 from podium.rollout.weights import keeps
@@ -53,6 +55,7 @@ class Device:
         self._replicate = jax.jit(lambda drawn: drawn, out_shardings=rules.sharding())
         self._cache: Cache | None = None
         self._table = table_pages(config)
+        self._words = seen_words(decoder, rules)
         self.num_cells = num_cells(decoder, config)
         self.resize(config.slots)
 
@@ -81,8 +84,9 @@ class Device:
 
     def resize(self, slots: int) -> None:
         """Use the decode program with `slots` slots from now on; all slots become empty."""
-        self._slots = idle_slots(slots, self._table)
-        self._where = cast(Where[jax.Array], self._put(nowhere(slots)))
+        words = 0 if self.config.repetition_penalty == 1 else self._words
+        self._slots = idle_slots(slots, self._table, words)
+        self._where = cast(Where[jax.Array], self._put(nowhere(slots, words)))
         self._table_pages = np.zeros(slots, np.int32)  # pages written so far into each slot's table
 
     def warm_up(self, chunks: Iterable[int], sizes: Iterable[int], tokenizer: TextDecoder | None) -> None:
@@ -162,7 +166,9 @@ class Device:
 
     def decode(self, rows: Iterable[DecodeRow], tokenizer: TextDecoder | None) -> tuple[Drawn, jax.Array]:
         """Issue a decode call for rows. Returns its tokens, replicated on every host, and the number of steps []."""
-        rows, slots = tuple(rows), self._slots
+        rows = tuple(rows)
+        self._remember(any(each.sequence.sampling.repetition_penalty != 1 for each in rows))
+        slots = self._slots
         slots.taken[:] = slots.fresh[:] = slots.first[:] = False
         slots.where.any_live[...] = any(each.fresh for each in rows)
         slots.any_first[...] = any(each.first for each in rows)
@@ -182,6 +188,21 @@ class Device:
         self._cache, self._where, drawn, steps = made
         return self._replicate(drawn) if self._over_hosts else drawn, steps
 
+    def _remember(self, penalised: bool) -> None:
+        """Begin to hold the tokens of slots' sequences where a row has a repetition penalty, and end it where none has.
+
+        A row with one that goes on from the call before was penalised there; the others' tokens are not read.
+        """
+        wanted = penalised or self.config.repetition_penalty != 1
+        if wanted == (self._slots.where.seen is not None):
+            return
+        empty_slots = nowhere(len(self._table_pages), self._words if wanted else 0)
+        placed = cast(Where[jax.Array], self._put(empty_slots))
+        self._slots = dataclasses.replace(
+            self._slots, where=dataclasses.replace(self._slots.where, seen=empty_slots.seen)
+        )
+        self._where = dataclasses.replace(self._where, seen=placed.seen)
+
     def _fill(self, row: int, sequence: Sequence, tokenizer: TextDecoder | None) -> None:
         """Write the settings of a sequence that is new in its slot into the slot's arrays."""
         slots, stops = self._slots, stop_tokens(sequence.sampling, tokenizer)
@@ -193,6 +214,8 @@ class Device:
         slots.cells[row] = sequence.cell or 0
         self._table_pages[row] = 0
         slots.where.tokens[row], slots.where.live[row] = sequence.tokens[-1], True
+        if slots.where.seen is not None:
+            slots.where.seen[row] = words_of(sequence.tokens, self._words)
 
     def _loaded(self) -> Params:
         assert self.params is not None, "weights are loaded before anything is decoded"

@@ -26,9 +26,9 @@ from podium.models.recorded_routing import joined_choices
 from podium.models.visibility import Visibility
 from podium.rollout import cache as caches
 from podium.rollout.cache import Cache, Rows
-from podium.rollout.sampling import A, SamplingRows, idle_rows, sample_split
+from podium.rollout.sampling import A, SamplingRows, idle_rows, num_words, sample_split, with_tokens
 from podium.rollout.sequence import MAX_STOP_TOKENS
-from podium.rollout.weights import Program, SyncProgram, engine_decoder, make_sync
+from podium.rollout.weights import Program, SyncProgram, engine_decoder, engine_specs, make_sync
 from podium.sharding import Params, ShardingRules
 
 Tree = TypeVar("Tree")
@@ -57,6 +57,9 @@ class Where(Generic[A]):
     tokens: A  # [S] int32, last token drawn, not in the cache yet
     live: A  # [S] bool, whether the slot draws tokens
     any_live: A  # [] bool, over all devices; reduced once per call rather than per step
+    seen: A | None = None
+    """[S, W] uint32, the tokens of each slot's sequence (`sampling.words_of`); None: no slot has a repetition
+    penalty."""
 
 
 @jax.tree_util.register_dataclass
@@ -83,25 +86,26 @@ class Drawn:
 
     tokens: jax.Array  # [S, 1 + k] int32
     logprobs: jax.Array  # [S, 1 + k] float32, under the distribution that was sampled
-    full_logprobs: jax.Array  # [S, 1 + k] float32, under the softmax before top-k, top-p and min-p
+    full_logprobs: jax.Array  # [S, 1 + k] float32, under the softmax before penalty, top-k, top-p and min-p
     counts: jax.Array  # [S] int32, number of tokens drawn
     finite: jax.Array  # [S] bool, whether all logits were finite; a slot stops where they are not
     choices: jax.Array | None = None
     """[S, 1 + k, C], experts of the tokens from which they were drawn (`Completion.choices`)."""
 
 
-def nowhere(num_slots: int) -> Where[np.ndarray]:
-    """The decoding state of empty slots."""
+def nowhere(num_slots: int, words: int = 0) -> Where[np.ndarray]:
+    """The decoding state of empty slots; `words` is W, and 0 where no sequence's tokens are remembered."""
     return Where(
         lengths=np.zeros(num_slots, np.int32),
         tokens=np.zeros(num_slots, np.int32),
         live=np.zeros(num_slots, np.bool_),
         any_live=np.zeros((), np.bool_),
+        seen=np.zeros((num_slots, words), np.uint32) if words else None,
     )
 
 
-def idle_slots(num_slots: int, table: int) -> Slots[np.ndarray]:
-    """Empty slots for the host to fill; `table` is W."""
+def idle_slots(num_slots: int, table: int, words: int = 0) -> Slots[np.ndarray]:
+    """Empty slots for the host to fill, with `table` pages each; `words` as of `nowhere`."""
     return Slots(
         sampling=idle_rows(num_slots),
         stop_tokens=np.full((num_slots, MAX_STOP_TOKENS), -1, np.int32),
@@ -112,7 +116,7 @@ def idle_slots(num_slots: int, table: int) -> Slots[np.ndarray]:
         fresh=np.zeros(num_slots, np.bool_),
         first=np.zeros(num_slots, np.bool_),
         any_first=np.zeros((), np.bool_),
-        where=nowhere(num_slots),
+        where=nowhere(num_slots, words),
     )
 
 
@@ -219,9 +223,17 @@ def abstract_engine_cache(
     return caches.abstract_cache(computed, config, dtype=activation_dtype(rules, dtype), rules=rules)
 
 
-def abstract_slots(config: RolloutConfig, size: int, rules: ShardingRules) -> tuple[Where[jax.Array], Slots[jax.Array]]:
+def seen_words(decoder: DecoderConfig, rules: ShardingRules) -> int:
+    """W: the numbers that hold the tokens of a slot's sequence as bits, over the padded vocabulary."""
+    return num_words(engine_specs(decoder, rules)["embed" if decoder.tied else "head"].shape[0])
+
+
+def abstract_slots(
+    config: RolloutConfig, decoder: DecoderConfig, size: int, rules: ShardingRules
+) -> tuple[Where[jax.Array], Slots[jax.Array]]:
     """Abstract arguments of a decode call with `size` slots, besides parameters and cache."""
-    where, slots = _abstract((nowhere(size), idle_slots(size, table_pages(config))), rules)
+    words = 0 if config.repetition_penalty == 1 else seen_words(decoder, rules)
+    where, slots = _abstract((nowhere(size, words), idle_slots(size, table_pages(config), words)), rules)
     return cast(Where[jax.Array], where), cast(Slots[jax.Array], slots)
 
 
@@ -437,7 +449,7 @@ def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, 
         return jax.lax.while_loop(unfinished, some_steps, (cache, where, drawn, jnp.int32(0)))
 
     rows, pages = rules.sharding("rows"), caches.cache_shardings(decoder, rules)
-    shardings = pages, row_shardings(nowhere(1), rules), rows, rules.sharding()
+    shardings = pages, row_shardings(nowhere(1, words=1), rules), rows, rules.sharding()
     options = engine_options(rules.platform)
     return cast(DecodeProgram, jax.jit(decode, donate_argnums=1, out_shardings=shardings, compiler_options=options))
 
@@ -450,6 +462,9 @@ def _begin(left: Where[jax.Array], slots: Slots[jax.Array]) -> Where[jax.Array]:
         tokens=jnp.where(slots.fresh, given.tokens, left.tokens),
         live=jnp.where(slots.fresh, given.live, left.live) & slots.taken,
         any_live=given.any_live | left.any_live,
+        seen=None
+        if given.seen is None or left.seen is None
+        else jnp.where(slots.fresh[:, None], given.seen, left.seen),
     )
 
 
@@ -480,7 +495,7 @@ def _draw(
 
     `choices` [S, C] are the experts of the tokens behind which it is drawn; None: unknown.
     """
-    sampled = sample_split(logits, slots.sampling, where.lengths, drawing, rules)
+    sampled = sample_split(logits, slots.sampling, where.lengths, drawing, rules, where.seen)
     drawn = Drawn(
         tokens=drawn.tokens.at[:, column].set(sampled.tokens),
         logprobs=drawn.logprobs.at[:, column].set(sampled.logprobs),
@@ -492,7 +507,8 @@ def _draw(
     ends = jnp.any(sampled.tokens[:, None] == slots.stop_tokens, axis=1) | (where.lengths >= slots.last)
     live = where.live & ~(drawing & (ends | ~sampled.finite))
     tokens = jnp.where(drawing, sampled.tokens, where.tokens)
-    return dataclasses.replace(where, tokens=tokens, live=live), drawn
+    seen = None if where.seen is None else with_tokens(where.seen, sampled.tokens, drawing)
+    return dataclasses.replace(where, tokens=tokens, live=live, seen=seen), drawn
 
 
 def _next_logits(

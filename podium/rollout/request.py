@@ -21,11 +21,22 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Divides positive logits of the tokens that the sequence holds already, prompt included, and multiplies negative
+    ones, before the temperature (arXiv:1909.05858); 1: none. With it, greedy is the likeliest token afterwards."""
     stop: tuple[str, ...] = ()
     """Strings that end the completion; its text and tokens include them, up to the end of the last token. If the text
     is that of a special token, that token ends the completion and is not part of its text."""
     stop_tokens: tuple[int, ...] = ()
     """Tokens that end the completion, besides the model's end-of-sequence tokens; at most 8 in total."""
+    greedy_completion: int | None = None
+    """Index of the completion of a request that is greedy, whatever the others are; None: none is."""
+
+    def of(self, completion: int) -> "SamplingParams":
+        """The settings of one completion of a request."""
+        if completion != self.greedy_completion:
+            return self
+        return dataclasses.replace(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, greedy_completion=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,8 +74,9 @@ class Completion:
     sampled_logprobs: np.ndarray
     """[n] float32, log-probability of each token under the distribution it was sampled from."""
     full_logprobs: np.ndarray
-    """[n] float32, log-probability under the softmax at the request's temperature (1 if greedy), before top-k, top-p
-    and min-p; comparable with a trainer's log-probabilities. Equals `sampled_logprobs` without truncation."""
+    """[n] float32, log-probability under the softmax at the request's temperature (1 if greedy), before repetition
+    penalty, top-k, top-p and min-p; comparable with a trainer's log-probabilities. Equals `sampled_logprobs` without
+    them."""
     versions: np.ndarray
     """[n] int32, version of the weights that drew each token, as passed to `RolloutEngine.load`."""
     text: str
@@ -196,6 +208,8 @@ class RolloutStats:
     dropped_prompts: int = 0
     """Prompts longer than `rollout.max_prompt_tokens`, replaced by the next ones."""
     refill_rounds: int = 0
+    retired: int = 0
+    """Prompts that are not drawn any more because they were solved (`data.retire`)."""
     in_flight: int = 0
     """Prompts that are carried over to the next step, unfinished or complete."""
     waited_s: float = 0.0

@@ -5,6 +5,7 @@ which rows are live and which tokens end a completion.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Generic, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from podium.rollout.request import SamplingParams
 from podium.sharding import A, ShardingRules
 
 BLOCK = VOCAB_BLOCK  # tokens of the vocabulary per entry of the sampler's upper level
+WORD = 32  # tokens of the vocabulary per number of a set of tokens
 
 
 @jax.tree_util.register_dataclass
@@ -29,6 +31,7 @@ class SamplingRows(Generic[A]):
     top_k: A  # [S] int32; 0: all tokens
     top_p: A  # [S] float32
     min_p: A  # [S] float32
+    repetition_penalty: A  # [S] float32; 1: none
 
 
 class Sampled(NamedTuple):
@@ -36,7 +39,7 @@ class Sampled(NamedTuple):
 
     tokens: jax.Array  # [S] int32
     logprobs: jax.Array  # [S] float32, under the distribution that the token was sampled from
-    full_logprobs: jax.Array  # [S] float32, before top-k, top-p and min-p; the same bits without truncation
+    full_logprobs: jax.Array  # [S] float32, before penalty, top-k, top-p and min-p; the same bits without these
     finite: jax.Array  # [S] bool; where False, logits were NaN or infinite and the other fields are meaningless
 
 
@@ -49,6 +52,7 @@ def idle_rows(num_rows: int) -> SamplingRows[np.ndarray]:
         top_k=np.zeros(num_rows, np.int32),
         top_p=np.zeros(num_rows, np.float32),
         min_p=np.zeros(num_rows, np.float32),
+        repetition_penalty=np.ones(num_rows, np.float32),
     )
 
 
@@ -61,10 +65,36 @@ def fill_row(rows: SamplingRows[np.ndarray], row: int, settings: SamplingParams,
     rows.top_k[row] = settings.top_k
     rows.top_p[row] = settings.top_p
     rows.min_p[row] = settings.min_p
+    rows.repetition_penalty[row] = settings.repetition_penalty
+
+
+def num_words(vocab: int) -> int:
+    """W: the numbers that hold a set of tokens of a vocabulary, one bit each."""
+    return -(-vocab // WORD)
+
+
+def words_of(tokens: Sequence[int], words: int) -> np.ndarray:
+    """The set of these tokens as bits, [W] uint32."""
+    found = np.zeros(words, np.uint32)
+    own = np.unique(np.asarray(tokens, np.uint32))
+    np.bitwise_or.at(found, own // WORD, np.uint32(1) << own % WORD)
+    return found
+
+
+def with_tokens(seen: jax.Array, tokens: jax.Array, where: jax.Array) -> jax.Array:
+    """The sets of tokens `seen` [S, W], with one more token [S] in the rows `where` [S]."""
+    bits = jnp.uint32(1) << (tokens % WORD).astype(jnp.uint32)
+    own = (jnp.arange(seen.shape[1])[None] == (tokens // WORD)[:, None]) & where[:, None]
+    return seen | jnp.where(own, bits[:, None], 0)
 
 
 def sample_split(
-    logits: jax.Array, rows: SamplingRows[jax.Array], positions: jax.Array, live: jax.Array, rules: ShardingRules
+    logits: jax.Array,
+    rows: SamplingRows[jax.Array],
+    positions: jax.Array,
+    live: jax.Array,
+    rules: ShardingRules,
+    seen: jax.Array | None = None,
 ) -> Sampled:
     """Run `sample` on each device for its own rows and its part of the vocabulary.
 
@@ -72,25 +102,38 @@ def sample_split(
     """
     vocab, split = rules.axes.get("logits"), rules.spec(("rows",))
 
-    def draw(logits: jax.Array, rows: SamplingRows[jax.Array], positions: jax.Array, live: jax.Array) -> Sampled:
-        return sample(logits, rows, positions, live, vocab)
+    def draw(
+        logits: jax.Array,
+        rows: SamplingRows[jax.Array],
+        positions: jax.Array,
+        live: jax.Array,
+        seen: jax.Array | None,
+    ) -> Sampled:
+        return sample(logits, rows, positions, live, vocab, seen)
 
-    here = (rules.spec(("rows", "logits")), split, split, split)
+    of_vocab = rules.spec(("rows", "logits"))
+    here = (of_vocab, split, split, split, of_vocab)
     return jax.shard_map(draw, mesh=rules.mesh, in_specs=here, out_specs=split, check_vma=False)(
-        logits, rows, positions, live
+        logits, rows, positions, live, seen
     )
 
 
 @jax.named_scope("sample")
 def sample(
-    logits: jax.Array, rows: SamplingRows[jax.Array], positions: jax.Array, live: jax.Array, split: MeshAxes = None
+    logits: jax.Array,
+    rows: SamplingRows[jax.Array],
+    positions: jax.Array,
+    live: jax.Array,
+    split: MeshAxes = None,
+    seen: jax.Array | None = None,
 ) -> Sampled:
     """Sample one token per row.
 
-    A row's distribution is its softmax at the temperature, cut to top-k, then to top-p of the rest, then by min-p, and
-    renormalised; tokens tied with the last one kept are kept too. At temperature 0 the token is the likeliest (the
-    lowest index on ties), and both log-probabilities are those of the full softmax at temperature 1. Random numbers
-    derive only from the row's seed, completion and position, so a row's draw does not depend on other rows.
+    A row's distribution is its softmax at the temperature, after the repetition penalty, cut to top-k, then to top-p of
+    the rest, then by min-p, and renormalised; tokens tied with the last one kept are kept too. At temperature 0 the
+    token is the likeliest (the lowest index on ties), and log-probabilities are those of the full softmax at
+    temperature 1, after and before the penalty. Random numbers derive only from the row's seed, completion and
+    position, so a row's draw does not depend on other rows.
 
     Args:
         logits: [S, V] float32.
@@ -98,8 +141,13 @@ def sample(
         positions: [S] int32, position of the new token in each sequence.
         live: [S] bool; tokens of other rows are meaningless, and cost no search for top-k and top-p.
         split: mesh axes over which the vocabulary is split into parts of V tokens (whole blocks), inside a shard_map.
+        seen: [S, W] uint32, the tokens that each row's sequence holds, of this part of the vocabulary (`words_of`);
+            None: no row has a repetition penalty.
     """
     S, V = logits.shape
+    plain = logits
+    if seen is not None:
+        logits = penalised(logits, seen, rows.repetition_penalty)
     shards = _Shards(mesh_axis_names(split))
     greedy = rows.temperature == 0
     highest = shards.max(jnp.max(logits, axis=1))  # [S]
@@ -133,12 +181,39 @@ def sample(
     token = jnp.minimum(shards.index() * V + block * BLOCK + token, len(totals) * V - 1)
     token, chosen = shards.take(reached, possible, token, chosen)
     cut = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)  # elsewhere both are equal up to rounding
+    full_logprobs = chosen - jnp.log(jnp.where(greedy | cut, everything, kept))
+    if seen is not None:
+        unpenalised = _logprobs_of(token, plain, temperature, shards)
+        full_logprobs = jnp.where(rows.repetition_penalty == 1, full_logprobs, unpenalised)
     return Sampled(
         tokens=token,
         logprobs=chosen - jnp.log(jnp.where(greedy, everything, kept)),
-        full_logprobs=chosen - jnp.log(jnp.where(greedy | cut, everything, kept)),
+        full_logprobs=full_logprobs,
         finite=jnp.isfinite(highest),
     )
+
+
+def penalised(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
+    """Logits [S, V] after a repetition penalty [S] on the tokens `seen` [S, W] (arXiv:1909.05858).
+
+    Positive logits are divided by it and negative ones multiplied, as in transformers; the paper divides both.
+    """
+    S, V = logits.shape
+    bits = (seen[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)[None, None]) & 1  # [S, W, WORD]
+    held = bits.reshape(S, -1)[:, :V] > 0
+    own = penalty[:, None]
+    return jnp.where(held, jnp.where(logits < 0, logits * own, logits / own), logits)
+
+
+def _logprobs_of(tokens: jax.Array, logits: jax.Array, temperature: jax.Array, shards: "_Shards") -> jax.Array:
+    """Log-probabilities [S] of tokens [S] under the softmax of logits [S, V] at a temperature [S]."""
+    V = logits.shape[1]
+    scaled = _scale(logits, shards.max(jnp.max(logits, axis=1)), temperature)
+    weight = jnp.sum(shards.gather(jnp.sum(jnp.exp(scaled), axis=1)), axis=0)
+    place = tokens - shards.index() * V
+    here = jnp.take_along_axis(scaled, jnp.clip(place, 0, V - 1)[:, None], axis=1)[:, 0]
+    own = jnp.sum(shards.gather(jnp.where((place >= 0) & (place < V), here, 0.0)), axis=0)
+    return own - jnp.log(weight)
 
 
 def _scale(x: jax.Array, highest: jax.Array, temperature: jax.Array) -> jax.Array:

@@ -145,7 +145,7 @@ class Sequence:
     def begin_turn(self, tokens: list[int], sampling: SamplingParams, *, seed: int, keep: bool) -> None:
         """Append new tokens and start the next turn."""
         self.context = (*self.context, *self.drawn, *tokens)
-        self.sampling = sampling
+        self.sampling = sampling.of(self.key.completion)
         self.seed = seed
         self.keep = keep
         self.drawn = []
@@ -239,7 +239,7 @@ def sequences_of(
         sequence = Sequence(
             key=Key(number, index),
             context=request.ledgers.get(index, request.prompt),
-            sampling=request.sampling,
+            sampling=request.sampling.of(index),
             seed=request.seed,
             keep=request.keep,
             routes=None if shared is None else Routes(shared),
@@ -369,6 +369,8 @@ def _distribution_problem(sampling: SamplingParams) -> str | None:
     used = ", ".join(f"{name} {value}" for name, value, unused in cuts if value != unused)
     if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
         return f"temperature is {sampling.temperature}; it must be 0 (greedy) or more"
+    if not (sampling.repetition_penalty > 0 and math.isfinite(sampling.repetition_penalty)):
+        return f"repetition_penalty is {sampling.repetition_penalty}; it must be above 0, and 1 is none"
     if sampling.top_k < 0 or not 0 < sampling.top_p <= 1 or not 0 <= sampling.min_p < 1:
         return f"{used}: top_k must be 0 (all) or more, top_p above 0 and at most 1, min_p 0 to below 1"
     if not sampling.temperature and used:

@@ -108,10 +108,11 @@ def resolve_mesh(config: Config, machine: Machine) -> MeshSizes:
 
 
 def resolve_recipe(config: Config, algorithm: AlgorithmConfig | None = None) -> Recipe:
-    """Resolve the recipe with the config's overrides and its teacher. Raises ValueError if they conflict."""
+    """Resolve the recipe with the config's overrides, sampler and teacher. Raises ValueError if they conflict."""
     recipe = make_recipe(
         algorithm or config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step
     )
+    recipe = dataclasses.replace(recipe, penalised=config.rollout.repetition_penalty != 1)
     teacher = config.teacher
     if teacher is None:
         return recipe
@@ -237,6 +238,7 @@ def resolve_rollout(config: Config, decoder: DecoderConfig, machine: Machine) ->
         dtype=resolve_format(rollout.dtype, machine),
         prompts=PromptSpec(
             tasks=tuple(config.tasks),
+            data=config.data,
             seed=config.seed,
             max_tokens=rollout.max_prompt_tokens,
             long_prompts=rollout.long_prompts,
@@ -245,8 +247,11 @@ def resolve_rollout(config: Config, decoder: DecoderConfig, machine: Machine) ->
         reward_models=resolve_reward_models(config),
         environments=config.environments,
         evaluation=config.eval,
-        sampling=sampling_params(rollout),
-        completions=config.group_size,
+        sampling=dataclasses.replace(
+            sampling_params(rollout), greedy_completion=config.group_size if recipe.needs_baseline else None
+        ),
+        completions=config.group_size + recipe.needs_baseline,
+        zero_variance_metric=recipe.zero_variance_metric,
         max_refills=recipe.max_refills if recipe.zero_variance == "refill" else 0,
         in_flight=prompts_in_flight(config),
     )
@@ -277,6 +282,7 @@ def sampling_params(rollout: RolloutConfig) -> SamplingParams:
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
         stop=tuple(rollout.stop),
     )
 

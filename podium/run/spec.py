@@ -9,6 +9,7 @@ from typing import Literal
 
 from podium.algorithms.recipes import Recipe
 from podium.config.attention import Backend
+from podium.config.data import DataConfig
 from podium.config.head import HeadKind
 from podium.config.mesh import MeshSizes
 from podium.config.optimizer import OptimizerConfig
@@ -121,6 +122,7 @@ class PromptSpec:
     """The source of a run's prompts, and their maximum length."""
 
     tasks: tuple[TaskConfig, ...]
+    data: DataConfig
     seed: int
     max_tokens: int
     long_prompts: Literal["drop", "error"]
@@ -160,7 +162,9 @@ class RolloutSpec:
     evaluation: EvalConfig
     sampling: SamplingParams
     completions: int
-    """G: completions per training prompt."""
+    """Completions per training prompt: G, and the greedy one of a recipe that compares with it."""
+    zero_variance_metric: str | None
+    """Part of the reward that decides whether a group's rewards are equal; None: their total."""
     max_refills: int
     """Maximum number of times that prompts with equal rewards are replaced by the next prompts."""
     in_flight: int

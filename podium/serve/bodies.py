@@ -147,7 +147,7 @@ class Sampling(_Object):
     stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], BeforeValidator(_tuple), Field(max_length=8)] = ()  # fmt: skip  # noqa: E501
     frequency_penalty: Annotated[object, _only(0)] = 0
     presence_penalty: Annotated[object, _only(0)] = 0
-    repetition_penalty: Annotated[object, _only(1)] = 1
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=1e6)] = 1.0
     logit_bias: Annotated[object, _only({})] = Field(default_factory=dict)
     min_tokens: Annotated[object, _only(0)] = 0
     ignore_eos: Annotated[object, _only(False)] = False
@@ -159,6 +159,7 @@ class Sampling(_Object):
             SamplingParams(
                 max_new_tokens=max_new_tokens,
                 temperature=self.temperature,
+                repetition_penalty=self.repetition_penalty,
                 stop=self.stop,
                 stop_tokens=self.stop_token_ids,
             ),

@@ -1,6 +1,7 @@
 """The sequence of prompts: a mixture of tasks by weight, each reshuffled every epoch with a seed.
 
-The n-th prompt of a run depends only on the seed and n, so every host, and a resumed run, sees the same sequence.
+The n-th prompt of a run depends only on the seed and n, so every host, and a resumed run, sees the same sequence. Where
+the config says so it also depends on how earlier prompts went; what is known of that is saved with the run.
 """
 
 import bisect
@@ -13,8 +14,11 @@ from fractions import Fraction
 
 import numpy as np
 
+from podium.config.data import DataConfig
 from podium.config.schema import TaskConfig
-from podium.tasks.curriculum import Curriculum, level_labels, leveled
+from podium.files import as_path
+from podium.tasks.curriculum import by_progress, by_success, level_labels, leveled
+from podium.tasks.pass_rates import PassRates, read_pass_rates
 from podium.tasks.registry import make_task, task_labels
 from podium.tasks.task import Prompt
 
@@ -28,7 +32,7 @@ class TaskPrompt:
     prompt: Prompt
     system_prompt: str | None
     level: int | None = None
-    """Its level in the task's curriculum, from 0; None: the task has none."""
+    """Its level in the task's curriculum, from 0, or in a mixture by progress its task; None: neither is drawn."""
 
 
 class TaskMixture:
@@ -38,7 +42,9 @@ class TaskMixture:
     before it. A task's draws cover all its prompts before any is repeated.
     """
 
-    def __init__(self, tasks: Sequence[TaskConfig], *, seed: int) -> None:
+    def __init__(self, tasks: Sequence[TaskConfig], *, seed: int, data: DataConfig | None = None) -> None:
+        """Make the tasks; their data is read at its first use."""
+        data = data or DataConfig()
         levels = leveled(tasks)
         self.levels = list(itertools.chain.from_iterable(levels))
         """All tasks, and in place of one with a curriculum its levels."""
@@ -47,22 +53,38 @@ class TaskMixture:
         self.cursor = 0
         """The number of prompts drawn so far; saved with the run, and restored when it is resumed."""
         self._seed = seed
-        self._names = task_labels(tasks)
-        self._first = [0, *itertools.accumulate(map(len, levels))]
-        """Index of each task's first level; one more at the end."""
-        self._curricula = [
-            None if task.curriculum is None else Curriculum(task.curriculum, self.labels[first : first + len(own)])
-            for task, own, first in zip(tasks, levels, self._first, strict=False)
-        ]
+        ends = list(itertools.accumulate(map(len, levels)))
+        self._evaluated = {label: end - 1 for label, end in zip(task_labels(tasks), ends, strict=True)}
+        """Index of the level of each task that evaluation asks."""
+        weights = [config.weight for config in tasks]
+        if data.progress is None:
+            self._first = [0, *ends]
+            """Index of the first level of each task, or of all tasks together, drawn by weight; one more at the end."""
+            self._curricula = [
+                None if task.curriculum is None else by_success(task.curriculum, self.labels[first : first + len(own)])
+                for task, own, first in zip(tasks, levels, self._first, strict=False)
+            ]
+        else:  # all tasks together are drawn from as the levels of one
+            self._first = [0, len(tasks)]
+            self._curricula = [by_progress(data.progress, self.labels, weights)]
+            weights = [1.0]
+        self._filter, self._retire = data.filter, data.retire
+        self._retired: dict[str, set[str]] = {label: set() for label in self.labels}
         self._tasks = [make_task(task) for task in self.levels]
         self._system_prompts = [
             task.system_prompt if config.system_prompt is None else config.system_prompt or None
             for config, task in zip(self.levels, self._tasks, strict=True)
         ]
-        self._shares = _shares([config.weight for config in tasks])
-        self._phases = [Fraction(_hash(seed, "phase", index) % 2**32, 2**32) for index in range(len(tasks))]
+        self._shares = _shares(weights)
+        self._phases = [Fraction(_hash(seed, "phase", index) % 2**32, 2**32) for index in range(len(weights))]
         self._order = functools.lru_cache(maxsize=2 * len(self.levels))(self._epoch_order)
         self._prompts = functools.cache(self._read_prompts)
+        self._pass_rates = functools.cache(self._read_pass_rates)
+
+    def check_model(self, files: Mapping[str, str]) -> None:
+        """Raise ValueError if prompts are filtered by what a model of other files than these (by name) solves."""
+        if self._filter is not None:
+            self._pass_rates().check_model(files)
 
     def num_prompts(self) -> dict[str, int]:
         """The number of training prompts of each task, by label; reads the data if it has not been read."""
@@ -111,18 +133,36 @@ class TaskMixture:
             if each is not None:
                 each.means = means
 
+    @property
+    def retired(self) -> dict[str, tuple[str, ...]]:
+        """The ids of prompts that are not drawn any more, by label."""
+        return {label: tuple(sorted(ids)) for label, ids in self._retired.items() if ids}
+
+    @retired.setter
+    def retired(self, retired: Mapping[str, Sequence[str]]) -> None:
+        self._retired = {label: set(retired.get(label, ())) for label in self.labels}
+
+    def is_retired(self, prompt: TaskPrompt) -> bool:
+        """Whether a prompt is not to be drawn any more."""
+        return prompt.prompt.id in self._retired[self.labels[prompt.task]]
+
     def learn(self, prompt: TaskPrompt, mean: float) -> None:
-        """Take the share of right answers to a prompt; levels are drawn by it from now on."""
+        """Take the share of right answers to a prompt; what is drawn depends on it from now on."""
+        label = self.labels[prompt.task]
         curriculum = self._curricula[bisect.bisect_right(self._first, prompt.task) - 1]
         if curriculum is not None:
-            curriculum.add(self.labels[prompt.task], mean)
+            curriculum.add(label, mean)
+        if self._retire is None or mean < self._retire.pass_rate:
+            return
+        left = len(self._prompts(prompt.task, "train")) - len(self._retired[label])
+        if left > self._retire.keep:
+            self._retired[label].add(prompt.prompt.id)
 
     def eval_prompts(self, limit: int | None = None) -> dict[str, list[TaskPrompt]]:
         """The evaluation prompts of each task, by label: the first `limit`, or all; of curricula, the last level's."""
-        last = {label: self._first[task + 1] - 1 for task, label in enumerate(self._names)}
         return {
             label: [self._task_prompt(task, prompt) for prompt in self._prompts(task, "eval")[:limit]]
-            for label, task in last.items()
+            for label, task in self._evaluated.items()
         }
 
     def _locate(self, cursor: int) -> tuple[int, int]:
@@ -149,7 +189,13 @@ class TaskMixture:
         prompts = self._tasks[task].prompts(split)
         if not prompts:
             raise ValueError(f"{self.labels[task]}: it has no {split} prompts; an empty data set cannot be used")
-        return prompts
+        if self._filter is None or split != "train":
+            return prompts
+        return self._pass_rates().kept(self.labels[task], prompts, self._filter)
+
+    def _read_pass_rates(self) -> PassRates:
+        assert self._filter is not None, "prompts are filtered"
+        return read_pass_rates(as_path(self._filter.file))
 
     def _task_prompt(self, task: int, prompt: Prompt) -> TaskPrompt:
         return TaskPrompt(task=task, prompt=prompt, system_prompt=self._system_prompts[task])

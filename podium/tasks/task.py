@@ -79,6 +79,12 @@ class Reward:
         """
         return math.isnan(self.total)
 
+    def part(self, name: str | None) -> float:
+        """The total (None), or a part before weighting; NaN if there is none."""
+        if name is None or self.failed:
+            return self.total
+        return self.parts.get(name, math.nan)
+
 
 class OutOfTime(Exception):
     """Raised by `Task.grade`: the answer is code that took too long; `correct` is its grade nonetheless."""

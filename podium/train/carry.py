@@ -46,6 +46,8 @@ class PositionRecord(TypedDict):
     in_flight: NotRequired[list[PendingRecord]]
     curriculum: NotRequired[dict[str, list[float]]]
     """Missing without curricula."""
+    retired: NotRequired[dict[str, list[str]]]
+    """Missing if no prompt is retired."""
 
 
 class HostState(PositionRecord):
@@ -88,7 +90,9 @@ class Position:
     pending: tuple[Pending, ...] = ()
     """Prompts that no step has trained on yet, in order."""
     curriculum: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
-    """Means of the last groups of each level of curricula, by label."""
+    """Means of the last groups of each level of curricula, or of each task of a mixture by progress, by label."""
+    retired: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """Ids of prompts that are not drawn any more, by label."""
 
     def record(self) -> PositionRecord:
         """Serialise the position to JSON, with arrays in base64."""
@@ -98,6 +102,8 @@ class Position:
         }
         if self.curriculum:
             record["curriculum"] = {label: list(means) for label, means in self.curriculum.items()}
+        if self.retired:
+            record["retired"] = {label: list(ids) for label, ids in self.retired.items()}
         return record
 
     @classmethod
@@ -105,7 +111,8 @@ class Position:
         """Read the result of `record`; `feed` recreates the prompts."""
         pending = tuple(_read_pending(each, feed) for each in record.get("in_flight", ()))
         curriculum = {label: tuple(means) for label, means in record.get("curriculum", {}).items()}
-        return cls(cursor=record["cursor"], pending=pending, curriculum=curriculum)
+        retired = {label: tuple(ids) for label, ids in record.get("retired", {}).items()}
+        return cls(cursor=record["cursor"], pending=pending, curriculum=curriculum, retired=retired)
 
 
 def chosen(

@@ -208,7 +208,15 @@ def _answers(
     asked = [each for each in encoded if each is not None]
     if not asked:
         raise ValueError(f"{task}: no evaluation question fits in rollout.max_prompt_tokens; raise it")
-    sampling = dataclasses.replace(rollouts.spec.sampling, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
+    sampling = dataclasses.replace(
+        rollouts.spec.sampling,
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        repetition_penalty=rollouts.spec.evaluation.repetition_penalty,
+        greedy_completion=None,
+    )
     groups, stats = rollouts.answer(asked, AnswerSettings(sampling=sampling, completions=completions))
     if any(transcript.finish_reason == "failed" for group in groups for transcript in group.transcripts):
         raise FailingEnvironmentError(

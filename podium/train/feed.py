@@ -35,7 +35,7 @@ class Feed:
             ValueError: a task is invalid, or the model's chat template does not allow its conversations.
         """
         self.spec, self.tokenizer = spec, tokenizer
-        self.tasks = TaskMixture(spec.tasks, seed=spec.seed)
+        self.tasks = TaskMixture(spec.tasks, seed=spec.seed, data=spec.data)
         self.conversing: list[Conversing | None] = [conversing(task) for task in self.tasks.levels]
         """How each task's conversations are held; None: its prompts are answered once."""
         self.dialogues = [
@@ -54,21 +54,22 @@ class Feed:
         self.tasks.cursor = drawn
 
     def next(self, count: int) -> list[EncodedPrompt]:
-        """The next `count` prompts that fit. Raises ValueError if no prompt of the tasks fits."""
+        """The next `count` prompts that fit and are not retired. Raises ValueError if no prompt of the tasks does."""
         prompts: list[EncodedPrompt] = []
-        too_long: set[tuple[int, str]] = set()  # task and id of skipped prompts
+        passed: set[tuple[int, str]] = set()  # task and id of prompts that are too long or retired
         skipped = 0
         while len(prompts) < count:
             number = self.cursor
             (prompt,) = self.tasks.next(1)
-            encoded = self._encode(prompt, number)
+            retired = self.tasks.is_retired(prompt)
+            encoded = None if retired else self._encode(prompt, number)
             if encoded is not None:
                 prompts.append(dataclasses.replace(encoded, skipped=skipped))
                 skipped = 0
                 continue
-            skipped += 1
-            too_long.add((prompt.task, prompt.prompt.id))
-            if len(too_long) == sum(self.tasks.num_prompts().values()):
+            skipped += not retired
+            passed.add((prompt.task, prompt.prompt.id))
+            if len(passed) == sum(self.tasks.num_prompts().values()):
                 limit = self.spec.max_tokens
                 raise ValueError(f"no prompt fits in rollout.max_prompt_tokens {limit}; raise it")
         return prompts

@@ -45,6 +45,13 @@ STEPS_APART = 4
 """Engine steps between the exchanges in which hosts check together whether a step has enough complete prompts."""
 
 
+class Greedy(NamedTuple):
+    """The greedy completion of a prompt, which others are compared with."""
+
+    transcript: Transcript
+    reward: Reward
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
     """A prompt with its graded episodes."""
@@ -57,6 +64,8 @@ class Group:
     """Weight version at the start of the step; a token's age is this minus the token's version."""
     firsts: tuple[str | None, ...] = ()
     """What the environment of each transcript added to the prompt; empty: there are no environments."""
+    greedy: Greedy | None = None
+    """None: no recipe compares with it, or it is the last of the transcripts until the group is graded."""
 
     @functools.cached_property
     def tokens(self) -> tuple[int, ...]:
@@ -75,9 +84,23 @@ class Group:
         return min(1.0, max(0.0, sum(found) / len(found))) if found else None
 
     @property
-    def equal_rewards(self) -> bool:
-        """Whether all its episodes got the same reward, so that a group baseline learns nothing from it."""
-        return bool(equal_reward_groups(self.totals[None])[0])
+    def apart(self) -> "Group":
+        """The group with its last transcript as its greedy completion."""
+        greedy = Greedy(self.transcripts[-1], self.rewards[-1])
+        return dataclasses.replace(
+            self, transcripts=self.transcripts[:-1], rewards=self.rewards[:-1], firsts=self.firsts[:-1], greedy=greedy
+        )
+
+    def judged(self, part: str | None) -> np.ndarray:
+        """What decides whether its rewards are equal, [G] float32: totals (None), or a part of the reward.
+
+        NaN: the episode does not count, because it failed or has no such part.
+        """
+        return np.array([reward.part(part) for reward in self.rewards], np.float32)
+
+    def equal_rewards(self, part: str | None) -> bool:
+        """Whether all its episodes got the same reward, or part of it, so that its recipe leaves it out."""
+        return bool(equal_reward_groups(self.judged(part)[None])[0])
 
 
 class GroupScorer(Protocol):
@@ -102,9 +125,11 @@ class AnswerSettings:
 
     sampling: SamplingParams
     completions: int
-    """Completions per prompt."""
+    """Completions per prompt, the greedy one included."""
     max_refills: int = 0
     """Maximum number of times that prompts with equal rewards are replaced by the next prompts of the run."""
+    zero_variance_metric: str | None = None
+    """Part of the reward that decides whether rewards are equal; None: their total."""
     in_flight: int = 0
     """Prompts to answer at the same time, at least those requested; the others continue in the next step."""
 
@@ -179,6 +204,7 @@ class Rollouts:
             sampling=spec.sampling,
             completions=spec.completions,
             max_refills=spec.max_refills,
+            zero_variance_metric=spec.zero_variance_metric,
             in_flight=spec.in_flight,
         )
         self._pending, self._version = tuple[Pending, ...](), 0
@@ -226,13 +252,15 @@ class Rollouts:
 
         If it is set, environments of conversations in flight are opened anew.
         """
-        return Position(cursor=self.feed.cursor, pending=self._pending, curriculum=self.feed.tasks.means)
+        tasks = self.feed.tasks
+        return Position(cursor=self.feed.cursor, pending=self._pending, curriculum=tasks.means, retired=tasks.retired)
 
     @position.setter
     def position(self, position: Position) -> None:
         self.episodes.forget()
         self.feed.cursor, self._pending = position.cursor, position.pending
         self.feed.tasks.means = position.curriculum
+        self.feed.tasks.retired = position.retired
 
     def load(self, params: Params, frozen: Params | None = None, *, version: int = 0) -> float:
         """Use these weights from now on; returns the seconds that loading took.
@@ -268,6 +296,7 @@ class Rollouts:
         """
         carries = settings is None
         settings = settings or self.training
+        metric = settings.zero_variance_metric
         start = time.perf_counter()
         pending = [*(self._pending if carries else ()), *(Pending(prompt=prompt) for prompt in prompts)]
         groups: list[Group] = []
@@ -310,21 +339,25 @@ class Rollouts:
                 unscored=scored.too_long,
             )
             stats = stats.then(rolled).then(RolloutStats(dropped_prompts=sum(prompt.skipped for prompt in more)))
-            missing = wanted - sum(not group.equal_rewards for group in groups)
+            missing = wanted - sum(not group.equal_rewards(metric) for group in groups)
             if stats.refill_rounds == settings.max_refills or not missing:
                 break
             stats = dataclasses.replace(stats, refill_rounds=stats.refill_rounds + 1)
         if self.converses:
             self._check_failures(groups, episodes)
             self.held = episodes
-        for scorer in self._scorers:
-            groups = scorer.standardised(groups)
+        groups = self._finished(groups, settings)
         if carries:
             self._pending = tuple(pending)
             self._learn(groups)
         if settings.max_refills:
-            groups.sort(key=lambda group: group.equal_rewards)
-        return groups, dataclasses.replace(stats, in_flight=len(pending), answer_s=time.perf_counter() - start)
+            groups.sort(key=lambda group: group.equal_rewards(metric))
+        return groups, dataclasses.replace(
+            stats,
+            in_flight=len(pending),
+            retired=sum(map(len, self.feed.tasks.retired.values())),
+            answer_s=time.perf_counter() - start,
+        )
 
     def check(self, prompts: Sequence[TaskPrompt]) -> list[str]:
         """Check that answers to these prompts, of each task, can be graded; otherwise as `Grader.check`."""
@@ -346,8 +379,14 @@ class Rollouts:
             too_long += more
         return _Scored(groups, time.perf_counter() - start if self._scorers else 0.0, too_long)
 
+    def _finished(self, groups: list[Group], settings: AnswerSettings) -> list[Group]:
+        """All groups of a step, with standardised scores, and their greedy completions apart."""
+        for scorer in self._scorers:
+            groups = scorer.standardised(groups)
+        return groups if settings.sampling.greedy_completion is None else [group.apart for group in groups]
+
     def _learn(self, groups: Sequence[Group]) -> None:
-        """Let the shares of right answers decide the next prompts' levels, where tasks have curricula."""
+        """Let the shares of right answers decide what is drawn next, where the config says so."""
         for group in groups:
             if (correct := group.correct) is not None:
                 self.feed.tasks.learn(group.prompt, correct)

@@ -6,6 +6,7 @@ Advantages come last, because they may depend on scores.
 """
 
 import dataclasses
+import functools
 import inspect
 import time
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from podium.algorithms.advantages import (
 )
 from podium.algorithms.recipes import (
     COVARIANT,
+    DRAWN_LOGPROBS,
     ENTROPY,
     LOSSES,
     OLD_LOGPROBS,
@@ -67,8 +69,9 @@ class PackedStep:
 
     rewards: np.ndarray  # [N, G], all groups
     parts: RewardParts | None  # [n, G, P], of the kept groups; None unless the recipe reads them
+    baselines: np.ndarray | None  # [n], rewards of the kept groups' greedy completions; None: nothing reads them
     returns: np.ndarray | None  # [N, G, K], of each turn with `credit: turn`; NaN: not reached, or failed
-    equal: np.ndarray  # [N] bool, groups whose episodes all have the same reward, or all turns the same returns
+    equal: np.ndarray  # [N] bool, groups of equal rewards (`Group.equal_rewards`), or all turns of equal returns
     kept: np.ndarray  # [n], indices of the kept groups within the step
     lengths: np.ndarray  # [n, G], drawn tokens of each episode; 0 if the recipe masks it
     minibatches: list[Minibatch]
@@ -88,7 +91,7 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
             " such as correct"
         )
     returns = None
-    equal = equal_reward_groups(rewards)  # [N]
+    equal = equal_reward_groups(np.stack([group.judged(recipe.zero_variance_metric) for group in groups]))  # [N]
     if recipe.credit == "turn":
         turns = [[reward.turns or (reward.total,) for reward in group.rewards] for group in groups]
         returns = turn_returns(turns, recipe.gamma)
@@ -106,6 +109,7 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
     ]
     return PackedStep(
         rewards=rewards,
+        baselines=_baselines([groups[n] for n in kept.tolist()]) if recipe.needs_baseline else None,
         parts=reward_parts([groups[n] for n in kept.tolist()]) if recipe.needs_parts else None,
         returns=returns,
         equal=equal,
@@ -113,6 +117,11 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
         lengths=lengths,
         minibatches=[each for each in minibatches if each.samples],
     )
+
+
+def _baselines(groups: Sequence[Group]) -> np.ndarray:
+    """The reward of each group's greedy completion, [N]; NaN where it failed."""
+    return np.array([np.nan if group.greedy is None else group.greedy.reward.total for group in groups], np.float32)
 
 
 def reward_parts(groups: Sequence[Group]) -> RewardParts:
@@ -321,11 +330,15 @@ def step_advantages(
         return np.zeros(packed.lengths.shape, np.float32), reward_kl
     if packed.returns is not None:
         return _turn_advantages(packed, packed.returns[packed.kept], recipe), reward_kl
-    parts = {} if packed.parts is None else {"parts": packed.parts}
+    advantage = recipe.advantage
+    if packed.parts is not None:
+        advantage = functools.partial(advantage, parts=packed.parts)
+    if packed.baselines is not None:
+        advantage = functools.partial(advantage, baselines=packed.baselines)
     if "tokens" not in inspect.signature(recipe.advantage).parameters:
-        return _checked(recipe.advantage(rewards, packed.lengths, **parts), packed), reward_kl
+        return _checked(advantage(rewards, packed.lengths), packed), reward_kl
     tokens = _token_scores(packed, scored)
-    found = recipe.advantage(rewards, packed.lengths, tokens=tokens, **parts)
+    found = advantage(rewards, packed.lengths, tokens=tokens)
     return (found if found.ndim == 2 else np.where(tokens.mask, found, np.float32(0))), reward_kl
 
 
@@ -412,6 +425,9 @@ def _finish(
     if recipe.top_entropy < 1:
         chosen = _uncertain(batch, minibatch, recipe.top_entropy)
         scores[UNCERTAIN] = _placed(chosen, batch, minibatch, rules)
+    if recipe.corrects_penalty:
+        drawn = [sample.drawn_logprobs for sample in own]
+        scores[DRAWN_LOGPROBS] = _placed(drawn, batch, minibatch, rules)
     if recipe.chooses:
         scores[COVARIANT] = _placed(_covariant(own, recipe), batch, minibatch, rules)
     return dataclasses.replace(batch, advantages=to_devices(host, batch_sharding(host, rules)), scores=scores)

@@ -202,6 +202,7 @@ class Recorder:
                 group.rewards,
                 advantages=advantages.get(index),
                 pieces=self._pieces if index == sampled[0] else None,
+                greedy=group.greedy,
             )
             self.run_dir.append(SAMPLES, record)
             samples.append(record)
@@ -231,6 +232,7 @@ def completion_stats(groups: Sequence[Group]) -> CompletionStats:
     drawn = np.concatenate([transcript.sampled_logprobs for transcript in transcripts])
     prompts = np.array([len(group.tokens) for group in groups])
     names = dict.fromkeys(part for reward in rewards for part in reward.parts)
+    greedy = [group.greedy.reward.total for group in groups if group.greedy and not group.greedy.reward.failed]
     return CompletionStats(
         rewards=np.array([reward.total for reward in rewards]),
         parts={name: np.array([each.parts[name] for each in rewards if name in each.parts]) for name in names},
@@ -240,6 +242,7 @@ def completion_stats(groups: Sequence[Group]) -> CompletionStats:
         truncated=sum(transcript.finish_reason not in ("stop", "failed") for transcript in transcripts),
         timeouts=sum(reward.timed_out for reward in rewards),
         ungraded=sum(reward.failed and bool(reward.parts) for group in groups for reward in group.rewards),
+        greedy=np.array(greedy) if greedy else None,
         entropy=-float(np.mean(drawn, dtype=np.float64)),
     )
 

@@ -40,7 +40,7 @@ from podium.train.platform import machine_text
 from podium.train.profile import Profiler, Window
 from podium.train.recorder import OnStep, PlanCheck, Recorder
 from podium.train.reward_models import load_reward_models
-from podium.train.same_inputs import check_same_inputs
+from podium.train.same_inputs import check_same_inputs, model_files
 from podium.train.scorers import Scorer, make_teacher_scorer
 from podium.train.setup import (
     Model,
@@ -158,6 +158,7 @@ def open_run(
             rollouts.feed.tasks,
             evaluates=bool(spec.evaluation.at_start or spec.evaluation.every_steps or spec.evaluation.at_end),
         )
+        rollouts.feed.tasks.check_model(model_files(model.source.path))
         frozen = load_frozen(model)
         # Before the first compilation, so that bad data is reported early.
         if spec.recipe.demonstrations:
@@ -402,5 +403,6 @@ def _load_state(
     begun = (each["number"] for each in saved.pop("in_flight", ()))  # settings may differ: start from their prompts
     saved["cursor"] = min(begun, default=saved["cursor"])
     saved.pop("curriculum", None)
+    saved.pop("retired", None)
     state = dataclasses.replace(restarted(state), reference=load_trained(model, None, frozen) if moves else None)
     return with_coefs(state, coefs), saved, 0

@@ -29,7 +29,8 @@ class Sample:
     prompt: tuple[int, ...]
     tokens: np.ndarray  # [n] int32, the tokens after the prompt
     mask: np.ndarray  # [n] bool, whether the model drew the token
-    sampled_logprobs: np.ndarray  # [n] float32
+    sampled_logprobs: np.ndarray  # [n] float32, of the policy that drew the tokens
+    drawn_logprobs: np.ndarray  # [n] float32, under the distribution drawn from, after penalty and truncation
     ages: np.ndarray  # [n] int32, number of weight updates since the token was drawn
     turns: np.ndarray  # [n] int32, turn that drew the token, or number of turns before a token that was given
     advantages: np.ndarray  # [n] float32
@@ -65,6 +66,7 @@ def single_answer(
         tokens=tokens,
         mask=np.ones(size, bool),
         sampled_logprobs=sampled_logprobs,
+        drawn_logprobs=sampled_logprobs,
         ages=np.zeros(size, np.int32),
         turns=np.zeros(size, np.int32),
         advantages=np.full(size, advantage, np.float32),
@@ -95,6 +97,7 @@ def transcript_sample(
         tokens=tokens,
         mask=joined([np.full(len(span.tokens), span.drawn) for span in spans], np.bool_),
         sampled_logprobs=joined([span.full_logprobs for span in spans], np.float32),
+        drawn_logprobs=joined([span.sampled_logprobs for span in spans], np.float32),
         ages=joined([version - span.versions if span.drawn else 0 * span.versions for span in spans], np.int32),
         turns=joined([np.full(len(span.tokens), span.turn) for span in spans], np.int32).astype(np.int32),
         advantages=np.zeros(len(tokens), np.float32),

@@ -15,6 +15,7 @@ from podium.algorithms.advantages import (
     batch_mean_advantages,
     decoupled_advantages,
     equal_reward_groups,
+    greedy_advantages,
     group_advantages,
     leave_one_out_advantages,
     length_weighted_advantages,
@@ -213,6 +214,14 @@ def test_whitening_equals_whitening_every_token(group_baseline: bool) -> None:
     firsts = np.cumsum(lengths.ravel()) - lengths.ravel()
     result = whitened_advantages(rewards, lengths, group_baseline=group_baseline, std_eps=1e-6)
     np.testing.assert_allclose(result.ravel(), whitened[firsts], rtol=1e-4, atol=1e-5)
+
+
+def test_a_greedy_reward_is_subtracted_and_where_it_failed_nothing_is_left() -> None:
+    rewards = np.array([[1.0, 0.0], [0.5, np.nan], [1.0, 0.0]])
+    found = greedy_advantages(rewards, np.array([[3, 4], [5, 0], [1, 2]]), baselines=np.array([0.25, 1.0, np.nan]))
+    np.testing.assert_allclose(found, [[0.75, -0.25], [-0.5, 0.0], [0.0, 0.0]])
+    single = greedy_advantages(np.array([[1.0]]), np.array([[3]]), baselines=np.array([0.0]))
+    np.testing.assert_array_equal(single, [[1.0]])
 
 
 def test_a_masked_completion_does_not_move_the_whitening() -> None:

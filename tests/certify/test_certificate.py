@@ -157,7 +157,7 @@ def test_batches_of_every_recipe_are_right(recipe, sampled):
     assert [(check.name, check.difference) for check in found if not check.ok] == []
 
 
-BY_REWARD = [each for each in variants() if each.rules.advantage not in ("none", "decoupled", "values")]
+BY_REWARD = [each for each in variants() if each.rules.advantage not in ("none", "decoupled", "values", "greedy")]
 
 
 @pytest.mark.parametrize("variant", BY_REWARD, ids=lambda each: each.rules.advantage)
@@ -190,6 +190,15 @@ def test_the_certificate_of_adapters_is_green(kl):
     algorithm = {"kl": kl, "kl_coef": 0.1} if kl != "none" else {}
     found = command.make_certificate(make_subject(make_config(lora={"rank": 8}, algorithm=algorithm)))
     assert [(check.name, check.difference) for check in found.checks if not check.ok] == []
+
+
+@pytest.mark.long
+def test_the_certificate_of_a_repetition_penalty_is_green():
+    algorithm = {"old_logprobs": "trainer", "correction": "truncate", "correction_high": 1.5}
+    config = make_config(algorithm=algorithm, rollout={"repetition_penalty": 1.4})
+    found = command.make_certificate(make_subject(config))
+    assert [(check.name, check.difference) for check in found.checks if not check.ok] == []
+    assert "repetition penalty" in [check.name for check in found.checks]
 
 
 @pytest.mark.long

@@ -42,6 +42,7 @@ def test_an_advantage_of_a_user_s_own_is_given_the_parts_of_rewards():
         tokens=(3,),
         drawn=(True,),
         logprobs=(-1.0,),
+        drawn_logprobs=(-1.0,),
         turns=(0,),
         truncated=False,
         reward=3.0,

@@ -28,7 +28,9 @@ from podium.config.schema import Config
 from podium.models import architecture
 from podium.models.blocks import routing
 from podium.models.visibility import Visibility
+from podium.rollout import device
 from podium.rollout.engine import RolloutEngine
+from podium.rollout.request import SamplingParams
 from podium.rollout.sequence import Sequence
 from podium.rollout.transcript import Transcript
 from podium.tasks import grading
@@ -57,6 +59,11 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "valued": {"algorithm": {"recipe": "ppo"}},
     "pairs": {"algorithm": {"recipe": "dpo"}, "group_size": 2},
     "labels": {"algorithm": {"recipe": "dpo", "loss": "kto"}, "group_size": 1},
+    "greedy": {"algorithm": {"recipe": "remax"}},
+    "penalised": {
+        "algorithm": {"old_logprobs": "trainer", "correction": "truncate"},
+        "rollout": {"repetition_penalty": 1.5},
+    },
     "talk": {"tasks": [{"name": "calculator"}], "algorithm": {"credit": "turn", "gamma": 0.5}},
 }
 """What the config of a subject has besides."""
@@ -756,6 +763,33 @@ def reference_point_of_own_prompts() -> Plant:
     return prepare, "reference_point", planted
 
 
+# Greedy completions, a repetition penalty, groups left out by a part of the reward.
+
+
+def baselines_of_another_prompt() -> Plant:
+    original = prepare._baselines
+    return prepare, "_baselines", lambda groups: np.roll(original(groups), 1)
+
+
+def greedy_completions_sampled() -> Plant:
+    return SamplingParams, "of", lambda sampling, completion: dataclasses.replace(sampling, greedy_completion=None)
+
+
+def penalty_forgets_the_prompt() -> Plant:
+    """A sequence that enters a slot is penalised for its last token alone."""
+    original = device.words_of
+    return device, "words_of", lambda tokens, words: original(tokens[-1:], words)
+
+
+def correction_without_the_penalty() -> Plant:
+    return recipes.Recipe, "corrects_penalty", property(lambda recipe: False)
+
+
+def groups_judged_by_their_totals() -> Plant:
+    original = generate.Group.judged
+    return generate.Group, "judged", lambda group, part: original(group, None)
+
+
 class Named(NamedTuple):
     """The check that is to name a bug, and its stage."""
 
@@ -838,6 +872,11 @@ SLOW: dict[Callable[[], Plant], Named] = {
     pairs_of_a_row_mixed: Named(update_checks, "loss", "pairs"),
     weights_of_labels_swapped: Named(formula_checks, "preferences", "labels"),
     reference_point_of_own_prompts: Named(batch_checks, "reference point", "labels"),
+    baselines_of_another_prompt: Named(batch_checks, "advantages"),
+    greedy_completions_sampled: Named(training_checks, "greedy completions", "greedy"),
+    penalty_forgets_the_prompt: Named(training_checks, "repetition penalty", "penalised"),
+    correction_without_the_penalty: Named(formula_checks, "correction"),
+    groups_judged_by_their_totals: Named(batch_checks, "every token once"),
 }
 README = Path(__file__).parents[2] / "README.md"
 BUGS = {**QUICK, **SLOW}

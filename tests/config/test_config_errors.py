@@ -102,8 +102,8 @@ def test_nothing_at_all_asks_for_model_and_tasks(errors):
          "did you mean critic.learning_rate or train.optimizer.learning_rate?"),
         ("dtype: float32", "dtype: unknown key; did you mean rollout.dtype or train.dtype?"),
         ("max_new_token: 3", "max_new_token: unknown key; did you mean rollout.max_new_tokens?"),
-        ("eval: {zzz: 3}", "eval.zzz: unknown key; "
-         "the keys here are at_end, at_start, every_steps, greedy, questions, samples, temperature"),
+        ("eval: {zzz: 3}", "eval.zzz: unknown key; the keys here are "
+         "at_end, at_start, every_steps, greedy, questions, repetition_penalty, samples, temperature"),
         ("rollout.slots: 8", "rollout.slots: unknown key; "
          "dots are for the command line; in a file write `rollout:` and under it `slots:`"),
         ("tasks: [{name: a, pth: x}]", "tasks.0.pth: unknown key; did you mean tasks.0.path?"),
@@ -123,6 +123,7 @@ def test_an_unknown_key_says_the_way_out(errors, text, message):
         ("steps: true", "steps: expected a whole number of at least 1, got true"),
         ("name: 7", 'name: expected text, got 7; write "7" with quotes'),
         ("rollout: {top_p: 1.5}", "rollout.top_p: expected a number above 0 and at most 1, got 1.5"),
+        ("rollout: {repetition_penalty: 0.0}", "rollout.repetition_penalty: expected a number above 0, got 0.0"),
         ("rollout: {min_p: -1}", "rollout.min_p: expected a number from 0 to 1, got -1"),
         ("rollout: {temperature: .nan}", "rollout.temperature: expected a finite number above 0, got .nan"),
         ("rollout: {stop: x}", "rollout.stop: expected a list, each text, got 'x'"),
@@ -130,8 +131,8 @@ def test_an_unknown_key_says_the_way_out(errors, text, message):
          "got 'bf16'; did you mean bfloat16?"),
         ("rollout: 3", "rollout: expected a section (`key: value` lines), got 3"),
         ("eval: {greedy: yes}", "eval.greedy: expected true or false, got 'yes'"),
-        ("algorithm: {recipe: gpro}", "algorithm.recipe: expected one of grpo, dr_grpo, dapo, rloo, gdpo, opo, gpg, "
-         "pass_at_k, reinforce, reinforce_pp, reinforce_pp_baseline, gspo, cispo, sapo, vespo, dppo, gmpo, maxrl, "
+        ("algorithm: {recipe: gpro}", "algorithm.recipe: expected one of grpo, dr_grpo, dapo, rloo, remax, gdpo, opo, "
+         "gpg, pass_at_k, reinforce, reinforce_pp, reinforce_pp_baseline, gspo, cispo, sapo, vespo, dppo, gmpo, maxrl, "
          "sft, dpo, distill, ppo, got 'gpro'; did you mean grpo?"),
         ("algorithm: {std_ddof: 2}", "algorithm.std_ddof: expected a whole number from 0 to 1, got 2"),
     ],
@@ -253,6 +254,14 @@ def test_a_transposed_word_is_nearer_than_another():
     assert nearest("xyz", ["gspo"]) is None
 
 
+def test_a_part_by_which_groups_are_left_out_must_be_one_of_every_task(errors):
+    (found,) = errors("algorithm: {recipe: dapo, zero_variance_metric: format}\n")
+    assert found.startswith(
+        "algorithm.zero_variance_metric: 'format' is not a part of the reward of arithmetic, so all"
+    )
+    assert "set correct" in found
+
+
 def test_what_a_teacher_cannot_be_combined_with_says_why_and_the_way_out(errors):
     teacher = "teacher: {model: demo}\n"
     (alone,) = errors("algorithm: {recipe: distill}\n")
@@ -263,6 +272,8 @@ def test_what_a_teacher_cannot_be_combined_with_says_why_and_the_way_out(errors)
     assert "teacher: gspo has one ratio for a completion" in averaged
     (cut,) = errors(teacher + "rollout: {top_p: 0.9}\n")
     assert "do not estimate the distance to a teacher over all of it; set it to 1" in cut
+    (penalised,) = errors(teacher + "rollout: {repetition_penalty: 1.2}\n")
+    assert penalised.startswith("rollout.repetition_penalty: tokens drawn with a penalty do not estimate the distance")
     (unread,) = errors("teacher: {model: demo, reverse: 0.5}\n")
     assert unread.startswith("teacher.reverse: 0.5, and tokens that the policy draws estimate KL(policy || teacher)")
     (fused,) = errors("teacher: {model: demo, loss: full}\ntrain: {head: fused}\n")

@@ -120,6 +120,16 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(served):
     assert found["usage"]["completion_tokens"] == 2
 
 
+def test_a_penalty_holds_for_prompt_and_answer(served):
+    settings = {"temperature": 0.0, "repetition_penalty": 50.0, "max_tokens": 12}
+    (choice,) = answered(served, "/v1/completions", prompt=QUESTION, logprobs=0, **settings)["choices"]
+    sampling = {"temperature": 0.0, "repetition_penalty": 50.0, "max_new_tokens": 12}
+    (expected,) = by_engine(served, encode(served), **sampling)
+    np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], expected.sampled_logprobs, rtol=0, atol=ROUNDING)
+    tokens = expected.tokens.tolist()
+    assert len(set(tokens)) == len(tokens) or len(tokens) > 1
+
+
 def test_an_echo_alone_answers_nothing(served):
     body = {"prompt": QUESTION, "echo": True, "temperature": 0}
     found = answered(served, "/v1/completions", **body, max_tokens=0, logprobs=0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from podium.config.errors import ConfigError
 from podium.config.schema import CurriculumConfig, TaskConfig
 from podium.settings import load_settings
-from podium.tasks.curriculum import Curriculum, level_labels, leveled
+from podium.tasks.curriculum import Curriculum, by_success, level_labels, leveled
 from podium.tasks.mixture import TaskMixture
 from podium.train.carry import Pending, Position
 from podium.train.feed import EncodedPrompt
@@ -26,7 +26,7 @@ def guess(**changes: Any) -> TaskConfig:
 
 
 def curriculum(means: list[list[float]], **changes: Any) -> Curriculum:
-    made = Curriculum(CurriculumConfig.model_validate({"levels": LEVELS, **changes}), ["a", "b", "c"])
+    made = by_success(CurriculumConfig.model_validate({"levels": LEVELS, **changes}), ["a", "b", "c"])
     for label, values in zip("abc", means, strict=True):
         for value in values:
             made.add(label, value)

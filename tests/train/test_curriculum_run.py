@@ -71,8 +71,9 @@ def test_a_level_that_is_solved_gives_way_and_the_last_is_evaluated(unbroken):
     assert evaluated == {"arithmetic"}
 
 
-def test_a_run_broken_off_in_a_rollout_goes_on_as_if_nothing_had_happened(tiny_model, tmp_path, unbroken, monkeypatch):
-    answer, left = Rollouts.answer, [3]
+def break_off_in(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupt a run after the rollout of a step, counted from 1."""
+    answer, left = Rollouts.answer, [step]
 
     def break_off(self, prompts, settings=None):
         found = answer(self, prompts, settings)  # what was learned in this step is lost with it
@@ -82,6 +83,10 @@ def test_a_run_broken_off_in_a_rollout_goes_on_as_if_nothing_had_happened(tiny_m
         return found
 
     monkeypatch.setattr(Rollouts, "answer", break_off)
+
+
+def test_a_run_broken_off_in_a_rollout_goes_on_as_if_nothing_had_happened(tiny_model, tmp_path, unbroken, monkeypatch):
+    break_off_in(3, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         train(config(tiny_model, tmp_path), plain=True)
     monkeypatch.undo()

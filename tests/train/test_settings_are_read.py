@@ -20,6 +20,7 @@ from tiny_runs import TINY, merged
 
 from podium.algorithms.recipes import Recipe, make_recipe
 from podium.config.critic import CriticConfig
+from podium.config.data import FilterConfig, ProgressConfig, RetireConfig
 from podium.config.judge import JudgeConfig
 from podium.config.reference import ReferenceConfig
 from podium.config.reward_model import RewardModelConfig
@@ -171,6 +172,11 @@ def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, 
     by_effect |= {("JudgeConfig", name) for name in JudgeConfig.model_fields}  # tests/tasks/test_judges.py
     by_effect |= {("CriticConfig", name) for name in CriticConfig.model_fields}  # of ppo: tests/train/test_critic.py
     by_effect |= {("ReferenceConfig", name) for name in ReferenceConfig.model_fields}  # test_moving_reference.py
+    by_effect |= {  # tests/train/test_filter.py
+        (section.__name__, name)
+        for section in (FilterConfig, RetireConfig, ProgressConfig)
+        for name in section.model_fields
+    }
     by_effect |= {  # of conversations: tests/train/test_episodes.py
         (section.__name__, name) for section in (LimitsConfig, EnvironmentsConfig) for name in section.model_fields
     }

@@ -28,7 +28,7 @@ from podium.run.sizes import row_tokens, rows_per_device
 from podium.sharding import ShardingRules
 from podium.train.batch import make_batch
 from podium.train.generate import Group
-from podium.train.prepare import group_samples
+from podium.train.prepare import group_samples, pack_step
 from podium.train.samples import with_advantage, with_weight
 from podium.train.step import shard_batch
 from podium.train.trainer import DivergedError
@@ -242,7 +242,9 @@ def sampled_groups(params, dtype: str, **settings: float) -> list[Group]:
     ]
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.6}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.6}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}, {"repetition_penalty": 1.7}]
+)
 def test_the_sampler_s_log_probabilities_are_the_trainer_s(settings):
     trainer, state = make_trainer(temperature=settings.get("temperature", 1.0))
     groups = sampled_groups(make_params(rules_of()), "float32", **settings)
@@ -251,6 +253,42 @@ def test_the_sampler_s_log_probabilities_are_the_trainer_s(settings):
     assert metrics["policy/logprob_gap/max"] <= GAP_TOLERANCE * scale
     assert metrics["policy/kl_sampled"] == pytest.approx(0, abs=1e-6)
     assert metrics["policy/clip_fraction/low"] == metrics["policy/clip_fraction/high"] == 0
+
+
+def test_a_correction_weighs_by_the_distribution_that_a_penalty_makes():
+    correction = {"old_logprobs": "trainer", "correction": "truncate", "correction_high": 1.1}
+    penalty = {"rollout": {"repetition_penalty": 1.7}}
+    trainer, state = make_trainer(algorithm=correction, **penalty)
+    groups = sampled_groups(make_params(rules_of()), "float32", repetition_penalty=1.7)
+    spans = [span for group in groups for each in group.transcripts for span in each.spans if span.drawn]
+    weights = np.concatenate([np.exp(span.full_logprobs - span.sampled_logprobs) for span in spans])
+    assert (weights > 1.1).any() and (weights < 0.95).any()
+    _, metrics = train_on(trainer, state, groups)
+    assert metrics["policy/correction_weight"] == pytest.approx(np.minimum(weights, 1.1).mean(), rel=1e-4)
+    assert metrics["policy/logprob_gap/max"] < 1e-4
+    plain, state = make_trainer(algorithm=correction)
+    _, metrics = train_on(plain, state, groups)
+    assert metrics["policy/correction_weight"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_groups_are_left_out_by_a_part_of_the_reward():
+    """All right with other totals: dropped; the same total of other parts: kept. Missing parts do not count."""
+    parts = [[1.0] * 4, [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, None, None], [1.0, None, None, None]]
+    groups = [
+        dataclasses.replace(
+            group,
+            rewards=[
+                dataclasses.replace(reward, parts={} if part is None else {"right": part})
+                for reward, part in zip(group.rewards, own, strict=True)
+            ],
+        )
+        for group, own in zip(groups_of([REWARDS[0], [0.5] * 4, REWARDS[2], REWARDS[3]]), parts, strict=True)
+    ]
+    trainer, _ = make_trainer(algorithm={"zero_variance": "drop", "zero_variance_metric": "right"})
+    packed = pack_step(groups, trainer.recipe, trainer.sizes)
+    assert packed.kept.tolist() == [1, 2] and packed.equal.tolist() == [True, False, False, True]
+    assert [group.equal_rewards("right") for group in groups] == packed.equal.tolist()
+    assert [group.equal_rewards(None) for group in groups] == [False, True, False, False]
 
 
 def test_a_bfloat16_sampler_is_near_the_float32_trainer():

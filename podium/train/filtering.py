@@ -1,0 +1,118 @@
+"""`podium filter`: measures how often the run's model solves each training prompt, once, for `data.filter`."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from podium.config.schema import Config
+from podium.files import as_path, to_json
+from podium.tasks.mixture import TaskPrompt
+from podium.tasks.pass_rates import Measured, PassRate, PassRates, digest_of, read_pass_rates
+from podium.train.feed import request_seed
+from podium.train.generate import AnswerSettings, FailingEnvironmentError, Rollouts
+from podium.train.reward_models import load_reward_models
+from podium.train.same_inputs import model_files
+from podium.train.setup import load_parts, make_model, rollout_spec
+
+PROMPTS_AT_ONCE = 256
+"""Prompts whose answers are drawn and stored together: what an interruption loses."""
+
+
+def filter_command(config: Config) -> int:
+    """`podium filter`: measure, and print what the filter keeps of each task; returns the exit status.
+
+    Raises ValueError if the config has no filter, or its file is of something else.
+    """
+    chosen = config.data.filter
+    if chosen is None:
+        raise ValueError(
+            "data.filter is not set, so nothing says where to store what is measured; set data.filter.file, such as"
+            " pass_rates.jsonl"
+        )
+    found = measure(config, as_path(chosen.file), print)
+    least, most = chosen.pass_rate
+    for label, right in found.right.items():
+        easy = sum(each > most for each in right.values())
+        hard = sum(each < least for each in right.values())
+        kept = len(right) - easy - hard
+        print(f"{label}: {kept:,} of {len(right):,} prompts kept; {easy:,} solved too often, {hard:,} too rarely")
+    return 0
+
+
+def measure(config: Config, path: Path, announce: Callable[[str], None]) -> PassRates:
+    """Answer every training prompt of the config's tasks, and store the shares of right answers in a file.
+
+    A file that an interruption left is gone on with. `announce` is called with a line after every PROMPTS_AT_ONCE
+    prompts. Raises ValueError if the file is of another model, other data or another number of samples.
+    """
+    assert config.data.filter is not None, "the config says how many answers to draw"
+    samples = config.data.filter.samples
+    config = config.model_copy(update={"data": config.data.model_copy(update={"filter": None})})
+    model = make_model(config)
+    spec = rollout_spec(config, model)
+    models = load_reward_models(config, spec, model.mesh)
+    with contextlib.closing(Rollouts(spec, model.decoder, model.tokenizer, model.mesh, scorers=models)) as rollouts:
+        tasks, sampling = rollouts.feed.tasks, spec.sampling
+        for line in rollouts.check(tasks.first_prompts()):
+            announce(line)
+        prompts = tasks.train_prompts()
+        measured = Measured(
+            model=model_files(model.source.path),
+            data={label: digest_of([each.prompt for each in own]) for label, own in prompts.items()},
+            samples=samples,
+            sampling={
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
+                "repetition_penalty": sampling.repetition_penalty,
+                "max_new_tokens": sampling.max_new_tokens,
+            },
+        )
+        known = _begun(path, measured)
+        rollouts.load(*load_parts(model, None))
+        settings = AnswerSettings(sampling=dataclasses.replace(sampling, greedy_completion=None), completions=samples)
+        for label, own in prompts.items():
+            left = [(n, each) for n, each in enumerate(own) if each.prompt.id not in known.right.get(label, {})]
+            for first in range(0, len(left), PROMPTS_AT_ONCE):
+                part = left[first : first + PROMPTS_AT_ONCE]
+                lines = _rates(rollouts, label, part, settings)
+                with path.open("a", encoding="utf-8") as file:
+                    file.write("".join(to_json(line) + "\n" for line in lines))
+                announce(f"{label}: {len(own) - len(left) + first + len(part):,} of {len(own):,} prompts")
+    return read_pass_rates(path)
+
+
+def _begun(path: Path, measured: Measured) -> PassRates:
+    """What a file holds already; without one, a new file. Raises ValueError if it is of something else."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_json(measured) + "\n", encoding="utf-8")
+    found = read_pass_rates(path)
+    other = [name for name, value in measured.items() if found.measured.get(name) != value]
+    if other:
+        raise ValueError(
+            f"{path} was measured with another {' and '.join(other)}; name another data.filter.file, or move it away"
+        )
+    return found
+
+
+def _rates(
+    rollouts: Rollouts, label: str, part: Sequence[tuple[int, TaskPrompt]], settings: AnswerSettings
+) -> list[PassRate]:
+    """The share of right answers of prompts, which are numbered within their task; 0 of those that are too long."""
+    seed = rollouts.spec.prompts.seed
+    encoded = [rollouts.feed.encode(prompt, request_seed(seed, f"filter {label}", n)) for n, prompt in part]
+    groups, _ = rollouts.answer([each for each in encoded if each is not None], settings)
+    answered = iter(groups)
+    lines: list[PassRate] = []
+    for (_, prompt), asked in zip(part, encoded, strict=True):
+        right = 0.0 if asked is None else next(answered).correct
+        if right is None:
+            raise FailingEnvironmentError(
+                f"{label}: no answer to prompt {prompt.prompt.id} could be graded, through no fault of the model; mend"
+                " its environment or reward function, then measure on with the same command"
+            )
+        lines.append({"task": label, "prompt": prompt.prompt.id, "right": right})
+    return lines
