@@ -251,7 +251,7 @@ def test_a_model_far_too_large_is_refused_by_name():
     message = far_too_large(config(), QWEN_7B, find_accelerator("v6e-1"))
     assert message is not None
     assert message.startswith("update needs about ")
-    for part in ("v6e-1 has 31.2", "gradients", "`podium plan`", "--force"):
+    for part in ("v6e-1 has 31.2", "gradients", "--fit`", "--force"):
         assert part in message
 
 
