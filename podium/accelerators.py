@@ -173,11 +173,17 @@ def find_accelerator(name: str) -> Accelerator:
         if name.strip().lower() == "cpu":
             raise AcceleratorError(
                 "--on cpu: a plan is of a TPU or GPU, such as v6e-8 or h100-8; on a CPU, train a few steps instead:"
-                " podium train CONFIG --set steps=3"
+                " podium train CONFIG --set steps=3. After podium calibrate RUN plans know this CPU"
             )
         near = _nearest(known if kind else size, table)
         raise AcceleratorError(f"unknown accelerator {name!r}; nearest: {', '.join(near)}")
     return table[known]
+
+
+def this_cpu(devices: int = 1) -> Accelerator:
+    """The CPU of this machine, which is in no table: to compile for, and to compare runs with."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Accelerator(name=f"cpu-{devices}", generation="cpu", devices=devices, hosts=1, hbm_bytes=memory)
 
 
 def recognise(device_kind: str, devices: int) -> Accelerator | None:

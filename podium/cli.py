@@ -211,6 +211,37 @@ def certify(
     raise typer.Exit(certify(loaded.config, full=full, as_json=as_json))
 
 
+@app.command()
+def doctor(
+    runs_dir: Annotated[str, typer.Option(metavar="FOLDER", help="Where runs are written, as in a config.")] = "runs",
+    full: Annotated[bool, typer.Option("--full", help="Measure with larger sizes; takes longer.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Examine this machine: versions, devices, speed of everything that a plan assumes, a small model.
+
+    Exit status: 0 nothing is wrong; 1 something is, with what to do about it.
+    """
+    from podium.doctor.command import doctor as examine
+    from podium.files import as_path
+
+    raise typer.Exit(examine(as_path(runs_dir), full=full, as_json=as_json))
+
+
+@app.command()
+def calibrate(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs on one kind of machine.")],
+    fast: Annotated[bool, typer.Option("--fast", help="Plan the runs by the closed form, without compiling.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Teach `podium plan` how fast your machine is, from runs that it has finished.
+
+    Writes ~/.config/podium/chips/KIND.json, which plans for this kind of machine use from then on.
+    """
+    from podium.doctor.calibrate_command import calibrate as learn
+
+    raise typer.Exit(learn(runs, fast=fast, as_json=as_json))
+
+
 @app.command("eval")
 def evaluate(
     target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run, RUN@STEP, or a model as in a config.")],

@@ -32,6 +32,9 @@ os.environ[MARK] = str(os.getpid())
 if "PYTEST_XDIST_WORKER" not in os.environ and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     COMPILED = tempfile.TemporaryDirectory(prefix="podium-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
+# The user's own figures of machines change no test.
+OWN_FIGURES = tempfile.TemporaryDirectory(prefix="podium-tests-")
+os.environ["XDG_CONFIG_HOME"] = OWN_FIGURES.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax

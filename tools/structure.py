@@ -69,6 +69,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("train",),
     ("plan",),
     ("certify", "bench"),
+    ("doctor",),
     ("api",),
     ("serve",),
     ("cli",),

@@ -13,6 +13,7 @@ import numpy as np
 
 from podium.accelerators import recognise
 from podium.bench.rollout import config_lengths
+from podium.bench.timing import product_rate
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.flops import Work, step_work, update_flops
@@ -29,9 +30,6 @@ from podium.train.samples import single_answer
 from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
 from podium.train.state import init_state
 from podium.train.step import TrainSettings, make_train_step, shard_batch
-
-PRODUCT = 2048
-"""Rows and columns of the matrix product that measures a peak where none is published."""
 
 
 def bench(config: Config, *, lengths: str, repeats: int, as_json: bool) -> int:
@@ -115,7 +113,7 @@ def use_of_peak(decoder: DecoderConfig, work: Work, seconds: float, settings: Tr
         peaks = load_chip(known.generation).peaks
         peak = peaks.flops_f32 if dtype == jnp.float32 else peaks.flops_bf16
     else:
-        peak = measured_peak(dtype)
+        peak = product_rate(dtype)
     flops = update_flops(decoder, work)
     return {
         "model_tflop": flops / 1e12,
@@ -124,19 +122,6 @@ def use_of_peak(decoder: DecoderConfig, work: Work, seconds: float, settings: Tr
         "peak": "measured" if known is None else "published",
         "mfu": flops / seconds / devices / peak,
     }
-
-
-def measured_peak(dtype: jnp.dtype) -> float:
-    """Measure one device's operations per second in a square product into float32; the best of five."""
-    x = jnp.ones((PRODUCT, PRODUCT), dtype)
-    product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
-    jax.block_until_ready(product(x, x))
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        jax.block_until_ready(product(x, x))
-        best = min(best, time.perf_counter() - start)
-    return 2 * PRODUCT**3 / best
 
 
 def random_batch(sizes: BatchSizes, decoder: DecoderConfig, lengths: SequenceLengths) -> Batch[np.ndarray]:

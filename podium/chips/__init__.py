@@ -2,11 +2,14 @@
 
 `KIND.json` has two parts. `constants` are published by the maker: operations and bytes per second, memory, links.
 `calibration` is the share of the peaks that Podium's programs should reach; `podium.plan.calibration` reads it.
+`podium calibrate` writes a file of the same form for the machine of a user's runs, outside the package.
 """
 
 import functools
 import json
+import os
 from importlib import resources
+from pathlib import Path
 from typing import TypedDict
 
 
@@ -38,6 +41,11 @@ def read_chip(kind: str) -> ChipFile | None:
     """Read the file of a kind of chip, such as `v6e` or `h100`; None if there is none."""
     path = resources.files(__name__).joinpath(f"{kind}.json")
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def user_file(kind: str) -> Path:
+    """Where the user's own figures of a kind of chip are: `$XDG_CONFIG_HOME/podium/chips`, or below `~/.config`."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "podium" / "chips" / f"{kind}.json"
 
 
 def chip_constants(kind: str) -> dict[str, float] | None:

@@ -115,6 +115,7 @@ class _Context:
     trips: Mapping[str, float]
     skipped: frozenset[str]
     per_machine: int
+    once: bool = False  # whether each loop counts as one iteration
     beside: bool = True  # whether to find the work done during transfers and copies
 
 
@@ -125,6 +126,7 @@ def walk(
     trips: Mapping[str, float] | None = None,
     skipped: Iterable[str] = (),
     per_machine: int = 0,
+    once: bool = False,
 ) -> ProgramCost:
     """Compute the cost of one run on one device; a conditional counts as its most expensive branch.
 
@@ -134,6 +136,7 @@ def walk(
         trips: iterations, by source, of loops whose trip count is not in the text (`unknown_loops`).
         skipped: scopes whose conditionals count as their cheapest branch.
         per_machine: devices per machine; 0: all are on one.
+        once: count each loop as one iteration, as XLA's `cost_analysis` does.
 
     Raises:
         ValueError: the program was compiled for another number of devices, or a trip count is missing.
@@ -143,8 +146,8 @@ def walk(
             f"{module.name} is compiled for {module.num_partitions} devices, not for the {math.prod(mesh.values())} of"
             f" mesh {dict(mesh)}; give the mesh that it was lowered on"
         )
-    context = _Context(module, mesh, trips or {}, frozenset(skipped), per_machine)
-    if missing := [source for source in unknown_loops(module) if source not in context.trips]:
+    context = _Context(module, mesh, trips or {}, frozenset(skipped), per_machine, once)
+    if not once and (missing := [source for source in unknown_loops(module) if source not in context.trips]):
         raise ValueError(
             f"{module.name}: the trip count of {' and '.join(map(repr, missing))} is not in the program's text;"
             f" pass it, for example trips={{{missing[0]!r}: 4}}"
@@ -165,7 +168,7 @@ def _walk(context: _Context, computation: Computation, times: float) -> Iterator
 def _works(context: _Context, each: Instruction, computation: Computation, times: float) -> Iterator[Work]:
     inner = [context.module.computations[name] for name in each.runs]
     if each.opcode == "while":
-        counted = context.module.loops[each]
+        counted = 1 if context.once else context.module.loops[each]
         again = context.trips[each.source] if counted is None else counted
         for part in inner:
             yield from _walk(context, part, times * again)

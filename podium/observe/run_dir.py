@@ -407,6 +407,15 @@ def read_config(path: Path) -> Config:
     raise RunFileError(f"{path / CONFIG} is not a config ({problem}); set another name, or delete the folder {path}")
 
 
+def read_machine(path: Path) -> str | None:
+    """The devices that the run in a folder last trained on, as `write_machine` recorded them; None if it has not."""
+    match _parsed(path / MACHINE) if (path / MACHINE).is_file() else None:
+        case {"text": str(text)}:
+            return text
+        case _:
+            return None
+
+
 def _differences(old: object, new: object, key: str = "") -> dict[str, tuple[object, object]]:
     """The leaves in which two trees differ, as dotted key -> (old, new)."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):

@@ -26,16 +26,16 @@ def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = Fal
         ValueError: the config, the machine or the lengths are invalid.
         CompilerError: a program could not be compiled.
     """
-    from podium.accelerators import find_accelerator
     from podium.compat.hints import offer_hints
     from podium.models.presets import find_decoder
+    from podium.plan.calibration import find_machine
     from podium.plan.defaults import names_model, with_defaults
     from podium.plan.planner import make_plan
     from podium.run.divisible import check_divisible
     from podium.settings import load_settings
 
     offer_hints()
-    model, machine = config if names_model(config) else None, find_accelerator(on)
+    model, machine = config if names_model(config) else None, find_machine(on)
 
     def load(more: Sequence["str | Override"] = (), base: Sequence["str | Override"] = ()):
         return load_settings([] if model else [config], [*base, *settings, *more])

@@ -1,9 +1,14 @@
-"""Peak rates of each generation of chips, and the share that programs reach; read from `podium/chips`."""
+"""Peak rates of each generation of chips, and the share that programs reach: from `podium/chips`, and from the user.
+
+The file that `podium calibrate` wrote for a kind of machine goes before the one in the package, figure by figure.
+"""
 
 import dataclasses
-import functools
 
-from podium.chips import chip_constants, read_chip
+from pydantic import TypeAdapter, ValidationError
+
+from podium.accelerators import Accelerator, find_accelerator, this_cpu
+from podium.chips import read_chip, user_file
 from podium.hlo.cost import Peaks, Roofline
 from podium.plan.result import NO_TIME, BoundBy, Seconds
 
@@ -23,6 +28,26 @@ class Factor:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Constant:
+    """A peak, in SI units or bytes, and where it comes from."""
+
+    value: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UserFile:
+    """What `podium calibrate` writes, in the form of a file in `podium/chips`, with what it was measured from."""
+
+    about: str
+    constants: dict[str, Constant]
+    calibration: dict[str, Factor]
+
+
+USER_FILE = TypeAdapter(UserFile)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
     """Constants of one device of a generation."""
 
@@ -31,23 +56,79 @@ class Chip:
     calibration: dict[str, Factor]
     """Share of the roofline that update, prefill, decode, ici, host and, on GPUs, latency reach; `host_s` is seconds of
     the host per call."""
+    source: str = ""
+    """What the calibration is: a file of the package, or the user's runs."""
 
 
-@functools.cache
 def load_chip(generation: str) -> Chip:
-    """The constants of a generation and the shares that its programs reach, from its file in `podium/chips`.
+    """The constants of a generation and the shares that its programs reach.
 
     Raises:
-        ValueError: there is no such file.
+        ValueError: nothing is known of it, or the user's file is broken.
     """
-    read, constants = read_chip(generation), chip_constants(generation)
-    if read is None or constants is None:
+    if (found := find_chip(generation)) is None:
         raise ValueError(f"there are no constants of {generation}: podium/chips has no {generation}.json")
+    return found
+
+
+def find_chip(generation: str) -> Chip | None:
+    """`load_chip`; None where nothing is known, as of a CPU without a calibration."""
+    packaged, own = read_chip(generation), read_user_file(generation)
+    if packaged is None and own is None:
+        return None
+    constants = {} if packaged is None else {name: each["value"] for name, each in packaged["constants"].items()}
+    shares = {} if packaged is None else {kind: Factor(**each) for kind, each in packaged["calibration"].items()}
+    if own is not None:
+        constants |= {name: each.value for name, each in own.constants.items()}
+        shares |= own.calibration
     return Chip(
         peaks=Peaks(**{name: value for name, value in constants.items() if name in PEAKS}),
         links=int(constants["links"]),
-        calibration={kind: Factor(**entry) for kind, entry in read["calibration"].items()},
+        calibration=shares,
+        source=f"podium/chips/{generation}.json" if own is None else own.about,
     )
+
+
+def find_machine(name: str) -> Accelerator:
+    """`find_accelerator`, and for `cpu` this machine, once `podium calibrate` has written its figures.
+
+    Raises AcceleratorError if the name is unknown.
+    """
+    if name.strip().lower() == "cpu" and read_user_file("cpu") is not None:
+        return this_cpu()
+    return find_accelerator(name)
+
+
+def read_user_file(generation: str) -> UserFile | None:
+    """The user's own figures of a kind of machine; None without any. Raises ValueError if the file is broken."""
+    path = user_file(generation)
+    if not path.is_file():
+        return None
+    try:
+        return USER_FILE.validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(
+            f"{path} is not a calibration ({where}: {first['msg']}); delete it, or let podium calibrate write it again"
+        ) from None
+
+
+EXACT = Factor(value=1.0, low=1.0, high=1.0, source="")
+
+
+def uncalibrated(peaks: Peaks, *, links: int = 1) -> Chip:
+    """A device whose programs reach the roofline, with a host that takes no time: for the least seconds of a plan."""
+    shares = {
+        "update": EXACT,
+        "prefill": EXACT,
+        "decode": EXACT,
+        "ici": EXACT,
+        "host": EXACT,
+        "latency": EXACT,
+        "host_s": Factor(value=0.0, low=0.0, high=0.0, source=""),
+    }
+    return Chip(peaks=peaks, links=links, calibration=shares, source="the roofline alone")
 
 
 def calibrated(lines: list[Line], chip: Chip, kind: str) -> tuple[Seconds, BoundBy]:
@@ -62,8 +143,7 @@ def calibrated(lines: list[Line], chip: Chip, kind: str) -> tuple[Seconds, Bound
         kind: which calibration to use: update, prefill or decode.
     """
     work, links = chip.calibration[kind], chip.calibration["ici"]
-    hops = Factor(value=1.0, low=1.0, high=1.0, source="")
-    launches = chip.calibration.get("latency", hops)
+    launches = chip.calibration.get("latency", EXACT)
     shares: dict[BoundBy, Factor] = {"compute": work, "hbm": work, "ici": links, "latency": launches}
     parts: dict[BoundBy, Seconds] = {}
     for part, share in shares.items():

@@ -14,13 +14,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from podium.accelerators import Accelerator, find_accelerator
+from podium.accelerators import Accelerator
 from podium.config.document import dump_value
 from podium.config.load import Override
 from podium.config.schema import Config
 from podium.files import to_json
 from podium.models.presets import find_decoder
 from podium.plan.auto import AUTO, rank
+from podium.plan.calibration import find_machine
 from podium.plan.check import check_object, check_run
 from podium.plan.compare import ranked
 from podium.plan.defaults import Load, given, with_defaults
@@ -197,7 +198,7 @@ class _Run:
 def _on_machines(run: _Run) -> Answer:
     """Plan the run for the named machines."""
     request = run.request
-    cases = [Case(find_accelerator(name)) for name in dict.fromkeys(request.on.split(","))]
+    cases = [Case(find_machine(name)) for name in dict.fromkeys(request.on.split(","))]
     asked = [name for name in ("search", "compare", "fit") if getattr(request, name)]
     if len(asked) > 1:
         raise ValueError(f"--{asked[0]} and --{asked[1]} cannot be combined; give only one")

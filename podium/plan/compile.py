@@ -93,7 +93,7 @@ def compile_jobs(
         ValueError: the config does not fit the machine, or the machine's compiler is not installed.
         CompilerError: a program could not be compiled; results from before it stay in the cache.
     """
-    for machine in {job.accelerator for job in jobs if job.accelerator.platform != "cpu"}:
+    for machine in {job.accelerator for job in jobs}:
         check_compiler(machine)
     folder = _make_folders(folder or cache_folder())
     found: dict[int, CompiledPhase] = {}

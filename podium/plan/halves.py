@@ -15,7 +15,7 @@ from podium.config.schema import Config, Remat
 from podium.config.section import Section
 from podium.config.sizes import check_split, table_pages
 from podium.models.presets import find_decoder
-from podium.plan.calibration import load_chip
+from podium.plan.calibration import find_chip
 from podium.plan.calls import Call, rollout_calls, update_calls
 from podium.plan.device import Device, closed_form_roofline
 from podium.plan.estimate import decode_phase
@@ -89,7 +89,7 @@ class Halves:
         self.config, self.machine, self.fixed = config, machine, frozenset(fixed)
         run = make_sizes(config, find_decoder(config), machine)
         self.drawn: SequenceLengths = run.draw_lengths(lengths)
-        self.device = Device(machine, load_chip(machine.generation) if run.platform != "cpu" else None)
+        self.device = Device(machine, find_chip(machine.generation))
         self.own = run
 
     def places(self) -> Iterator[Place]:

@@ -14,7 +14,7 @@ from podium.config.schema import Config
 from podium.config.sizes import slot_sizes
 from podium.models.architecture import DecoderConfig
 from podium.models.presets import find_decoder
-from podium.plan.calibration import Chip, load_chip
+from podium.plan.calibration import Chip, find_chip
 from podium.plan.calls import Call, step_calls
 from podium.plan.compile import OnProgress, cache_folder, compile_phases
 from podium.plan.device import Device, rate
@@ -24,7 +24,7 @@ from podium.plan.packing import packed
 from podium.plan.result import Phase, Plan, Seconds, Verdict, judge, total
 from podium.plan.sizes import RunSizes, make_sizes
 from podium.plan.topology import compiler_versions
-from podium.plan.worker import Job
+from podium.plan.worker import CompiledPhase, Job
 from podium.plan.workload import SequenceLengths, Workload, no_rollout, simulate_rollout
 
 ROLLOUT = ("sync", "prefill", "copy", "decode")
@@ -42,6 +42,8 @@ SLOWEST_FIRST = (
     "init",
 )  # by how long they take to compile
 
+FEWER_OPERATIONS = 0.9
+"""Share of the closed form's operations below which a compiled program was misread; TPU programs have 1.00 to 1.01."""
 LEAST_GAIN = 0.05  # share of a step that must be gained for stale completions to be worth it
 
 
@@ -65,7 +67,8 @@ def make_plan(
         lengths: source of prompt and completion lengths, as for `draw_lengths`.
         progress: called when a phase's compilation begins, repeatedly while it runs, and when it ends.
         decoder: the model's architecture; unset: that of the config's model.
-        chip: constants of a device; unset: those of its generation. A CPU has none, so its plan has no seconds.
+        chip: constants of a device; unset: those of its generation. A CPU has none until `podium calibrate` wrote them,
+            so its plan has no seconds.
         whole: programs to generate machine code for; takes minutes each and is not needed for a plan of a TPU.
 
     Raises:
@@ -76,7 +79,7 @@ def make_plan(
     run = make_sizes(config, decoder, accelerator)
     spec = run.spec
     drawn = run.draw_lengths(lengths)
-    device = Device(accelerator, chip or (load_chip(accelerator.generation) if run.platform != "cpu" else None))
+    device = Device(accelerator, chip or find_chip(accelerator.generation))
     if spec.recipe.demonstrations:
         workload = no_rollout(drawn)
     else:
@@ -120,12 +123,32 @@ def make_plan(
             *carry_over(run, device, drawn, workload, micro_batches),
         ),
         estimate_only=not compiled,
+        calibration=device.chip.source if device.chip else "",
+        doubts=(*_doubts(compiled), *few_operations(phases)),
         slots=run.rollout.slots,
         versions={"podium": __version__} | (compiler_versions(accelerator) if compiled else {}),
         mfu=device.mfu(run, drawn, phases),
         rollout_rate=rate(_rollout_s(phases), workload.completion_tokens / accelerator.devices),
         full_slots_rate=device.full_slots_rate(calls, compiled, run),
     )
+
+
+def _doubts(compiled: Mapping[str, CompiledPhase]) -> Iterator[str]:
+    """What the reader of compiled programs and their compiler do not agree about, with the way out."""
+    for name, program in compiled.items():
+        for each in program.doubts:
+            yield f"{name}: {each}; take the versions of jax and libtpu in constraints.txt, or plan with --fast"
+
+
+def few_operations(phases: Sequence[Phase]) -> Iterator[str]:
+    """Compiled phases in which fewer operations were found than the model needs."""
+    for phase in phases:
+        if phase.compiled and phase.flops < FEWER_OPERATIONS * phase.closed_form_flops:
+            share = phase.flops / phase.closed_form_flops
+            yield (
+                f"{phase.name}: compiled programs seem to do {share:.0%} of the operations that the model needs; take"
+                " the versions of jax and libtpu in constraints.txt, or plan with --fast"
+            )
 
 
 def with_all_sizes(run: RunSizes, workload: Workload) -> Workload:

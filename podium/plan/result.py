@@ -86,6 +86,8 @@ class Plan:
     notes: tuple[str, ...]  # sentences about what the numbers do not show
     estimate_only: bool  # whether no phase was compiled
     versions: Mapping[str, str]  # of Podium and the compiler
+    calibration: str = ""  # where the shares of the roofline come from; empty if its seconds are unknown
+    doubts: tuple[str, ...] = ()  # what does not agree between the reader of compiled programs and their compiler
     environments: Seconds | None = None  # in a step, while all conversations wait for replies; in no phase's seconds
     mfu: Seconds | None = None  # share of peak FLOPs that a step's updates reach (`podium.models.flops`)
     slots: int = 0  # decode slots of the rollout

@@ -97,7 +97,8 @@ def plan_sections(
     """
     plan = entry.plan
     memory = f"memory per device by phase, in GiB of {text.exact_gib(plan.hbm_bytes)}"
-    found = [ReportSection("", (Line(text=advice_line(plan, suggestions, fitted), verdict=plan.verdict),))]
+    doubted = [Line(text=f"do not rely on this plan: {each}", verdict="does_not_fit") for each in plan.doubts]
+    found = [ReportSection("", (*doubted, Line(text=advice_line(plan, suggestions, fitted), verdict=plan.verdict)))]
     found.append(ReportSection(memory, (Line(text=text.peak_and_step(plan)), _memory(plan))))
     if plan.step is not None:
         speed = Line(label=f"step  {text.duration(plan.step)}", text=_speed(plan))
@@ -117,7 +118,8 @@ def plan_sections(
         nothing = Line(text="None of the changes tried helps.")
         found.append(ReportSection("changes that help most", tuple(map(_suggestion, suggestions)) or (nothing,)))
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
-    notes = (text.method_line(plan), *plan.notes, versions)
+    shares = [f"shares of the roofline: {plan.calibration}"] if plan.calibration else []
+    notes = (text.method_line(plan), *shares, *plan.notes, versions)
     return [*found, ReportSection("notes", tuple(Line(text=note, bullet=True) for note in notes))]
 
 

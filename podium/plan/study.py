@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from podium.accelerators import Accelerator, find_accelerator
+from podium.accelerators import Accelerator, accelerators
 from podium.config.document import dump_value
 from podium.config.load import Override
 from podium.plan.result import Plan, Seconds
@@ -80,7 +80,8 @@ def cost_of(plan: Plan, steps: int, prices: Mapping[str, Price]) -> RunCost | No
     if plan.step is None:
         return None
     chip_hours = plan.step * (steps * plan.devices / HOUR_S)
-    price = prices.get(find_accelerator(plan.accelerator).generation)
+    machine = accelerators().get(plan.accelerator)  # a CPU is in no table
+    price = prices.get(machine.generation) if machine else None
     if price is None:
         return RunCost(steps=steps, chip_hours=chip_hours)
     return RunCost(

@@ -86,6 +86,8 @@ def target_of(accelerator: Accelerator) -> list[object]:
 
 def check_compiler(accelerator: Accelerator) -> None:
     """Check that the compiler for an accelerator is installed. Raises ValueError if it is missing."""
+    if accelerator.platform == "cpu":  # its compiler is jaxlib's
+        return
     kind = accelerator.platform.upper()
     found = ["libtpu"] if kind == "TPU" else GPU_PLUGINS
     if not any(importlib.util.find_spec(name) for name in found):

@@ -9,9 +9,11 @@ import dataclasses
 import re
 import tempfile
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from podium.hlo.doubts import Counted
 from podium.hlo.memory import Memory, OutOfMemory, parse_out_of_memory
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class TpuProgram:
     refusal: OutOfMemory | None  # the error if it does not fit
     text: str  # optimised HLO; empty only if the program was rejected before it was written
     whole: bool  # whether machine code was generated
+    counted: Counted | None = None  # the compiler's own count of operations and bytes
 
 
 def compile_tpu(lowered: "jax.stages.Lowered", *, whole: bool) -> TpuProgram:
@@ -77,7 +80,16 @@ def compile_tpu(lowered: "jax.stages.Lowered", *, whole: bool) -> TpuProgram:
         analysis = made[0].memory_analysis() if made else None
         code = analysis.generated_code_size_in_bytes if analysis else CODE_PER_TEXT * len(program)
         memory = Memory(peak=int(total[1]), code=code)
-        return TpuProgram(memory=memory, refusal=refusal, text=program, whole=bool(made))
+        counted = counted_by_compiler(made[0]) if made else None
+        return TpuProgram(memory=memory, refusal=refusal, text=program, whole=bool(made), counted=counted)
+
+
+def counted_by_compiler(compiled: "jax.stages.Compiled") -> Counted | None:
+    """The compiler's count of a program's operations and bytes, each loop once; None if it makes none."""
+    found = compiled.cost_analysis()
+    if not isinstance(found, Mapping) or "flops" not in found or "bytes accessed" not in found:
+        return None
+    return Counted(flops=float(found["flops"]), accessed=float(found["bytes accessed"]))
 
 
 def _find(folder: str, ending: str) -> Path | None:

@@ -20,19 +20,21 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
+import podium.hlo
 from podium.accelerators import Accelerator
 from podium.compiler import compiler_options, hide_plugin_errors
 from podium.config.mesh import mesh_text
 from podium.config.schema import Config
 from podium.files import write_atomically
 from podium.hlo.cost import ProgramCost, Work, unknown_loops, walk
+from podium.hlo.doubts import Counted, doubts
 from podium.hlo.memory import BETWEEN, Memory, OutOfMemory, largest, measure
 from podium.hlo.text import Module, parse
 from podium.models.stored import StoredDecoder
 from podium.plan.array_names import names_of
 from podium.plan.result import LargeArray
 from podium.plan.topology import compiler_versions, target_of, topology_devices
-from podium.plan.tpu_compile import TpuProgram, compile_tpu
+from podium.plan.tpu_compile import TpuProgram, compile_tpu, counted_by_compiler
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
 from podium.run.spec import RunSpec
@@ -46,6 +48,9 @@ WATCH_S = 1.0
 NO_TILES = "Couldn't find output tile sizes"  # XLA's error for a product without a suitable kernel of its own
 ATTENTION = "/scores/"  # occurs in the source of attention's loop over cache blocks
 OPTIMIZER = "/optimizer/"  # occurs in the source of the loops of one round that fetch a parameter's moments
+HLO = Path(podium.hlo.__file__).parent
+UNREADABLE = (ValueError, LookupError, AssertionError, AttributeError, TypeError, StopIteration)
+"""What reading a text raises that has another grammar."""
 KEPT_ARRAYS = 12  # number of largest arrays at the peak to keep for display
 
 
@@ -70,6 +75,7 @@ class CompiledPhase:
     work: tuple[LoopedWork, ...]
     compile_s: float
     refused: bool = False  # whether the compiler rejects it even with nothing beside it
+    doubts: tuple[str, ...] = ()  # what does not agree between the reader of its text and the compiler
     whole: bool = True  # whether machine code was generated too
 
     @property
@@ -105,6 +111,7 @@ class _Built:
     refusal: OutOfMemory | None  # the compiler's error, if it rejected the program for lack of memory
     compile_s: float
     whole: bool
+    counted: Counted | None = None
 
 
 JOB, BUILT = TypeAdapter(Job), TypeAdapter(_Built)
@@ -129,9 +136,26 @@ def main(job_file: str, result_file: str, parent: str) -> None:
             raise
         result = str(error)
     else:
-        result = _finish(job, spec, lowered, program.residents)
+        result = _finished(job, spec, lowered, program.residents)
     write_atomically(Path(result_file), JOB_RESULT.dump_json(result))
     os._exit(0)  # the compiler may still be working on code that is not needed
+
+
+def _finished(
+    job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: Mapping[str, int]
+) -> CompiledPhase | str:
+    """The compiled program; why its text cannot be read, if a compiler writes it as no compiler has yet."""
+    try:
+        return _finish(job, spec, lowered, residents)
+    except UNREADABLE as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if Path(last.filename).parent != HLO:
+            raise
+        return (
+            f"the compiler's text of {job.phase} for {job.accelerator.name} cannot be read ({type(error).__name__}:"
+            f" {str(error)[:120]}, {Path(last.filename).name}:{last.lineno}); take the versions of jax and libtpu in"
+            " constraints.txt, or plan with --fast"
+        )
 
 
 def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: Mapping[str, int]) -> CompiledPhase:
@@ -139,12 +163,16 @@ def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: M
     built, text = _build(lowered, job, spec)
     if built.refusal and not text:
         parts, work = {"program": built.refusal.needed}, ()
+        doubted = []
         arrays = [LargeArray(name=each.source, shape=each.shape, bytes=each.size) for each in built.refusal.largest]
     else:
         module = parse(text)
         parts, arrays = named_memory(module, built.memory.peak)
         skipped, per_machine = _skipped(job.config), _per_machine(job.accelerator)
         work = looped_work(module, spec.mesh, job.blocks, skipped=skipped, per_machine=per_machine)
+        once = walk(module, spec.mesh, once=True)
+        size = sum(array.bytes for array in arrays)
+        doubted = doubts(text, module, once=once, counted=built.counted, arrays=size, peak=built.memory.peak)
     return CompiledPhase(
         memory=built.memory,
         parts=parts,
@@ -153,6 +181,7 @@ def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: M
         compile_s=built.compile_s,
         residents=residents,
         refused=built.refusal is not None,
+        doubts=tuple(doubted),
         whole=built.whole,
     )
 
@@ -254,7 +283,7 @@ def _build(lowered: "jax.stages.Lowered", job: Job, spec: RunSpec) -> tuple[_Bui
     start = time.perf_counter()
     made = _compile(lowered, job)
     took = time.perf_counter() - start
-    built = _Built(memory=made.memory, refusal=made.refusal, compile_s=took, whole=made.whole)
+    built = _Built(memory=made.memory, refusal=made.refusal, compile_s=took, whole=made.whole, counted=made.counted)
     job.programs.mkdir(parents=True, exist_ok=True)
     write_atomically(module, gzip.compress(made.text.encode(), 6))
     write_atomically(record, BUILT.dump_json(built))  # written last, so if it exists, both files are complete
@@ -267,7 +296,8 @@ def _compile(lowered: "jax.stages.Lowered", job: Job) -> TpuProgram:
     compiled = _compile_kernels(lowered)
     # jax says that there may be no memory analysis; the compilers of CPU and GPU make one.
     memory = measure(compiled)  # pyright: ignore[reportArgumentType]
-    return TpuProgram(memory=memory, refusal=None, text=compiled.as_text() or "", whole=True)
+    text, counted = compiled.as_text() or "", counted_by_compiler(compiled)
+    return TpuProgram(memory=memory, refusal=None, text=text, whole=True, counted=counted)
 
 
 def _compile_kernels(lowered: "jax.stages.Lowered") -> "jax.stages.Compiled":

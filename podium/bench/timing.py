@@ -1,0 +1,86 @@
+"""Times jitted functions and the rates that a roofline is made of: products, reading, copying, and the way to a device.
+
+Each figure is that of the fastest of several rounds, after a call that compiles.
+"""
+
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podium.hlo.cost import Peaks
+
+ROUNDS = 5
+PRODUCT = 2048
+"""Rows and columns of the products that measure a CPU's peak."""
+ARRAY_BYTES = 2**28
+"""Size of the array whose copy measures a CPU's memory."""
+
+
+def fastest_s(function: Callable[..., object], *given: object, calls: int = 1, rounds: int = ROUNDS) -> float:
+    """The fewest seconds of a call, in rounds of `calls` calls that follow each other without waiting."""
+    jax.block_until_ready(function(*given))
+    times = []
+    for _ in range(rounds):
+        start, result = time.perf_counter(), None
+        for _ in range(calls):
+            result = function(*given)
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - start) / calls)
+    return min(times)
+
+
+def product_rate(dtype: jnp.dtype, side: int = PRODUCT, *, calls: int = 1) -> float:
+    """Operations per second of one device in a square product, float32 at full precision; integers add up in int32."""
+    x = jnp.ones((side, side), dtype)
+    sums = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
+    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    product = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision, preferred_element_type=sums))
+    return 2 * side**3 / fastest_s(product, x, x, calls=calls)
+
+
+def copy_rate(size: int = ARRAY_BYTES, *, calls: int = 1) -> float:
+    """Bytes per second that one device reads and writes when it replaces an array of `size` bytes in place."""
+    step = jax.jit(lambda a: a + 1, donate_argnums=0)
+    held = [jnp.ones(size // 4, jnp.float32)]
+
+    def replace() -> jax.Array:
+        held.append(step(held.pop()))  # the array that was there is donated
+        return held[0]
+
+    return 2 * held[0].nbytes / fastest_s(replace, calls=calls)
+
+
+def read_rate(size: int = ARRAY_BYTES, *, calls: int = 1) -> float:
+    """Bytes per second that one device reads when it adds up an array of `size` bytes."""
+    x = jnp.ones(size // 4, jnp.float32)
+    return x.nbytes / fastest_s(jax.jit(jnp.sum), x, calls=calls)
+
+
+def to_device_rate(size: int = ARRAY_BYTES) -> float:
+    """Bytes per second from the host's memory to a device."""
+    x = np.ones(size // 4, np.float32)
+    device = jax.local_devices()[0]
+    return x.nbytes / fastest_s(lambda: jax.device_put(x, device), rounds=3)
+
+
+def from_device_rate(size: int = ARRAY_BYTES) -> float:
+    """Bytes per second from a device to the host's memory."""
+    x = jnp.ones(size // 4, jnp.float32)
+
+    def fetch() -> np.ndarray:
+        return np.asarray(x + 0)  # a new array: jax keeps the host's copy of one that was fetched before
+
+    return x.nbytes / fastest_s(fetch, rounds=3)
+
+
+def cpu_peaks() -> Peaks:
+    """Measure the peaks of this machine's CPU, which has no published ones; it has no links."""
+    return Peaks(
+        flops_bf16=product_rate(jnp.dtype(jnp.bfloat16)),
+        flops_f32=product_rate(jnp.dtype(jnp.float32)),
+        hbm_bandwidth=copy_rate(),
+        link_bandwidth=1.0,
+    )

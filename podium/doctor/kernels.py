@@ -1,0 +1,331 @@
+"""Podium's kernels on the device that they are for: errors against float32, and time beside the same by XLA."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podium.bench.timing import fastest_s
+from podium.config.head import fast_memory
+from podium.doctor.result import Row
+from podium.doctor.subject import Pages, Rows, Sizes, Subject
+from podium.kernels.gpu_decode import paged_attention
+from podium.kernels.logits import LogitsOptions, Way, logprobs_of_logits
+from podium.kernels.tpu_delta import delta_step
+from podium.kernels.tpu_head import HeadOptions, tpu_head
+from podium.models.attention import causal_attention
+from podium.models.blocks.delta_rule import Tokens, one_step
+from podium.models.blockwise import blockwise_attention
+from podium.models.gpu_attention import gpu_attention
+from podium.models.tpu_attention import tpu_attention
+from podium.models.visibility import Visibility
+
+BARS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 1e-2}
+"""Largest error of a kernel, as a share of the largest value. On an H100 it was 3e-6 and 4e-3."""
+SLOWER = 1.2
+"""Times XLA's, from which a kernel is said to be slow."""
+COMPLETIONS = 4  # of each prompt in a packed row
+SCALE = 0.7  # of the logits: one over the temperature
+Arrays = Sequence[jax.Array]
+Program = Callable[..., Arrays]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A kernel with arguments; `kernel`, `xla` and `exact` compute the same."""
+
+    name: str
+    dtype: str
+    kernel: Program
+    xla: Program
+    """What runs where there is no kernel; its time is compared."""
+    exact: Program
+    """The reference, which gets the arguments in float32."""
+    given: Arrays
+    moved: int = 0
+    """Bytes that the kernel must read; 0: computing takes longer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The error and the times of a kernel."""
+
+    error: float  # share of the largest value
+    kernel_s: float
+    xla_s: float
+
+
+def measure(case: Case, calls: int) -> Measured:
+    """Run a kernel and its references."""
+    kernel, xla, exact = (jax.jit(each) for each in (case.kernel, case.xla, case.exact))
+    wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in case.given]
+    with jax.default_matmul_precision("highest"):
+        expected = exact(*wide)
+    off = max(_error(*pair) for pair in zip(kernel(*case.given), expected, strict=True))
+    return Measured(
+        error=off,
+        kernel_s=fastest_s(kernel, *case.given, calls=calls),
+        xla_s=fastest_s(xla, *case.given, calls=calls),
+    )
+
+
+def _error(found: jax.Array, expected: jax.Array) -> float:
+    return float(jnp.max(jnp.abs(found.astype(jnp.float32) - expected)) / jnp.max(jnp.abs(expected)))
+
+
+def kernels(subject: Subject) -> Iterator[Row]:
+    """Each kernel of this platform: right, and faster than XLA."""
+    sizes = subject.sizes
+    platform = "gpu" if sizes.interpret else subject.platform
+    if platform not in CASES:
+        yield Row(name="kernels", text=f"skipped: none is for {platform}, whose programs are all XLA's")
+        return
+    for make in CASES[platform]:
+        for case in make(sizes, subject.facts.devices[0].kind):
+            yield _row(case, sizes)
+
+
+def _row(case: Case, sizes: Sizes) -> Row:
+    name = f"{case.name} {case.dtype}"
+    try:
+        found = measure(case, sizes.calls)
+    except jax.errors.JaxRuntimeError as error:  # the device or its compiler
+        first = str(error).strip().splitlines()[0]
+        return Row(name=name, problem=f"does not run here: {first[:200]}; report it with `podium doctor --json`")
+    problem = ""
+    if found.error > BARS[case.dtype]:
+        problem = f"off by {found.error:.1e} of the largest value (bar {BARS[case.dtype]:.0e}): do not train with it"
+    elif found.kernel_s > SLOWER * found.xla_s and not sizes.interpret:
+        problem = "slower than the same by XLA: report it with `podium doctor --json`"
+    moved = f", {case.moved / found.kernel_s / 1e12:.2f} TB/s" if case.moved else ""
+    return Row(
+        name=name,
+        unit="ms",
+        measured=1e3 * found.kernel_s,
+        assumed=1e3 * found.xla_s,
+        text=f"off by {found.error:.0e}{moved}; beside it XLA",
+        problem=problem,
+    )
+
+
+def packed_rows(B: int, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Segments, prompts and positions [B, T] of rows of prompts with their completions, all of random lengths."""
+    random = np.random.default_rng(0)
+    segments, prompts, positions = (np.zeros((B, T), np.int32) for _ in range(3))
+    for b in range(B):
+        at = number = 0
+        while at < T - 8:
+            prompt, behind = number + 1, 0
+            for each in range(1 + COMPLETIONS):
+                number, length = number + 1, int(random.integers(T // 16, T // (8 if each == 0 else 4)))
+                length = min(length, T - at)
+                segments[b, at : at + length], prompts[b, at : at + length] = number, prompt
+                positions[b, at : at + length] = behind + np.arange(length)
+                at, behind = at + length, length if each == 0 else behind
+    return segments, prompts, positions
+
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def row_attention(sizes: Sizes, device: str) -> Iterator[Case]:
+    """Attention over packed rows, forward and backward."""
+    for shape in sizes.rows:
+        yield from (_rows_case(shape, dtype, sizes.interpret) for dtype in ("float32", "bfloat16"))
+
+
+def _rows_case(shape: Rows, dtype: str, interpret: bool) -> Case:
+    B, T = shape.rows, shape.tokens
+    segments, prompts, positions = map(jnp.asarray, packed_rows(B, T))
+    visibility = Visibility(segments, prompts, positions)
+    live = (segments > 0)[:, :, None, None]
+    random = np.random.default_rng(0)
+    sizes = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    given = [jnp.asarray(random.standard_normal((B, T, heads, shape.head_dim)), dtype) for heads in sizes]
+    given[3] = given[3] * live.astype(dtype)
+    kernel = tpu_attention if jax.default_backend() == "tpu" else gpu_attention
+
+    def run(attend: Attend) -> Program:
+        def forward_and_backward(q: jax.Array, k: jax.Array, v: jax.Array, d: jax.Array) -> Arrays:
+            out, pull = jax.vjp(lambda *given: attend(*given) * live.astype(given[0].dtype), q, k, v)
+            return [out, *pull(d)]
+
+        return forward_and_backward
+
+    return Case(
+        name=f"attention over rows {B}x{T}, heads {shape.heads}/{shape.kv_heads}x{shape.head_dim},",
+        dtype=dtype,
+        kernel=run(lambda q, k, v: kernel(q, k, v, visibility, None, interpret)),
+        xla=run(lambda q, k, v: blockwise_attention(q, k, v, visibility)),
+        exact=run(lambda q, k, v: causal_attention(q, k, v, visibility.mask())),
+        given=given,
+    )
+
+
+def page_attention(sizes: Sizes, device: str) -> Iterator[Case]:
+    """Attention of one new token per row over the pages of its sequence."""
+    for shape in sizes.pages:
+        yield from (_pages_case(shape, dtype, sizes.interpret) for dtype in ("float32", "bfloat16"))
+
+
+def _pages_case(shape: Pages, dtype: str, interpret: bool) -> Case:
+    R, P = shape.rows, shape.page_tokens
+    C = shape.pages
+    parts = jax.random.split(jax.random.key(0), 5)
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+    new = [jax.random.normal(parts[i], (R, n, shape.head_dim)).astype(dtype) for i, n in enumerate(heads)]
+    cache = (2, R * C, shape.kv_heads, P, shape.head_dim)  # two layers
+    pages = [jax.random.normal(part, cache).astype(dtype) for part in parts[3:]]
+    random = np.random.default_rng(0)
+    tables = jnp.asarray(random.permutation(R * C).reshape(R, C), jnp.int32)
+    lengths = jnp.asarray(random.integers(C * P // 2, C * P + 1, R), jnp.int32).at[0].set(0)
+
+    def kernel(*given: jax.Array) -> Arrays:
+        out, _, _ = paged_attention(*given, window=None, sinks=None, interpret=interpret)
+        return [out]
+
+    return Case(
+        name=f"attention over pages {R}x{C}x{P}, heads {shape.heads}/{shape.kv_heads}x{shape.head_dim},",
+        dtype=dtype,
+        kernel=kernel,
+        xla=_gathered,
+        exact=_gathered,
+        given=(*new, *pages, jnp.int32(1), tables, lengths),
+    )
+
+
+def _gathered(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    tables: jax.Array,
+    lengths: jax.Array,
+) -> Arrays:
+    """The same: new tokens are written to their pages, and these are gathered. Kernel and this copy the cache first."""
+    R, H, Q = q.shape
+    N, K, P = keys.shape[1:4]
+    last = jnp.maximum(lengths - 1, 0)
+    page = jnp.where(lengths > 0, tables[jnp.arange(R), last // P], N)  # N: none
+    own = [x.at[layer, page, :, last % P].set(new, mode="drop") for x, new in ((keys, k), (values, v))]
+    rows = [x[layer][tables].swapaxes(1, 2).reshape(R, K, -1, Q).astype(jnp.float32) for x in own]
+    scores = jnp.einsum("rkgq,rktq->rkgt", q.reshape(R, K, H // K, Q).astype(jnp.float32), rows[0]) * Q**-0.5
+    seen = jnp.arange(rows[0].shape[2])[None, None, None] < lengths[:, None, None, None]
+    shares = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1) * (lengths > 0)[:, None, None, None]
+    return [jnp.einsum("rkgt,rktq->rkgq", shares, rows[1]).reshape(R, H, Q)]
+
+
+def logits_statistics(sizes: Sizes, device: str) -> Iterator[Case]:
+    """Log-probabilities of chosen tokens from one pass over the logits, and their gradient."""
+    T, V = sizes.logits
+    way: Way = "tpu" if jax.default_backend() == "tpu" else "gpu"
+    targets = jax.random.randint(jax.random.key(1), (1, T), 0, V)
+    for dtype in ("float32", "bfloat16"):
+        logits = (3 * jax.random.normal(jax.random.key(0), (1, T, V))).astype(dtype)
+        options = LogitsOptions(temperature=1 / SCALE, way=way, interpret=sizes.interpret)
+        yield Case(
+            name=f"log-probabilities of {T}x{V} logits,",
+            dtype=dtype,
+            kernel=functools.partial(_logprobs, options),
+            xla=functools.partial(_logprobs, options._replace(way="xla", interpret=False)),
+            exact=_plain_logprobs,
+            given=(logits, targets),
+            moved=3 * logits.nbytes,
+        )
+
+
+def _logprobs(options: LogitsOptions, logits: jax.Array, targets: jax.Array) -> Arrays:
+    found, pull = jax.vjp(lambda x: logprobs_of_logits(x, targets, options)[0], logits)
+    return [found, *pull(jnp.ones_like(found))]
+
+
+def _plain_logprobs(logits: jax.Array, targets: jax.Array) -> Arrays:
+    def logprobs(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(jax.nn.log_softmax(SCALE * x), targets[..., None], axis=-1)[..., 0]
+
+    found, pull = jax.vjp(logprobs, logits)
+    return [found, *pull(jnp.ones_like(found))]
+
+
+def fused_head(sizes: Sizes, device: str) -> Iterator[Case]:
+    """Log-probabilities and entropies from hidden states and head."""
+    T = sizes.logits[0]
+    V, D = sizes.decoder.vocab, sizes.decoder.width
+    parts = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(parts[0], (1, T, D)).astype(jnp.bfloat16)
+    head = (3 * D**-0.5 * jax.random.normal(parts[1], (V, D))).astype(jnp.bfloat16)
+    targets = jax.random.randint(parts[2], (1, T), 0, V)
+    options = HeadOptions(scale=SCALE, chunk=T, memory=fast_memory(device), precision=None, interpret=sizes.interpret)
+    yield Case(
+        name=f"head of {T} tokens, {V}x{D},",
+        dtype="bfloat16",
+        kernel=lambda hidden, head, targets: tpu_head(hidden, head, None, targets, options),
+        xla=_plain_head,
+        exact=_plain_head,
+        given=(hidden, head, targets),
+    )
+
+
+def _plain_head(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> Arrays:
+    logits = SCALE * jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32)
+    table = jax.nn.log_softmax(logits)
+    chosen = jnp.take_along_axis(table, targets[..., None], axis=-1)[..., 0]
+    return [chosen, -jnp.sum(jnp.exp(table) * table, axis=-1)]
+
+
+def delta_nets(sizes: Sizes, device: str) -> Iterator[Case]:
+    """A decode step of delta nets, whose states are advanced where the cache stores them."""
+    R, N = sizes.slots, 128
+    K, V = 2, 4
+    random = np.random.default_rng(0)
+
+    def array(*shape: int) -> jax.Array:
+        return jnp.asarray(random.standard_normal(shape), jnp.float32)
+
+    q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (array(R, K, N), array(R, K, N)))
+    cells, live = jnp.asarray(random.permutation(R), jnp.int32), jnp.ones(R, bool)
+    decay, beta = jax.nn.sigmoid(array(R, V)), jax.nn.sigmoid(array(R, V))
+    states = array(1, R, V, N, N)
+
+    def kernel(*given: jax.Array) -> Arrays:
+        return delta_step(*given, interpret=sizes.interpret)
+
+    yield Case(
+        name=f"delta step of {R} states {V}x{N}x{N},",
+        dtype="float32",
+        kernel=kernel,
+        xla=_plain_delta,
+        exact=_plain_delta,
+        given=(states, jnp.int32(0), cells, live, q, k, array(R, V, N), decay, beta),
+        moved=2 * states.nbytes,
+    )
+
+
+def _plain_delta(
+    states: jax.Array,
+    layer: jax.Array,
+    cells: jax.Array,
+    live: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    decay: jax.Array,
+    beta: jax.Array,
+) -> Arrays:
+    (R, V, P), K = v.shape, k.shape[1]
+    own = states[layer, cells].reshape(R, K, V // K, *states.shape[3:])
+    values, decays, strengths = (x.reshape(R, 1, K, V // K, *x.shape[2:]) for x in (v, jnp.log(decay), beta))
+    y, own = one_step(Tokens(q[:, None], k[:, None], values, decays, strengths), own)
+    return [states.at[layer, cells].set(own.reshape(R, V, *states.shape[3:])), y.reshape(R, V, P)]
+
+
+CASES: Mapping[str, Sequence[Callable[[Sizes, str], Iterator[Case]]]] = {
+    "gpu": (row_attention, page_attention, logits_statistics),
+    "tpu": (row_attention, logits_statistics, fused_head, delta_nets),
+}
+"""The kernels of each jax platform that has some."""

@@ -1,0 +1,90 @@
+"""A small model on this machine: a decode step and an update, timed by the benches, beside their plan."""
+
+from collections.abc import Iterator
+
+from podium.accelerators import Accelerator, this_cpu
+from podium.bench import update
+from podium.bench.rollout import config_lengths, make_engine, measure
+from podium.bench.timing import cpu_peaks
+from podium.config.schema import Config
+from podium.doctor.result import Row
+from podium.doctor.subject import Sizes, Subject
+from podium.plan.calibration import Chip, uncalibrated
+from podium.plan.planner import make_plan
+from podium.plan.result import Plan, Seconds, total
+from podium.sharding import make_mesh
+
+GROUP = 4
+MOST_SECONDS = 2.0
+"""Times the upper end of the plan's range, from which something is wrong."""
+UPDATES = 2
+"""Updates to time after one that compiles; the fastest counts."""
+FIRST = "beside the least that the measured peaks allow: podium calibrate RUN lets plans say more"
+
+
+def small_model(subject: Subject) -> Iterator[Row]:
+    """Decode and update a model of SmolLM2's shape with random weights, and plan the same."""
+    sizes, mesh = subject.sizes, make_mesh("auto")
+    config, lengths = model_config(sizes, mesh.size), f"fixed:{sizes.new_tokens}"
+    drawn = config_lengths(lengths, config)
+    plan = _plan(subject, config, lengths, mesh.size)
+    engine = make_engine(config, sizes.decoder, mesh)
+    decoded = measure(config, engine, drawn)
+    del engine
+    yield _row("decode step", decoded.rollout["ms_per_step"] / 1e3, plan and decode_s(plan), subject)
+    found = update.measure(config, sizes.decoder, drawn, UPDATES)
+    assert isinstance(found["wall_s"], float)
+    yield _row("update", found["wall_s"], plan and plan.phase("update").seconds, subject)
+
+
+def model_config(sizes: Sizes, devices: int) -> Config:
+    """A step whose rollout fills the slots once."""
+    prompts = -(-sizes.slots * devices // GROUP)
+    return Config.model_validate(
+        {
+            "model": "demo",
+            "tasks": [{"name": "arithmetic"}],
+            "prompts_per_step": prompts,
+            "group_size": GROUP,
+            "rollout": {
+                "max_prompt_tokens": min(256, sizes.row_tokens - sizes.new_tokens),
+                "max_new_tokens": sizes.new_tokens,
+                "slots": prompts * GROUP,
+                "prefill_rows": prompts,
+            },
+            "train": {"row_tokens": sizes.row_tokens, "rows_per_device": sizes.rows_per_device},
+        }
+    )
+
+
+def _plan(subject: Subject, config: Config, lengths: str, devices: int) -> Plan | None:
+    """The plan by the closed form; None for a device that plans do not know."""
+    machine: Accelerator | None = subject.accelerator
+    chip: Chip | None = subject.chip
+    if subject.platform == "cpu":
+        machine = this_cpu(devices)
+        chip = chip or uncalibrated(cpu_peaks())
+    if machine is None or chip is None:
+        return None
+    return make_plan(config, machine, fast=True, lengths=lengths, decoder=subject.sizes.decoder, chip=chip)
+
+
+def decode_s(plan: Plan) -> Seconds | None:
+    """Seconds of a decode step, with the host's share of it."""
+    phase, steps = plan.phase("decode"), plan.workload.decode_steps
+    if phase.seconds is None or plan.host is None or not steps:
+        return None
+    calls = sum(each.calls for each in plan.phases)
+    return total([phase.seconds, plan.host * (phase.calls / calls)]) * (1 / steps)
+
+
+def _row(name: str, measured: float, planned: Seconds | None, subject: Subject) -> Row:
+    if planned is None:
+        text = "podium plan has no target for this device"
+        return Row(name=name, unit="ms", measured=1e3 * measured, text=text)
+    known = subject.chip is not None
+    problem = ""
+    if known and measured > MOST_SECONDS * planned.high:
+        problem = f"{measured / planned.high:.1f} times the plan's upper end; look at what is slow above"
+    text = f"planned {1e3 * planned.low:.3g} to {1e3 * planned.high:.3g}" if known else FIRST
+    return Row(name=name, unit="ms", measured=1e3 * measured, assumed=1e3 * planned.value, text=text, problem=problem)

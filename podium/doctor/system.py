@@ -1,0 +1,184 @@
+"""What is asked of a machine besides time: its packages, driver, device files, memory, disk, and the devices of jax.
+
+`ThisSystem` asks the machine that this process runs on. A test passes a `System` of its own.
+"""
+
+import contextlib
+import dataclasses
+import glob
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "libtpu",
+    "jax-cuda12-plugin",
+    "jax-cuda12-pjrt",
+    "jax-cuda13-plugin",
+    "jax-cuda13-pjrt",
+)
+DEVICE_FILES = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*")
+"""Device files of TPUs (of v4 and older, and of newer ones) and of NVIDIA's GPUs, one for each."""
+DRIVER_FILE = Path("/sys/module/nvidia/version")
+MEMORY_FILE = Path("/proc/meminfo")
+LIMIT_FILE = Path("/sys/fs/cgroup/memory.max")
+SMI_FIELDS = "name,driver_version,memory.total,memory.used"
+SMI_TIMEOUT_S = 20.0
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SmiGpu:
+    """A GPU as nvidia-smi describes it."""
+
+    name: str
+    driver: str
+    total: int  # bytes
+    used: int  # bytes, by all processes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SeenDevice:
+    """A device of this host that jax sees."""
+
+    platform: str
+    kind: str
+    limit: int = 0  # bytes that jax may use; 0: not reported
+
+
+class System(Protocol):
+    """A machine."""
+
+    def versions(self) -> Mapping[str, str]:
+        """Python's version, and those of the installed packages among PACKAGES."""
+        ...
+
+    def wanted(self, package: str) -> str:
+        """The version of a package that the installed jax asks for, as `==0.0.42.*`; empty if it asks for none."""
+        ...
+
+    def driver(self) -> str:
+        """Version of NVIDIA's kernel driver; empty without one."""
+        ...
+
+    def smi(self) -> Sequence[SmiGpu] | None:
+        """The GPUs of nvidia-smi; None if there is no nvidia-smi, or it fails."""
+        ...
+
+    def device_files(self) -> Sequence[str]:
+        """The device files of TPUs and GPUs."""
+        ...
+
+    def environment(self) -> Mapping[str, str]:
+        """The environment's variables."""
+        ...
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the host's memory that this process may use at most, and that are free now."""
+        ...
+
+    def devices(self) -> Sequence[SeenDevice]:
+        """The devices that jax finds on this host. Raises RuntimeError if jax cannot start."""
+        ...
+
+    def write_s(self, folder: Path, size: int) -> float:
+        """Seconds to write a file of `size` bytes and to wait until it is on the disk. Raises OSError."""
+        ...
+
+    def free(self, folder: Path) -> int:
+        """Free bytes of the disk of a folder."""
+        ...
+
+
+class ThisSystem:
+    """The machine that this process runs on."""
+
+    def versions(self) -> Mapping[str, str]:
+        """Python's version, and those of the installed packages among PACKAGES."""
+        found = {"python": platform.python_version()}
+        for package in PACKAGES:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[package] = importlib.metadata.version(package)
+        return found
+
+    def wanted(self, package: str) -> str:
+        """The version of a package that the installed jax asks for, as `==0.0.42.*`; empty if it asks for none."""
+        asked = (
+            re.match(rf"{package}\s*(==[\w.*]+)\s*(;|$)", each) for each in importlib.metadata.requires("jax") or ()
+        )
+        return next((found[1] for found in asked if found), "")
+
+    def driver(self) -> str:
+        """Version of NVIDIA's kernel driver; empty without one."""
+        return DRIVER_FILE.read_text().strip() if DRIVER_FILE.exists() else ""
+
+    def smi(self) -> Sequence[SmiGpu] | None:
+        """The GPUs of nvidia-smi; None if there is no nvidia-smi, or it fails."""
+        command = ["nvidia-smi", f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SMI_TIMEOUT_S)
+            return [_gpu(line) for line in done.stdout.splitlines() if line.strip()]
+        except (OSError, subprocess.SubprocessError, ValueError):
+            return None
+
+    def device_files(self) -> Sequence[str]:
+        """The device files of TPUs and GPUs."""
+        return sorted(path for pattern in DEVICE_FILES for path in glob.glob(pattern))
+
+    def environment(self) -> Mapping[str, str]:
+        """The environment's variables."""
+        return os.environ
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the host's memory that this process may use at most, and that are free now."""
+        text = MEMORY_FILE.read_text() if MEMORY_FILE.exists() else ""
+        found = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+        limit = LIMIT_FILE.read_text().strip() if LIMIT_FILE.exists() else "max"
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        whole = min(whole, int(limit)) if limit.isdecimal() else whole
+        return whole, min(whole, found.get("MemAvailable", whole))
+
+    def devices(self) -> Sequence[SeenDevice]:
+        """The devices that jax finds on this host. Raises RuntimeError if jax cannot start."""
+        import jax
+
+        return [
+            SeenDevice(
+                platform=device.platform,
+                kind=device.device_kind,
+                limit=(device.memory_stats() or {}).get("bytes_limit", 0),
+            )
+            for device in jax.local_devices()
+        ]
+
+    def write_s(self, folder: Path, size: int) -> float:
+        """Seconds to write a file of `size` bytes and to wait until it is on the disk. Raises OSError."""
+        path, content = folder / f".podium-doctor-{os.getpid()}", os.urandom(min(size, MIB))
+        try:
+            start = time.perf_counter()
+            with path.open("wb") as file:
+                for _ in range(max(1, size // MIB)):
+                    file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            return time.perf_counter() - start
+        finally:
+            path.unlink(missing_ok=True)
+
+    def free(self, folder: Path) -> int:
+        """Free bytes of the disk of a folder."""
+        return shutil.disk_usage(folder).free
+
+
+def _gpu(line: str) -> SmiGpu:
+    name, driver, total, used = (part.strip() for part in line.split(","))
+    return SmiGpu(name=name, driver=driver, total=int(total) * MIB, used=int(used) * MIB)
