@@ -15,6 +15,8 @@ PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cud
 """Packages that jaxlib ignores, with a warning, unless their version is its own."""
 LEAST_MEMORY = 0.97
 """Share of the memory that plans count on, below which something else takes it."""
+BUSY = 1.5
+"""Processes for each processor, above which the doctor itself waits."""
 OTHERS_BYTES = GIB // 2
 """Memory of a GPU that others use before jax starts, from which it is worth a word; an idle one uses some MiB."""
 
@@ -30,6 +32,7 @@ class Facts:
     files: Sequence[str]
     environment: Mapping[str, str]
     memory: tuple[int, int]
+    load: tuple[float, int]
     devices: Sequence[SeenDevice]
     error: str = ""  # why jax found no devices
 
@@ -67,6 +70,7 @@ def ask(system: System) -> Facts:
         files=system.device_files(),
         environment=dict(system.environment()),
         memory=system.memory(),
+        load=system.load(),
         devices=(),
     )
     try:
@@ -110,7 +114,10 @@ def _meets(version: str, wanted: str) -> bool:
 
 
 def devices(facts: Facts) -> Iterator[Row]:
-    """The devices that are there, and those that jax finds."""
+    """The processors, and whether others use them; the devices that are there, and those that jax finds."""
+    load, cores = facts.load
+    busy = f"{load:.0f} processes want {cores} processors: nothing below is this machine's own speed; end them first"
+    yield Row(name="load", measured=load, text=f"{cores} processors", problem=busy if load > BUSY * cores else "")
     kinds = {device.kind: 0 for device in facts.devices}
     for device in facts.devices:
         kinds[device.kind] += 1

@@ -86,6 +86,10 @@ class System(Protocol):
         """Bytes of the host's memory that this process may use at most, and that are free now."""
         ...
 
+    def load(self) -> tuple[float, int]:
+        """Processes that wanted a processor in the last minute, on average, and the number of processors."""
+        ...
+
     def devices(self) -> Sequence[SeenDevice]:
         """The devices that jax finds on this host. Raises RuntimeError if jax cannot start."""
         ...
@@ -146,6 +150,10 @@ class ThisSystem:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         whole = min(whole, int(limit)) if limit.isdecimal() else whole
         return whole, min(whole, found.get("MemAvailable", whole))
+
+    def load(self) -> tuple[float, int]:
+        """Processes that wanted a processor in the last minute, on average, and the number of processors."""
+        return os.getloadavg()[0], os.cpu_count() or 1
 
     def devices(self) -> Sequence[SeenDevice]:
         """The devices that jax finds on this host. Raises RuntimeError if jax cannot start."""

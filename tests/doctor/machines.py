@@ -29,6 +29,7 @@ class MadeSystem:
     bytes_per_s: float = 1e9
     sync_s: float = 0.001
     read_only: bool = False
+    wanted_processors: float = 0.3
 
     def versions(self) -> Mapping[str, str]:
         return self.packages
@@ -50,6 +51,9 @@ class MadeSystem:
 
     def memory(self) -> tuple[int, int]:
         return 24 * GIB, 20 * GIB
+
+    def load(self) -> tuple[float, int]:
+        return self.wanted_processors, 2
 
     def devices(self) -> Sequence[SeenDevice]:
         if self.broken:

@@ -66,6 +66,7 @@ def test_nothing_is_wrong_with_a_machine_on_which_all_is_well(system):
             dataclasses.replace(with_gpus(1, 1), seen=[dataclasses.replace(with_gpus(1, 1).seen[0], limit=50 * GIB)]),
             "memory, usable by jax: 72% of what is assumed; another process holds memory, or XLA_CLIENT_MEM_FRACTION",
         ),
+        (MadeSystem(wanted_processors=20.0), "devices, load: 20 processes want 2 processors: nothing below is this"),
         (MadeSystem(bytes_per_s=40e6), "disk, write: 19% of what is assumed; write runs to a faster disk"),
         (MadeSystem(sync_s=0.4), "disk, small file: 20.0 times what is assumed"),
         (MadeSystem(read_only=True), "disk, .*: cannot be written: Read-only file system; set runs_dir"),
