@@ -22,6 +22,7 @@ from podium.config.load import Loaded, Override, load
 from podium.config.optimizer import OPTIMIZER_COPIES
 from podium.config.schema import Config, RolloutConfig, TaskConfig
 from podium.config.sizes import too_long, too_long_to_score
+from podium.config.teacher import template_names
 from podium.models.architecture import ModelError
 from podium.models.layouts import AUTO
 from podium.models.params import ROLLOUT_LAYOUTS
@@ -239,6 +240,49 @@ def _teacher_loss(config: Config) -> Iterator[Contradiction]:
         yield Contradiction(("teacher.reverse", "teacher.loss"), f"{rule}; set teacher.loss to full, or leave this out")
 
 
+def _teacher_prompt(config: Config) -> Iterator[Contradiction]:
+    """Report settings of a privileged prompt that nothing reads, or that are missing."""
+    teacher, this = config.teacher, "teacher.prompt"
+    if teacher is None:
+        return
+    if teacher.prompt == "same":
+        for name, value in (("template", teacher.template), ("max_prompt_tokens", teacher.max_prompt_tokens)):
+            if value is not None:
+                rule = f"{value!r}, and the teacher reads the policy's prompt, so nothing reads it"
+                yield Contradiction((f"teacher.{name}", this), f"{rule}; set {this} to privileged, or leave it out")
+        return
+    if teacher.template is None:
+        rule = "privileged needs the text of the teacher's message"
+        yield Contradiction((this, "teacher.template"), f'{rule}; set teacher.template, as "{{question}} {{solution}}"')
+        return
+    try:
+        template_names(teacher.template)
+    except ValueError as error:
+        yield Contradiction(("teacher.template",), str(error))
+
+
+def _privileged(config: Config) -> Iterator[Contradiction]:
+    """Report what a privileged prompt cannot be combined with."""
+    this = "teacher.prompt"
+    if config.teacher is None or config.teacher.prompt == "same":
+        return
+    if config.teacher.loss == "full":
+        rule = "privileged puts completions in other rows than the policy's, and full compares states place by place"
+        yield Contradiction((this, "teacher.loss"), f"{rule}; set teacher.loss to sampled, or {this} to same")
+    if config.rollout.thinking == "segment":
+        rule = "privileged is one prompt, and with rollout.thinking segment a conversation has several"
+        yield Contradiction((this, "rollout.thinking"), f"{rule}; set rollout.thinking to keep, or {this} to same")
+    for index, task in enumerate(config.tasks):
+        try:
+            held = conversing(leveled([task])[0][0])
+        except (ValueError, OSError):  # `_conversations` reports it
+            continue
+        if held is not None and held.begins:
+            rule = f"privileged is made from a row, and {task.environment or task.name} may add to the prompt"
+            keys = (this, f"tasks.{index}.{'environment' if task.environment else 'name'}")
+            yield Contradiction(keys, f"{rule}; set {this} to same, or use a task that has tools alone")
+
+
 def _rewards(config: Config) -> Iterator[Contradiction]:
     models = [each.name for each in config.reward_models]
     judges = [each.name for each in config.grading.judges]
@@ -447,6 +491,8 @@ RULES = (
     _pairs,
     _teacher,
     _teacher_loss,
+    _teacher_prompt,
+    _privileged,
     _critic,
     _reference,
     _rewards,

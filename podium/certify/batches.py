@@ -23,6 +23,7 @@ from podium.algorithms.recipes import (
     RECIPES,
     REFERENCE_LOGPROBS,
     REFERENCE_POINT,
+    TEACHER_HIDDEN,
     TEACHER_LOGPROBS,
     UNCERTAIN,
     Recipe,
@@ -33,12 +34,13 @@ from podium.certify.naive_rules import RULES, Rules
 from podium.certify.naive_step import optimizer_steps
 from podium.certify.result import Check
 from podium.certify.subject import RIGHT, Subject, episodes_of
-from podium.certify.updates import Form, Updates, sizes_of, usable_form
+from podium.certify.updates import Form, Updates, privileged_sizes, sizes_of, usable_form
 from podium.sharding import Params
+from podium.tasks.mixture import TaskPrompt
 from podium.train.batch import Batch
 from podium.train.generate import Group
 from podium.train.prepare import prepare_step
-from podium.train.scorers import Scorer, make_scorers
+from podium.train.scorers import OwnPrompts, Scorer, make_scorers
 
 Prediction = tuple[int, int, int, float]
 """Identifies a trained token: its position, input token, target token and sampled log-probability."""
@@ -85,6 +87,8 @@ class Values(NamedTuple):
     """Whether the loss treats it otherwise, 1 or 0."""
     drawn: float
     """Its log-probability under the distribution drawn from."""
+    taught: float
+    """Of a teacher whose whole distributions the loss compares with: the one number of a made-up state."""
 
 
 def batch_checks(updates: Updates) -> Iterator[Check]:
@@ -130,9 +134,10 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
     yield Check(
         name="scores",
         claim="the log-probabilities in the denominators of ratios and in the KL are those of the same token, and so is"
-        " the choice of tokens by entropy",
+        " the choice of tokens by entropy, and what a teacher says of it",
         difference=max(
-            max(each.errors.old, each.errors.reference, each.errors.uncertain, each.errors.drawn) for each in compared
+            max(errors.old, errors.reference, errors.uncertain, errors.drawn, errors.taught)
+            for errors in (each.errors for each in compared)
         ),
         bar=0,
         after=placed,
@@ -188,10 +193,13 @@ def variants() -> Iterator[Variant]:
         share = {"cov_share": 0.1, **({"cov_low": 0.01} if loss == "clip_cov" else {})}
         yield _variant("grpo", {**halves, "loss": loss, "loss_options": share})
     yield _variant("ppo", {"std": "none", "mask_truncated": True}, {"gamma": 0.9, "lam": 0.8})
-    for name in ("distill", "grpo"):
+    for name, loss in (("distill", "sampled"), ("grpo", "sampled"), ("distill", "full")):
         plain = _variant(name, halves)
-        taught = dataclasses.replace(plain.recipe, teacher=Teaching(weight=TEACHER_WEIGHT))
-        yield Variant(taught, dataclasses.replace(plain.rules, teacher_weight=TEACHER_WEIGHT))
+        taught = dataclasses.replace(plain.recipe, teacher=Teaching(weight=TEACHER_WEIGHT, loss=loss))
+        rules = dataclasses.replace(plain.rules, teacher_weight=TEACHER_WEIGHT, teacher_loss=loss)
+        yield Variant(taught, rules)
+        if loss == "sampled":
+            yield Variant(taught, dataclasses.replace(rules, teacher_privileged=True))
 
 
 def _may_fail(variant: Variant) -> bool:
@@ -227,7 +235,7 @@ class Compared:
     def __init__(self, updates: Updates, form: Form, variant: Variant, groups: list[Group]) -> None:
         """Prepare the step both ways."""
         subject = updates.subject
-        self._batches = list(_prepared(updates, form, variant.recipe, groups))
+        self._batches = list(_prepared(updates, form, variant, groups))
         self._expected = [_predictions(each, variant.rules) for each in _naive_steps(subject, variant.rules, groups)]
         self._found = [_trained(batch, variant.rules) for batch in self._batches]
 
@@ -281,8 +289,9 @@ def table(positions: np.ndarray, targets: np.ndarray, which: float) -> np.ndarra
     return (-2 - np.sin(1.7 * positions + 0.37 * targets + 2.1 * which)).astype(np.float32)
 
 
-def _prepared(updates: Updates, form: Form, recipe: Recipe, groups: list[Group]) -> Sequence[Batch]:
+def _prepared(updates: Updates, form: Form, variant: Variant, groups: list[Group]) -> Sequence[Batch]:
     """The batches that the trainer makes of groups, scored by `table`."""
+    recipe = variant.recipe
     form = usable_form(form, recipe)
     settings, _ = updates.programs(form)
 
@@ -290,8 +299,16 @@ def _prepared(updates: Updates, form: Form, recipe: Recipe, groups: list[Group])
         (which,) = params.values()
         return jnp.asarray(table(np.asarray(batch.positions), np.asarray(batch.targets), float(which)))
 
-    params = {"table": jnp.float32(TEACHER)}
-    teacher = Scorer(name=TEACHER_LOGPROBS, decoder=settings.decoder, params=params, program=score)
+    whole = recipe.teacher is not None and recipe.teacher.loss == "full"
+    teacher = Scorer(
+        name=TEACHER_HIDDEN if whole else TEACHER_LOGPROBS,
+        decoder=settings.decoder,
+        params={"table": jnp.float32(TEACHER)},
+        program=(lambda *given: score(*given)[..., None]) if whole else score,
+        own_prompts=OwnPrompts(of=_privileged, sizes=privileged_sizes(form, updates.subject))
+        if variant.rules.teacher_privileged
+        else None,
+    )
     params = {"table": jnp.float32(CRITIC)}
     critic = Scorer(name=VALUES, decoder=settings.decoder, params=params, program=score)
     made = make_scorers(recipe, settings, score, {"table": jnp.float32(REFERENCE)}, teacher, entropy=score)
@@ -304,6 +321,11 @@ def _prepared(updates: Updates, form: Form, recipe: Recipe, groups: list[Group])
         policy={"table": jnp.float32(POLICY)},
     )
     return batches
+
+
+def _privileged(prompt: TaskPrompt) -> tuple[int, ...]:
+    """The tokens of a question and its answer, which are numbers."""
+    return tuple(map(int, f"{prompt.prompt.question} {prompt.prompt.answer}".split()))
 
 
 def _naive_steps(subject: Subject, rules: Rules, groups: list[Group]) -> list[Sequences]:
@@ -321,7 +343,11 @@ def _naive_steps(subject: Subject, rules: Rules, groups: list[Group]) -> list[Se
         max_new_tokens=subject.longest,
         policy=lambda tokens, starts: model(POLICY, tokens, starts),
         reference=lambda tokens, starts: model(REFERENCE, tokens, starts),
-        teacher=lambda tokens, starts: model(TEACHER, tokens, starts),
+        teacher=lambda tokens, starts: (
+            model(TEACHER, tokens, starts)[..., None]
+            if rules.teacher_loss == "full"
+            else model(TEACHER, tokens, starts)
+        ),
         critic=lambda tokens, starts: model(CRITIC, tokens, starts),
         entropy=lambda tokens, starts: model(POLICY, tokens, starts),
     )
@@ -344,6 +370,7 @@ def _predictions(step: Sequences, rules: Rules) -> dict[Prediction, Values]:
             point=float(step.point),
             covariant=float(step.covariant[row, own]),
             drawn=float(step.drawn_logprobs[row, own]) if _keeps_drawn(rules) else 0.0,
+            taught=float(step.teacher[row, own].sum()),
         )
     return found
 
@@ -389,6 +416,7 @@ def _trained(batch: Batch, rules: Rules) -> list[tuple[Prediction, Values]]:
         batch.scores[REFERENCE_POINT] if rules.loss == "kto" else nothing,
         batch.scores[COVARIANT] if rules.loss in ("clip_cov", "kl_cov") else nothing,
         batch.scores[DRAWN_LOGPROBS] if _keeps_drawn(rules) else nothing,
+        batch.scores[TEACHER_HIDDEN][..., 0] if rules.teacher_weight and rules.teacher_loss == "full" else nothing,
     )
     values = [np.concatenate(np.asarray(x)[:used]) for x in arrays]
     chosen = (mask != 0) | (values[0] != 0)

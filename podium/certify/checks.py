@@ -225,7 +225,7 @@ def _forms(subject: Subject) -> Iterator[tuple[str, str, tuple[str, ...], Form]]
             yield f"remat {choice}", f"with train.remat {choice}", packed, Form(train={**PLAIN, "remat": choice})
     chunks, groups = {**PLAIN, "head_chunk_tokens": CHUNK_TOKENS}, {**PLAIN, "layer_chunk_tokens": ROW_TOKENS}
     yield "head chunks", "with the head in chunks, the last one shorter", packed, Form(train=chunks)
-    if jax.devices()[0].platform == "tpu":
+    if jax.devices()[0].platform == "tpu" and subject.rules.teacher_loss == "sampled":
         yield "head fused", "with the head as a kernel", packed, Form(train={**chunks, "head": "fused"})
     yield "layer chunks", "with layers that compute some rows at a time", packed, Form(train=groups)
     yield "as configured", "with the config's own settings of train", packed, Form(train={})
@@ -269,7 +269,9 @@ def skipped(subject: Subject) -> Iterator[str]:
         yield "devices: there is one device, and no mesh of simulated CPU devices divides the model"
     if "kernel" not in usable_attention():
         yield f"attention kernel: needs {' or '.join(KERNELS)}, and this machine has {jax.devices()[0].platform}"
-    if jax.devices()[0].platform != "tpu":
+    if subject.rules.teacher_loss == "full":
+        yield "head fused: it computes no logits to compare with a teacher's"
+    elif jax.devices()[0].platform != "tpu":
         yield f"head fused: needs tpu, and this machine has {jax.devices()[0].platform}"
 
 

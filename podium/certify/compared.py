@@ -12,11 +12,11 @@ import numpy as np
 
 from podium.algorithms.recipes import Recipe
 from podium.certify.batches import OF_BATCH
+from podium.certify.followed import Followed, follow, rules_of_run
 from podium.certify.formulas import BFLOAT16_BAR, MUON_BAR
 from podium.certify.ledgers import Ledger
-from podium.certify.naive import Scores, Sequences, in_float64
+from podium.certify.naive import Scores, in_float64
 from podium.certify.naive_optimizer import NaiveOptimizer
-from podium.certify.naive_rules import Rules
 from podium.certify.naive_step import Episode, padded_tokens
 from podium.certify.result import BAR, Check
 from podium.certify.subject import (
@@ -32,7 +32,7 @@ from podium.certify.subject import (
 from podium.certify.talk import is_right, weighted
 from podium.certify.task import STOP, LetterBackend, Numbers, grade, letters
 from podium.certify.training import Step, Training, watch_training, with_other_options
-from podium.certify.updates import Updates, gradient_difference, loss_difference, naive_update, weight_difference
+from podium.certify.updates import Updates, weight_difference
 from podium.models.params import trained_specs
 from podium.rollout.transcript import Transcript
 from podium.tasks.task import Prompt, TaskSource
@@ -41,6 +41,7 @@ from podium.train.generate import Group
 DEVIATIONS = 5.0
 """How many standard deviations a sum over all draws may be from its mean; correct code exceeds it once in a million."""
 OF_MODEL = ("log-probabilities", "temperature")
+OF_RUN = ("moving reference", "coefficients")
 
 
 def training_checks(updates: Updates) -> Iterator[Check]:
@@ -70,19 +71,21 @@ def training_checks(updates: Updates) -> Iterator[Check]:
         bar=0,
         after=talk,
     )
-    pairs = _optimizer_steps(subject, training)
+    followed = follow(subject, training)
     yield Check(
         name="optimizer steps",
         claim="a step makes one optimizer step per minibatch and update, as many as the config says",
-        difference=float(sum(abs(len(step.updates) - len(naive)) for step, naive in pairs)),
+        difference=float(sum(each.missing for each in followed)),
         bar=0,
         after=("every token once",),
     )
     causes = (*OF_BATCH, *OF_MODEL, "clip", "correction", "kl", "entropy", "loss", "gradient", "optimizer steps")
+    yield from _carried_checks(subject, followed, causes)
+    causes = (*causes, *OF_RUN)
     yield Check(
         name="training",
         claim="loss and gradient of every optimizer step of a run equal the formulas, computed in float64",
-        difference=max(_gradient_error(subject, *pair) for pair in pairs),
+        difference=max(each.gradient_error for each in followed),
         bar=subject.gradient_bar,
         after=causes,
     )
@@ -119,32 +122,35 @@ def _with_other_options(subject: Subject, causes: tuple[str, ...]) -> Check:
     """Check a run with dropped groups, every term of the loss, and ratios to the trainer's own log-probabilities."""
     other = with_other_options(subject)
     training = watch_training(other)
-    pairs = _optimizer_steps(other, training)
-    wrong = sum(abs(len(step.updates) - len(naive)) for step, naive in pairs) + _moved_elsewhere(other, training)
+    followed = follow(other, training)
+    wrong = sum(each.missing for each in followed) + _moved_elsewhere(other, training)
     return Check(
         name="other options",
         claim="the same holds with a KL, an entropy bonus, a correction, and groups, episodes and sure tokens left out",
-        difference=wrong or max(_gradient_error(other, *pair) for pair in pairs),
+        difference=wrong or max(each.gradient_error for each in followed),
         bar=subject.gradient_bar,
         after=(*causes, "training"),
     )
 
 
-def _optimizer_steps(subject: Subject, training: Training) -> list[tuple[Step, list[Sequences]]]:
-    """Each step of a run, with the optimizer steps that the naive implementation makes of its groups."""
-    rules = _rules(subject, training)
-    return [
-        (step, subject.naive_steps(step.groups, rules, step.weights, step.critic) * rules.updates_per_batch)
-        for step in training.steps
-    ]
-
-
-def _rules(subject: Subject, training: Training) -> Rules:
-    """The subject's rules with the run's numbers of minibatches and of updates per batch."""
-    algorithm = training.config.algorithm
-    return dataclasses.replace(
-        subject.rules, minibatches=algorithm.minibatches, updates_per_batch=algorithm.updates_per_batch
-    )
+def _carried_checks(subject: Subject, followed: Sequence[Followed], causes: tuple[str, ...]) -> Iterator[Check]:
+    """Check what each step changes for the next: adapted coefficients, and a reference that moves."""
+    if subject.config.reference is not None:
+        yield Check(
+            name="moving reference",
+            claim="every few steps the reference becomes the mixture of itself and the policy that the config says",
+            difference=max(
+                weight_difference(each.step.reference, each.reference_before, each.reference) for each in followed
+            ),
+        )
+    rules = subject.rules
+    if rules.kl_target is not None or rules.entropy_target is not None:
+        yield Check(
+            name="coefficients",
+            claim="weights of KL and entropy bonus follow what the run measures as their formulas say, step after step",
+            difference=max(each.coefs_error(rules) for each in followed),
+            after=(*causes, "moving reference"),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -344,19 +350,9 @@ def _reward(training: Training, asked: str, episode: Episode) -> float:
     return weighted(training, grade(asked, letters(episode.tokens)), over)
 
 
-def _gradient_error(subject: Subject, step: Step, expected: Sequence[Sequences]) -> float:
-    """The largest relative error of a loss or of a parameter's gradient, over a step's optimizer steps."""
-    worst = 0.0
-    for seen, sequences in zip(step.updates, expected, strict=False):
-        naive = naive_update(subject, sequences, {**step.weights, **seen.before})
-        loss = loss_difference(seen.loss, naive.loss, naive.sizes)
-        worst = max(worst, loss, gradient_difference(seen.gradient, naive.gradient, naive.sizes))
-    return worst
-
-
 def _weight_error(subject: Subject, training: Training) -> float:
     """The largest error of the weights after an optimizer step, relative to the size of the step's change."""
-    rules, steps = _rules(subject, training), training.steps
+    rules, steps = rules_of_run(subject, training), training.steps
     whole = rules.minibatches * rules.updates_per_batch  # optimizer steps of a step without dropped groups
     trained = {name: steps[0].weights[name] for name in trained_specs(subject.decoder)}
     worst = 0.0
@@ -391,7 +387,8 @@ def _other_step(found: Step, expected: Step) -> int:
     shapes = (len(found.updates), len(ours)) != (len(expected.updates), len(theirs))
     other = sum(a != b for a, b in zip(ours, theirs, strict=False))
     pairs = zip(found.updates, expected.updates, strict=False)
-    other += _unequal(found.critic, expected.critic)
+    other += _unequal(found.critic, expected.critic) + _unequal(found.reference, expected.reference)
+    other += found.coefs != expected.coefs
     return int(shapes) + other + sum(_unequal(a.after, b.after) + _unequal(a.gradient, b.gradient) for a, b in pairs)
 
 

@@ -227,6 +227,9 @@ def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) ->
             point=jnp.zeros(()),
             covariant=jnp.asarray(covariant),
             uncertain=jnp.asarray(uncertain),
+            kl_coef=jnp.asarray(rules.kl_coef),
+            entropy_bonus=jnp.zeros(()),
+            teacher=jnp.zeros((S, LENGTH, 0)),
         )
 
         def naive(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -297,6 +300,9 @@ def _preference_error(subject: Subject, changes: Changes) -> float:
             point=jnp.asarray(POINT),
             covariant=jnp.asarray(~valid),
             uncertain=jnp.asarray(valid),
+            kl_coef=jnp.zeros(()),
+            entropy_bonus=jnp.zeros(()),
+            teacher=jnp.zeros((S, LENGTH, 0)),
         )
 
         def naive(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -317,7 +323,7 @@ def _entropy_error(subject: Subject) -> float:
         entropy_loss(jnp.asarray(entropy[half]), mask[half], num_tokens=jnp.sum(mask), entropy_bonus=bonus)
         for half in halves
     ]
-    rules = dataclasses.replace(subject.rules, kl="none", entropy_bonus=bonus)
+    rules = dataclasses.replace(subject.rules, kl="none")
     with in_float64():
         nothing = jnp.zeros((S, LENGTH))
         sequences = Sequences(
@@ -335,6 +341,9 @@ def _entropy_error(subject: Subject) -> float:
             point=jnp.zeros(()),
             covariant=jnp.asarray(~valid),
             uncertain=jnp.asarray(valid),
+            kl_coef=jnp.zeros(()),
+            entropy_bonus=jnp.asarray(bonus),
+            teacher=jnp.zeros((S, LENGTH, 0)),
         )
         found = Scores(logprobs=nothing, entropy=jnp.asarray(entropy), variance=nothing, highest=nothing)
         expected, _ = objective(rules, found, sequences)

@@ -1,12 +1,13 @@
 """Naive implementation of model and objective, as papers write them: each sequence alone, without packing or chunks.
 
-The naive update takes four files, in the order in which it happens: `naive_rules.py` (what an algorithm is),
+The naive update takes five files, in the order in which it happens: `naive_rules.py` (what an algorithm is),
 `naive_step.py` (from episodes to advantages, weights and minibatches), this one (from weights and episodes to the loss,
-which jax differentiates) and `naive_optimizer.py` (from the gradient to new weights). They import nothing from
-`podium.algorithms`, `podium.train` and `podium.rollout`, which are compared with them. Within `in_float64` they compute
-in float64.
+which jax differentiates), `naive_optimizer.py` (from the gradient to new weights) and `naive_run.py` (what one step
+changes for the next). They import nothing from `podium.algorithms`, `podium.train` and `podium.rollout`, which are
+compared with them. Within `in_float64` they compute in float64.
 
 Shapes: S episodes of a step, each after its prompt, padded on the right to T tokens; at most n tokens follow a prompt.
+V: vocabulary.
 """
 
 import contextlib
@@ -52,6 +53,9 @@ class Sequences:
     point: jax.Array  # [], the KL that KTO compares completions with; 0 without
     covariant: jax.Array  # [S, n] bool, which tokens a loss treats otherwise by their covariance
     uncertain: jax.Array  # [S, n] bool, which tokens are among the most uncertain; all are if nothing chooses them
+    kl_coef: jax.Array  # [], weight of the KL in the loss
+    entropy_bonus: jax.Array  # []
+    teacher: jax.Array  # [S, n, V], a teacher's log-probability of every token; V is 0 if the loss compares with none
 
 
 class Scores(NamedTuple, Generic[Array]):
@@ -256,7 +260,7 @@ def _recurred(y: jax.Array, w: Weights, net: DeltaNet, decoder: DecoderConfig) -
     return jnp.einsum("tvp,vpd->td", found * w["out_scale"][None, None] * z / (1 + jnp.exp(-z)), w["o"])
 
 
-def scores(
+def distributions(
     weights: Weights,
     tokens: jax.Array,
     starts: jax.Array,
@@ -264,8 +268,8 @@ def scores(
     temperature: float,
     penalty: float,
     n: int,
-) -> Scores[jax.Array]:
-    """Scores of the n tokens after each prompt, [S, n], under the softmax of logits / temperature.
+) -> jax.Array:
+    """Log-probabilities [S, n, V] of all tokens at the n places after each prompt: of softmax(logits / temperature).
 
     With a repetition penalty other than 1, logits of all earlier tokens of the sequence are first divided by it where
     they are positive, and multiplied elsewhere.
@@ -277,33 +281,63 @@ def scores(
         decoder: the model's architecture.
         temperature: of the softmax.
         penalty: on repetition; 1: none.
-        n: number of tokens scored after each prompt.
+        n: number of places after each prompt.
     """
 
-    def of_one(tokens: jax.Array, start: jax.Array) -> Scores[jax.Array]:
+    def of_one(tokens: jax.Array, start: jax.Array) -> jax.Array:
         every = logits(weights, tokens, decoder)  # [T, V]
         said = jnp.cumsum(jax.nn.one_hot(tokens, every.shape[1]), axis=0) > 0
         every = jnp.where(said & (every > 0), every / penalty, jnp.where(said, every * penalty, every)) / temperature
         table = every - jax.nn.logsumexp(every, axis=-1, keepdims=True)
-        at = jnp.minimum(start - 1 + jnp.arange(n), len(tokens) - 2)  # positions that predict the completion
-        own = table[at]  # [n, V]
-        entropy = -jnp.sum(jnp.exp(own) * own, axis=-1)
-        variance = jnp.sum(jnp.exp(own) * own * own, axis=-1) - entropy**2
-        logprobs = jnp.take_along_axis(own, tokens[at + 1][:, None], axis=1)[:, 0]
-        return Scores(logprobs, entropy, variance, jnp.max(own, axis=-1))
+        return table[_before(start, len(tokens), n)]
 
     return jax.vmap(of_one)(tokens, starts)
 
 
-def objective(rules: Rules, found: Scores[jax.Array], sequences: Sequences) -> tuple[jax.Array, jax.Array]:
+def scores(table: jax.Array, tokens: jax.Array, starts: jax.Array) -> Scores[jax.Array]:
+    """Scores of the tokens after each prompt, [S, n], under `distributions` [S, n, V]; tokens as there."""
+
+    def of_one(own: jax.Array, tokens: jax.Array, start: jax.Array) -> Scores[jax.Array]:
+        entropy = -jnp.sum(jnp.exp(own) * own, axis=-1)
+        variance = jnp.sum(jnp.exp(own) * own * own, axis=-1) - entropy**2
+        targets = tokens[_before(start, len(tokens), len(own)) + 1]
+        logprobs = jnp.take_along_axis(own, targets[:, None], axis=1)[:, 0]
+        return Scores(logprobs, entropy, variance, jnp.max(own, axis=-1))
+
+    return jax.vmap(of_one)(table, tokens, starts)
+
+
+def _before(start: jax.Array, length: int, n: int) -> jax.Array:
+    """The positions [n] that predict the n tokens after a prompt of `start` tokens, in a sequence of this length."""
+    return jnp.minimum(start - 1 + jnp.arange(n), length - 2)
+
+
+def divergences(rules: Rules, table: jax.Array, theirs: jax.Array) -> jax.Array:
+    """The divergence [S, n] of the policy's distributions from a teacher's, log-probabilities [S, n, V] each.
+
+    It is `teacher_reverse` KL(policy || teacher) + (1 - teacher_reverse) KL(teacher || policy), and 0 if the teacher's
+    V is 0, since the loss then compares with none.
+    """
+    if not theirs.shape[-1]:
+        return jnp.zeros(table.shape[:2], table.dtype)
+    reverse = jnp.sum(jnp.exp(table) * (table - theirs), axis=-1)
+    forward = jnp.sum(jnp.exp(theirs) * (theirs - table), axis=-1)
+    return rules.teacher_reverse * reverse + (1 - rules.teacher_reverse) * forward
+
+
+def objective(
+    rules: Rules, found: Scores[jax.Array], sequences: Sequences, divergence: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The loss of one optimizer step, [], and the sum of its terms' absolute values, [].
 
-    An error of the loss is judged relative to that sum, since its terms may cancel. A KL is a difference of
-    log-probabilities that are nearly equal, so it counts by their size. So does the value of the hinge, which is 1
-    minus such a difference and may be nearly 0; its gradient has no such cancellation.
+    `divergence` [S, n] is that of `divergences`. An error of the loss is judged relative to that sum, since its terms
+    may cancel. A KL is a difference of log-probabilities that are nearly equal, so it counts by their size. So does the
+    value of the hinge, which is 1 minus such a difference and may be nearly 0; its gradient has no such cancellation.
     """
     losses = policy_losses(rules, found.logprobs, sequences) + kl_losses(rules, found.logprobs, sequences)
-    compared = rules.kl_coef if rules.kl not in ("none", "k1_reward") else 0.0
+    if divergence is not None:
+        losses += rules.teacher_weight * divergence
+    compared = sequences.kl_coef if rules.kl not in ("none", "k1_reward") else 0.0
     terms = jnp.where(sequences.valid, losses * sequences.weights, 0.0)
     sizes = jnp.where(sequences.valid, compared * found.logprobs * sequences.weights, 0.0)
     if rules.loss == "dpo_hinge":
@@ -311,18 +345,17 @@ def objective(rules: Rules, found: Scores[jax.Array], sequences: Sequences) -> t
         beta = rules.loss_options.get("beta", 0.1)
         sizes += stop_gradient(jnp.where(sequences.valid, beta * of_rows * sequences.weights, 0.0))
     entropy = jnp.sum(found.entropy * sequences.valid) / jnp.sum(sequences.valid)
-    bonus = rules.entropy_bonus * entropy
+    bonus = sequences.entropy_bonus * entropy
     return jnp.sum(terms) - bonus, jnp.sum(jnp.abs(terms) + jnp.abs(sizes)) + bonus
 
 
 def continuation_values(
     weights: Weights, tokens: jax.Array, starts: jax.Array, decoder: DecoderConfig, n: int
 ) -> jax.Array:
-    """A critic's values before each of the n tokens after each prompt, [S, n]; arguments as for `scores`."""
+    """A critic's values before each of the n tokens after each prompt, [S, n]; arguments as for `distributions`."""
 
     def of_one(tokens: jax.Array, start: jax.Array) -> jax.Array:
-        at = jnp.minimum(start - 1 + jnp.arange(n), len(tokens) - 2)
-        return values(weights, tokens, decoder)[at]
+        return values(weights, tokens, decoder)[_before(start, len(tokens), n)]
 
     return jax.vmap(of_one)(tokens, starts)
 
@@ -487,17 +520,22 @@ PREFERRED = {"dpo": _of_pairs, "ipo": _of_pairs, "dpo_hinge": _of_pairs, "kto": 
 
 
 def kl_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Array:
-    """The KL term of each token, [S, n]: with d = logprob - reference, d^2/2 (k2) or exp(-d) + d - 1 (k3)."""
+    """The KL term of each token, [S, n], with its weight and maybe the ratio; 0 without one in the loss."""
+    kl = kl_values(rules, logprobs, sequences)
+    if rules.kl_by_ratio:
+        old = sequences.sampled_logprobs if rules.old_logprobs == "sampler" else sequences.old_logprobs
+        kl = kl * jnp.exp(logprobs - old)
+    return sequences.kl_coef * kl
+
+
+def kl_values(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Array:
+    """The KL of each token, [S, n]: with d = logprob - reference, d^2/2 (k2) or exp(-d) + d - 1 (k3)."""
     if rules.kl in ("none", "k1_reward"):
         return jnp.zeros_like(logprobs)
     d = logprobs - sequences.reference_logprobs
     k2, k3 = d * d / 2, jnp.exp(-d) + d - 1
     plus = k2 + stop_gradient(jnp.minimum(k3, 10.0) - k2)  # the value of k3, at most 10, and the gradient of k2
-    kl = {"k2": k2, "k3": k3, "k3+": plus}[rules.kl]
-    if rules.kl_by_ratio:
-        old = sequences.sampled_logprobs if rules.old_logprobs == "sampler" else sequences.old_logprobs
-        kl = kl * jnp.exp(logprobs - old)
-    return rules.kl_coef * kl
+    return {"k2": k2, "k3": k3, "k3+": plus}[rules.kl]
 
 
 def _frequencies(rope: Rope) -> np.ndarray:

@@ -49,6 +49,8 @@ class Rules:
     dual_clip: float | None = None
     kl: Literal["none", "k1_reward", "k2", "k3", "k3+"] = "none"
     kl_coef: float = 0.0
+    kl_target: float | None = None
+    kl_gain: float = 0.1
     kl_by_ratio: bool = False
     correction: Literal["none", "truncate", "mask", "reject"] = "none"
     correction_level: Literal["token", "sequence", "mean"] = "token"
@@ -58,6 +60,9 @@ class Rules:
     off_policy_threshold: float | None = None
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
     entropy_bonus: float = 0.0
+    entropy_target: float | None = None
+    entropy_step: float = 0.005
+    entropy_bonus_max: float = 1.0
     top_entropy: float = 1.0
     router_loss_coef: float = 0.0
     mask_truncated: bool = False
@@ -72,6 +77,10 @@ class Rules:
     """Whether tokens are drawn with a repetition penalty, and the policy has none."""
     teacher_weight: float = 0.0
     """0: there is no teacher."""
+    teacher_loss: Literal["sampled", "full"] = "sampled"
+    teacher_reverse: float = 1.0
+    teacher_privileged: bool = False
+    """Whether the teacher reads a prompt of its own."""
     updates_per_batch: int = 1
     minibatches: int = 1
 
@@ -110,13 +119,9 @@ RULES: dict[str, Rules] = {
 """By the name of the recipe."""
 
 
-UNCERTIFIED = ("kl_target", "kl_gain", "entropy_target", "entropy_step", "entropy_bonus_max")
-"""Options of coefficients that follow a run, with which certify refuses a config."""
-
-
 def rules_of(config: AlgorithmConfig) -> Rules:
     """The rules of a config's recipe, with the options that the config sets. KeyError for a user's own recipe."""
-    options = config.model_dump(exclude={"recipe", *UNCERTIFIED}, exclude_none=True)
+    options = config.model_dump(exclude={"recipe"}, exclude_none=True)
     if options.get("loss") == "reinforce":
         options.setdefault("old_logprobs", "trainer")  # it has no ratio
     own = RULES[config.recipe]

@@ -18,7 +18,8 @@ from podium.certify.naive import Sequences
 from podium.certify.naive_rules import Rules
 
 Scored = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""A model: maps tokens [S, T] and prompt lengths [S] to log-probabilities [S, n] of the tokens after the prompts."""
+"""A model: maps tokens [S, T] and prompt lengths [S] to log-probabilities [S, n] of the tokens after the prompts, or to
+those of the whole vocabulary at their places, [S, n, V]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,8 @@ class Episode:
     """Name and value of each part, those without a weight included."""
     baseline: float = np.nan
     """The reward of its prompt's greedy completion; NaN: there is none, or it failed."""
+    privileged: tuple[int, ...] = ()
+    """The prompt of a teacher that reads another one."""
 
     @property
     def failed(self) -> bool:
@@ -68,6 +71,7 @@ class Room(NamedTuple):
     episodes: int  # S
     prompt: int  # tokens of the longest prompt
     continuation: int  # n
+    hint: int = 0  # tokens by which the prompt of a teacher that reads another one is longer
 
 
 def optimizer_steps(
@@ -91,7 +95,7 @@ def optimizer_steps(
         max_new_tokens: maximum length of a completion.
         policy: the policy before the step's first update.
         reference: the frozen first model; None if neither a KL nor the loss reads it.
-        teacher: None if the algorithm has none.
+        teacher: with `teacher_loss` full its whole distributions; None if the algorithm has none.
         critic: its values before each token, before the step's first update; None if the algorithm has none.
         entropy: the policy's entropy before each token, before the step's first update; None if nothing reads it.
     """
@@ -128,8 +132,9 @@ def optimizer_steps(
     else:
         found = advantages_of(rules, rewards, lengths[: len(flat)].reshape(shape))
         advantages[: len(flat)] = found.reshape(-1, 1)
+    taught = np.zeros((*trained.shape, 0))  # [S, n, V]
     if rules.teacher_weight and teacher is not None:
-        advantages = advantages + rules.teacher_weight * (teacher(tokens, starts) - policy(tokens, starts))
+        advantages, taught = _with_teacher(rules, advantages, flat, room, teacher, policy)
     entropies = np.zeros(trained.shape) if entropy is None else entropy(tokens, starts)
     old = policy(tokens, starts) if rules.old_logprobs == "trainer" else sampled
 
@@ -159,9 +164,26 @@ def optimizer_steps(
                         rules, tokens, starts, sampled, advantages, valid
                     ),
                     uncertain=uncertain_tokens(rules, entropies, valid),  # pyright: ignore[reportArgumentType]
+                    kl_coef=np.asarray(rules.kl_coef),  # pyright: ignore[reportArgumentType]
+                    entropy_bonus=np.asarray(rules.entropy_bonus),  # pyright: ignore[reportArgumentType]
+                    teacher=taught,  # pyright: ignore[reportArgumentType]
                 )
             )
     return made
+
+
+def _with_teacher(
+    rules: Rules, advantages: np.ndarray, episodes: Sequence[Episode], room: Room, teacher: Scored, policy: Scored
+) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages [S, n], and the teacher's distributions [S, n, V], where V is 0 if these are not in the loss."""
+    theirs = padded_tokens(episodes, room)
+    if rules.teacher_privileged:
+        own = [dataclasses.replace(each, prompt=each.privileged) for each in episodes]
+        theirs = padded_tokens(own, room._replace(prompt=room.prompt + room.hint))
+    if rules.teacher_loss == "full":
+        return advantages, teacher(*theirs)
+    distance = teacher(*theirs) - policy(*padded_tokens(episodes, room))
+    return advantages + rules.teacher_weight * distance, np.zeros((*advantages.shape, 0))
 
 
 def _reference_point(

@@ -14,7 +14,7 @@ import numpy as np
 
 from podium.algorithms.advantages import VALUES
 from podium.algorithms.recipes import Recipe, make_recipe
-from podium.certify.naive import Scores, Sequences, Weights, continuation_values, in_float64, scores
+from podium.certify.naive import Scores, Sequences, Weights, continuation_values, distributions, in_float64, scores
 from podium.certify.naive_rules import Rules, rules_of
 from podium.certify.naive_step import Episode, Room, optimizer_steps
 from podium.certify.result import BAR, RECURRENT_BAR
@@ -41,7 +41,7 @@ from podium.tasks.task import FAILED as FAILED_REWARD
 from podium.tasks.task import Prompt, Reward
 from podium.train.generate import Greedy, Group, Rollouts
 from podium.train.platform import machine_of
-from podium.train.scorers import Scorer, make_teacher_scorer
+from podium.train.scorers import OwnPrompts, Scorer, make_teacher_scorer
 from podium.train.setup import load_weights, make_model
 from podium.train.step import TrainSettings, make_values
 
@@ -66,6 +66,9 @@ REWARDS = {"correct": 0.8, "length": 0.3}
 RIGHT, RIGHT_FROM = "right", 0.5
 """A part of rewards without weight in the groups of `Subject.groups`: whether the total exceeds a bound."""
 SPAN_ARRAYS = ("tokens", "sampled_logprobs", "full_logprobs", "versions")
+HINT = 12  # most tokens that a privileged prompt has more than the policy's
+PRIVILEGED = "{question} {answer}"
+"""The template of these prompts; the naive implementation joins their tokens by itself."""
 ALIKE = 1  # index of the group whose completions all have the same reward
 TALK = 2  # index of the group whose longer episodes contain an environment's replies
 FAILED = 3  # index of the group in which an episode fails, in the checks of batches
@@ -79,13 +82,13 @@ class NaiveTeacher(NamedTuple):
     decoder: DecoderConfig
     weights: Arrays
 
-    def scorer(self, recipe: Recipe, settings: TrainSettings) -> Scorer | None:
-        """The trainer's scorer of this teacher; None if the recipe has none."""
+    def scorer(self, recipe: Recipe, settings: TrainSettings, own_prompts: OwnPrompts | None) -> Scorer | None:
+        """The trainer's scorer of this teacher, maybe with prompts of its own; None if the recipe has none."""
         if recipe.teacher is None:
             return None
         shardings = param_shardings(param_specs(self.decoder), settings.stored)
         params = {name: jax.device_put(value, shardings[name]) for name, value in self.weights.items()}
-        return make_teacher_scorer(recipe, settings, self.decoder, params)
+        return make_teacher_scorer(recipe, settings, self.decoder, params, own_prompts)
 
 
 class NaiveCritic(NamedTuple):
@@ -243,6 +246,7 @@ class Subject:
             episodes=self.config.prompts_per_step * self.config.group_size,
             prompt=LONGEST_PROMPT,
             continuation=self.longest,
+            hint=HINT,
         )
 
     @functools.cached_property
@@ -253,14 +257,18 @@ class Subject:
         return sequences
 
     def naive_steps(
-        self, groups: Sequence[Group], rules: Rules, weights: Arrays, valued: Arrays | None = None
+        self,
+        groups: Sequence[Group],
+        rules: Rules,
+        weights: Arrays,
+        valued: Arrays | None = None,
+        reference: Arrays | None = None,
     ) -> list[Sequences]:
         """The naive implementation's optimizer steps for one pass over `groups`, starting from `weights`.
 
-        `valued` are the critic's weights (None: the subject's).
+        `valued` are the critic's weights, and `reference` those of the reference model (None: the subject's).
         """
-        reference = self.reference if rules.kl != "none" or rules.preferences else None
-        teacher = self.teacher
+        anchor = (reference or self.reference) if rules.kl != "none" or rules.preferences else None
         critic = self.critic
         return optimizer_steps(
             rules,
@@ -269,15 +277,9 @@ class Subject:
             max_new_tokens=self.longest,
             policy=lambda tokens, starts: self.naive_scores(tokens, starts, weights).logprobs,
             reference=None
-            if reference is None
-            else (lambda tokens, starts: self.naive_scores(tokens, starts, reference).logprobs),
-            teacher=None
-            if teacher is None
-            else (
-                lambda tokens, starts: (
-                    self.naive_scores(tokens, starts, teacher.weights, decoder=teacher.decoder).logprobs
-                )
-            ),
+            if anchor is None
+            else (lambda tokens, starts: self.naive_scores(tokens, starts, anchor).logprobs),
+            teacher=self._taught(rules),
             critic=None
             if critic is None
             else (lambda tokens, starts: self._naive_values(tokens, starts, critic, valued or critic.weights)),
@@ -286,11 +288,27 @@ class Subject:
             else (lambda tokens, starts: self.naive_scores(tokens, starts, weights).entropy),
         )
 
+    def _taught(self, rules: Rules) -> Callable[[np.ndarray, np.ndarray], np.ndarray] | None:
+        """The naive teacher's log-probabilities after each prompt: of the tokens, or of the whole vocabulary."""
+        teacher = self.teacher
+        if teacher is None:
+            return None
+        if rules.teacher_loss == "sampled":
+            return lambda tokens, starts: (
+                self.naive_scores(tokens, starts, teacher.weights, decoder=teacher.decoder).logprobs
+            )
+        table = _naive_distributions(teacher.decoder, self.room.continuation)
+
+        def distributions_of(tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
+            with in_float64():
+                return np.asarray(table(_wide(teacher.weights), tokens, starts, self.config.rollout.temperature))
+
+        return distributions_of
+
     def _naive_values(self, tokens: np.ndarray, starts: np.ndarray, critic: NaiveCritic, weights: Arrays) -> np.ndarray:
         """The naive critic's values before the tokens after each prompt, [S, n] float64."""
         with in_float64():
-            wide = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
-            return np.asarray(_naive_values(critic.decoder, self.room.continuation)(wide, tokens, starts))
+            return np.asarray(_naive_values(critic.decoder, self.room.continuation)(_wide(weights), tokens, starts))
 
     def naive_scores(
         self,
@@ -312,21 +330,31 @@ class Subject:
             penalty: on repetition; 1: none, as for the trained policy.
         """
         with in_float64():
-            wide = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
             score = _naive_scorer(decoder or self.decoder, self.room.continuation)
             at = self.config.rollout.temperature if temperature is None else temperature
-            found = score(wide, tokens, starts, at, penalty)
+            found = score(_wide(weights), tokens, starts, at, penalty)
             return Scores(*(np.asarray(x) for x in found))
+
+
+def _wide(weights: Arrays) -> Weights:
+    """The weights in float64; within `in_float64`."""
+    return {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
 
 
 def episodes_of(group: Group) -> list[Episode]:
     """Convert a group's transcripts and rewards to episodes of the naive implementation."""
     baseline = np.nan if group.greedy is None else float(group.greedy.reward.total)
-    return [episode_of(each, reward, baseline) for each, reward in zip(group.transcripts, group.rewards, strict=True)]
+    hint = tuple(map(int, group.prompt.prompt.answer.split()))
+    return [
+        episode_of(each, reward, baseline, hint) for each, reward in zip(group.transcripts, group.rewards, strict=True)
+    ]
 
 
-def episode_of(transcript: Transcript, reward: Reward, baseline: float = np.nan) -> Episode:
-    """Convert a transcript to an episode of the naive implementation; `baseline` is its prompt's greedy reward."""
+def episode_of(transcript: Transcript, reward: Reward, baseline: float = np.nan, hint: tuple[int, ...] = ()) -> Episode:
+    """Convert a transcript to an episode of the naive implementation.
+
+    `baseline` is its prompt's greedy reward, and `hint` what a privileged teacher reads after the prompt.
+    """
     prompt, *spans = transcript.spans
     while spans and spans[-1].source != "drawn":
         spans.pop()
@@ -347,6 +375,7 @@ def episode_of(transcript: Transcript, reward: Reward, baseline: float = np.nan)
         parts=tuple((name, reward.parts[name], weight) for name, weight in reward.weights.items()),
         values=tuple(reward.parts.items()),
         baseline=baseline,
+        privileged=(*prompt.tokens.tolist(), *hint),
     )
 
 
@@ -370,7 +399,13 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
     rules = dataclasses.replace(rules, penalised=config.rollout.repetition_penalty != 1)
     teacher = None
     if config.teacher is not None:
-        rules = dataclasses.replace(rules, teacher_weight=config.teacher.weight)
+        rules = dataclasses.replace(
+            rules,
+            teacher_weight=config.teacher.weight,
+            teacher_loss=config.teacher.loss,
+            teacher_reverse=config.teacher.reverse,
+            teacher_privileged=config.teacher.prompt == "privileged",
+        )
         teacher = _tiny_teacher(decoder)
     charged = rules.advantage != "maxrl"  # its rewards must not be negative
     name = NAME if config.rollout.max_episode_tokens is None else CONVERSATIONS
@@ -515,7 +550,8 @@ def make_group(
 
     `turns` are the rewards of conversations' turns.
     """
-    task = TaskPrompt(task=0, prompt=Prompt(id=str(index), question="", answer=""), system_prompt=None)
+    question, answer = (" ".join(map(str, each)) for each in (transcripts[0].prompt.tolist(), _hint(index)))
+    task = TaskPrompt(task=0, prompt=Prompt(id=str(index), question=question, answer=answer), system_prompt=None)
     paid = [
         Reward(
             total=float(reward),
@@ -527,6 +563,11 @@ def make_group(
     ]
     baseline = Greedy(transcripts[0], Reward(total=greedy, parts={"correct": greedy}, weights={"correct": 1.0}))
     return Group(prompt=task, transcripts=transcripts, rewards=paid, greedy=baseline)
+
+
+def _hint(index: int) -> list[int]:
+    """The reference answer of a group, 1 to HINT tokens: what a teacher with prompts of its own reads besides."""
+    return [1 + (17 * index + 5 * place) % 300 for place in range(1 + 4 * index % HINT)]
 
 
 def one_device() -> jax.sharding.Mesh:
@@ -564,18 +605,6 @@ def _small_step(config: Config) -> Config:
             f"algorithm.recipe {config.algorithm.recipe} has a critic, and certify has no naive form of its advantage;"
             " certify the run with recipe ppo"
         )
-    if config.teacher is not None and config.teacher.loss == "full":
-        raise ValueError(
-            "teacher.loss full: certify has no naive form of it to compare with; certify the run with sampled"
-        )
-    if config.reference is not None:
-        raise ValueError("reference: certify compares with a reference that stays; leave it out to certify the run")
-    if twice.entropy_target is not None or twice.kl_target is not None:
-        name = "kl_target" if twice.entropy_target is None else "entropy_target"
-        raise ValueError(
-            f"algorithm.{name} {getattr(twice, name):g}: certify compares updates whose coefficients stay; leave it"
-            " unset, and certify the run with the coefficients that it starts with"
-        )
     if twice.router_loss_coef:
         raise ValueError(
             f"algorithm.router_loss_coef {twice.router_loss_coef:g}: certify has no naive form of it to compare with;"
@@ -610,6 +639,9 @@ def _small_step(config: Config) -> Config:
         "data": DataConfig(),  # the subject's task has few prompts
         "reward_models": [],  # rewards are an input of the update; the subject's task has its own
     }
+    if config.teacher is not None and config.teacher.prompt == "privileged":
+        own = {"template": PRIVILEGED, "max_prompt_tokens": LONGEST_PROMPT + HINT}
+        parts["teacher"] = config.teacher.model_copy(update=own)
     if config.critic is not None:
         parts["critic"] = config.critic.model_copy(update={"warmup_steps": 0})
     return config.model_copy(update={**parts, "prompts_per_step": PROMPTS, "group_size": group})
@@ -628,9 +660,25 @@ class _NaiveScorer(Protocol):
 
 @functools.cache
 def _naive_scorer(decoder: DecoderConfig, n: int) -> _NaiveScorer:
+    def scored(
+        weights: Weights, tokens: jax.Array, starts: jax.Array, temperature: float, penalty: float
+    ) -> Scores[jax.Array]:
+        return scores(distributions(weights, tokens, starts, decoder, temperature, penalty, n), tokens, starts)
+
+    return jax.jit(scored)
+
+
+class _NaiveDistributions(Protocol):
+    def __call__(
+        self, weights: Weights, tokens: np.ndarray, starts: np.ndarray, temperature: float, /
+    ) -> jax.Array: ...
+
+
+@functools.cache
+def _naive_distributions(decoder: DecoderConfig, n: int) -> _NaiveDistributions:
     return jax.jit(
-        lambda weights, tokens, starts, temperature, penalty: scores(
-            weights, tokens, starts, decoder, temperature, penalty, n
+        lambda weights, tokens, starts, temperature: distributions(
+            weights, tokens, starts, decoder, temperature, 1.0, n
         )
     )
 

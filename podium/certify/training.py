@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from podium.algorithms.controllers import first_coefs
 from podium.certify.ledgers import Ledger, Ledgers
 from podium.certify.naive_optimizer import gradient_norm
 from podium.certify.naive_rules import rules_of
@@ -37,13 +38,19 @@ from podium.train.distributed import AgreedStop
 from podium.train.generate import Group
 from podium.train.loop import run_steps
 from podium.train.run import RunParts, SaveTimer
+from podium.train.scorers import OwnPrompts
 from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
 from podium.train.signals import StopSignal
-from podium.train.state import TrainState, abstract_state, init_state
+from podium.train.state import TrainState, abstract_coefs, abstract_state, init_state, with_coefs
 from podium.train.step import Metrics, TrainStep
 from podium.train.trainer import Trainer
 
 STEPS = 3
+STEPS_OF_A_MOVING_REFERENCE = 5
+SYNC_EVERY = 2
+"""Steps between two changes of a moving reference: the last of five steps compares with one that has moved twice."""
+KL_GAIN = 2.0
+"""Least `kl_gain` of an adapted KL, whose coefficient would otherwise hardly change in a few steps."""
 RATE = 1e-3
 """Learning rate of every rule except sgd; log-probabilities change by a few hundredths of a nat."""
 SGD_RATE = 0.03
@@ -59,6 +66,8 @@ class OptimizerStep(NamedTuple):
     gradient: Arrays
     loss: float
     after: Arrays
+    coefs: Mapping[str, float]
+    """The weights of its loss that the run adapts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +80,10 @@ class Step:
     updates: list[OptimizerStep]
     critic: Arrays
     """The critic's weights before the step; empty without a critic."""
+    reference: Arrays
+    """Those of a reference that moves; empty if it stays."""
+    coefs: Mapping[str, float]
+    """The numbers that the run adapts, before the step; empty if it adapts none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,9 +109,11 @@ def training_config(subject: Subject) -> Config:
     """The subject's config for a short run in which every option has an effect."""
     config, rules = subject.config, subject.rules
     once = rules.loss == "reinforce"
+    naive = naive_update(subject, subject.sequences, subject.weights)
     algorithm = {"minibatches": 1 if once else 2, "updates_per_batch": 1 if once else 2}
+    algorithm |= _targets(subject, naive.entropy)
     given = config.train.optimizer
-    norm = gradient_norm(naive_update(subject, subject.sequences, subject.weights).gradient)
+    norm = gradient_norm(naive.gradient)
     changed = {
         "learning_rate": SGD_RATE if given.name == "sgd" else RATE,
         "warmup_steps": WARMUP,
@@ -113,10 +128,29 @@ def training_config(subject: Subject) -> Config:
         "algorithm": config.algorithm.model_copy(update=algorithm),
         "train": config.train.model_copy(update=train),
         "eval": evaluation,
-        "steps": STEPS,
+        "steps": STEPS if config.reference is None else STEPS_OF_A_MOVING_REFERENCE,
+        "reference": config.reference and config.reference.model_copy(update={"sync_every": SYNC_EVERY}),
         "group_size": 1 if subject.recipe.data_form == "text" and subject.recipe.demonstrations else config.group_size,
     }
     return config.model_copy(update=parts)
+
+
+def _targets(subject: Subject, entropy: float) -> dict[str, float]:
+    """Replace the targets of adapted coefficients by what the clone has, so that they move, both ways.
+
+    `entropy` is the mean of the subject's own step. The bonus then meets its bounds within half a step of its start.
+    """
+    rules, found = subject.rules, dict[str, float]()
+    if rules.entropy_target is not None:
+        most = rules.entropy_bonus + 0.5 * rules.entropy_step
+        found |= {"entropy_target": entropy, "entropy_bonus_max": most}
+    if rules.kl_target is not None:
+        own = subject.sequences
+        valid = np.asarray(own.valid)
+        logprobs = subject.naive_scores(np.asarray(own.tokens), np.asarray(own.starts), subject.weights).logprobs
+        distances = (logprobs - np.asarray(own.reference_logprobs)) ** 2 / 2
+        found |= {"kl_target": float(distances[valid].mean()), "kl_gain": max(rules.kl_gain, KL_GAIN)}
+    return found
 
 
 def with_other_options(subject: Subject) -> Subject:
@@ -135,7 +169,9 @@ def with_other_options(subject: Subject) -> Subject:
         mask_truncated=True,
         updates_per_batch=2,
     )
-    config = subject.config.model_copy(update={"algorithm": algorithm, "teacher": None, "critic": None})
+    config = subject.config.model_copy(
+        update={"algorithm": algorithm, "teacher": None, "critic": None, "reference": None}
+    )
     other = dataclasses.replace(
         subject,
         config=config,
@@ -151,7 +187,7 @@ def with_other_options(subject: Subject) -> Subject:
 
 
 def watch_training(subject: Subject) -> Training:
-    """Train the subject for `STEPS` steps and record them; then resume before the last one, and record it again."""
+    """Train the subject for a few steps and record them; then resume before the last one, and record it again."""
     config, mesh = training_config(subject), one_device()
     spec = run_spec(config, subject.decoder, mesh)
     optimizer = keeping_gradient(make_run_optimizer(spec.optimizer, subject.decoder))
@@ -170,6 +206,12 @@ def watch_training(subject: Subject) -> Training:
         abstract_first = first and jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), first
         )
+        behind = None
+        if spec.teacher_batch is not None:
+            behind = OwnPrompts(of=rollouts.feed.privileged, sizes=spec.teacher_batch)
+        moving, anchor = None, None if subject.reference is None else subject.params(mesh, subject.reference)
+        if spec.reference is not None:
+            moving, anchor = anchor, None
         trainer = _Watched(
             Trainer(
                 spec.recipe,
@@ -177,15 +219,16 @@ def watch_training(subject: Subject) -> Training:
                 optimizer,
                 sizes=spec.batch,
                 schedule=spec.optimizer,
-                reference=None if subject.reference is None else subject.params(mesh, subject.reference),
+                reference=anchor,
                 folder=Path(folder),
                 frozen=frozen,
-                teacher=subject.teacher and subject.teacher.scorer(spec.recipe, settings),
+                teacher=subject.teacher and subject.teacher.scorer(spec.recipe, settings, behind),
                 critic=critic,
+                moving=spec.reference,
             )
         )
         silent: Any = _Silent()
-        saving = CheckpointConfig(every_steps=STEPS - 1, every_minutes=0.0)
+        saving = CheckpointConfig(every_steps=spec.steps - 1, every_minutes=0.0)
         checkpointer = Checkpointer(Path(folder) / "checkpoints", saving, base_of(frozen))
         stack.callback(checkpointer.close)
         run = RunParts(
@@ -202,13 +245,20 @@ def watch_training(subject: Subject) -> Training:
             save_timer=SaveTimer(0.0),
             resources=stack,
         )
-        run_steps(run, dataclasses.replace(init_state(subject.trained(mesh), optimizer), critic=first), 0)
+        coefs = first_coefs(spec.recipe)
+        begun = dataclasses.replace(init_state(subject.trained(mesh), optimizer), critic=first, reference=moving)
+        run_steps(run, with_coefs(begun, coefs), 0)
         abstract = abstract_params(trained_specs(subject.decoder), jnp.float32, ShardingRules(mesh, TRAIN_AXES))
-        restored = dataclasses.replace(abstract_state(abstract, optimizer), critic=abstract_first)
-        state, saved = checkpointer.restore(STEPS - 1, restored)
+        restored = dataclasses.replace(
+            abstract_state(abstract, optimizer),
+            critic=abstract_first,
+            reference=None if moving is None else abstract,
+            coefs=abstract_coefs(abstract, coefs),
+        )
+        state, saved = checkpointer.restore(spec.steps - 1, restored)
         rollouts.position = Position.read(saved, rollouts.feed)
-        rollouts.load(state.params, version=STEPS - 1)
-        run_steps(run, state, STEPS - 1)
+        rollouts.load(state.params, version=spec.steps - 1)
+        run_steps(run, state, spec.steps - 1)
     *steps, resumed = trainer.steps
     last = steps[-1]
     trained = last.updates[-1].after if last.updates else last.weights
@@ -247,9 +297,15 @@ class _Watched:
 
     def prepare(self, state: TrainState, groups: Sequence[Group]) -> Any:
         """Record the step, then call the trainer's `prepare`."""
-        critic = {} if state.critic is None else _copied(state.critic.params)
-        weights = _copied({**state.params, **self.frozen})
-        self.steps.append(Step(weights=weights, groups=groups, updates=[], critic=critic))
+        step = Step(
+            weights=_copied({**state.params, **self.frozen}),
+            groups=groups,
+            updates=[],
+            critic={} if state.critic is None else _copied(state.critic.params),
+            reference=_copied(state.reference or {}),
+            coefs=_numbers(state.coefs),
+        )
+        self.steps.append(step)
         return self._trainer.prepare(state, groups)
 
     def _train_step(
@@ -258,7 +314,8 @@ class _Watched:
         before = _copied(state.params)
         state, metrics = self._run(state, batch, frozen)
         links: Any = state.opt_state
-        seen = OptimizerStep(before, _copied(links[0]), float(metrics["loss"]), _copied(state.params))
+        after = _copied(state.params)
+        seen = OptimizerStep(before, _copied(links[0]), float(metrics["loss"]), after, _numbers(batch.coefs))
         self.steps[-1].updates.append(seen)
         return state, metrics
 
@@ -285,3 +342,7 @@ class _Silent:
 def _copied(params: Mapping[str, jax.Array]) -> Arrays:
     """Copy arrays to the host, since the trainer donates theirs."""
     return {name: np.array(value) for name, value in params.items()}
+
+
+def _numbers(coefs: Mapping[str, jax.Array]) -> dict[str, float]:
+    return {name: float(value) for name, value in coefs.items()}

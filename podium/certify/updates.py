@@ -16,19 +16,23 @@ import optax
 from numpy.typing import ArrayLike
 
 from podium.algorithms.advantages import VALUES
-from podium.algorithms.recipes import Recipe
+from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
 from podium.certify.naive import (
     Sequences,
     Weights,
     continuation_values,
+    distributions,
+    divergences,
     in_float32,
     in_float64,
+    kl_values,
     objective,
     scores,
     value_objective,
 )
 from podium.certify.naive_rules import Rules
 from podium.certify.subject import (
+    HINT,
     LONGEST,
     LONGEST_PROMPT,
     MAX_NEW_TOKENS,
@@ -48,10 +52,10 @@ from podium.train.generate import Group
 from podium.train.packing import Packing
 from podium.train.platform import machine_of
 from podium.train.prepare import pack_step, prepare_step
-from podium.train.scorers import Scorer, make_scorers
+from podium.train.scorers import OwnPrompts, Scorer, make_scorers, teacher_head
 from podium.train.setup import make_train_settings
 from podium.train.state import init_state
-from podium.train.step import TrainPrograms, TrainSettings, make_train_programs, make_value_step
+from podium.train.step import TEACHER_HEAD, TrainPrograms, TrainSettings, make_train_programs, make_value_step
 
 PLAIN: Mapping[str, Any] = {
     "remat": "none",
@@ -92,6 +96,10 @@ class NaiveUpdate(NamedTuple):
     loss: float
     gradient: Arrays
     sizes: Sizes
+    entropy: float
+    """Mean over the trained tokens, in nats."""
+    kl: float
+    """Mean of the loss's KL to the reference over the trained tokens, in nats; 0 without one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,9 +167,10 @@ class Updates:
         subject = self.subject
         params, frozen = subject.trained(form.mesh), subject.frozen(form.mesh)
         placed = self._prepared(form, settings, programs, groups or subject.groups, params | frozen)
+        taught = self._teacher_head(settings)
         state, found = init_state(params, _keeping_gradient(RATE)), []
         for _ in range(times):
-            state, metrics = programs.train_step(state, placed, frozen)
+            state, metrics = programs.train_step(state, placed, frozen | taught)
             found.append(Update(float(metrics["loss"]), _host(state.opt_state), _host(state.params | frozen)))
         return found
 
@@ -185,10 +194,23 @@ class Updates:
         reference = None
         if subject.reference is not None and self.recipe.needs_reference:
             reference = subject.params(form.mesh, subject.reference)
-        teacher = subject.teacher and subject.teacher.scorer(self.recipe, settings)
+        teacher = subject.teacher and subject.teacher.scorer(self.recipe, settings, self._own_prompts(form))
         made = make_scorers(self.recipe, settings, programs.score, reference, teacher)
         critic = subject.critic and subject.critic.scorer(self.recipe, settings)
         return made if critic is None else (*made, critic)
+
+    def _own_prompts(self, form: Form) -> OwnPrompts | None:
+        """The prompts of a teacher that reads others than the policy, made by the run's own feed."""
+        if not self.subject.rules.teacher_privileged:
+            return None
+        return OwnPrompts(of=self.subject.rollouts.feed.privileged, sizes=privileged_sizes(form, self.subject))
+
+    def _teacher_head(self, settings: TrainSettings) -> Params:
+        """The teacher's head, if updates compare its distributions with the policy's."""
+        teacher = self.subject.teacher and self.subject.teacher.scorer(self.recipe, settings, None)
+        if teacher is None or teacher.params is None or teacher.name != TEACHER_HIDDEN:
+            return {}
+        return {TEACHER_HEAD: teacher_head(teacher.params)}
 
     def value_update(self, form: Form, *, clip: float | None) -> tuple[Update, Update]:
         """The critic's update on the subject's groups in this form, and the naive one in float64.
@@ -251,10 +273,11 @@ def naive_update(
         own = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
         sequences = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), sequences)
         gradient = _naive_gradient(subject.decoder, subject.rules, subject.config.rollout.temperature)
-        (loss, size), of_loss, of_size = gradient(own, sequences)
+        found, of_loss, of_size = gradient(own, sequences)
         gradients = {name: np.asarray(of_loss[name]) for name in trained_specs(subject.decoder)}
         norms = {name: max(_norm(value), _norm(np.asarray(of_size[name]))) for name, value in gradients.items()}
-        return NaiveUpdate(float(loss), gradients, Sizes(float(size), norms))
+        loss, size, entropy, kl = (float(x) for x in found)
+        return NaiveUpdate(loss, gradients, Sizes(size, norms), entropy, kl)
 
 
 def moved(positions: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -292,6 +315,11 @@ def sizes_of(form: Form, subject: Subject) -> BatchSizes:
         choices=subject.decoder.choices if form.train.get("replay_routing") else 0,
         choice_format=subject.decoder.choice_format,
     )
+
+
+def privileged_sizes(form: Form, subject: Subject) -> BatchSizes:
+    """The sizes of the batches that a teacher with prompts of its own scores."""
+    return dataclasses.replace(sizes_of(form, subject), row_tokens=form.row_tokens + HINT, choices=0)
 
 
 def loss_difference(found: float, expected: float, sizes: Sizes) -> float:
@@ -343,25 +371,40 @@ def _keeping_gradient(rate: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
 
 
+class _Values(NamedTuple):
+    """What the naive implementation computes of an optimizer step, [] each."""
+
+    loss: jax.Array
+    size: jax.Array
+    entropy: jax.Array
+    kl: jax.Array
+
+
 class _NaiveGradient(Protocol):
     def __call__(
         self, weights: Weights, sequences: Sequences, /
-    ) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]: ...
+    ) -> tuple[_Values, dict[str, jax.Array], dict[str, jax.Array]]: ...
 
 
 @functools.cache
 def _naive_gradient(decoder: DecoderConfig, rules: Rules, temperature: float) -> _NaiveGradient:
     """Compile the naive loss and its size with the gradients of both."""
 
-    def loss_and_size(weights: Weights, sequences: Sequences) -> tuple[jax.Array, jax.Array]:
-        n = sequences.valid.shape[1]
-        found = scores(weights, sequences.tokens, sequences.starts, decoder, temperature, 1.0, n)
-        return objective(rules, found, sequences)
+    def values_of(weights: Weights, sequences: Sequences) -> _Values:
+        n, starts = sequences.valid.shape[1], sequences.starts
+        table = distributions(weights, sequences.tokens, starts, decoder, temperature, 1.0, n)
+        found = scores(table, sequences.tokens, starts)
+        loss, size = objective(rules, found, sequences, divergences(rules, table, sequences.teacher))
+        count = jnp.sum(sequences.valid)
+        kl = kl_values(rules, found.logprobs, sequences)
+        means = [jnp.sum(jnp.where(sequences.valid, x, 0.0)) / count for x in (found.entropy, kl)]
+        return _Values(loss, size, *means)
 
     @jax.jit
-    def gradients(weights: Weights, sequences: Sequences) -> tuple[Any, Any, Any]:
-        values, pull = jax.vjp(lambda each: loss_and_size(each, sequences), weights)
-        (both,) = jax.vmap(pull)((jnp.array([1.0, 0.0]), jnp.array([0.0, 1.0])))
+    def gradients(weights: Weights, sequences: Sequences) -> tuple[_Values, Any, Any]:
+        values, pull = jax.vjp(lambda each: values_of(each, sequences), weights)
+        none = jnp.zeros(2)
+        (both,) = jax.vmap(pull)(_Values(jnp.array([1.0, 0.0]), jnp.array([0.0, 1.0]), none, none))
         return values, {name: each[0] for name, each in both.items()}, {name: each[1] for name, each in both.items()}
 
     return gradients

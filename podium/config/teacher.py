@@ -1,17 +1,23 @@
 """The settings of a teacher: a frozen model whose distributions the policy learns, on its own completions."""
 
+import re
+import string
 from typing import Literal
 
 from podium.config.lora import Base
-from podium.config.section import Fraction, PositiveFloat, Section
+from podium.config.section import Fraction, Positive, PositiveFloat, Section
+
+QUESTION, ANSWER = "question", "answer"
+"""Names in a template that are no columns: the text of the policy's last message, and the reference answer."""
+COLUMN = re.compile(r"[^\W\d][\w -]*")
 
 
 class TeacherConfig(Section):
     """On-policy distillation: the teacher's model, and what it adds to the recipe (docs/algorithms.md)."""
 
     model: str
-    """The teacher, named like `model`. Its tokenizer must be the same, token by token. It is read again, and not saved
-    with the run's checkpoints."""
+    """The teacher, named like `model`, or `model` itself behind another prompt. Its tokenizer must be the same, token
+    by token. It is read again, and not saved with the run's checkpoints."""
     weight: PositiveFloat = 1.0
     """Weight of the teacher beside the recipe's own advantages, which are about 1 after GRPO's normalisation."""
     loss: Literal["sampled", "full"] = "sampled"
@@ -23,3 +29,30 @@ class TeacherConfig(Section):
     base: Base = "bfloat16"
     """Storage format of its layers' matrices, except experts: these are bfloat16. int8: half the memory, with a scale
     per output; nf4: 0.28 of it, with a scale per 64 numbers (`lora.base`)."""
+    prompt: Literal["same", "privileged"] = "same"
+    """What the teacher reads before a completion. same: the policy's prompt; privileged: the same messages, but the
+    last one of the user is made from `template`, which may tell the solution. Only with `loss: sampled`."""
+    template: str | None = None
+    """The privileged message: `{question}` is the policy's message, `{answer}` the reference answer, and any other name
+    a column of the task's data, such as `{solution}`; `{{` is a brace."""
+    max_prompt_tokens: Positive | None = None
+    """Longest privileged prompt in tokens; unset: rollout.max_prompt_tokens. Prompts whose privileged form is longer
+    are treated as `rollout.long_prompts` says."""
+
+
+def template_names(template: str) -> tuple[str, ...]:
+    """The names in a template's braces, each once, in order.
+
+    Raises ValueError if there is none, or if braces hold anything but a name.
+    """
+    try:
+        fields = [each[1:] for each in string.Formatter().parse(template) if each[1] is not None]
+    except ValueError as error:
+        raise ValueError(f"{template!r} cannot be read ({error}); write a brace as {{{{ or }}}}") from None
+    for name, format_spec, conversion in fields:
+        if not name or not COLUMN.fullmatch(name) or format_spec or conversion:
+            rule = f"{template!r}: braces hold the name of a column alone, and {name!r} is none or has more behind it"
+            raise ValueError(f"{rule}; write {{question}}, {{answer}} or a column's name, and a brace as {{{{ or }}}}")
+    if not fields:
+        raise ValueError(f"{template!r} has no name in braces, so it is the same for every prompt; write {{question}}")
+    return tuple(dict.fromkeys(name for name, _, _ in fields if name))

@@ -19,6 +19,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -70,6 +71,11 @@ MAY_CHANGE = (
     "checkpoint",
     "metrics",
     "grading.workers",
+    "grading.judges.*.url",
+    "grading.judges.*.key_env",
+    "grading.judges.*.timeout_s",
+    "grading.judges.*.retries",
+    "grading.judges.*.concurrency",
     "rollout.layout",
     "rollout.group_chips",
     "rollout.slots",
@@ -88,7 +94,7 @@ MAY_CHANGE = (
 )
 """Keys (or whole sections) that may differ from the stored config when a run resumes, because they affect where and how
 fast a run trains and how it is observed, but not what it learns. `steps` may also change if `train.optimizer.schedule`
-is constant; other schedules depend on it."""
+is constant; other schedules depend on it. A `*` stands for any place in a list."""
 
 
 class RunInUseError(RunFileError):
@@ -386,7 +392,7 @@ def _check_agreement(path: Path, settings: Settings) -> None:
     differences = [
         f"    {key}: {old!r} there, {new!r} now"
         for key, (old, new) in changed.items()
-        if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in free)
+        if not any(_is_below(re.sub(r"\.\d+\b", ".*", key), allowed) for allowed in free)
     ]
     if differences:
         listing = "\n".join(differences)
@@ -394,6 +400,10 @@ def _check_agreement(path: Path, settings: Settings) -> None:
             f"run folder {path} holds a run with another config:\n{listing}\n"
             f"restore these to continue it; to start afresh set another name, or delete the folder {path}"
         )
+
+
+def _is_below(key: str, section: str) -> bool:
+    return key == section or key.startswith(f"{section}.")
 
 
 def read_config(path: Path) -> Config:

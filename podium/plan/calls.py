@@ -6,8 +6,9 @@ import math
 import podium.plan.estimate as closed_form
 from podium.config.sizes import steps_at_once
 from podium.plan.estimate import PhaseEstimate
-from podium.plan.sizes import RunSizes
-from podium.plan.workload import Workload
+from podium.plan.packing import packed
+from podium.plan.sizes import RunSizes, TeacherRows
+from podium.plan.workload import SequenceLengths, Workload, longer_prompts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,28 @@ def update_calls(run: RunSizes, micro_batches: int) -> list[Call]:
     if scores:
         trained.insert(0, ("score", closed_form.score_phase(run), scores))
     made = [_call(run, name, form, times, rounds=own, repeats=times * own) for name, form, times in trained]
-    return [dataclasses.replace(each, attended=run.attended) for each in made]
+    made = [dataclasses.replace(each, attended=run.attended) for each in made]
+    if (rows := run.behind_own_prompts) is None:
+        return made
+    return [_with_rows(each, rows) if each.phase == "teacher" else each for each in made]
+
+
+def packed_run(run: RunSizes, drawn: SequenceLengths) -> tuple[RunSizes, int]:
+    """The sizes with what packing a step's completions tells, and the number of its micro-batches."""
+    spec, attention = run.spec, run.update.attention
+    count, attended = packed(drawn, spec.batch, minibatches=spec.recipe.minibatches, attention=attention)
+    behind = None
+    if spec.teacher_batch is not None:
+        longer = longer_prompts(drawn, spec.teacher_batch.row_tokens - spec.batch.row_tokens)
+        own, seen = packed(longer, spec.teacher_batch, minibatches=spec.recipe.minibatches, attention=attention)
+        behind = TeacherRows(own / count, seen)
+    return dataclasses.replace(run, attended=attended, behind_own_prompts=behind), count
+
+
+def _with_rows(call: Call, rows: TeacherRows) -> Call:
+    """A call on a teacher's own rows, from one on the policy's."""
+    share = rows.micro_batches
+    return dataclasses.replace(call, rounds=call.rounds * share, repeats=call.repeats * share, attended=rows.attended)
 
 
 def _call(

@@ -227,7 +227,10 @@ def teacher_phase(run: RunSizes) -> PhaseEstimate:
     """Log-probabilities of a batch under the teacher, or its hidden states, of which the update makes logits."""
     teacher = run.of_teacher
     assert teacher is not None, "the run has a teacher"
-    form = _scoring("teacher", teacher, in_updates(run) | _batch(run))
+    batch = _batch(run)
+    if run.spec.teacher_batch is not None:  # beside the policy's
+        batch = {"batch": batch["batch"] + _batch(teacher)["batch"]}
+    form = _scoring("teacher", teacher, in_updates(run) | batch)
     return dataclasses.replace(form, flops=form.flops - run.compares * _logits_flops(teacher))
 
 

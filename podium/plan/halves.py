@@ -16,18 +16,18 @@ from podium.config.section import Section
 from podium.config.sizes import check_split, table_pages
 from podium.models.presets import find_decoder
 from podium.plan.calibration import find_chip
-from podium.plan.calls import Call, rollout_calls, update_calls
+from podium.plan.calls import Call, packed_run, rollout_calls, update_calls
 from podium.plan.device import Device, closed_form_roofline
 from podium.plan.estimate import decode_phase
 from podium.plan.knobs import value_of
-from podium.plan.packing import packed, packed_rows
+from podium.plan.packing import packed_rows
 from podium.plan.planner import is_compiled
 from podium.plan.result import Phase, margin, total
 from podium.plan.sizes import RunSizes, make_sizes
 from podium.plan.study import Change, Changes, Value
 from podium.plan.workload import SequenceLengths, no_rollout, simulate_rollout
 from podium.run.machine import Machine
-from podium.run.resolve import resolve_batch, resolve_update
+from podium.run.resolve import resolve_batch, resolve_teacher_batch, resolve_update
 from podium.run.sizes import row_tokens
 
 APART = 1.15  # ratio between neighbouring numbers of rows that are tried
@@ -195,12 +195,12 @@ class Halves:
         changed, spec = with_changes(config, changes), run.spec
         batch = resolve_batch(changed, run.decoder, run.mesh)
         spec = dataclasses.replace(
-            spec, batch=batch, update=resolve_update(changed, Machine.planned(self.machine), run.mesh)
+            spec,
+            batch=batch,
+            teacher_batch=spec.teacher and resolve_teacher_batch(changed, spec.teacher, run.mesh),
+            update=resolve_update(changed, Machine.planned(self.machine), run.mesh),
         )
-        count, attended = packed(
-            self.drawn, batch, minibatches=spec.recipe.minibatches, attention=spec.update.attention
-        )
-        sized = RunSizes(spec=spec, attended=attended)
+        sized, count = packed_run(RunSizes(spec=spec), self.drawn)
         phases, seconds = self._cost(update_calls(sized, count), sized)
         remat, grouped = values["train.remat"], spec.update.row_groups > 1
         half = Half(

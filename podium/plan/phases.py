@@ -117,8 +117,12 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
         beside = moments | anchor | teachers | critics | kept | {"batch": waiting - device_bytes(batch)}
         found["score"] = _phase(score, (params | frozen, batch), beside)
     if spec.teacher is not None and recipe.teacher is not None:
-        own_batch = dataclasses.replace(batch, choices=None)
-        held = {"reward_weights": teachers["reward_weights"], "batch": waiting - device_bytes(own_batch)}
+        own_batch, held = dataclasses.replace(batch, choices=None), {"reward_weights": teachers["reward_weights"]}
+        if spec.teacher_batch is None:
+            held["batch"] = waiting - device_bytes(own_batch)
+        else:
+            own_batch = abstract_batch(make_batch([], spec.teacher_batch)[0], settings.computing)
+            held["batch"] = waiting
         beside = own | moments | anchor | under | critics | kept | held
         found["teacher"] = _phase(
             make_teacher_program(recipe.teacher, settings, spec.teacher), (taught, own_batch), beside

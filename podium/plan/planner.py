@@ -15,12 +15,11 @@ from podium.config.sizes import slot_sizes
 from podium.models.architecture import DecoderConfig
 from podium.models.presets import find_decoder
 from podium.plan.calibration import Chip, find_chip
-from podium.plan.calls import Call, step_calls
+from podium.plan.calls import Call, packed_run, step_calls
 from podium.plan.compile import OnProgress, cache_folder, compile_phases
 from podium.plan.device import Device, rate
 from podium.plan.explain import explain
 from podium.plan.formatting import number
-from podium.plan.packing import packed
 from podium.plan.result import Phase, Plan, Seconds, Verdict, judge, total
 from podium.plan.sizes import RunSizes, make_sizes
 from podium.plan.topology import compiler_versions
@@ -87,10 +86,7 @@ def make_plan(
     replies = None if spec.recipe.demonstrations else drawn.replies
     if replies is not None:
         workload = with_all_sizes(run, workload)
-    micro_batches, attended = packed(
-        drawn, spec.batch, minibatches=spec.recipe.minibatches, attention=run.update.attention
-    )
-    run = dataclasses.replace(run, attended=attended)
+    run, micro_batches = packed_run(run, drawn)
     calls = step_calls(run, workload, micro_batches)
     names = {} if fast or not is_compiled(config, accelerator) else _slowest_first(calls)
     compiled = compile_phases(make_jobs(config, decoder, accelerator, names, whole), progress=progress) if names else {}

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from podium.accelerators import Accelerator
 from podium.algorithms.recipes import TEACHER_HIDDEN
@@ -38,6 +39,15 @@ ITEMSIZES = {"float32": F32, "bfloat16": 2}
 Parts = Mapping[str, int]  # logical axis -> number of parts it is split into
 
 
+class TeacherRows(NamedTuple):
+    """The rows of a teacher that reads longer prompts than the policy."""
+
+    micro_batches: float
+    """For each micro-batch of the policy."""
+    attended: float
+    """As `RunSizes.attended`."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSizes:
     """The sizes of a run on a machine, from which its phases are estimated."""
@@ -46,6 +56,8 @@ class RunSizes:
     """The resolved run; its machine is in the table of accelerators."""
     attended: float = 1.0
     """Share of the blocks on or below the diagonal that attention kernels compute in an update."""
+    behind_own_prompts: "TeacherRows | None" = None
+    """The rows of a teacher that reads its own prompts; None: it scores the policy's."""
 
     @property
     def decoder(self) -> DecoderConfig:
@@ -54,10 +66,17 @@ class RunSizes:
 
     @property
     def of_teacher(self) -> "RunSizes | None":
-        """The sizes of the same run with the teacher's decoder in place of the policy's; None without a teacher."""
-        teacher = self.spec.teacher
-        spec = self.spec
-        return teacher and dataclasses.replace(self, spec=dataclasses.replace(spec, decoder=teacher, teacher=None))
+        """The sizes of the same run with the teacher in place of the policy; None without a teacher.
+
+        Its batches are those that it scores, behind its own prompts or the policy's.
+        """
+        spec, teacher = self.spec, self.spec.teacher
+        own, rows = spec.teacher_batch or spec.batch, self.behind_own_prompts
+        return teacher and dataclasses.replace(
+            self,
+            spec=dataclasses.replace(spec, decoder=teacher, batch=own, teacher=None, teacher_batch=None),
+            attended=self.attended if rows is None else rows.attended,
+        )
 
     @property
     def of_critic(self) -> "RunSizes | None":

@@ -207,6 +207,11 @@ def _conversing(alone: SequenceLengths, replies: Replies, rollout: RolloutConfig
     return dataclasses.replace(alone, completions=np.clip(drawn, replies.turns, room) + given, replies=replies)
 
 
+def longer_prompts(lengths: SequenceLengths, tokens: int) -> SequenceLengths:
+    """The lengths of a step whose prompts are all this much longer, as a teacher with prompts of its own reads them."""
+    return dataclasses.replace(lengths, prompts=lengths.prompts + tokens)
+
+
 def no_rollout(lengths: SequenceLengths) -> Workload:
     """The workload of a step that learns from completions in the data: nothing is generated."""
     return Workload(

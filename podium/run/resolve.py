@@ -25,6 +25,8 @@ from podium.run.sizes import (
     batch_sequences,
     optimizer_steps,
     pairs_of_data,
+    privileged_row_tokens,
+    privileged_tokens,
     prompts_in_flight,
     row_groups,
     row_tokens,
@@ -36,6 +38,7 @@ from podium.run.spec import (
     CriticSpec,
     Format,
     OptimizerSpec,
+    PrivilegedSpec,
     PromptSpec,
     RewardModelSpec,
     RolloutSpec,
@@ -73,6 +76,12 @@ def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: M
     for model, most in positions.items():
         if found := too_long(config.rollout, most, model):
             raise ValueError(f"{found.keys[0]}: {found.message}")
+    behind = None if teacher is None else resolve_teacher_batch(config, teacher, mesh)
+    if teacher is not None and behind is not None and behind.row_tokens > teacher.max_positions:
+        raise ValueError(
+            f"teacher.max_prompt_tokens: {privileged_tokens(config)} makes sequences of up to {behind.row_tokens}"
+            f" tokens, and the teacher has {teacher.max_positions} positions; lower it, or rollout.max_new_tokens"
+        )
     used = {part for task in config.tasks for part in task.rewards}
     named = [(f"reward_models.{index}", each.name) for index, each in enumerate(config.reward_models)]
     named += [(f"grading.judges.{index}", each.name) for index, each in enumerate(config.grading.judges)]
@@ -86,6 +95,7 @@ def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: M
         machine=machine,
         decoder=decoder,
         teacher=teacher,
+        teacher_batch=behind,
         critic=critic,
         recipe=resolve_recipe(config),
         reference=config.reference,
@@ -124,6 +134,26 @@ def resolve_teacher(config: Config) -> DecoderConfig | None:
     """Find the decoder of the config's teacher, without its weights. Raises ModelError if there is no such model."""
     teacher = config.teacher
     return None if teacher is None else frozen_decoder(find_architecture(teacher.model), teacher.base)
+
+
+def resolve_teacher_batch(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> BatchSizes | None:
+    """Resolve the shapes of the batches that the teacher scores behind its own prompts; None if these are the policy's.
+
+    As many rows as the policy's, each with room for what its longest prompt is longer; `decoder` is the teacher's.
+    """
+    if config.teacher is None or config.teacher.prompt == "same":
+        return None
+    longest, sp = privileged_row_tokens(config), mesh["sp"]
+    own = resolve_batch(config, decoder, mesh)
+    return dataclasses.replace(own, row_tokens=-(-longest // sp) * sp, choices=0, ages=False)
+
+
+def resolve_privileged(config: Config) -> PrivilegedSpec | None:
+    """Resolve the prompts of a teacher that reads more than the policy; None if there is none."""
+    teacher = config.teacher
+    if teacher is None or teacher.template is None:
+        return None
+    return PrivilegedSpec(template=teacher.template, max_tokens=privileged_tokens(config))
 
 
 def resolve_critic(config: Config, decoder: DecoderConfig) -> CriticSpec | None:
@@ -242,6 +272,7 @@ def resolve_rollout(config: Config, decoder: DecoderConfig, machine: Machine) ->
             seed=config.seed,
             max_tokens=rollout.max_prompt_tokens,
             long_prompts=rollout.long_prompts,
+            privileged=resolve_privileged(config),
         ),
         grading=config.grading,
         reward_models=resolve_reward_models(config),

@@ -15,6 +15,22 @@ def row_tokens(config: Config) -> int:
     return config.rollout.longest + (config.rollout.max_new_tokens if pairs_of_data(config) else 0)
 
 
+def privileged_tokens(config: Config) -> int:
+    """The longest prompt of a teacher that reads another prompt than the policy."""
+    given = None if config.teacher is None else config.teacher.max_prompt_tokens
+    return given or config.rollout.max_prompt_tokens
+
+
+def privileged_row_tokens(config: Config) -> int:
+    """Tokens per row in which that teacher scores: the policy's row and what a prompt can be longer.
+
+    A conversation may begin with a prompt of any length and fill a row, so there it is the whole longest prompt.
+    """
+    longest = privileged_tokens(config)
+    shorter = 0 if config.rollout.max_episode_tokens is not None else config.rollout.max_prompt_tokens
+    return row_tokens(config) + max(0, longest - shorter)
+
+
 def pairs_of_data(config: Config) -> bool:
     """Whether batches hold pairs of completions, which must share a row."""
     recipe = find_recipe(config.algorithm.recipe)

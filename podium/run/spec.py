@@ -118,6 +118,15 @@ class CriticSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PrivilegedSpec:
+    """The prompts of a teacher that reads more than the policy."""
+
+    template: str
+    """Of the last message of the user."""
+    max_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptSpec:
     """The source of a run's prompts, and their maximum length."""
 
@@ -126,6 +135,8 @@ class PromptSpec:
     seed: int
     max_tokens: int
     long_prompts: Literal["drop", "error"]
+    privileged: PrivilegedSpec | None = None
+    """None: a teacher, if there is one, reads the policy's prompts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,6 +190,8 @@ class RunSpec:
     decoder: DecoderConfig
     teacher: DecoderConfig | None
     """The teacher's decoder, all of it frozen; None: there is no teacher."""
+    teacher_batch: BatchSizes | None
+    """The shapes of the batches that a teacher scores behind prompts of its own; None: it scores the policy's."""
     critic: CriticSpec | None
     """None: the recipe has no critic."""
     recipe: Recipe

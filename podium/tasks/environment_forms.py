@@ -59,6 +59,8 @@ class Conversing(NamedTuple):
     tools: tuple[ToolSchema, ...]
     rewards: bool
     """Whether conversations pay a reward of their own: the `correct` part then is that."""
+    begins: bool = True
+    """Whether the environment may add to the prompt."""
 
 
 def conversing(config: TaskConfig) -> Conversing | None:
@@ -87,7 +89,7 @@ def conversing(config: TaskConfig) -> Conversing | None:
         return None
     tools = by_name([*own, *functions])
     schemas = tuple(map(tool_schema, tools.values()))
-    return Conversing(lambda prompt, seed, resolve: _Tools(tools, resolve), schemas, rewards=False)
+    return Conversing(lambda prompt, seed, resolve: _Tools(tools, resolve), schemas, rewards=False, begins=False)
 
 
 def led_by_program(config: TaskConfig) -> bool:

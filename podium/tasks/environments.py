@@ -14,10 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Pipe
 
+from podium.config.judge import JudgeConfig
 from podium.config.schema import EnvironmentsConfig, TaskConfig
+from podium.tasks.child_environment import child_environment
 from podium.tasks.conversation import Turn
 from podium.tasks.conversing import Answered, Asked, Close, Host, Open, Say
 from podium.tasks.environment_forms import led_by_program
@@ -30,9 +32,12 @@ ENDED = "the process of its environment ended"
 class Environments:
     """The conversations of a run."""
 
-    def __init__(self, tasks: Sequence[TaskConfig], config: EnvironmentsConfig) -> None:
-        """Start nothing yet. `tasks` are in the order of `TaskPrompt.task`."""
+    def __init__(
+        self, tasks: Sequence[TaskConfig], config: EnvironmentsConfig, *, judges: Sequence[JudgeConfig] = ()
+    ) -> None:
+        """Start nothing yet. `tasks` are in the order of `TaskPrompt.task`; processes get no keys, as of `judges`."""
         self._tasks = list(tasks)
+        self._judges = tuple(judges)
         self._config = config
         self._events: queue.SimpleQueue[Answered] = queue.SimpleQueue()
         self._workers: list[_Process | _Threads] = []
@@ -142,7 +147,7 @@ class Environments:
     def _started(self) -> "_Process | _Threads":
         if not self._config.workers:
             return _Threads(self._tasks, self._events)
-        return _Process(self._tasks, self._events, self._ended)
+        return _Process(self._tasks, child_environment(self._judges), self._events, self._ended)
 
     def _ended(self, worker: "_Process", code: int | None) -> None:
         """Called on another thread when a process has ended: its open requests have failed."""
@@ -177,7 +182,13 @@ class _Threads:
 class _Process:
     """A process that holds conversations, and a thread that reads what it sends."""
 
-    def __init__(self, tasks: list[TaskConfig], events: "queue.SimpleQueue[Answered]", ended: "Ended") -> None:
+    def __init__(
+        self,
+        tasks: list[TaskConfig],
+        variables: Mapping[str, str],
+        events: "queue.SimpleQueue[Answered]",
+        ended: "Ended",
+    ) -> None:
         self.numbers: set[int] = set()
         self.dead = False
         self._stopped = False
@@ -185,7 +196,7 @@ class _Process:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", f"from podium.tasks.conversing import main; main({theirs.fileno()})"],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=2,
             start_new_session=True,

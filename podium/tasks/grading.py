@@ -13,12 +13,13 @@ import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
 from podium.config.schema import GradingConfig, TaskConfig
+from podium.tasks.child_environment import child_environment
 from podium.tasks.environment_forms import machine_checks
 from podium.tasks.functions import FunctionGrader, Part
 from podium.tasks.judge import Judge, JudgeCounts, ReplyStore
@@ -32,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 300.0
 """Seconds in which a worker must import and create its tasks."""
-NOT_FOR_GRADERS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")
-"""Environment variables hidden from the grading processes, which process a model's output; graders do not need them."""
 CHUNK = 16
 """Maximum number of items sent to a worker at a time."""
 SHOWN_CHARS = 2_000
@@ -93,7 +92,7 @@ class Grader:
         self._labels = task_labels(tasks)
         self._limits = LengthLimits(max_new_tokens, config.overlong_buffer_tokens)
         self._timeout_s = config.timeout_s
-        self._hidden = {*NOT_FOR_GRADERS, *(judge.key_env for judge in config.judges if judge.key_env)}
+        self._variables = child_environment(config.judges)
         self._warned = False
         self._warned_unrewarded = False
         self._closed = False
@@ -110,7 +109,7 @@ class Grader:
             self._judges,
         )
         self._threads = ThreadPoolExecutor(config.workers or 1, thread_name_prefix="grading")  # one per worker
-        self._workers = {_Worker(self._configs, self._timeout_s, self._hidden) for _ in range(config.workers)}
+        self._workers = {_Worker(self._configs, self._timeout_s, self._variables) for _ in range(config.workers)}
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -247,7 +246,7 @@ class Grader:
         """Start a new process in place of one that has ended."""
         worker.discard()
         self._workers.discard(worker)
-        replacement = _Worker(self._configs, self._timeout_s, self._hidden)
+        replacement = _Worker(self._configs, self._timeout_s, self._variables)
         self._workers.add(replacement)
         return replacement
 
@@ -282,17 +281,14 @@ class _Worker:
     jax); and a fork of a process that uses jax may hang.
     """
 
-    def __init__(self, configs: list[TaskConfig], timeout_s: float, hidden: Collection[str]) -> None:
+    def __init__(self, configs: list[TaskConfig], timeout_s: float, variables: Mapping[str, str]) -> None:
         self._timeout_s = timeout_s
         self._ready = False
         self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", f"from podium.tasks.worker import main; main({theirs.fileno()})"],
             pass_fds=[theirs.fileno()],
-            env={
-                **{name: value for name, value in os.environ.items() if name not in hidden},
-                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            },
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=2,  # output of a grader must not mix with `podium eval --json`
             start_new_session=True,

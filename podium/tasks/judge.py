@@ -144,7 +144,7 @@ class Judge:
         Raises JudgeError if the server does not answer, or refuses the request.
         """
         body = self._request(prompt, graded)
-        request = hashlib.sha256(f"{self._config.url}\n{body}".encode()).hexdigest()
+        request = hashlib.sha256(f"{self.name}\n{body}".encode()).hexdigest()  # wherever the model is served
         with self._store.lock_of(request):  # equal answers wait for the first one's reply
             reply = self._store.find(request)
             self._count(JudgeCounts(cached=int(reply is not None)))

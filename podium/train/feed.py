@@ -2,13 +2,17 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from podium.config.teacher import template_names
 from podium.models.tokenizer import Tokenizer
 from podium.run.spec import PromptSpec
 from podium.tasks.environment_forms import Conversing, conversing
 from podium.tasks.mixture import TaskMixture, TaskPrompt
 from podium.train.dialogue import Dialogue
+from podium.train.privileged import privileged_messages
+
+PRIVILEGED = "teacher.max_prompt_tokens"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,8 +74,9 @@ class Feed:
             skipped += not retired
             passed.add((prompt.task, prompt.prompt.id))
             if len(passed) == sum(self.tasks.num_prompts().values()):
-                limit = self.spec.max_tokens
-                raise ValueError(f"no prompt fits in rollout.max_prompt_tokens {limit}; raise it")
+                limit, own = self.spec.max_tokens, self.spec.privileged
+                also = "" if own is None else f", or in {PRIVILEGED} {own.max_tokens} as the teacher reads it"
+                raise ValueError(f"no prompt fits in rollout.max_prompt_tokens {limit}{also}; raise it")
         return prompts
 
     def at(self, number: int, level: int | None = None) -> EncodedPrompt:
@@ -85,23 +90,52 @@ class Feed:
 
     def _encode(self, prompt: TaskPrompt, number: int) -> EncodedPrompt | None:
         encoded = self.encode(prompt, request_seed(self.spec.seed, "train", number))
-        return None if encoded is None else dataclasses.replace(encoded, number=number)
+        own = self.spec.privileged
+        if encoded is None or (own and not self._fits(prompt, self.privileged(prompt), PRIVILEGED, own.max_tokens)):
+            return None
+        return dataclasses.replace(encoded, number=number)
 
     def encode(self, prompt: TaskPrompt, seed: int) -> EncodedPrompt | None:
         """Tokenise a prompt; None if it is too long and long prompts are dropped."""
-        dialogue, messages = self.dialogues[prompt.task], prompt_messages(prompt)
+        tokens = self._tokens(prompt, prompt_messages(prompt))
+        if not self._fits(prompt, tokens, "rollout.max_prompt_tokens", self.spec.max_tokens):
+            return None
+        return EncodedPrompt(prompt=prompt, tokens=tokens, seed=seed)
+
+    def privileged(self, prompt: TaskPrompt) -> tuple[int, ...]:
+        """The tokens of a prompt as a teacher with prompts of its own reads it.
+
+        Raises ValueError if it cannot be made from the prompt's row.
+        """
+        assert self.spec.privileged is not None, "the teacher has prompts of its own"
+        messages = privileged_messages(self.spec.privileged.template, prompt.prompt, prompt_messages(prompt))
+        return self._tokens(prompt, messages)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of tasks' data that the teacher's own prompts are made from."""
+        return () if self.spec.privileged is None else template_names(self.spec.privileged.template)
+
+    def check(self) -> None:
+        """Raise ValueError if the teacher's own prompt, if it has one, cannot be made from the first row of a task."""
+        for prompt in self.tasks.first_prompts() if self.spec.privileged is not None else ():
+            self.privileged(prompt)
+
+    def _tokens(self, prompt: TaskPrompt, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        dialogue = self.dialogues[prompt.task]
         if dialogue is None:
-            tokens = tuple(self.tokenizer.encode_messages(messages))
-        else:  # whose first message may still come from the environment
-            tokens = dialogue.prompt(messages) if any(each["role"] == "user" for each in messages) else ()
-        if len(tokens) <= self.spec.max_tokens:
-            return EncodedPrompt(prompt=prompt, tokens=tokens, seed=seed)
-        if self.spec.long_prompts == "error":
+            return tuple(self.tokenizer.encode_messages(messages))
+        # The first message may still come from the environment.
+        return dialogue.prompt(messages) if any(each["role"] == "user" for each in messages) else ()
+
+    def _fits(self, prompt: TaskPrompt, tokens: tuple[int, ...], key: str, limit: int) -> bool:
+        """Whether a prompt is at most this long. Raises ValueError if not, unless long prompts are dropped."""
+        if len(tokens) > limit and self.spec.long_prompts == "error":
             raise ValueError(
-                f"prompt {prompt.prompt.id} has {len(tokens)} tokens and rollout.max_prompt_tokens is"
-                f" {self.spec.max_tokens}; raise it, or set rollout.long_prompts to drop"
+                f"prompt {prompt.prompt.id} has {len(tokens)} tokens and {key} is {limit}; raise it, or set"
+                " rollout.long_prompts to drop"
             )
-        return None
+        return len(tokens) <= limit
 
 
 def prompt_messages(prompt: TaskPrompt, first: str | None = None) -> list[Mapping[str, str]]:

@@ -228,7 +228,7 @@ class Rollouts:
             max_new_tokens=spec.sampling.max_new_tokens,
             replies=None if folder is None else folder / f"judged-{jax.process_index()}.jsonl",
         )
-        self.environments = Environments(tasks, spec.environments)
+        self.environments = Environments(tasks, spec.environments, judges=spec.grading.judges)
         self.episodes = Episodes(
             self.engine,
             self.feed.dialogues,

@@ -46,7 +46,7 @@ from podium.train.batch import Batch, BatchSizes, TokenSpan, make_batch, put, ta
 from podium.train.distributed import on_host
 from podium.train.generate import Group
 from podium.train.samples import Sample, transcript_sample, with_advantage, with_weight
-from podium.train.scorers import Scorer, with_scores
+from podium.train.scorers import Scorer, behind_own_prompts, with_scores
 from podium.train.step import batch_sharding, shard_batch
 
 MOST_SEGMENTS = 2**20  # of a group
@@ -215,7 +215,7 @@ def prepare_step(
     packed = pack_step(groups, recipe, sizes)
     placed = jax.block_until_ready([shard_batch(each.batch, rules) for each in packed.minibatches])
     placed_at = time.perf_counter()
-    scored = jax.block_until_ready([with_scores(batch, scorers, policy) for batch in placed])
+    scored = _scored(packed, groups, placed, scorers, policy, rules)
     points = None
     if recipe.data_form == "label":
         points = [reference_point(each.samples, sizes, rules, scorers, policy) for each in packed.minibatches]
@@ -243,6 +243,28 @@ def prepare_step(
         score_s=scored_at - placed_at,
         advantages_s=time.perf_counter() - scored_at,
     )
+
+
+def _scored(
+    packed: PackedStep,
+    groups: Sequence[Group],
+    placed: Sequence[Batch[jax.Array]],
+    scorers: Sequence[Scorer],
+    policy: Params,
+    rules: ShardingRules,
+) -> list[Batch[jax.Array]]:
+    """The step's batches with all scores; `groups` are the step's, dropped ones included."""
+    here = [scorer for scorer in scorers if scorer.own_prompts is None]
+    found = jax.block_until_ready([with_scores(batch, here, policy) for batch in placed])
+    for scorer in scorers:
+        if scorer.own_prompts is None:
+            continue
+        for index, minibatch in enumerate(packed.minibatches):
+            prompts = [groups[packed.kept[n]].prompt for n, _ in minibatch.places]
+            values = behind_own_prompts(scorer, minibatch.samples, prompts, rules)
+            scores = {**found[index].scores, scorer.name: _placed(values, found[index], minibatch, rules)}
+            found[index] = dataclasses.replace(found[index], scores=scores)
+    return found
 
 
 def reference_point(

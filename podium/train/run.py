@@ -34,14 +34,14 @@ from podium.train.checkpoint import Checkpointer, restore_state, saved_names
 from podium.train.critic import make_critic, make_critic_optimizer
 from podium.train.demonstrations import check_demonstrations, demonstrate
 from podium.train.distributed import AgreedStop, failing_fast, from_leader, joined
-from podium.train.feed import EncodedPrompt
+from podium.train.feed import EncodedPrompt, Feed
 from podium.train.generate import Group, Rollouts
 from podium.train.platform import machine_text
 from podium.train.profile import Profiler, Window
 from podium.train.recorder import OnStep, PlanCheck, Recorder
 from podium.train.reward_models import load_reward_models
 from podium.train.same_inputs import check_same_inputs, model_files
-from podium.train.scorers import Scorer, make_teacher_scorer
+from podium.train.scorers import OwnPrompts, Scorer, make_teacher_scorer
 from podium.train.setup import (
     Model,
     load_frozen,
@@ -157,12 +157,14 @@ def open_run(
             | {f"reward model {each.spec.name}": each.source for each in scorers},
             rollouts.feed.tasks,
             evaluates=bool(spec.evaluation.at_start or spec.evaluation.every_steps or spec.evaluation.at_end),
+            columns=rollouts.feed.columns,
         )
         rollouts.feed.tasks.check_model(model_files(model.source.path))
         frozen = load_frozen(model)
         # Before the first compilation, so that bad data is reported early.
         if spec.recipe.demonstrations:
             check_demonstrations(rollouts.feed.tasks, spec.rollout, model.tokenizer, form=spec.recipe.data_form)
+        rollouts.feed.check()
         for line in rollouts.check(rollouts.feed.tasks.first_prompts()):
             progress.message(line)
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, job.watchdog.beat))
@@ -190,7 +192,7 @@ def open_run(
             progress.message(line)
         run_dir.truncate(done or -1)
         writer = resources.enter_context(MetricWriter(run_dir, spec.metrics, announce=progress.message))
-        teacher = None if taught_by is None else _load_teacher(taught_by, spec, progress)
+        teacher = None if taught_by is None else _load_teacher(taught_by, spec, rollouts.feed, progress)
         trainer = _make_trainer(spec, model, optimizer, run_dir.path, kept(frozen, model.rules), teacher, valuing)
         rollouts.load(state.params, trainer.frozen, version=done)
         _say_what_was_chosen(spec, progress)
@@ -317,12 +319,16 @@ def _open_run_dir(home: Path, settings: Settings, fork: Fork | None) -> RunDir:
     return opened[0] if opened else RunDir.follow(home, settings, continued=continued, fork=kept)
 
 
-def _load_teacher(model: Model, spec: RunSpec, progress: Progress) -> Scorer:
-    """Load the teacher's weights, and say which they are: they are not part of the run's checkpoints."""
+def _load_teacher(model: Model, spec: RunSpec, feed: Feed, progress: Progress) -> Scorer:
+    """Load the teacher's weights, and say which they are: they are not part of the run's checkpoints.
+
+    `feed` makes its prompts, if it has its own.
+    """
     params = load_frozen(model)
     progress.message(f"teacher: {model.source.name}, weights {base_of(params)}")
     settings = make_train_settings(spec.update, spec.decoder, model.mesh)
-    return make_teacher_scorer(spec.recipe, settings, model.decoder, kept(params, model.rules))
+    behind = None if spec.teacher_batch is None else OwnPrompts(of=feed.privileged, sizes=spec.teacher_batch)
+    return make_teacher_scorer(spec.recipe, settings, model.decoder, kept(params, model.rules), behind)
 
 
 def _make_trainer(

@@ -32,6 +32,7 @@ def check_same_inputs(
     tasks: TaskMixture,
     *,
     evaluates: bool,
+    columns: Sequence[str] = (),
 ) -> None:
     """Compare models, adapter and questions with those of the other hosts; every process must call this.
 
@@ -41,6 +42,7 @@ def check_same_inputs(
         others: of the run's other models on this host, by what they are; None: the run has none.
         tasks: their data is read here.
         evaluates: whether the run will read evaluation questions.
+        columns: further columns of the training data that the run reads.
 
     Raises:
         GuardError: a host reads something else than process 0; the message names host and file or task.
@@ -53,7 +55,7 @@ def check_same_inputs(
     for what, other in others.items():
         if other is not None:
             found |= {f"{what}'s {name}": each for name, each in model_files(other.path).items()}
-    compare(gather(found | questions(tasks, evaluates=evaluates)))
+    compare(gather(found | questions(tasks, evaluates=evaluates, columns=columns)))
 
 
 def compare(found: Sequence[Mapping[str, str]]) -> None:
@@ -94,19 +96,22 @@ def file_fingerprint(path: Path) -> str:
     return f"{size:,} bytes with digest {digest.hexdigest()[:12]}"
 
 
-def questions(tasks: TaskMixture, *, evaluates: bool) -> dict[str, str]:
-    """Number and digest of the questions of each task and split."""
-    found = {f"training questions of {label}": _digest(each) for label, each in tasks.train_prompts().items()}
+def questions(tasks: TaskMixture, *, evaluates: bool, columns: Sequence[str] = ()) -> dict[str, str]:
+    """Number and digest of the questions of each task and split; of training questions with these columns."""
+    trained = tasks.train_prompts()
+    found = {f"training questions of {label}": _digest(each, columns) for label, each in trained.items()}
     if evaluates:
-        found |= {f"evaluation questions of {label}": _digest(each) for label, each in tasks.eval_prompts().items()}
+        found |= {f"evaluation questions of {label}": _digest(each, ()) for label, each in tasks.eval_prompts().items()}
     return found
 
 
-def _digest(prompts: Sequence[TaskPrompt]) -> str:
+def _digest(prompts: Sequence[TaskPrompt], columns: Sequence[str]) -> str:
     digest, count = hashlib.sha256(), len(prompts)
     compared = min(count, QUESTIONS)
     for index in range(compared):
         prompt = prompts[index * count // compared].prompt
         parts = (prompt.id, prompt.question, prompt.answer, prompt.messages)
         digest.update(repr(parts).encode("utf-8", "surrogatepass"))
+        for name in columns:
+            digest.update(repr(prompt.metadata.get(name)).encode("utf-8", "surrogatepass"))
     return f"{count:,} questions with digest {digest.hexdigest()[:12]}"

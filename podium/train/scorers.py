@@ -6,10 +6,11 @@ scorer (`old_logprobs`, and `entropy`), the frozen first model another (`referen
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from podium.algorithms.advantages import VALUES
 from podium.algorithms.recipes import (
@@ -25,9 +26,22 @@ from podium.algorithms.recipes import (
 from podium.config.imports import imported
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.choices import unknown_choice
-from podium.sharding import Params
-from podium.train.batch import Batch
-from podium.train.step import CompiledScore, ScoreProgram, TrainSettings, make_hidden, make_score
+from podium.run.spec import BatchSizes
+from podium.sharding import Params, ShardingRules
+from podium.tasks.mixture import TaskPrompt
+from podium.train.batch import Batch, make_batch, take
+from podium.train.distributed import on_host
+from podium.train.samples import Sample
+from podium.train.step import CompiledScore, ScoreProgram, TrainSettings, make_hidden, make_score, shard_batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnPrompts:
+    """The prompts of a scorer that reads others than the policy, and the batches in which it scores behind them."""
+
+    of: Callable[[TaskPrompt], tuple[int, ...]]
+    """The tokens of its prompt, from the policy's."""
+    sizes: BatchSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +54,8 @@ class Scorer:
     params: Params | None
     """None: the policy's own weights, before the batch's first update."""
     program: ScoreProgram
+    own_prompts: OwnPrompts | None = None
+    """None: it reads the policy's, and scores its batches."""
 
 
 def make_scorers(
@@ -70,12 +86,18 @@ def make_scorers(
     return tuple(found)
 
 
-def make_teacher_scorer(recipe: Recipe, settings: TrainSettings, decoder: DecoderConfig, params: Params) -> Scorer:
-    """The scorer of a recipe's teacher, with the trainer's settings and its own decoder and weights."""
+def make_teacher_scorer(
+    recipe: Recipe,
+    settings: TrainSettings,
+    decoder: DecoderConfig,
+    params: Params,
+    own_prompts: OwnPrompts | None = None,
+) -> Scorer:
+    """The scorer of a recipe's teacher, with the trainer's settings and its own decoder, weights and maybe prompts."""
     assert recipe.teacher is not None, "the recipe has a teacher"
     name = TEACHER_HIDDEN if recipe.teacher.loss == "full" else TEACHER_LOGPROBS
     program = make_teacher_program(recipe.teacher, settings, decoder)
-    return Scorer(name=name, decoder=decoder, params=params, program=program)
+    return Scorer(name=name, decoder=decoder, params=params, program=program, own_prompts=own_prompts)
 
 
 def make_teacher_program(teaching: Teaching, settings: TrainSettings, decoder: DecoderConfig) -> CompiledScore:
@@ -111,6 +133,23 @@ def _imported_scorer(path: str, settings: TrainSettings) -> Scorer:
     if not isinstance(made, Scorer):
         raise ValueError(f"{path!r} gives {made!r}; it must be a function of TrainSettings that returns a Scorer")
     return dataclasses.replace(made, name=score_name(path))
+
+
+def behind_own_prompts(
+    scorer: Scorer, samples: Sequence[Sample], prompts: Sequence[TaskPrompt], rules: ShardingRules
+) -> list[np.ndarray]:
+    """The scores [n] of each sample's tokens by a scorer with prompts of its own, in batches of its own.
+
+    `prompts` are those of the samples. All processes must call this.
+    """
+    assert scorer.own_prompts is not None, "it reads the policy's prompts"
+    assert scorer.params is not None, "the policy reads its own prompts"
+    given = [
+        dataclasses.replace(sample, prompt=scorer.own_prompts.of(prompt), choices=None, prompt_choices=None)
+        for sample, prompt in zip(samples, prompts, strict=True)
+    ]
+    batch, spans = make_batch(given, scorer.own_prompts.sizes)
+    return take(on_host(scorer.program(scorer.params, shard_batch(batch, rules))), spans)
 
 
 def with_scores(batch: Batch[jax.Array], scorers: Sequence[Scorer], policy: Params) -> Batch[jax.Array]:

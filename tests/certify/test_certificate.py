@@ -17,6 +17,7 @@ from podium.certify.naive_optimizer import scheduled_rate
 from podium.certify.report import as_object, print_certificate
 from podium.certify.result import Certificate, Check
 from podium.certify.subject import make_subject, tiny_clone
+from podium.certify.training import training_config
 from podium.certify.updates import NaiveUpdate, Sizes, Updates, gradient_difference, naive_update
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config
@@ -82,7 +83,7 @@ def test_with_real_weights_the_bar_of_gradients_is_twice_what_float32_changes(mo
     def naive(error, subject, sequences, weights, *, precision=in_float64):
         exact = {"embed": np.array([3.0, 4.0])}
         gradient = {"embed": exact["embed"] + (error * 5.0 if precision is in_float32 else 0.0) * np.array([0.0, 1.0])}
-        return NaiveUpdate(0.0, gradient, Sizes(1.0, {"embed": 5.0}))
+        return NaiveUpdate(0.0, gradient, Sizes(1.0, {"embed": 5.0}), 0.0, 0.0)
 
     for error, bar in ((2e-5, 4e-5), (1e-6, 1e-5)):
         monkeypatch.setattr("podium.certify.updates.naive_update", functools.partial(naive, error))
@@ -237,3 +238,29 @@ def test_batches_of_preferences_are_right(loss, sampled):
 def test_the_certificate_of_a_loss_of_preferences_is_green(loss, lora):
     found = command.make_certificate(make_subject(of_preferences(loss, lora=lora)))
     assert [(check.name, check.difference) for check in found.checks if not check.ok] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm": {"recipe": "distill"}, "teacher": {"model": MODELS[0], "loss": "full", "reverse": 0.6}},
+        {"algorithm": {"recipe": "gspo"}, "teacher": {"model": MODELS[0], "loss": "full"}, "lora": {"rank": 8}},
+        {"teacher": {"model": MODELS[0], "prompt": "privileged", "template": "{answer} {question}"}},
+        {"algorithm": {"kl": "k1_reward", "kl_coef": 0.05, "kl_target": 0.01}},
+        {"algorithm": {"kl": "k3", "kl_coef": 0.05, "kl_target": 0.01, "kl_by_ratio": True, "entropy_target": 0.5}},
+        {"algorithm": {"recipe": "dpo"}, "group_size": 2, "reference": {"sync_every": 2}},
+    ],
+)
+def test_the_certificate_of_a_run_that_changes_what_it_compares_with_is_green(changes):
+    found = command.make_certificate(make_subject(make_config(**changes)))
+    assert [(check.name, check.difference) for check in found.checks if not check.ok] == []
+
+
+def test_a_run_s_targets_are_what_the_clone_has_so_that_its_coefficients_move():
+    algorithm = {"kl": "k2", "kl_coef": 0.1, "kl_target": 7.0, "entropy_target": 90.0, "entropy_step": 0.1}
+    subject = make_subject(make_config(algorithm=algorithm, reference={"sync_every": 9}))
+    config = training_config(subject)
+    assert 0 < config.algorithm.kl_target < 1 < config.algorithm.entropy_target < 6
+    assert (config.algorithm.kl_gain, config.algorithm.entropy_bonus_max) == (2.0, 0.05)
+    assert (config.steps, config.reference.sync_every) == (5, 2)

@@ -1,13 +1,28 @@
 """The naive side knows nothing of what it is compared with."""
 
 import dataclasses
+import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podium.certify.naive_rules import Rules
+from podium.algorithms.controllers import (
+    ENTROPY_BONUS,
+    KL_COEF,
+    LAST_ENTROPY,
+    after_step,
+    after_update,
+    first_coefs,
+    loss_coefs,
+)
+from podium.algorithms.recipes import make_recipe
+from podium.certify.naive import divergences
+from podium.certify.naive_rules import Rules, rules_of
+from podium.certify.naive_run import Coefficients, moved_reference
 from podium.certify.naive_step import Episode, Room, optimizer_steps
 from podium.certify.task import LetterBackend, Numbers
+from podium.config.schema import AlgorithmConfig
 from podium.models.tokenizer import Tokenizer
 from podium.tasks.task import TaskSource
 from tools.structure import imports, reached, read_modules
@@ -17,8 +32,8 @@ NAIVE = sorted(name for name in MODULES if name.startswith("podium.certify.naive
 COMPARED_WITH = ("podium.algorithms", "podium.train", "podium.rollout", "podium.sharding", "podium.tasks", "podium.run")
 
 
-def test_the_naive_side_is_four_files():
-    assert [f"podium.certify.naive{part}" for part in ("", "_optimizer", "_rules", "_step")] == NAIVE
+def test_the_naive_side_is_five_files():
+    assert [f"podium.certify.naive{part}" for part in ("", "_optimizer", "_rules", "_run", "_step")] == NAIVE
 
 
 def test_the_questions_of_a_certificate_s_run_are_their_own_numbers():
@@ -66,3 +81,76 @@ def test_a_naive_module_imports_nothing_of_what_it_checks_not_even_through_other
     """What it reads are the numbers of a model and of a config, and no function that computes with them."""
     found = reached(imports(MODULES), name)
     assert [each for each in sorted(found) if each.startswith(COMPARED_WITH)] == []
+
+
+ADAPTED = Rules(
+    advantage="group",
+    mean="token",
+    kl="k3",
+    kl_coef=0.1,
+    kl_target=0.5,
+    kl_gain=2.0,
+    entropy_bonus=0.01,
+    entropy_target=1.0,
+    entropy_step=0.02,
+    entropy_bonus_max=0.04,
+)
+
+
+def test_the_naive_coefficients_by_hand():
+    begun = Coefficients(kl_coef=0.1, entropy_bonus=0.01)
+    assert begun.applied(ADAPTED) == dataclasses.replace(begun, entropy_bonus=0.0)
+    low = begun.after_update(ADAPTED, 0.9)
+    assert (low.entropy_bonus, low.applied(ADAPTED).entropy_bonus) == pytest.approx((0.03, 0.03))
+    assert low.after_update(ADAPTED, 1.0).entropy_bonus == 0.04
+    assert begun.after_update(ADAPTED, 1.1).entropy_bonus == 0.0
+    assert begun.after_step(ADAPTED, 0.55).kl_coef == pytest.approx(0.12)
+    assert begun.after_step(ADAPTED, 5.0).kl_coef == pytest.approx(0.14)
+    assert begun.after_step(ADAPTED, 0.0).kl_coef == pytest.approx(0.06)
+    still = dataclasses.replace(ADAPTED, kl_target=None, entropy_target=None)
+    assert begun.after_update(still, 0.9).after_step(still, 5.0) == begun == begun.applied(still)
+
+
+def test_the_naive_coefficients_are_the_trainer_s_on_a_random_run():
+    config = AlgorithmConfig(
+        kl="k3",
+        kl_coef=0.1,
+        kl_target=0.5,
+        kl_gain=2.0,
+        entropy_bonus=0.01,
+        entropy_target=1.0,
+        entropy_step=0.02,
+        entropy_bonus_max=0.04,
+    )
+    recipe = make_recipe(config, group_size=4, prompts_per_step=4)
+    rules, random = rules_of(config), np.random.default_rng(0)
+    ours, naive = first_coefs(recipe), Coefficients(kl_coef=0.1, entropy_bonus=0.01)
+    for _ in range(20):
+        for entropy in random.uniform(0.5, 1.5, 3).tolist():
+            used = naive.applied(rules)
+            applied = loss_coefs(recipe, ours)
+            assert (applied[KL_COEF], applied[ENTROPY_BONUS]) == pytest.approx((used.kl_coef, used.entropy_bonus))
+            ours, naive = after_update(recipe, ours, entropy=entropy), naive.after_update(rules, entropy)
+            assert ours[LAST_ENTROPY] == naive.last_entropy
+        kl = random.uniform(0.3, 0.7)
+        ours, naive = after_step(recipe, ours, kl=kl), naive.after_step(rules, kl)
+        assert ours[KL_COEF] == pytest.approx(naive.kl_coef)
+
+
+def test_a_moved_reference_by_hand():
+    moved = moved_reference({"w": np.array([1.0, 2.0])}, {"w": np.array([3.0, 2.0], np.float32)}, 0.75)
+    np.testing.assert_array_equal(moved["w"], [2.5, 2.0])
+
+
+KL_OF_TWO = {1.0: math.log(4 / 3) / 2, 0.0: math.log(1 / 2) / 4 + math.log(3 / 2) * 3 / 4}
+"""KL(p || q) and KL(q || p) of p = (1/2, 1/2) and q = (1/4, 3/4)."""
+
+
+@pytest.mark.parametrize(
+    ("reverse", "expected"), [*KL_OF_TWO.items(), (0.25, KL_OF_TWO[1.0] / 4 + KL_OF_TWO[0.0] * 3 / 4)]
+)
+def test_the_naive_divergence_by_hand(reverse, expected):
+    p, q = jnp.log(jnp.array([[[0.5, 0.5]]])), jnp.log(jnp.array([[[0.25, 0.75]]]))
+    rules = Rules(advantage="none", mean="token", teacher_reverse=reverse)
+    assert float(divergences(rules, p, q)[0, 0]) == pytest.approx(expected, rel=1e-6)
+    assert not divergences(rules, p, q[..., :0]).any()

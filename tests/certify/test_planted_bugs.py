@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-from podium.algorithms import advantages, losses, recipes, selection
+from podium.algorithms import advantages, controllers, losses, recipes, selection
 from podium.certify import batches
 from podium.certify.batches import batch_checks
 from podium.certify.checks import Stage, form_checks, model_checks, update_checks
@@ -25,7 +25,7 @@ from podium.certify.result import Certificate
 from podium.certify.subject import Subject, make_subject
 from podium.certify.updates import Updates
 from podium.config.schema import Config
-from podium.models import architecture
+from podium.models import architecture, logprobs
 from podium.models.blocks import routing
 from podium.models.visibility import Visibility
 from podium.rollout import device
@@ -56,6 +56,11 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 8, "alpha": 16}},
     "experts": {"model": EXPERTS},
     "taught": {"algorithm": {"recipe": "distill"}, "teacher": {"model": QWEN3}},
+    "whole": {"algorithm": {"recipe": "distill"}, "teacher": {"model": QWEN3, "loss": "full", "reverse": 0.7}},
+    "adapted": {
+        "algorithm": {"kl": "k3", "kl_coef": 0.1, "kl_target": 0.05, "entropy_bonus": 0.01, "entropy_target": 1.0}
+    },
+    "moved": {"algorithm": {"kl": "k2", "kl_coef": 0.3}, "reference": {"sync_every": 10, "mixup": 0.7}},
     "valued": {"algorithm": {"recipe": "ppo"}},
     "pairs": {"algorithm": {"recipe": "dpo"}, "group_size": 2},
     "labels": {"algorithm": {"recipe": "dpo", "loss": "kto"}, "group_size": 1},
@@ -122,6 +127,44 @@ def teacher_normalised() -> Plant:
     return prepare, "taught_advantages", planted
 
 
+def privileged_scores_one_token_late() -> Plant:
+    """A completion behind the teacher's own prompt gets the scores of the tokens before."""
+    original = prepare.behind_own_prompts
+    return prepare, "behind_own_prompts", lambda *given: [np.roll(each, 1) for each in original(*given)]
+
+
+def privileged_prompts_of_other_rows() -> Plant:
+    original = prepare.behind_own_prompts
+
+    def planted(scorer, own, prompts, rules):
+        return original(scorer, own, [*prompts[-1:], *prompts[:-1]], rules)
+
+    return prepare, "behind_own_prompts", planted
+
+
+def plain_prompts_for_a_privileged_teacher() -> Plant:
+    original = prepare.behind_own_prompts
+
+    def planted(scorer, own, prompts, rules):
+        plain = iter(own)
+        reads = dataclasses.replace(scorer.own_prompts, of=lambda prompt: next(plain).prompt)
+        return original(dataclasses.replace(scorer, own_prompts=reads), own, prompts, rules)
+
+    return prepare, "behind_own_prompts", planted
+
+
+def teacher_s_states_one_token_late() -> Plant:
+    """A token's distribution is compared with the teacher's for the token before it."""
+    original = prepare.with_scores
+
+    def planted(*given):
+        made = original(*given)
+        late = {name: jnp.roll(x, 1, axis=2) for name, x in made.scores.items() if name == recipes.TEACHER_HIDDEN}
+        return dataclasses.replace(made, scores={**made.scores, **late})
+
+    return prepare, "with_scores", planted
+
+
 def values_one_token_late() -> Plant:
     """The critic learns what belongs to the token before."""
     original = prepare.value_returns
@@ -151,6 +194,12 @@ def unclipped_values() -> Plant:
         return original(values, old_values, returns, clip=None)
 
     return step, "value_loss", planted
+
+
+def divergence_reversed() -> Plant:
+    """The shares of KL(policy || teacher) and KL(teacher || policy) are swapped."""
+    original = logprobs._divergence
+    return logprobs, "_divergence", lambda reverse, mine, theirs: original(1 - reverse, mine, theirs)
 
 
 def dropped_tail() -> Plant:
@@ -714,6 +763,51 @@ def entropy_by_micro_batch() -> Plant:
     return step, "entropy_loss", planted
 
 
+def kl_driven_from_its_target() -> Plant:
+    """The KL's coefficient falls where the KL is too large."""
+    original = trainer.after_step
+
+    def planted(recipe, coefs, *, kl):
+        return original(recipe, coefs, kl=None if recipe.kl_target is None else 2 * recipe.kl_target - kl)
+
+    return trainer, "after_step", planted
+
+
+def bonus_above_the_target() -> Plant:
+    """The entropy bonus acts whatever the entropy is."""
+    original = trainer.loss_coefs
+
+    def planted(recipe, coefs):
+        return original(recipe, {**coefs, controllers.LAST_ENTROPY: 0.0})
+
+    return trainer, "loss_coefs", planted
+
+
+def bonus_without_bound() -> Plant:
+    original = trainer.after_update
+
+    def planted(recipe, coefs, *, entropy):
+        return original(dataclasses.replace(recipe, entropy_bonus_max=1e9), coefs, entropy=entropy)
+
+    return trainer, "after_update", planted
+
+
+def shares_of_a_mixture_swapped() -> Plant:
+    original = trainer.mixed
+    return trainer, "mixed", lambda reference, policy, mixup: original(reference, policy, 1 - mixup)
+
+
+def first_reference_kept() -> Plant:
+    """The reference moves, and the KL is still to the first model."""
+    original, first = trainer.Trainer._scorers, []
+
+    def planted(own, state):
+        first.append(None if state.reference is None else {name: jnp.copy(x) for name, x in state.reference.items()})
+        return original(own, dataclasses.replace(state, reference=state.reference and first[0]))
+
+    return trainer.Trainer, "_scorers", planted
+
+
 # What preferences say.
 
 
@@ -842,9 +936,14 @@ SLOW: dict[Callable[[], Plant], Named] = {
     experts_of_another_token: Named(form_checks, "replayed experts", "experts"),
     teacher_one_token_late: Named(batch_checks, "advantages"),
     teacher_normalised: Named(batch_checks, "advantages"),
+    privileged_scores_one_token_late: Named(batch_checks, "advantages"),
+    privileged_prompts_of_other_rows: Named(batch_checks, "advantages"),
+    plain_prompts_for_a_privileged_teacher: Named(batch_checks, "advantages"),
+    teacher_s_states_one_token_late: Named(batch_checks, "scores"),
     values_one_token_late: Named(batch_checks, "advantages"),
     replies_are_steps: Named(batch_checks, "advantages"),
     unclipped_values: Named(update_checks, "value update", "valued"),
+    divergence_reversed: Named(update_checks, "loss", "whole"),
     bfloat16_sum: Named(update_checks, "gradient"),
     tied_head_without_gradient: Named(update_checks, "gradient"),
     mean_of_means: Named(form_checks, "micro-batches"),
@@ -867,6 +966,11 @@ SLOW: dict[Callable[[], Plant], Named] = {
     half_of_the_adapters_frozen: Named(training_checks, "new weights", "lora"),
     old_logprobs_scored_anew: Named(training_checks, "other options"),
     entropy_by_micro_batch: Named(training_checks, "other options"),
+    kl_driven_from_its_target: Named(training_checks, "coefficients", "adapted"),
+    bonus_above_the_target: Named(training_checks, "coefficients", "adapted"),
+    bonus_without_bound: Named(training_checks, "coefficients", "adapted"),
+    shares_of_a_mixture_swapped: Named(training_checks, "moving reference", "moved"),
+    first_reference_kept: Named(training_checks, "training", "moved"),
     chosen_and_rejected_swapped: Named(formula_checks, "preferences", "pairs"),
     ipo_s_sum: Named(formula_checks, "preferences", "pairs"),
     pairs_of_a_row_mixed: Named(update_checks, "loss", "pairs"),

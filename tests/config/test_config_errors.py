@@ -287,6 +287,32 @@ def test_what_a_teacher_cannot_be_combined_with_says_why_and_the_way_out(errors)
     assert "set algorithm.recipe to distill or grpo" in given
 
 
+def test_what_a_privileged_prompt_cannot_be_combined_with_says_why_and_the_way_out(errors):
+    def of(more: str, rest: str = "") -> list[str]:
+        return errors(f"teacher: {{model: demo, {more}}}\n{rest}")
+
+    told = 'prompt: privileged, template: "{question} {answer}"'
+    (missing,) = of("prompt: privileged")
+    assert missing.startswith(
+        "teacher.prompt: privileged needs the text of the teacher's message; set teacher.template"
+    )
+    (unread,) = of('template: "{question}"')
+    assert "and the teacher reads the policy's prompt, so nothing reads it; set teacher.prompt to privileged" in unread
+    (unread,) = of("max_prompt_tokens: 9")
+    assert unread.startswith("teacher.max_prompt_tokens: 9, and the teacher reads")
+    (nameless,) = of('prompt: privileged, template: "think"')
+    assert nameless.startswith("teacher.template: 'think' has no name in braces")
+    (formatted,) = of('prompt: privileged, template: "{answer:>9}"')
+    assert "write {question}, {answer} or a column's name" in formatted
+    (full,) = of(f"{told}, loss: full")
+    assert full.startswith("teacher.prompt: privileged puts completions in other rows")
+    (segments,) = of(told, "rollout: {thinking: segment}\n")
+    assert "a conversation has several; set rollout.thinking to keep" in segments
+    base = "model: demo\ntasks: [{name: guess}]\n"
+    (playing,) = errors(f"teacher: {{model: demo, {told}}}\n", base=base)
+    assert "guess may add to the prompt; set teacher.prompt to same" in playing
+
+
 def test_what_a_critic_cannot_be_combined_with_says_why_and_the_way_out(errors):
     ppo = "algorithm: {recipe: ppo}\n"
     (unread,) = errors("critic: {warmup_steps: 2}\n")

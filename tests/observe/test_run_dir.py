@@ -23,6 +23,8 @@ from podium.observe.run_dir import (
     run_home,
 )
 
+JUDGE = {"name": "a", "url": "http://here/v1", "model": "j", "rubric": "right is good"}
+
 
 def make_config(tmp_path, **changes):
     tree = {"name": "demo", "runs_dir": str(tmp_path / "runs"), "model": "demo", "tasks": [{"name": "arithmetic"}]}
@@ -100,9 +102,21 @@ def test_keys_that_do_not_change_what_is_learned_may_differ_and_are_stored(tmp_p
 
 @pytest.mark.parametrize("key", MAY_CHANGE)
 def test_a_key_that_may_change_is_one_of_the_config(tmp_path, key):
-    tree = make_config(tmp_path).model_dump()
+    tree = make_config(tmp_path, grading={"judges": [JUDGE]}).model_dump()
     for part in key.split("."):
-        tree = tree[part]
+        tree = tree[0 if part == "*" else part]
+
+
+def test_a_judge_may_be_asked_elsewhere_and_otherwise_but_not_about_something_else(tmp_path):
+    open_and_close(make_config(tmp_path, grading={"judges": [JUDGE, {**JUDGE, "name": "b"}]}))
+    moved = {**JUDGE, "url": "http://other/v1", "key_env": "KEY", "timeout_s": 9.0, "retries": 0, "concurrency": 1}
+    open_and_close(make_config(tmp_path, grading={"judges": [moved, {**moved, "name": "b"}]}))
+    asked = {**moved, "rubric": "short is good", "max_tokens": 9}
+    with pytest.raises(RunFileError) as error:
+        open_run(make_config(tmp_path, grading={"judges": [moved, {**asked, "name": "b"}]}))
+    message = str(error.value)
+    assert "grading.judges.1.rubric: 'right is good' there" in message
+    assert message.count(" there, ") == 2
 
 
 def test_steps_may_not_change_under_a_schedule_that_ends_at_the_last_step(tmp_path):

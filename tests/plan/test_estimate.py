@@ -17,6 +17,7 @@ from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
 from podium.models.presets import find_decoder
 from podium.plan.calls import step_calls
 from podium.plan.estimate import estimate, far_too_large, first_flops, residents
+from podium.plan.planner import make_plan
 from podium.plan.sizes import local_count, make_sizes, offloaded_bytes, optimizer_count
 from podium.plan.workload import simulate_rollout
 from podium.rollout.programs import (
@@ -323,6 +324,37 @@ def test_a_teachers_logits_are_computed_in_the_update_if_it_learns_the_whole_dis
     batches = [phase(each, "update").parts["batch"] for each in (sampled, full)]
     assert batches[1] - batches[0] == sampled.spec.batch.max_micro_batches * sampled.tokens * 2 * 4096
     assert [each.name for each in estimate(full)][4:] == ["teacher", "update", "checkpoint"]
+
+
+def test_a_teacher_with_prompts_of_its_own_scores_longer_rows_beside_the_policy_s_batch():
+    """Rows of 8 + 8 tokens, and of 40 + 8; the policy's batch waits beside the teacher's."""
+    settings = {"model": "Qwen/Qwen3-1.7B", "algorithm": {"recipe": "distill"}, "train": {"head": "chunked"}}
+    own = {"prompt": "privileged", "template": "{question} {answer}", "max_prompt_tokens": 40}
+    student, accelerator = find_decoder(config(**settings)), find_accelerator("v6e-8")
+    same, told = (
+        make_sizes(config(**settings, teacher={"model": "Qwen/Qwen3-8B", **more}), student, accelerator)
+        for more in ({}, own)
+    )
+    rows = told.of_teacher
+    assert rows is not None
+    assert rows.row_tokens == same.row_tokens + 32
+    share = rows.row_tokens / same.row_tokens
+    assert 0.9 * share < phase(told, "teacher").flops / phase(same, "teacher").flops < 1.2 * share
+    batches = [phase(each, "teacher").parts["batch"] for each in (same, told)]
+    assert batches[1] == pytest.approx(batches[0] * (1 + share), rel=1e-6)
+    assert phase(told, "update").flops == phase(same, "update").flops
+
+
+def test_a_plan_counts_the_rows_of_a_teacher_with_longer_prompts():
+    settings = {"model": "Qwen/Qwen3-1.7B", "algorithm": {"recipe": "distill"}}
+    own = {"prompt": "privileged", "template": "{question} {answer}", "max_prompt_tokens": 40}
+    calls = []
+    for more in ({}, own):
+        made = config(**settings, teacher={"model": "Qwen/Qwen3-8B", **more})
+        found = make_plan(made, find_accelerator("v6e-8"), fast=True)
+        calls.append({each.name: each for each in found.phases})
+    assert calls[0]["update"].seconds == calls[1]["update"].seconds
+    assert 1.5 < calls[1]["teacher"].flops / calls[0]["teacher"].flops < 6
 
 
 def test_a_critic_stays_beside_the_trainer_and_has_a_forward_pass_and_an_update():

@@ -237,6 +237,21 @@ def test_a_teachers_hidden_states_are_part_of_the_batch_and_its_head_an_argument
     programs["update"].lower()
 
 
+def test_a_teacher_with_prompts_of_its_own_is_planned_with_its_own_batch_beside_the_policy_s():
+    own = {"prompt": "privileged", "template": "{question} {answer}", "max_prompt_tokens": 56}
+    config = config_of(teacher={"model": "Qwen/Qwen3-0.6B", **own})
+    mesh = make_mesh(config.mesh)
+    teacher = frozen_decoder(tiny(layers=3), "bfloat16")
+    spec = dataclasses.replace(run_spec(config, DECODER, mesh), teacher=teacher)
+    programs = phase_programs(spec, mesh)
+    _, batch = programs["teacher"].arguments
+    _, scored, _ = programs["update"].arguments
+    longer = 56 - config.rollout.max_prompt_tokens
+    assert batch.tokens.shape == (*scored.tokens.shape[:2], scored.tokens.shape[2] + longer)
+    assert programs["teacher"].residents["batch"] == 2 * device_bytes(scored), "of both minibatches"
+    assert programs["teacher"].lower().out_info.shape == batch.tokens.shape
+
+
 def test_a_critic_is_two_programs_and_its_state_stays_beside_all_others():
     config = config_of(algorithm={"recipe": "ppo"})
     mesh = make_mesh(config.mesh)

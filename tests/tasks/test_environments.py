@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from processes import below, runs
 
+from podium.config.judge import JudgeConfig
 from podium.config.schema import EnvironmentsConfig, TaskConfig
-from podium.tasks.conversation import Turn
+from podium.tasks.conversation import Reply, Turn
 from podium.tasks.environments import Environments
 from podium.tasks.task import Prompt
 
@@ -101,3 +102,32 @@ def test_open_environments_may_hold_more_files_than_a_shell_allows(few_files, mo
     finally:
         environments.close()
     assert {answer and answer.kind for answer in answers} == {"opened"}, answers[-1]
+
+
+class Reading:
+    """Pays a conversation's process for each variable that it sees."""
+
+    def __init__(self, prompt: Prompt, seed: int) -> None:
+        self.names = prompt.question.split()
+
+    def reply(self, turn: Turn) -> Reply:
+        """End the conversation."""
+        return Reply(reward=float(sum(name in os.environ for name in self.names)), done=True)
+
+
+def test_environments_do_not_get_the_run_s_keys(monkeypatch):
+    """The key of a judge, and that of the hub; others are the user's own."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    for name in ("HF_TOKEN", "JUDGE_KEY", "SIMULATOR_KEY"):
+        monkeypatch.setenv(name, "0123456789")
+    task = TaskConfig(name="arithmetic", environment="test_environments:Reading")
+    judge = JudgeConfig(name="j", url="http://127.0.0.1:9/v1", model="m", rubric="r", key_env="JUDGE_KEY")
+    environments = Environments([task], EnvironmentsConfig(workers=1), judges=[judge])
+    try:
+        environments.open(0, 0, Prompt(id="", question="HF_TOKEN JUDGE_KEY SIMULATOR_KEY", answer=""), 0)
+        assert environments.next(60.0).kind == "opened"
+        environments.say(0, Turn(text="", number=0))
+        replied = environments.next(60.0)
+    finally:
+        environments.close()
+    assert (replied.kind, replied.value.reward) == ("replied", 1.0)

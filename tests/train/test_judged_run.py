@@ -55,8 +55,10 @@ def test_a_judged_run_resumes_bit_for_bit_asks_nothing_twice_and_keeps_no_key(ru
         replies = "judged-0.jsonl"
         (lost / replies).write_bytes((whole / replies).read_bytes())
         before = len(server.bodies)
-        assert train(config_of(lost, steps=4), plain=True) == 0
-        assert len(server.bodies) == before, "the replies to steps 3 and 4 were there"
+        (judge,) = changes["grading"]["judges"]
+        elsewhere = {"workers": 0, "judges": [{**judge, "url": "http://127.0.0.1:9/v1", "retries": 0}]}
+        assert train(config_of(lost, steps=4, grading=elsewhere), plain=True) == 0
+        assert len(server.bodies) == before, "the replies to steps 3 and 4 were there, wherever the judge is now"
         assert [record["train-reward/total/mean"] for record in trained(lost)] == [
             record["train-reward/total/mean"] for record in records
         ]

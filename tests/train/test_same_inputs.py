@@ -74,3 +74,14 @@ def test_a_host_with_other_questions_is_named_with_the_task(tmp_path, change):
     with pytest.raises(GuardError, match=f"{kind} questions of jsonl is .* on worker 1 and .* on worker 0"):
         compare(found)
     compare([found[0], found[0]])
+
+
+def test_a_host_with_another_solution_is_found_if_a_teacher_reads_it(tmp_path):
+    found = []
+    for solution in ("1 + 2", "2 + 1"):
+        file = tmp_path / f"{solution}.jsonl"
+        file.write_text(json.dumps({"question": "What is 3?", "answer": "3", "solution": solution}))
+        found.append(TaskMixture([TaskConfig(name="jsonl", path=str(file))], seed=0))
+    for columns, same in (((), True), (("solution",), False)):
+        one, other = (questions(each, evaluates=False, columns=columns) for each in found)
+        assert (one == other) is same
