@@ -52,7 +52,7 @@ def planned(case: str) -> dict[str, Any]:
         "closed_form": {"step_s": seconds(fast), "without": {"step_s": seconds(alone), "gib": gib(alone.worst)}},
         "phases": {each.name: {"gib": gib(each), "s": of(each)} for each in plan.phases if each.calls},
         "closed_form_phases": {each.name: {"gib": gib(each), "s": of(each)} for each in fast.phases if each.calls},
-        "compile_s": round(sum(each.compile_s for each in plan.phases), 1),
+        "compile_s": round(sum(each.compile_s or 0.0 for each in plan.phases), 1),
     }
 
 
