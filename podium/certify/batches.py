@@ -9,7 +9,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -193,7 +193,9 @@ def variants() -> Iterator[Variant]:
         share = {"cov_share": 0.1, **({"cov_low": 0.01} if loss == "clip_cov" else {})}
         yield _variant("grpo", {**halves, "loss": loss, "loss_options": share})
     yield _variant("ppo", {"std": "none", "mask_truncated": True}, {"gamma": 0.9, "lam": 0.8})
-    for name, loss in (("distill", "sampled"), ("grpo", "sampled"), ("distill", "full")):
+    taught_by: list[tuple[str, Literal["sampled", "full"]]]
+    taught_by = [("distill", "sampled"), ("grpo", "sampled"), ("distill", "full")]
+    for name, loss in taught_by:
         plain = _variant(name, halves)
         taught = dataclasses.replace(plain.recipe, teacher=Teaching(weight=TEACHER_WEIGHT, loss=loss))
         rules = dataclasses.replace(plain.rules, teacher_weight=TEACHER_WEIGHT, teacher_loss=loss)
