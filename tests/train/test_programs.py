@@ -165,7 +165,7 @@ def test_a_request_that_repeats_the_conversation_says_what_is_new():
     assert first.fresh and first.messages == ({**USER},) and first.tools[0]["function"]["name"] == "look_up"
     assert (first.max_tokens, first.stop_tokens) == (5, (7,))
     prompts.answered(CALLING)
-    call = {"id": "mine", "type": "function", "function": {"name": "look_up", "arguments": '{ "a": 1 }'}}
+    call = {"index": 0, "id": "mine", "type": "function", "function": {"name": "look_up", "arguments": '{ "a": 1 }'}}
     answer = {"role": "assistant", "content": " Look.\n", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "mine", "content": "12"}
     again = prompts.read(asked([USER, answer, result], tools=[LOOK_UP]))
