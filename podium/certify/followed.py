@@ -78,7 +78,9 @@ def follow(subject: Subject, training: Training) -> list[Followed]:
     for number, step in enumerate(training.steps):
         own = dataclasses.replace(rules, kl_coef=coefs.kl_coef)
         sequences = subject.naive_steps(step.groups, own, step.weights, step.critic, reference)
-        updates, applied, now = list[NaiveUpdate](), list[Coefficients](), coefs
+        updates: list[NaiveUpdate] = []
+        applied: list[Coefficients] = []
+        now = coefs
         for seen, batch in zip(step.updates, sequences * rules.updates_per_batch, strict=False):
             applied.append(now.applied(rules))
             weighed = dataclasses.replace(

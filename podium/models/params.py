@@ -155,15 +155,15 @@ def _nf4_specs(name: str, spec: ParamSpec) -> ParamSpecs:
     A block is 64 neighbours along the last input dimension. Raises ModelError if that is not a multiple of 64.
     """
     dim = matrix_outputs(spec) - 1
-    before, size, behind = spec.shape[:dim], spec.shape[dim], spec.shape[dim + 1 :]
+    size = spec.shape[dim]
     if size % NF4_BLOCK:
         raise ModelError(
             f"{name}: nf4 stores blocks of {NF4_BLOCK} numbers along a matrix's inputs, and this model has {size}"
             " there; set base to int8 or bfloat16"
         )
     return {
-        name: spec._replace(shape=(*before, size // 2, *behind)),
-        name + SCALE: spec._replace(shape=(*before, size // NF4_BLOCK, *behind), std=0.0, mean=1.0),
+        name: spec._replace(shape=_with_size(spec.shape, dim, size // 2)),
+        name + SCALE: spec._replace(shape=_with_size(spec.shape, dim, size // NF4_BLOCK), std=0.0, mean=1.0),
     }
 
 
@@ -236,6 +236,11 @@ def _whole(spec: ParamSpec, group: Group) -> ParamSpec:
 def _widened(spec: ParamSpec, dim: int, size: int) -> ParamSpec:
     """The spec with another size of one dimension."""
     return spec._replace(shape=(*spec.shape[:dim], size, *spec.shape[dim + 1 :]))
+
+
+def _with_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    """The shape with another size of dimension `dim`."""
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def own_name(name: str) -> str:

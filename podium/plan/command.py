@@ -282,7 +282,9 @@ def _first_lines(run: _Run, outcome: Outcome) -> list[ReportSection]:
     """Lines below the first: a warning if the two forms part, and for a model without a config its settings and the
     next command.
     """
-    request, machine, plan = run.request, outcome.case.machine, outcome.plan
+    request = run.request
+    machine = outcome.case.machine
+    plan = outcome.plan
     lines: list[Line] = []
     if not plan.estimate_only and (warning := parted(plan, run.plan(outcome.case, fast=True))):
         lines.append(Line(text=warning))

@@ -86,7 +86,9 @@ class Halves:
         Raises:
             ValueError: the config does not fit the machine's mesh, or the lengths are invalid.
         """
-        self.config, self.machine, self.fixed = config, machine, frozenset(fixed)
+        self.config = config
+        self.machine = machine
+        self.fixed = frozenset(fixed)
         run = make_sizes(config, find_decoder(config), machine)
         self.drawn: SequenceLengths = run.draw_lengths(lengths)
         self.device = Device(machine, find_chip(machine.generation))

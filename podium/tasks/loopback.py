@@ -94,7 +94,9 @@ class Prompts:
         _check(body, "")
         if body.logprobs:
             raise RequestError("logprobs: ask for them at /inference/v1/generate", "logprobs")
-        known, self._messages, self._tokens = self._messages, body.conversation(arguments_as_text=False), ()
+        known = self._messages
+        self._messages = body.conversation(arguments_as_text=False)
+        self._tokens = ()
         new = self._messages[len(known) :]
         follows = (
             bool(known and new)
