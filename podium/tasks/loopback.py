@@ -222,16 +222,23 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             key, _, route = self.path.removeprefix("/").partition("/")
             line = self._lines.get(self.headers.get(SESSION_HEADER, "") if key == SESSIONS else key)
-            length = int(self.headers.get("Content-Length", "0"))
-            if length > MAX_BODY:
-                raise RequestError(f"the body is larger than {MAX_BODY} bytes", status=413)
-            raw = self.rfile.read(length)
+            raw = self.rfile.read(self._length())
             if line is None or route not in POSTS:
                 raise RequestError(f"POST {self.path}: there is no such conversation, or no such route", status=404)
             body = read_body(POSTS[route], raw)
             self._answer(body, line.ask(body))
         except RequestError as error:
             self._send(error.status, error.document)
+
+    def _length(self) -> int:
+        """The body's bytes. Raises RequestError, and closes the connection, if they are unknown or too many."""
+        said = self.headers.get("Content-Length", "0")
+        if said.isdecimal() and int(said) <= MAX_BODY:
+            return int(said)
+        self.close_connection = True  # the body is still to be read
+        if said.isdecimal():
+            raise RequestError(f"the body is larger than {MAX_BODY} bytes", status=413)
+        raise RequestError(f"Content-Length: expected a number of bytes, got {said!r}")
 
     def _answer(self, body: ChatBody | GenerateBody, turn: Turn) -> None:
         if isinstance(body, GenerateBody):

@@ -1,9 +1,11 @@
 """Runs whose environments are programs that talk to an OpenAI server; and that server, without a model."""
 
+import http.client
 import json
 import sys
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -219,6 +221,17 @@ def test_the_server_answers_with_calls_and_forgets_conversations_that_have_ended
     refused.value.close()
     with pytest.raises(RequestError, match="has ended"):
         line.ask(asked([USER]))
+
+
+@pytest.mark.parametrize(("said", "status"), [("x", 400), ("-5", 400), (str(1 << 40), 413)])
+def test_a_body_of_unknown_length_is_refused_and_not_waited_for(said, status):
+    address = urllib.parse.urlsplit(server().open(Line()))
+    connection = http.client.HTTPConnection(address.netloc, timeout=10)
+    connection.putrequest("POST", f"{address.path}/chat/completions")
+    connection.putheader("Content-Length", said)
+    connection.endheaders()
+    assert connection.getresponse().status == status
+    connection.close()
 
 
 def test_a_program_is_played_from_the_keyboard_without_a_model(monkeypatch):
