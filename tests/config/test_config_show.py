@@ -78,4 +78,4 @@ def test_the_schema_describes_files_that_include_others():
         "type": "integer",
     }
     references = {each["$ref"] for each in schema["properties"].values() if "$ref" in each}
-    assert references <= {f"#/$defs/{name}" for name in schema["$defs"]} and len(references) == 8
+    assert references <= {f"#/$defs/{name}" for name in schema["$defs"]} and len(references) == 9
