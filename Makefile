@@ -1,7 +1,7 @@
 # make install       installs Podium and the demo's model into .venv
 # make demo          trains a small model on sums, 6 minutes of CPU time; 4 to 11 minutes on 2 CPU cores, old or new;
 #                    CONFIG=FILE trains another config instead, FROM=RUN starts from a run's weights
-# make test          the tests, 10 to 25 minutes on 2 CPU cores
+# make test          the tests, 13 to 25 minutes on 2 CPU cores
 # make test-long     these and the long ones (every recipe learns, the wheel alone in an empty environment): before a
 #                    change is called done
 # make parity        installs torch, PEFT, TRL, bitsandbytes into .venv-parity, and runs what compares with their code

@@ -49,7 +49,7 @@ below a section: `rollout: {{slots: 64}}` in YAML, `--set rollout.slots=64`, `PO
 COMMANDS = f"""\
 # Commands
 
-What `podium --help` and the help of each command say. Exit statuses are in [config.md](config.md). `--on`, `--set` and
+What the help of `podium` and of each command says. Exit statuses are in [config.md](config.md). `--on`, `--set` and
 the like stand behind the command: `podium plan CONFIG --on v6e-8`.
 
 {MADE}"""

@@ -152,6 +152,9 @@ def test_a_whole_program_has_the_size_of_its_code():
         def memory_analysis(self) -> Any:
             return types.SimpleNamespace(generated_code_size_in_bytes=1234)
 
+        def cost_analysis(self) -> dict[str, float]:
+            return {"flops": 1e12, "bytes accessed": 1e9}
+
     made = compile_tpu(Lowered(Compiled, accepted=True), whole=True)
     assert made.whole and made.memory == Memory(peak=18_714_980_032, code=1234)
 

@@ -1,5 +1,6 @@
 """The examples of docs/environments.md do what the page says; tests/test_docs.py runs each as it stands, for a step."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,7 +134,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("number", range(len(fenced(PAGE, "yaml"))))
+WITHIN = [
+    number for number, text in enumerate(fenced(PAGE, "yaml")) if not re.search("name: (program|verifiers:)", text)
+]
+"""The page's settings but those of other programs, which test_programs.py and test_verifiers.py run."""
+
+
+@pytest.mark.parametrize("number", WITHIN)
 def test_the_settings_of_the_page_are_run(number, folder, roomy_model, template, one_device):
     (folder / "base.yaml").write_text("model: a/b\n")
     (folder / "page.yaml").write_text(fenced(PAGE, "yaml")[number])

@@ -53,6 +53,7 @@ SHORTER: list[tuple[str, str, str, str]] = [  # (where it matches, what is repla
     (r"^podium pod k8s.*--claim", "--type", "--set runs_dir=/runs --type", "it names what is mounted"),
     (r"^podium export .*--merge", " --merge", "", "is for a run with adapters; tests/train/test_lora_run.py merges"),
     (r"^podium dpo", "my.yaml", "pairs.yaml", "CONFIG is one with pairs here"),
+    (r"^podium filter", "$", " --help", "measures every prompt; tests/train/test_filter.py runs it"),
     (r"^podium doctor", "$", " --help", "measures for minutes; tests/doctor runs it with tiny shapes"),
     (r"^podium calibrate", "$", " --help", "plans what a CPU's runs took; tests/doctor has runs of a TPU"),
     (r"^podium plan .*--on cpu", "--on cpu", "--on v6e-8", "this CPU is not calibrated; tests/doctor"),
