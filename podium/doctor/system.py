@@ -1,4 +1,4 @@
-"""What is asked of a machine besides time: its packages, driver, device files, memory, disk, and the devices of jax.
+"""Facts about a machine other than speeds: packages, driver, device files, memory, disk, and jax's devices.
 
 `ThisSystem` asks the machine that this process runs on. A test passes a `System` of its own.
 """

@@ -62,7 +62,7 @@ class PassRates(NamedTuple):
         if missing:
             raise ValueError(
                 f"{self.path} lacks {missing:,} of the {len(prompts):,} prompts of {label}: measuring was interrupted;"
-                " podium filter CONFIG goes on with it"
+                " podium filter CONFIG measures the rest"
             )
         least, most = config.pass_rate
         found = [prompt for prompt in prompts if least <= right[prompt.id] <= most]

@@ -43,8 +43,9 @@ def filter_command(config: Config) -> int:
 def measure(config: Config, path: Path, announce: Callable[[str], None]) -> PassRates:
     """Answer every training prompt of the config's tasks, and store the shares of right answers in a file.
 
-    A file that an interruption left is gone on with. `announce` is called with a line after every PROMPTS_AT_ONCE
-    prompts. Raises ValueError if the file is of another model, other data or another number of samples.
+    If an interruption left a file, only the prompts that it lacks are answered. `announce` is called with a line after
+    every PROMPTS_AT_ONCE prompts. Raises ValueError if the file is of another model, other data or another number of
+    samples.
     """
     assert config.data.filter is not None, "the config says how many answers to draw"
     samples = config.data.filter.samples

@@ -1,4 +1,4 @@
-"""Machines that answer as they are told."""
+"""Simulated machines, each with the answers that a test gives it."""
 
 import dataclasses
 import errno
