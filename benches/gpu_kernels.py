@@ -21,6 +21,7 @@ import numpy as np
 
 from benches.gpu_accuracy import this_gpu
 from benches.record import arguments, record
+from podium.doctor.kernels import packed_rows
 from podium.kernels.gpu_decode import paged_attention
 from podium.kernels.gpu_logits import gpu_statistics
 from podium.kernels.tiles import Tiles
@@ -45,7 +46,6 @@ PAGES = (  # rows, query heads, key heads, tokens of a page, head size, pages of
     (64, 32, 8, 64, 128, 16, "bfloat16"),
 )
 LOGITS = (2048, 151_936)
-COMPLETIONS = 4  # of each prompt in a packed row
 TINY = (((1, 64, 2, 1, 16, "float32"),), ((2, 2, 1, 16, 16, 2, "float32"),), (8, 300))
 BARS = {"float32": 1e-5, "bfloat16": 1e-2}
 SCALE = 0.7  # of the logits: one over the temperature
@@ -67,23 +67,6 @@ def best_ms(function: Callable[..., object], *given: jax.Array, calls: int = 20)
 def error(found: jax.Array, expected: jax.Array) -> float:
     """The largest difference, as a share of the largest value."""
     return float(jnp.max(jnp.abs(found.astype(jnp.float32) - expected)) / jnp.max(jnp.abs(expected)))
-
-
-def packed_rows(B: int, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Segments, prompts and positions [B, T] of rows of prompts with their completions, all of random lengths."""
-    random = np.random.default_rng(0)
-    segments, prompts, positions = (np.zeros((B, T), np.int32) for _ in range(3))
-    for b in range(B):
-        at = number = 0
-        while at < T - 8:
-            prompt, behind = number + 1, 0
-            for each in range(1 + COMPLETIONS):
-                number, length = number + 1, int(random.integers(T // 16, T // (8 if each == 0 else 4)))
-                length = min(length, T - at)
-                segments[b, at : at + length], prompts[b, at : at + length] = number, prompt
-                positions[b, at : at + length] = behind + np.arange(length)
-                at, behind = at + length, length if each == 0 else behind
-    return segments, prompts, positions
 
 
 def with_gradients(attend: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, d: jax.Array) -> list:
