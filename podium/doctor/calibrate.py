@@ -25,7 +25,8 @@ from podium.files import read_lines, to_json
 from podium.observe.records import LengthsRecord, MetricsRecord, read_metrics
 from podium.observe.run_dir import CONFIG, LENGTHS, METRICS, read_config, read_machine
 from podium.plan.calibration import Chip, Constant, Factor, UserFile, find_chip, uncalibrated
-from podium.plan.check import COMPILED, PEAK, SETTLED_STEP, STEP
+from podium.plan.cause import PEAK, STEP
+from podium.plan.check import COMPILED, SETTLED_STEP
 from podium.plan.device import KINDS
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan

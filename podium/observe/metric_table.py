@@ -289,7 +289,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "Plan": (
         Metric("plan/memory_error", "fraction", "Memory planned for the phase that needs most / measured peak - 1, after the third step of a process, or a later one that compiled nothing; on TPU and GPU."),
-        Metric("plan/step_error", "fraction", "Seconds planned for a step / `time/train/step_s` of that step - 1; on TPU and GPU."),
+        Metric("plan/step_error", "fraction", "Seconds planned for a step / `time/train/step_s` of that step - 1; on TPU and GPU. Beyond 25 % the run prints the likeliest cause."),
+        Metric("plan/<part>_error", "fraction", "The same of a part of the step: `sync`, `rollout`, `reward`, `score`, `update`."),
     ),
     "Evaluation": (
         Metric("eval/accuracy", "fraction", "Mean of `eval/<task>/accuracy` over the tasks; `keep_best` ranks by it.", evaluation=lambda e: e.accuracy),

@@ -16,6 +16,7 @@ from podium.files import to_json, write_atomically
 from podium.models.architecture import DecoderConfig
 from podium.observe.records import MetricsRecord, read_metrics
 from podium.observe.run_dir import METRICS
+from podium.plan.cause import DRAWN, MEASURED, PEAK, STEP, likeliest_cause, timed_parts
 from podium.plan.estimate import far_too_large, offer
 from podium.plan.formatting import number, verdict_line, with_range
 from podium.plan.json_answer import Object, as_object, plan_object
@@ -25,16 +26,8 @@ from podium.plan.study import Case, Outcome
 
 PLAN = "plan.json"
 SETTLED_STEP = 3  # first step to compare; earlier ones compile most programs
-MEASURED = {
-    "sync": "time/train/sync_s",
-    "rollout": "time/train/rollout_s",
-    "reward": "time/train/reward_model_s",
-    "score": "time/train/score_s",
-    "update": "time/train/update_s",
-}
-"""The metric that measures each part of a step."""
-STEP, PEAK = "time/train/step_s", "memory/train/peak_bytes_in_use_max_gib"
 COMPILED = "rollout/compilations"
+STEP_ERROR, MEMORY_ERROR, PART_ERROR = "plan/step_error", "plan/memory_error", "plan/<part>_error"
 
 
 def this_accelerator() -> Accelerator | None:
@@ -46,24 +39,26 @@ def this_accelerator() -> Accelerator | None:
     return found and dataclasses.replace(found, hbm_bytes=memory.get("bytes_limit") or found.hbm_bytes)
 
 
-def compare_with_measured(plan: Plan, *, peak_bytes: float | None, step_seconds: float) -> tuple[dict[str, float], str]:
-    """The errors of a plan, as metrics (positive if the plan is too high) and as a line to print.
+def compare_with_measured(plan: Plan, measured: Mapping[str, float]) -> tuple[dict[str, float], str]:
+    """Compare a plan with the metrics of a step that compiled nothing. What was not measured is left out.
 
-    Args:
-        plan: the plan of the run.
-        peak_bytes: the peak memory of the fullest device; None if devices do not report it.
-        step_seconds: seconds of a step without compilation.
+    Returns:
+        the plan's errors as metrics, as shares of what was measured: positive if the plan is too high; and the same to
+        print, with a second line on the likeliest cause if step or memory are far off.
     """
-    metrics, lines = {}, []
-    if peak_bytes:
-        metrics["plan/memory_error"] = plan.worst.bytes / peak_bytes - 1
-        memory = f"{plan.worst.bytes / GIB:.2f} GiB planned, {peak_bytes / GIB:.2f} measured"
-        lines.append(f"{memory} ({metrics['plan/memory_error']:+.1%})")
-    if plan.step is not None and step_seconds:
-        metrics["plan/step_error"] = plan.step.value / step_seconds - 1
-        step = f"{with_range(plan.step)} s per step planned, {number(step_seconds)} measured"
-        lines.append(f"{step} ({metrics['plan/step_error']:+.1%})")
-    return metrics, f"plan ({plan.accelerator}, closed form): {'; '.join(lines)}"
+    metrics, said = {}, []
+    if peak := measured.get(PEAK):
+        metrics[MEMORY_ERROR] = plan.worst.bytes / GIB / peak - 1
+        said.append(f"{plan.worst.bytes / GIB:.2f} GiB planned, {peak:.2f} measured ({metrics[MEMORY_ERROR]:+.1%})")
+    if plan.step is not None and (took := measured.get(STEP)):
+        metrics[STEP_ERROR] = plan.step.value / took - 1
+        step = f"{with_range(plan.step)} s per step planned, {number(took)} measured"
+        said.append(f"{step} ({metrics[STEP_ERROR]:+.1%})")
+    for part in timed_parts(plan, measured):
+        metrics[PART_ERROR.replace("<part>", part.name)] = part.planned / part.took - 1
+    line = f"plan ({plan.accelerator}, closed form): {'; '.join(said)}"
+    cause = likeliest_cause(plan, measured)
+    return metrics, f"{line}\nplan: {cause}" if cause else line
 
 
 class RunCheck:
@@ -106,8 +101,7 @@ class RunCheck:
         if self._compared or self._plan is None or self._steps < SETTLED_STEP or metrics.get(COMPILED):
             return {}, None
         self._compared = True
-        peak = metrics.get(PEAK)
-        return compare_with_measured(self._plan, peak_bytes=peak * GIB if peak else None, step_seconds=metrics[STEP])
+        return compare_with_measured(self._plan, metrics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +143,7 @@ def check_run(folder: Path) -> list[CheckRow]:
         CheckRow(f"memory, {worst['name']}", "GiB", _exactly(worst["gib"]), max(memory, default=None)),
         CheckRow("step", "s", step, _median(steps, STEP)),
         *(CheckRow(part, "s", planned[part], _median(steps, MEASURED[part])) for part in MEASURED if part in planned),
-        CheckRow("completion tokens", "", _exactly(tokens), _median(steps, "rollout/completion_tokens")),
+        CheckRow("completion tokens", "", _exactly(tokens), _median(steps, DRAWN)),
     ]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 from podium.accelerators import GIB, Accelerator, find_accelerator, recognise
 from podium.files import RunFileError
 from podium.plan import check
+from podium.plan.cause import DRAWN, MEASURED, PEAK, STEP
 from podium.plan.check import RunCheck, check_run, compare_with_measured, this_accelerator
+from podium.plan.formatting import step_parts
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan
 from tests.plan.estimated import QWEN_3B
@@ -89,13 +92,53 @@ def test_measured_figures_stand_beside_the_plan_after_the_first_settled_step_tha
     assert check.after_step({**metrics, "rollout/compilations": 1}) == ({}, None)
     found, line = check.after_step(metrics)
     assert found == pytest.approx({"plan/memory_error": 0.1, "plan/step_error": -0.5})
-    assert line is not None and "measured (+10.0%); " in line and line.endswith("measured (-50.0%)")
+    assert line is not None and "measured (+10.0%); " in line and "measured (-50.0%)\nplan: " in line
     assert check.after_step(metrics) == ({}, None)
 
 
 def test_what_is_not_measured_is_left_out():
-    metrics, line = compare_with_measured(plan(), peak_bytes=None, step_seconds=3.1)
+    metrics, line = compare_with_measured(plan(), {"time/train/step_s": 3.1})
     assert list(metrics) == ["plan/step_error"] and "GiB" not in line
+
+
+def as_planned(made: Plan, **changed: float) -> dict[str, float]:
+    """The metrics of a step that is as planned but for these parts, by their names, and `step`."""
+    assert made.step is not None
+    parts = {name: time.value for name, time in step_parts(made)}
+    took = {name: changed.get(name, parts[name]) for name in MEASURED if name in parts}
+    late = sum(took.values()) - sum(parts[name] for name in took)
+    return {MEASURED[name]: seconds for name, seconds in took.items()} | {
+        "time/train/step_s": changed.get("step", made.step.value + late),
+        "rollout/completion_tokens": changed.get("tokens", made.workload.completion_tokens),
+        "memory/train/peak_bytes_in_use_max_gib": changed.get("gib", made.worst.bytes / GIB),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        ({}, None),
+        ({"rollout": 1.1}, None),  # times what was planned
+        ({"rollout": 3}, "the rollout took .* s instead of .*: `podium doctor` measures this machine"),
+        ({"update": 8}, "the update took .* s instead of .*: `podium doctor`"),
+        ({"rollout": 0.2}, "the rollout took .* s instead of .*: `podium doctor`"),
+        ({"rollout": 3, "tokens": 3}, r"as completions have 3.00 times the planned tokens: plan with --lengths"),
+        ({"rollout": 3, "tokens": 1.1}, "the rollout took .*: `podium doctor`"),
+        ({"step": 2}, "s of the difference are in what the plan has no programs for, such as grading"),
+        ({"gib": 1.5}, "what differs is the memory of .*: `podium plan` without --fast compiles its programs"),
+    ],
+)
+def test_the_likeliest_cause_is_named_where_step_or_memory_are_far_off(changed, cause):
+    made = made_at_start()
+    planned = as_planned(made)
+    names = MEASURED | {"step": STEP, "tokens": DRAWN, "gib": PEAK}
+    measured = as_planned(made, **{name: times * planned[names[name]] for name, times in changed.items()})
+    metrics, said = compare_with_measured(made, measured)
+    assert set(metrics) >= {"plan/rollout_error", "plan/update_error", "plan/memory_error", "plan/step_error"}
+    if "update" in changed:
+        assert metrics["plan/update_error"] == pytest.approx(-0.875) and metrics["plan/rollout_error"] == 0
+    _, _, second = said.partition("\nplan: ")
+    assert re.search(cause, second) if cause else not second
 
 
 def write_run(folder: Path, steps: int = 5, **changed: Any) -> None:
