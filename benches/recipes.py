@@ -102,13 +102,13 @@ def _shapes(vocab: int, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": shape for name, shape in names.items()}
 
 
-def make_config(model: Path, runs: Path, recipe: str) -> Config:
-    """A run of STEPS steps of 32 prompts with 16 completions of at most 2 tokens."""
+def make_config(model: Path, runs: Path, recipe: str, *, steps: int = STEPS) -> Config:
+    """A run of `steps` steps of 32 prompts with 16 completions of at most 2 tokens."""
     return Config(
         name=recipe,
         runs_dir=str(runs),
         model=str(model),
-        steps=STEPS,
+        steps=steps,
         prompts_per_step=32,
         group_size=16,
         tasks=[TaskConfig(name="arithmetic")],
@@ -126,12 +126,12 @@ def make_config(model: Path, runs: Path, recipe: str) -> Config:
     )
 
 
-def learn(recipe: str, folder: Path) -> list[float]:
+def learn(recipe: str, folder: Path, *, steps: int = STEPS) -> list[float]:
     """Trains a new tiny model below `folder`; the mean reward of each step."""
     model = folder / "model"
     if not model.exists():
         write_tiny_model(model)
-    config = make_config(model, folder / "runs", recipe)
+    config = make_config(model, folder / "runs", recipe, steps=steps)
     train(config, plain=True)
     lines = (folder / "runs" / recipe / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["train-reward/total/mean"] for line in lines]

@@ -6,14 +6,16 @@ import re
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from podium import cli
-from podium.doctor import command
+from podium.doctor import command, model
 from podium.doctor.command import WITHOUT_DEVICES, as_object, diagnose
 from podium.doctor.result import Row, rate, seconds
 from podium.doctor.subject import TINY
 from podium.doctor.system import SmiGpu
+from podium.sharding import make_mesh
 from tests.doctor.machines import CUDA, GIB, GOOD, H100, MadeSystem, with_chips, with_gpus
 
 
@@ -129,9 +131,10 @@ def test_scripts_read_the_exit_status_and_one_object(monkeypatch, capsys):
     assert status == 2
 
 
-def test_this_machine_is_measured_from_its_versions_to_a_small_model(tmp_path):
+def test_this_machine_is_measured_from_its_versions_to_a_small_model(tmp_path, monkeypatch):
     from podium.doctor.system import ThisSystem
 
+    monkeypatch.setattr(model, "make_mesh", lambda text: make_mesh(text, jax.devices()[:1]))  # compiles faster
     found = diagnose(ThisSystem(), tmp_path, sizes=TINY)
     rows = {row.name: row for section in found.sections.values() for row in section}
     assert list(found.sections) == list(command.PROBES)
@@ -142,6 +145,7 @@ def test_this_machine_is_measured_from_its_versions_to_a_small_model(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long  # tests/kernels has short ones of the same kernels
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_the_kernels_are_right_where_they_are_emulated(platform):
     from podium.doctor.kernels import BARS, CASES, measure

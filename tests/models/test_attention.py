@@ -95,7 +95,7 @@ def with_gradients(attend, q, k, v, d_out, *sinks):
     return [out, *pull(d_out)]
 
 
-@pytest.mark.parametrize("heads", [(4, 4, 8), (6, 2, 16), (2, 1, 64)], ids=str)
+@pytest.mark.parametrize("heads", [pytest.param((4, 4, 8), marks=pytest.mark.long), (6, 2, 16), (2, 1, 64)], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_values_and_gradients_are_the_references(backend, heads):
     visibility = visible()
@@ -181,7 +181,7 @@ def test_bfloat16_is_as_close_as_the_references(backend):
         assert error <= 1.5 * others
 
 
-@pytest.mark.parametrize("mesh", ["1,8,1", "2,2,2", "1,1,2"])
+@pytest.mark.parametrize("mesh", [pytest.param("1,8,1", marks=pytest.mark.long), "2,2,2", "1,1,2"])
 def test_rows_and_heads_split_over_devices_attend_as_on_one(mesh):
     rules = ShardingRules(make_mesh(mesh, jax.devices()[: np.prod([int(n) for n in mesh.split(",")])]), GATHERED_AXES)
     visibility = visible(["two prompts and padding", "sequences"] * 4, window=40)

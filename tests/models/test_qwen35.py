@@ -97,14 +97,9 @@ def test_packed_rows_and_their_gradients_are_those_of_plain_float64(case):
         assert error_of_scale(gradient, wanted[name]) <= 3e-5, name
 
 
-MESHES = (
-    "fsdp:2,tp:2,sp:2",
-    *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ("fsdp:8", "dp:4,tp:2", "sp:2,fsdp:4", "sp:4,dp:2")),
-)
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("case", [CASE, pytest.param(MIXTURE, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["fsdp:2,tp:2,sp:2", "fsdp:8", "dp:4,tp:2", "sp:2,fsdp:4", "sp:4,dp:2"])
+@pytest.mark.parametrize("case", [CASE, MIXTURE])
 def test_devices_that_share_tokens_and_heads_compute_what_one_does(mesh, case):
     value, gradients = pass_on(mesh, 8, case=case)
     expected, wanted = pass_on("dp:1", 1, case=case)

@@ -85,6 +85,7 @@ def test_no_row_is_only_padding():
     assert found.best is not None and found.best.plan.micro_batches == 1
 
 
+@pytest.mark.long
 def test_what_the_run_learns_changes_only_if_nothing_else_fits_and_is_named():
     given = ("model=Qwen/Qwen3-8B", TASK, "prompts_per_step=16")
     found = fitted("v6e-1", *given)
@@ -247,6 +248,7 @@ def test_fit_prints_options_yaml_and_what_was_tried_and_writes_a_config_that_loa
     assert value["fit"]["verdict"] == "fits" and value["fit"]["settings"]
 
 
+@pytest.mark.long
 def test_a_model_without_a_config_is_written_whole(podium):  # noqa: F811
     status, _, _ = podium("plan", "./model", "--on", "v6e-8", "--fast", "--fit", "--write", "mine.yaml")
     config = load_settings(["mine.yaml"], []).config

@@ -290,6 +290,7 @@ def lowered():
     return texts(config_of())
 
 
+@pytest.mark.long
 def test_rows_change_the_update_and_the_score_alone(lowered):
     many = texts(config_of(train={"rows_per_device": 2}))
     assert {name for name in many if lowered[name] != many[name]} == {"update", "score"}

@@ -105,6 +105,7 @@ def test_down_deletes_the_machine_too_so_that_nothing_is_rented_again(world, pod
     assert (world.gcloud.vms, world.fake.everything()) == ({}, [])
 
 
+@pytest.mark.long
 def test_a_machine_that_no_zone_gave_a_slice_is_turned_off_and_tells_why(world, pod):
     world.plan(steps=1)
     world.fake.capacity = {ZONES[0]: 0}

@@ -5,6 +5,8 @@ import json
 import re
 import threading
 
+import pytest
+
 from podium.pods import commands
 from podium.pods.recover import Policy
 from tests.pods.clock import wait_for
@@ -83,6 +85,7 @@ def stopped_while_kept_alive(world: PodWorld, pod) -> tuple[object, str]:
     return results[0][0], results[0][2]
 
 
+@pytest.mark.long
 def test_a_stop_whose_save_outlasts_the_grace_is_not_undone(make_world, pod, monkeypatch):
     """It gives signs of life while it writes; the keeper then ends, and gives the slice back."""
     monkeypatch.setattr("podium.pods.launch.STOP_S", 0.2)
@@ -126,6 +129,7 @@ def test_who_follows_a_run_renews_the_lease_for_as_long_as_it_was(make_world, po
     assert re.search(r" (2\.0|1\.9) h ", pod("ls")[1])
 
 
+@pytest.mark.long
 def test_another_config_does_not_disturb_a_job(make_world, pod):
     world = make_world(workers=1)
     world.plan(steps=2, hold=True)
@@ -221,6 +225,7 @@ def test_ctrl_c_in_up_says_what_stays_requested_and_what_withdraws_it(make_world
     assert world.fake.everything() == []
 
 
+@pytest.mark.long
 def test_who_comes_back_to_a_long_log_sees_its_end_first_and_gets_all_on_request(make_world, pod):
     """Ten megabytes: two commands, not forty."""
     world = make_world(workers=1)

@@ -102,6 +102,7 @@ def test_tokens_and_log_probabilities_are_those_of_a_plain_pass():
             check(request.prompt, completion, request.sampling.temperature)
 
 
+@pytest.mark.long
 def test_the_tokens_do_not_depend_on_devices_slots_or_overlap():
     wide = CONFIG.model_copy(update={"slots": 16, "prefill_rows": 8})
     for engine in (make_engine(wide, devices=8), make_engine(wide, overlap=True)):

@@ -146,7 +146,7 @@ def test_an_engine_that_expects_a_penalty_gives_the_same_tokens():
     assert always.device.num_compiled() == compiled
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.long), True])
 def test_requests_that_come_one_by_one_or_are_preempted_give_the_same(overlap):
     engine = make_engine(SMALL)
     engine.overlap = overlap

@@ -80,6 +80,7 @@ def test_a_step_without_an_update_adapts_nothing():
     assert changed(trainer, found, groups_of())[1]["policy/entropy_bonus"] == 0.0
 
 
+@pytest.mark.long
 def test_a_run_that_adapts_resumes_bit_for_bit(run_of, tmp_path):
     whole, stopped = run_of(**CHANGES, steps=4), run_of(**CHANGES, steps=2)
     assert train(config_of(stopped, steps=4), plain=True) == 0

@@ -171,6 +171,7 @@ def test_a_run_of_ppo_resumes_bit_for_bit_with_its_critic(run_of, whole):
     assert all(record["optimizer/updates"] == 4 for record in records)
 
 
+@pytest.mark.long
 def test_the_policy_waits_while_the_critic_warms_up(run_of, whole):
     run = run_of(**{**CHANGES, "critic": {"learning_rate": 1e-2, "warmup_steps": 2}}, steps=3)
     assert [record["optimizer/updates"] for record in trained(run)] == [0, 0, 4]
@@ -181,6 +182,7 @@ def test_the_policy_waits_while_the_critic_warms_up(run_of, whole):
     assert None not in (first, second, third)
 
 
+@pytest.mark.long
 def test_ppo_starts_from_a_run_that_had_no_critic_and_from_one_that_had(run_of, whole, tmp_path):
     before = run_of(steps=2, checkpoint={"every_steps": 2}, eval={"at_start": False, "at_end": False})
     for start in (before, whole):

@@ -402,11 +402,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
         each.close()
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [{}, pytest.param({"layout": "hybrid", "group_chips": 2}, marks=pytest.mark.long)],
-    ids=["apart", "together"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [{}, {"layout": "hybrid", "group_chips": 2}], ids=["apart", "together"])
 def test_sigterm_to_one_host_in_a_long_rollout_saves_on_all_and_ends_all(layout, start, tiny_model, tmp_path):
     """A step takes many seconds here; they stop in the middle of one, with the step before it saved."""
     rollout = {"refill_steps": 1, **layout}

@@ -167,7 +167,8 @@ def test_a_run_without_fitting_pairs_ends_before_anything_is_compiled(tiny_model
     assert "the first compiles" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.long), {"rank": 4}])
+@pytest.mark.long
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
 def test_a_run_prefers_what_was_chosen_and_resumes_bit_for_bit(run_of, tmp_path, lora):
     changes = {
         "tasks": write(tmp_path / "pairs.jsonl", ROWS),

@@ -292,7 +292,7 @@ def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
     assert not {process.pid for process in started} & set(below(os.getpid()))
 
 
-@pytest.mark.parametrize("polls", [1, 4])
+@pytest.mark.parametrize("polls", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_a_run_broken_off_while_tools_run_continues_as_if_nothing_had_happened(talk, tmp_path, monkeypatch, polls):
     """As after a kill in step 2: what was drawn of it is drawn again."""
     saving = {"rollout": {"reproducible": True}, "checkpoint": {"every_steps": 1}, "environments": {"workers": 2}}

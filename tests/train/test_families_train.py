@@ -93,15 +93,16 @@ def family_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return make
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("gemma", GEMMA),
-        pytest.param("qwen3_moe", QWEN3_MOE, marks=pytest.mark.long),
-        pytest.param("qwen3_5", QWEN35, marks=pytest.mark.long),
-        pytest.param("qwen3_5_moe", QWEN35_MOE, marks=pytest.mark.long),
-        pytest.param("gpt_oss", GPT_OSS | {"sliding_window": 4}, marks=pytest.mark.long),
-        pytest.param("mistral", MISTRAL, marks=pytest.mark.long),
+        ("qwen3_moe", QWEN3_MOE),
+        ("qwen3_5", QWEN35),
+        ("qwen3_5_moe", QWEN35_MOE),
+        ("gpt_oss", GPT_OSS | {"sliding_window": 4}),
+        ("mistral", MISTRAL),
     ],
 )
 def test_a_run_of_a_family_with_windows_is_continued_bit_for_bit(name, said, family_model, tmp_path):

@@ -80,6 +80,7 @@ def test_it_moves_after_every_so_many_steps_and_the_loss_compares_with_it():
     np.testing.assert_allclose(batch.scores["reference_logprobs"], trainer.score(state.reference, batch), atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_run_with_it_resumes_bit_for_bit_and_another_starts_from_it(run_of, tmp_path):
     """Between two moves: after step 2 the reference is that step's policy, so step 3 starts without a KL."""
     whole, stopped = run_of(**CHANGES, steps=5), run_of(**CHANGES, steps=3)

@@ -139,6 +139,7 @@ def test_a_teacher_s_rows_have_room_for_its_longest_prompt():
     assert resolve_teacher_batch(make_config(teacher={"model": "x"}), tiny(), mesh) is None
 
 
+@pytest.mark.long
 def test_the_page_s_teacher_that_reads_the_solution_is_the_model_itself_and_the_run_resumes(
     run_of, tiny_model, tmp_path
 ):

@@ -133,6 +133,7 @@ def test_a_program_that_asks_what_cannot_be_answered_has_failed(talk, way, messa
         answered(talk(tasks=[program(way)]))
 
 
+@pytest.mark.long
 def test_programs_go_on_over_updates_and_begin_again_in_a_continued_run(talk):
     held = {"rollout": {**CARRIED, "reproducible": True}, "environments": {"workers": 1}}
     config = talk(tasks=[program("counting", episodes=40)], **held)

@@ -68,6 +68,7 @@ def test_advantages_are_rewards_minus_the_greedy_one_and_it_is_not_trained():
     np.testing.assert_allclose(found, [[0.5, -0.5], [0.5, -0.5], [0.0, 0.0]])
 
 
+@pytest.mark.long
 def test_a_run_reports_greedy_completions_and_one_broken_off_goes_on_as_if_nothing_had_happened(
     tiny_model, tmp_path, monkeypatch
 ):

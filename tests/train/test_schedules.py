@@ -87,6 +87,7 @@ def test_the_schedule_changes_no_token(talk, monkeypatch):
     check_schedules(talk, {name: SCHEDULES[name] for name in ("reversed", "small cache", "carry-over")}, 0.05)
 
 
+@pytest.mark.long
 def test_the_schedule_changes_no_bit_where_asked_for(talk, monkeypatch):
     monkeypatch.setenv(LATEST, "0.05")
     check_bits(talk, {name: SCHEDULES[name] for name in ("several processes", "carry-over")})
