@@ -1,10 +1,10 @@
 #!/bin/sh
-# What Podium does on a CUDA machine: the tests that need one, its kernels beside references, decode and update of
-# SmolLM2-135M's shape in bfloat16, then what `podium plan` says of that GPU beside what memory_stats, nvidia-smi and the
-# clock say (benches/gpu_accuracy.py).
+# What Podium does on a CUDA machine: the tests that need one, decode and update of SmolLM2-135M's shape in bfloat16, then
+# what `podium doctor --full` finds, kernels beside references among it (benches/doctor.py), and what `podium plan` says of
+# that GPU beside what memory_stats, nvidia-smi and the clock say (benches/gpu_accuracy.py).
 #
 #     benches/gpu.sh             results in benches/results/*-gpu.json and gpu-*-h100.json, about fifteen minutes
-#     benches/gpu.sh --tiny      the first three on the CPU, one layer, nothing kept: does this script work?
+#     benches/gpu.sh --tiny      the tests, decode and update on the CPU, one layer, nothing kept: does this script work?
 #
 # From a checkout, in an environment with `pip install -e '.[cuda,demo]' pytest`; PYTHON names another interpreter.
 set -eu
@@ -37,11 +37,10 @@ fi
 
 "$PYTHON" -m pytest -q -m "" tests/test_accelerator.py
 # shellcheck disable=SC2086 # the options are words
-"$PYTHON" -m benches.gpu_kernels --results "$results" ${1:-}
-# shellcheck disable=SC2086 # the options are words
 "$PYTHON" -m benches.decode --results "$results" $decode
 # shellcheck disable=SC2086
 "$PYTHON" -m benches.update --results "$results" $update
 if [ -z "${1:-}" ]; then
+    "$PYTHON" -m benches.doctor --results "$results" || echo "podium doctor has found something wrong, above"
     "$PYTHON" -m benches.gpu_accuracy --results "$results"
 fi
