@@ -114,6 +114,15 @@ class Fork(NamedTuple):
         return as_path(self.run) / CHECKPOINTS
 
 
+def recipe_of(fork: Fork) -> str | None:
+    """`algorithm.recipe` of the run that a fork starts from; None if its config does not say."""
+    text = (as_path(fork.run) / CONFIG).read_text(encoding="utf-8")
+    match yaml.safe_load(text):
+        case {"algorithm": {"recipe": str(recipe)}}:
+            return recipe
+    return None
+
+
 def parse_fork(text: str) -> Fork:
     """Parse `RUN@STEP` (or `RUN`) of the command line.
 

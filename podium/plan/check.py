@@ -27,7 +27,8 @@ from podium.plan.study import Case, Outcome
 PLAN = "plan.json"
 SETTLED_STEP = 3  # first step to compare; earlier ones compile most programs
 COMPILED = "rollout/compilations"
-STEP_ERROR, MEMORY_ERROR, PART_ERROR = "plan/step_error", "plan/memory_error", "plan/<part>_error"
+STEP_ERROR, MEMORY_ERROR = "plan/step_error", "plan/memory_error"
+PART_ERROR = "plan/<part>_error"
 
 
 def this_accelerator() -> Accelerator | None:

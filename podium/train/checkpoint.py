@@ -340,12 +340,12 @@ def restore_state(
 
 def restore_params(
     folder: Path, step: int | None, abstract_params: dict[str, jax.ShapeDtypeStruct], *, base: str | None = None
-) -> Params:
-    """Read the parameters of a saved step without the optimizer's state; otherwise like `restore_state`."""
+) -> tuple[Params, HostState]:
+    """Read the parameters of a saved step, whatever optimizer it belongs to; otherwise like `restore_state`."""
     step = _checked_step(folder, step, digests=True)
     read, host = _read(folder, step, {"params": _named_arrays(abstract_params)})
     _check_base(folder / str(step), host.get("base"), base)
-    return read["params"]
+    return read["params"], host
 
 
 def _check_base(path: Path, saved: str | None, base: str | None) -> None:

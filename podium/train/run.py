@@ -23,7 +23,7 @@ from podium.models.hf import load_params
 from podium.models.linear import kept
 from podium.models.params import count, frozen_specs, trained_specs
 from podium.observe.progress import Progress, run_console
-from podium.observe.run_dir import Fork, RunDir, Settings, run_home
+from podium.observe.run_dir import Fork, RunDir, Settings, recipe_of, run_home
 from podium.observe.summary import versions
 from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
@@ -44,6 +44,7 @@ from podium.train.same_inputs import check_same_inputs, model_files
 from podium.train.scorers import OwnPrompts, Scorer, make_teacher_scorer
 from podium.train.setup import (
     Model,
+    load_forked,
     load_frozen,
     load_trained,
     make_critic_model,
@@ -57,6 +58,9 @@ from podium.train.signals import StopSignal
 from podium.train.state import TrainState, abstract_coefs, abstract_state, init_state, restarted, with_coefs
 from podium.train.step_files import newest_whole_step
 from podium.train.trainer import Trainer
+
+CRITIC = "critic."
+"""What the names of a critic's arrays begin with in a checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,7 +187,16 @@ def open_run(
         coefs = first_coefs(spec.recipe)
         moves = spec.reference is not None
         state, saved, done = _load_state(
-            run_dir.fork, newest, model, optimizer, checkpointer, frozen, valuing, coefs, moves=moves
+            run_dir.fork,
+            newest,
+            model,
+            optimizer,
+            checkpointer,
+            frozen,
+            valuing,
+            coefs,
+            recipe=config.algorithm.recipe,
+            moves=moves,
         )
         rollouts.position = Position.read(saved, rollouts.feed)
         _say_what_changed(saved["versions"], progress)
@@ -371,6 +384,7 @@ def _load_state(
     valuing: Valuing | None,
     coefs: Mapping[str, float],
     *,
+    recipe: str,
     moves: bool,
 ) -> tuple[TrainState, HostState, int]:
     """The state to start from: the run's newest checkpoint, or else that of the forked run, or else the model.
@@ -381,34 +395,55 @@ def _load_state(
     Returns:
         The state, the host state (`versions`, and the input of `Position.read`), and the number of steps done.
     """
-    if newest is None and fork is None:
-        state = init_state(load_trained(model, None, frozen), optimizer)
-        critic = valuing and valuing.first_state()
-        anchor = load_trained(model, None, frozen) if moves else None
-        state = dataclasses.replace(state, critic=critic, reference=anchor)
-        return with_coefs(state, coefs), {"cursor": 0, "versions": {}}, 0
     plain = abstract_state(abstract_params(trained_specs(model.decoder), jnp.float32, model.rules), optimizer)
     abstract = dataclasses.replace(plain, critic=valuing and valuing.abstract_state())
     if newest is not None:
         moved = plain.params if moves else None
         abstract = dataclasses.replace(abstract, reference=moved, coefs=abstract_coefs(plain.params, coefs))
         return *checkpointer.restore(newest, abstract), newest
-    assert fork is not None
+    saved: HostState = {"cursor": 0, "versions": {}}
+    if fork is None:
+        state = init_state(load_trained(model, None, frozen), optimizer)
+    elif _keeps_moments(fork, recipe, valuing):
+        state, saved = _forked_state(fork, plain, abstract, checkpointer.base)
+    else:
+        params, saved = load_forked(model, fork, frozen)
+        state, saved = init_state(params, optimizer), _begun_again(saved)
+    if valuing is not None and state.critic is None:
+        state = dataclasses.replace(state, critic=valuing.first_state())
+    state = dataclasses.replace(state, reference=load_trained(model, None, frozen) if moves else None)
+    return with_coefs(state, coefs), saved, 0
+
+
+def _keeps_moments(fork: Fork, recipe: str, valuing: Valuing | None) -> bool:
+    """Whether a fork starts with the optimizer's moments of the forked run: if that had the same recipe, or a critic.
+
+    Those of another loss would move the weights its way for ten more steps: on imitating, say, under any rewards.
+    """
+    had_critic = any(name.startswith(CRITIC) for name in saved_names(fork.checkpoints, fork.step))
+    return (had_critic and valuing is not None) or from_leader(lambda: recipe_of(fork)) == recipe
+
+
+def _forked_state(
+    fork: Fork, plain: TrainState, abstract: TrainState, base: str | None
+) -> tuple[TrainState, HostState]:
+    """The whole state of the forked run as the start of another; `abstract` is `plain` with this run's critic."""
     names = saved_names(fork.checkpoints, fork.step)
     adapted = [name.removeprefix("coefs.") for name in names if name.startswith("coefs.")]
-    had_critic = any(name.startswith("critic.") for name in names)
     had_moved = any(name.startswith("reference.") for name in names)
     abstract = dataclasses.replace(
-        abstract if had_critic else plain,
+        abstract if any(name.startswith(CRITIC) for name in names) else plain,
         reference=plain.params if had_moved else None,
         coefs=abstract_coefs(plain.params, adapted),
     )
-    state, saved = restore_state(fork.checkpoints, fork.step, abstract, base=checkpointer.base)
-    if valuing is not None and not had_critic:
-        state = dataclasses.replace(state, critic=valuing.first_state())
-    begun = (each["number"] for each in saved.pop("in_flight", ()))  # settings may differ: start from their prompts
+    state, saved = restore_state(fork.checkpoints, fork.step, abstract, base=base)
+    return restarted(state), _begun_again(saved)
+
+
+def _begun_again(saved: HostState) -> HostState:
+    """The host state of a forked run as the start of another, whose settings may differ."""
+    begun = (each["number"] for each in saved.pop("in_flight", ()))  # they start from their prompts
     saved["cursor"] = min(begun, default=saved["cursor"])
     saved.pop("curriculum", None)
     saved.pop("retired", None)
-    state = dataclasses.replace(restarted(state), reference=load_trained(model, None, frozen) if moves else None)
-    return with_coefs(state, coefs), saved, 0
+    return saved

@@ -24,6 +24,7 @@ from podium.run.machine import Machine
 from podium.run.resolve import resolve, resolve_critic, resolve_rollout, resolve_teacher
 from podium.run.spec import OptimizerSpec, RolloutSpec, RunSpec, UpdateSpec
 from podium.sharding import Params, ShardingRules, abstract_params, init_params, make_mesh
+from podium.train.carry import HostState
 from podium.train.checkpoint import restore_params
 from podium.train.offload import check_host_memory
 from podium.train.optimizer import make_optimizer
@@ -177,6 +178,12 @@ def load_frozen(model: Model) -> Params:
     return found
 
 
+def load_forked(model: Model, run: Fork, frozen: Params) -> tuple[Params, HostState]:
+    """Load the trained weights and the host state of a run's checkpoint, whatever optimizer it belongs to."""
+    abstract = abstract_params(trained_specs(model.decoder), jnp.float32, model.rules)
+    return restore_params(run.checkpoints, run.step, abstract, base=base_of(frozen))
+
+
 def load_trained(model: Model, run: Fork | None, frozen: Params) -> Params:
     """Load the weights that updates change, float32 and sharded: initial ones, or those of a run's checkpoint.
 
@@ -185,8 +192,7 @@ def load_trained(model: Model, run: Fork | None, frozen: Params) -> Params:
     """
     specs, lora = trained_specs(model.decoder), model.lora
     if run is not None:
-        abstract = abstract_params(specs, jnp.float32, model.rules)
-        return restore_params(run.checkpoints, run.step, abstract, base=base_of(frozen))
+        return load_forked(model, run, frozen)[0]
     if lora is None:
         return load_params(model.source, model.decoder, model.rules, jnp.float32)
     if lora.adapter is not None:

@@ -7,7 +7,7 @@ import jax
 import pytest
 from made_once import made_once
 from scripted import TALK, TEMPLATE
-from tiny_runs import STEPWISE, make_config, merged, write_tiny_model
+from tiny_runs import STEPWISE, make_config, merged, trained, write_tiny_model
 
 from podium.config.schema import Config
 from podium.sharding import make_mesh
@@ -90,4 +90,6 @@ def run_of(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 @pytest.fixture(scope="session")
 def undisturbed(run_of: Callable[..., Path]) -> Path:
     """A run of four steps, evaluated and saved every two. Nobody changes it: tests copy it first."""
-    return run_of(**STEPWISE)
+    run = run_of(**STEPWISE)
+    assert all(line["optimizer/gradient_norm"] > 0 for line in trained(run))
+    return run

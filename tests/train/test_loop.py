@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import typer
 import yaml
-from tiny_runs import STEPS, make_config, metrics_of, read_records, trained
+from tiny_runs import SHORT, STEPS, make_config, metrics_of, read_records, trained
 
 from podium import cli
 from podium.observe.metrics import find_metric
@@ -121,7 +121,7 @@ def test_groups_of_equal_rewards_are_replaced_by_others_up_to_a_bound(run_of):
 
 def test_eight_devices_train_as_one_does(tiny_model, tmp_path, undisturbed):
     never = {"at_start": False, "at_end": False}
-    settings = {"mesh": "fsdp:2,sp:2,tp:2", "train": {"row_tokens": 20}, "eval": never}
+    settings = {"mesh": "fsdp:2,sp:2,tp:2", "train": {"row_tokens": 20}, "eval": never, **SHORT}
     config = make_config(tiny_model, tmp_path, steps=1, **settings)
     assert train(config, plain=True) == 0
     found, expected = trained(tmp_path / "run")[0], trained(undisturbed)[0]

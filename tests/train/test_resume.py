@@ -10,23 +10,29 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 import yaml
 from tiny_runs import (
+    SHORT,
     STEPS,
     STEPWISE,
     assert_same_run,
     config_of,
     make_config,
+    merged,
     metrics_of,
     read_records,
     trained,
     weights_of,
 )
 
+from podium.job.context import alone
 from podium.observe.run_dir import Fork, RunDir, RunInUseError, read_config, run_home
 from podium.train.loop import train
-from podium.train.recorder import Recorder
+from podium.train.recorder import Recorder, unheard
+from podium.train.run import open_run
 from podium.train.step_files import CheckpointError, saved_steps
 from podium.train.trainer import Trainer
 
@@ -214,10 +220,25 @@ def test_moments_in_the_hosts_memory_change_nothing_wherever_they_were_before(ti
             name="offloaded",
             steps=steps,
             eval={"at_start": False, "at_end": False},
-            train={"offload_optimizer": True},
+            **merged(SHORT, {"train": {**STEPWISE["train"], "offload_optimizer": True}}),
         )
         assert train(config, fork=fork, plain=True) == 0
     assert weights_of(tmp_path / "offloaded", 2) == weights_of(undisturbed, 4)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_fork_keeps_the_moments_of_its_own_recipe_alone(tiny_model, tmp_path, undisturbed, kept):
+    """Those of another loss would move the weights on in its way, whatever the rewards."""
+    fork, own = Fork(str(undisturbed), 2), read_config(undisturbed).algorithm.recipe
+    config = make_config(tiny_model, tmp_path, name="forked", algorithm={"recipe": own if kept else "rloo"})
+    assert own != "rloo"
+    opened = open_run(config, fork=fork, plain=True, job=alone(), check=None, on_step=unheard, profile=None)
+    with opened as (_, state, done):
+        moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+        assert len(moments) == 2 * len(state.params) and done == 0
+        assert any(x.any() for x in moments) == kept
+        weights = {name: np.asarray(value).tobytes() for name, value in state.params.items()}
+    assert weights == weights_of(undisturbed, 2)
 
 
 def test_a_fork_of_a_step_that_was_not_kept_names_those_that_were(tiny_model, tmp_path, undisturbed):

@@ -54,8 +54,20 @@ TINY: dict[str, Any] = {
     "eval": {"questions": 8},
     "metrics": {"samples_every": 2},
 }
+"""Its answers are all wrong, so gradients are 0, unless a test pays for something else, such as SHORT does."""
+SHORT: dict[str, Any] = {
+    "tasks": [{"name": "arithmetic", "rewards": {"correct": 1.0, "length": 1.0}}],
+    "grading": {"overlong_buffer_tokens": 2},
+}
+"""Pays for short answers."""
 STEPS = 4
-STEPWISE: dict[str, Any] = {"steps": STEPS, "eval": {"every_steps": 2, "samples": 2}, "checkpoint": {"every_steps": 2}}
+STEPWISE: dict[str, Any] = {
+    **SHORT,
+    "steps": STEPS,
+    "train": {"optimizer": {"learning_rate": 3e-3}},
+    "eval": {"every_steps": 2, "samples": 2},
+    "checkpoint": {"every_steps": 2},
+}
 """A run that is evaluated and saved every two steps."""
 BY_THE_CLOCK = (
     "async/waited_s",
