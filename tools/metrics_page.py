@@ -99,6 +99,7 @@ SOURCES = {
     "checkpoint_s": "podium/train/checkpoint.py",
     "carried": "podium/train/recorder.py",
     "memory": "podium/train/recorder.py",
+    "host_memory": "podium/train/recorder.py",
     "conversations": "podium/train/recorder.py, podium/train/episodes.py",
     "levels": "podium/train/recorder.py",
 }

@@ -14,9 +14,11 @@ from podium.api.rows import Data, data_file, is_task
 from podium.config.load import Override
 from podium.files import as_path
 from podium.malloc import giving_back_memory
+from podium.observe.notebook import table
 from podium.observe.records import SampleRecord
 from podium.observe.run_dir import CONFIG, Fork, parse_fork, read_config
 from podium.observe.stats import TaskScores
+from podium.observe.text import shown
 from podium.rollout.request import Completion, Request, SamplingParams
 from podium.settings import load_settings
 from podium.tasks.question_sets import math_equal
@@ -30,6 +32,10 @@ Answer = Completion
 """A completion: `text`, `tokens`, `sampled_logprobs`, `finish_reason`."""
 SLOTS = 16
 """Maximum number of prompts answered concurrently."""
+ANSWERS_SHOWN = 5
+"""Answers of an evaluation that a notebook shows; all are in `Evaluated.answers`."""
+ANSWER_CHARACTERS = 200
+"""Characters shown of a question or an answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +53,25 @@ class Evaluated:
     def accuracy(self) -> float:
         """Mean accuracy over the tasks."""
         return sum(each.accuracy for each in self.tasks.values()) / len(self.tasks)
+
+    def _repr_html_(self) -> str:
+        """Show the scores of each task and some answers in a notebook."""
+        head = ("task", "accuracy", "95 % interval", "questions", "avg@k", "pass@k")
+        scores = table(head, [(name, *_score_cells(each)) for name, each in self.tasks.items()])
+        answers = table(("question", "expected", "answer", "reward"), map(_answer_cells, self.answers[:ANSWERS_SHOWN]))
+        return scores + (answers if self.answers else "")
+
+
+def _score_cells(scores: TaskScores) -> tuple[str, ...]:
+    low, high = scores.accuracy_interval
+    sampled = ("" if each is None else f"{each:.3f}" for each in (scores.avg_at_k, scores.pass_at_k))
+    return (f"{scores.accuracy:.3f}", f"{low:.3f} to {high:.3f}", str(scores.questions), *sampled)
+
+
+def _answer_cells(record: SampleRecord) -> tuple[str, ...]:
+    first = record["completions"][0]
+    texts = (record["question"], record["answer"], first["text"])
+    return (*(shown(text, ANSWER_CHARACTERS) for text in texts), f"{first['reward']:.2f}")
 
 
 def generate(

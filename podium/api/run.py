@@ -1,6 +1,5 @@
 """A run in Python: its records, and functions that use its weights."""
 
-import html
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -9,10 +8,11 @@ from podium.api.data import Rewards
 from podium.api.rows import Data
 from podium.config.schema import Config
 from podium.files import as_path
-from podium.observe.history import read_history
-from podium.observe.notebook import curve_image
+from podium.observe.history import Point, read_history
+from podium.observe.notebook import curve_image, table
 from podium.observe.records import MetricsRecord, SampleRecord, read_metrics, read_samples, step_of
 from podium.observe.run_dir import METRICS, SAMPLES, parse_fork, read_config
+from podium.observe.text import clock
 from podium.train.step_files import saved_steps
 
 if TYPE_CHECKING:  # `podium.grpo` prints a line before it imports jax
@@ -134,15 +134,29 @@ class Run:
         return str(self.path) if step is None else f"{self.path}@{step}"
 
     def _repr_html_(self) -> str:
-        """Show the reward curve, the folder and the newest checkpoint in a notebook."""
+        """Show the reward curve and what the run gained in a notebook."""
         history = read_history(self.path)
         curve = curve_image(self.path.name, history.rewards, history.accuracies) if history.rewards else ""
-        return f"{curve}<div>{html.escape(repr(self))}</div>"
+        gained = {"mean reward": history.rewards, "held-out accuracy": history.accuracies}
+        facts = [(name, _first_and_last(points)) for name, points in gained.items() if points]
+        checkpoints = self.steps
+        facts += [
+            ("steps", str(history.steps)),
+            ("time", f"{clock(history.wall_s)}, {clock(history.cpu_s)} of CPU time"),
+            ("newest checkpoint", f"step {checkpoints[-1]}" if checkpoints else "none"),
+            ("folder", str(self.path)),
+        ]
+        return curve + table((), facts)
 
     def __repr__(self) -> str:
         """Show its folder and its newest checkpoint."""
         steps = self.steps
         return f"Run({str(self.path)!r}, step {steps[-1] if steps else 0})"
+
+
+def _first_and_last(points: Sequence[Point]) -> str:
+    (_, first), (step, last) = points[0], points[-1]
+    return f"{first:.3f}" if len(points) == 1 else f"{first:.3f} to {last:.3f} (step {step})"
 
 
 def load_run(path: str | Path) -> Run:

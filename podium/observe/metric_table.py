@@ -159,6 +159,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Throughput and counts": (
         Metric("throughput/train/valid_tokens_per_s", "tokens/s", "`train-other/total_valid_token_count` / `time/train/step_s`, over all devices.", lambda s: s.batched.trained_tokens / s.step_s),
         Metric("throughput/train/valid_tokens_per_s_update", "tokens/s", "`train-other/total_valid_token_count` / `time/train/update_s`.", lambda s: s.batched.trained_tokens / s.updated.update_s),
+        Metric("throughput/train/busy_cores", "cores", "`time/train/step_cpu_s` / `time/train/step_s`: cores of the first host that the trainer kept busy; grading processes are not counted.", lambda s: s.cpu_s / s.step_s),
         Metric("train-other/total_valid_token_count", "tokens", "Completion tokens in the loss, over all hosts.", lambda s: s.batched.trained_tokens),
         Metric("train-other/batch_global", "sequences", "Completions in the update, over all hosts.", lambda s: s.batched.sequences),
         Metric("tokens/prompt", "tokens", "Prompt tokens in the rows of the update.", lambda s: s.batched.prompt_tokens),
@@ -286,6 +287,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Memory": (
         Metric("memory/train/bytes_in_use_max_gib", "GiB", "Largest `bytes_in_use` of a device after the update; absent where devices do not report it (CPU).", lambda s: s.memory and s.memory[0] / GIB),
         Metric("memory/train/peak_bytes_in_use_max_gib", "GiB", "Largest `peak_bytes_in_use` since the process began; temporaries inside a compiled program may be missing.", lambda s: s.memory and s.memory[1] / GIB),
+        Metric("memory/train/host_max_gib", "GiB", "Largest resident memory of a trainer's process after the step, over all hosts; on a CPU the arrays are part of it.", lambda s: s.host_memory and s.host_memory[0] / GIB),
+        Metric("memory/train/host_peak_max_gib", "GiB", "The same at its peak since the process began.", lambda s: s.host_memory and s.host_memory[1] / GIB),
     ),
     "Plan": (
         Metric("plan/memory_error", "fraction", "Memory planned for the phase that needs most / measured peak - 1, after the third step of a process, or a later one that compiled nothing; on TPU and GPU."),

@@ -1,17 +1,35 @@
-"""Shows a run's progress in a notebook: one growing chart with a line of text below. Imports no jax."""
+"""What a notebook shows: a run's progress, as a growing chart with a table of its last steps, and tables of results.
+
+Imports no jax.
+"""
 
 import base64
+import collections
 import html
 import sys
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from podium.observe.curve_svg import curve_svg
 from podium.observe.history import Point
 
 INTERVAL_S = 0.5
 """Minimum seconds between updates of the output during a step."""
+
+
+ROWS = 6
+"""Number of steps in the table below the chart."""
+
+
+class StepRow(NamedTuple):
+    """A finished step, in the table of a notebook; NaN where a run has no such number."""
+
+    step: int
+    earned: float
+    length: float
+    entropy: float
+    seconds: float
 
 
 class _Display(Protocol):
@@ -28,12 +46,13 @@ def in_notebook() -> bool:
 
 
 class NotebookView:
-    """The output below a running cell: the reward curve so far, and a line of text."""
+    """The output below a running cell: the reward curve so far, a table of the last steps, and a line of text."""
 
     def __init__(self, title: str) -> None:
         """Show nothing yet."""
         self._title = title
-        self._curve = ""
+        self._curve = self._table = ""
+        self._rows: collections.deque[StepRow] = collections.deque(maxlen=ROWS)
         self._drawn = 0.0
         self._display: _Display | None = None
 
@@ -43,13 +62,19 @@ class NotebookView:
             self._curve = curve_image(self._title, rewards, accuracies)
             self._drawn = 0.0
 
+    def step(self, row: StepRow, earning: str) -> None:
+        """Add a finished step to the table; `earning` is what `row.earned` is called."""
+        self._rows.append(row)
+        head = ("step", earning, "length", "entropy", "seconds")
+        self._table = table(head, [_cells(each) for each in self._rows])
+
     def line(self, text: str, *, last: bool = False) -> None:
         """Show the text below the curve; skip it within INTERVAL_S of the last update, unless it is the `last`."""
         now = time.monotonic()
         if now - self._drawn < INTERVAL_S and not last:
             return
         self._drawn = now
-        data = {"text/html": f"{self._curve}<div>{html.escape(text)}</div>", "text/plain": text}
+        data = {"text/html": f"{self._curve}{self._table}<div>{html.escape(text)}</div>", "text/plain": text}
         if self._display is None:
             from IPython.display import display  # already loaded, since this is a kernel
 
@@ -65,3 +90,21 @@ def curve_image(title: str, rewards: Sequence[Point], accuracies: Sequence[Point
         f'<img alt="reward of {html.escape(title, quote=True)}" style="max-width:100%" '
         f'src="data:image/svg+xml;base64,{code}">'
     )
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """An HTML table of texts, without a style of its own: notebooks have one. No `head`: the first column is one."""
+    first = f"<thead><tr>{''.join(f'<th>{html.escape(name)}</th>' for name in head)}</tr></thead>" if head else ""
+    body = "".join(f"<tr>{_row(row, headed=not head)}</tr>" for row in rows)
+    return f"<table>{first}<tbody>{body}</tbody></table>"
+
+
+def _row(cells: Sequence[str], *, headed: bool) -> str:
+    tags = ["th" if headed and not index else "td" for index in range(len(cells))]
+    style = ' style="text-align:left"'
+    return "".join(f"<{tag}{style}>{html.escape(cell)}</{tag}>" for tag, cell in zip(tags, cells, strict=True))
+
+
+def _cells(row: StepRow) -> tuple[str, ...]:
+    numbers = (f"{row.earned:.3f}", f"{row.length:.1f}", f"{row.entropy:.3f}", f"{row.seconds:.1f}")
+    return (str(row.step), *("\u2013" if number == "nan" else number for number in numbers))

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from podium.observe.metrics import HELD_OUT_PAIRS, MARGIN, UPDATES
-from podium.observe.notebook import NotebookView, in_notebook
+from podium.observe.notebook import NotebookView, StepRow, in_notebook
 from podium.observe.text import clock, shown, sparkline
 
 TURNS = "env/turns/mean"
@@ -153,6 +153,10 @@ class Progress:
         if TURNS in metrics:
             self._turns.append(float(metrics[TURNS]))
         self._sample = sample or self._sample
+        if self.notebook is not None:
+            entropy = float(metrics.get("rollout/entropy", float("nan")))
+            row = StepRow(step, self._rewards[-1], self._lengths[-1], entropy, self._step_s())
+            self.notebook.step(row, self._earning)
         self._curve()
         if self._lines:
             self.message(

@@ -11,10 +11,12 @@ import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
 from podium.files import open_file
 from podium.observe.metrics import ACCURACY, REWARD
 from podium.observe.run_dir import CONFIG, LOCK, METRICS
-from podium.observe.text import bucket_means, clock
+from podium.observe.text import ago, bucket_means
 
 CURVE_POINTS = 60
 CURVE_WIDTH = 120
@@ -37,6 +39,8 @@ class RunLine:
         """Read nothing yet."""
         self.folder = folder
         self.step = 0
+        self.steps: int | None = None
+        """Steps that the config asks for; None if it cannot be read."""
         self.rewards: list[float] = []
         """Mean reward of each step."""
         self.accuracy: float | None = None
@@ -45,6 +49,7 @@ class RunLine:
         """Whether the run is training, and how long ago it last wrote, as text."""
         self.changed = 0.0
         """Time of the run's last write, in seconds since 1970."""
+        self._config_changed = 0.0
         self._file: tuple[int, int] | None = None  # device and inode of the file that was read
         self._read = 0  # bytes
 
@@ -53,9 +58,25 @@ class RunLine:
         self.changed, self.state = changed(self.folder), state(self.folder)
         if not is_run(self.folder):
             return False
+        with contextlib.suppress(OSError):  # no config
+            self._read_config()
         with contextlib.suppress(OSError):  # no metrics yet
             self._append()
         return True
+
+    def _read_config(self) -> None:
+        written = (self.folder / CONFIG).stat().st_mtime
+        if written == self._config_changed:
+            return
+        self._config_changed = written
+        with open_file(self.folder / CONFIG) as file:
+            text = file.read().decode("utf-8", "replace")
+        try:
+            config = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError):
+            config = None
+        steps = config.get("steps") if isinstance(config, dict) else None
+        self.steps = steps if isinstance(steps, int) else None
 
     def _append(self) -> None:
         with open_file(self.folder / METRICS) as file:
@@ -95,7 +116,7 @@ def is_run(folder: Path) -> bool:
 def state(folder: Path) -> str:
     """Whether a run is training, and how long ago it last wrote, as text."""
     doing = "training" if locked(folder / LOCK) else "not training"
-    return f"{doing}; last written {clock(time.time() - changed(folder))} ago"
+    return f"{doing}; last written {ago(time.time() - changed(folder))}"
 
 
 def locked(lock: Path) -> bool:
@@ -118,9 +139,9 @@ def list_page(lines: Sequence[RunLine], silent: Sequence[str]) -> str:
     """The list as a page, most recently written run first; `silent` names folders that did not respond in time."""
     rows = "".join(map(_row, sorted(lines, key=lambda line: -line.changed)))
     rows += "".join(f"<tr><td><td>{html.escape(name)}<td><td><td><td><td>does not answer</tr>" for name in silent)
-    head = "<tr><th><th>run<th>step<th>reward<th><th>accuracy<th>state</tr>"
+    head = "<thead><tr><th><th>run<th>step<th>reward<th><th>accuracy<th>state</thead>"
     table = (
-        f'<form action="/runs"><div class="scroll"><table class="runs">{head}{rows}</table></div>'
+        f'<form action="/runs"><div class="scroll"><table class="runs">{head}<tbody>{rows}</tbody></table></div>'
         "<p><button>Compare the chosen runs</button></p></form>"
     )
     style = (Path(__file__).parent / "report" / "page.css").read_text("utf-8")
@@ -139,7 +160,7 @@ def _row(line: RunLine) -> str:
     cells = (
         box,
         f'<a href="/runs/{urllib.parse.quote(name, safe="")}">{escaped}</a>',
-        str(line.step),
+        str(line.step) if line.steps is None else f"{line.step} of {line.steps}",
         f"{line.rewards[-1]:.3f}" if line.rewards else "",
         _curve(line.rewards),
         "" if line.accuracy is None else f"{line.accuracy:.3f}",

@@ -248,6 +248,8 @@ class StepStats:
     """Levels of curricula that prompts were drawn from, by label."""
     memory: tuple[int, int] | None = None
     """Bytes in use and at peak on the fullest device; None if devices do not report them (CPU)."""
+    host_memory: tuple[int, int] | None = None
+    """Resident bytes of the trainer's process, now and at peak, on the fullest host; None where there is no /proc."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

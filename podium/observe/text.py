@@ -1,4 +1,4 @@
-"""Text for terminals: escapes what a model wrote, draws values as bars, formats seconds as clock time."""
+"""Text for terminals: escapes what a model wrote, draws values as bars, formats seconds."""
 
 import itertools
 import math
@@ -61,3 +61,11 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def ago(seconds: float) -> str:
+    """Format how long ago something was, in the largest unit of which it is two: `90 s ago`, `3 h ago`."""
+    for size, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds // size:.0f} {unit} ago"
+    return f"{max(0, round(seconds))} s ago"

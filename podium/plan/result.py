@@ -109,6 +109,13 @@ class Plan:
         """The phase with this name, or None."""
         return next((phase for phase in self.phases if phase.name == name), None)
 
+    def _repr_html_(self) -> str:
+        """Show the verdict, the memory and the seconds of a step in a notebook."""
+        from podium.observe.notebook import table
+        from podium.plan.formatting import plan_facts  # which imports this module
+
+        return table((), plan_facts(self))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peak:

@@ -133,6 +133,7 @@ class Recorder:
             conversations=None if held is None else conversation_stats(groups, held),
             levels=self._level_stats(groups),
             memory=device_memory(),
+            host_memory=host_memory(),
         )
         metrics = step_metrics(stats)
         if self._recipe.demonstrations:
@@ -294,3 +295,19 @@ def device_memory() -> tuple[int, int] | None:
         return None
     all_used, all_peak = zip(*gather((used, peak)), strict=True)
     return max(all_used), max(all_peak)
+
+
+def host_memory() -> tuple[int, int] | None:
+    """Resident bytes of the trainer's process, now and at peak, on the fullest host; None where there is no /proc."""
+    all_used, all_peak = zip(*gather(_resident()), strict=True)
+    return (max(all_used), max(all_peak)) if max(all_peak) else None
+
+
+def _resident() -> tuple[int, int]:
+    """Resident bytes of this process, now and at peak; zeros where there is no /proc."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0, 0
+    sizes = {name: rest for name, _, rest in (line.partition(":") for line in lines)}
+    return int(sizes["VmRSS"].split()[0]) * 1024, int(sizes["VmHWM"].split()[0]) * 1024  # written in kB

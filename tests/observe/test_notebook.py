@@ -61,6 +61,20 @@ def test_one_output_shows_a_curve_that_grows_and_no_line_is_printed(shown, capsy
     assert widths == sorted(widths) and widths[-1] == 3
     assert "accuracy 0.25 to 0.75" in picture(contents[-1])
     assert "<run>" not in contents[-1]["text/html"]
+    rows = re.findall(r"<tr>(.*?)</tr>", contents[-1]["text/html"])
+    assert [re.findall(r">([^<]+)</t[hd]>", row) for row in rows] == [
+        ["step", "reward", "length", "entropy", "seconds"],
+        ["1", "0.250", "12.5", "\u2013", "4.2"],
+        ["2", "0.500", "12.5", "\u2013", "4.2"],
+        ["3", "0.750", "12.5", "\u2013", "4.2"],
+    ]
+
+
+def test_the_table_keeps_the_last_steps(shown):
+    with Progress("run", 20, run_console(plain=False)) as progress:
+        for step in range(1, 21):
+            progress.step(step, METRICS)
+    assert re.findall(r"<tr><td[^>]*>(\d+)<", shown[0][-1]["text/html"]) == ["15", "16", "17", "18", "19", "20"]
 
 
 def test_messages_are_plain_lines_of_the_cell(shown, capsys):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from podium.observe.text import BARS, bucket_means, clock, cut, printable, shown, sparkline
+from podium.observe.text import BARS, ago, bucket_means, clock, cut, printable, shown, sparkline
 
 
 def test_control_sequences_are_written_out():
@@ -60,3 +60,18 @@ def test_buckets_are_means_of_neighbours():
 )
 def test_seconds_read_as_clock_time(seconds, text):
     assert clock(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-3, "0 s ago"),
+        (90, "90 s ago"),
+        (125, "2 min ago"),
+        (7199, "119 min ago"),
+        (86_400, "24 h ago"),
+        (3e5, "3 days ago"),
+    ],
+)
+def test_how_long_ago_has_one_unit(seconds, text):
+    assert ago(seconds) == text

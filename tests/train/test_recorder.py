@@ -106,6 +106,12 @@ def test_seconds_of_a_step_are_named_by_what_they_were_spent_on():
     assert record_steps(1, checkpoint_s=0.7).metrics[0]["time/train/checkpoint_s"] == 0.7
 
 
+def test_memory_and_cores_of_the_trainer_are_measured():
+    first = record_steps(1).metrics[0]
+    assert 0.05 < first["memory/train/host_max_gib"] <= first["memory/train/host_peak_max_gib"] < 1000
+    assert first["throughput/train/busy_cores"] == first["time/train/step_cpu_s"] / first["time/train/step_s"]
+
+
 def test_the_mean_of_ten_steps_is_there_from_the_tenth_on():
     kept = record_steps(11)
     assert ["time/train/step_avg_last10_s" in each for each in kept.metrics] == [False] * 9 + [True] * 2

@@ -44,6 +44,8 @@ WORK = (
     Chart("Tokens of the update", "tokens", ("tokens/prompt", "tokens/completion", "tokens/padding"), ("prompt", "completion", "padding")),
     Chart("Slots at work", "fraction", ("rollout/slot_utilisation",), ("slot-steps that made a token",)),
     Chart("Memory of a device", "GiB", ("memory/train/bytes_in_use_max_gib", "memory/train/peak_bytes_in_use_max_gib"), ("in use", "peak")),
+    Chart("Memory of the trainer on its host", "GiB", ("memory/train/host_max_gib", "memory/train/host_peak_max_gib"), ("resident", "peak")),
+    Chart("Cores at work", "cores", ("throughput/train/busy_cores",), ("of the trainer",)),
 )  # fmt: skip
 """How well the machine is used."""
 

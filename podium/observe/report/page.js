@@ -8,6 +8,7 @@
   let stopWatching = () => {};
   const render = (data) => {
   stopWatching();
+  const held = document.activeElement, at = held && held.id ? { id: held.id, from: held.selectionStart, to: held.selectionEnd } : null;
   main.style.minHeight = `${main.offsetHeight}px`;  // so that the reader's place stays
   main.replaceChildren();
   const contents = document.getElementById("contents");
@@ -168,6 +169,28 @@
   };
   const beforePrint = () => printing(true), afterPrint = () => printing(false);
 
+  const csv = () => {  // a line for each step of each run
+    const metrics = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics)))];
+    const cell = (value) => /[",\r\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : value;
+    const rows = data.runs.flatMap((run) => {
+      const byStep = new Map();
+      metrics.forEach((name, column) => {
+        const series = run.metrics[name];
+        if (series) series.steps.forEach((step, i) => {
+          if (!byStep.has(step)) byStep.set(step, Array(metrics.length).fill(""));
+          byStep.get(step)[column] = series.values[i];
+        });
+      });
+      return [...byStep.keys()].sort((a, b) => a - b).map((step) => [run.name, step, ...byStep.get(step)]);
+    });
+    return [["run", "step", ...metrics], ...rows].map((row) => row.map(cell).join(",")).join("\n") + "\n";
+  };
+  const save = (name, text) => {
+    const url = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
+    el("a", { href: url, download: name.replace(/[^\w.-]+/g, "_") }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 10000);
+  };
+
   // Headline
   const names = data.runs.map((run) => run.name);
   document.title = `Podium: ${names.join(", ")}`;
@@ -175,7 +198,7 @@
   const tile = (value, label) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, label));
   const range = (interval) => interval.length === 2 ? `, 95 % interval ${interval[0].toFixed(3)} to ${interval[1].toFixed(3)}` : "";
   const heads = section("headline", "Did it learn?");
-  data.runs.forEach((run) => {
+  data.runs.forEach((run, index) => {
     const h = run.headline, tiles = [];
     h.tasks.forEach((task) => {
       tiles.push(tile(`${task.first[1].toFixed(3)} → ${task.last[1].toFixed(3)}`, `accuracy${task.task ? ` on ${task.task}` : ""}, step ${task.first[0]} to ${task.last[0]}${range(task.interval)}`));
@@ -186,7 +209,7 @@
     tiles.push(tile(`${h.steps}${h.planned_steps ? ` of ${h.planned_steps}` : ""}`, "steps"));
     tiles.push(tile(clock(h.wall_s), "wall time"), tile(clock(h.cpu_s), "CPU time"));
     if (h.generated_tokens !== null) tiles.push(tile(number(h.generated_tokens), "tokens generated"));
-    if (several) heads.append(el("h3", {}, run.name));
+    if (several) heads.append(el("h3", {}, ...(live ? [el("a", { href: `/runs/${live.split("/")[index]}` }, run.name)] : [run.name])));
     heads.append(el("div", { class: "tiles" }, ...tiles));
     const facts = [["model", h.model], ["recipe", h.recipe], ["machine", h.machine], ["commit", h.commit]].filter((fact) => fact[1]);
     heads.append(el("p", { class: "soft" }, facts.map((fact) => fact.join(" ")).join(" · ")));
@@ -227,6 +250,7 @@
   curves.append(el("div", { class: "controls" },
     choice("x axis", [["step", "steps"], ["tokens", "generated tokens"], ["hours", "hours"]], (value) => { state.axis = value; redraw(); }),
     el("label", {}, el("input", { type: "checkbox", ...(state.smooth ? { checked: "" } : {}), onchange: (event) => { state.smooth = event.target.checked; redraw(); } }), " smoothed over raw")));
+  curves.lastChild.append(el("button", { type: "button", id: "csv", onclick: () => save(`${names.join("-")}.csv`, csv()) }, "Metrics as CSV"));
   const grid = el("div", { class: "grid" });
   curves.append(grid);
   data.curves.forEach((chart) => addChart(grid, chart));
@@ -274,62 +298,9 @@
   data.runs.forEach((run, index) => {
     const node = section(`samples-${index}`, several ? `Samples: ${run.name}` : "Samples");
     if (!run.samples.length) { node.append(el("p", {}, "No samples were recorded.")); return; }
-    node.append(el("p", { class: "soft" }, `${run.samples.length} of ${run.recorded_samples} recorded groups`));
-    const box = el("div"), selectStep = el("select", { "aria-label": "step" }), selectPrompt = el("select", { "aria-label": "prompt" });
-    const steps = [...new Set(run.samples.map((sample) => sample.step))];
-    steps.forEach((step) => selectStep.append(el("option", { value: step }, `step ${step}`)));
-    const at = (step) => run.samples.filter((sample) => sample.step === step);
-    const fill = () => {
-      selectPrompt.replaceChildren(...at(Number(selectStep.value)).map((sample, i) =>
-        el("option", { value: i }, `${sample.split} ${sample.task}: ${String(sample.question).slice(0, 60)}`)));
-      show();
-    };
-    const jump = (sample) => { selectStep.value = sample.step; fill(); selectPrompt.value = at(sample.step).indexOf(sample); show(); };
-    const mean = (sample) => sample.completions.reduce((sum, each) => sum + (each.reward || 0), 0) / Math.max(1, sample.completions.length);
-    const show = () => {
-      state.samples[run.name] = [selectStep.value, selectPrompt.value];
-      const sample = at(Number(selectStep.value))[Number(selectPrompt.value) || 0];
-      const same = run.samples.filter((other) => other.prompt === sample.prompt && other.task === sample.task && other.split === sample.split);
-      box.replaceChildren(el("div", { class: "card" }, el("h3", {}, "question"), el("div", { class: "text" }, String(sample.question)),
-        el("h3", {}, "expected"), el("div", { class: "text" }, String(sample.answer ?? ""))),
-        ...(same.length > 1 ? [el("p", {}, "The same prompt earned: "), el("div", { class: "controls" }, ...same.map((other) =>
-          el("button", { type: "button", onclick: () => jump(other), ...(other === sample ? { "aria-current": "true" } : {}) }, `step ${other.step}: ${number(mean(other), 3)}`)))] : []),
-        ...sample.completions.map((each) => completion(each, sample)));
-    };
-    selectStep.addEventListener("change", fill);
-    selectPrompt.addEventListener("change", show);
-    node.append(el("div", { class: "controls" }, selectStep, selectPrompt), box);
-    const [step, prompt] = state.samples[run.name] || [];
-    selectStep.value = steps.includes(Number(step)) ? step : steps[steps.length - 1];
-    fill();
-    if (selectPrompt.options[prompt]) { selectPrompt.value = prompt; show(); }
+    const choices = state.samples[run.name] = state.samples[run.name] || {};
+    node.append(...samplesView({ el, number, css, id: (name) => `samples-${index}-${name}` }, run, choices));
   });
-  function completion(each, sample) {
-    const parts = Object.entries(each.parts || {}).map(([name, value]) => `${name} ${number(value, 3)}`).join(", ");
-    const facts = [parts, each.advantage === undefined ? null : `advantage ${number(each.advantage, 3)}`, `ended by ${each.finish_reason}`, `${each.tokens} tokens`];
-    const text = el("div", { class: "text" });
-    const talk = Array.isArray(each.messages) ? transcript(each) : [];
-    if (each.pieces && each.logprobs) {
-      text.classList.add("tokens");
-      each.pieces.forEach((piece, i) => {
-        const logprob = each.logprobs[i], span = el("span", { title: `${JSON.stringify(piece)} log-prob ${logprob}` }, piece);
-        span.style.background = `rgba(${css("--token")}, ${Math.min(0.75, -logprob / 6).toFixed(2)})`;
-        text.append(span);
-      });
-    } else if (!talk.length) text.append(String(each.text));
-    const drawn = talk.length && text.childNodes.length ? [el("h3", {}, "tokens that were trained"), text] : talk.length ? [] : [text];
-    return el("div", { class: "card" }, el("p", {}, el("span", { class: each.reward > 0 ? "right" : "wrong" }, `reward ${number(each.reward, 3)}`),
-      el("span", { class: "soft" }, ` · ${facts.filter(Boolean).join(" · ")}`)), ...talk, ...drawn);
-  }
-  function transcript(each) {
-    let turn = 0;
-    return each.messages.flatMap((message) => {
-      const said = message.role === "assistant", paid = said ? (each.turn_rewards || [])[turn++] : undefined;
-      const calls = (message.tool_calls || []).map((call) => `${call.function.name}(${JSON.stringify(call.function.arguments)})`);
-      const who = said ? `turn ${turn}, drawn and trained${paid === undefined || paid === null ? "" : `, reward ${number(paid, 3)}`}` : `${message.name || message.role}, given`;
-      return [el("h3", { class: said ? "" : "soft" }, who), el("div", { class: "text" }, [String(message.content || ""), ...calls].filter(Boolean).join("\n"))];
-    });
-  }
 
   // Settings
   const settings = section("settings", "Settings that are not defaults");
@@ -351,16 +322,24 @@
     charts.forEach((item) => item.drawn && Plotly.purge(item.node));
   };
   main.style.minHeight = "";
+  const again = at && document.getElementById(at.id);  // whoever types a search goes on typing
+  if (again) again.focus({ preventScroll: true });
+  if (again && typeof at.from === "number") again.setSelectionRange(at.from, at.to);
   document.documentElement.dataset.ready = "yes";
   };
 
   render(JSON.parse(document.getElementById("data").textContent));
   if (live) {
     const status = document.getElementById("status"), source = new EventSource(`/events/${live}`);
+    const chooses = () => CSS.supports("selector(:open)") && document.querySelector("select:open");
+    let newest = 0;
     source.onmessage = async (event) => {
       status.textContent = event.data;
-      const answer = await fetch(`/data/${live}`);
-      if (answer.ok) render(await answer.json());
+      const own = ++newest, answer = await fetch(`/data/${live}`);
+      if (!answer.ok) return;
+      const data = await answer.json();
+      const show = () => { if (own === newest) chooses() ? setTimeout(show, 500) : render(data); };
+      show();
     };
     source.addEventListener("state", (event) => { status.textContent = event.data; });
     source.onerror = () => { status.textContent = "not connected; trying again"; };

@@ -1,6 +1,6 @@
 """`podium report`: one self-contained HTML file that shows whether a run learned, why not, and what to change.
 
-The page is page.html with style and script inlined, plotly from its Python package, and the runs as one JSON object.
+The page is page.html with style and scripts inlined, plotly from its Python package, and the runs as one JSON object.
 Texts from models and users are JSON strings, inserted only as text nodes, so they cannot act as markup. Imports no jax.
 """
 
@@ -48,20 +48,24 @@ def make_page(content: dict[str, object], plotly: str, *, live: str = "") -> str
 
     With `live` (its runs' names as a path), the page listens to its own server for changes.
     """
-    style, script = ((FOLDER / name).read_text("utf-8") for name in ("page.css", "page.js"))
     data = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    page = (FOLDER / "page.html").read_text("utf-8")
+    page = _part("page.html")
     for mark, text in (
         ("/*POLICY*/", page_policy(live=bool(live))),
         ("/*LIVE*/", html.escape(live, quote=True)),
-        ("/*STYLE*/", style),
+        ("/*STYLE*/", _part("page.css")),
         ("/*DATA*/", data.replace("<", "\\u003c").replace("&", "\\u0026")),
         ("/*PLOTLY*/", plotly.replace("</script", "<\\/script")),
-        ("/*SCRIPT*/", script),
+        ("/*SAMPLES*/", _part("page.samples.js")),
+        ("/*SCRIPT*/", _part("page.js")),
     ):
         head, _, tail = page.partition(mark)
         page = head + text + tail
     return page
+
+
+def _part(name: str) -> str:
+    return (FOLDER / name).read_text("utf-8")
 
 
 def page_policy(*, live: bool) -> str:

@@ -57,7 +57,7 @@ def test_the_list_shows_curves_that_grow_and_compares_the_chosen_runs(server, ru
     with (runs / "first" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "train-reward/total/mean": 0.123}\n{"step": 42, "train-rew')
     body = server.ask("/")[1]
-    assert "<td>41<td>0.123" in body and "<td>42" not in body
+    assert "<td>41 of 40<td>0.123" in body and "<td>42" not in body
     status, _, answer = server.ask("/runs?run=first&run=a+b%26%3Ci%3E")
     assert status == 303 and answer.headers["location"] == "/runs/first/a%20b%26%3Ci%3E"
     assert server.ask(answer.headers["location"])[0] == 200
@@ -65,6 +65,8 @@ def test_the_list_shows_curves_that_grow_and_compares_the_chosen_runs(server, ru
     assert len(compared["runs"]) == 2 and compared["comparison"]["differences"] == {}
     assert server.ask("/runs/first/none")[0] == server.ask("/runs/first/first")[0] == 404
     assert server.ask("/runs")[2].headers["location"] == "/"
+    (runs / "first" / "config.yaml").write_text("steps: [")
+    assert "<td>41<td>0.123" in server.ask("/")[1]
 
 
 def test_many_comparisons_keep_a_bounded_number_of_reports(runs, monkeypatch):
@@ -146,7 +148,7 @@ def test_a_change_is_announced_and_the_data_is_new(server, runs, monkeypatch):
     monkeypatch.setattr(watch, "REST", 0.0)
     connection, stream = server.listen("/events/first")
     assert stream.readline() == b"event: state\n"
-    assert stream.readline().startswith(b"data: not training; last written 0:0")
+    assert stream.readline().startswith(b"data: not training; last written ")
     assert stream.readline() == b"\n"
     with (runs / "first" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "train-reward/total/mean": 0.5}\n')
