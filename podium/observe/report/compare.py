@@ -17,8 +17,10 @@ LAST_SHARE = 0.1
 
 
 def flat(tree: object, key: str = "") -> dict[str, object]:
-    """The leaves of nested mappings by dotted key; lists are leaves."""
-    if not isinstance(tree, Mapping):
+    """The leaves of nested mappings by dotted key, as `--set` has them; a list is a leaf, unless it is of mappings."""
+    if isinstance(tree, list) and tree and all(isinstance(each, Mapping) for each in tree):
+        tree = dict(enumerate(tree))
+    if not isinstance(tree, Mapping) or not tree:
         return {key: tree}
     found: dict[str, object] = {}
     for part, value in tree.items():

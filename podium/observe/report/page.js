@@ -3,7 +3,7 @@
 // Texts reach the document as text nodes only.
 (() => {
   const main = document.getElementById("main");
-  const state = { axis: "step", smooth: true, sync: false, samples: {} };
+  const state = { axis: "step", smooth: true, sync: false, chosen: {}, samples: {} };
   const live = document.body.dataset.live;  // names of a served page's runs, as a path
   let stopWatching = () => {};
   const render = (data) => {
@@ -45,12 +45,15 @@
     contents.append(el("a", { href: `#${id}` }, title));
     return node;
   };
-  const table = (head, rows, numeric = []) => {
-    const cells = (tag, row) => row.map((cell, i) => el(tag, numeric.includes(i) ? { class: "number" } : {}, cell));
+  const table = (head, rows, numeric = [], kind = "") => {  // kind "stack": on a phone each row is a card
+    const cells = (tag, row) => row.map((cell, i) => el(tag, { ...(numeric.includes(i) ? { class: "number" } : {}), ...(tag === "td" ? { "data-label": head[i] } : {}) }, cell));
     return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "table, scrolls sideways" },
-      el("table", {}, el("thead", {}, el("tr", {}, ...cells("th", head))),
+      el("table", { class: kind }, el("thead", {}, el("tr", {}, ...cells("th", head))),
         el("tbody", {}, ...rows.map((row) => el("tr", {}, ...cells("td", row))))));
   };
+  const breakable = (key) => el("span", {}, ...key.split(/(?<=[._])/).flatMap((part) => [part, el("wbr")]));
+  const pick = (label, id, options, chosen, change) => el("label", {}, label + " ", el("select", { id, onchange: (event) => change(event.target.value) },
+    ...options.map(([value, text]) => el("option", { value, ...(String(value) === String(chosen) ? { selected: "" } : {}) }, text))));
 
   // The x axis: steps, generated tokens, or hours, by the run's own metrics.
   const cumulative = (run, name) => {
@@ -79,19 +82,21 @@
     return out;
   };
 
+  const FROM_ZERO = ["fraction", "GiB", "cores", "tokens", "tokens/s"];  // units whose small changes would look large
   const layout = (unit, { xaxis = {}, yaxis = {}, ...more } = {}) => ({
     margin: { l: 52, r: 12, t: 6, b: 36 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: css("--ink"), size: 12, family: "system-ui, sans-serif" }, hovermode: "x unified",
     hoverlabel: { bgcolor: css("--shade"), font: { color: css("--ink") } },
-    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } }, dragmode: hovers ? "zoom" : false,
+    legend: { orientation: "h", traceorder: "normal", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } }, dragmode: hovers ? "zoom" : false,
     modebar: { orientation: "v", bgcolor: "rgba(0,0,0,0)", color: css("--soft"), activecolor: css("--ink") },
     xaxis: { gridcolor: css("--line"), zeroline: false, title: { text: { step: "step", tokens: "generated tokens", hours: "hours" }[state.axis], standoff: 4 }, ...xaxis },
-    yaxis: { gridcolor: css("--line"), zeroline: false, exponentformat: "e", title: { text: unit, standoff: 4 }, ...yaxis }, ...more,
+    yaxis: { gridcolor: css("--line"), zeroline: false, exponentformat: "e", rangemode: FROM_ZERO.includes(unit) ? "tozero" : "normal", title: { text: unit, standoff: 4 }, ...yaxis }, ...more,
   });
   const config = { responsive: true, displaylogo: false, displayModeBar: hovers ? "hover" : false, modeBarButtonsToRemove: ["lasso2d", "select2d", "toImage", "sendDataToCloud"] };
 
   const groups = data.comparison ? data.comparison.groups : data.runs.map((_, i) => [i]);
-  const bands = (line, colour, group, label) => {  // seeds folded into mean and band
+  const colourOf = (index) => COLOURS[index % COLOURS.length];
+  const bands = (line, colour, dash, group, label) => {  // seeds folded into mean and band
     const byStep = new Map();
     for (const index of group) {
       const series = data.runs[index].metrics[line.metric];
@@ -104,24 +109,26 @@
     const values = steps.map((step) => byStep.get(step));
     const mean = values.map((all) => all.reduce((a, b) => a + b, 0) / all.length);
     const end = (pick, fill) => ({ x, y: values.map((all) => pick(...all)), mode: "lines", line: { width: 0 }, hoverinfo: "skip",
-      showlegend: false, legendgroup: label, ...(fill ? { fill: "tonexty", fillcolor: colour + "33" } : {}) });
+      showlegend: false, ...(fill ? { fill: "tonexty", fillcolor: colour + "33" } : {}) });
     return [end(Math.min, false), end(Math.max, true),
-      { x, y: mean, mode: "lines", name: label, legendgroup: label, line: { color: colour, width: 2 } }];
+      { x, y: mean, mode: "lines", name: label, showlegend: false, line: { color: colour, width: 2, dash } }];
   };
   const lines = (chart) => {
-    const traces = [];
+    // Of several runs the colours are explained once, above the curves; a chart's own legend has its kinds of lines.
+    const kinds = several && chart.lines.length > 1 ? chart.lines : [];
+    const traces = kinds.map((line, l) => ({ x: [null], y: [null], mode: "lines", name: line.label, line: { color: css("--soft"), width: 2, dash: DASHES[l % DASHES.length] } }));
     groups.forEach((group, g) => chart.lines.forEach((line, l) => {
-      const colour = COLOURS[(several ? g : l) % COLOURS.length], dash = DASHES[(several ? l : 0) % DASHES.length];
+      const colour = colourOf(several ? g : l), dash = DASHES[(several ? l : 0) % DASHES.length];
       const present = group.filter((index) => data.runs[index].metrics[line.metric]);
       if (!present.length) return;
       const who = several ? data.runs[present[0]].name + (present.length > 1 ? ` and ${present.length - 1} more` : "") : "";
       const label = [who, chart.lines.length > 1 || !several ? line.label : ""].filter(Boolean).join(": ");
-      if (present.length > 1) { traces.push(...bands(line, colour, present, label)); return; }
+      if (present.length > 1) { traces.push(...bands(line, colour, dash, present, label)); return; }
       const series = data.runs[present[0]].metrics[line.metric], x = series.steps.map((step) => position(present[0], step));
       const sparse = series.values.length < 40, mode = sparse ? "lines+markers" : "lines";
       const show = state.smooth && !sparse;
-      if (show) traces.push({ x, y: series.values, mode: "lines", line: { color: colour, width: 1 }, opacity: 0.3, hoverinfo: "skip", showlegend: false, legendgroup: label });
-      traces.push({ x, y: show ? smoothed(series.values) : series.values, mode, name: label, legendgroup: label,
+      if (show) traces.push({ x, y: series.values, mode: "lines", line: { color: colour, width: 1 }, opacity: 0.3, hoverinfo: "skip", showlegend: false });
+      traces.push({ x, y: show ? smoothed(series.values) : series.values, mode, name: label, showlegend: !several && chart.lines.length > 1,
         line: { color: colour, width: 2, dash }, marker: { size: 5 } });
     }));
     return traces;
@@ -191,29 +198,39 @@
     setTimeout(() => URL.revokeObjectURL(url), 10000);
   };
 
-  // Headline
+  // Headline: tiles of one run, or a table of several
   const names = data.runs.map((run) => run.name);
   document.title = `Podium: ${names.join(", ")}`;
-  document.getElementById("title").textContent = names.join(", ");
-  const tile = (value, label) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, label));
-  const range = (interval) => interval.length === 2 ? `, 95 % interval ${interval[0].toFixed(3)} to ${interval[1].toFixed(3)}` : "";
-  const heads = section("headline", "Did it learn?");
-  data.runs.forEach((run, index) => {
-    const h = run.headline, tiles = [];
+  document.getElementById("title").textContent = several ? `${names.length} runs` : names[0];
+  const linked = (index) => live ? el("a", { href: `/runs/${live.split("/")[index]}` }, names[index]) : names[index];
+  const range = (interval) => interval.length === 2 ? `95 % interval ${interval[0].toFixed(3)} to ${interval[1].toFixed(3)}` : "";
+  const gains = (run) => {  // [what, value, more] of a run
+    const h = run.headline, found = [];
     h.tasks.forEach((task) => {
-      tiles.push(tile(`${task.first[1].toFixed(3)} → ${task.last[1].toFixed(3)}`, `accuracy${task.task ? ` on ${task.task}` : ""}, step ${task.first[0]} to ${task.last[0]}${range(task.interval)}`));
-      if (task.avg_at_k !== null) tiles.push(tile(number(task.avg_at_k), `avg@${h.samples} on ${task.task}`));
-      if (task.pass_at_k !== null) tiles.push(tile(number(task.pass_at_k), `pass@${h.samples} on ${task.task}`));
+      const on = task.task ? ` on ${task.task}` : "";
+      found.push([`accuracy${on}`, `${task.first[1].toFixed(3)} → ${task.last[1].toFixed(3)}`, [`step ${task.first[0]} to ${task.last[0]}`, range(task.interval)].filter(Boolean).join(", ")]);
+      if (task.avg_at_k !== null) found.push([`avg@${h.samples}${on}`, number(task.avg_at_k), ""]);
+      if (task.pass_at_k !== null) found.push([`pass@${h.samples}${on}`, number(task.pass_at_k), ""]);
     });
-    if (h.reward) tiles.push(tile(`${number(h.reward[0], 3)} → ${number(h.reward[1], 3)}`, "mean reward, first and last step"));
-    tiles.push(tile(`${h.steps}${h.planned_steps ? ` of ${h.planned_steps}` : ""}`, "steps"));
-    tiles.push(tile(clock(h.wall_s), "wall time"), tile(clock(h.cpu_s), "CPU time"));
-    if (h.generated_tokens !== null) tiles.push(tile(number(h.generated_tokens), "tokens generated"));
-    if (several) heads.append(el("h3", {}, ...(live ? [el("a", { href: `/runs/${live.split("/")[index]}` }, run.name)] : [run.name])));
-    heads.append(el("div", { class: "tiles" }, ...tiles));
-    const facts = [["model", h.model], ["recipe", h.recipe], ["machine", h.machine], ["commit", h.commit]].filter((fact) => fact[1]);
-    heads.append(el("p", { class: "soft" }, facts.map((fact) => fact.join(" ")).join(" · ")));
-  });
+    if (h.reward) found.push(["mean reward", `${number(h.reward[0], 3)} → ${number(h.reward[1], 3)}`, "first and last step"]);
+    found.push(["steps", `${h.steps}${h.planned_steps ? ` of ${h.planned_steps}` : ""}`, ""]);
+    found.push(["wall time", clock(h.wall_s), ""], ["CPU time", clock(h.cpu_s), ""]);
+    if (h.generated_tokens !== null) found.push(["tokens generated", number(h.generated_tokens), ""]);
+    return found;
+  };
+  const made = (run) => [["model", run.headline.model], ["recipe", run.headline.recipe], ["machine", run.headline.machine], ["commit", run.headline.commit]]
+    .filter((fact) => fact[1]).map((fact) => fact.join(" ")).join(" · ");
+  const heads = section("headline", "Did it learn?");
+  if (several) {
+    const all = data.runs.map((run) => new Map(gains(run).map(([what, value]) => [what, value])));
+    const whats = [...new Set(all.flatMap((own) => [...own.keys()]))];
+    heads.append(table(["run", ...whats], all.map((own, i) => [linked(i), ...whats.map((what) => own.get(what) ?? "–")]), [], "stack"));
+    const facts = [...new Set(data.runs.map(made))];
+    facts.forEach((fact) => heads.append(el("p", { class: "soft" }, facts.length > 1 ? `${names.filter((_, i) => made(data.runs[i]) === fact).join(", ")}: ${fact}` : fact)));
+  } else {
+    heads.append(el("div", { class: "tiles" }, ...gains(data.runs[0]).map(([what, value, more]) =>
+      el("div", { class: "tile" }, el("b", {}, value), el("span", {}, more ? `${what}, ${more}` : what)))), el("p", { class: "soft" }, made(data.runs[0])));
+  }
 
   // Problems with the files
   if (data.runs.some((run) => run.problems.length)) {
@@ -227,9 +244,9 @@
     const called = (indices) => indices.map((i) => data.runs[i].name).join(", ");
     if (c.metric) node.append(el("p", { class: "soft" }, `by ${c.metric}`),
       table(["runs", "score", "95 % interval over seeds", "against the next"], c.ranking.map((row) => [called(row.runs), number(row.score),
-        row.interval ? `${number(row.interval[0])} to ${number(row.interval[1])}` : "one seed", row.against_next || ""]), [1]));
+        row.interval ? `${number(row.interval[0])} to ${number(row.interval[1])}` : "one seed", row.against_next || "–"]), [], "stack"));
     const keys = Object.entries(c.differences);
-    node.append(keys.length ? table(["setting", ...names], keys.map(([key, values]) => [key, ...values.map((v) => v === null ? "–" : JSON.stringify(v))]))
+    node.append(keys.length ? table(["setting", ...names], keys.map(([key, values]) => [breakable(key), ...values.map((v) => v === null ? "–" : JSON.stringify(v))]), [], "stack")
       : el("p", {}, "Their settings are the same."));
   }
 
@@ -245,12 +262,15 @@
 
   // Curves
   const curves = section("curves", "Curves");
-  const choice = (label, options, change) => el("label", {}, label + " ", el("select", { onchange: (event) => change(event.target.value) },
-    ...options.map(([value, text]) => el("option", { value, ...(value === state.axis ? { selected: "" } : {}) }, text))));
   curves.append(el("div", { class: "controls" },
-    choice("x axis", [["step", "steps"], ["tokens", "generated tokens"], ["hours", "hours"]], (value) => { state.axis = value; redraw(); }),
-    el("label", {}, el("input", { type: "checkbox", ...(state.smooth ? { checked: "" } : {}), onchange: (event) => { state.smooth = event.target.checked; redraw(); } }), " smoothed over raw")));
-  curves.lastChild.append(el("button", { type: "button", id: "csv", onclick: () => save(`${names.join("-")}.csv`, csv()) }, "Metrics as CSV"));
+    pick("x axis", "axis", [["step", "steps"], ["tokens", "generated tokens"], ["hours", "hours"]], state.axis, (value) => { state.axis = value; redraw(); }),
+    el("label", {}, el("input", { type: "checkbox", id: "smooth", ...(state.smooth ? { checked: "" } : {}), onchange: (event) => { state.smooth = event.target.checked; redraw(); } }), " smoothed over raw"),
+    el("button", { type: "button", id: "csv", onclick: () => save(`${names.join("-")}.csv`, csv()) }, "Metrics as CSV")));
+  if (several) curves.append(el("p", { class: "key" }, ...groups.map((group, g) => {
+    const swatch = el("span", { class: "swatch" });
+    swatch.style.borderTopColor = colourOf(g);
+    return el("span", {}, swatch, `${group.map((index) => names[index]).join(", ")}${group.length > 1 ? ": mean, least and largest" : ""}`);
+  })));
   const grid = el("div", { class: "grid" });
   curves.append(grid);
   data.curves.forEach((chart) => addChart(grid, chart));
@@ -276,36 +296,48 @@
     if (p.memory.length) work.append(table(["phase", "planned GiB of a device"], p.memory.map(([name, gib]) => [name, number(gib, 3)]), [1]));
   });
 
-  // Learning by prompt
-  data.runs.filter((run) => run.heat && run.heat.steps.length > 1).forEach((run) => {
-    const id = `prompts-${data.runs.indexOf(run)}`, node = section(id, several ? `Learning by prompt: ${run.name}` : "Learning by prompt");
-    node.append(el("p", { class: "soft" }, run.heat.by_prompt ? "Share of right answers of each recorded prompt that was asked more than once; hardest at the top."
-      : "Share of right answers by task; no recorded prompt was asked twice."));
-    const box = el("div", { class: "chart", role: "img", "aria-label": "heat map of prompts over steps" });
-    box.style.height = `${Math.max(160, 60 + 14 * run.heat.rows.length)}px`;
-    node.append(box);
+  // Learning by prompt, and samples: of one run at a time
+  const chosenOf = (node, id, runs, show) => {
+    const chosen = runs[state.chosen[id]] ? state.chosen[id] : 0;
+    if (runs.length > 1) node.append(el("div", { class: "controls keep" }, pick("run", id, runs.map((run, i) => [i, run.name]), chosen,
+      (value) => { state.chosen[id] = Number(value); show(runs[state.chosen[id]]); })));
+    show(runs[chosen]);
+  };
+  const warm = data.runs.filter((run) => run.heat && run.heat.steps.length > 1);
+  if (warm.length) {
+    const node = section("prompts", "Learning by prompt"), text = el("p", { class: "soft" }), box = el("div", { class: "chart", role: "img", "aria-label": "heat map of prompts over steps" });
+    let heat = warm[0].heat;
     const room = innerWidth < 600 ? 15 : 34;
-    const names = run.heat.rows.map((name, i) => `${i + 1} ${name.length > room ? "…" + name.slice(1 - room) : name}`);
-    charts.push({ node: box, chart: { unit: "" }, make: () => [{ type: "heatmap", x: run.heat.steps, y: names, z: run.heat.values, zmin: 0, zmax: 1,
-      customdata: run.heat.rows.map((name) => run.heat.steps.map(() => name)), hovertemplate: "%{customdata}<br>step %{x}: %{z:.2f}<extra></extra>",
+    const rows = () => heat.rows.map((name, i) => `${i + 1} ${name.length > room ? "…" + name.slice(1 - room) : name}`);
+    const item = { node: box, chart: { unit: "" }, make: () => [{ type: "heatmap", x: heat.steps, y: rows(), z: heat.values, zmin: 0, zmax: 1,
+      customdata: heat.rows.map((name) => heat.steps.map(() => name)), hovertemplate: "%{customdata}<br>step %{x}: %{z:.2f}<extra></extra>",
       colorscale: "Cividis", hoverongaps: false, colorbar: { thickness: 10, outlinewidth: 0 } }],
-      more: { margin: { l: 20, r: 8, t: 4, b: 34 }, hovermode: "closest",
+      more: { margin: { l: 20, r: 8, t: 4, b: 44 }, hovermode: "closest",
         yaxis: { autorange: "reversed", tickfont: { size: 10 }, automargin: true, showgrid: false },
-        xaxis: { title: { text: "step" }, showgrid: false } } });
-  });
+        xaxis: { title: { text: "step", standoff: 8 }, showgrid: false } } };
+    charts.push(item);
+    chosenOf(node, "prompts-run", warm, (run) => {
+      heat = run.heat;
+      text.textContent = heat.by_prompt ? "Share of right answers of each recorded prompt that was asked more than once; hardest at the top."
+        : "Share of right answers by task; no recorded prompt was asked twice.";
+      box.style.height = `${Math.max(170, 70 + 14 * heat.rows.length)}px`;
+      if (item.drawn) draw(item);
+    });
+    node.append(text, box);
+  }
 
-  // Samples
-  data.runs.forEach((run, index) => {
-    const node = section(`samples-${index}`, several ? `Samples: ${run.name}` : "Samples");
-    if (!run.samples.length) { node.append(el("p", {}, "No samples were recorded.")); return; }
+  const samples = section("samples", "Samples"), answers = el("div");
+  chosenOf(samples, "samples-run", data.runs, (run) => {
     const choices = state.samples[run.name] = state.samples[run.name] || {};
-    node.append(...samplesView({ el, number, css, id: (name) => `samples-${index}-${name}` }, run, choices));
+    answers.replaceChildren(...(run.samples.length ? samplesView({ el, number, css, id: (name) => `samples-${name}` }, run, choices)
+      : [el("p", {}, "No samples were recorded.")]));
   });
+  samples.append(answers);
 
   // Settings
   const settings = section("settings", "Settings that are not defaults");
   data.runs.forEach((run) => settings.append(...(several ? [el("h3", {}, run.name)] : []),
-    run.settings.length ? table(["key", "value", "default"], run.settings) : el("p", {}, "None.")));
+    run.settings.length ? table(["key", "value", "default"], run.settings.map(([key, ...values]) => [breakable(key), ...values]), [], "stack") : el("p", {}, "None.")));
 
   charts.forEach((item) => watcher.observe(item.node));
   const scheme = matchMedia("(prefers-color-scheme: dark)");

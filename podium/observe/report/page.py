@@ -9,7 +9,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from podium.config.schema import Config
+from pydantic import BaseModel
+
+from podium.config.reward_model import RewardModelConfig
+from podium.config.schema import Config, TaskConfig
 from podium.files import write_atomically
 from podium.observe.metrics import ACCURACY, find_metric
 from podium.observe.report.charts import CURVES, PHASES, WORK, charts
@@ -19,6 +22,8 @@ from podium.observe.report.read import RunRecords, read_run
 from podium.observe.report.samples import read_samples
 
 FOLDER = Path(__file__).parent
+LISTED = {"tasks": TaskConfig, "reward_models": RewardModelConfig}
+"""Settings that are lists of sections."""
 DIGITS = 6
 """Significant digits of values on the page."""
 
@@ -155,12 +160,19 @@ def headline(run: RunRecords) -> dict[str, object]:
 
 def changed_settings(run: RunRecords) -> list[list[str]]:
     """Settings that differ from the defaults, as [key, value, default]."""
-    defaults = flat(Config.model_construct().model_dump(mode="json", warnings=False))
+    defaults = _defaults(Config)
+    for name, element in LISTED.items():
+        for index in range(len(run.setting(name) or ())):
+            defaults |= {f"{name}.{index}.{key}": value for key, value in _defaults(element).items()}
     return [
         [key, json.dumps(value), json.dumps(defaults[key]) if key in defaults else "(none)"]
         for key, value in flat(run.config).items()
         if key not in defaults or value != defaults[key]
     ]
+
+
+def _defaults(model: type[BaseModel]) -> dict[str, object]:
+    return flat(model.model_construct().model_dump(mode="json", warnings=False))
 
 
 def planned(run: RunRecords) -> dict[str, object] | None:

@@ -11,9 +11,10 @@ const samplesView = ({ el, number, css, id }, run, state) => {
   const splits = unique(run.samples.map((sample) => sample.split)), tasks = unique(run.samples.map((sample) => sample.task));
   const steps = unique(run.samples.map((sample) => sample.step));
   const ends = unique(run.samples.flatMap((sample) => sample.completions.map((each) => each.finish_reason)).filter(Boolean));
-  const kinds = [["", "all answers"], ["paid", "reward above 0"], ["unpaid", "reward 0 or less"],
+  const right = (each) => ((each.parts || {}).correct ?? each.reward) > 0;
+  const kinds = [["", "all answers"], ["right", "right answers"], ["wrong", "wrong answers"],
     ...(ends.length > 1 ? ends.map((end) => [`ended by ${end}`, `ended by ${end}`]) : [])];
-  const fits = (each) => state.kind === "paid" ? each.reward > 0 : state.kind === "unpaid" ? !(each.reward > 0)
+  const fits = (each) => state.kind === "right" ? right(each) : state.kind === "wrong" ? !right(each)
     : !state.kind || `ended by ${each.finish_reason}` === state.kind;
   const found = () => run.samples.filter((sample) => (!state.step || sample.step === Number(state.step)) && (!state.split || sample.split === state.split)
     && (!state.task || sample.task === state.task) && sample.completions.some(fits) && (!state.text || textOf(sample).includes(state.text.toLowerCase())));
@@ -57,7 +58,7 @@ const samplesView = ({ el, number, css, id }, run, state) => {
     const answers = sample.completions.filter(fits), fewer = answers.length < sample.completions.length;
     box.replaceChildren(el("div", { class: "card" }, el("h3", {}, "question"), el("div", { class: "text" }, String(sample.question)),
       el("h3", {}, "expected"), el("div", { class: "text" }, String(sample.answer ?? ""))),
-      ...(again.length > 1 ? [el("p", {}, "The same prompt earned: "), el("div", { class: "controls" }, ...again.map((other) =>
+      ...(again.length > 1 ? [el("div", { class: "controls" }, "The same prompt earned:", ...again.map((other) =>
         el("button", { type: "button", onclick: () => jump(other), ...(other === sample ? { "aria-current": "true" } : {}) }, `step ${other.step}: ${number(mean(other), 3)}`)))] : []),
       ...(fewer ? [el("p", { class: "soft" }, `${answers.length} of ${sample.completions.length} answers`)] : []),
       ...answers.map(completion));
@@ -72,7 +73,7 @@ const samplesView = ({ el, number, css, id }, run, state) => {
   };
   const completion = (each) => {
     const parts = Object.entries(each.parts || {}).map(([name, value]) => `${name} ${number(value, 3)}`).join(", ");
-    const facts = [parts, each.advantage === undefined ? null : `advantage ${number(each.advantage, 3)}`, `ended by ${each.finish_reason}`, `${each.tokens} tokens`];
+    const facts = [parts, each.advantage === undefined ? null : `advantage ${number(each.advantage, 3)}`, each.finish_reason && `ended by ${each.finish_reason}`, each.tokens === undefined ? null : `${each.tokens} tokens`];
     const body = el("div", { class: "text" });
     const talk = Array.isArray(each.messages) ? transcript(each) : [];
     if (each.pieces && each.logprobs) {
@@ -84,8 +85,8 @@ const samplesView = ({ el, number, css, id }, run, state) => {
       });
     } else if (!talk.length) body.append(String(each.text));
     const drawn = talk.length && body.childNodes.length ? [el("h3", {}, "tokens that were trained"), body] : talk.length ? [] : [body];
-    return el("div", { class: "card" }, el("p", {}, el("span", { class: each.reward > 0 ? "right" : "wrong" }, `reward ${number(each.reward, 3)}`),
-      el("span", { class: "soft" }, ` · ${facts.filter(Boolean).join(" · ")}`)), ...talk, ...drawn);
+    return el("div", { class: "card" }, el("p", {}, el("span", { class: right(each) ? "right" : "wrong" }, `reward ${number(each.reward, 3)}`),
+      el("span", { class: "soft" }, facts.filter(Boolean).map((fact) => ` · ${fact}`).join(""))), ...talk, ...drawn);
   };
   const transcript = (each) => {
     let turn = 0;

@@ -154,6 +154,18 @@ def test_seeds_are_put_together_and_a_difference_is_judged(tmp_path):
     assert best["against_next"].startswith("real") and other["against_next"] is None
 
 
+def test_settings_of_a_task_are_named_one_by_one(tmp_path):
+    def one(name, weight):
+        task = {"name": "jsonl", "weight": 1.0, "rewards": {"correct": 1.0, "short": weight}}
+        return make_run(tmp_path / name, config={"name": name, "tasks": [task]})
+
+    content = report_object([one("a", 0.1), one("b", 0.2)])
+    assert content["comparison"]["differences"] == {"tasks.0.rewards.short": [0.1, 0.2]}
+    settings = {key: (value, default) for key, value, default in content["runs"][0]["settings"]}
+    assert settings["tasks.0.name"] == ('"jsonl"', "(none)") and settings["tasks.0.rewards.short"][0] == "0.1"
+    assert "tasks.0.weight" not in settings  # is the default
+
+
 def test_equal_runs_are_not_called_different(tmp_path):
     draw = random.Random(1)
     runs = []
