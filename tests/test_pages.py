@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import json
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from podium.config.schema import Config
 from podium.observe.metric_table import METRICS
 from podium.observe.metrics import find_metric
 from tools.reference_pages import PAGES, settings_page
+from tools.site_hooks import on_page_content
 
 DOCS = ROOT / "docs"
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
@@ -157,6 +159,34 @@ def test_the_site_has_no_dead_link_and_every_page_is_two_clicks_away(site):
                 queue.append(target)
     pages = {site / Path(name).with_suffix(".html") for name in NAMES}
     assert pages <= clicks.keys() and max(clicks[page] for page in pages) <= 2
+
+
+@pytest.mark.long
+def test_the_search_works_from_a_disk_and_finds_a_setting_by_its_parts(site):
+    separator = json.loads((site / "search" / "search_index.json").read_text())["config"]["separator"]
+    assert re.split(separator, "--set train.rows_per_device=1, 0.5") == [
+        "",
+        "set",
+        "train",
+        "rows_per_device",
+        "1",
+        "0.5",
+    ]
+    assert (site / "search" / "search_index.js").exists()
+    assert '<script src="site/iframe-worker.js">' in (site / "index.html").read_text()
+    assert 'location.protocol === "file:"' in (site / "site" / "iframe-worker.js").read_text()
+
+
+def test_cells_of_a_wide_table_say_their_column():
+    head = "<thead><tr><th>a</th><th>b <em>c</em></th><th>d &amp; e</th></tr></thead>"
+    row = '<tr><td><code>train.rows_per_device</code></td><td></td><td style="x"><a href="y">z</a></td></tr>'
+    made = on_page_content(f"<table>{head}<tbody>{row}{row}</tbody></table>")
+    assert made.startswith("<table data-stack>") and made.count("<tr>") == 3 and head in made
+    assert '<td data-label="a"><span><code>train.<wbr>rows_<wbr>per_<wbr>device</code></span></td>' in made
+    assert '<td data-label="b c"></td><td data-label="d &amp; e" style="x"><span><a href="y">z</a></span></td>' in made
+    narrow = "<table><thead><tr><th>a</th><th>b</th></tr></thead></table>"
+    assert on_page_content(narrow) == narrow
+    assert on_page_content('<img alt="a" src="b.svg" />') == '<a href="b.svg"><img alt="a" src="b.svg" /></a>'
 
 
 @pytest.mark.long
