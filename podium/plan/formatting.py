@@ -84,22 +84,6 @@ def step_parts(plan: Plan) -> list[tuple[str, Seconds]]:
     return [*parts, *((name, time) for name, time in waited if time is not None and time.value)]
 
 
-def plan_facts(plan: Plan) -> list[tuple[str, str]]:
-    """A plan in a few named facts: machine, verdict, memory, seconds of a step and of its parts."""
-    source = "closed-form estimate" if plan.estimate_only else "compiled"
-    facts = [
-        ("config", plan.config),
-        ("machine", plan.accelerator),
-        ("verdict", f"{VERDICTS[plan.verdict]} ({source})"),
-        ("memory of a device", f"{gib(plan.worst.bytes)} of {exact_gib(plan.hbm_bytes)} GiB, in {plan.worst.name}"),
-    ]
-    if plan.step is not None:
-        named = [(name, time) for name, time in step_parts(plan) if time.value >= NEGLIGIBLE * plan.step.value]
-        parts = ", ".join(f"{name} {number(time.value)}" for name, time in named)
-        facts.append(("a step", f"{duration(plan.step)}: {parts}"))
-    return facts
-
-
 def largest_part(phase: Phase) -> tuple[str, int]:
     """The name and the bytes of the largest part of a phase's memory."""
     return max(phase.parts.items(), key=lambda part: part[1])

@@ -7,7 +7,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+from podium.accelerators import GIB
 from podium.hlo.cost import CollectiveTotal
+from podium.observe.notebook import table
 from podium.plan.workload import Workload
 
 Verdict = Literal["fits", "does_not_fit", "too_close"]
@@ -111,10 +113,19 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Show the verdict, the memory and the seconds of a step in a notebook."""
-        from podium.observe.notebook import table
-        from podium.plan.formatting import plan_facts  # which imports this module
-
-        return table((), plan_facts(self))
+        worst, step = self.worst, self.step
+        facts = [
+            ("config", self.config),
+            ("machine", self.accelerator),
+            (
+                "verdict",
+                f"{self.verdict.replace('_', ' ')} ({'closed-form estimate' if self.estimate_only else 'compiled'})",
+            ),
+            ("memory of a device", f"{worst.bytes / GIB:.1f} of {self.hbm_bytes / GIB:.4g} GiB, in {worst.name}"),
+        ]
+        if step is not None:
+            facts.append(("seconds of a step", f"{step.value:.2g} ({step.low:.2g} to {step.high:.2g})"))
+        return table((), facts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
