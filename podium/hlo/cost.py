@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from podium.hlo.collectives import KINDS, Beside, Transfer, kind_of, transfer
 from podium.hlo.text import Computation, Instruction, Module
-from podium.hlo.traffic import ASYNC_STARTS, hbm_traffic, host_traffic, products
+from podium.hlo.traffic import ASYNC_STARTS, fused, hbm_traffic, host_traffic, products
 
 HOP_S = 1e-6  # seconds of a message to the neighbouring chip: jax-ml.github.io/scaling-book/sharding
 KERNELS = ('"tpu_custom_call"', '"__gpu$xla.gpu.triton"')
@@ -55,6 +55,11 @@ class Work:
     beside: Beside = (0.0, 0.0, 0.0)  # work that the device does while the host copies are in flight
     kernel: bool = False  # whether it is a Pallas kernel
     of_block: bool = False  # whether the kernel's operations and bytes are those of one block of the cache
+
+    def seconds(self, peaks: Peaks) -> tuple[float, float]:
+        """The least seconds of one execution: those of its products, and those of its memory traffic."""
+        multiplying = self.flops / peaks.flops_bf16 + self.flops_f32 / peaks.flops_f32
+        return multiplying, self.hbm_bytes / peaks.hbm_bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +201,7 @@ def _weight(branch: tuple[Work, ...]) -> float:
 
 def _work(context: _Context, each: Instruction, computation: Computation, times: float) -> Work | None:
     """The work of an instruction outside a fusion; None if it is free."""
-    inside = list(_fused(context.module, each, computation))
+    inside = list(fused(context.module, each, computation))
     float32 = sum(products(part, where) for part, where in inside if _is_float32(part, where))
     work = Work(
         name=each.name,
@@ -215,16 +220,6 @@ def _work(context: _Context, each: Instruction, computation: Computation, times:
         if declared and declared["bytes"]:  # of a kernel that reads only the pages in use
             work = dataclasses.replace(work, hbm_bytes=float(declared["bytes"]), of_block=True)
     return work if any((work.flops, work.flops_f32, work.hbm_bytes, work.transfers, work.host_bytes)) else None
-
-
-def _fused(module: Module, each: Instruction, computation: Computation) -> Iterator[tuple[Instruction, Computation]]:
-    """The instruction itself, or all instructions inside a fusion, each with its computation."""
-    if each.opcode not in ("fusion", "fusion-start"):
-        yield each, computation
-        return
-    inner = module.computations[each.callees["calls"][0]]
-    for part in inner.instructions.values():
-        yield from _fused(module, part, inner)
 
 
 def _is_float32(product: Instruction, computation: Computation) -> bool:
@@ -293,8 +288,7 @@ def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
     compute = hbm = waited = beside = latency = 0.0
     copies: dict[tuple[float, float], float] = collections.defaultdict(float)
     for work in cost.works:
-        multiplying = work.flops / peaks.flops_bf16 + work.flops_f32 / peaks.flops_f32
-        moving = work.hbm_bytes / peaks.hbm_bandwidth
+        multiplying, moving = work.seconds(peaks)
         compute += work.times * multiplying * (multiplying >= moving)
         hbm += work.times * moving * (moving > multiplying)
         latency += work.times * max(0.0, peaks.kernel_s - max(multiplying, moving)) * (not work.transfers)

@@ -7,7 +7,7 @@ tuples, loop carries, donated arguments and their outputs, arrays updated in pla
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from podium.hlo.text import HBM, Computation, Instruction, Module, Shape, Type, leaves
@@ -64,10 +64,17 @@ def live_at_peak(module: Module) -> Peak:
     """Find the buffers in main memory at the peak. Arguments always count, because the caller holds them."""
     aliases = _aliases(module)
     buffers = _buffers(module, aliases)
-    lives = {name: _lives(module, name, aliases, buffers) for name in _run_by(module, module.entry.name)}
+    lives = {name: _lives(module, name, aliases, buffers) for name in computations_run(module, module.entry.name)}
     size, moment, found = _peak(module, module.entry, lives, buffers, frozenset())
     order = sorted((buffers[root] for root in sorted(found)), key=lambda buffer: -buffer.size)
     return Peak(size, moment, tuple(order))
+
+
+def find_buffers(module: Module) -> Callable[[ArrayRef], Buffer | None]:
+    """A function that gives the buffer of any array of a program; None if the array is not in main memory."""
+    aliases = _aliases(module)
+    buffers = _buffers(module, aliases)
+    return lambda array: buffers.get(aliases.find(array))
 
 
 def _peak(
@@ -100,17 +107,18 @@ def _peak(
     return best
 
 
-def _run_by(module: Module, name: str) -> Iterator[str]:
+def computations_run(module: Module, name: str) -> Iterator[str]:
+    """The names of a computation and of all that it runs; fused ones are not among them, and some occur twice."""
     yield name
     for each in module.computations[name].instructions.values():
         for inner in each.runs:
-            yield from _run_by(module, inner)
+            yield from computations_run(module, inner)
 
 
 def _buffers(module: Module, aliases: _Aliases) -> dict[ArrayRef, Buffer]:
     """All buffers in main memory, by representative array. Constants are excluded, as they are part of the program."""
     buffers: dict[ArrayRef, Buffer] = {}
-    for name in dict.fromkeys(_run_by(module, module.entry.name)):
+    for name in dict.fromkeys(computations_run(module, module.entry.name)):
         for each in module.computations[name].instructions.values():
             for leaf, shape in enumerate(each.shapes):
                 if shape.space != HBM or each.opcode == "constant":
@@ -152,7 +160,7 @@ def _lives(
 def _aliases(module: Module) -> _Aliases:
     """Group the arrays that share memory."""
     aliases = _Aliases()
-    for name in dict.fromkeys(_run_by(module, module.entry.name)):
+    for name in dict.fromkeys(computations_run(module, module.entry.name)):
         computation = module.computations[name]
         for each in computation.instructions.values():
             for leaf, operand, of_operand in _shared(each, computation, module):

@@ -8,10 +8,10 @@ traced.
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from podium.hlo.liveness import Buffer, live_at_peak
+from podium.hlo.liveness import ArrayRef, Buffer, find_buffers, live_at_peak
 from podium.hlo.text import Computation, Module, Shape
 
 OTHER = "other"
@@ -111,6 +111,22 @@ def largest(module: Module, names: ArrayNames) -> NamedPeak:
     known = _known(module, names)
     peak = live_at_peak(module)
     return NamedPeak(peak.size, tuple(_named(buffer, module, names, known) for buffer in peak.buffers))
+
+
+def array_namer(module: Module, names: ArrayNames) -> Callable[[ArrayRef], NamedBuffer | None]:
+    """A function that names the buffer of any array of a program; None if the array is not in main memory."""
+    known, buffer_of = _known(module, names), find_buffers(module)
+    named: dict[ArrayRef, NamedBuffer] = {}  # by the first array of each buffer
+
+    def name(array: ArrayRef) -> NamedBuffer | None:
+        buffer = buffer_of(array)
+        if buffer is None:
+            return None
+        if buffer.arrays[0] not in named:
+            named[buffer.arrays[0]] = _named(buffer, module, names, known)
+        return named[buffer.arrays[0]]
+
+    return name
 
 
 @dataclasses.dataclass(frozen=True)

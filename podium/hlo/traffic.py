@@ -99,6 +99,16 @@ def hbm_traffic(instruction: Instruction, computation: Computation, module: Modu
     return sum(map(_in_hbm, (*(shape for each in distinct for shape in each.shapes), *results)))
 
 
+def fused(module: Module, each: Instruction, computation: Computation) -> Iterator[tuple[Instruction, Computation]]:
+    """The instruction itself, or all instructions inside a fusion, each with its computation."""
+    if each.opcode not in ("fusion", "fusion-start"):
+        yield each, computation
+        return
+    inner = module.computations[each.callees["calls"][0]]
+    for part in inner.instructions.values():
+        yield from fused(module, part, inner)
+
+
 def host_traffic(instruction: Instruction, computation: Computation) -> int:
     """Bytes that an instruction copies between a device's memory and its host's, in either direction."""
     operands = [computation.instructions[name] for name in instruction.operands]

@@ -7,6 +7,7 @@ import podium.plan.estimate as closed_form
 from podium.accelerators import Accelerator
 from podium.hlo.cost import Peaks, Roofline, roofline, sum_collectives
 from podium.models.flops import step_work, update_flops
+from podium.plan.beyond import beyond_floor
 from podium.plan.calibration import Chip, Line, calibrated
 from podium.plan.calls import Call
 from podium.plan.estimate import PhaseEstimate
@@ -39,7 +40,7 @@ class Device:
         for name in dict.fromkeys(call.phase for call in calls):
             own = [call for call in calls if call.phase == name]
             if compiled:
-                phase = self.compiled_phase(own, compiled)
+                phase = self.compiled_phase(own, compiled, run)
             elif own[0].closed_form is not None:
                 phase = self.estimated_phase(own, run)
             else:
@@ -48,7 +49,7 @@ class Device:
         resting = closed_form.checkpoint_phase(run)
         yield self.phase(resting.name, resting.parts)
 
-    def compiled_phase(self, calls: list[Call], compiled: Mapping[str, CompiledPhase]) -> Phase:
+    def compiled_phase(self, calls: list[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes) -> Phase:
         """One phase from its compiled programs: the memory of the largest, the work of all."""
         largest = max((compiled[call.program] for call in calls), key=lambda each: each.device_bytes)
         code = sum(each.memory.code for each in compiled.values())  # code of all programs stays loaded
@@ -60,6 +61,9 @@ class Device:
             calls[0].phase,
             lambda chip, links: [(call.calls, roofline(cost, chip.peaks, links=links)) for call, cost in costs],
         )
+        # A CPU's caches hold arrays that count as memory traffic here, so no floor is given for it.
+        chip = None if self.accelerator.platform == "cpu" else self.chip
+        over_floor, moves = beyond_floor(costs, run, chip.peaks) if chip else (None, ())
         resident = [LargeArray(name=name, shape="", bytes=size) for name, size in largest.residents.items()]
         phase = self.phase(calls[0].phase, parts)
         refused = any(compiled[call.program].refused for call in calls)
@@ -76,6 +80,8 @@ class Device:
             closed_form_flops=sum(call.closed_form_flops for call in calls),
             compile_s=sum(compiled[call.program].compile_s for call in calls),
             compiled=True,
+            over_floor=over_floor,
+            moves=moves,
         )
 
     def estimated_phase(self, calls: list[Call], run: RunSizes) -> Phase:

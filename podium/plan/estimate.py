@@ -17,6 +17,7 @@ from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.delta import DeltaNet
 from podium.models.params import own_name, param_specs
+from podium.plan import floor
 from podium.plan.residents import Parts, frozen_bytes, in_updates, residents
 from podium.plan.sizes import (
     F32,
@@ -78,6 +79,10 @@ class PhaseEstimate:
     flops: int
     hbm_bytes: int
     ici_bytes: int  # bytes that a device sends to others
+    least_bytes: int
+    """The bytes of `hbm_bytes` that no compiler can avoid (`podium.plan.floor`)."""
+    once_bytes: int = 0
+    """The same of a call, before or after the rounds of its loop."""
     copies: tuple[tuple[float, int, float], ...] = ()
     """Copies between device and host: how often, bytes of each, and the share of all work that overlaps with it."""
     kernels: tuple[int, int] = (0, 0)
@@ -134,7 +139,14 @@ def offer(accelerator: Accelerator) -> str:
 def sync_phase(run: RunSizes) -> PhaseEstimate:
     """Making the rollout's weights from the trainer's: gather all of them, then copy them to their place."""
     if run.decoder.lora is not None and not run.decoder.lora.merged:
-        return PhaseEstimate(name="sync", parts=residents(run), flops=0, hbm_bytes=2 * F32 * run.own_count, ici_bytes=0)
+        return PhaseEstimate(
+            name="sync",
+            parts=residents(run),
+            flops=0,
+            hbm_bytes=2 * F32 * run.own_count,
+            ici_bytes=0,
+            least_bytes=floor.sync_bytes(run),
+        )
     own, whole = run.own_count + frozen_bytes(run) // run.rollout_activation, run.rollout_weight_bytes
     # Stacked weights are gathered in place; embedding and head are gathered into separate buffers.
     beside = ends_count(run.decoder, run.rollout_parts) * run.rollout_activation
@@ -144,6 +156,7 @@ def sync_phase(run: RunSizes) -> PhaseEstimate:
         flops=0,
         hbm_bytes=own * F32 + 2 * whole,
         ici_bytes=max(whole - own * run.rollout_activation, whole - whole // run.shards if run.layout.group > 1 else 0),
+        least_bytes=floor.sync_bytes(run),
     )
 
 
@@ -155,7 +168,7 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
     tokens = rows * bucket
     scored = tokens if run.layout.name == "legacy" else 0
     heads = run.rollout_heads
-    logits = F32 * scored * decoder.vocab // heads
+    logits = floor.logits_bytes(run, scored)
     matmul = 2 * tokens * decoder.total(lambda work: work.active) + 2 * scored * decoder.vocab * decoder.width
     scores = 2 * tokens * run.cached_pairs(run.in_blocks(bucket))
     flops = (matmul + scores + _rule_flops(run, tokens)) // heads
@@ -168,6 +181,7 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
         flops=flops,
         hbm_bytes=run.rollout_weight_bytes + traffic + run.kv_bytes(tokens) + logits,
         ici_bytes=run.rollout_ici(tokens),
+        least_bytes=floor.prefill_bytes(run, tokens, scored),
     )
 
 
@@ -182,7 +196,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
     slots = -(-(size or rollout.slots) // run.rollout_shards)
     heads, matmul = run.rollout_heads, decoder.stored // run.layout.group
     read = run.in_blocks(context or rollout.longest)
-    cache, logits = run.read_bytes(slots, read), F32 * slots * decoder.vocab // heads
+    cache, logits = run.read_bytes(slots, read), floor.logits_bytes(run, slots)
     block = run.kv_bytes(slots * run.block) // decoder.layers
     # The TPU compiler copies the stacked q, k and v weights into another layout in every call.
     specs = param_specs(decoder) if run.platform == "tpu" else {}
@@ -202,6 +216,8 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
         + _rule_flops(run, slots) // heads,
         hbm_bytes=matmul * a + PAGE_TRAFFIC * cache + calls + 2 * SAMPLER_LOGITS * logits,
         ici_bytes=run.rollout_ici(slots),
+        least_bytes=floor.decode_bytes(run, slots, read),
+        once_bytes=floor.first_bytes(run, slots),
         kernels=(SMALL_KERNELS * decoder.layers, LARGE_KERNELS * decoder.layers),
     )
 
@@ -214,8 +230,10 @@ def first_flops(run: RunSizes, size: int) -> int:
 
 def copy_phase(run: RunSizes, pages: float) -> PhaseEstimate:
     """One call in which each device copies `pages` pages, each with the states of a sequence if there are any."""
-    moved = int(2 * pages * (run.page_bytes + run.state_bytes))
-    return PhaseEstimate(name="copy", parts=_rollout_residents(run), flops=0, hbm_bytes=moved, ici_bytes=0)
+    moved = floor.copy_bytes(run, pages)
+    return PhaseEstimate(
+        name="copy", parts=_rollout_residents(run), flops=0, hbm_bytes=moved, ici_bytes=0, least_bytes=moved
+    )
 
 
 def score_phase(run: RunSizes) -> PhaseEstimate:
@@ -272,6 +290,7 @@ def _scoring(name: str, run: RunSizes, beside: Parts) -> PhaseEstimate:
         flops=_forward_flops(run),
         hbm_bytes=passes + run.own_count * (F32 + a),
         ici_bytes=(layers + head) * a * (run.shards - 1) // run.shards + 2 * _tp_ici(run, tokens) + _sp_ici(run),
+        least_bytes=floor.forward_bytes(run),
     )
 
 
@@ -295,6 +314,8 @@ def update_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
         + reduced
         + (6 if remat in ("layer", "offload") else 4) * _tp_ici(run, tokens)
         + (2 if remat == "none" else 3) * _sp_ici(run),
+        least_bytes=floor.micro_batch_bytes(run),
+        once_bytes=floor.optimizer_step_bytes(run),
         copies=_host_copies(run, micro_batches),
     )
 
@@ -313,9 +334,8 @@ def checkpoint_phase(run: RunSizes) -> PhaseEstimate:
     """Copying the state to the host; allocates nothing on the device."""
     parts = residents(run)
     saved = SAVED if run.spec.reference is None else (*SAVED, "reference_weights")
-    return PhaseEstimate(
-        name="checkpoint", parts=parts, flops=0, hbm_bytes=sum(parts.get(name, 0) for name in saved), ici_bytes=0
-    )
+    moved = sum(parts.get(name, 0) for name in saved)
+    return PhaseEstimate(name="checkpoint", parts=parts, flops=0, hbm_bytes=moved, ici_bytes=0, least_bytes=moved)
 
 
 def _forward_peak(run: RunSizes, rows: int, length: int, a: int, *, split: int = 1) -> Parts:

@@ -50,6 +50,14 @@ class LargeArray:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Move:
+    """Instructions of a phase that do the same with equal arrays, and compute no product."""
+
+    what: str  # such as `slice of rollout_weights bf16[1,2048,11008]`
+    share: float  # of the phase's time without transfers and launches
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Phase:
     """One program of a run, or the checkpoint: the memory that a device needs for it, and its seconds."""
 
@@ -67,6 +75,10 @@ class Phase:
     closed_form_flops: float = 0  # the same by the closed form
     compile_s: float | None = None  # seconds of the original compilation; None if nothing was compiled
     compiled: bool = False  # whether `bytes` is the compiler's figure rather than the closed form's
+    over_floor: float | None = None
+    """Ratio of the time without transfers and launches to the least time, of the closed form's operations or of the
+    bytes that no compiler can avoid; None if the phase is not compiled or not part of a step."""
+    moves: tuple[Move, ...] = ()  # what takes most of that time without being a product, in descending order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

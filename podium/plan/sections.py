@@ -11,6 +11,7 @@ import podium.plan.formatting as text
 from podium.accelerators import GIB
 from podium.plan.advice import advice_line, effect
 from podium.plan.auto import MOST_DEVICES, Ranking
+from podium.plan.beyond import far_from_floor
 from podium.plan.check import CheckRow
 from podium.plan.compare import by_price
 from podium.plan.fit import Fitted
@@ -98,13 +99,14 @@ def plan_sections(
     plan = entry.plan
     memory = f"memory per device by phase, in GiB of {text.exact_gib(plan.hbm_bytes)}"
     doubted = [Line(text=f"do not rely on this plan: {each}", verdict="does_not_fit") for each in plan.doubts]
-    found = [ReportSection("", (*doubted, Line(text=advice_line(plan, suggestions, fitted), verdict=plan.verdict)))]
+    advice = Line(text=advice_line(plan, suggestions, fitted), verdict=plan.verdict)
+    found = [ReportSection("", (*doubted, advice, *(Line(text=each) for each in far_from_floor(plan))))]
     found.append(ReportSection(memory, (Line(text=text.peak_and_step(plan)), _memory(plan))))
     if plan.step is not None:
         speed = Line(label=f"step  {text.duration(plan.step)}", text=_speed(plan))
         lengths = (_rollout_speed(plan), *((_lengths(plan, longest),) if longest else ()))
         found.append(ReportSection("a step", (_timeline(plan), speed, *lengths)))
-    phases = _table(PHASES, ((phase,) for phase in plan.phases), 0, 5, 8)
+    phases = _table(PHASES, ((phase,) for phase in plan.phases), 0, 5, 9)
     found.append(ReportSection("phases", (phases,), details=True))
     for phase in sorted(plan.phases, key=lambda phase: -phase.bytes):
         arrays = _table(ARRAYS, ((array,) for array in phase.largest), 0, 1)
@@ -306,6 +308,7 @@ PHASES: Columns = (
     ("time bound by", lambda phase: text.LIMITS.get(phase.bound_by, "-")),
     ("TFLOP", lambda phase: text.number(phase.flops / 1e12)),
     ("of closed form", lambda phase: f"{phase.flops / base:.2f}" if (base := phase.closed_form_flops) else "-"),
+    ("over floor", lambda phase: f"{phase.over_floor:.2f}" if phase.over_floor else "-"),
     ("made by", lambda phase: "compiler" if phase.compiled else "closed form"),
     ("compiled in", lambda phase: "-" if phase.compile_s is None else f"{phase.compile_s:.0f} s"),
 )

@@ -35,6 +35,8 @@ from podium.run.resolve import resolve
 from podium.run.spec import BatchSizes, RewardModelSpec, RunSpec, UpdateSpec
 
 F32 = 4
+ENDS = ("embed", "head")
+"""Weights outside the layers that have the size of the vocabulary."""
 ITEMSIZES = {"float32": F32, "bfloat16": 2}
 Parts = Mapping[str, int]  # logical axis -> number of parts it is split into
 
@@ -272,6 +274,22 @@ class RunSizes:
         """Bytes of the rollout's weights on one device."""
         return rollout_bytes(self, params.rollout_specs(self.decoder, 1))
 
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of the layers' weights that a pass of the rollout reads on one device, once they are gathered."""
+        specs = params.rollout_specs(self.decoder, 1)
+        return self._gathered_bytes({name: spec for name, spec in specs.items() if name not in ENDS})
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the head's weights that a pass of the rollout reads on one device, once they are gathered."""
+        specs, head = params.rollout_specs(self.decoder, 1), "embed" if self.decoder.tied else "head"
+        return self._gathered_bytes({head: specs[head]})
+
+    def _gathered_bytes(self, specs: ParamSpecs) -> int:
+        gathered, _ = self._rollout_exchange
+        return gathered * rollout_bytes(self, specs)
+
     def _kv_bytes(self, tokens: Callable[[Kept], int]) -> int:
         """Bytes of keys and values on one device; `tokens` gives the number of tokens kept in a layer."""
         numbers = sum(
@@ -469,7 +487,7 @@ def local_count(spec: ParamSpec, parts: Parts) -> int:
 def ends_count(decoder: DecoderConfig, parts: Parts) -> int:
     """Number of elements of embedding and (untied) head on one device."""
     specs = param_specs(decoder)
-    return sum(local_count(specs[name], parts) for name in ("embed", "head") if name in specs)
+    return sum(local_count(specs[name], parts) for name in ENDS if name in specs)
 
 
 def network_bytes(run: RunSizes, phase: str, sent: int) -> int:

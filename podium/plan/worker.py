@@ -29,6 +29,7 @@ from podium.files import write_atomically
 from podium.hlo.cost import ProgramCost, Work, unknown_loops, walk
 from podium.hlo.doubts import Counted, doubts
 from podium.hlo.memory import BETWEEN, Memory, OutOfMemory, largest, measure
+from podium.hlo.moves import moves
 from podium.hlo.text import Module, parse
 from podium.models.stored import StoredDecoder
 from podium.plan.array_names import names_of
@@ -58,7 +59,7 @@ KEPT_ARRAYS = 12  # number of largest arrays at the peak to keep for display
 class LoopedWork:
     """A piece of work with fixed cost, and how often it is done."""
 
-    work: Work  # one execution, without a name
+    work: Work  # one execution; its name is what `podium.hlo.moves` says of it, if anything
     once: float  # executions per call of the program, whatever its loop count
     each: float  # further executions per round of the loop
     attends: bool = False  # whether it is an attention kernel, which skips blocks without visible pairs
@@ -196,8 +197,8 @@ def looped_work(
 ) -> tuple[LoopedWork, ...]:
     """The cost of a program, split into work outside and inside the program's own loop; equal pieces are merged.
 
-    Attention's inner loop over the cache runs `blocks` rounds, and so does the work of a kernel that declares that of
-    one block. `skipped` and `per_machine` are passed to `walk`.
+    Work that is no product is named by what it moves. Attention's inner loop over the cache runs `blocks` rounds, and
+    so does the work of a kernel that declares that of one block. `skipped` and `per_machine` are passed to `walk`.
     """
     trips = {loop: blocks for loop in unknown_loops(module) if ATTENTION in loop}
     trips |= {loop: 1.0 for loop in unknown_loops(module) if OPTIMIZER in loop}
@@ -211,9 +212,11 @@ def looped_work(
         walk(module, mesh, trips=trips | dict.fromkeys(loops, rounds), skipped=skipped, per_machine=per_machine).works
         for rounds in (1, 2)
     )
+    moved = moves(module, names_of(module.name))
     times: dict[tuple[Work, bool], tuple[float, float]] = {}
     for first, second in zip(one, two, strict=True):
-        key = dataclasses.replace(first, name="", source="", times=0.0), ATTENTION in first.source and first.kernel
+        work = dataclasses.replace(first, name=moved.get(first.name, ""), source="", times=0.0)
+        key = work, ATTENTION in first.source and first.kernel
         once, each = times.get(key, (0.0, 0.0))
         rounds = blocks if first.of_block else 1.0
         times[key] = (once + rounds * (2 * first.times - second.times), each + rounds * (second.times - first.times))
