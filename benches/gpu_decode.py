@@ -2,9 +2,9 @@
 
     python -m benches.gpu_decode            (a quarter of an hour of CPU time; needs pip install 'podium-rl[plan-gpu]')
 
-For each case, the bytes of a step over those of its floor, which reads each weight, key and value once and writes the
-logits; its milliseconds by the roofline and as `podium plan` has them; its kernels; and how many instructions write an
-array as large as a matrix of weights.
+For each case, the bytes of a step over those of its floor (`podium.plan.floor`: each weight, key and value read once,
+logits written); its milliseconds by the roofline and as `podium plan` has them; its kernels; and how many instructions
+write an array as large as a matrix of weights.
 
 Three forms are compiled in the same run: `stacks`, a loop over the trainer's stacks, in which XLA copies each layer's
 slice, joins weights in every call and gathers pages of the cache (of one case only); `layers`, an array for each matrix

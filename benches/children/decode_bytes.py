@@ -30,7 +30,9 @@ from podium.models.architecture import DecoderConfig, unrolled
 from podium.models.params import param_specs
 from podium.models.presets import find_decoder
 from podium.plan.calibration import calibrated, load_chip
-from podium.plan.phases import device_bytes, phase_programs
+from podium.plan.floor import decode_bytes
+from podium.plan.phases import phase_programs
+from podium.plan.sizes import RunSizes
 from podium.plan.topology import topology_devices
 from podium.plan.worker import looped_work
 from podium.rollout.weights import abstract_weights
@@ -38,7 +40,7 @@ from podium.run.machine import Machine
 from podium.run.resolve import resolve
 from podium.run.spec import RunSpec
 from podium.settings import load_settings
-from podium.sharding import AbstractParams, ShardingRules, make_mesh
+from podium.sharding import AbstractParams, make_mesh
 from podium.train.generate import rollout_rules
 
 CONFIG = ROOT / "configs" / "gsm8k_qwen25_3b.yaml"
@@ -69,7 +71,7 @@ def main(machine: str, form: str, slots: str, context: str, *settings: str) -> N
     rows = int(slots) // rules.num_shards("batch")
     found = {
         **step_cost(text, spec, int(context), accelerator),
-        "floor_bytes": floor_bytes(decoder, weights, rules, rows, int(context)),
+        "floor_bytes": decode_bytes(RunSizes(spec=spec), rows, int(context)),
         "weights_written": weights_written(text, weights, decoder),
         "temporary_bytes": memory.temp_size_in_bytes,
         "compile_cpu_s": round(cpu_s, 1),
@@ -97,14 +99,6 @@ def step_cost(text: str, spec: RunSpec, context: int, accelerator: Accelerator) 
         "kernels": sum(work.times / (blocks if work.of_block else 1) for work in step.works),
         "bandwidth": chip.peaks.hbm_bandwidth,
     }
-
-
-def floor_bytes(decoder: DecoderConfig, weights: AbstractParams, rules: ShardingRules, rows: int, context: int) -> int:
-    """The bytes of a step that reads each weight, key and value once, and writes float32 logits."""
-    read = device_bytes(weights) - (0 if decoder.tied else device_bytes(weights["embed"]))
-    numbers = sum(2 * layers * kind.kv_heads * kind.head_dim for layers, kind in decoder.attention_layers())
-    cache = 2 * rows * context * numbers // rules.num_shards("cache_heads")
-    return read + cache + 4 * rows * decoder.vocab
 
 
 def weights_written(text: str, weights: AbstractParams, decoder: DecoderConfig) -> int:

@@ -7,15 +7,18 @@ of a program is the sum over its instructions, without transfers and launches, w
 from collections.abc import Iterator, Sequence
 
 from podium.hlo.cost import Peaks, ProgramCost
+from podium.hlo.moves import PASSES
 from podium.plan.calls import Call
 from podium.plan.formatting import NEGLIGIBLE, number, readable
 from podium.plan.result import Move, Phase, Plan
 from podium.plan.sizes import F32, RunSizes
 
 FAR = 1.5
-"""Ratio of a phase's time to its floor above which the first lines of a report say so."""
-KEPT = 5  # instructions of a phase to keep
-SHOWN = 3  # of those, in a line
+"""Ratio of a phase's time to its floor above which a plan says what takes it."""
+EXPLAINED = 1 / 3
+"""Share of the time beyond the floor from which on copies are said to be the reason."""
+KEPT = 8  # instructions of a phase to keep
+SHOWN = 3  # of those, in a sentence
 LITTLE = 0.02  # share of a phase's time below which an instruction is not named
 
 
@@ -38,7 +41,8 @@ def beyond_floor(
     if not least or not total:
         return None, ()
     order = sorted(seconds, key=lambda name: -seconds[name])[:KEPT]
-    found = (Move(what=name, share=seconds[name] / total) for name in order)
+    shares = ((name, seconds[name] / total) for name in order)
+    found = (Move(what=name, share=share, computes=name.startswith(PASSES)) for name, share in shares)
     return total / least, tuple(move for move in found if move.share >= LITTLE)
 
 
@@ -53,17 +57,29 @@ def _floor_s(call: Call, run: RunSizes, peaks: Peaks) -> float:
     return call.repeats * each + call.calls * once
 
 
-def far_from_floor(plan: Plan) -> Iterator[str]:
-    """A sentence for each phase that takes over 1.5 times its floor, and over 1 % of the step."""
+def copies(plan: Plan) -> Iterator[str]:
+    """A sentence for each phase that is far from its floor and over 1 % of the step, if copies are the reason."""
+    step = plan.step.value if plan.step else 0.0
     for phase in plan.phases:
-        if phase.over_floor is None or phase.over_floor <= FAR or phase.seconds is None or plan.step is None:
-            continue
-        if phase.seconds.value >= NEGLIGIBLE * plan.step.value:
-            yield f"{phase.name} takes {number(phase.over_floor)} times its floor: {_named(phase)}"
+        if phase.over_floor and phase.seconds and step and phase.seconds.value >= NEGLIGIBLE * step:
+            moved = [move for move in phase.moves if not move.computes]
+            if phase.over_floor > FAR and _explain(moved, phase.over_floor):
+                yield f"{phase.name} takes {number(phase.over_floor)} times its floor; of its time {_named(moved)}"
 
 
-def _named(phase: Phase) -> str:
-    """The instructions that take most of a phase's time: `61 % is slice of rollout weights bf16[1,2048,11008]`."""
-    if not phase.moves:
-        return "most of it is in its products"
-    return ", ".join(f"{move.share:.0%} of its time is {readable(move.what)}" for move in phase.moves[:SHOWN])
+def spread(phases: Sequence[Phase]) -> Iterator[str]:
+    """A sentence for each phase that is far from its floor without copies as the reason."""
+    for phase in phases:
+        moved = [move for move in phase.moves if not move.computes]
+        if phase.over_floor and phase.over_floor > FAR and not _explain(moved, phase.over_floor):
+            most = f"; of its time {_named(phase.moves)}" if phase.moves else ""
+            yield f"{phase.name} takes {number(phase.over_floor)} times its floor, which no copies explain{most}"
+
+
+def _explain(moved: Sequence[Move], ratio: float) -> bool:
+    return sum(move.share for move in moved) >= EXPLAINED * (1 - 1 / ratio)
+
+
+def _named(moves: Sequence[Move]) -> str:
+    """Instructions with their share of a phase's time: `61% slice of rollout weights bf16[1,2048,11008], ...`."""
+    return ", ".join(f"{move.share:.0%} {readable(move.what)}" for move in moves[:SHOWN])

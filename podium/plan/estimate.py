@@ -11,13 +11,13 @@ Here B rows and S slots are those of one device, and `a` is the bytes per elemen
 import dataclasses
 from collections.abc import Mapping
 
+import podium.plan.floor as floor
 from podium.accelerators import GIB, Accelerator
 from podium.config.attention import attended_pairs, cut
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.delta import DeltaNet
 from podium.models.params import own_name, param_specs
-from podium.plan import floor
 from podium.plan.residents import Parts, frozen_bytes, in_updates, residents
 from podium.plan.sizes import (
     F32,
@@ -194,7 +194,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
     decoder = run.decoder
     rollout = run.rollout
     slots = -(-(size or rollout.slots) // run.rollout_shards)
-    heads, matmul = run.rollout_heads, decoder.stored // run.layout.group
+    heads, weights = run.rollout_heads, run.layer_bytes + run.head_bytes
     read = run.in_blocks(context or rollout.longest)
     cache, logits = run.read_bytes(slots, read), floor.logits_bytes(run, slots)
     block = run.kv_bytes(slots * run.block) // decoder.layers
@@ -214,7 +214,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
         },
         flops=2 * slots * (decoder.multiplied(slots * run.layout.group // heads) + run.cached_pairs(read)) // heads
         + _rule_flops(run, slots) // heads,
-        hbm_bytes=matmul * a + PAGE_TRAFFIC * cache + calls + 2 * SAMPLER_LOGITS * logits,
+        hbm_bytes=weights + PAGE_TRAFFIC * cache + calls + 2 * SAMPLER_LOGITS * logits,
         ici_bytes=run.rollout_ici(slots),
         least_bytes=floor.decode_bytes(run, slots, read),
         once_bytes=floor.first_bytes(run, slots),

@@ -6,6 +6,7 @@ from podium.accelerators import ALLOCATOR_RESERVE, GIB, GPUS, POOL_VARIABLE, Acc
 from podium.config.attention import LANES
 from podium.config.schema import TaskConfig
 from podium.config.sizes import cache_pages
+from podium.plan.beyond import spread
 from podium.plan.calibration import load_chip
 from podium.plan.formatting import LITTLE
 from podium.plan.result import Phase, judge, margin
@@ -21,7 +22,7 @@ def explain(
     run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], workload: Workload, replies: Replies | None = None
 ) -> tuple[str, ...]:
     """The notes of a plan, most important first; `replies` are those of conversations."""
-    found = [*_verdict(phases, accelerator), *_recomputation(phases), *_decode(phases, workload)]
+    found = [*_verdict(phases, accelerator), *_recomputation(phases), *spread(phases), *_decode(phases, workload)]
     found += _conversations(run, workload, replies)
     host = (F32 * run.own_count + optimizer_bytes(run)) * accelerator.devices_per_host
     checkpoint = f"a checkpoint copies {host / GIB:.1f} GiB to each host's memory"

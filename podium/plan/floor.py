@@ -15,11 +15,14 @@ def logits_bytes(run: RunSizes, tokens: int) -> int:
 
 
 def sync_bytes(run: RunSizes) -> int:
-    """Making the rollout's weights: read what the trainer stores, write what the rollout keeps of its own."""
-    own = F32 * run.own_count
+    """Making the rollout's weights: read what the trainer stores, write what the rollout keeps of its own.
+
+    Where devices exchange weights, each first writes its own in the rollout's format.
+    """
+    own, cast = F32 * run.own_count, run.rollout_activation * run.own_count
     if run.decoder.lora is not None and not run.decoder.lora.merged:  # the adapters alone
-        return own + run.rollout_activation * run.own_count
-    return own + frozen_bytes(run) + run.rollout_weight_bytes
+        return own + cast
+    return own + frozen_bytes(run) + run.rollout_weight_bytes + (cast if run.accelerator.devices > 1 else 0)
 
 
 def prefill_bytes(run: RunSizes, tokens: int, scored: int) -> int:
@@ -50,10 +53,10 @@ def forward_bytes(run: RunSizes) -> int:
 
 
 def micro_batch_bytes(run: RunSizes) -> int:
-    """Forward and backward pass of a micro-batch: gathered weights twice, and gradients."""
-    return 2 * forward_bytes(run) + F32 * run.own_count
+    """Forward and backward pass of a micro-batch: gathered weights twice; gradients are added, or written and read."""
+    return 2 * forward_bytes(run) + 2 * F32 * run.own_count
 
 
 def optimizer_step_bytes(run: RunSizes) -> int:
-    """An optimizer step, once in an update: gradients are read, weights and optimizer state are read and written."""
-    return 3 * F32 * run.own_count + 2 * optimizer_bytes(run)
+    """An optimizer step, once in an update: weights and optimizer state are read and written."""
+    return 2 * F32 * run.own_count + 2 * optimizer_bytes(run)

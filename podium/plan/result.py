@@ -55,6 +55,7 @@ class Move:
 
     what: str  # such as `slice of rollout_weights bf16[1,2048,11008]`
     share: float  # of the phase's time without transfers and launches
+    computes: bool  # whether it computes something, so that it is more than a copy, cast, join or slice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

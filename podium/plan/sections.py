@@ -11,7 +11,7 @@ import podium.plan.formatting as text
 from podium.accelerators import GIB
 from podium.plan.advice import advice_line, effect
 from podium.plan.auto import MOST_DEVICES, Ranking
-from podium.plan.beyond import far_from_floor
+from podium.plan.beyond import copies
 from podium.plan.check import CheckRow
 from podium.plan.compare import by_price
 from podium.plan.fit import Fitted
@@ -100,7 +100,7 @@ def plan_sections(
     memory = f"memory per device by phase, in GiB of {text.exact_gib(plan.hbm_bytes)}"
     doubted = [Line(text=f"do not rely on this plan: {each}", verdict="does_not_fit") for each in plan.doubts]
     advice = Line(text=advice_line(plan, suggestions, fitted), verdict=plan.verdict)
-    found = [ReportSection("", (*doubted, advice, *(Line(text=each) for each in far_from_floor(plan))))]
+    found = [ReportSection("", (*doubted, advice, *(Line(text=each) for each in copies(plan))))]
     found.append(ReportSection(memory, (Line(text=text.peak_and_step(plan)), _memory(plan))))
     if plan.step is not None:
         speed = Line(label=f"step  {text.duration(plan.step)}", text=_speed(plan))
