@@ -49,7 +49,7 @@ def moves(module: Module, names: ArrayNames) -> dict[str, str]:
 
 def _verb(inside: Iterable[Instruction]) -> str:
     """What a fusion does with arrays, by its operations on large ones."""
-    large = [part for part in inside if max(shape.size for shape in part.shapes) >= SMALL]
+    large = [part for part in inside if max((shape.size for shape in part.shapes), default=0) >= SMALL]
     opcodes = {part.opcode.removesuffix("-start") for part in large}.difference(FORMS)
     if not opcodes or not opcodes <= {*IN_PLACE, *(name for own in VERBS.values() for name in own)}:
         return PASSES
@@ -69,7 +69,7 @@ def _described(
     """
     read = [array for name in each.operands for array in _arrays(computation, computation.instructions[name])]
     made = [array for array in _arrays(computation, each) if _is_new(each, array[0].leaf, module)]
-    if verb not in (PASSES, WRITES) and not made:
+    if not (made if verb in VERBS else (*read, *made)):
         return ""
     by_size = sorted((*read, *made), key=lambda array: -array[1].padded_size)
     array, shape = max(made, key=lambda array: array[1].padded_size) if verb in VERBS else by_size[0]
@@ -80,9 +80,9 @@ def _described(
 
 
 def _arrays(computation: Computation, each: Instruction) -> Iterator[Array]:
-    """The arrays of a result that are in main memory."""
+    """The arrays of a result that are in main memory and not part of the program."""
     for leaf, shape in enumerate(each.shapes):
-        if shape.space == HBM:
+        if shape.space == HBM and each.opcode != "constant":
             yield ArrayRef(computation.name, each.name, leaf), shape
 
 

@@ -234,6 +234,15 @@ def test_casts_joins_and_slices_are_told_apart():
     }
 
 
+def test_what_reads_constants_alone_is_described_by_what_it_writes():
+    found = described(
+        "  %c = f32[2048,2048]{1,0} constant({...})\n"
+        "  %near = f32[2048,2048]{1,0:S(1)} fusion(%c), kind=kLoop, calls=%double\n"
+        "  ROOT %far = f32[2048,2048]{1,0} copy(%c)"
+    )
+    assert set(found) == {"far"}
+
+
 def test_what_is_brought_into_a_chips_cache_is_read_by_a_product():
     found = described("  ROOT %near = f32[2048,2048]{1,0:S(1)} copy(%p)")
     assert found == {}
