@@ -10,7 +10,7 @@ from podium.hlo.cost import Peaks, ProgramCost
 from podium.hlo.moves import PASSES
 from podium.plan.calls import Call
 from podium.plan.formatting import NEGLIGIBLE, number, readable
-from podium.plan.result import Move, Phase, Plan
+from podium.plan.result import Move, Phase
 from podium.plan.sizes import F32, RunSizes
 
 FAR = 1.5
@@ -57,23 +57,32 @@ def _floor_s(call: Call, run: RunSizes, peaks: Peaks) -> float:
     return call.repeats * each + call.calls * once
 
 
-def copies(plan: Plan) -> Iterator[str]:
-    """A sentence for each phase that is far from its floor and over 1 % of the step, if copies are the reason."""
-    step = plan.step.value if plan.step else 0.0
-    for phase in plan.phases:
-        if phase.over_floor and phase.seconds and step and phase.seconds.value >= NEGLIGIBLE * step:
-            moved = [move for move in phase.moves if not move.computes]
-            if phase.over_floor > FAR and _explain(moved, phase.over_floor):
-                yield f"{phase.name} takes {number(phase.over_floor)} times its floor; of its time {_named(moved)}"
+def copies(phases: Sequence[Phase]) -> Iterator[str]:
+    """A sentence for each phase that is far from its floor, if copies are the reason."""
+    for phase, ratio in _far(phases):
+        if _explain(moved := _moved(phase), ratio):
+            yield f"{phase.name} takes {number(ratio)} times its floor; of its time {_named(moved)}"
 
 
 def spread(phases: Sequence[Phase]) -> Iterator[str]:
     """A sentence for each phase that is far from its floor without copies as the reason."""
-    for phase in phases:
-        moved = [move for move in phase.moves if not move.computes]
-        if phase.over_floor and phase.over_floor > FAR and not _explain(moved, phase.over_floor):
+    for phase, ratio in _far(phases):
+        if not _explain(_moved(phase), ratio):
             most = f"; of its time {_named(phase.moves)}" if phase.moves else ""
-            yield f"{phase.name} takes {number(phase.over_floor)} times its floor, which no copies explain{most}"
+            yield f"{phase.name} takes {number(ratio)} times its floor, which no copies explain{most}"
+
+
+def _far(phases: Sequence[Phase]) -> Iterator[tuple[Phase, float]]:
+    """Phases that take over 1.5 times their floor and over 1 % of the time of all, with that ratio."""
+    step = sum(phase.seconds.value for phase in phases if phase.seconds)
+    for phase in phases:
+        long = phase.seconds is not None and phase.seconds.value >= NEGLIGIBLE * step
+        if long and phase.over_floor is not None and phase.over_floor > FAR:
+            yield phase, phase.over_floor
+
+
+def _moved(phase: Phase) -> list[Move]:
+    return [move for move in phase.moves if not move.computes]
 
 
 def _explain(moved: Sequence[Move], ratio: float) -> bool:

@@ -100,7 +100,7 @@ def plan_sections(
     memory = f"memory per device by phase, in GiB of {text.exact_gib(plan.hbm_bytes)}"
     doubted = [Line(text=f"do not rely on this plan: {each}", verdict="does_not_fit") for each in plan.doubts]
     advice = Line(text=advice_line(plan, suggestions, fitted), verdict=plan.verdict)
-    found = [ReportSection("", (*doubted, advice, *(Line(text=each) for each in copies(plan))))]
+    found = [ReportSection("", (*doubted, advice, *(Line(text=each) for each in copies(plan.phases))))]
     found.append(ReportSection(memory, (Line(text=text.peak_and_step(plan)), _memory(plan))))
     if plan.step is not None:
         speed = Line(label=f"step  {text.duration(plan.step)}", text=_speed(plan))

@@ -119,15 +119,15 @@ PASS = Move(what="pass over gradients f32[30,576]", share=0.4, computes=True)
 
 def test_a_phase_that_takes_next_to_nothing_of_a_step_is_not_named():
     sync = phase("sync", took=0.01, over_floor=3.0, moves=(COPY,))
-    assert list(copies(plan(made=(sync, phase("update", took=9.0, over_floor=1.0))))) == []
-    unknown = plan(made=(phase("decode", over_floor=3.0, moves=(COPY,)),), step=None, host=None)
-    assert list(copies(unknown)) == []
+    made = (sync, phase("update", took=9.0, over_floor=1.0))
+    assert list(copies(made)) == list(spread(made)) == []
+    assert list(copies([phase("decode", took=None, over_floor=3.0, moves=(COPY,))])) == []
 
 
 @pytest.mark.parametrize(("moves", "named"), [((COPY, PASS), True), ((PASS,), False), ((), False)])
 def test_copies_are_in_the_first_lines_and_all_else_is_a_note(moves, named):
-    made = phase("update", over_floor=2.0, moves=moves)
-    first, noted = list(copies(plan(made=(made,)))), list(spread([made]))
+    made = [phase("update", over_floor=2.0, moves=moves)]
+    first, noted = list(copies(made)), list(spread(made))
     assert (len(first), len(noted)) == ((1, 0) if named else (0, 1))
     if not named:
         most = "; of its time 40% pass over gradients f32[30,576]" if moves else ""
@@ -136,7 +136,7 @@ def test_copies_are_in_the_first_lines_and_all_else_is_a_note(moves, named):
 
 def test_a_few_copies_do_not_explain_a_program_that_is_far_from_its_floor():
     few = dataclasses.replace(COPY, share=0.1)
-    assert list(copies(plan(made=(phase("update", over_floor=3.0, moves=(PASS, few)),)))) == []
+    assert list(copies([phase("update", over_floor=3.0, moves=(PASS, few))])) == []
 
 
 # A healthy program, and the same with a planted fault
