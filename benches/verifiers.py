@@ -7,12 +7,14 @@
 
 Trains a random model of 2 layers for 3 steps, twice, on `reverse_text` (one turn) and `alphabet_sort` (a scripted user,
 two or three turns) of verifiers' repository and on Hangman of its textarena taskset. What they read is made here: rows,
-a folder in the place of a data set of names, and a list of words in the place of nltk's. Some of the model's words are
-text that its tokenizer would split differently, so reading answers again as text would change their tokens.
+a folder in the place of a data set of names, and a list of words in the place of nltk's. A random model wins nothing,
+so the built-in part `tags` pays as well, and its words contain the tags. Some of the words are text that the tokenizer
+would split differently, so reading answers again as text would change their tokens.
 
     changed    files of the installed packages that differ from the digests recorded when they were installed; bar 0
     segments   sequences of the update per conversation; bar 1: each request continued the tokens of the one before
     gap        largest difference of log-probabilities between trainer and sampler; bar 1e-4
+    moved      steps whose gradient is not zero; bar 3
     same       whether the second run has the same conversations, tokens, log-probabilities, rewards and losses
 
 Prints a table and writes benches/results/verifiers-cpu.json; exit status 1 where a bar is missed.
@@ -36,6 +38,7 @@ from benches.record import arguments, record
 from podium.config.schema import Config
 from podium.observe.records import MetricsRecord, read_metrics
 from podium.observe.run_dir import METRICS, SAMPLES
+from podium.tasks.rewards import TAGS
 from podium.train.loop import train
 
 STEPS, PROMPTS, GROUP = 3, 2, 4
@@ -86,6 +89,7 @@ def settings(name: str, run: str) -> Config:
     task = {
         "name": f"verifiers:{name}",
         "options": {"taskset": SETTINGS[name], "size": 10, "eval_size": 2},
+        "rewards": {"correct": 1.0, "tags": 1.0},
     }
     common = {
         "name": run,
@@ -99,7 +103,7 @@ def settings(name: str, run: str) -> Config:
         "rollout": {
             "dtype": "float32", "slots": 8, "max_prompt_tokens": 512, "max_new_tokens": 8, "max_episode_tokens": 1024,
         },
-        "algorithm": {"recipe": "grpo"},
+        "algorithm": {"recipe": "grpo", "mask_truncated": False},
         "train": {"dtype": "float32", "rows_per_device": 8, "remat": "none", "optimizer": {"learning_rate": 1e-3}},
         "eval": {"at_start": False, "at_end": False},
         "metrics": {"samples_every": 1},
@@ -115,7 +119,7 @@ def updates(run: Path) -> list[MetricsRecord]:
 
 def losses(steps: list[MetricsRecord]) -> list[dict[str, float]]:
     """Of each step what does not depend on the clock."""
-    kinds = ("train-", "policy/", "reward/", "env/turns", "env/segments")
+    kinds = ("train-", "optimizer/", "policy/", "reward/", "env/turns", "env/segments")
     return [{key: value for key, value in line.items() if key.startswith(kinds)} for line in steps]
 
 
@@ -137,9 +141,10 @@ def measured(name: str) -> dict[str, object]:
         "segments": max(line["env/segments"] for line in steps),
         "failed": max(line["env/failed"] for line in steps),
         "gap": max(line["policy/logprob_gap/max"] for line in steps),
+        "moved": sum(line["optimizer/gradient_norm"] > 0 for line in steps),
         "same": same,
     }
-    whole = row["steps"] == STEPS and row["conversations"] == STEPS * PROMPTS * GROUP
+    whole = row["moved"] == STEPS and row["conversations"] == STEPS * PROMPTS * GROUP
     exact = row["segments"] == 1 and max(line["policy/logprob_gap/max"] for line in steps) < GAP
     return {**row, "meets_bar": whole and exact and same and row["failed"] == 0}
 
@@ -153,7 +158,7 @@ def main() -> None:
         folder = Path(temporary)
         write_data(folder)
         moves = [f"[{letter}]" for letter in string.ascii_uppercase]
-        write_tiny_model(folder / "model", (*WORDS, *moves, *NOUNS, *NAMES), TEMPLATE, 1024, spread=0.1)
+        write_tiny_model(folder / "model", (*WORDS, *TAGS, *moves, *NOUNS, *NAMES), TEMPLATE, 1024, spread=0.1)
         hidden = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "NLTK_DATA": str(folder / "nltk_data")}
         os.environ.update(hidden)
         before = Path.cwd()
