@@ -15,7 +15,8 @@ would split differently, so reading answers again as text would change their tok
     segments   sequences of the update per conversation; bar 1: each request continued the tokens of the one before
     gap        largest difference of log-probabilities between trainer and sampler; bar 1e-4
     moved      steps whose gradient is not zero; bar 3
-    same       whether the second run has the same conversations, tokens, log-probabilities, rewards and losses
+    same       whether the second run has the same conversations, rewards and losses; and, of the first group of each
+               step, the same tokens and log-probabilities
 
 Prints a table and writes benches/results/verifiers-cpu.json; exit status 1 where a bar is missed.
 """
