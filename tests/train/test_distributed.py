@@ -17,7 +17,7 @@ import scripted
 from held_steps import CARRIED
 from host_process import COUNT, ROWS
 from processes import below, runs
-from tiny_runs import assert_same_run, make_config, merged, read_records, trained
+from tiny_runs import SHORT, assert_same_run, make_config, merged, read_records, trained
 
 from podium.job.records import first_failure, outcome, read_json
 from podium.train.loop import train
@@ -26,6 +26,7 @@ from podium.train.step_files import saved_steps
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300.0
 SETTINGS: dict[str, Any] = {
+    **SHORT,
     "prompts_per_step": 6,
     "rollout": {"slots": 16, "prefill_rows": 8},
     "train": {"rows_per_device": 2, "optimizer": {"name": "sgd", "learning_rate": 1e-2}},
@@ -153,7 +154,9 @@ def shared_by_all(metrics: dict[str, Any]) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def alone(run_of) -> Path:
     """The run of one process with one device, a step longer than the others."""
-    return run_of(**{**SETTINGS, "steps": 4})
+    run = run_of(**{**SETTINGS, "steps": 4})
+    assert all(line["optimizer/gradient_norm"] > 0 for line in trained(run))
+    return run
 
 
 def _laid_out(name: str, devices: int) -> dict[str, Any]:
