@@ -115,11 +115,14 @@ class Fork(NamedTuple):
 
 
 def recipe_of(fork: Fork) -> str | None:
-    """`algorithm.recipe` of the run that a fork starts from; None if its config does not say."""
-    text = (as_path(fork.run) / CONFIG).read_text(encoding="utf-8")
-    match yaml.safe_load(text):
-        case {"algorithm": {"recipe": str(recipe)}}:
-            return recipe
+    """`algorithm.recipe` of the run that a fork starts from; None if it has no config that says so."""
+    try:
+        text = (as_path(fork.run) / CONFIG).read_text(encoding="utf-8")
+        match yaml.safe_load(text):
+            case {"algorithm": {"recipe": str(recipe)}}:
+                return recipe
+    except (OSError, ValueError, yaml.YAMLError):  # ValueError: not UTF-8
+        pass
     return None
 
 

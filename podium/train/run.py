@@ -59,9 +59,6 @@ from podium.train.state import TrainState, abstract_coefs, abstract_state, init_
 from podium.train.step_files import newest_whole_step
 from podium.train.trainer import Trainer
 
-CRITIC = "critic."
-"""What the names of a critic's arrays begin with in a checkpoint."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunParts:
@@ -197,6 +194,7 @@ def open_run(
             coefs,
             recipe=config.algorithm.recipe,
             moves=moves,
+            say=progress.message,
         )
         rollouts.position = Position.read(saved, rollouts.feed)
         _say_what_changed(saved["versions"], progress)
@@ -386,11 +384,15 @@ def _load_state(
     *,
     recipe: str,
     moves: bool,
+    say: Callable[[str], None],
 ) -> tuple[TrainState, HostState, int]:
     """The state to start from: the run's newest checkpoint, or else that of the forked run, or else the model.
 
+    A fork takes the optimizer's moments too if both runs have the same recipe, or both a critic. Those of another loss
+    would go on moving the weights its way for about ten steps: after imitation, towards what was imitated.
+
     A critic starts from its model too if the forked run had none. Adapted coefficients start from `coefs`, of the
-    config, and a reference that `moves` from the model, unless the run itself continues.
+    config, and a reference that `moves` from the model, unless the run itself continues. `say` prints a line.
 
     Returns:
         The state, the host state (`versions`, and the input of `Position.read`), and the number of steps done.
@@ -404,40 +406,29 @@ def _load_state(
     saved: HostState = {"cursor": 0, "versions": {}}
     if fork is None:
         state = init_state(load_trained(model, None, frozen), optimizer)
-    elif _keeps_moments(fork, recipe, valuing):
-        state, saved = _forked_state(fork, plain, abstract, checkpointer.base)
     else:
-        params, saved = load_forked(model, fork, frozen)
-        state, saved = init_state(params, optimizer), _begun_again(saved)
+        names, its_recipe = saved_names(fork.checkpoints, fork.step), from_leader(lambda: recipe_of(fork))
+        had_critic = any(name.startswith("critic.") for name in names)
+        if its_recipe == recipe or (had_critic and valuing is not None):
+            whole = _as_saved(abstract if had_critic else plain, names)
+            state, saved = restore_state(fork.checkpoints, fork.step, whole, base=checkpointer.base)
+            state = restarted(state)
+        else:
+            say(f"{fork.run} had recipe {its_recipe}: its weights are taken, and the optimizer begins anew")
+            params, saved = load_forked(model, fork, frozen)
+            state = init_state(params, optimizer)
+        saved = _begun_again(saved)
     if valuing is not None and state.critic is None:
         state = dataclasses.replace(state, critic=valuing.first_state())
     state = dataclasses.replace(state, reference=load_trained(model, None, frozen) if moves else None)
     return with_coefs(state, coefs), saved, 0
 
 
-def _keeps_moments(fork: Fork, recipe: str, valuing: Valuing | None) -> bool:
-    """Whether a fork starts with the optimizer's moments of the forked run: if that had the same recipe, or a critic.
-
-    Those of another loss would move the weights its way for ten more steps: on imitating, say, under any rewards.
-    """
-    had_critic = any(name.startswith(CRITIC) for name in saved_names(fork.checkpoints, fork.step))
-    return (had_critic and valuing is not None) or from_leader(lambda: recipe_of(fork)) == recipe
-
-
-def _forked_state(
-    fork: Fork, plain: TrainState, abstract: TrainState, base: str | None
-) -> tuple[TrainState, HostState]:
-    """The whole state of the forked run as the start of another; `abstract` is `plain` with this run's critic."""
-    names = saved_names(fork.checkpoints, fork.step)
+def _as_saved(abstract: TrainState, names: Sequence[str]) -> TrainState:
+    """The abstract state with the reference and the coefficients that a saved step of these names has."""
     adapted = [name.removeprefix("coefs.") for name in names if name.startswith("coefs.")]
-    had_moved = any(name.startswith("reference.") for name in names)
-    abstract = dataclasses.replace(
-        abstract if any(name.startswith(CRITIC) for name in names) else plain,
-        reference=plain.params if had_moved else None,
-        coefs=abstract_coefs(plain.params, adapted),
-    )
-    state, saved = restore_state(fork.checkpoints, fork.step, abstract, base=base)
-    return restarted(state), _begun_again(saved)
+    moved = abstract.params if any(name.startswith("reference.") for name in names) else None
+    return dataclasses.replace(abstract, reference=moved, coefs=abstract_coefs(abstract.params, adapted))
 
 
 def _begun_again(saved: HostState) -> HostState:

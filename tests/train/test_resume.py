@@ -227,7 +227,7 @@ def test_moments_in_the_hosts_memory_change_nothing_wherever_they_were_before(ti
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_fork_keeps_the_moments_of_its_own_recipe_alone(tiny_model, tmp_path, undisturbed, kept):
+def test_a_fork_keeps_the_moments_of_its_own_recipe_alone(tiny_model, tmp_path, undisturbed, kept, capfd):
     """Those of another loss would move the weights on in its way, whatever the rewards."""
     fork, own = Fork(str(undisturbed), 2), read_config(undisturbed).algorithm.recipe
     config = make_config(tiny_model, tmp_path, name="forked", algorithm={"recipe": own if kept else "rloo"})
@@ -239,6 +239,7 @@ def test_a_fork_keeps_the_moments_of_its_own_recipe_alone(tiny_model, tmp_path, 
         assert any(x.any() for x in moments) == kept
         weights = {name: np.asarray(value).tobytes() for name, value in state.params.items()}
     assert weights == weights_of(undisturbed, 2)
+    assert ("the optimizer begins anew" in capfd.readouterr().err) != kept
 
 
 def test_a_fork_of_a_step_that_was_not_kept_names_those_that_were(tiny_model, tmp_path, undisturbed):
