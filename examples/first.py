@@ -11,7 +11,13 @@ def short(num_tokens: int) -> float:
     return 1 - num_tokens / 16
 
 
-learning = {"remat": "none", "optimizer": {"learning_rate": 4e-5}}
-sizes = {"steps": 10, "prompts_per_step": 8, "rollout": {"max_prompt_tokens": 48, "max_new_tokens": 16}}
-run = podium.grpo("demo", rows, rewards=[podium.math_equal, (short, 0.1)], train=learning, **sizes)
+run = podium.grpo(
+    "demo",
+    rows,
+    rewards=[podium.math_equal, (short, 0.1)],
+    steps=10,
+    prompts_per_step=8,
+    rollout={"max_prompt_tokens": 48, "max_new_tokens": 16},
+    train={"remat": "none", "optimizer": {"learning_rate": 4e-5}},
+)
 print([round(line["train-reward/total/mean"], 2) for line in run.metrics])
