@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from benches.record import arguments, record
 from podium.bench.rollout import config_lengths, make_engine, measure, rollout_config
-from podium.models.architecture import dense_decoder, with_layers
+from podium.doctor.subject import smollm2
+from podium.models.architecture import with_layers
 from podium.models.decoder import head_weights
 from podium.models.logprobs import logits_at
 from podium.rollout.engine import RolloutEngine
@@ -27,23 +28,7 @@ from podium.rollout.sampling import fill_row, idle_rows, sample
 from podium.sharding import make_mesh
 from podium.train.platform import prepare_platform
 
-SMOLLM2_135M = dense_decoder(
-    model_type="llama",
-    vocab=49152,
-    width=576,
-    layers=30,
-    heads=9,
-    kv_heads=3,
-    head_dim=64,
-    mlp_width=1536,
-    max_positions=8192,
-    rope_theta=1e5,
-    rope_scaling=None,
-    norm_eps=1e-5,
-    tied=True,
-    qkv_bias=False,
-    qk_norm=False,
-)
+SMOLLM2_135M = smollm2()
 REPEATS = 3
 
 
