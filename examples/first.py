@@ -7,17 +7,11 @@ rows = [{"question": f"What is {a} + {b}? Answer with only the number.", "answer
 
 
 def short(num_tokens: int) -> float:
-    """A reward of one's own, beside the right answer: 1 for one token, 0 for 16."""
-    return 1 - num_tokens / 16
+    """A reward of one's own, beside 1 for the right answer: the shorter, the more, up to 0.1."""
+    return 0.1 - num_tokens / 160
 
 
-run = podium.grpo(
-    "demo",
-    rows,
-    rewards=[podium.math_equal, (short, 0.1)],
-    steps=10,
-    prompts_per_step=8,
-    rollout={"max_prompt_tokens": 48, "max_new_tokens": 16},
-    train={"remat": "none", "optimizer": {"learning_rate": 4e-5}},
-)
+sizes = {"max_prompt_tokens": 48, "max_new_tokens": 16}
+learning = {"remat": "none", "optimizer": {"learning_rate": 4e-5}}
+run = podium.grpo("demo", rows, [podium.math_equal, short], steps=10, prompts_per_step=8, rollout=sizes, train=learning)
 print([round(line["train-reward/total/mean"], 2) for line in run.metrics])
