@@ -5,6 +5,7 @@ The header is parsed here, because config checks wait for it and the `gguf` libr
 """
 
 import dataclasses
+import functools
 import math
 import mmap
 import re
@@ -51,8 +52,8 @@ class GgufHeader:
     """The header of a file: everything before the tensor data."""
 
     path: Path
-    metadata: dict[str, Any]
-    tensors: dict[str, GgufTensor]
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
 
 
 class _Cursor:
@@ -92,7 +93,17 @@ class _Cursor:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read metadata and tensor table. Raises ModelError if the file is not GGUF, or its header is truncated."""
+    """Read metadata and tensor table, once for each state of the file: a vocabulary takes 0.1 s, and a plan asks often.
+
+    Raises ModelError if the file is not GGUF, or its header is truncated.
+    """
+    state = path.stat()
+    return _read(path, state.st_mtime_ns, state.st_size)
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: Path, modified_ns: int, size: int) -> GgufHeader:
+    """Read the header of a file that was last changed at that time, and has that many bytes."""
     with open(path, "rb") as file:
         if file.read(4) != MAGIC:
             raise ModelError(f"{path}: not a GGUF file (it does not begin with GGUF)")

@@ -82,7 +82,8 @@ def load_params(
     new: Params = {}
     if config.scores != "none" and own_scores(source) == "none":
         parts = [part for part in parts if part.param not in SCORE_HEAD]
-        drawn = init_params(0, {name: specs.pop(name) for name in SCORE_HEAD if name in specs}, rules)
+        drawn = init_params(0, {name: specs[name] for name in SCORE_HEAD if name in specs}, rules)
+        specs = {name: spec for name, spec in specs.items() if name not in SCORE_HEAD}
         new = {name: x.astype(dtype) for name, x in drawn.items() if only is None or name in only}
     _check_tensors(tensors, parts, spare_head=config.tied or bool(new), where=source.path)
     specs = {name: spec for name, spec in specs.items() if only is None or name in only}

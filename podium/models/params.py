@@ -4,6 +4,7 @@ Initialisation, sharding, file names, checkpoints and the planner's abstract arr
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,6 +94,7 @@ ROLLOUT_LAYOUTS: dict[str, Mapping[str, MeshAxes]] = {
 }
 
 
+@functools.lru_cache(maxsize=256)
 def param_specs(config: DecoderConfig) -> ParamSpecs:
     """All weights of the decoder; layers at one place in the pattern are stacked along a first dimension [L, ...]."""
     D, V = config.width, config.vocab
@@ -127,7 +129,7 @@ def _lora_specs(layer: ParamSpecs, lora: Lora) -> ParamSpecs:
     The first factor is split like the matrix's inputs, the second like its outputs; the second starts at 0. Each matrix
     of a stack has its own factors.
     """
-    found: ParamSpecs = {}
+    found: dict[str, ParamSpec] = {}
     for name in (name for name in ADAPTABLE if name in layer):
         spec = layer[name]
         shape = spec.shape

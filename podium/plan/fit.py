@@ -234,7 +234,7 @@ class Choice:
     @property
     def estimated(self) -> int:
         """Number of halves so far."""
-        return sum(len(place.updates) + len(place.rollouts) for place in self._places)
+        return sum(len(place.updates) + len(place.simulated) for place in self._places)
 
     def best(self) -> Pair | None:
         """The pair to try next: the fastest that fits, or one that is known to fit and hardly slower; None if none."""
@@ -295,16 +295,20 @@ class Choice:
     def _least_seconds(self) -> float:
         """Seconds of the fastest halves, whatever memory they need."""
         updates = [half.seconds for place in self._places for half in place.updates]
-        rollouts = [half.seconds for place in self._places for half in place.rollouts]
+        rollouts = [half.seconds for place in self._places for half in place.simulated]
         return min(updates) + min(rollouts)
 
     def _best(self, *, ordinary: bool, known: bool = False) -> Pair | None:
         """The fastest pair that fits, of `ordinary` places or of others; of several that are alike, fewest changes."""
         found: list[Pair] = []
         for place in self._places:
+            if self._ordinary(place) is not ordinary:
+                continue
             update = self._fastest(place, place.updates, known=known)
+            if update is None:  # whatever the rollout needs, which takes long to simulate
+                continue
             rollout = self._fastest(place, place.rollouts, known=known)
-            if self._ordinary(place) is ordinary and update is not None and rollout is not None:
+            if rollout is not None:
                 found.append(Pair(place, update, rollout))
         most = (1 + ALIKE) * min((each.seconds for each in found), default=0.0)
         near = [each for each in found if each.seconds <= most]

@@ -76,6 +76,11 @@ class Place:
         """Candidates for the rollout."""
         return self.make_rollouts()
 
+    @property
+    def simulated(self) -> Sequence[Half]:
+        """The candidates for the rollout if they were asked for, else none: making them takes long."""
+        return vars(self).get("rollouts", ())
+
 
 class Halves:
     """The candidates for one run on one machine; settings in `fixed` keep their values."""

@@ -187,6 +187,14 @@ def test_rows_of_each_format_are_those_of_the_whole_tensor(kind: str, tmp_path: 
         assert np.abs(whole - values).max() < 0.5
 
 
+def test_a_header_is_parsed_once_and_again_if_the_file_changes(tmp_path: Path):
+    source = write_gguf(tmp_path / "model.gguf", "llama", gguf_tensors("llama"))
+    first = read_header(source.path)
+    assert read_header(source.path) is first
+    write_gguf(source.path, "llama", gguf_tensors("llama") | {"extra": np.ones((2, 64), np.float32)})
+    assert "extra" not in first.tensors and "extra" in read_header(source.path).tensors
+
+
 def test_quantized_queries_are_turned_too(tmp_path: Path):
     tensors = gguf_tensors("llama")
     name = "blk.1.attn_q.weight"

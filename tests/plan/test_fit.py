@@ -221,6 +221,17 @@ def test_if_nothing_fits_none_is_returned_with_what_was_tried(monkeypatch):
     assert all(not each.fits for each in found.tried if each.phase == "update")
 
 
+def test_rollouts_are_not_simulated_where_no_update_fits():
+    def rollouts() -> Sequence[Half]:
+        raise AssertionError("simulated in vain")
+
+    hopeless = dataclasses.replace(place([half("own", 99.0, 1.0)]), make_rollouts=rollouts)
+    choice = Choice([hopeless, place([half("1", 22.0, 4.0)])], HBM, fast=True)
+    pair = choice.best()
+    assert pair is not None and pair.update.changes[0].value == "1"
+    assert choice.estimated == 3  # two updates and a rollout
+
+
 def test_places_that_the_compiler_cannot_judge_come_last():
     host = place([half("host", 20.0, 1.0)], compiled=False)
     pair = Choice([place(UPDATES[:2]), host], HBM, fast=False).best()

@@ -334,7 +334,7 @@ class Block:
         assert not mixer.keys() & after.keys(), "the mixer and the feed-forward of a block share names of weights"
         declared = {"attention_norm": norm, **_random(mixer), "mlp_norm": norm, **_random(after)}
         behind = {"attention_out_norm": norm, "mlp_out_norm": norm} if self.norms_behind else {}
-        return declared | mixer | after | behind
+        return {**declared, **mixer, **after, **behind}
 
     def work(self, width: int) -> Work:
         """The cost of one layer: mixer and feed-forward together."""

@@ -1,5 +1,6 @@
 """The declaration of one weight. No jax."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -17,7 +18,7 @@ class ParamSpec(NamedTuple):
     differ only in their first output dimension, along which they can be stored side by side; None: no others."""
 
 
-ParamSpecs = dict[str, ParamSpec]
+ParamSpecs = Mapping[str, ParamSpec]
 
 
 def stacked(spec: ParamSpec, count: int) -> ParamSpec:
