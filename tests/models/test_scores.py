@@ -77,7 +77,7 @@ def test_scores_are_the_same_on_eight_devices(tmp_path: Path):
 
 
 def test_a_language_model_gets_a_new_head_with_the_same_numbers_at_any_time(tmp_path: Path):
-    """Of variance 1 / (D + 1); its own head, which is not tied, is left out."""
+    """Of standard deviation 1 / (D + 1); its own head, which is not tied, is left out."""
     source = write_model(tmp_path, "qwen2")
     config = read_scorer(source)
     assert config.scores == "plain"
@@ -86,7 +86,7 @@ def test_a_language_model_gets_a_new_head_with_the_same_numbers_at_any_time(tmp_
     assert "head" not in params
     head = np.asarray(params["score"])
     assert head.shape == (1, WIDTH)
-    assert 0.5 < head.std() * np.sqrt(WIDTH + 1) < 2
+    assert 0.5 < head.std() * (WIDTH + 1) < 2
     again = load_params(source, config, rules_on("fsdp:8", 8))
     np.testing.assert_array_equal(again["score"], head)
     half = load_params(source, config, rules_on("auto", 1), jnp.bfloat16)
