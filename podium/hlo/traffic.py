@@ -21,6 +21,8 @@ SLICES = ("dynamic-slice", "slice", "gather")
 IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
 """Instructions that replace a part of operand 0, with the number of the operand that holds the new part."""
 ALIASING = "output_to_operand_aliasing"
+READS_ONE_OF = re.compile(r'reads_one_of="(\d+)"')
+"""Into how many equal parts a kernel's largest operand is divided of which it reads one."""
 ACCESSED = re.compile(r'"bytes_accessed":\s*"?(\d+)')
 
 
@@ -92,11 +94,17 @@ def hbm_traffic(instruction: Instruction, computation: Computation, module: Modu
     declared = ACCESSED.search(instruction.attributes) if kernel and instruction.attribute(ALIASING) else None
     if declared:  # it changes a part of an array in place
         return int(declared[1])
-    distinct = {each.name: each for each in operands}.values()
     results = instruction.shapes
     if instruction.attribute("custom_call_target").startswith('"__cublas'):
         results = results[:1]  # behind it is a workspace of 32 MiB, of which a product needs little or nothing
-    return sum(map(_in_hbm, (*(shape for each in distinct for shape in each.shapes), *results)))
+    parts = READS_ONE_OF.search(instruction.attributes) if kernel else None
+    return _read_whole(operands, int(parts[1]) if parts else 1) + sum(map(_in_hbm, results))
+
+
+def _read_whole(operands: list[Instruction], parts: int) -> int:
+    """Bytes of distinct operands; of the largest, those of one of its equal parts."""
+    sizes = sorted(sum(map(_in_hbm, each.shapes)) for each in {each.name: each for each in operands}.values())
+    return sum(sizes[:-1]) + sum(sizes[-1:]) // parts
 
 
 def fused(module: Module, each: Instruction, computation: Computation) -> Iterator[tuple[Instruction, Computation]]:

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+from jax.experimental.xla_metadata import set_xla_metadata
 
 TILE_ROWS = 512
 """Rows of a tile; a group that does not end with a tile has it computed again for the next group."""
@@ -30,12 +31,19 @@ class Form(NamedTuple):
     interpret: bool = False  # emulate the TPU's kernels, slowly
 
 
-def grouped_product(form: Form, x: jax.Array, w: jax.Array, sums: jax.Array | None, sizes: jax.Array) -> jax.Array:
+def grouped_product(
+    form: Form, x: jax.Array, w: jax.Array, sums: jax.Array | None, sizes: jax.Array, layer: jax.Array | None = None
+) -> jax.Array:
     """Rows [M, F] in `form.result`: those of group g are x [M, D] times w[g], of w [G, D, F].
 
     The first `sizes[0]` rows are those of group 0, and so on; rows behind the last group are undefined. Operands are in
     the format of `w`. With gradient "float32", `sums` [G, D, F] gets the gradient of `w`; its values are not read.
+
+    With `layer` [] int32, `w` is a stack [L, G, D, F], of which a TPU reads the matrices of this layer where they are;
+    the product then has no gradient.
     """
+    if layer is not None:
+        return _rows(form, x.astype(w.dtype), w, sizes, form.result, transposed=False, layer=layer)
     return _grouped(form, x, w, w if sums is None else sums, sizes)
 
 
@@ -64,15 +72,30 @@ def _backward(form: Form, saved: tuple[jax.Array, jax.Array, jax.Array], dy: jax
 _grouped.defvjp(_forward, _backward)
 
 
-def _rows(form: Form, x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: jnp.dtype, *, transposed: bool) -> jax.Array:
-    """Each group's rows times its matrix, or its transposed matrix."""
+def _rows(
+    form: Form,
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    dtype: jnp.dtype,
+    *,
+    transposed: bool,
+    layer: jax.Array | None = None,
+) -> jax.Array:
+    """Each group's rows times its matrix, or its transposed matrix; of a layer of `w`, if it is a stack."""
     if form.platform == "tpu":
-        inner, outer = (w.shape[2], w.shape[1]) if transposed else w.shape[1:]
+        inner, outer = (w.shape[-1], w.shape[-2]) if transposed else w.shape[-2:]
         rows = _row_tile(len(x))
         padded = jnp.pad(x, [(0, -len(x) % rows), (0, 0)])
         tiling = (rows, _tile(inner, TILE_INNER), _tile(outer, TILE_OUTER))
-        made = gmm(padded, w, sizes, dtype, tiling, transpose_rhs=transposed, interpret=form.interpret)
-        return made[: len(x)]
+        multiply = functools.partial(gmm, transpose_rhs=transposed, interpret=form.interpret)
+        if layer is None:
+            return multiply(padded, w, sizes, dtype, tiling)[: len(x)]
+        with set_xla_metadata(reads_one_of=len(w)):  # for `podium.hlo.traffic`
+            first = -layer * len(sizes)  # the layer's groups, counted from those of the stack
+            return multiply(padded, w.reshape(-1, *w.shape[2:]), sizes, dtype, tiling, first)[: len(x)]
+    if layer is not None:
+        w = w[layer]
     return jax.lax.ragged_dot(
         x,
         w.swapaxes(1, 2) if transposed else w,
@@ -97,6 +120,34 @@ def _matrices(form: Form, x: jax.Array, dy: jax.Array, sizes: jax.Array, dtype: 
     return jax.lax.ragged_dot_general(
         x, dy, sizes, _OVER_ROWS, precision=_precision(x.dtype), preferred_element_type=dtype
     )
+
+
+def token_sums(form: Form, rows: jax.Array, tokens: jax.Array, counts: jax.Array, *, most: int) -> jax.Array:
+    """The sum [N, D] of each token's rows, in `form.result`; rows behind those of all tokens may hold anything.
+
+    On TPU it is a product with ones where a row is a token's, for LANES tokens at a time.
+
+    Args:
+        form: of the product on TPU.
+        rows: [M, D], those of token 0 first.
+        tokens: [M] int32, the token of each row.
+        counts: [N] int32, the number of each token's rows.
+        most: largest possible count.
+    """
+    N = len(counts)
+    if form.platform == "tpu":
+        sizes = jnp.sum(jnp.pad(counts, (0, -N % LANES)).reshape(-1, LANES), axis=1)
+        ones = (tokens[:, None] % LANES == jnp.arange(LANES)[None]).astype(rows.dtype)
+        return _matrices(form, ones, rows, sizes, form.result).reshape(-1, rows.shape[1])[:N]
+    behind = jnp.arange(len(rows)) >= jnp.sum(counts)
+    sums = jnp.where(behind[:, None], 0, rows).astype(jnp.float32)
+    tokens, step = jnp.where(behind, N, tokens), 1
+    while step < min(most, len(rows)):  # of each row and the next ones of its token: of 2 rows, of 4, of 8
+        same = (tokens[step:] == tokens[:-step])[:, None]
+        sums = sums + jnp.pad(jnp.where(same, sums[step:], 0), ((0, step), (0, 0)))
+        step *= 2
+    begins = jnp.minimum(jnp.cumsum(counts) - counts, len(rows) - 1)
+    return jnp.where((counts > 0)[:, None], sums[begins], 0).astype(form.result)
 
 
 def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:

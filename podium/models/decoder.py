@@ -20,7 +20,7 @@ from podium.models.blocks.kind import Attend, Block, Kind, Place, Recur, Tree
 from podium.models.blocks.mathematics import rms_norm, rope_tables
 from podium.models.blocks.weights import AnyWeight, LayerWeights, Weight
 from podium.models.context import LayerContext, Tables
-from podium.models.linear import activation_dtype, layer_weight, of_bits, with_adapters
+from podium.models.linear import activation_dtype, layer_weight, of_bits, of_experts, with_adapters
 from podium.models.params import is_adapter, joined_groups, param_specs
 from podium.models.placement import merge_rows, split_rows, to_rows
 from podium.models.quantised import dequantised
@@ -48,6 +48,7 @@ def forward(
     remat: Remat = "none",
     groups: int = 1,
     wide: bool = False,
+    from_stacks: bool = False,
 ) -> tuple[jax.Array, tuple[Tree, ...], tuple[Tree, ...]]:
     """Compute the hidden states from which the next tokens are predicted.
 
@@ -72,6 +73,8 @@ def forward(
             another with weights that are gathered once. `carried` must then be arrays [B, ...] that layers only read.
         wide: whether gradients of weights are float32 from the product on, before devices reduce them; otherwise
             they have the format of the activations.
+        from_stacks: whether layers multiply with their experts where these are stored, in the stack of all layers, of
+            which a kernel would get a copy of the layer's. The pass then has no gradient.
 
     Returns:
         Hidden states after the final norm, [B, T, D] in `activation_dtype(rules, dtype)`; `carried` of each place; and
@@ -83,11 +86,14 @@ def forward(
         frozen = config.lora is not None and not is_adapter(name)
         return layer_weight(name, stored, specs[name], frozen=frozen, rules=rules, dtype=dtype, wide=wide)
 
-    def layer(carry: tuple[jax.Array, Tree], xs: LayerInputs, *, place: Place) -> tuple[tuple[jax.Array, Tree], Tree]:
+    def layer(
+        carry: tuple[jax.Array, Tree], xs: LayerInputs, *, place: Place, stacks: Params
+    ) -> tuple[tuple[jax.Array, Tree], Tree]:
         x, own = carry
         index, stored, known = xs
         x = checkpoint_name(x, LAYER_INPUT)
         weights = {name: weight(place.prefix + name, value) for name, value in stored.items()}
+        weights |= {name: Weight(stack, None, layer=index) for name, stack in stacks.items()}
         compute = functools.partial(
             _layer,
             index=index,
@@ -117,8 +123,12 @@ def forward(
     with jax.named_scope("layers"):
         for stack in config.stacks:
             here = slice(len(auxiliary), len(auxiliary) + len(stack.pattern))
-            steps = [_remat(functools.partial(layer, place=place), remat) for place in config.places[here]]
             stored = [_of_place(params, place) for place in config.places[here]]
+            steps: list[Step] = []
+            for place, own in zip(config.places[here], stored, strict=True):
+                experts = [name for name in own if of_experts(specs[place.prefix + name]) and own[name].dtype == dtype]
+                stacks = {name: own.pop(name) for name in experts if from_stacks}
+                steps.append(_remat(functools.partial(layer, place=place, stacks=stacks), remat))
             known: list[Recorded | None] = [None] * len(steps) if recorded is None else list(recorded[here])
             x, kept[here], made = _scan(steps, x, kept[here], stored, known, stack.repeats)
             auxiliary += made

@@ -23,6 +23,13 @@ Linear = Callable[[str, jax.Array, LayerWeight], jax.Array]
 """`(pattern, x, weight) -> y`, an einsum of two operands."""
 
 
+def of_experts(spec: ParamSpec) -> bool:
+    """Whether a weight has a matrix of each expert; it is gathered where it is multiplied with
+    (`podium.models.mixture`).
+    """
+    return is_matrix(spec) and "experts" in spec.axes
+
+
 @jax.named_scope("weights")
 def layer_weight(
     name: str, stored: jax.Array, spec: ParamSpec, *, frozen: bool, rules: ShardingRules, dtype: jnp.dtype, wide: bool
@@ -37,7 +44,7 @@ def layer_weight(
     if name.endswith(SCALE) or stored.dtype in (jnp.int8, jnp.uint8):
         return rules.constrain_weight(stored, *axes)
     kept = as_stored if rules.on_cpu and rules.mesh.size == 1 else None  # nothing is gathered, and a cast is cheap
-    if matrix and "experts" in axes:  # gathered where they are multiplied with (`podium.models.mixture`)
+    if of_experts(spec):
         if frozen:
             return Weight(stored.astype(dtype), None)
         return Weight(jax.lax.stop_gradient(stored).astype(dtype), stored) if wide else stored.astype(dtype)

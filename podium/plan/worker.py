@@ -48,7 +48,9 @@ if TYPE_CHECKING:  # the compiler's environment must be set before jax is import
 WATCH_S = 1.0
 NO_TILES = "Couldn't find output tile sizes"  # XLA's error for a product without a suitable kernel of its own
 ATTENTION = "/scores/"  # occurs in the source of attention's loop over cache blocks
-OPTIMIZER = "/optimizer/"  # occurs in the source of the loops of one round that fetch a parameter's moments
+ONE_ROUND = ("/optimizer/", "/windows/")
+"""Of these one occurs in the source of loops that run once: those that fetch a parameter's moments, and those over
+windows of experts' rows, as long as no device's experts get twice as many as others'."""
 HLO = Path(podium.hlo.__file__).parent
 UNREADABLE = (ValueError, LookupError, AssertionError, AttributeError, TypeError, StopIteration)
 """What reading a text raises that has another grammar."""
@@ -201,7 +203,7 @@ def looped_work(
     so does the work of a kernel that declares that of one block. `skipped` and `per_machine` are passed to `walk`.
     """
     trips = {loop: blocks for loop in unknown_loops(module) if ATTENTION in loop}
-    trips |= {loop: 1.0 for loop in unknown_loops(module) if OPTIMIZER in loop}
+    trips |= {loop: 1.0 for loop in unknown_loops(module) if any(scope in loop for scope in ONE_ROUND)}
     loops = [loop for loop in unknown_loops(module) if loop not in trips]
     if len(loops) > 1:
         raise ValueError(

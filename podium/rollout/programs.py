@@ -337,6 +337,7 @@ def _enter(
         config=decoder,
         rules=rows.rules,
         dtype=dtype,
+        from_stacks=True,
     )
     return hidden, dataclasses.replace(cache, places=places), joined_choices(told, decoder)
 

@@ -299,6 +299,16 @@ ALIASEDbackend_config={config}"""
     assert cost_of(call.replace("ALIASED", "")).hbm_bytes == 2 * 4 * 8 * 520 * 8 * 128 * 128
 
 
+def test_a_tpu_kernel_reads_one_part_of_its_largest_operand_if_it_says_so():
+    call = """  %x = bf16[512,2048]{1,0} parameter(0)
+  %w = bf16[768,2048,768]{2,1,0} parameter(1)
+  ROOT %c = bf16[512,768]{1,0} custom-call(%x, %w), custom_call_target="tpu_custom_call"READS"""
+    rows = 2 * 512 * (2048 + 768)
+    said = cost_of(call.replace("READS", ', frontend_attributes={kernel_metadata={},reads_one_of="48"}'))
+    assert said.hbm_bytes == rows + 2 * 16 * 2048 * 768
+    assert cost_of(call.replace("READS", "")).hbm_bytes == rows + 2 * 768 * 2048 * 768
+
+
 def test_the_workspace_of_a_product_by_cublas_is_not_traffic():
     cost = cost_of("""  %x = bf16[64,2048]{1,0} parameter(0)
   %w = bf16[2048,512]{1,0} parameter(1)

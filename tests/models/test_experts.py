@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tiny_decoder import tiny
 from tiny_models import error_of_scale, rules_on
 
 from podium.config.lora import LoraConfig
-from podium.kernels.grouped import Form, grouped_product
+from podium.kernels.grouped import TILE_ROWS, Form, grouped_product, token_sums
 from podium.models import mixture
 from podium.models.architecture import ModelError, with_lora
 from podium.models.attention import causal_attention
@@ -22,8 +23,9 @@ from podium.models.blocks.kind import Block, Stack
 from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.routing import route
 from podium.models.decoder import forward
+from podium.models.expert_forms import Group, Matrices, beyond_tiles, dense_form, sorted_form, split_form
 from podium.models.hf_config import from_hf_config
-from podium.models.mixture import dense_form, mixed, sorted_form
+from podium.models.mixture import mixed
 from podium.models.params import GATHERED_AXES, GROUP_AXES, TRAIN_AXES, param_specs, trained_specs
 from podium.models.presets import PRESETS
 from podium.sharding import ShardingRules, make_mesh
@@ -60,10 +62,10 @@ def routed(w, x, normalized=True, recorded=None, replay=True):
 
 def computed(form, w, x, normalized=True):
     gates, chosen, _ = routed(w, x, normalized)
-    experts = [mixture.Group((w[name], None, False)) for name in ("gate", "up", "down")]
+    experts = [Group(Matrices(w[name])) for name in ("gate", "up", "down")]
     if form is dense_form:
         return form(x, gates[0], chosen[0], experts, "silu")
-    return form(x, gates[0], chosen[0], experts, "silu", platform="cpu", all_here=True)
+    return form(x, gates[0], chosen[0], experts, "silu", platform="cpu")
 
 
 @pytest.mark.parametrize("normalized", [True, False])
@@ -100,6 +102,59 @@ def test_the_kernels_of_a_tpu_multiply_as_ragged_dot_does():
         for one, other, third in zip(found, expected, plain, strict=True):
             assert error_of_scale(one, other) <= TOLERANCE
             assert error_of_scale(one, third) <= TOLERANCE
+
+
+def shapes_of(jaxpr):
+    """The shapes of all results of a program, those of its inner programs too."""
+    for each in jaxpr.eqns:
+        yield from (result.aval.shape for result in each.outvars)
+        for inner in jax.extend.core.jaxprs_in_params(each.params):
+            yield from shapes_of(inner)
+
+
+def test_the_kernels_of_a_tpu_read_a_layer_from_the_stack_of_all():
+    sizes, x, stack, layer = jnp.asarray([70, 0, 3], jnp.int32), normal(80, 128), normal(4, 3, 128, 256), jnp.int32(2)
+    single = jnp.dtype(jnp.float32)
+    expected = jax.lax.ragged_dot(x, stack[2], sizes, precision="highest")[:73]
+    for form in (Form("cpu", single, "none"), Form("tpu", single, "none", interpret=True)):
+        assert error_of_scale(grouped_product(form, x, stack, None, sizes, layer)[:73], expected) <= TOLERANCE
+    whole = functools.partial(grouped_product, Form("tpu", single, "none"))
+    shapes = set(shapes_of(jax.make_jaxpr(whole)(x, stack, None, sizes, layer).jaxpr))
+    assert (12, 128, 256) in shapes
+    assert (3, 128, 256) not in shapes
+
+
+@pytest.mark.parametrize(
+    "form", [Form("cpu", jnp.dtype("float32"), "none"), Form("tpu", jnp.dtype("float32"), "none", True)]
+)
+def test_rows_are_summed_by_token(form):
+    counts = np.random.default_rng(0).integers(0, 5, 150)
+    counts[-1] = 0
+    tokens = np.repeat(np.arange(150), counts)
+    rows = np.random.default_rng(1).standard_normal((len(tokens) + 7, 128)).astype(np.float32)
+    rows[len(tokens) :] = np.nan  # they are of no token
+    expected = np.zeros((150, 128), np.float32)
+    np.add.at(expected, tokens, rows[: len(tokens)])
+    given = jnp.asarray(rows), jnp.asarray(np.pad(tokens, (0, 7))), jnp.asarray(counts, jnp.int32)
+    assert error_of_scale(token_sums(form, *given, most=4), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("prefers", [False, True])
+def test_the_parts_of_all_devices_are_the_whole(prefers):
+    """Also if nearly all rows are one device's, in two windows."""
+    x, logits = normal(220, D), normal(1, 220, E)
+    if prefers:
+        logits = logits.at[..., :K].add(9.0)
+    gates, chosen, _ = route(logits, K, normalized=True, recorded=None, replay=True)
+    experts = [Group(Matrices(WEIGHTS[name], frozen=True)) for name in ("gate", "up", "down")]
+    expected = sorted_form(x, gates[0], chosen[0], experts, "silu", platform="cpu")
+    found = []
+    for first in (0, 4):
+        here = [Group(Matrices(each.matrix.value[first : first + 4], frozen=True)) for each in experts]
+        own = (chosen[0] - first) % E
+        assert ((own < 4).sum() > TILE_ROWS) == (prefers and first == 0)
+        found.append(split_form(x, gates[0], own, here, "silu", platform="cpu", count=E))
+    assert error_of_scale(sum(found), expected) <= TOLERANCE
 
 
 def test_recorded_choices_are_repeated_and_their_gates_made_anew():
@@ -187,6 +242,30 @@ def update_of(mesh, devices, dtype="float32", wide=False):
     return float(value), jax.tree.map(np.asarray, gradients), np.asarray(choices)
 
 
+def test_a_pass_without_gradients_takes_experts_from_their_stacks():
+    config, rules = decoder(), rules_on("dp:1", 1)
+    params = {name: normal(*spec.shape) * 0.1 for name, spec in param_specs(config).items()}
+    positions = jnp.broadcast_to(jnp.arange(8)[None], (8, 8))
+
+    def hidden(params, from_stacks):
+        def attend(carried, at, q, k, v):
+            return carried, causal_attention(q, k, v, jnp.tril(jnp.ones((8, 8), bool))[None])
+
+        options = {"config": config, "rules": rules, "dtype": jnp.dtype("float32"), "from_stacks": from_stacks}
+        return forward(params, TOKENS, positions, attend, **options)[0]
+
+    np.testing.assert_array_equal(hidden(params, True), hidden(params, False))
+    loops = [
+        each
+        for each in jax.make_jaxpr(functools.partial(hidden, from_stacks=True))(params).eqns
+        if each.primitive.name == "scan"
+    ]
+    consts, carried = loops[0].params["num_consts"], loops[0].params["num_carry"]
+    shapes = [each.aval.shape for each in loops[0].invars]
+    assert shapes[:consts].count((2, E, 32, 24)) == 2
+    assert (2, E, 32, 24) not in shapes[consts + carried :]
+
+
 MESHES = (
     "fsdp:2,tp:2,sp:2",
     *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ("fsdp:8", "dp:4,tp:2", "sp:4,fsdp:2", "fsdp:4,dp:2")),
@@ -207,13 +286,13 @@ def test_rows_that_fill_a_tpus_tiles_are_more_where_the_experts_do_not():
     """The dense form of 128 rows is that of 136, without the last."""
     x, gates = normal(128, 20), jax.nn.softmax(normal(128, 2))
     chosen = jnp.asarray(np.random.default_rng(0).integers(0, 4, (128, 2)), jnp.int32)
-    experts = [mixture.Group((normal(*shape), None, True)) for shape in ((4, 20, 24), (4, 20, 24), (4, 24, 20))]
+    experts = [Group(Matrices(normal(*shape), frozen=True)) for shape in ((4, 20, 24), (4, 20, 24), (4, 24, 20))]
     biases = [normal(4, 24), normal(4, 24)]
     plain, wide = (dense_form(x, gates, chosen, experts, "silu", biases, platform=kind) for kind in ("cpu", "tpu"))
     np.testing.assert_allclose(plain, wide, rtol=1e-6, atol=1e-6)
     text = jax.jit(lambda x: dense_form(x, gates, chosen, experts, "silu", biases, platform="tpu")).lower(x).as_text()
     assert "4x136x24" in text
-    assert mixture._beyond_tiles(128, (4, 256, 128), "tpu") == mixture._beyond_tiles(64, (4, 20, 24), "tpu") == 0
+    assert beyond_tiles(128, (4, 256, 128), "tpu") == beyond_tiles(64, (4, 20, 24), "tpu") == 0
 
 
 def test_parts_of_many_devices_are_exchanged_in_two_phases(monkeypatch):

@@ -321,6 +321,17 @@ def test_rounds_of_a_loop_are_counted_when_they_are_known():
     assert any(each.each for each in works)
 
 
+def test_a_loop_over_windows_of_experts_rows_is_counted_once():
+    text = (GOLDEN / "decode.hlo").read_text()
+    (loop,) = unknown_loops(parse(text))
+    module = parse(text.replace(f'"{loop}"', '"jit(decode)/mlp/windows/while"'))
+    (renamed,) = unknown_loops(module)
+    works = looped_work(module, {"fsdp": 8})
+    whole = walk(module, {"fsdp": 8}, trips={renamed: 1})
+    assert not any(each.each for each in works)
+    assert sum(each.once * each.work.hbm_bytes for each in works) == pytest.approx(whole.hbm_bytes)
+
+
 def written_short(text: str) -> str:
     """As libtpu 0.0.50 writes it: elements of tuples are no instructions of their own, but `%tuple#index`."""
     element = re.compile(r"^ +%([\w.-]+) = .* get-tuple-element\(%([\w.-]+)\), index=(\d+).*\n", re.MULTILINE)

@@ -19,6 +19,9 @@ class Weight(NamedTuple):
     kept: jax.Array | None = None
     """Stored array from which a cast (after `of_bits`) makes `value`, in the backward pass again, so that a loop over
     layers saves no copy of its inputs. None: `value` itself is saved."""
+    layer: jax.Array | None = None
+    """[] int32: `value` is the stack of all layers of a place, and this layer's is at this index. Only matrices of
+    experts, in passes without gradients. None: `value` is this layer's."""
 
 
 class Adapted(NamedTuple):

@@ -1,0 +1,245 @@
+"""The computation of a mixture on one device: with all experts for every token, or with its rows sorted by expert.
+
+Pure jax, without a mesh: `podium.models.mixture` gives each device its experts.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from podium.kernels.grouped import LANES, TILE_ROWS, Form, grouped_product, token_sums
+from podium.models.blocks.activation import Activation
+from podium.models.blocks.mathematics import gated
+from podium.models.linear import full_precision
+
+SUBLANES = 8
+"""Rows of a tile of LANES columns."""
+SPARE = 2
+"""Rows of a window of `split_form`, in those of a device if tokens go to all experts alike."""
+
+
+class Matrices(NamedTuple):
+    """A matrix of each of a device's experts."""
+
+    value: jax.Array  # [G, ...], or [L, G, ...] with `layer`
+    sums: jax.Array | None = None
+    """What gets their gradient in their stead, if it is float32."""
+    frozen: bool = False
+    layer: jax.Array | None = None
+    """[] int32, the layer whose experts they are in the stack `value`; None: `value` has those of one layer."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[G, ...]."""
+        return self.value.shape if self.layer is None else self.value.shape[1:]
+
+    @property
+    def own(self) -> jax.Array:
+        """The matrices [G, ...] of the layer."""
+        return self.value if self.layer is None else self.value[self.layer]
+
+
+class Group(NamedTuple):
+    """A matrix of a device's experts, with the factors of their adapters, if they have some."""
+
+    matrix: Matrices  # [G, D, F]
+    a: Matrices | None = None  # [G, D, r]
+    b: Matrices | None = None  # [G, r, F]
+    scale: float = 0.0
+    """Factor of the adapters' products."""
+
+
+def beyond_tiles(rows: int, shape: tuple[int, ...], platform: str) -> int:
+    """How many rows to add so that a TPU's compiler takes experts [G, D, F] as they are stored.
+
+    If the rows fill its tiles and the experts do not, it computes everything transposed, and first copies all experts
+    of all layers into another layout: gpt-oss's are 2,880 wide.
+    """
+    fill = rows % LANES == 0 and any(size % LANES for size in shape[1:])
+    return SUBLANES if platform == "tpu" and fill else 0
+
+
+def every_gate(gates: jax.Array, chosen: jax.Array, here: int) -> jax.Array:
+    """The gate [N, G] of every expert that is here, from those [N, k] of the chosen ones: 0 for the others."""
+    hits = chosen[..., None] == jnp.arange(here)[None, None]  # [N, k, G]
+    return jnp.sum(jnp.where(hits, gates[..., None], 0.0), axis=1)
+
+
+def dense_form(
+    x: jax.Array,
+    gates: jax.Array,
+    chosen: jax.Array,
+    experts: Sequence[Group],
+    activation: Activation,
+    biases: Sequence[jax.Array] = (),
+    *,
+    platform: str = "cpu",
+) -> jax.Array:
+    """Every token [N, D] with all experts that are here, by a gate of 0 where it was not chosen. Has no gradient.
+
+    Of `biases`, those into the experts are added here.
+    """
+    dtype, shape = experts[0].matrix.value.dtype, experts[0].matrix.shape
+    every = every_gate(gates, chosen, shape[0])  # [N, G]
+    einsum = functools.partial(jnp.einsum, precision=full_precision(dtype), preferred_element_type=x.dtype)
+
+    def product(pattern: str, rows: jax.Array, group: Group) -> jax.Array:
+        y = einsum(pattern, rows, group.matrix.own)
+        if group.a is None or group.b is None:
+            return y
+        thin = (einsum("gnd,gdr->gnr", rows, group.a.own) * group.scale).astype(rows.dtype)
+        return y + einsum(pattern.replace("f" if pattern.endswith("d") else "d", "r"), thin, group.b.own)
+
+    operand = x.astype(dtype)
+    if beyond := beyond_tiles(len(x), shape, platform):
+        operand, every = (jnp.pad(each, ((0, beyond), (0, 0))) for each in (operand, every))
+    every_operand = jnp.broadcast_to(operand[None], (shape[0], *operand.shape))  # so that experts stay as stored
+    opening, passing = (product("gnd,gdf->gnf", every_operand, group) for group in experts[:2])
+    if biases:
+        opening, passing = ((y + b[:, None]).astype(y.dtype) for y, b in zip((opening, passing), biases, strict=False))
+    opened = gated(opening, passing, activation)
+    weighted = (opened.astype(jnp.float32) * every.T[..., None]).astype(dtype)
+    y = product("gnf,gfd->nd", weighted, experts[2])
+    return jax.lax.optimization_barrier(y)[: len(x)] if beyond else y  # else rows would be cut off before the product
+
+
+def sorted_form(
+    x: jax.Array,
+    gates: jax.Array,
+    chosen: jax.Array,
+    experts: Sequence[Group],
+    activation: Activation,
+    biases: Sequence[jax.Array] = (),
+    *,
+    platform: str,
+) -> jax.Array:
+    """Each token [N, D] with its experts, all of which are here: its rows sorted by expert, multiplied group by group.
+
+    Of `biases`, those into the experts are added here.
+    """
+    k = chosen.shape[1]
+    order = jnp.argsort(chosen.reshape(-1))  # [N k]
+    places = jnp.argsort(order)
+    rows: jax.Array = _spread(k, x, order, places)
+    gate_of = _spread(1, gates.reshape(-1, 1), order, places)
+    own, sizes = chosen.reshape(-1)[order], _sizes(chosen, experts)
+    return _collected(k, _multiplied(rows, gate_of, own, sizes, experts, activation, biases, platform), order, places)
+
+
+def split_form(
+    x: jax.Array,
+    gates: jax.Array,
+    chosen: jax.Array,
+    experts: Sequence[Group],
+    activation: Activation,
+    biases: Sequence[jax.Array] = (),
+    *,
+    platform: str,
+    count: int,
+) -> jax.Array:
+    """Each token [N, D] with those of its experts that are here, the first of `count`. Has no gradient.
+
+    The rows that are here are sorted by expert, and a window of them is multiplied at a time. There is one window
+    unless tokens prefer this device's experts by far; since each window has other experts, more windows read no more
+    weights. Of `biases`, those into the experts are added here.
+    """
+    (N, k), here = chosen.shape, experts[0].matrix.shape[0]
+    window = min(N * k, -(-SPARE * N * k * here // (count * TILE_ROWS)) * TILE_ROWS)
+    own = chosen.reshape(-1)
+    order = jnp.argsort(own)  # [N k]
+    places = jnp.argsort(order).reshape(N, k)
+    order = jnp.pad(order, (0, -len(order) % window))
+    ends = jnp.cumsum(_sizes(chosen, experts))
+
+    def add_window(number: jax.Array, y: jax.Array) -> jax.Array:
+        first = number * window
+        end = jnp.minimum(first + window, ends[-1])
+        slots = jax.lax.dynamic_slice(order, (first,), (window,))
+        sizes = jnp.diff(jnp.clip(ends - first, 0, window), prepend=0)
+        gate_of = gates.reshape(-1, 1)[slots]
+        made = _multiplied(x[slots // k], gate_of, own[slots], sizes, experts, activation, biases, platform)
+        counted = jnp.arange(window) < end - first  # what lies behind is undefined
+        by_token = jnp.argsort(jnp.where(counted, slots, N * k))
+        counts = jnp.sum((places >= first) & (places < end), axis=1, dtype=jnp.int32)  # [N], each token's rows
+        form = Form(platform, jnp.dtype(x.dtype), "none")
+        return y + token_sums(form, made[by_token], slots[by_token] // k, counts, most=k)
+
+    with jax.named_scope("windows"):
+        return jax.lax.fori_loop(0, -(-ends[-1] // window), add_window, jnp.zeros_like(x))
+
+
+def _sizes(chosen: jax.Array, experts: Sequence[Group]) -> jax.Array:
+    """How many tokens chose each of the experts that are here, [G] int32."""
+    here = jnp.arange(experts[0].matrix.shape[0])
+    return jnp.sum(chosen.reshape(-1, 1) == here[None], axis=0, dtype=jnp.int32)
+
+
+def _multiplied(
+    rows: jax.Array,
+    gates: jax.Array,
+    own: jax.Array,
+    sizes: jax.Array,
+    experts: Sequence[Group],
+    activation: Activation,
+    biases: Sequence[jax.Array],
+    platform: str,
+) -> jax.Array:
+    """Gate times expert of rows [M, D] that are sorted by expert.
+
+    `gates` are [M, 1], `own` [M] the rows' experts, `sizes` [G] the experts' numbers of rows; what lies behind the rows
+    of all experts is undefined.
+    """
+
+    def plain(rows: jax.Array, matrices: Matrices) -> jax.Array:
+        gradient = "none" if matrices.frozen else "own" if matrices.sums is None else "float32"
+        form = Form(platform, jnp.dtype(rows.dtype), gradient)
+        return grouped_product(form, rows, matrices.value, matrices.sums, sizes, matrices.layer)
+
+    def product(rows: jax.Array, group: Group) -> jax.Array:
+        y = plain(rows, group.matrix)
+        return y if group.a is None or group.b is None else y + plain(plain(rows, group.a) * group.scale, group.b)
+
+    gate, up, down = experts
+    opening, passing = product(rows, gate), product(rows, up)
+    if biases:
+        opening, passing = (y + _of_rows(b, own, y.dtype) for y, b in zip((opening, passing), biases, strict=False))
+    weighted = gated(opening, passing, activation).astype(jnp.float32) * gates
+    return product(weighted.astype(rows.dtype), down)
+
+
+def _of_rows(bias: jax.Array, own: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Each row's bias [M, F], that of its expert; by a product, since a gather's gradient is a scatter.
+
+    In bfloat16 it is exact: a float32 bias holds values of bfloat16 then (`podium.models.linear.layer_weight`).
+    """
+    hits = (own[:, None] == jnp.arange(len(bias))[None]).astype(bias.dtype)  # [M, G]
+    return jnp.einsum("mg,gf->mf", hits, bias, precision=full_precision(dtype), preferred_element_type=dtype)
+
+
+# A permutation's transpose is its inverse. As gathers both are fast; a gather's own transpose is a scatter.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread(k: int, x: jax.Array, order: jax.Array, places: jax.Array) -> jax.Array:
+    """Rows [N k, ...] in an order of which k each are a token's of x [N, ...]."""
+    return x[order // k]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _collected(k: int, rows: jax.Array, order: jax.Array, places: jax.Array) -> jax.Array:
+    """The sum [N, ...] of each token's k rows."""
+    return jnp.sum(rows[places].reshape(-1, k, *rows.shape[1:]), axis=1)
+
+
+Permutation = tuple[jax.Array, jax.Array]
+_spread.defvjp(
+    lambda k, x, order, places: (_spread(k, x, order, places), (order, places)),
+    lambda k, saved, d: (_collected(k, d, *saved), None, None),
+)
+_collected.defvjp(
+    lambda k, rows, order, places: (_collected(k, rows, order, places), (order, places)),
+    lambda k, saved, d: (_spread(k, d, *saved), None, None),
+)
