@@ -17,6 +17,7 @@ CASES = (
     ("Qwen/Qwen2.5-0.5B-Instruct", "v5litepod-1", ("decode",)),
     ("google/gemma-3-1b-it", "v6e-8", ("decode",)),
     ("Qwen/Qwen3-8B", "v6e-8", ("sync", "decode")),
+    ("Qwen/Qwen3-30B-A3B", "v6e-8", ("prefill",)),
     ("Qwen/Qwen2.5-3B-Instruct", "h100-1", ("decode",)),
 )
 
