@@ -82,6 +82,47 @@ def test_peft_loads_our_adapters_of_experts_and_its_logits_are_ours(tmp_path):
     assert error_of_scale(without, theirs) > 100 * LOGITS_TOLERANCE
 
 
+def test_peft_loads_our_adapters_of_delta_nets_and_gated_attention(tmp_path):
+    """One tensor has the queries, keys and values of a delta net, another the queries and gates of attention."""
+    peft = others_code("peft")
+    source = write_model(tmp_path / "model", "qwen3_5")
+    plain = read_architecture(source)
+    decoder = dataclasses.replace(plain, lora=LORA)
+    base = load_params(source, plain, rules_on("auto", 1))
+    adapters, tokens = random_adapters(decoder), tokens_of(source.name)
+    save_adapter(adapters, base, decoder, tmp_path / "adapter", model=str(source.path))
+    adapted = peft.PeftModel.from_pretrained(hf_model(source), tmp_path / "adapter")
+    theirs = logits_of_torch(adapted, tokens)
+    ours = np.asarray(make_logits(decoder, rules_on("auto", 1))(base | adapters, tokens))
+    assert error_of_scale(ours, theirs) < LOGITS_TOLERANCE
+    assert error_of_scale(logits_of_torch(hf_model(source), tokens), theirs) > 100 * LOGITS_TOLERANCE
+    adapted.save_pretrained(tmp_path / "again")
+    found = load_adapter(tmp_path / "again", decoder, rules_on("auto", 1), base)
+    for name, value in adapters.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_we_load_what_peft_saves_of_delta_nets_and_our_logits_are_its(tmp_path):
+    peft = others_code("peft")
+    source = write_model(tmp_path / "model", "qwen3_5")
+    plain = read_architecture(source)
+    decoder = dataclasses.replace(plain, lora=dataclasses.replace(LORA, targets=("q", "k", "v", "o")))
+    base = load_params(source, plain, rules_on("auto", 1))
+    targets = ["in_proj_qkv", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
+    described = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, init_lora_weights=False)
+    adapted = peft.get_peft_model(hf_model(source), described).eval()
+    torch = others_code("torch")
+    with torch.no_grad():  # Podium's gates have no adapter
+        for name, x in adapted.named_parameters():
+            if "q_proj.lora_B" in name:
+                x.view(-1, 2, plain.head_dim, 4)[:, 1] = 0
+    adapted.save_pretrained(tmp_path / "adapter")
+    found = load_adapter(tmp_path / "adapter", decoder, rules_on("auto", 1), base)
+    tokens = tokens_of(source.name)
+    ours = np.asarray(make_logits(decoder, rules_on("auto", 1))(base | found, tokens))
+    assert error_of_scale(ours, logits_of_torch(adapted, tokens)) < LOGITS_TOLERANCE
+
+
 def test_we_load_what_peft_saves_and_our_logits_are_its(model, tmp_path):
     peft = others_code("peft")
     source, decoder, base = model

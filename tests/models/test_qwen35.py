@@ -1,9 +1,13 @@
 """What Qwen3.5 has that others have not: delta nets, gated attention, rotation of a part of a head."""
 
+import dataclasses
 import functools
+import importlib.util
 import itertools
+import json
 import logging
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +21,6 @@ from podium.certify.naive import in_float64
 from podium.certify.naive import logits as naive_logits
 from podium.certify.subject import random_weights, tiny_clone
 from podium.config.lora import LoraConfig
-from podium.models import peft
 from podium.models.architecture import DecoderConfig, ModelError, with_lora
 from podium.models.attention import row_attention
 from podium.models.blocks.attention import Attention
@@ -26,7 +29,8 @@ from podium.models.decoder import forward, head_weights
 from podium.models.hf import load_params, save_model
 from podium.models.hf_config import from_hf_config, to_hf_config
 from podium.models.logprobs import logits_at
-from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs
+from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs, trained_specs
+from podium.models.peft import load_adapter, save_adapter
 from podium.models.presets import PRESETS
 from podium.models.source import read_architecture
 from podium.models.visibility import Visibility, packed_rows
@@ -254,7 +258,7 @@ def test_certify_s_clone_has_both_kinds_and_rotates_a_part_of_a_head():
 
 
 def test_adapters_of_delta_nets_and_attention_are_added_to_their_matrices():
-    """Against the naive form, which merges them; and PEFT has no name for those that share a tensor."""
+    """Against the naive form, which merges them."""
     decoder = with_lora(decoder_and_weights()[0], LoraConfig(rank=2, alpha=4.0, targets=["attention"]))
     weights = random_weights(decoder, seed=0)
     adapted = {name for name in weights if name.endswith(".lora_a")}
@@ -264,6 +268,127 @@ def test_adapters_of_delta_nets_and_attention_are_added_to_their_matrices():
         wide = {name: jnp.asarray(x, jnp.float64) for name, x in weights.items()}
         expected = np.asarray(naive_logits(wide, jnp.asarray(TOKENS[0]), decoder))
     assert error_of_scale(np.asarray(found[0]), expected) <= 1e-5
-    for place, others in ((0, "k, v"), (1, "q_gate")):
-        with pytest.raises(ModelError, match=f"in one tensor with {others}; export the merged model"):
-            peft._tensor(f"layers.{place}.q.lora_a", (0,), decoder)
+
+
+ADAPTERS = LoraConfig(rank=2, alpha=3.0, targets=["attention", "mlp"])
+
+
+@pytest.fixture
+def adapted(tmp_path):
+    """A model's folder, its decoder and weights, random adapters, and a folder of these in PEFT's format."""
+    source = write_model(tmp_path / "model", CASE)
+    plain = read_architecture(source)
+    decoder = with_lora(plain, ADAPTERS)
+    base = load_params(source, plain, rules_on("auto", 1))
+    random = np.random.default_rng(1)
+    specs = trained_specs(decoder)
+    adapters = {name: jnp.asarray(random.normal(0, 0.2, each.shape), jnp.float32) for name, each in specs.items()}
+    save_adapter(adapters, base, decoder, tmp_path / "adapter", model="base")
+    return source, decoder, base, adapters, tmp_path / "adapter"
+
+
+def described_in(folder):
+    return json.loads((folder / "adapter_config.json").read_text())
+
+
+def logits_of_merged(source, plain, folder):
+    """Logits of the model with each adapter of the folder added to its tensor, as PEFT does."""
+    said, factors = described_in(folder), load_file(folder / "adapter_model.safetensors")
+    (file,) = source.path.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in (name for name in factors if "lora_A" in name):
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        a, b, own = factors[name], factors[name.replace("lora_A", "lora_B")], module.rpartition(".")[2]
+        rank, alpha = (
+            said.get(f"{key}_pattern", {}).get(own, said[key2])
+            for key, key2 in (("rank", "r"), ("alpha", "lora_alpha"))
+        )
+        assert a.shape[0] == rank
+        tensors[f"{module}.weight"] = tensors[f"{module}.weight"] + alpha / rank * b @ a
+    save_file(tensors, file)
+    rules = rules_on("auto", 1)
+    return np.asarray(make_logits(plain, rules)(load_params(source, plain, rules), TOKENS[:1]))
+
+
+def test_adapters_in_peft_s_format_are_read_back_and_add_the_same(adapted):
+    source, decoder, base, adapters, folder = adapted
+    found = load_adapter(folder, decoder, rules_on("fsdp:2,tp:2", 4), base)
+    assert found.keys() == adapters.keys()
+    for name, value in adapters.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    ours = np.asarray(make_logits(decoder, rules_on("auto", 1))(base | adapters, TOKENS[:1]))
+    plain = np.asarray(make_logits(decoder, rules_on("auto", 1))(base, TOKENS[:1]))
+    merged = logits_of_merged(source, dataclasses.replace(decoder, lora=None), folder)
+    assert error_of_scale(ours, merged) <= 1e-5
+    assert error_of_scale(plain, merged) > 1e-2
+
+
+def test_adapters_have_the_names_of_transformers_modules(adapted):
+    """Read from its source, since its models need torch."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.submodule_search_locations
+    path = Path(spec.submodule_search_locations[0]) / "models" / "qwen3_5" / "modeling_qwen3_5.py"
+    classes = dict(re.findall(r"^class (\w+)\(.*?\):\n(.*?)(?=^class |\Z)", path.read_text(), re.MULTILINE | re.DOTALL))
+    *_, folder = adapted
+    modules = {name.partition(".lora_")[0] for name in load_file(folder / "adapter_model.safetensors")}
+    for module in modules:
+        found = re.fullmatch(r"base_model\.model\.model\.layers\.\d+\.(\w+)\.(\w+)", module)
+        assert found, module
+        kind = re.search(rf"self\.{found[1]} = (\w+)\(", classes["Qwen3_5DecoderLayer"])
+        assert kind, module
+        assert f"self.{found[2]} = nn.Linear(" in classes[kind[1]], module
+    said = described_in(folder)
+    assert set(said["target_modules"]) == {module.rpartition(".")[2] for module in modules}
+    assert {"in_proj_qkv", "out_proj", "q_proj", "o_proj", "gate_proj"} <= set(said["target_modules"])
+    assert (said["rank_pattern"], said["alpha_pattern"]) == ({"in_proj_qkv": 6}, {"in_proj_qkv": 9.0})
+
+
+def rewritten(folder, change, **said):
+    """Change the tensors of an adapter's folder, and keys of its config."""
+    path = folder / "adapter_model.safetensors"
+    save_file({name: change(name, x) for name, x in load_file(path).items()}, path)
+    (folder / "adapter_config.json").write_text(json.dumps(described_in(folder) | said))
+
+
+def test_an_adapter_of_one_rank_beside_joined_matrices_is_read_as_one_of_each(adapted):
+    """As PEFT itself makes it: queries, keys and values share the first factor."""
+    source, decoder, base, _, folder = adapted
+    random = np.random.default_rng(2)
+
+    def shared(name, x):
+        if "in_proj_qkv" not in name:
+            return x
+        return random.normal(0, 0.2, (2, x.shape[1]) if "lora_A" in name else (len(x), 2)).astype(np.float32)
+
+    rewritten(folder, shared, rank_pattern={}, alpha_pattern={})
+    found = load_adapter(folder, decoder, rules_on("auto", 1), base)
+    np.testing.assert_array_equal(found["layers.0.q.lora_a"], found["layers.0.v.lora_a"])
+    ours = np.asarray(make_logits(decoder, rules_on("auto", 1))(base | found, TOKENS[:1]))
+    assert error_of_scale(ours, logits_of_merged(source, dataclasses.replace(decoder, lora=None), folder)) <= 1e-5
+
+
+def test_adapters_of_what_has_none_are_refused(adapted):
+    """The rows of gates beside queries; and what joins one matrix's first factor with another's second."""
+    *_, decoder, base, _, folder = adapted
+
+    def read():
+        return load_adapter(folder, decoder, rules_on("auto", 1), base)
+
+    with pytest.raises(
+        ModelError, match=r"alpha_pattern .* it must be \{'in_proj_qkv': 9.0\}, which gives each matrix"
+    ):
+        rewritten(folder, lambda _, x: x, alpha_pattern={"in_proj_qkv": 3.0})
+        read()
+    for module, matrices in (("q_proj", "layers.3.q"), ("in_proj_qkv", "layers.0.q and layers.0.k and layers.0.v")):
+        path = folder / "adapter_model.safetensors"
+        kept = path.read_bytes()
+        rewritten(
+            folder,
+            lambda name, x, module=module: x + 1 if f"{module}.lora_B" in name else x,
+            alpha_pattern={"in_proj_qkv": 9.0},
+        )
+        with pytest.raises(
+            ModelError, match=rf"it changes more than {matrices}, whose tensor .* leave this module out"
+        ):
+            read()
+        path.write_bytes(kept)
