@@ -124,7 +124,7 @@ def sorted_form(
     order = jnp.argsort(chosen.reshape(-1))  # [N k]
     places = jnp.argsort(order)
     rows: jax.Array = _spread(k, x, order, places)
-    gate_of = _spread(1, gates.reshape(-1, 1), order, places)
+    gate_of: jax.Array = _spread(1, gates.reshape(-1, 1), order, places)
     own, sizes = chosen.reshape(-1)[order], _sizes(chosen, experts)
     return _collected(k, _multiplied(rows, gate_of, own, sizes, experts, activation, biases, platform), order, places)
 

@@ -181,7 +181,7 @@ def _rows_of(
     return {name: every.take(lane, letters.index(LANE)).reshape(-1) for lane, name in enumerate(members)}
 
 
-def _patterns(targets: Sequence[_Target], lora: Lora) -> dict[str, dict[str, float]]:
+def _patterns(targets: Sequence[_Target], lora: Lora) -> Mapping[str, Mapping[str, float]]:
     """The ranks, and the numbers for the same scale, of tensors that hold several matrices with adapters."""
     several = {target.module: len(target.matrices) for target in targets if len(target.matrices) > 1}
     if not several:

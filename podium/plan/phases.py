@@ -76,10 +76,11 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     batch = abstract_batch(make_batch([], spec.batch)[0], settings.computing)
     logprobs = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32, sharding=batch.tokens.sharding)
     scores = dict.fromkeys(recipe.loss_scores, logprobs)
-    taught = {} if spec.teacher is None else abstract_frozen(spec.teacher, settings.stored)
+    taught = {} if spec.teacher is None or spec.teacher_is_base else abstract_frozen(spec.teacher, settings.stored)
     compared: dict[str, jax.ShapeDtypeStruct] = {}
     if spec.teacher is not None and TEACHER_HIDDEN in scores:
-        compared[TEACHER_HEAD] = taught.get("head", taught["embed"])
+        if taught:
+            compared[TEACHER_HEAD] = taught.get("head", taught["embed"])
         scores[TEACHER_HIDDEN] = jax.ShapeDtypeStruct(
             (*batch.tokens.shape, spec.teacher.width),
             activation_dtype(settings.computing, settings.dtype),
@@ -123,9 +124,9 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
         else:
             own_batch = abstract_batch(make_batch([], spec.teacher_batch)[0], settings.computing)
             held["batch"] = waiting
-        beside = own | moments | anchor | under | critics | kept | held
+        beside = own | moments | anchor | ({} if spec.teacher_is_base else under) | critics | kept | held
         found["teacher"] = _phase(
-            make_teacher_program(recipe.teacher, settings, spec.teacher), (taught, own_batch), beside
+            make_teacher_program(recipe.teacher, settings, spec.teacher), (taught or frozen, own_batch), beside
         )
     if spec.critic is not None and valued is not None:
         critic = make_critic(spec.critic, settings, make_critic_optimizer(spec.critic))

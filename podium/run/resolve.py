@@ -95,6 +95,7 @@ def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: M
         machine=machine,
         decoder=decoder,
         teacher=teacher,
+        teacher_is_base=_teaches_itself(config),
         teacher_batch=behind,
         critic=critic,
         recipe=resolve_recipe(config),
@@ -134,6 +135,13 @@ def resolve_teacher(config: Config) -> DecoderConfig | None:
     """Find the decoder of the config's teacher, without its weights. Raises ModelError if there is no such model."""
     teacher = config.teacher
     return None if teacher is None else frozen_decoder(find_architecture(teacher.model), teacher.base)
+
+
+def _teaches_itself(config: Config) -> bool:
+    """Whether the teacher is the frozen model beside the policy's adapters, in the same format."""
+    if config.teacher is None or config.lora is None:
+        return False
+    return (config.teacher.model, config.teacher.base) == (config.model, config.lora.base)
 
 
 def resolve_teacher_batch(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> BatchSizes | None:

@@ -190,6 +190,8 @@ class RunSpec:
     decoder: DecoderConfig
     teacher: DecoderConfig | None
     """The teacher's decoder, all of it frozen; None: there is no teacher."""
+    teacher_is_base: bool
+    """Whether the teacher's weights are the frozen ones of the policy, beside its adapters: there is no second copy."""
     teacher_batch: BatchSizes | None
     """The shapes of the batches that a teacher scores behind prompts of its own; None: it scores the policy's."""
     critic: CriticSpec | None

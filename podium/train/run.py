@@ -203,8 +203,9 @@ def open_run(
             progress.message(line)
         run_dir.truncate(done or -1)
         writer = resources.enter_context(MetricWriter(run_dir, spec.metrics, announce=progress.message))
-        teacher = None if taught_by is None else _load_teacher(taught_by, spec, rollouts.feed, progress)
-        trainer = _make_trainer(spec, model, optimizer, run_dir.path, kept(frozen, model.rules), teacher, valuing)
+        frozen = kept(frozen, model.rules)
+        teacher = None if taught_by is None else _load_teacher(taught_by, spec, frozen, rollouts.feed, progress)
+        trainer = _make_trainer(spec, model, optimizer, run_dir.path, frozen, teacher, valuing)
         rollouts.load(state.params, trainer.frozen, version=done)
         _say_what_was_chosen(spec, progress)
         for each in scorers:
@@ -330,16 +331,22 @@ def _open_run_dir(home: Path, settings: Settings, fork: Fork | None) -> RunDir:
     return opened[0] if opened else RunDir.follow(home, settings, continued=continued, fork=kept)
 
 
-def _load_teacher(model: Model, spec: RunSpec, feed: Feed, progress: Progress) -> Scorer:
+def _load_teacher(model: Model, spec: RunSpec, frozen: Params, feed: Feed, progress: Progress) -> Scorer:
     """Load the teacher's weights, and say which they are: they are not part of the run's checkpoints.
 
-    `feed` makes its prompts, if it has its own.
+    They are the policy's own `frozen` ones if the teacher is the model beside the adapters. `feed` makes its prompts,
+    if it has its own.
     """
-    params = load_frozen(model)
-    progress.message(f"teacher: {model.source.name}, weights {base_of(params)}")
+    if spec.teacher_is_base:
+        params = frozen
+        progress.message(f"teacher: {model.source.name}, the frozen weights beside the adapters")
+    else:
+        loaded = load_frozen(model)
+        progress.message(f"teacher: {model.source.name}, weights {base_of(loaded)}")
+        params = kept(loaded, model.rules)
     settings = make_train_settings(spec.update, spec.decoder, model.mesh)
     behind = None if spec.teacher_batch is None else OwnPrompts(of=feed.privileged, sizes=spec.teacher_batch)
-    return make_teacher_scorer(spec.recipe, settings, model.decoder, kept(params, model.rules), behind)
+    return make_teacher_scorer(spec.recipe, settings, model.decoder, params, behind)
 
 
 def _make_trainer(

@@ -196,7 +196,7 @@ def make_train_step(
     """The jitted update of the policy, as `_make_update` makes it from the recipe's loss.
 
     `frozen` are weights that never change and are not in the state: with LoRA, all but the adapters; and TEACHER_HEAD,
-    with a teacher whose whole distribution is learned.
+    with a teacher whose whole distribution is learned, unless its head is the policy's frozen one.
     """
     return _make_update(settings, functools.partial(_loss, settings, recipe), optimizer)
 
@@ -363,7 +363,8 @@ def _logprobs(
     hidden, routers = _hidden(settings, params, batch)
     dtype, taught = settings.head_dtype or settings.dtype, None
     if TEACHER_HIDDEN in batch.scores:
-        head = head_weights({"embed": params[TEACHER_HEAD]}, rules, dtype)
+        own = params.get(TEACHER_HEAD, params.get("head", params["embed"]))
+        head = head_weights({"embed": own}, rules, dtype)
         assert isinstance(head, jax.Array), "a teacher's head has no gradient"
         taught = Taught(batch.scores[TEACHER_HIDDEN], head)
     scored = token_logprobs(

@@ -69,9 +69,10 @@ class Trainer:
         self.moving = moving
         self.scorers = make_scorers(recipe, settings, self.score, reference if moving is None else {}, teacher)
         self.taught: Params = {}
-        """The teacher's head, if updates compute its distributions."""
+        """The teacher's head, if updates compute its distributions and it is not among `frozen` anyway."""
         if teacher is not None and teacher.name == TEACHER_HIDDEN and teacher.params is not None:
-            self.taught = {TEACHER_HEAD: teacher_head(teacher.params)}
+            own = teacher.params is not frozen
+            self.taught = {TEACHER_HEAD: teacher_head(teacher.params)} if own else {}
         self.learning_rate = learning_rate(schedule.settings, schedule.steps)
         self.updates_per_step = recipe.updates_per_batch * recipe.minibatches
 

@@ -13,7 +13,7 @@ from tiny_decoder import DECODER, tiny
 from podium.accelerators import GIB, Accelerator
 from podium.algorithms.advantages import RETURNS, VALUES
 from podium.config.schema import Config
-from podium.models.architecture import frozen_decoder, scoring_decoder
+from podium.models.architecture import frozen_decoder, scoring_decoder, with_lora
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.plan.estimate import residents
 from podium.plan.phases import PhaseProgram, device_bytes, phase_programs
@@ -235,6 +235,30 @@ def test_a_teachers_hidden_states_are_part_of_the_batch_and_its_head_an_argument
     held = programs["sync"].residents["teacher_weights"] - programs["update"].residents["teacher_weights"]
     assert held == device_bytes(head)
     programs["update"].lower()
+
+
+@pytest.mark.parametrize("loss", ["sampled", "full"])
+def test_a_teacher_that_is_the_base_of_the_adapters_takes_no_memory(loss):
+    name = "Qwen/Qwen3-0.6B"
+    config = config_of(model=name, lora={"rank": 2}, teacher={"model": name, "loss": loss})
+    mesh, adapted = make_mesh(config.mesh), with_lora(DECODER, config.lora)
+    spec = dataclasses.replace(run_spec(config, adapted, mesh), teacher=frozen_decoder(DECODER, "bfloat16"))
+    assert spec.teacher_is_base
+    shared, apart = phase_programs(spec, mesh), phase_programs(dataclasses.replace(spec, teacher_is_base=False), mesh)
+
+    def total(each):
+        return device_bytes(each.arguments) + sum(each.residents.values())
+
+    sizes = [RunSizes(spec=each) for each in (spec, dataclasses.replace(spec, teacher_is_base=False))]
+    weights = frozen_bytes(sizes[0])
+    assert {name: total(apart[name]) - total(shared[name]) for name in shared} == dict.fromkeys(shared, weights) | {
+        "init": 0
+    }
+    assert sum(residents(sizes[1]).values()) - sum(residents(sizes[0]).values()) == weights
+    assert {x.shape for x in shared["teacher"].arguments[0].values()} == {
+        x.shape for x in apart["teacher"].arguments[0].values()
+    }
+    shared["update"].lower()
 
 
 def test_a_teacher_with_prompts_of_its_own_is_planned_with_its_own_batch_beside_the_policy_s():

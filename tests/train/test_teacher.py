@@ -1,34 +1,60 @@
 """A teacher beside or instead of rewards: what it adds to advantages, and runs with one."""
 
 import dataclasses
+import gc
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_decoder import DECODER, tiny
-from tiny_runs import REWARDS, assert_same_run, config_of, groups_of, make_config, make_trainer, sgd, trained
+from tiny_runs import (
+    REWARDS,
+    assert_same_run,
+    config_of,
+    groups_of,
+    make_config,
+    make_samples,
+    make_trainer,
+    merged,
+    sgd,
+    spec_of,
+    trained,
+)
 
 from podium.algorithms.advantages import taught_advantages
 from podium.algorithms.recipes import OLD_LOGPROBS, TEACHER_HIDDEN, TEACHER_LOGPROBS, Teaching
 from podium.certify.subject import random_weights
 from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder
+from podium.models.linear import kept
 from podium.models.source import resolve
 from podium.models.tokenizer import load_tokenizer
+from podium.observe.progress import Progress
 from podium.observe.stats import BatchStats
 from podium.run.resolve import resolve_recipe
 from podium.sharding import Params
-from podium.train.batch import Batch
+from podium.train.batch import Batch, make_batch
 from podium.train.loop import train
 from podium.train.prepare import prepare_step
+from podium.train.run import _load_teacher
 from podium.train.scorers import make_scorers, make_teacher_scorer
-from podium.train.setup import load_frozen, make_model, make_teacher, run_spec
+from podium.train.setup import (
+    load_frozen,
+    load_trained,
+    make_model,
+    make_run_optimizer,
+    make_teacher,
+    make_train_settings,
+    run_spec,
+)
 from podium.train.state import init_state
-from podium.train.step import TEACHER_HEAD, make_hidden, make_score, make_train_step
+from podium.train.step import TEACHER_HEAD, make_hidden, make_score, make_train_step, shard_batch
 from podium.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -181,6 +207,76 @@ def teacher_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     moved = {name: x + 0.2 * random.standard_normal(x.shape).astype(np.float32) for name, x in tensors.items()}
     save_file(moved, folder / "model.safetensors")
     return folder
+
+
+@pytest.mark.parametrize("loss", ["sampled", pytest.param("full", marks=pytest.mark.long)])
+def test_a_teacher_that_is_the_base_of_the_adapters_has_no_copy_and_scores_as_one(tiny_model, loss):
+    config = make_config(
+        tiny_model,
+        lora={"rank": 2},
+        algorithm={"recipe": "distill"},
+        teacher={"model": str(tiny_model), "loss": loss},
+    )
+    model = make_model(config)
+    taught_by, spec = make_teacher(config, model), run_spec(config, model.decoder, model.mesh)
+    assert taught_by is not None
+    frozen = kept(load_frozen(model), model.rules)
+
+    def held():
+        gc.collect()
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    before = held()
+    shared = _load_teacher(taught_by, spec, frozen, SimpleNamespace(), Progress("run", 1))
+    assert held() == before
+    assert shared.params is frozen
+    apart = dataclasses.replace(spec, teacher_is_base=False)
+    own = _load_teacher(taught_by, apart, frozen, SimpleNamespace(), Progress("run", 1))
+    assert held() - before == sum(x.nbytes for x in frozen.values())
+    settings = make_train_settings(spec.update, model.decoder, model.mesh)
+    samples = make_samples(longest_prompt=8, longest=3, vocab=model.decoder.vocab)
+    batch = shard_batch(make_batch(samples, spec.batch)[0], settings.computing)
+    scores = [each.program(each.params, batch) for each in (shared, own)]
+    assert np.asarray(scores[0]).any()
+    np.testing.assert_array_equal(*scores)
+    if loss == "sampled":
+        return
+    optimizer, found = make_run_optimizer(spec.optimizer, model.decoder), []
+    batch = dataclasses.replace(batch, scores={TEACHER_HIDDEN: scores[0]})
+    for teacher, kept_head in ((shared, set()), (own, {TEACHER_HEAD})):
+        trainer = Trainer(
+            spec.recipe,
+            settings,
+            optimizer,
+            sizes=spec.batch,
+            schedule=spec.optimizer,
+            reference=None,
+            folder=Path(),
+            frozen=frozen,
+            teacher=teacher,
+        )
+        assert set(trainer.taught) == kept_head
+        adapters = {name: x + 0.1 for name, x in load_trained(model, None, frozen).items()}
+        state, metrics = trainer.train_step(init_state(adapters, optimizer), batch, frozen | trainer.taught)
+        found.append((state.params, float(metrics["kl_teacher"])))
+    assert found[0][1] == found[1][1] > 0
+    for name, x in found[0][0].items():
+        np.testing.assert_array_equal(x, found[1][0][name])
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_base"),
+    [
+        ({}, True),
+        ({"teacher": {"base": "int8"}}, False),
+        ({"teacher": {"base": "int8"}, "lora": {"base": "int8"}}, True),
+        ({"teacher": {"model": "Qwen/Qwen3-1.7B"}}, False),
+        ({"lora": None}, False),
+    ],
+)
+def test_only_the_frozen_model_in_its_own_format_is_shared(changes, is_base):
+    same = {"lora": {"rank": 2}, "algorithm": {"recipe": "distill"}, "teacher": {"model": "Qwen/Qwen3-0.6B"}}
+    assert spec_of(make_config("Qwen/Qwen3-0.6B", **merged(same, changes))).teacher_is_base == is_base
 
 
 @pytest.mark.parametrize("loss", ["sampled", pytest.param("full", marks=pytest.mark.long)])
