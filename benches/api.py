@@ -32,7 +32,7 @@ def short(num_tokens: int) -> float:
 run = podium.grpo("demo", data=train, eval_data=test,
                   rewards=[podium.math_equal, (short, 0.1)], steps=STEPS, prompts_per_step=8, group_size=8,
                   on_step=lambda step, metrics, samples: print(step, metrics["train-reward/total/mean"], flush=True),
-                  rollout={"max_prompt_tokens": 64, "max_new_tokens": 20, "slots": 64},
+                  eval={"at_start": True}, rollout={"max_prompt_tokens": 64, "max_new_tokens": 20, "slots": 64},
                   train={"remat": "none", "optimizer": {"learning_rate": 4e-5}})
 print(len(run.metrics), len(run.samples), run.evaluate(test).accuracy)
 print(run.generate(["What is 2 + 3?"], max_new_tokens=16)[0].text)

@@ -48,7 +48,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "basic-arithmetic": {"tasks": [puzzles("basic_arithmetic", min_terms=2, max_terms=2, min_digits=1, max_digits=1)]},
     "number-alone": {"tasks": [arithmetic(1, "add") | {"rewards": {"benches.tasks:number_alone": 1.0}}]},
 }
-EVAL = {"questions": 40, "every_steps": 0}
+EVAL = {"questions": 40, "at_start": True, "every_steps": 0}
 """Beside the curve of rewards: 40 held-out questions, before and after."""
 LENGTHS: dict[str, Any] = {"rollout": {"max_prompt_tokens": 256, "max_new_tokens": 16}, "train": {"row_tokens": 512}}
 

@@ -86,7 +86,7 @@ def grpo(
         environment=environment,
     )
     own_questions = eval_data is None and data is not None and not is_task(data)
-    never = [Override(f"eval.{key}", False, "no eval_data") for key in ("at_start", "at_end")] if own_questions else []
+    never = [Override("eval.at_end", False, "no eval_data")] if own_questions else []
     given = [Override("model", str(model), "argument model"), Override("name", name, "argument name")]
     return _train(load_settings([], [*given, *tasks, *never, *overrides(settings)], os.environ).config, None, on_step)
 

@@ -351,9 +351,9 @@ class EvalConfig(Section):
     """Evaluation on held-out questions: how often, how many, and how they are answered."""
 
     every_steps: NotNegative = 0
-    """Steps between evaluations; 0: only at the start and the end."""
-    at_start: bool = True
-    """Evaluate before the first step."""
+    """Steps between evaluations; 0: only where at_start and at_end say so."""
+    at_start: bool = False
+    """Evaluate the initial model before the first step, for a figure to compare with. It delays the first step."""
     at_end: bool = True
     """Evaluate after the last step."""
     questions: Positive | None = None

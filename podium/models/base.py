@@ -25,7 +25,7 @@ class BaseModel:
 def base_of(source: ModelSource) -> BaseModel:
     """Read the hub id and the licence from a model's card, or from the header of its GGUF file."""
     if source.kind == "gguf":
-        said = gguf.read_header(source.path).metadata
+        said = source.header.metadata
         hub_id = DEMO_MODEL if source.name == "demo" else _text(said.get("general.base_model.0.name"))
         return BaseModel(
             hub_id=hub_id if hub_id and "/" in hub_id else None, license=_text(said.get("general.license"))

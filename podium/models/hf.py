@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 from podium.models import mxfp4
 from podium.models.architecture import DecoderConfig, ModelError, shown
 from podium.models.blocks.spec import ParamSpec
-from podium.models.gguf import GgufHeader, GgufTensors, read_header, rope_divisors
+from podium.models.gguf import GgufHeader, GgufTensors, rope_divisors
 from podium.models.hf_config import to_hf_config
 from podium.models.names import (
     FIRST_APART,
@@ -71,9 +71,8 @@ def load_params(
     specs = param_specs(config)
     kind: FileKind = source.kind
     if source.kind == "gguf":
-        header = read_header(source.path)
-        tensors: Tensors = GgufTensors(header, config)
-        _check_rope(header, config)
+        tensors: Tensors = GgufTensors(source.header, config)
+        _check_rope(source.header, config)
     else:
         tensors = SafetensorsFolder(source.path)
         apart = any(map(FIRST_APART.fullmatch, tensors.entries))

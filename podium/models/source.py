@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -43,6 +44,11 @@ class ModelSource:
     path: Path
     name: str
     """The model's name in the config."""
+
+    @functools.cached_property
+    def header(self) -> gguf.GgufHeader:
+        """The header of a GGUF file, which holds its tokenizer too, read once. Raises ModelError as `read_header`."""
+        return gguf.read_header(self.path)
 
 
 def resolve(model: str) -> ModelSource:
@@ -87,7 +93,7 @@ def on_disk(model: str) -> str | None:
 def read_architecture(source: ModelSource) -> DecoderConfig:
     """Read the decoder's architecture. Raises ModelError if the description is missing, incomplete or unsupported."""
     if source.kind == "gguf":
-        return gguf.read_config(gguf.read_header(source.path))
+        return gguf.read_config(source.header)
     path = source.path / "config.json"
     return from_hf_config(read_json(path), str(path))
 

@@ -160,8 +160,7 @@ def load_tokenizer(
     Raises ModelError if there is no tokenizer or chat template, or if the template cannot be rendered.
     """
     if source.kind == "gguf":
-        header = gguf.read_header(source.path)
-        backend, eos_tokens = _gguf_backend(header), _gguf_eos_tokens(header)
+        backend, eos_tokens = _gguf_backend(source.header), _gguf_eos_tokens(source.header)
     else:
         backend, eos_tokens = _folder_backend(source.path), _folder_eos_tokens(source.path)
     if chat_template is not None:

@@ -24,6 +24,7 @@ from tiny_models import (
 
 from podium.models import gguf as podium_gguf
 from podium.models.architecture import ModelError
+from podium.models.base import base_of
 from podium.models.gguf import GgufTensors, read_config, read_header
 from podium.models.hf import load_params
 from podium.models.source import ModelSource, read_architecture, resolve
@@ -206,6 +207,15 @@ def test_quantized_queries_are_turned_too(tmp_path: Path):
     found = load(source)["layers.q"][1]  # [D, H, Q]
     np.testing.assert_array_equal(found[:, 2, 3], exact[2 * 8 + 2 * 3])  # dimension i of the first half: row 2i
     np.testing.assert_array_equal(found[:, 2, 4 + 3], exact[2 * 8 + 2 * 3 + 1])
+
+
+def test_a_model_reads_its_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = write_gguf(tmp_path / "model.gguf", "llama", gguf_tensors("llama"))
+    read: list[Path] = []
+    monkeypatch.setattr("podium.models.gguf.read_header", lambda path: read.append(path) or read_header(path))
+    load(source)
+    assert base_of(source).license is None and read_architecture(source).width > 0
+    assert read == [source.path]
 
 
 def test_header_is_what_the_library_reads(tmp_path: Path):

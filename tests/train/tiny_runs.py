@@ -65,7 +65,7 @@ STEPWISE: dict[str, Any] = {
     **SHORT,
     "steps": STEPS,
     "train": {"optimizer": {"learning_rate": 3e-3}},
-    "eval": {"every_steps": 2, "samples": 2},
+    "eval": {"at_start": True, "every_steps": 2, "samples": 2},
     "checkpoint": {"every_steps": 2},
 }
 """A run that is evaluated and saved every two steps."""
