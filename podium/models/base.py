@@ -5,7 +5,6 @@ from pathlib import Path
 
 import yaml
 
-from podium.models import gguf
 from podium.models.source import ModelSource
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
