@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import cast
 
 from podium.algorithms.advantages import no_advantages
-from podium.algorithms.recipes import LOSSES, RECIPES, Recipe, conflicts, find_recipe
+from podium.algorithms.options import conflicts
+from podium.algorithms.recipes import LOSSES, RECIPES, Recipe, find_recipe
 from podium.config.document import Plain
 from podium.config.errors import Contradiction, nearest, not_in
 from podium.config.imports import imported, is_path

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from podium.algorithms.recipes import make_recipe
+from podium.algorithms.options import make_recipe
 from podium.rollout.programs import make_copy, make_copy_cells, make_decode, make_extend
 from podium.rollout.weights import make_sync
 from podium.train.optimizer import make_optimizer

@@ -48,6 +48,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tasks",
         "algorithms.advantages",
         "algorithms.recipes",
+        "algorithms.options",
         "rollout.answer",
         "rollout.routes",
         "rollout.sequence",

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.algorithms.advantages import VALUES
-from podium.algorithms.recipes import Recipe, make_recipe
+from podium.algorithms.options import make_recipe
+from podium.algorithms.recipes import Recipe
 from podium.certify.naive import Scores, Sequences, Weights, continuation_values, distributions, in_float64, scores
 from podium.certify.naive_rules import Rules, rules_of
 from podium.certify.naive_step import Episode, Room, optimizer_steps

@@ -7,7 +7,8 @@ All call the same functions, so a plan has the same spec as the run.
 import dataclasses
 
 from podium.accelerators import auto_dtype
-from podium.algorithms.recipes import Recipe, Teaching, make_recipe
+from podium.algorithms.options import make_recipe
+from podium.algorithms.recipes import Recipe, Teaching
 from podium.config.attention import attention_backend
 from podium.config.critic import CriticConfig
 from podium.config.head import head_kind

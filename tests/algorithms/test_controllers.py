@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from podium.algorithms.controllers import after_step, after_update, first_coefs, loss_coefs
-from podium.algorithms.recipes import Recipe, conflicts, make_recipe
+from podium.algorithms.options import conflicts, make_recipe
+from podium.algorithms.recipes import Recipe
 from podium.config.schema import AlgorithmConfig
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from podium.algorithms.advantages import group_advantages
 from podium.algorithms.losses import make_loss
-from podium.algorithms.recipes import RECIPES, Recipe, make_recipe
+from podium.algorithms.options import make_recipe
+from podium.algorithms.recipes import RECIPES, Recipe
 from podium.config.errors import ConfigError
 from podium.config.show import file_schema
 from podium.models.blocks.spec import ParamSpec

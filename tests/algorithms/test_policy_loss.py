@@ -10,7 +10,8 @@ import pytest
 from packed_rows import Batch, packed
 
 from podium.algorithms.losses import entropy_loss, make_loss, narrow_clip_warning, policy_loss
-from podium.algorithms.recipes import RECIPES, Recipe, make_recipe
+from podium.algorithms.options import make_recipe
+from podium.algorithms.recipes import RECIPES, Recipe
 from podium.config.schema import AlgorithmConfig
 
 SINGLE = [name for name, recipe in RECIPES.items() if not recipe.preferences]

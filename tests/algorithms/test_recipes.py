@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from podium.algorithms import recipes
-from podium.algorithms.recipes import LOSSES, OPTION_RANGES, RECIPES, Recipe, conflicts, make_recipe
+from podium.algorithms.options import conflicts, make_recipe
+from podium.algorithms.recipes import LOSSES, OPTION_RANGES, RECIPES, Recipe
 from podium.config.schema import AlgorithmConfig
 from tools.algorithms_page import algorithms_page
 

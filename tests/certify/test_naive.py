@@ -16,7 +16,7 @@ from podium.algorithms.controllers import (
     first_coefs,
     loss_coefs,
 )
-from podium.algorithms.recipes import make_recipe
+from podium.algorithms.options import make_recipe
 from podium.certify.naive import divergences
 from podium.certify.naive_rules import Rules, rules_of
 from podium.certify.naive_run import Coefficients, moved_reference

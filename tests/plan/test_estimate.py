@@ -9,7 +9,7 @@ from estimated import CPU, QWEN_3B, QWEN_7B, SMALL, config, decoder, phase
 from mixed_decoder import MIXED
 
 from podium.accelerators import Accelerator, find_accelerator
-from podium.algorithms.recipes import make_recipe
+from podium.algorithms.options import make_recipe
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig

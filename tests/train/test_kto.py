@@ -10,7 +10,7 @@ from tiny_decoder import DECODER
 from tiny_runs import assert_same_run, config_of, make_config, read_records, spec_of
 
 from podium.algorithms.losses import policy_loss
-from podium.algorithms.recipes import make_recipe
+from podium.algorithms.options import make_recipe
 from podium.config.errors import ConfigError
 from podium.config.schema import AlgorithmConfig, TaskConfig
 from podium.models.params import TRAIN_AXES

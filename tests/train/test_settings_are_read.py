@@ -18,7 +18,8 @@ from made_once import made_anew
 from pydantic import create_model
 from tiny_runs import TINY, merged
 
-from podium.algorithms.recipes import Recipe, make_recipe
+from podium.algorithms.options import make_recipe
+from podium.algorithms.recipes import Recipe
 from podium.config.critic import CriticConfig
 from podium.config.data import FilterConfig, ProgressConfig, RetireConfig
 from podium.config.judge import JudgeConfig

@@ -1,0 +1,282 @@
+"""A config's options applied to its recipe, and those that cannot be combined.
+
+Nothing here imports jax, so that an invalid combination is reported as a config error.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from functools import partial
+
+from podium.algorithms.advantages import maxrl_advantages, pass_at_k_advantages
+from podium.algorithms.recipes import LOSSES, OPTION_RANGES, LossKind, Recipe, find_recipe
+from podium.config.imports import imported
+from podium.config.schema import AlgorithmConfig
+
+_Conflicts = Iterator[tuple[str, str]]
+"""(option, message) pairs; an option is a key of `algorithm:`, or group_size."""
+_STD_OPTIONS = ("std", "std_ddof", "std_eps")
+
+
+def make_recipe(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int) -> Recipe:
+    """The recipe of `algorithm:` with the config's options. Raises ValueError with all `conflicts`."""
+    found = conflicts(config, group_size=group_size, prompts_per_step=prompts_per_step)
+    if found:
+        raise ValueError("\n".join(f"{key}: {message}" for key, message in found))
+    return _changed(config)
+
+
+def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int) -> list[tuple[str, str]]:
+    """The conflicts in `algorithm:`, as (config key, message) pairs; a message gives the rule and the way out."""
+    try:
+        recipe = _changed(config)
+    except ValueError as error:
+        return [("algorithm.recipe", str(error))]
+    found = [
+        *_advantage_conflicts(config, recipe, group_size),
+        *_advantage_option_conflicts(config, recipe, group_size),
+        *_credit_conflicts(config, recipe),
+        *_value_conflicts(config, recipe),
+        *_loss_conflicts(config, recipe),
+        *_loss_option_conflicts(config, recipe),
+        *_correction_conflicts(config, recipe),
+        *_adaption_conflicts(config, recipe),
+        *_update_conflicts(config, recipe, prompts_per_step),
+        *_pair_conflicts(config, recipe, group_size, prompts_per_step),
+    ]
+    return [(key if key == "group_size" else f"algorithm.{key}", message) for key, message in found]
+
+
+def _changed(config: AlgorithmConfig) -> Recipe:
+    """The recipe with the config's options; those that its advantage lacks are ignored."""
+    recipe = find_recipe(config.recipe)
+    options = config.model_dump(exclude={"recipe", "advantage_options"}, exclude_none=True)
+    if options.get("loss") == "reinforce":
+        options.setdefault("old_logprobs", "trainer")  # it has no ratio
+    own = {name: options.pop(name) for name in _STD_OPTIONS if name in options} | (config.advantage_options or {})
+    own = {name: value for name, value in own.items() if name in recipe.advantage.keywords}
+    if "loss_options" in options:
+        options["loss_options"] = {**recipe.loss_options, **options["loss_options"]}
+    return dataclasses.replace(recipe, advantage=partial(recipe.advantage, **own), **options)
+
+
+def _advantage_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int) -> _Conflicts:
+    name = config.recipe
+    std_options = recipe.advantage.keywords
+    zero_variance = recipe.zero_variance
+    given = [option for option in _STD_OPTIONS if getattr(config, option) is not None]
+    for option in given:
+        if option not in std_options:
+            yield option, f"recipe {name} has no such option; leave it unset, or set algorithm.recipe to grpo"
+    if recipe.group_baseline and group_size < 2:
+        rule = f"recipe {name} compares completions of one prompt and needs at least 2, got {group_size}"
+        yield "group_size", f"{rule}; raise group_size, or set algorithm.recipe to reinforce or reinforce_pp"
+    for option in given:
+        if std_options.get("std") == "none" and option != "std":
+            way_out = f"set algorithm.std to group or batch, or leave {option} unset"
+            yield option, f"std is none, so nothing reads it; {way_out}"
+    if zero_variance != "keep" and not recipe.group_baseline:
+        rule = f"recipe {name} has no group baseline, so a group of equal rewards still teaches"
+        yield "zero_variance", f"{rule}; set it to keep, got {zero_variance}"
+    if zero_variance == "keep" and recipe.zero_variance_metric is not None:
+        way_out = "set zero_variance to drop or refill, or leave it unset"
+        yield "zero_variance_metric", f"zero_variance is keep, so nothing reads it; {way_out}"
+    if zero_variance != "refill" and config.max_refills != AlgorithmConfig().max_refills:
+        rule = f"it only applies with zero_variance: refill, and zero_variance is {zero_variance}"
+        yield "max_refills", f"{rule}; set zero_variance to refill, or leave max_refills unset"
+
+
+def _advantage_option_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int) -> _Conflicts:
+    known = [option for option in recipe.advantage.keywords if option not in _STD_OPTIONS]
+    for option in config.advantage_options or {}:
+        if option not in known:
+            rule = f"recipe {config.recipe} has no option {option!r}"
+            yield "advantage_options", f"{rule}; it has: {', '.join(known) or 'none'}"
+    if recipe.advantage.func is not pass_at_k_advantages:
+        return
+    k = recipe.advantage.keywords["k"]
+    if not 1 <= k < group_size or k != int(k):
+        rule = f"k {k:g} must be a whole number below group_size {group_size}"
+        yield "advantage_options", f"{rule}: the only set of all completions has nothing to be compared with"
+
+
+def _credit_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
+    if recipe.credit == "episode":
+        if config.gamma is not None:
+            yield "gamma", "it discounts the rewards of turns, and credit is episode; set algorithm.credit to turn"
+        return
+    if not recipe.group_baseline:
+        rule = f"recipe {config.recipe} compares no completions of one prompt, and so no turns"
+        yield "credit", f"{rule}; set algorithm.recipe to grpo, dr_grpo, rloo or dapo, or credit to episode"
+    if "tokens" in inspect.signature(recipe.advantage).parameters:
+        yield "credit", f"the advantage of recipe {config.recipe} is of each token already; set credit to episode"
+    if recipe.needs_parts:
+        yield "credit", f"recipe {config.recipe} compares parts of rewards, which turns have not; set credit to episode"
+    if recipe.zero_variance_metric is not None:
+        yield "zero_variance_metric", "turns have no parts of the reward; leave it unset, or set credit to episode"
+    if recipe.needs_baseline and recipe.group_baseline:
+        rule = f"recipe {config.recipe} compares with a greedy completion, whose turns are others"
+        yield "credit", f"{rule}; set credit to episode"
+    if recipe.kl == "k1_reward":
+        yield "credit", "a KL in the reward is of whole conversations; set algorithm.kl to k2, k3 or k3+"
+
+
+def _value_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
+    if not recipe.learns_values:
+        return
+    bound = recipe.advantage.keywords
+    if bound.get("std") == "group":
+        rule = f"recipe {config.recipe} has an advantage for each token, not each completion"
+        yield "std", f"{rule}; set it to batch or none"
+    for option in ("gamma", "lam"):
+        if not 0 <= bound[option] <= 1:
+            yield "advantage_options", f"{option} {bound[option]:g} must be from 0 to 1"
+    if recipe.loss in ("gspo", "gmpo"):
+        rule = f"loss {recipe.loss} has one ratio for a completion, and a critic gives each token its own advantage"
+        yield "loss", f"{rule}; set it to clipped"
+
+
+def _loss_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
+    name, kl = config.recipe, recipe.kl
+    if rule := _most_clip(recipe):
+        yield "clip_low", rule
+    if recipe.loss == "dppo_tv" and recipe.clip_high > 1:
+        rule = f"a probability never rises by more than 1, so a bound of {recipe.clip_high:g} is none"
+        yield "clip_high", f"{rule}; set 1 for no upper bound"
+    if recipe.dual_clip is not None and recipe.loss != "clipped":
+        yield "dual_clip", f"it bounds PPO's token ratio, which recipe {name} does not have; leave it unset"
+    if kl == "none" and recipe.kl_coef > 0:
+        way_out = "set algorithm.kl to k2, k3, k3+ or k1_reward"
+        yield "kl_coef", f"kl is none, so nothing uses the weight {recipe.kl_coef:g}; {way_out}"
+    if recipe.kl_by_ratio and kl in ("none", "k1_reward"):
+        yield "kl_by_ratio", f"it weighs a KL in the loss, and kl is {kl}; set algorithm.kl to k2, k3 or k3+"
+    if kl != "none" and not recipe.kl_coef:
+        yield "kl", f"{kl} needs a weight: set algorithm.kl_coef above 0 (1e-4 to 1e-3 is usual), or kl to none"
+    if kl == "k1_reward" and recipe.needs_parts:
+        yield "kl", f"recipe {name} reads the parts of rewards, not their sum; set algorithm.kl to k2, k3 or k3+"
+    if kl == "k1_reward" and recipe.advantage.func is maxrl_advantages:
+        rule = "a KL in the reward can make it negative, and maxrl divides by its mean"
+        yield "kl", f"{rule}; set algorithm.kl to k2, k3 or k3+"
+    if kl == "k1_reward" and recipe.zero_variance != "keep":
+        rule = "with a KL of its own in each reward, a group of equal rewards still teaches"
+        way_out = "set zero_variance to keep, or kl to k2, k3 or k3+"
+        yield "kl", f"{rule}, and zero_variance {recipe.zero_variance} would drop it; {way_out}"
+
+
+def _most_clip(recipe: Recipe) -> str:
+    """Why a loss cannot have this clip_low; empty if it can: `gmpo` bounds a log-ratio, and `dppo_kl` a KL."""
+    if recipe.clip_low <= 1 or recipe.loss in ("gmpo", "dppo_kl"):
+        return ""
+    if recipe.loss == "dppo_tv":
+        rule = f"a probability never falls by more than 1, so a bound of {recipe.clip_low:g} is none"
+    else:
+        rule = f"a ratio is never below 0, so 1 - clip_low must not be, got {recipe.clip_low:g}"
+    return f"{rule}; set 1 for no lower bound"
+
+
+def _loss_option_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
+    loss, kind = recipe.loss, LOSSES.get(recipe.loss)
+    for option in ("clip_low", "clip_high"):
+        if kind and not kind.clips and getattr(config, option) is not None:
+            way_out = "leave it unset, or set algorithm.recipe to reinforce_pp"
+            yield option, f"loss {loss} has no ratio to clip; {way_out}"
+    for option, value in (config.loss_options or {}).items():
+        known = kind.options if kind else inspect.signature(imported(loss, what="a loss")).parameters
+        if option not in known:
+            yield "loss_options", f"loss {loss} has no option {option!r}; it has: {', '.join(known) or 'none'}"
+        elif kind and (problem := OPTION_RANGES[option].problem(value)):
+            yield "loss_options", f"{option} {problem}"
+    numbers = {**(kind.options if kind else {}), **recipe.loss_options}
+    if loss == "clip_cov" and numbers["cov_low"] >= numbers["cov_high"]:
+        rule = f"no covariance is between cov_low {numbers['cov_low']:g} and cov_high {numbers['cov_high']:g}"
+        yield "loss_options", f"{rule}; set cov_low below cov_high"
+    if loss == "vespo" and recipe.correction != "none":
+        rule = "loss vespo weighs a sequence by its ratio to the sampler already"
+        yield "correction", f"{rule}; set it to none, and algorithm.old_logprobs to sampler"
+
+
+def _pair_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int, prompts_per_step: int) -> _Conflicts:
+    kind = LOSSES.get(recipe.loss, LossKind(clips=False))
+    if not recipe.preferences:
+        if kind.pairs or kind.labels:
+            learns_from = "pairs" if kind.pairs else "labelled answers"
+            rule = f"{recipe.loss} learns from {learns_from} of the data, and recipe {config.recipe} does not use them"
+            yield "loss", f"{rule}; set algorithm.recipe to dpo, or loss to clipped"
+        return
+    if not kind.pairs and not kind.labels:
+        losses = [name for name, kind in LOSSES.items() if kind.pairs or kind.labels]
+        rule = f"recipe {config.recipe} learns from preferences of the data, and {recipe.loss} does not"
+        yield "loss", f"{rule}; set {' or '.join(losses)}"
+    if kind.labels and group_size != 1:
+        yield "group_size", f"loss {recipe.loss} has one completion of each row, got {group_size}; set it to 1"
+    if kind.labels and prompts_per_step < 2 * recipe.minibatches:
+        rule = f"loss {recipe.loss} pairs each prompt with another row's completion, for its estimate of the KL"
+        yield "minibatches", f"{rule}; set prompts_per_step to 2 or more for each of {recipe.minibatches} minibatches"
+    if not kind.labels and group_size != 2:
+        yield "group_size", f"recipe {config.recipe} has two completions of a prompt, got {group_size}; set it to 2"
+    if recipe.mean != "sequence":
+        yield "mean", f"the loss is of pairs, and {recipe.mean} would weigh them by length; leave mean unset"
+    unread: dict[str, bool] = {
+        "kl": recipe.kl != "none",
+        "correction": recipe.correction != "none",
+        "off_policy_threshold": recipe.off_policy_threshold is not None,
+        "drift_coef": recipe.drift_coef > 0,
+        "top_entropy": recipe.top_entropy < 1,
+        "mask_truncated": recipe.mask_truncated,
+        "old_logprobs": recipe.old_logprobs == "sampler",
+    }
+    for option in (name for name, is_set in unread.items() if is_set):
+        yield option, f"recipe {config.recipe} samples nothing, and its reference is in the loss; leave it unset"
+
+
+def _correction_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
+    low, high = config.correction_low, config.correction_high
+    correction = recipe.correction
+    banded = correction in ("mask", "reject")
+    for option in ("correction_high", "correction_level"):
+        if correction == "none" and getattr(config, option) is not None:
+            yield (
+                option,
+                "correction is none, so nothing reads it; set algorithm.correction to truncate, mask or reject",
+            )
+    if not banded and low is not None:
+        rule = f"it only applies with correction: mask or reject, and correction is {correction}"
+        yield "correction_low", f"{rule}; leave it unset"
+    if banded and (low is None or high is None):
+        way_out = "set correction_low and correction_high (0.5 and 2 are usual)"
+        yield "correction", f"{correction} needs both ends of its band: {way_out}"
+    if banded and low is not None and high is not None and low >= high:
+        yield "correction_low", f"the band is empty: correction_low {low} must be below correction_high {high}"
+    if correction == "reject" and recipe.correction_level == "token":
+        way_out = "set algorithm.correction_level to sequence or mean, or correction to mask"
+        yield "correction_level", f"reject leaves out whole sequences, and the level is token; {way_out}"
+    if correction != "none" and recipe.old_logprobs == "sampler":
+        rule = "the ratio is already relative to the sampler, so nothing is left to correct"
+        yield "correction", f"{rule}; set algorithm.old_logprobs to trainer, or correction to none"
+
+
+def _adaption_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
+    fixed, usual = recipe.entropy_target is None, AlgorithmConfig()
+    for option in ("entropy_step", "entropy_bonus_max"):
+        if fixed and getattr(config, option) != getattr(usual, option):
+            yield option, "the entropy bonus is fixed, so nothing reads it; set entropy_target, or leave it unset"
+    if not fixed and recipe.entropy_bonus > recipe.entropy_bonus_max:
+        rule = f"it starts at {recipe.entropy_bonus:g}, and entropy_bonus_max is {recipe.entropy_bonus_max:g}"
+        yield "entropy_bonus", f"{rule}; lower it, or raise entropy_bonus_max"
+    if recipe.kl_target is None and config.kl_gain != usual.kl_gain:
+        yield "kl_gain", "kl_coef is fixed, so nothing reads it; set algorithm.kl_target, or leave it unset"
+    if recipe.kl_target is not None and recipe.kl == "none":
+        yield "kl_target", "there is no KL to keep at it; set algorithm.kl and kl_coef, or leave it unset"
+
+
+def _update_conflicts(config: AlgorithmConfig, recipe: Recipe, prompts_per_step: int) -> _Conflicts:
+    no_ratio = recipe.loss == "reinforce"
+    for option in ("updates_per_batch", "minibatches"):
+        if no_ratio and getattr(recipe, option) > 1:
+            rule = f"recipe {config.recipe} has no ratio and is wrong after a batch's first update"
+            yield option, f"{rule}; set it to 1, or algorithm.recipe to reinforce_pp"
+    if no_ratio and recipe.old_logprobs == "sampler":
+        yield "old_logprobs", f"recipe {config.recipe} has no ratio, so nothing reads the sampler's; leave it unset"
+    if prompts_per_step % recipe.minibatches:
+        rule = f"prompts_per_step {prompts_per_step} must be a multiple of it"
+        yield "minibatches", f"{rule}, got {recipe.minibatches}"
