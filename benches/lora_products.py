@@ -80,7 +80,7 @@ def side_by_side(rules: ShardingRules) -> Linear:
             return plain(pattern, x, w)
         a, b, bits = _stored(w.a), _stored(w.b), _stored(w.matrix)
         flat = x.reshape(ROWS * TOKENS, -1)
-        y = _joined(w.scale, flat, bits.reshape(flat.shape[1], -1), a, b)
+        y: jax.Array = _joined(w.scale, flat, bits.reshape(flat.shape[1], -1), a, b)
         return y.reshape(ROWS, TOKENS, *bits.shape[a.ndim - 1 :])
 
     return product
