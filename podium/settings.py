@@ -28,7 +28,7 @@ from podium.models.architecture import ModelError
 from podium.models.layouts import AUTO
 from podium.models.params import ROLLOUT_LAYOUTS
 from podium.models.source import on_disk, read_architecture, read_reward_model, read_scorer, resolve
-from podium.run.resolve import resolve_recipe
+from podium.run.resolve import resolve_algorithm, resolve_recipe
 from podium.run.sizes import prompts_in_flight
 from podium.tasks.curriculum import leveled
 from podium.tasks.environment_forms import conversing
@@ -140,7 +140,8 @@ def _algorithm(config: Config) -> Iterator[Contradiction]:
         yield Contradiction(("group_size", "algorithm.recipe"), f"{rule}; set group_size to 1")
     scope = ("algorithm", "group_size", "prompts_per_step")
     settings = [f"algorithm.{name}" for name in type(config.algorithm).model_fields] + list(scope[1:])
-    found = conflicts(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
+    algorithm = resolve_algorithm(config)
+    found = conflicts(algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
     for key, message in found:
         mentioned = set(re.findall(r"\w+", message))
         named = [other for other in settings if other != key and other.rpartition(".")[2] in mentioned]
@@ -397,6 +398,25 @@ def _layout(config: Config) -> Iterator[Contradiction]:
         )
 
 
+def _rollout_weights(config: Config) -> Iterator[Contradiction]:
+    """Report a rounded copy of the weights that the rollout would not make, or for which nothing samples."""
+    this, how = "rollout.weights", config.rollout.weights
+    if how == "dtype":
+        return
+    recipe, lora = _recipe(config), config.lora
+    if recipe is not None and recipe.demonstrations:
+        rule = f"recipe {config.algorithm.recipe} samples nothing, so {how} would only change what is evaluated"
+        yield Contradiction((this, "algorithm.recipe"), f"{rule}; leave it out")
+    if lora is None:
+        return
+    if lora.base == "nf4":
+        rule = f"{how} would be a second copy, larger than lora.base nf4 and rounded once more"
+        yield Contradiction((this, "lora.base"), f"{rule}; leave it out, or set lora.base to int8 or bfloat16")
+    elif lora.base == "bfloat16" and lora.rollout == "shared":
+        rule = f"shared reads the trainer's frozen weights as they are, in bfloat16, and {this} {how} is a copy"
+        yield Contradiction(("lora.rollout", this), f"{rule}; set lora.rollout to auto, or lora.base to int8")
+
+
 def _in_flight(config: Config) -> Iterator[Contradiction]:
     """Check `rollout.in_flight`: stale completions need a ratio to the sampling policy, and a bound on their age."""
     over = config.rollout.in_flight
@@ -499,6 +519,7 @@ RULES = (
     _rewards,
     _zero_variance,
     _layout,
+    _rollout_weights,
     _in_flight,
     _conversations,
     _curricula,

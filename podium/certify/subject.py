@@ -34,7 +34,7 @@ from podium.models.presets import find_decoder
 from podium.models.tokenizer import Tokenizer
 from podium.rollout.request import Completion, Request
 from podium.rollout.transcript import Transcript, transcript_of
-from podium.run.resolve import resolve_recipe, resolve_rollout, sampling_params
+from podium.run.resolve import resolve_algorithm, resolve_recipe, resolve_rollout, sampling_params
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
 from podium.tasks.environment_forms import conversing
 from podium.tasks.mixture import TaskPrompt
@@ -592,8 +592,10 @@ def _small_step(config: Config) -> Config:
 
     If a task has conversations, `rollout.max_episode_tokens` is set, and unset otherwise. All computation is in
     float32, including weights that LoRA freezes. Values that would hide a bug are replaced: a temperature of 1, and a
-    `rollout.in_flight` that carries no prompts over to the next step.
+    `rollout.in_flight` that carries no prompts over to the next step. Weights that the rollout rounds are not rounded,
+    so that sampler and trainer can be compared; the correction that they have by default stays.
     """
+    config = config.model_copy(update={"algorithm": resolve_algorithm(config)})
     group = _completions(config)
     twice = make_recipe(config.algorithm, group_size=group, prompts_per_step=2 * config.algorithm.minibatches)
     if is_path(twice.loss):
@@ -624,6 +626,7 @@ def _small_step(config: Config) -> Config:
         "temperature": given.temperature if given.temperature != 1.0 else OTHER_THAN_1,
         "in_flight": max(given.in_flight, TALKS_IN_FLIGHT if talks else IN_FLIGHT),
         "thinking": "keep",
+        "weights": "dtype",
         "reproducible": talks,  # a step is repeated bit for bit
     }
     row_tokens = LONGEST_PROMPT + 2 * MAX_NEW_TOKENS if twice.data_form == "pair" else ROW_TOKENS

@@ -20,6 +20,7 @@ from podium.config.mesh import mesh_sizes
 from podium.config.optimizer import OptimizerConfig
 from podium.config.reference import ReferenceConfig
 from podium.config.reward_model import RewardModelConfig
+from podium.config.rollout_weights import RolloutWeights
 from podium.config.section import Finite, Fraction, NotNegative, NotNegativeFloat, Positive, PositiveFloat, Section
 from podium.config.teacher import TeacherConfig
 
@@ -170,6 +171,12 @@ class RolloutConfig(Section):
     dtype: Dtype = "auto"
     """Number format of the rollout's weights and, except on CPU, of its KV cache. auto: the faster one, which is
     bfloat16, or float32 on a CPU with neither AVX512-BF16 nor AMX."""
+    weights: RolloutWeights = "dtype"
+    """Number format of the rollout's copy of the layers' matrices, except experts. dtype: that of `dtype`. int8: 8-bit
+    integers with a float32 scale per output, made from the trained weights after every update; half the memory, and
+    faster where reading weights takes most of a decode step. w8a8: the same, and products are of integers, because
+    activations are rounded to int8 too, with a scale per token. Both change the policy that samples: a correction is on
+    by default (docs/algorithms.md)."""
     in_flight: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1.0
     """Prompts in flight as a multiple of prompts_per_step. Above 1, a step trains on the prompts that are complete; the
     others continue under the new weights, so slots do not idle while the longest finishes (docs/carry-over.md)."""

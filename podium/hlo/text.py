@@ -82,7 +82,8 @@ class Instruction:
 
     def attribute(self, name: str) -> str:
         """The text of an attribute up to the next one; empty if it has no such attribute."""
-        found = re.search(rf"\b{name}=(\{{\{{.*?\}}\}}|\{{[^}}]*\}}|[^,]*)", self.attributes)
+        braces = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # with others inside
+        found = re.search(rf"\b{name}=({braces}|\{{\{{.*?\}}\}}|\{{[^}}]*\}}|[^,]*)", self.attributes)
         return found[1] if found else ""
 
 

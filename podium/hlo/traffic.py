@@ -165,9 +165,7 @@ def _fusion_traffic(fusion: Instruction, operands: list[Instruction], module: Mo
     """Bytes that a fusion reads and writes; of a sliced array, only the slices count."""
     inner = module.computations[fusion.callees["calls"][0]]
     aliasing = fusion.attribute(ALIASING)
-    handed_on = {
-        int(number) for number in re.findall(r"\((\d+), \{", aliasing)
-    }  # through the steps of a running gather
+    handed_on = _aliased(fusion)  # through the steps of a running gather
     handed_to = {int(number) for number in re.findall(r"\{(\d*)\}: \(", aliasing) if number}
     if re.search(r"\{\}: \(", aliasing):
         handed_to = set(range(len(fusion.shapes)))
@@ -183,6 +181,18 @@ def _fusion_traffic(fusion: Instruction, operands: list[Instruction], module: Mo
     return total
 
 
+def _aliased(fusion: Instruction) -> set[int]:
+    """Numbers of the operands in whose memory a fusion has its results."""
+    return {int(number) for number in re.findall(r"\((\d+), \{", fusion.attribute(ALIASING))}
+
+
+def _renames(instruction: Instruction, module: Module) -> bool:
+    """Whether an instruction inside a fusion is operand 0 in another shape, or with other tiles in its own memory."""
+    if instruction.opcode != "fusion" or not _aliased(instruction):
+        return instruction.opcode == "bitcast"
+    return module.computations[instruction.callees["calls"][0]].root.opcode == "copy"
+
+
 EVERYTHING = 2**62  # no upper bound
 
 
@@ -194,7 +204,7 @@ def _read(computation: Computation, number: int, module: Module) -> tuple[int, b
     names, total = {computation.parameters[number].name}, 0
     for user in computation.instructions.values():  # defined before used
         for index in (index for index, name in enumerate(user.operands) if name in names):
-            if user.opcode == "bitcast":
+            if _renames(user, module) and index == 0:
                 names.add(user.name)
             elif user.opcode == "fusion":
                 read, handed_on = _read(module.computations[user.callees["calls"][0]], index, module)
@@ -228,7 +238,7 @@ def updates(computation: Computation, module: Module) -> list[Update | None]:
 
 
 def _update(output: Instruction, computation: Computation, module: Module) -> Update | None:
-    output = _behind_bitcasts(output, computation)
+    output = _renamed(output, computation, module)
     if output.opcode == "fusion" and len(output.shapes) == 1:
         inner = updates(module.computations[output.callees["calls"][0]], module)[0]
         replaced, written = (inner.parameter, inner.written) if inner else (None, 0)
@@ -239,12 +249,12 @@ def _update(output: Instruction, computation: Computation, module: Module) -> Up
         return None
     if replaced is None:
         return None
-    target = _behind_bitcasts(computation.instructions[output.operands[replaced]], computation)
+    target = _renamed(computation.instructions[output.operands[replaced]], computation, module)
     # an update of an array made in the computation is written whole
     return Update(int(target.literal), written) if target.opcode == "parameter" else None
 
 
-def _behind_bitcasts(instruction: Instruction, computation: Computation) -> Instruction:
-    while instruction.opcode == "bitcast":
+def _renamed(instruction: Instruction, computation: Computation, module: Module) -> Instruction:
+    while _renames(instruction, module):
         instruction = computation.instructions[instruction.operands[0]]
     return instruction

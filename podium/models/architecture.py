@@ -11,6 +11,7 @@ from typing import Literal
 
 from podium.config.attention import kv_layout
 from podium.config.lora import ADAPTABLE, APART_RANK, TARGETS, Base, LoraConfig
+from podium.config.rollout_weights import RolloutWeights
 from podium.models.blocks.attention import Attention
 from podium.models.blocks.choices import ChoiceFormat, choice_format
 from podium.models.blocks.experts import DENSE_ROWS, Experts
@@ -98,6 +99,11 @@ class DecoderConfig:
     """Factor of the embeddings, in the number format of the products (Gemma: the square root of the width)."""
     joined: bool = False
     """Whether a layer's matrices with one input are stored side by side (`podium.models.params.joined_groups`)."""
+    rollout_weights: RolloutWeights = "dtype"
+    """The format in which a rollout stores the layers' matrices, as `rollout.weights` says; `rollout_decoder` is the
+    decoder that follows from it."""
+    int8_products: bool = False
+    """Whether matrices stored in int8 are multiplied as integers, with activations rounded to int8 for each token."""
 
     @functools.cached_property
     def places(self) -> tuple[Place, ...]:
@@ -287,9 +293,25 @@ def frozen_decoder(decoder: DecoderConfig, base: Base) -> DecoderConfig:
     return dataclasses.replace(decoder, lora=Lora(rank=1, alpha=1.0, targets=(), base=base))
 
 
+def rollout_decoder(decoder: DecoderConfig) -> DecoderConfig:
+    """The decoder of the rollout's weights: without adapters that it merges, and with matrices in its own format."""
+    if decoder.lora is not None and decoder.lora.merged:
+        decoder = dataclasses.replace(decoder, lora=None)
+    if decoder.rollout_weights == "dtype":
+        return decoder
+    lora = frozen_decoder(decoder, "int8").lora if decoder.lora is None else decoder.lora
+    return dataclasses.replace(
+        decoder,
+        lora=lora and dataclasses.replace(lora, base="int8"),
+        rollout_weights="dtype",
+        int8_products=decoder.rollout_weights == "w8a8",
+    )
+
+
 def scoring_decoder(decoder: DecoderConfig) -> DecoderConfig:
     """The decoder with a head of one number per token; one that has such a head keeps it."""
-    return decoder if decoder.scores != "none" else dataclasses.replace(decoder, scores="plain", lora=None)
+    own = dataclasses.replace(decoder, rollout_weights="dtype")
+    return own if decoder.scores != "none" else dataclasses.replace(own, scores="plain", lora=None)
 
 
 def with_layers(decoder: DecoderConfig, layers: int) -> DecoderConfig:

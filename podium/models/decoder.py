@@ -18,9 +18,17 @@ from podium.models.architecture import DecoderConfig
 from podium.models.blocks.choices import Recorded
 from podium.models.blocks.kind import Attend, Block, Kind, Place, Recur, Tree
 from podium.models.blocks.mathematics import rms_norm, rope_tables
-from podium.models.blocks.weights import AnyWeight, LayerWeights, Weight
+from podium.models.blocks.weights import AnyWeight, Integers, LayerWeights, Weight
 from podium.models.context import LayerContext, Tables
-from podium.models.linear import activation_dtype, layer_weight, of_bits, of_experts, with_adapters
+from podium.models.linear import (
+    activation_dtype,
+    input_parts,
+    integers,
+    layer_weight,
+    of_bits,
+    of_experts,
+    with_adapters,
+)
 from podium.models.params import is_adapter, joined_groups, param_specs
 from podium.models.placement import merge_rows, split_rows, to_rows
 from podium.models.quantised import dequantised
@@ -86,6 +94,9 @@ def forward(
         frozen = config.lora is not None and not is_adapter(name)
         return layer_weight(name, stored, specs[name], frozen=frozen, rules=rules, dtype=dtype, wide=wide)
 
+    def parts(place: Place, name: str) -> tuple[int, ...]:
+        return input_parts(specs[place.prefix + name], rules)
+
     def layer(
         carry: tuple[jax.Array, Tree], xs: LayerInputs, *, place: Place, stacks: Params
     ) -> tuple[tuple[jax.Array, Tree], Tree]:
@@ -108,7 +119,10 @@ def forward(
         if groups > 1:
             x, auxiliary = _in_groups(compute, dequantised(weights, dtype), rows, groups, rules, remat)
             return (x, own), auxiliary
-        x, own, auxiliary = compute(dequantised(weights, dtype), rows)
+        if config.int8_products:
+            x, own, auxiliary = compute(integers(weights, functools.partial(parts, place)), rows)
+        else:
+            x, own, auxiliary = compute(dequantised(weights, dtype), rows)
         return (x, own), auxiliary
 
     tables = [rope_tables(positions, rope.frequencies(), rope.length) for rope in config.ropes]
@@ -183,7 +197,7 @@ known of the tokens' experts."""
 
 
 def _layer(
-    w: Mapping[str, AnyWeight],
+    w: Mapping[str, AnyWeight | Integers],
     rows: Rows,
     *,
     index: jax.Array,

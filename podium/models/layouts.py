@@ -17,6 +17,7 @@ from podium.config.schema import RolloutConfig
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.kind import Work
 from podium.models.flops import pair_flops
+from podium.models.params import rollout_dtype, rollout_specs
 
 AUTO = "auto"
 COLLECTIVE_S = 3e-6  # latency of a collective of any size: the middle of published figures, 1 to 8 us
@@ -102,6 +103,16 @@ class DecodeFloor:
         return self.decoder.stored + (0 if self.decoder.tied else self.decoder.vocab * self.decoder.width)
 
     @property
+    def rounded_bytes(self) -> int:
+        """Bytes by which the weights are smaller if the rollout stores matrices in int8."""
+        if self.decoder.rollout_weights == "dtype":
+            return 0
+        specs = rollout_specs(self.decoder, 1).items()
+        return (BF16 - 1) * sum(
+            math.prod(spec.shape) for name, spec in specs if rollout_dtype(name, self.decoder, "") == "int8"
+        )
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values of one token."""
         return self.decoder.cached(self.machine.platform) * BF16
@@ -113,7 +124,7 @@ class DecodeFloor:
         """
         d, m = self.decoder, self.machine
         states = 2 * rows * self.state_bytes / m.chips  # read and written
-        read = d.stored * BF16 / self.group + kv_tokens * self.kv_bytes / m.chips + states
+        read = (d.stored * BF16 - self.rounded_bytes) / self.group + kv_tokens * self.kv_bytes / m.chips + states
         flops = 2 * d.multiplied(math.ceil(rows / self.groups)) * rows + pair_flops(d) * kv_tokens
         return max(read / m.hbm_bandwidth, flops / m.chips / m.flops) + self.ici_s(math.ceil(rows / self.groups))
 
@@ -134,7 +145,7 @@ class DecodeFloor:
     def bytes_held(self, rows: int, length: int) -> float:
         """Bytes of weights and cache on one device, for a host's `rows` sequences of `length` tokens."""
         cached = rows * (length * self.kv_bytes + self.state_bytes)
-        return self.params * BF16 / self.group + cached / self.machine.chips
+        return (self.params * BF16 - self.rounded_bytes) / self.group + cached / self.machine.chips
 
     @property
     def groups(self) -> int:

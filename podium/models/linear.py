@@ -14,9 +14,10 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from podium.models.blocks.spec import ParamSpec, is_matrix
-from podium.models.blocks.weights import Adapted, AnyWeight, LayerWeight, Weight
+from podium.models.blocks.spec import ParamSpec, is_matrix, matrix_outputs
+from podium.models.blocks.weights import Adapted, AnyWeight, Integers, LayerWeight, Weight
 from podium.models.params import LORA_A, LORA_B, SCALE, is_adapter
+from podium.models.quantised import step_of
 from podium.sharding import ShardingRules
 
 Linear = Callable[[str, jax.Array, LayerWeight], jax.Array]
@@ -58,13 +59,39 @@ def layer_weight(
     return here + jax.lax.stop_gradient(here.astype(dtype).astype(jnp.float32) - here)
 
 
-def with_adapters(w: Mapping[str, AnyWeight], scale: float) -> dict[str, LayerWeight]:
+def with_adapters(w: Mapping[str, AnyWeight | Integers], scale: float) -> dict[str, LayerWeight]:
     """A layer's weights, with each adapted matrix combined with its adapter."""
-    return {
-        name: Adapted(value, w[name + LORA_A], w[name + LORA_B], scale) if name + LORA_A in w else value
-        for name, value in w.items()
-        if not is_adapter(name)
-    }
+    found: dict[str, LayerWeight] = {}
+    for name, value in w.items():
+        if name + LORA_A in w:
+            a, b = w[name + LORA_A], w[name + LORA_B]
+            assert not isinstance(a, Integers) and not isinstance(b, Integers), "adapters are never stored as codes"
+            found[name] = Adapted(value, a, b, scale)
+        elif not is_adapter(name):
+            found[name] = value
+    return found
+
+
+def input_parts(spec: ParamSpec, rules: ShardingRules) -> tuple[int, ...]:
+    """The number of parts into which devices split each input dimension of a stack's matrices."""
+    inputs = spec.axes[spec.stacked : matrix_outputs(spec)]
+    return tuple(rules.num_shards(axis) if axis else 1 for axis in inputs)
+
+
+def integers(w: Mapping[str, AnyWeight], parts: Callable[[str], tuple[int, ...]]) -> dict[str, AnyWeight | Integers]:
+    """A layer's weights, with codes and scales as matrices that are multiplied as integers.
+
+    `parts` gives the number of parts into which devices split each input dimension of a matrix.
+    """
+
+    def whole(name: str, value: AnyWeight) -> AnyWeight | Integers:
+        if name + SCALE not in w:
+            return value
+        scale = w[name + SCALE]
+        assert isinstance(value, jax.Array) and isinstance(scale, jax.Array), "quantised weights are plain arrays"
+        return Integers(value, scale, parts(name))
+
+    return {name: whole(name, value) for name, value in w.items() if not name.endswith(SCALE)}
 
 
 def activation_dtype(rules: ShardingRules, dtype: jnp.dtype) -> jnp.dtype:
@@ -106,6 +133,8 @@ def make_linear(rules: ShardingRules) -> Linear:
     def linear(pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
         if isinstance(w, Adapted):
             return linear(pattern, x, w.matrix) + adapter(linear, pattern, x, w)
+        if isinstance(w, Integers):
+            return integer_product(pattern, x, w)
         return product(pattern, jnp.dtype(x.dtype), rules.on_cpu, x, w)
 
     return linear
@@ -161,6 +190,29 @@ def product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: AnyW
     kept = w.value if w.kept is None else w.kept
     gradient, sums = ("none", w.value) if w.sums is None else ("float32", w.sums)
     return _product(Form(pattern, dtype, w.value.dtype, barrier, gradient), x, w.value, sums, kept)
+
+
+def integer_product(pattern: str, x: jax.Array, w: Integers) -> jax.Array:
+    """An einsum of int8 operands, summed in int32, with the dtype of `x`; no gradient flows.
+
+    Activations are rounded to int8 with a scale for each token and part of the inputs, whose largest absolute value is
+    127 then. So devices that split the inputs exchange sums in the dtype of `x`, and no scales.
+    """
+    x_axes, w_axes, _ = pattern.replace("->", ",").split(",")
+    rows, inner = x.ndim - len(w.parts), len(w.parts)
+    of_rows, of_inputs, outputs = x_axes[:rows], x_axes[rows:], w_axes[inner:]
+    cut = "".join(axis.upper() + axis for axis in of_inputs)
+    sizes = [size for whole, parts in zip(x.shape[rows:], w.parts, strict=True) for size in (parts, whole // parts)]
+    wide = x.astype(jnp.float32).reshape(*x.shape[:rows], *sizes)
+    inputs = tuple(range(rows + 1, wide.ndim, 2))
+    step = step_of(jnp.max(jnp.abs(wide), axis=inputs, keepdims=True))
+    codes = w.codes.reshape(*sizes, *w.codes.shape[inner:])
+    by_part = f"{of_rows}{cut},{cut}{outputs}->{of_rows}{of_inputs.upper()}{outputs}"
+    rounded = jnp.round(wide / step).astype(jnp.int8)
+    sums = jnp.einsum(by_part, rounded, codes, preferred_element_type=jnp.int32)
+    step = jnp.expand_dims(jnp.squeeze(step, inputs), tuple(range(rows + inner, sums.ndim)))
+    y = sums.astype(jnp.float32) * step * jnp.expand_dims(w.scale, tuple(range(rows + inner)))
+    return jax.lax.reduce(y.astype(x.dtype), jnp.zeros((), x.dtype), jax.lax.add, tuple(range(rows, rows + inner)))
 
 
 class Form(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from podium.config.lora import ADAPTABLE, MATRICES, NF4_BLOCK
-from podium.models.architecture import LAYERS, DecoderConfig, Lora, ModelError
+from podium.models.architecture import LAYERS, DecoderConfig, Lora, ModelError, rollout_decoder
 from podium.models.blocks.spec import ParamSpec, ParamSpecs, matrix_outputs, stacked
 
 LORA_A = ".lora_a"
@@ -191,14 +191,13 @@ def joined_groups(layer: ParamSpecs, config: DecoderConfig) -> tuple[Group, ...]
 
     Matrices of different number formats are stored apart.
     """
-    merged = config.lora is not None and config.lora.merged  # in a rollout, all have its own format then
     members: dict[str, list[str]] = {}
     for name, spec in layer.items() if config.joined else ():
         if spec.group is not None:
             members.setdefault(spec.group, []).append(name)
     found: list[Group] = []
     for names in members.values():
-        if merged or len({frozen_dtype(name, config) for name in names}) == 1:
+        if len({frozen_dtype(name, config) for name in names}) == 1:
             first = layer[names[0]]
             dim = matrix_outputs(first)
             others = {_widened(layer[name], dim, 0).shape for name in names}
@@ -282,9 +281,7 @@ def frozen_dtype(name: str, config: DecoderConfig) -> str:
 
 def rollout_dtype(name: str, config: DecoderConfig, dtype: Dtype) -> Dtype | str:
     """The number format of a weight in the rollout: `dtype`, except for matrices kept as codes, and their scales."""
-    if config.lora is None or config.lora.base == "bfloat16" or config.lora.merged:
-        return dtype
-    kept = frozen_dtype(name, config)
+    kept = frozen_dtype(name, rollout_decoder(config))
     return dtype if kept == "bfloat16" else kept
 
 
@@ -294,8 +291,7 @@ def rollout_specs(config: DecoderConfig, parts: int) -> ParamSpecs:
     Includes adapters unless the rollout merges them.
     """
     block = VOCAB_BLOCK * parts if parts > 1 else 1
-    lora = None if config.lora and config.lora.merged else config.lora
-    return param_specs(dataclasses.replace(config, vocab=-(-config.vocab // block) * block, lora=lora))
+    return param_specs(dataclasses.replace(rollout_decoder(config), vocab=-(-config.vocab // block) * block))
 
 
 def axis_parts(axes: Mapping[str, MeshAxes], mesh: Mapping[str, int]) -> dict[str, int]:

@@ -256,4 +256,12 @@ def _found(
 
 def find_decoder(config: Config) -> DecoderConfig:
     """The decoder of a run including its adapters; otherwise like `find_architecture`."""
-    return with_lora(find_architecture(config.model), config.lora)
+    return decoder_of_run(find_architecture(config.model), config)
+
+
+def decoder_of_run(decoder: DecoderConfig, config: Config) -> DecoderConfig:
+    """A model's decoder with a run's adapters, and the format of its rollout's weights.
+
+    Raises ModelError if it has no matrix of a target of the adapters.
+    """
+    return dataclasses.replace(with_lora(decoder, config.lora), rollout_weights=config.rollout.weights)

@@ -49,8 +49,16 @@ def int8(value: jax.Array, spec: ParamSpec) -> tuple[jax.Array, jax.Array]:
     """
     inputs = tuple(range(spec.stacked, matrix_outputs(spec)))
     largest = jnp.max(jnp.abs(value.astype(jnp.float32)), axis=inputs, keepdims=True)
-    scale = jnp.where(largest > 0, largest / INT8_MOST, 1.0)
+    scale = step_of(largest)
     return jnp.round(value / scale).astype(jnp.int8), jnp.squeeze(scale, inputs)
+
+
+def step_of(largest: jax.Array) -> jax.Array:
+    """The scale by which the largest absolute value of some numbers is code 127; 1 where all are 0.
+
+    NaN and infinity stay, so that what has them computes NaN.
+    """
+    return jnp.where(largest == 0, 1.0, largest / INT8_MOST)
 
 
 def nf4(value: jax.Array, spec: ParamSpec) -> tuple[jax.Array, jax.Array]:

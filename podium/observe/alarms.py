@@ -47,9 +47,19 @@ class RewardAlarm:
         return [f"all groups earned the same (mean reward {reward:.2f}): nothing was learned; {advice}"]
 
 
-def gap_limit(update_dtype: str, rollout_dtype: str) -> float:
-    """The largest mean gap between trainer and sampler, in nats, that these number formats may explain."""
+def gap_limit(update_dtype: str, rollout_dtype: str, weights: str = "dtype") -> float:
+    """The largest mean gap between trainer and sampler, in nats, that these number formats may explain.
+
+    With rounded `weights` of the rollout, the largest that is acceptable.
+    """
+    if weights != "dtype":
+        return GAP
     return GAP_FLOAT32 if update_dtype == rollout_dtype == "float32" else GAP_ROUNDED
+
+
+def milder_weights(weights: str) -> str:
+    """Values of `rollout.weights` that change the policy less than this one, in words."""
+    return "int8, which leaves activations as they are, or to dtype" if weights == "w8a8" else "dtype"
 
 
 class GapAlarm:
@@ -59,7 +69,8 @@ class GapAlarm:
         """Formats as resolved; silent with carry-over, where old weights differ rightly and `CarryAlarms` looks."""
         self._carries = config.in_flight > 1
         self._formats = f"update {update_dtype}, rollout {rollout_dtype}"
-        self._limit = gap_limit(update_dtype, rollout_dtype)
+        self._weights = config.weights
+        self._limit = gap_limit(update_dtype, rollout_dtype, config.weights)
         self._said = False
 
     def after_step(self, stats: StepStats, metrics: Mapping[str, float]) -> list[str]:
@@ -68,6 +79,10 @@ class GapAlarm:
         if self._said or self._carries or gap <= self._limit:
             return []
         self._said = True
+        if self._weights != "dtype":
+            rule = f"rollout.weights {self._weights} changes the policy that samples"
+            milder = milder_weights(self._weights)
+            return [f"{GAP_METRIC} is {gap:.3g} nat, above {self._limit:g}: {rule}; set it to {milder}"]
         return [
             f"{GAP_METRIC} is {gap:.3g} nat, and the number formats ({self._formats}) explain at most {self._limit:g}:"
             " completions are drawn with other weights than those that are trained, and what is learned may be wrong;"

@@ -22,6 +22,7 @@ from podium.plan.residents import Parts, frozen_bytes, in_updates, residents
 from podium.plan.sizes import (
     F32,
     RunSizes,
+    cast_bytes,
     ends_count,
     fused_chunks,
     fused_padding,
@@ -31,6 +32,7 @@ from podium.plan.sizes import (
     offloaded_bytes,
     optimizer_bytes,
     reduced_number,
+    rollout_number,
 )
 from podium.plan.update_memory import (
     EXPERT_ROWS,
@@ -147,15 +149,15 @@ def sync_phase(run: RunSizes) -> PhaseEstimate:
             ici_bytes=0,
             least_bytes=floor.sync_bytes(run),
         )
-    own, whole = run.own_count + frozen_bytes(run) // run.rollout_activation, run.rollout_weight_bytes
+    held, whole = cast_bytes(run) + frozen_bytes(run), run.rollout_weight_bytes
     # Stacked weights are gathered in place; embedding and head are gathered into separate buffers.
     beside = ends_count(run.decoder, run.rollout_parts) * run.rollout_activation
     return PhaseEstimate(
         name="sync",
-        parts=residents(run) | {"gathered_weights": beside if whole > own * run.rollout_activation else 0},
+        parts=residents(run) | {"gathered_weights": beside if whole > held else 0},
         flops=0,
-        hbm_bytes=own * F32 + 2 * whole,
-        ici_bytes=max(whole - own * run.rollout_activation, whole - whole // run.shards if run.layout.group > 1 else 0),
+        hbm_bytes=F32 * (run.own_count + frozen_bytes(run) // run.rollout_activation) + 2 * whole,
+        ici_bytes=max(whole - held, whole - whole // run.shards if run.layout.group > 1 else 0),
         least_bytes=floor.sync_bytes(run),
     )
 
@@ -190,7 +192,6 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
 
     With `context` 0, it reads as many tokens as the longest possible sequence has.
     """
-    a = run.rollout_activation
     decoder = run.decoder
     rollout = run.rollout
     slots = -(-(size or rollout.slots) // run.rollout_shards)
@@ -200,8 +201,11 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
     block = run.kv_bytes(slots * run.block) // decoder.layers
     # The TPU compiler copies the stacked q, k and v weights into another layout in every call.
     specs = param_specs(decoder) if run.platform == "tpu" else {}
-    stacks = [spec for name, spec in specs.items() if own_name(name) in ("q", "k", "v")]
-    relaid = a * sum(local_count(each, run.rollout_parts) for each in stacks)
+    relaid = sum(
+        rollout_number(run, name) * local_count(spec, run.rollout_parts)
+        for name, spec in specs.items()
+        if own_name(name) in ("q", "k", "v")
+    )
     calls = 2 * relaid // rollout.refill_steps
     return PhaseEstimate(
         name="decode",

@@ -145,6 +145,8 @@ class Fit:
         found += [(*adapted, *([each] if each.value != base else [])) for each in bases[get_args(Base).index(base) :]]
         if config.rollout.in_flight == 1:
             found.append((Change(key="rollout.in_flight", value=IN_FLIGHT, old=1.0),))
+        if config.rollout.weights == "dtype" and base != "nf4":
+            found.append((Change(key="rollout.weights", value="int8", old="dtype"),))
         if smaller and config.prompts_per_step > 1:
             prompts = config.prompts_per_step
             found.append((Change(key="prompts_per_step", value=prompts // 2, old=prompts),))

@@ -6,7 +6,7 @@ form's (`podium.plan.estimate`), which adds to these bytes what compilers were s
 """
 
 from podium.plan.residents import frozen_bytes
-from podium.plan.sizes import F32, RunSizes, optimizer_bytes
+from podium.plan.sizes import F32, RunSizes, cast_bytes, optimizer_bytes
 
 
 def logits_bytes(run: RunSizes, tokens: int) -> int:
@@ -19,7 +19,7 @@ def sync_bytes(run: RunSizes) -> int:
 
     Where devices exchange weights, each first writes its own in the rollout's format.
     """
-    own, cast = F32 * run.own_count, run.rollout_activation * run.own_count
+    own, cast = F32 * run.own_count, cast_bytes(run)
     if run.decoder.lora is not None and not run.decoder.lora.merged:  # the adapters alone
         return own + cast
     return own + frozen_bytes(run) + run.rollout_weight_bytes + (cast if run.accelerator.devices > 1 else 0)

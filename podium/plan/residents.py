@@ -3,7 +3,7 @@
 import math
 
 from podium.models.architecture import DecoderConfig
-from podium.models.params import frozen_dtype, frozen_specs, param_specs
+from podium.models.params import frozen_dtype, frozen_specs, is_adapter, param_specs, rollout_dtype, rollout_specs
 from podium.plan.sizes import F32, RunSizes, local_count, offloaded_bytes, optimizer_bytes, rollout_bytes
 
 Parts = dict[str, int]
@@ -19,9 +19,11 @@ def frozen_bytes(run: RunSizes) -> int:
 
 
 def shares_frozen(run: RunSizes) -> bool:
-    """Whether the rollout reads the trainer's frozen weights directly: both hold all of them, alike, in bfloat16."""
+    """Whether the rollout reads the trainer's frozen weights directly: both hold all of them, in one format."""
     lora, specs = run.decoder.lora, frozen_specs(run.decoder)
     if lora is None or lora.merged or run.rollout_activation == F32 or (run.platform == "gpu" and not lora.shared):
+        return False
+    if any(rollout_dtype(name, run.decoder, "bfloat16") != frozen_dtype(name, run.decoder) for name in specs):
         return False
     layouts = (run.train_parts, run.rollout_parts)
     return all(local_count(spec, parts) == math.prod(spec.shape) for parts in layouts for spec in specs.values())
@@ -31,7 +33,8 @@ def kept_bytes(run: RunSizes) -> int:
     """Bytes of the rollout's own copy of frozen weights, which it keeps during updates."""
     lora = run.decoder.lora
     own = lora is not None and not lora.merged and not shares_frozen(run)
-    return rollout_bytes(run, frozen_specs(run.decoder)) if own else 0
+    specs = {name: spec for name, spec in rollout_specs(run.decoder, 1).items() if not is_adapter(name)}
+    return rollout_bytes(run, specs) if own else 0
 
 
 def trainers(run: RunSizes) -> Parts:

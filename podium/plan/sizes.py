@@ -471,11 +471,20 @@ def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator)
 
 def rollout_bytes(run: RunSizes, specs: ParamSpecs) -> int:
     """Bytes of these weights on one device in the rollout's formats and layout."""
+    return sum(rollout_number(run, name) * local_count(spec, run.rollout_parts) for name, spec in specs.items())
+
+
+def rollout_number(run: RunSizes, name: str) -> int:
+    """Bytes of a number of this weight in the rollout."""
     sizes = {"int8": 1, "uint8": 1, "float32": F32}
+    return sizes.get(params.rollout_dtype(name, run.decoder, ""), run.rollout_activation)
+
+
+def cast_bytes(run: RunSizes) -> int:
+    """Bytes of the trained weights in the rollout's formats, as a device stores them in training."""
     return sum(
-        sizes.get(params.rollout_dtype(name, run.decoder, ""), run.rollout_activation)
-        * local_count(spec, run.rollout_parts)
-        for name, spec in specs.items()
+        rollout_number(run, name) * local_count(spec, run.train_parts)
+        for name, spec in trained_specs(run.decoder).items()
     )
 
 

@@ -8,20 +8,23 @@ import jax.numpy as jnp
 
 from podium.compiler import Lowerable
 from podium.models.adapters import merged
-from podium.models.architecture import DecoderConfig, unrolled
+from podium.models.architecture import DecoderConfig, rollout_decoder, unrolled
 from podium.models.blocks.kind import Place
 from podium.models.joined import joined
 from podium.models.linear import as_bits, kept_dtype, of_bits
 from podium.models.params import (
     LAYERS,
+    SCALE,
     TRAIN_AXES,
     ParamSpecs,
+    indivisible,
     is_adapter,
     joined_groups,
     param_specs,
     rollout_dtype,
     rollout_specs,
 )
+from podium.models.quantised import int8
 from podium.sharding import AnyParams, Params, ShardingRules, abstract_params, param_shardings
 
 
@@ -42,14 +45,16 @@ class SyncProgram(Program, Protocol):
 
 
 def engine_decoder(decoder: DecoderConfig, rules: ShardingRules) -> DecoderConfig:
-    """The decoder as an engine computes it: on GPUs unrolled and joined, unless it shares the trainer's frozen weights.
+    """The decoder as an engine computes it: in the rollout's formats, and on GPUs unrolled and joined, unless it shares
+    the trainer's frozen weights.
 
     XLA for GPUs copies a layer's slice of a stack of weights before each product, so that a decode step would move
     every weight three times (benches/results/gpu-decode-planned.json). Small products reach a third of the memory's
     bandwidth there, and each takes a launch, so one product reads all matrices of a layer that have one input.
     """
     stacked = rules.platform != "gpu" or (decoder.lora is not None and decoder.lora.shared)
-    return decoder if stacked else dataclasses.replace(unrolled(decoder), joined=True)
+    own = rollout_decoder(decoder)
+    return own if stacked else dataclasses.replace(unrolled(own), joined=True)
 
 
 def engine_specs(decoder: DecoderConfig, rules: ShardingRules) -> ParamSpecs:
@@ -69,6 +74,7 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
     moved one at a time; moving all at once, a TPU would gather all of them before storing any, in twice the memory. The
     same holds for merging adapters, always into the frozen weights. With unmerged adapters, only the adapters are
     synced; with `frozen`, all other weights. Matrices that an engine reads in one product are written side by side.
+    Matrices that only the rollout stores in int8 are quantised from what the trainer stores, with scales beside them.
     """
     engine = engine_decoder(decoder, rules)
     specs = {
@@ -79,24 +85,27 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
     wanted = param_shardings(specs, rules)
     merging = decoder.lora is not None and decoder.lora.merged
     places = {layer: place for place in engine.places for layer in place.layers}
-    stacked = engine == decoder
-    in_place = (
-        stacked
-        and not merging
-        and all(stored[name].is_equivalent_to(wanted[name], len(spec.shape)) for name, spec in specs.items())
+    stacked = engine.stacks == decoder.stacks
+    alike = specs.keys() <= stored.keys() and all(
+        stored[name].is_equivalent_to(wanted[name], len(spec.shape)) for name, spec in specs.items()
     )
+    trained = _trained(rules)
+    in_place = alike and stacked and not engine.joined and not merging
 
-    def move(name: str, value: jax.Array) -> jax.Array:
+    def put(name: str, value: jax.Array) -> jax.Array:
         shape, axes, *_ = single[name]
         missing = [(0, size - found) for size, found in zip(shape[-value.ndim :], value.shape, strict=True)]
-        value = jnp.pad(of_bits(value).astype(rollout_dtype(name, decoder, dtype)), missing)
+        value = jnp.pad(value.astype(rollout_dtype(name, decoder, dtype)), missing)
         value = as_bits(value) if rules.on_cpu else value
         return rules.constrain(value, *axes[len(axes) - value.ndim :])
 
     def move_layer(layer: Params, place: Place) -> Params:
         if decoder.lora and merging:
             layer = merged({name: of_bits(value) for name, value in layer.items()}, decoder.lora.scale)
-        moved = {name: move(place.prefix + name, value) for name, value in layer.items()}
+        moved: Params = {}
+        for name, value in layer.items():
+            parts = _rounded(place.prefix + name, of_bits(value), single, trained)
+            moved |= {part.removeprefix(place.prefix): put(part, each) for part, each in parts.items()}
         groups = joined_groups(place.block.specs(decoder.width, std=0.0, out_std=0.0), engine)
         return {place.prefix + name: jnp.copy(value) for name, value in joined(moved, groups, rules).items()}
 
@@ -111,7 +120,7 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
 
     def sync(params: Params) -> Params:
         whole = {name: value for name, value in params.items() if in_place or not name.startswith(LAYERS)}
-        moved = {name: jnp.copy(move(name, value)) for name, value in whole.items()}
+        moved = {name: jnp.copy(put(name, of_bits(value))) for name, value in whole.items()}
         for place in decoder.places if not in_place else ():
             names = {name.removeprefix(place.prefix): name for name in params if name.startswith(place.prefix)}
             layers = {own: params[name] for own, name in names.items()}
@@ -119,6 +128,28 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
         return moved
 
     return cast(SyncProgram, jax.jit(sync, out_shardings=wanted))
+
+
+def _trained(rules: ShardingRules) -> ShardingRules:
+    """The rules by which training splits weights, on a rollout's mesh; a group's axes are parts of training's fsdp."""
+    return ShardingRules(rules.mesh, {"width": tuple(rules.mesh.shape)} if "rows" in rules.axes else TRAIN_AXES)
+
+
+def _rounded(name: str, value: jax.Array, specs: ParamSpecs, trained: ShardingRules) -> Params:
+    """A layer's weight as it is, or its codes and scales if `specs` has them and it is not stored as codes already.
+
+    Each device quantises what it stores in training, so that codes are exchanged, and not float32.
+    """
+    if name + SCALE not in specs or value.dtype in (jnp.int8, jnp.uint8):
+        return {name: value}
+    spec = specs[name]
+    of_layer = spec._replace(shape=spec.shape[1:], axes=spec.axes[1:], stacked=spec.stacked - 1)
+    if any(indivisible({name: of_layer}, trained.num_shards)):
+        codes, scale = int8(value, of_layer)
+    else:
+        codes, scale = int8(trained.constrain(value, *of_layer.axes), of_layer)
+        codes = trained.constrain(codes, *of_layer.axes)
+    return {name: codes, name + SCALE: scale}
 
 
 def abstract_weights(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:
@@ -138,7 +169,8 @@ def keeps(params: AnyParams, decoder: DecoderConfig, rules: ShardingRules, dtype
     """
     if decoder.lora is None or decoder.lora.merged:
         return True
-    if engine_decoder(decoder, rules) != decoder:
+    engine = engine_decoder(decoder, rules)
+    if engine.joined or engine.stacks != decoder.stacks:
         return False
     wanted = abstract_weights(decoder, rules, dtype)
 

@@ -8,11 +8,12 @@ import dataclasses
 
 from podium.accelerators import auto_dtype
 from podium.algorithms.options import make_recipe
-from podium.algorithms.recipes import Recipe, Teaching
+from podium.algorithms.recipes import Recipe, Teaching, find_recipe
 from podium.config.attention import attention_backend
 from podium.config.critic import CriticConfig
 from podium.config.head import head_kind
 from podium.config.mesh import MeshSizes, mesh_shape
+from podium.config.rollout_weights import CORRECTION
 from podium.config.schema import AlgorithmConfig, Config, Dtype, RolloutConfig
 from podium.config.sizes import check_split, conversation_tokens, too_long, too_long_to_score
 from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder, scoring_decoder
@@ -119,10 +120,29 @@ def resolve_mesh(config: Config, machine: Machine) -> MeshSizes:
     return mesh_shape(config.mesh, devices=machine.devices, hosts=machine.hosts, slices=machine.slices)
 
 
+def resolve_algorithm(config: Config) -> AlgorithmConfig:
+    """The config's `algorithm`, with a correction if the rollout's weights are rounded and the config leaves it open.
+
+    It leaves it open if it sets neither `correction` nor `old_logprobs`, if its recipe samples and has no correction of
+    its own, and if its loss is not vespo, which weighs by the ratio to the sampler already. Raises ValueError for an
+    unknown recipe.
+    """
+    given = config.algorithm
+    chosen = given.correction is not None or given.old_logprobs is not None
+    if config.rollout.weights == "dtype" or chosen:
+        return given
+    recipe = find_recipe(given.recipe)
+    if recipe.demonstrations or recipe.correction != "none" or (given.loss or recipe.loss) == "vespo":
+        return given
+    return AlgorithmConfig.model_validate({**CORRECTION, **given.model_dump(exclude_none=True)})
+
+
 def resolve_recipe(config: Config, algorithm: AlgorithmConfig | None = None) -> Recipe:
     """Resolve the recipe with the config's overrides, sampler and teacher. Raises ValueError if they conflict."""
     recipe = make_recipe(
-        algorithm or config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step
+        algorithm or resolve_algorithm(config),
+        group_size=config.group_size,
+        prompts_per_step=config.prompts_per_step,
     )
     recipe = dataclasses.replace(recipe, penalised=config.rollout.repetition_penalty != 1)
     teacher = config.teacher
@@ -271,6 +291,7 @@ def resolve_rollout(config: Config, decoder: DecoderConfig, machine: Machine) ->
     Raises ValueError if the layout does not fit the model or the machine.
     """
     rollout, recipe = config.rollout, resolve_recipe(config)
+    assert decoder.rollout_weights == rollout.weights, "the decoder is a run's (`decoder_of_run`)"
     return RolloutSpec(
         settings=rollout,
         layout=resolve_layout(config, decoder, machine),

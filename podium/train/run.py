@@ -292,8 +292,21 @@ def _say_what_was_chosen(spec: RunSpec, progress: Progress) -> None:
     if (lora := spec.decoder.lora) is not None:
         progress.message(lora_line(lora, spec.decoder, spec.optimizer.settings.learning_rate))
     progress.message(f"number formats: update {spec.update.dtype}, rollout {spec.rollout.dtype}")
+    if spec.decoder.rollout_weights != "dtype":
+        progress.message(weights_line(spec))
     progress.message(f"attention: {spec.update.attention}; head: {spec.update.head}")
     progress.message(f"rollout layout: {spec.rollout.layout.why or spec.rollout.layout.name}")
+
+
+def weights_line(spec: RunSpec) -> str:
+    """A line about the rollout's rounded weights, and what corrects for them."""
+    recipe = spec.recipe
+    text = f"rollout weights: {spec.decoder.rollout_weights}, so sampler and trainer are different policies; "
+    if recipe.correction == "none":
+        return text + f"algorithm.old_logprobs {recipe.old_logprobs} and no correction"
+    band = f"{recipe.correction_low:g} to {recipe.correction_high:g}"
+    band = band if recipe.correction != "truncate" else f"up to {recipe.correction_high:g}"
+    return text + f"algorithm.correction {recipe.correction}, importance weights {band}"
 
 
 def lora_line(lora: Lora, decoder: DecoderConfig, rate: float) -> str:

@@ -10,10 +10,11 @@ from jax.sharding import Mesh
 from podium.config.lora import LoraConfig
 from podium.config.schema import Config
 from podium.models.adapters import base_of
-from podium.models.architecture import DecoderConfig, with_lora
+from podium.models.architecture import DecoderConfig
 from podium.models.hf import load_params
 from podium.models.params import TRAIN_AXES, frozen_dtype, param_specs, trained_specs
 from podium.models.peft import load_adapter
+from podium.models.presets import decoder_of_run
 from podium.models.quantised import make_quantise
 from podium.models.source import ModelSource, read_architecture
 from podium.models.source import resolve as find_source
@@ -64,7 +65,7 @@ def make_model(config: Config) -> Model:
     source, mesh = find_source(config.model), make_mesh(config.mesh)
     if config.train.offload_optimizer:
         check_host_memory(mesh)
-    decoder = with_lora(read_architecture(source), config.lora)
+    decoder = decoder_of_run(read_architecture(source), config)
     check_tokens(config, decoder, mesh.shape)
     tokenizer = load_tokenizer(source, config.chat_template, config.chat_template_options)
     tokenizer.check_vocab(decoder.vocab)

@@ -42,6 +42,54 @@ def test_a_fusion_that_slices_a_stack_reads_the_slice_through_nested_fusions():
     assert cost.hbm_bytes == 256 * 1024 * 2  # the result is in the chip's cache
 
 
+def test_a_slice_of_an_array_whose_tiles_a_nested_fusion_renames_is_read_alone():
+    """The TPU compiler reads int8 weights so: the nested copy changes tiles in the array's own memory."""
+    cost = cost_of(
+        """  %stack = s8[36,256,1024]{2,1,0} parameter(0)
+  %i = s32[]{:S(6)} parameter(1)
+  ROOT %f = bf16[1,256,1024]{2,1,0:S(1)} fusion(%stack, %i), kind=kLoop, calls=%outer""",
+        computations="""%retiled (a: s8[36,256,1024]) -> s8[36,256,1024] {
+  %a = s8[36,256,1024]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %copy = s8[36,256,1024]{2,1,0:T(8,128)(4,1)} copy(%a)
+}
+
+%outer (c: s8[36,256,1024], d: s32[]) -> bf16[1,256,1024] {
+  %c = s8[36,256,1024]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %d = s32[] parameter(1)
+  %g = s8[36,256,1024]{2,1,0:T(8,128)(4,1)} fusion(%c), kind=kLoop, \
+output_to_operand_aliasing={{}: (0, {})}, calls=%retiled
+  %slice = s8[1,256,1024]{2,1,0:T(8,128)(4,1)} dynamic-slice(%g, %d), dynamic_slice_sizes={1,256,1024}
+  ROOT %h = bf16[1,256,1024]{2,1,0} convert(%slice)
+}
+""",
+    )
+    assert cost.hbm_bytes == 256 * 1024
+
+
+def test_a_slice_written_into_an_array_whose_tiles_are_renamed_is_written_alone():
+    cost = cost_of(
+        """  %stack = s8[36,256,1024]{2,1,0} parameter(0)
+  %part = s8[1,256,1024]{2,1,0:S(1)} parameter(1)
+  %i = s32[]{:S(6)} parameter(2)
+  ROOT %f = s8[36,256,1024]{2,1,0} fusion(%stack, %part, %i), kind=kLoop, calls=%outer""",
+        computations="""%retiled (a: s8[36,256,1024]) -> s8[36,256,1024] {
+  %a = s8[36,256,1024]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %copy = s8[36,256,1024]{2,1,0:T(8,128)(4,1)} copy(%a)
+}
+
+%outer (c: s8[36,256,1024], d: s8[1,256,1024], e: s32[]) -> s8[36,256,1024] {
+  %c = s8[36,256,1024]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %g = s8[36,256,1024]{2,1,0:T(8,128)(4,1)} fusion(%c), kind=kLoop, \
+output_to_operand_aliasing={{}: (0, {})}, calls=%retiled
+  %d = s8[1,256,1024]{2,1,0} parameter(1)
+  %e = s32[] parameter(2)
+  ROOT %h = s8[36,256,1024]{2,1,0} dynamic-update-slice(%g, %d, %e)
+}
+""",
+    )
+    assert cost.hbm_bytes == 256 * 1024  # the part comes from the chip's cache
+
+
 def test_a_fusion_that_only_names_an_array_does_not_hide_that_it_is_read():
     cost = cost_of(
         """  %table = bf16[1000,256]{1,0} parameter(0)

@@ -171,7 +171,7 @@ def searched(monkeypatch, updates: Sequence[Half], true_gib: dict[str, float]) -
         now=Case(find_accelerator("v6e-8")),
         config=lambda case: config,
         lengths="gsm8k",
-        fixed=["lora", "train.optimizer.moments", "rollout.in_flight", "prompts_per_step"],
+        fixed=["lora", "train.optimizer.moments", "rollout.in_flight", "rollout.weights", "prompts_per_step"],
         probe=probe,
     )
     return fit.find(all_others=False), probed, planned
@@ -183,6 +183,23 @@ class FakeHalves:
 
     def places(self) -> list[Place]:
         return [place(self.updates)]
+
+
+@pytest.mark.parametrize(
+    ("given", "offered"), [((), True), (("rollout.weights=w8a8",), False), (("lora.base=nf4",), False)]
+)
+def test_int8_rollouts_are_offered_as_a_change_to_what_is_learned(given, offered):
+    config = load_settings([], [*QWEN_3B, *given], {}).config
+    fit = Fit(
+        study=Study(lambda case, *, fast: plan()),
+        now=Case(find_accelerator("v6e-8")),
+        config=lambda case: config,
+        lengths="gsm8k",
+        fixed=[],
+        probe=lambda case, phases: [],
+    )
+    found = [change for changes in fit._changes_of_learning(smaller=False) for change in changes]
+    assert (Change(key="rollout.weights", value="int8", old="dtype") in found) == offered
 
 
 def test_only_the_best_pair_is_compiled_and_the_whole_run_planned_once(monkeypatch):

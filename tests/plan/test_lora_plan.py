@@ -8,11 +8,13 @@ import pytest
 from tiny_decoder import DECODER
 
 from podium.accelerators import GIB, Accelerator, find_accelerator
+from podium.config.rollout_weights import RolloutWeights
 from podium.config.schema import Config
 from podium.models.architecture import make_lora
 from podium.models.params import count, frozen_specs, param_specs, trained_specs
+from podium.models.presets import decoder_of_run
 from podium.plan.compile import compile_phases
-from podium.plan.estimate import estimate, update_phase
+from podium.plan.estimate import decode_phase, estimate, sync_phase, update_phase
 from podium.plan.knobs import candidates, search_range
 from podium.plan.phases import device_bytes, phase_programs
 from podium.plan.residents import frozen_bytes, kept_bytes, residents, shares_frozen, trainers
@@ -90,6 +92,39 @@ def test_on_several_devices_the_rollout_has_a_base_of_its_own():
     assert (
         found["sync"].arguments[0].keys() == trained_specs(dataclasses.replace(DECODER, lora=run.decoder.lora)).keys()
     )
+
+
+def weighed(lora: dict[str, Any] | None, devices: int, weights: RolloutWeights):
+    """The programs and sizes of a run whose rollout has its weights in this format."""
+    config = config_of(lora, weights=weights)
+    decoder = decoder_of_run(DECODER, config)
+    mesh = make_mesh(config.mesh, jax.devices()[:devices])
+    found = phase_programs(run_spec(config, decoder, mesh), mesh)
+    return found | {"decode": found["decode:16"]}, make_sizes(
+        config, decoder, dataclasses.replace(CPU, devices=devices)
+    )
+
+
+@pytest.mark.parametrize("weights", ["int8", "w8a8"])
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "rollout": "merged"}])
+def test_an_int8_copy_of_all_weights_goes_before_the_update(lora, weights):
+    found, run = weighed(lora, 8, weights)
+    assert device_bytes(found["decode"].arguments[0]) == residents(run)["rollout_weights"] < 0.8 * BASE
+    assert not found["update"].residents.get("rollout_weights")
+    assert kept_bytes(run) == 0
+    (_, plain) = weighed(lora, 8, "dtype")
+    assert sync_phase(run).hbm_bytes < sync_phase(plain).hbm_bytes
+    assert decode_phase(run).least_bytes < decode_phase(plain).least_bytes
+
+
+def test_an_int8_copy_of_a_frozen_base_stays_beside_it():
+    found, run = weighed({"rank": 4}, 1, "int8")
+    assert not shares_frozen(run)
+    assert device_bytes(found["decode"].arguments[0]) == residents(run)["rollout_weights"]
+    assert found["update"].residents["rollout_weights"] == kept_bytes(run) < 0.8 * BASE
+    assert frozen_bytes(run) == BASE
+    _, shared = weighed({"rank": 4, "base": "int8"}, 1, "int8")
+    assert shares_frozen(shared)
 
 
 def test_merged_weights_are_a_copy_that_goes_before_the_update():

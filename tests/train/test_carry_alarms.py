@@ -111,3 +111,11 @@ def test_a_gap_beyond_what_formats_explain_is_said_once(formats, gap, said):
     lines = [line for _ in range(3) for line in alarm.after_step(step(carried=None), {GAP_METRIC: gap})]
     assert len(lines) == said
     assert all(f"{gap:.3g} nat" in line and "all have the same model" in line for line in lines)
+
+
+@pytest.mark.parametrize(("weights", "way_out"), [("int8", "set it to dtype"), ("w8a8", "set it to int8, which")])
+def test_a_gap_of_rounded_weights_is_said_from_a_lower_bound(weights, way_out):
+    alarm = GapAlarm(RolloutConfig(weights=weights), update_dtype="float32", rollout_dtype="bfloat16")
+    lines = [line for gap in (0.019, 0.021, 0.03) for line in alarm.after_step(step(carried=None), {GAP_METRIC: gap})]
+    (line,) = lines
+    assert f"is 0.021 nat, above 0.02: rollout.weights {weights} changes the policy that samples; {way_out}" in line

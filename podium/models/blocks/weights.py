@@ -24,16 +24,25 @@ class Weight(NamedTuple):
     experts, in passes without gradients. None: `value` is this layer's."""
 
 
+class Integers(NamedTuple):
+    """A frozen matrix in int8, multiplied as integers; scale times codes are its values."""
+
+    codes: jax.Array  # [in..., out...] int8
+    scale: jax.Array  # [out...] float32
+    parts: tuple[int, ...]
+    """The number of parts into which devices split each input dimension; an activation has a scale for each."""
+
+
 class Adapted(NamedTuple):
     """A frozen matrix with its adapter; the product with x is xW + scale (xA)B."""
 
-    matrix: AnyWeight  # [in..., out...]
+    matrix: AnyWeight | Integers  # [in..., out...]
     a: AnyWeight  # [in..., r]
     b: AnyWeight  # [r, out...]
     scale: float
 
 
 AnyWeight: TypeAlias = Union["jax.Array", Weight]
-LayerWeight: TypeAlias = Union["jax.Array", Weight, Adapted]
+LayerWeight: TypeAlias = Union["jax.Array", Weight, Integers, Adapted]
 LayerWeights: TypeAlias = Mapping[str, LayerWeight]
 """The weights of one layer, by the names that its kinds declare."""

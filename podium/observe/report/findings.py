@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Literal
 
-from podium.observe.alarms import MOSTLY_CUT, SOLVED, gap_limit
+from podium.observe.alarms import MOSTLY_CUT, SOLVED, gap_limit, milder_weights
 from podium.observe.metrics import GAP_METRIC, REWARD, TRUNCATED, UPDATES
 from podium.observe.report.read import RunRecords, Series
 
@@ -147,9 +147,18 @@ def one_part_eats(run: RunRecords) -> Finding | None:
 def gap_too_large(run: RunRecords) -> Finding | None:
     """Trainer and sampler differ from the start by more than their number formats explain."""
     gap, in_flight = quarters(run, GAP_METRIC), run.setting("rollout.in_flight", 1)
-    limit = gap_limit(str(run.setting("train.dtype")), str(run.setting("rollout.dtype")))
+    weights = str(run.setting("rollout.weights", "dtype"))
+    limit = gap_limit(str(run.setting("train.dtype")), str(run.setting("rollout.dtype")), weights)
     if gap is None or gap[0] <= limit or (isinstance(in_flight, int | float) and in_flight > 1):
         return None
+    if weights != "dtype":
+        return Finding(
+            "gap_too_large",
+            "problem",
+            "The rollout's rounded weights change the policy that samples",
+            f"{GAP_METRIC} {gap[0]:.4f} nat from the start, above {limit:g}, with rollout.weights {weights}",
+            f"Set rollout.weights to {milder_weights(weights)}.",
+        )
     return Finding(
         "gap_too_large",
         "problem",

@@ -35,6 +35,16 @@ def test_a_rule_fires_on_its_fault_and_no_other_does(tmp_path, rule):
     assert all((finding.title, finding.evidence, finding.advice) for finding in found)
 
 
+def test_a_gap_of_rounded_weights_is_too_large_from_a_lower_bound(tmp_path):
+    run = make_run(tmp_path / "run", {"policy/logprob_gap/mean": lambda step: 0.03})
+    assert findings(read_run(run)) == []
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("rollout:", "rollout:\n  weights: w8a8", 1))
+    (found,) = findings(read_run(run))
+    assert (found.rule, found.level) == ("gap_too_large", "problem")
+    assert found.advice == "Set rollout.weights to int8, which leaves activations as they are, or to dtype."
+
+
 def test_no_rule_fires_on_a_healthy_run(tmp_path):
     assert findings(read_run(make_run(tmp_path / "run"))) == []
 
