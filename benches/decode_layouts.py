@@ -15,12 +15,13 @@ from typing import Any
 
 from benches.record import ROOT, arguments, record, show_progress, write_section
 from podium.accelerators import GIB, Accelerator, find_accelerator
+from podium.config.rollout_weights import RolloutWeights
 from podium.config.schema import Config
 from podium.config.sizes import steps_at_once
 from podium.hlo.cost import Roofline, roofline
 from podium.models.architecture import DecoderConfig
 from podium.models.layouts import DecodeFloor, machine_of
-from podium.models.presets import PRESETS
+from podium.models.presets import PRESETS, find_decoder
 from podium.plan.calibration import calibrated, load_chip
 from podium.plan.compile import compile_phases
 from podium.plan.planner import make_jobs
@@ -44,7 +45,7 @@ STEPS = 8
 """Decode steps over which the cost of one is averaged."""
 
 
-def run_config(model: str, rows: int, layout: str) -> Config:
+def run_config(model: str, rows: int, layout: str, weights: RolloutWeights = "dtype") -> Config:
     """Make the shipped config with `rows` slots of 512 positions."""
     name, _, group = layout.partition("-")
     settings = [
@@ -53,24 +54,34 @@ def run_config(model: str, rows: int, layout: str) -> Config:
         f"rollout.max_prompt_tokens={POSITIONS // 2}",
         f"rollout.max_new_tokens={POSITIONS // 2}",
         f"rollout.layout={name}",
+        f"rollout.weights={weights}",
         *([f"rollout.group_chips={group}"] if group else []),
     ]
     return load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config
 
 
-def compile_decode(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> CompiledPhase:
-    """Compile the decode program of a run."""
+def compile_decode(
+    config: Config, decoder: DecoderConfig, accelerator: Accelerator, tokens: int = POSITIONS
+) -> CompiledPhase:
+    """Compile the decode program of a run, in which each sequence attends to so many tokens."""
     run = make_sizes(config, decoder, accelerator)
     name = f"decode:{config.rollout.slots}"
-    programs = {name: run.in_blocks(POSITIONS) / run.block}
+    programs = {name: run.in_blocks(tokens) / run.block}
     return compile_phases(make_jobs(config, decoder, accelerator, programs), progress=show_progress)[name]
 
 
-def measure(model: str, rows: int, layout: str, accelerator: Accelerator) -> dict[str, Any]:
+def measure(
+    model: str,
+    rows: int,
+    layout: str,
+    accelerator: Accelerator,
+    weights: RolloutWeights = "dtype",
+    tokens: int = POSITIONS,
+) -> dict[str, Any]:
     """One line of the table."""
-    decoder, chip = PRESETS[model], load_chip(accelerator.generation)
-    config = run_config(model, rows, layout)
-    compiled = compile_decode(config, decoder, accelerator)
+    config, chip = run_config(model, rows, layout, weights), load_chip(accelerator.generation)
+    decoder = find_decoder(config)
+    compiled = compile_decode(config, decoder, accelerator, tokens)
     at_once = steps_at_once(config.rollout.refill_steps, make_sizes(config, decoder, accelerator).rollout_shards)
     few, many = compiled.cost(1), compiled.cost(1 + STEPS / at_once)
     once, again = (roofline(cost, chip.peaks, links=accelerator.ici_links).parts for cost in (few, many))
@@ -88,7 +99,7 @@ def measure(model: str, rows: int, layout: str, accelerator: Accelerator) -> dic
         "model": model,
         "rows": rows,
         "layout": layout,
-        "floor_ms": round(floor(decoder, rows, layout, accelerator) * 1e3, 3) if layout not in FORMER else None,
+        "floor_ms": None if layout in FORMER else round(floor(decoder, rows, layout, accelerator, tokens) * 1e3, 3),
         "planned_ms": round(planned * 1e3, 3),
         "parts_ms": {part: round(each * 1e3, 3) for part, each in parts.items()},
         "with_shares_ms": [round(each * 1e3, 2) for each in (seconds.value, seconds.low, seconds.high)],
@@ -99,18 +110,19 @@ def measure(model: str, rows: int, layout: str, accelerator: Accelerator) -> dic
     }
 
 
-def floor(decoder: DecoderConfig, rows: int, layout: str, accelerator: Accelerator) -> float:
-    """The least seconds of a step of `rows` sequences of 512 positions."""
+def floor(decoder: DecoderConfig, rows: int, layout: str, accelerator: Accelerator, tokens: int = POSITIONS) -> float:
+    """The least seconds of a step of `rows` sequences that attend to so many tokens each."""
     chips = accelerator.devices_per_host
     machine = machine_of(accelerator, chips)
     assert machine is not None
     group = {"replicated": 1, "tensor": chips}.get(layout) or int(layout.partition("-")[2])
-    return DecodeFloor(decoder=decoder, machine=machine, group=group).step_s(rows, rows * POSITIONS)
+    return DecodeFloor(decoder=decoder, machine=machine, group=group).step_s(rows, rows * tokens)
 
 
-def chosen(model: str, rows: int, accelerator: Accelerator) -> str:
+def chosen(model: str, rows: int, accelerator: Accelerator, weights: RolloutWeights = "dtype") -> str:
     """The layout that `auto` chooses."""
-    layout = resolve_layout(run_config(model, rows, "auto"), PRESETS[model], Machine.planned(accelerator))
+    config = run_config(model, rows, "auto", weights)
+    layout = resolve_layout(config, find_decoder(config), Machine.planned(accelerator))
     return f"hybrid-{layout.group}" if layout.name == "hybrid" else layout.name
 
 
