@@ -22,7 +22,7 @@ from podium.compiler import compiler_options
 from podium.config.lora import LoraConfig
 from podium.models import context, decoder, linear
 from podium.models.architecture import DecoderConfig, make_lora
-from podium.models.blocks.weights import Adapted, AnyWeight, LayerWeight, LayerWeights, Weight
+from podium.models.blocks.weights import Adapted, LayerWeight, LayerWeights, Weight
 from podium.models.linear import Linear
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, is_adapter, param_specs
 from podium.sharding import Params, ShardingRules, init_params, make_mesh
@@ -46,7 +46,7 @@ def in_float32(rules: ShardingRules) -> Linear:
     return product
 
 
-def _stored(w: AnyWeight) -> jax.Array:
+def _stored(w: LayerWeight) -> jax.Array:
     """What a weight is a cast of: float32 values if it is trained, bits if it is frozen."""
     assert isinstance(w, Weight) and w.kept is not None
     return w.kept
