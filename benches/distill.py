@@ -3,7 +3,7 @@
     python -m benches.distill --seeds 0,1,2        (CPU; 10 minutes of CPU time per seed)
 
 Trains configs/demo.yaml with seed 0 for the teacher, and exports it. Then for each seed the demo is trained twice from
-the same fresh model: by GRPO, and by recipe `distill` with 24 completions a step instead of 64, twice the learning rate
+the same fresh model: by GRPO, and by recipe `distill` with 32 completions a step instead of 64, twice the learning rate
 and `--steps` steps. Prints a table and writes benches/results/distill-cpu.json; exit status 1 where a distilled run
 misses its bar: sampled accuracy 0.9 in at most half of GRPO's CPU seconds. `--set` reaches every run, for a quick trial
 of this script itself.
@@ -38,7 +38,7 @@ def main() -> None:
     """Prints and writes the table; exit status 1 where a distilled run misses its bar."""
     parser = arguments(__doc__)
     parser.add_argument("--seeds", type=seeds_of, default=[0, 1, 2], help="comma-separated")
-    parser.add_argument("--steps", type=int, default=9, help="of the distilled runs")
+    parser.add_argument("--steps", type=int, default=8, help="of the distilled runs")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="as in podium")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -52,7 +52,7 @@ def main() -> None:
             "algorithm.zero_variance=keep",
             f"teacher.model={model}",
             f"steps={args.steps}",
-            "group_size=3",
+            "group_size=4",
             "train.optimizer.learning_rate=8e-5",
             "eval.every_steps=0",
         ]
