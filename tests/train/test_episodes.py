@@ -61,7 +61,7 @@ def tokens_of(groups: list[Group]) -> list[list[list[int]]]:
 
 
 def test_a_run_trains_on_what_was_drawn_and_pays_what_the_environment_pays(talk, tmp_path):
-    config = talk()
+    config = talk(eval={"at_start": True})
     assert train(config, plain=True) == 0
     steps = [line for line in read_metrics(tmp_path / "run" / METRICS) if "train-other/loss" in line]
     samples = read_samples(tmp_path / "run" / SAMPLES)
