@@ -61,7 +61,9 @@ class _Cursor:
     """Reads consecutive little-endian values."""
 
     def __init__(self, data: mmap.mmap):
-        self.data, self.size, self.position = data, len(data), 0
+        self.data = data
+        self.size = len(data)
+        self.position = 0
 
     def scalars(self, code: str, count: int) -> tuple[Any, ...]:
         values = struct.unpack_from(f"<{count}{code}", self.data, self.position)
