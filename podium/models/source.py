@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -45,9 +44,9 @@ class ModelSource:
     name: str
     """The model's name in the config."""
 
-    @functools.cached_property
+    @property
     def header(self) -> gguf.GgufHeader:
-        """The header of a GGUF file, which holds its tokenizer too, read once. Raises ModelError as `read_header`."""
+        """The header of a GGUF file, which holds its tokenizer too. Raises ModelError as `read_header`."""
         return gguf.read_header(self.path)
 
 

@@ -212,7 +212,8 @@ def test_quantized_queries_are_turned_too(tmp_path: Path):
 def test_a_model_reads_its_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = write_gguf(tmp_path / "model.gguf", "llama", gguf_tensors("llama"))
     read: list[Path] = []
-    monkeypatch.setattr("podium.models.gguf.read_header", lambda path: read.append(path) or read_header(path))
+    parse = podium_gguf._parse
+    monkeypatch.setattr(podium_gguf, "_parse", lambda path, cursor: read.append(path) or parse(path, cursor))
     load(source)
     assert base_of(source).license is None and read_architecture(source).width > 0
     assert read == [source.path]
