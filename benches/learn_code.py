@@ -13,17 +13,14 @@ control it does not.
 
 import json
 import random
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benches.demo import seeds_of
 from benches.environments import TEMPLATE, WORDS
+from benches.learn_guess import compare, trainer
 from benches.learn_tools import conversations, share
 from benches.recipes import write_tiny_model
-from benches.record import arguments, record
 from podium.config.schema import Config
 from podium.observe.run_dir import Fork
 from podium.train.loop import train
@@ -51,14 +48,6 @@ RIGHT = 0.3
 ANSWERS, IMITATED = 4000, 300
 """Answers to imitate, and steps of imitation."""
 STEPS, FIRST_AND_LAST = 20, 2
-PAID, TOSSED = {"correct": 1.0}, {"correct": 0.0, "benches.learn_code:coin": 1.0}
-"""The rewards of a run and of a control."""
-TOSSES = random.Random(0)
-
-
-def coin(completion: str) -> float:
-    """A reward that does not depend on what was written."""
-    return float(TOSSES.random() < 0.5)
 
 
 def write_tasks(folder: Path) -> None:
@@ -95,12 +84,6 @@ def settings(name: str, folder: Path, seed: int, **rest: Any) -> Config:
         "checkpoint": {"every_steps": 0},
     }
     return Config.model_validate(common | rest)
-
-
-def trainer(learning_rate: float) -> dict[str, Any]:
-    """Settings of the update."""
-    optimizer = {"learning_rate": learning_rate, "warmup_steps": 4}
-    return {"dtype": "float32", "rows_per_device": 64, "remat": "none", "optimizer": optimizer}
 
 
 def imitate(folder: Path) -> None:
@@ -164,24 +147,5 @@ def meets_bar(row: dict[str, Any], *, control: bool) -> bool:
     return (row["last"]["low"] > row["first"]["high"]) is not control
 
 
-def main() -> None:
-    """Prints and writes the table; exit status 1 where a run misses its bar."""
-    parser = arguments(__doc__)
-    parser.add_argument("--seeds", type=seeds_of, default=[0, 1, 2], help="comma-separated")
-    args = parser.parse_args()
-    rows: dict[str, list[dict[str, Any]]] = {"runs": [], "control": []}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        imitate(folder)
-        for kind, rewards in (("runs", PAID), ("control", TOSSED)):
-            for seed in args.seeds:
-                row = learn(f"{kind}-{seed}", rewards, seed, folder)
-                row["meets_bar"] = meets_bar(row, control=kind == "control")
-                rows[kind].append(row)
-                print(row["name"], row["first"], row["last"], f"{row['cpu_s']:.0f} CPU s", flush=True)
-    record("learn-code-cpu", rows, args.results)
-    sys.exit(not all(row["meets_bar"] for kind in rows.values() for row in kind))
-
-
 if __name__ == "__main__":
-    main()
+    compare("learn-code-cpu", __doc__, imitate, learn, meets_bar)

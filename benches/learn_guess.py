@@ -15,8 +15,9 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benches.demo import seeds_of
 from benches.environments import TEMPLATE, WORDS
@@ -164,9 +165,25 @@ def meets_bar(row: dict[str, Any], *, control: bool) -> bool:
     return not rose if control else rose and fell
 
 
-def main() -> None:
-    """Prints and writes the table; exit status 1 where a run misses its bar."""
-    parser = arguments(__doc__)
+class Learns(Protocol):
+    """Trains a run with these rewards and this seed from what `imitate` left in a folder; its figures."""
+
+    def __call__(self, name: str, rewards: dict[str, float], seed: int, folder: Path) -> dict[str, Any]:
+        """Train it."""
+        ...
+
+
+class Passes(Protocol):
+    """Whether a run's figures are as they must be, or those of a control."""
+
+    def __call__(self, row: dict[str, Any], *, control: bool) -> bool:
+        """Judge it."""
+        ...
+
+
+def compare(result: str, about: str | None, imitate: Callable[[Path], None], learn: Learns, meets_bar: Passes) -> None:
+    """Train runs and controls, once per seed; print and write the table; exit status 1 where one misses its bar."""
+    parser = arguments(about)
     parser.add_argument("--seeds", type=seeds_of, default=[0, 1, 2], help="comma-separated")
     args = parser.parse_args()
     rows: dict[str, list[dict[str, Any]]] = {"runs": [], "control": []}
@@ -179,9 +196,9 @@ def main() -> None:
                 row["meets_bar"] = meets_bar(row, control=kind == "control")
                 rows[kind].append(row)
                 print(row["name"], row["first"], row["last"], f"{row['cpu_s']:.0f} CPU s", flush=True)
-    record("learn-guess-cpu", rows, args.results)
+    record(result, rows, args.results)
     sys.exit(not all(row["meets_bar"] for kind in rows.values() for row in kind))
 
 
 if __name__ == "__main__":
-    main()
+    compare("learn-guess-cpu", __doc__, imitate, learn, meets_bar)

@@ -31,7 +31,7 @@ def test_a_game_of_eight_guesses_is_learned_and_not_from_a_coin(tmp_path, monkey
 def test_functions_that_pass_hidden_tests_are_learned_and_not_from_a_coin(tmp_path, monkeypatch):
     monkeypatch.setattr(learn_code, "STEPS", 12)
     learn_code.imitate(tmp_path)
-    paid = learn_code.learn("paid", learn_code.PAID, 0, tmp_path)
-    tossed = learn_code.learn("tossed", learn_code.TOSSED, 0, tmp_path)
+    paid = learn_code.learn("paid", learn_guess.PAID, 0, tmp_path)
+    tossed = learn_code.learn("tossed", learn_guess.TOSSED, 0, tmp_path)
     assert learn_code.meets_bar(paid, control=False)
     assert learn_code.meets_bar(tossed, control=True)
