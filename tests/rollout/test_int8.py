@@ -7,14 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_decoder import DECODER, tiny
-from tiny_engine import CONFIG, EOS, Letters, OfGpu, answers_of, mesh_of, plain_logits, random_requests, tiny_params
+from tiny_engine import (
+    CONFIG,
+    EOS,
+    Letters,
+    OfGpu,
+    answers_of,
+    make_pass,
+    mesh_of,
+    plain_logits,
+    random_requests,
+    tiny_params,
+)
 
 from podium.certify.subject import tiny_clone
 from podium.config.lora import MATRICES
 from podium.models.architecture import Lora, rollout_decoder
-from podium.models.attention import causal_attention
 from podium.models.blocks.weights import Integers
-from podium.models.decoder import forward
 from podium.models.linear import integer_product
 from podium.models.params import GROUP_AXES, ROLLOUT_AXES, TRAIN_AXES, is_adapter, param_specs
 from podium.models.presets import PRESETS
@@ -177,24 +186,9 @@ def test_groups_of_devices_have_their_parts_of_the_codes(how, mesh):
     assert np.abs(states - expected).max() <= bar * np.abs(expected).max()
 
 
-def hidden_states(params, decoder, rules, T=12):
+def hidden_states(params, decoder, rules):
     """The hidden states of two sequences, by one pass."""
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, T)), jnp.int32)
-    mask = jnp.broadcast_to(jnp.tri(T, dtype=bool)[None], (2, T, T))
-
-    def run(params):
-        return forward(
-            params,
-            tokens,
-            jnp.broadcast_to(jnp.arange(T)[None], (2, T)),
-            lambda carried, at, q, k, v: (carried, causal_attention(q, k, v, mask, at.sinks)),
-            recur=lambda carried, at, initial, advance: (carried, advance.append(initial, jnp.full(2, T))[1]),
-            config=decoder,
-            rules=rules,
-            dtype=jnp.dtype("float32"),
-        )[0]
-
-    return np.asarray(jax.jit(run)(params))
+    return np.asarray(make_pass(decoder, rules)(params))
 
 
 @pytest.mark.parametrize(("how", "biased"), [("int8", False), ("w8a8", True)])

@@ -7,12 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_decoder import tiny
-from tiny_engine import OfGpu, mesh_of
+from tiny_engine import OfGpu, make_pass, mesh_of
 
 from podium.certify.subject import random_weights, tiny_clone
 from podium.models.architecture import DecoderConfig, Lora
-from podium.models.attention import causal_attention
-from podium.models.decoder import forward
 from podium.models.params import GROUP_AXES, ROLLOUT_AXES, frozen_dtype, is_adapter
 from podium.models.presets import PRESETS
 from podium.rollout.weights import abstract_weights, engine_decoder, engine_specs, make_sync
@@ -22,27 +20,6 @@ BIASED = tiny(qkv_bias=True, qk_norm=True)
 WIDE = tiny(width=64, mlp_width=64, heads=2, kv_heads=1, head_dim=64)
 SOME = Lora(rank=2, alpha=4.0, targets=("q", "v", "up"))
 ALL = Lora(rank=4, alpha=4.0, targets=("q", "k", "v", "o", "gate", "up", "down"), base="int8")
-T = 12
-
-
-def make_pass(decoder: DecoderConfig, rules: ShardingRules):
-    """The jitted forward pass over two sequences, `params -> [2, T, D]`."""
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, T)), jnp.int32)
-    mask = jnp.broadcast_to(jnp.tri(T, dtype=bool)[None], (2, T, T))
-
-    def run(params):
-        return forward(
-            params,
-            tokens,
-            jnp.broadcast_to(jnp.arange(T)[None], (2, T)),
-            lambda carried, at, q, k, v: (carried, causal_attention(q, k, v, mask, at.sinks)),
-            recur=lambda carried, at, initial, advance: (carried, advance.append(initial, jnp.full(2, T))[1]),
-            config=decoder,
-            rules=rules,
-            dtype=jnp.dtype("float32"),
-        )[0]
-
-    return jax.jit(run)
 
 
 def hidden_states(params, decoder: DecoderConfig, rules: ShardingRules) -> np.ndarray:

@@ -9,6 +9,7 @@ import numpy as np
 from tiny_decoder import DECODER
 
 from podium.config.schema import RolloutConfig
+from podium.models.architecture import DecoderConfig
 from podium.models.attention import causal_attention
 from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import logits_at
@@ -111,3 +112,24 @@ def same(left, right) -> bool:
         and (a.text, a.finish_reason) == (b.text, b.finish_reason)
         for a, b in pairs
     )
+
+
+def make_pass(decoder: DecoderConfig, rules: ShardingRules):
+    """The jitted forward pass over two sequences of T tokens, `params -> [2, T, D]`."""
+    T = 12
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, T)), jnp.int32)
+    mask = jnp.broadcast_to(jnp.tri(T, dtype=bool)[None], (2, T, T))
+
+    def run(params):
+        return forward(
+            params,
+            tokens,
+            jnp.broadcast_to(jnp.arange(T)[None], (2, T)),
+            lambda carried, at, q, k, v: (carried, causal_attention(q, k, v, mask, at.sinks)),
+            recur=lambda carried, at, initial, advance: (carried, advance.append(initial, jnp.full(2, T))[1]),
+            config=decoder,
+            rules=rules,
+            dtype=jnp.dtype("float32"),
+        )[0]
+
+    return jax.jit(run)
