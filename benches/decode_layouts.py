@@ -63,7 +63,7 @@ def run_config(model: str, rows: int, layout: str, weights: RolloutWeights = "dt
 def compile_decode(
     config: Config, decoder: DecoderConfig, accelerator: Accelerator, tokens: int = POSITIONS
 ) -> CompiledPhase:
-    """Compile the decode program of a run, in which each sequence attends to so many tokens."""
+    """Compile the decode program of a run, in which each sequence attends to `tokens` positions."""
     run = make_sizes(config, decoder, accelerator)
     name = f"decode:{config.rollout.slots}"
     programs = {name: run.in_blocks(tokens) / run.block}
@@ -111,7 +111,7 @@ def measure(
 
 
 def floor(decoder: DecoderConfig, rows: int, layout: str, accelerator: Accelerator, tokens: int = POSITIONS) -> float:
-    """The least seconds of a step of `rows` sequences that attend to so many tokens each."""
+    """The least seconds of a step of `rows` sequences that attend to `tokens` positions each."""
     chips = accelerator.devices_per_host
     machine = machine_of(accelerator, chips)
     assert machine is not None

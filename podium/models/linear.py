@@ -202,7 +202,9 @@ def integer_product(pattern: str, x: jax.Array, w: Integers) -> jax.Array:
     rows, inner = x.ndim - len(w.parts), len(w.parts)
     of_rows, of_inputs, outputs = x_axes[:rows], x_axes[rows:], w_axes[inner:]
     cut = "".join(axis.upper() + axis for axis in of_inputs)
-    sizes = [size for whole, parts in zip(x.shape[rows:], w.parts, strict=True) for size in (parts, whole // parts)]
+    sizes: list[int] = []  # of each input dimension: its parts, then the inputs of a part
+    for whole, parts in zip(x.shape[rows:], w.parts, strict=True):
+        sizes += [parts, whole // parts]
     wide = x.astype(jnp.float32).reshape(*x.shape[:rows], *sizes)
     inputs = tuple(range(rows + 1, wide.ndim, 2))
     step = step_of(jnp.max(jnp.abs(wide), axis=inputs, keepdims=True))
