@@ -147,5 +147,10 @@ def meets_bar(row: dict[str, Any], *, control: bool) -> bool:
     return (row["last"]["low"] > row["first"]["high"]) is not control
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print and write the table; exit status 1 where a run misses its bar."""
     compare("learn-code-cpu", __doc__, imitate, learn, meets_bar)
+
+
+if __name__ == "__main__":
+    main()

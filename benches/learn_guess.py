@@ -200,5 +200,10 @@ def compare(result: str, about: str | None, imitate: Callable[[Path], None], lea
     sys.exit(not all(row["meets_bar"] for kind in rows.values() for row in kind))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print and write the table; exit status 1 where a run misses its bar."""
     compare("learn-guess-cpu", __doc__, imitate, learn, meets_bar)
+
+
+if __name__ == "__main__":
+    main()
