@@ -28,9 +28,11 @@ from podium.certify.subject import random_weights
 from podium.models.architecture import scoring_decoder
 from podium.models.params import param_specs
 from podium.observe.run_dir import Fork
+from podium.observe.stats import ValueStats
 from podium.run.resolve import resolve_critic, resolve_recipe
 from podium.run.spec import CriticSpec
 from podium.sharding import Params, ShardingRules, param_shardings
+from podium.train.batch import Batch
 from podium.train.critic import Critic, CriticDivergedError, make_critic, make_critic_optimizer, update_critic
 from podium.train.loop import train
 from podium.train.prepare import prepare_step
@@ -48,8 +50,18 @@ def weights_on(rules: ShardingRules) -> Params:
     return {name: jax.device_put(x, shardings[name]) for name, x in random_weights(SCORED, seed=7).items()}
 
 
-def critic_on(devices: int, **changes) -> tuple[Critic, TrainState, list]:
-    """A critic on some devices, its first state, and the batches of a step of `groups_of`."""
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A critic, its first state, and what a step prepares for it."""
+
+    critic: Critic
+    state: TrainState
+    batches: list[Batch[jax.Array]]
+    before: ValueStats
+
+
+def critic_on(devices: int, **changes) -> Made:
+    """A critic on some devices before its first step, which is that of `groups_of`."""
     sizes = {"steps": 10, "rollout": {"max_prompt_tokens": 8, "max_new_tokens": 8}, "train": PLAIN}
     config = make_config(**sizes, algorithm=PPO, critic={"learning_rate": 0.1, **changes})
     spec, rules = spec_of(config, devices=devices), rules_of(devices=devices)
@@ -67,12 +79,12 @@ def critic_on(devices: int, **changes) -> tuple[Critic, TrainState, list]:
         policy=make_params(rules),
     )
     assert stats.values is not None
-    return critic, init_state(params, optimizer), batches
+    return Made(critic, init_state(params, optimizer), batches, stats.values)
 
 
 def test_values_returns_and_advantages_are_at_the_tokens_that_they_are_of():
     """Of every completion: its values by the program, then the sums of the definition, then the batch's deviation."""
-    _, _, (batch,) = critic_on(1)
+    (batch,) = critic_on(1).batches
     mask = np.asarray(batch.mask) > 0
     values, returns = (np.asarray(batch.scores[name], np.float64) for name in (VALUES, RETURNS))
     rewards = iter([reward for group in groups_of() for reward in group.totals.tolist()])
@@ -97,13 +109,24 @@ def test_values_returns_and_advantages_are_at_the_tokens_that_they_are_of():
     np.testing.assert_allclose(batch.advantages, expected, atol=1e-5)
 
 
+def test_the_critics_mean_and_explained_variance_are_by_hand():
+    made = critic_on(1)
+    (batch,) = made.batches
+    drawn = np.asarray(batch.mask) > 0
+    values, returns = (np.asarray(batch.scores[name], np.float64)[drawn] for name in (VALUES, RETURNS))
+    assert made.before.value == pytest.approx(np.sum(values) / len(values), abs=1e-6)
+    assert made.before.returned == pytest.approx(np.sum(returns) / len(returns), abs=1e-6)
+    unexplained, spread = (np.mean((each - np.mean(each)) ** 2) for each in (returns - values, returns))
+    assert made.before.explained_variance == pytest.approx(1 - unexplained / spread, abs=1e-5)
+
+
 def test_a_critic_learns_the_rewards_and_its_loss_is_by_hand():
-    critic, state, batches = critic_on(1, clip=None)
-    (batch,) = batches
+    made = critic_on(1, clip=None)
+    (batch,), state = made.batches, made.state
     error = np.asarray(batch.scores[VALUES] - batch.scores[RETURNS], np.float64) * np.asarray(batch.mask)
     losses = []
     for step in range(8):
-        state, stats = update_critic(critic, state, batches, step, minibatches=1)
+        state, stats = update_critic(made.critic, state, made.batches, step, minibatches=1)
         assert stats is not None
         losses.append(stats.loss)
         assert stats.clip_fraction == 0
@@ -114,8 +137,8 @@ def test_a_critic_learns_the_rewards_and_its_loss_is_by_hand():
 def test_an_update_is_the_same_on_four_devices_and_a_tight_clip_holds_what_has_moved():
     made = []
     for devices in (1, 4):
-        critic, state, batches = critic_on(devices, updates=2, clip=0.01)
-        state, stats = update_critic(critic, state, batches, 0, minibatches=1)
+        before = critic_on(devices, updates=2, clip=0.01)
+        state, stats = update_critic(before.critic, before.state, before.batches, 0, minibatches=1)
         assert stats is not None
         assert 0 < stats.clip_fraction < 1
         made.append((host(state.params), stats.loss))
@@ -126,12 +149,11 @@ def test_an_update_is_the_same_on_four_devices_and_a_tight_clip_holds_what_has_m
 
 
 def test_a_critic_that_diverges_ends_the_run_with_the_way_out():
-    critic, state, batches = critic_on(1)
-    batch = dataclasses.replace(
-        batches[0], scores={**batches[0].scores, RETURNS: jnp.full_like(batches[0].scores[RETURNS], jnp.inf)}
-    )
+    made = critic_on(1)
+    (batch,) = made.batches
+    batch = dataclasses.replace(batch, scores={**batch.scores, RETURNS: jnp.full_like(batch.scores[RETURNS], jnp.inf)})
     with pytest.raises(CriticDivergedError, match=r"update 1 of the critic diverged: .* lower critic\.learning_rate"):
-        update_critic(critic, state, [batch], 0, minibatches=1)
+        update_critic(made.critic, made.state, [batch], 0, minibatches=1)
 
 
 def test_a_critic_starts_from_the_policy_without_its_adapters_and_has_its_own_schedule():
