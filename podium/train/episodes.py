@@ -30,7 +30,6 @@ from podium.models.chat_format import Message
 from podium.observe.stats import EnvironmentStats
 from podium.rollout.engine import Enough, OnPoll, RolloutEngine
 from podium.rollout.request import Completion, Key, Request, RolloutStats, SamplingParams, StopReason
-from podium.rollout.sequence import check_sampling, check_tokens
 from podium.rollout.transcript import Transcript, transcript_of
 from podium.tasks.conversation import Asking, Reply, ToolRun, Turn
 from podium.tasks.conversing import Answered
@@ -38,9 +37,10 @@ from podium.tasks.environments import Environments
 from podium.tasks.tool_calls import Calls
 from podium.train.dialogue import Dialogue
 from podium.train.episode import Episode
-from podium.train.feed import EncodedPrompt, prompt_messages, request_seed
+from podium.train.feed import EncodedPrompt, request_seed
 from podium.train.live import Live
 from podium.train.replay import Replay, turn_of
+from podium.train.turns import AskingError, Turns
 
 POLL_S = 0.5
 """Longest wait for environments between calls of `on_poll`."""
@@ -56,10 +56,6 @@ Exchange = Callable[[list[Answered]], list[Answered]]
 """Sends what this host's environments have answered to all hosts; returns the answers of all, in one order."""
 OnEpisodes = Callable[[int, list[Episode]], None]
 """Called with a prompt's index and its episodes as soon as all of them have ended."""
-
-
-class AskingError(ValueError):
-    """A program asks what the model cannot answer; the message says why."""
 
 
 Place = tuple[int, int, int]
@@ -170,8 +166,9 @@ class _Rollout:
         self._own = range(len(prompts))[own]
         self._steps = 0
         self._owner, self._engine, self._environments = owner, owner.engine, owner.environments
-        self._limits, self._longest = owner._rollout.limits, owner._rollout.longest
+        self._limits = owner._rollout.limits
         self._prompts, self._sampling, self._completions = list(prompts), sampling, completions
+        self._turns = Turns(owner.engine, self._prompts, owner.dialogues, owner._rollout, sampling)
         self._on_episodes, self._on_poll = on_episodes, on_poll
         self._paced = carries and owner._rollout.reproducible
         """Whether answers are taken after a number of steps, and not when they come."""
@@ -267,7 +264,7 @@ class _Rollout:
         self._made[index] = ended
         if len(ended) == self._completions:  # they are graded, and wait for a step
             return
-        if self._dialogue(index) is None:
+        if self._turns.dialogue(index) is None:
             self._ask(index, {sample: each.drawing for sample, each in enumerate(episodes) if each.drawing is not None})
             return
         if all(each.state == "beginning" or each.failed for each in episodes):
@@ -304,7 +301,7 @@ class _Rollout:
         if episode.asking is not None:
             live.tokens = tuple(episode.transcript.prompt.tolist())
         elif episode.state != "beginning":
-            self._set_prompt(live, episode.first)
+            self._turns.set_prompt(live, episode.first)
         if number is None:
             self._reopen(live, episode)
             return
@@ -320,14 +317,14 @@ class _Rollout:
             self._made[index][sample] = dataclasses.replace(episode, environment=self._kept[place])
             return
         del self._made[index][sample]
-        self._set_prompt(live, episode.first)
+        self._turns.set_prompt(live, episode.first)
         self._reopen(live, episode)
 
     def _reopen(self, live: Live, episode: Episode) -> None:
         """Open an environment anew, to tell it what it was told before."""
         live.number = self._owner.new_number()
         self._live[live.number] = live
-        dialogue = self._dialogue(live.index)
+        dialogue = self._turns.dialogue(live.index)
         assert dialogue is not None, "single answers have no environment"
         self._replays[live.number] = Replay(live=live, episode=episode, dialogue=dialogue)
         self._open_environment(live)
@@ -341,7 +338,7 @@ class _Rollout:
             self._failed(live, str(answered.value))
             return
         reply = answered.value
-        messages = self._fitting(replay.dialogue, reply.messages) if isinstance(reply, Reply) else []
+        messages = self._turns.fitting(replay.dialogue, reply.messages) if isinstance(reply, Reply) else []
         change = replay.change(answered, messages)
         if change is not None:
             del self._replays[live.number]
@@ -374,13 +371,13 @@ class _Rollout:
                 tokens, whole = live.tokens, tuple(live.transcript.segments[-1].tokens.tolist())
                 assert tokens is not None, "its environment has begun"
                 prompt = tokens if len(live.transcript.segments) == 1 else whole[:1]
-                group = live.index, prompt, len(live.rewards), self._sampling_of(live, len(whole))
+                group = live.index, prompt, len(live.rewards), self._turns.sampling_of(live, len(whole))
                 alike.setdefault(group, []).append(live)
         for (index, prompt, turn, sampling), lives in alike.items():
             request = Request(
                 prompt=prompt,
                 sampling=sampling,
-                seed=self._seed(index, turn),
+                seed=self._turns.seed(index, turn),
                 completions=self._completions,
                 keep=True,
                 begun={live.sample: live.drawing for live in lives if live.drawing is not None},
@@ -511,7 +508,7 @@ class _Rollout:
     def _opened(self, live: Live, first: str | Asking | None) -> None:
         """Submit a conversation whose environment has begun, together with the others of its prompt."""
         try:
-            self._set_prompt(live, first)
+            self._turns.set_prompt(live, first)
         except AskingError as error:
             self._failed(live, str(error))
             return
@@ -522,26 +519,6 @@ class _Rollout:
         waiting[live.sample] = live
         self._submit_begun(live.index)
 
-    def _set_prompt(self, live: Live, first: str | Asking | None) -> None:
-        """Set a conversation's prompt: its messages and tokens, to which the environment adds `first`.
-
-        Raises:
-            AskingError: a program asks what cannot be answered.
-            ValueError: it is too long, or empty.
-        """
-        prompt = self._prompts[live.index]
-        if isinstance(first, Asking):
-            live.tokens = self._whole_prompt(live, first)
-        else:
-            live.first = first
-            live.before = list(prompt_messages(prompt.prompt, first))
-            live.tokens = prompt.tokens if first is None else self._dialogue_of(live).prompt(live.before)
-        limit = self._owner._rollout.max_prompt_tokens
-        if len(live.tokens) > limit or not (live.before or live.asking):
-            what = f"has {len(live.tokens)} tokens and rollout.max_prompt_tokens is {limit}; raise it"
-            what = what if live.before else "is empty: reset() must return its first message, or rows hold a prompt"
-            raise ValueError(f"prompt {prompt.prompt.prompt.id} with its environment's first message {what}")
-
     def _submit_begun(self, index: int) -> None:
         """Submit the conversations of a prompt if none of them is still beginning."""
         waiting = self._beginning[index]
@@ -551,7 +528,7 @@ class _Rollout:
         alike: dict[tuple[tuple[int, ...], SamplingParams], list[Live]] = {}
         for _, live in sorted(waiting.items()):
             assert live.tokens is not None
-            alike.setdefault((live.tokens, self._sampling_of(live, len(live.tokens))), []).append(live)
+            alike.setdefault((live.tokens, self._turns.sampling_of(live, len(live.tokens))), []).append(live)
         for lives in alike.values():
             self._submit(index, lives)
 
@@ -562,8 +539,8 @@ class _Rollout:
         every = len(lives) == self._completions
         request = Request(
             prompt=tokens,
-            sampling=self._sampling_of(lives[0], len(tokens)),
-            seed=self._seed(index, 0),
+            sampling=self._turns.sampling_of(lives[0], len(tokens)),
+            seed=self._turns.seed(index, 0),
             completions=self._completions,
             keep=True,
             ledgers={} if every else {live.sample: tokens for live in lives},
@@ -579,137 +556,47 @@ class _Rollout:
         live.rewards[-1] += reply.reward
         live.replies += 1
         if reply.done:
-            live.messages += self._fitting(self._dialogue_of(live), reply.messages)
+            live.messages += self._turns.fitting(self._turns.dialogue_of(live), reply.messages)
             self._finish(live, live.transcript.finish_reason or "stop")
             return
         try:
-            new, again = self._next_prompt(live, reply)
+            following = self._turns.following(live, reply)
         except ValueError as error:  # messages of a kind that the template refuses, or tokens that there are not
             self._failed(live, str(error))
             return
+        new, whole = following.tokens, following.whole
         tokens = (*live.transcript.segments[-1].tokens.tolist(), *new)
-        reason = self._why_no_turn(live, len(tokens if again is None else again))
+        reason = self._turns.why_none(live, len(tokens if whole is None else whole))
         if reason is not None:
             self._finish(live, reason)
             return
         live.state = "drawing"
-        if again is not None and again != tokens:
+        if whole is not None and whole != tokens:
             self._drop_key(live)
-            live.transcript = live.transcript.add_segment(again)
-            self._extend_tokens += len(again)
-            self._submit_turn(live, again)
+            live.transcript = live.transcript.add_segment(whole)
+            self._extend_tokens += len(whole)
+            self._submit_turn(live, whole)
             return
         live.transcript = live.transcript.add_environment(tuple(new), text=_text_of(live.messages[-1:]))
         self._extend_tokens += len(new)
         if live.key is None:  # the last step ended before the reply came
             self._submit_turn(live, tokens)
             return
-        sampling, seed = self._sampling_of(live, len(tokens)), self._seed(live.index, len(live.rewards))
+        sampling, seed = self._turns.sampling_of(live, len(tokens)), self._turns.seed(live.index, len(live.rewards))
         self._engine.extend(live.key, new, sampling, seed=seed, keep=True)
-
-    def _next_prompt(self, live: Live, reply: Reply) -> tuple[list[int], tuple[int, ...] | None]:
-        """The tokens that follow the last answer; and the whole prompt from which the conversation goes on, if it does.
-
-        Raises ValueError if the chat template refuses the messages, or a program asks what cannot be answered.
-        """
-        asking = reply.asking
-        if asking is not None and asking.fresh:
-            again = self._whole_prompt(live, asking)
-            live.messages += self._fitting(self._dialogue_of(live), _given(asking))
-            live.since = len(live.messages)
-            return [], again
-        if asking is not None:
-            live.asking = asking
-            self._check(live, asking.tokens)
-        dialogue, ended = self._dialogue_of(live), int(live.transcript.spans[-1].tokens[-1])
-        given = reply.messages if asking is None else asking.messages
-        if asking is not None and asking.tokens:
-            live.messages.append({"role": "user", "content": dialogue.tokenizer.decode(list(asking.tokens))})
-            return list(asking.tokens), None
-        messages = self._fitting(dialogue, given)
-        history = live.history[:-1]
-        live.messages += messages
-        drawn_end = ended if ended in dialogue.tokenizer.eos_tokens else None
-        return dialogue.reply(messages, history=history, drawn_end=drawn_end), self._rendered(live, dialogue, messages)
-
-    def _whole_prompt(self, live: Live, asking: Asking) -> tuple[int, ...]:
-        """The tokens of a program's whole prompt. Raises AskingError if it cannot be answered."""
-        live.asking, live.before = asking, list(asking.messages)
-        try:
-            tokens = asking.tokens or self._dialogue_of(live).prompt(live.before)
-        except ValueError as error:
-            raise AskingError(str(error)) from error
-        self._check(live, tokens)
-        return tokens
-
-    def _check(self, live: Live, tokens: tuple[int, ...]) -> None:
-        """Raises AskingError if the engine would refuse a program's tokens, or those that end its answers."""
-        engine = self._engine
-        try:
-            if tokens:
-                check_tokens(tokens, engine.decoder.vocab, len(tokens), "")
-            sampling = dataclasses.replace(self._sampling_of(live, 0), max_new_tokens=1)
-            check_sampling(sampling, engine.tokenizer, engine.config.longest)
-        except ValueError as error:
-            raise AskingError(f"a program asked what cannot be answered: {error}") from error
-
-    def _fitting(self, dialogue: Dialogue, messages: Sequence[Message]) -> list[Message]:
-        return [dialogue.fitting(message, self._limits.max_reply_tokens) for message in messages]
-
-    def _seed(self, index: int, turn: int) -> int:
-        """The seed of the draws of a turn."""
-        seed = self._prompts[index].seed
-        return request_seed(seed, "turn", turn) if turn else seed
-
-    def _rendered(self, live: Live, dialogue: Dialogue, new: Sequence[Message]) -> tuple[int, ...] | None:
-        """The conversation as the chat template renders it, where it goes on from that: at the user's messages."""
-        segments = self._owner._rollout.thinking == "segment"
-        if not segments or not any(message.get("role") == "user" for message in new):
-            return None
-        return dialogue.prompt(live.history)
 
     def _submit_turn(self, live: Live, tokens: tuple[int, ...]) -> None:
         """Submit a turn after these tokens, of which the engine knows nothing."""
         request = Request(
             prompt=tokens[:1],
-            sampling=self._sampling_of(live, len(tokens)),
-            seed=self._seed(live.index, len(live.rewards)),
+            sampling=self._turns.sampling_of(live, len(tokens)),
+            seed=self._turns.seed(live.index, len(live.rewards)),
             completions=self._completions,
             keep=True,
             ledgers={live.sample: tokens},
         )
         live.key = Key(self._engine.submit(request), live.sample)
         self._keys[live.key] = live
-
-    def _why_no_turn(self, live: Live, tokens: int) -> StopReason | None:
-        """The reason why there is no turn after `tokens` of them; None: there is one."""
-        limits = self._limits
-        if len(live.rewards) >= limits.max_turns:
-            return "turns"
-        if limits.episode_timeout_s is not None and time.monotonic() - live.began > limits.episode_timeout_s:
-            return "timeout"
-        if limits.max_drawn_tokens is not None and live.transcript.num_drawn >= limits.max_drawn_tokens:
-            return "drawn"
-        return "length" if self._most(live, tokens) < 1 else None
-
-    def _most(self, live: Live, tokens: int) -> int:
-        """Most tokens of a turn after `tokens` of them."""
-        most = min(self._sampling.max_new_tokens, self._longest - tokens)
-        if live.asking is not None and live.asking.max_tokens is not None:
-            most = min(most, live.asking.max_tokens)
-        drawn = self._limits.max_drawn_tokens
-        return most if drawn is None else min(most, drawn - live.transcript.num_drawn)
-
-    def _sampling_of(self, live: Live, tokens: int) -> SamplingParams:
-        """The settings of a turn after `tokens` of them."""
-        wanted = () if live.asking is None else live.asking.stop_tokens
-        own = () if self._engine.tokenizer is None else self._engine.tokenizer.eos_tokens
-        more = tuple(each for each in wanted if each not in (*own, *self._sampling.stop_tokens))
-        return dataclasses.replace(
-            self._sampling,
-            max_new_tokens=self._most(live, tokens),
-            stop_tokens=(*self._sampling.stop_tokens, *more),
-        )
 
     def _failed(self, live: Live, why: str) -> None:
         """Begin a conversation again that failed through no fault of the model, or give it up."""
@@ -763,12 +650,12 @@ class _Rollout:
         number = len(live.rewards)
         live.rewards.append(0.0)
         live.state = "replying"
-        read = self._dialogue_of(live).read(completion.text, completion.tokens.tolist())
+        read = self._turns.dialogue_of(live).read(completion.text, completion.tokens.tolist())
         live.messages.append(_answer(number, completion.text, read))
         self._unread_calls += bool(read.problem)
         cut = completion.finish_reason == "length"
         if cut and live.asking is None:
-            self._finish(live, self._why_cut(live))
+            self._finish(live, self._turns.why_cut(live))
             return
         live.calls += len(read.calls)
         if self._limits.max_tool_calls is not None and live.calls > self._limits.max_tool_calls:
@@ -785,26 +672,12 @@ class _Rollout:
             )
         self._say(live, turn)
 
-    def _why_cut(self, live: Live) -> StopReason:
-        """Which limit cut a turn."""
-        most = self._limits.max_drawn_tokens
-        return "drawn" if most is not None and live.transcript.num_drawn >= most else "length"
-
     def _take_single(self, key: Key, index: int, completion: Completion) -> None:
         made = self._made[index]
         made[key.completion] = Episode(transcript=transcript_of(self._prompts[index].tokens, completion))
         if len(made) == self._completions:
             del self._single[key.request]
             self._on_episodes(index, self.episodes[index])
-
-    def _dialogue(self, index: int) -> Dialogue | None:
-        return self._owner.dialogues[self._prompts[index].prompt.task]
-
-    def _dialogue_of(self, live: Live) -> Dialogue:
-        """How a conversation is written, with the tools that its program offers. ValueError if there is no way."""
-        dialogue = self._dialogue(live.index)
-        assert dialogue is not None, "single answers have no environment"
-        return dialogue if live.asking is None or not live.asking.tools else dialogue.offering(live.asking.tools)
 
     def _is_led(self, index: int) -> bool:
         return self._environments.led(self._prompts[index].prompt.task)
@@ -828,11 +701,6 @@ def _answer(number: int, text: str, read: Calls) -> Message:
             for place, call in enumerate(read.calls)
         ]
     return message
-
-
-def _given(asking: Asking) -> list[Message]:
-    """The messages of a program's whole prompt that the model did not write."""
-    return [message for message in asking.messages if message.get("role") != "assistant"]
 
 
 def _text_of(messages: Sequence[Message]) -> str:
