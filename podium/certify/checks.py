@@ -17,7 +17,8 @@ from podium.certify.batches import OF_BATCH, batch_checks
 from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
 from podium.certify.result import Check
-from podium.certify.subject import ROW_TOKENS, Subject, make_group, one_device, tiny_clone
+from podium.certify.subject import ROW_TOKENS, Subject, make_group, one_device
+from podium.certify.tiny import tiny_clone
 from podium.certify.updates import (
     PACKED,
     PLAIN,

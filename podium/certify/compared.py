@@ -22,7 +22,6 @@ from podium.certify.result import BAR, Check
 from podium.certify.subject import (
     MAX_NEW_TOKENS,
     OVERLONG_TOKENS,
-    Arrays,
     Subject,
     episode_of,
     episodes_of,
@@ -31,6 +30,7 @@ from podium.certify.subject import (
 )
 from podium.certify.talk import is_right, weighted
 from podium.certify.task import STOP, LetterBackend, Numbers, grade, letters
+from podium.certify.tiny import Arrays
 from podium.certify.training import Step, Training, watch_training, with_other_options
 from podium.certify.updates import Updates, weight_difference
 from podium.models.params import trained_specs

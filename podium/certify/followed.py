@@ -14,7 +14,8 @@ from podium.algorithms.controllers import ENTROPY_BONUS, KL_COEF, LAST_ENTROPY
 from podium.certify.naive import Sequences
 from podium.certify.naive_rules import Rules
 from podium.certify.naive_run import Coefficients, moved_reference
-from podium.certify.subject import Arrays, Subject
+from podium.certify.subject import Subject
+from podium.certify.tiny import Arrays
 from podium.certify.training import Step, Training
 from podium.certify.updates import NaiveUpdate, gradient_difference, loss_difference, naive_update
 

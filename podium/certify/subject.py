@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -20,16 +19,12 @@ from podium.certify.naive_rules import Rules, rules_of
 from podium.certify.naive_step import Episode, Room, optimizer_steps
 from podium.certify.result import BAR, RECURRENT_BAR
 from podium.certify.task import CONVERSATIONS, LONGEST_QUESTION, LONGEST_REPLY, NAME, STOP, TURNS, LetterBackend
+from podium.certify.tiny import Arrays, other_weights, random_weights, tiny_clone
 from podium.config.data import DataConfig
 from podium.config.imports import is_path
 from podium.config.schema import Config, EnvironmentsConfig, GradingConfig, LimitsConfig, TaskConfig
-from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder, scoring_decoder
-from podium.models.blocks.attention import Attention
-from podium.models.blocks.delta import DeltaNet
-from podium.models.blocks.experts import Experts
-from podium.models.blocks.kind import Block, Kind, Stack
-from podium.models.blocks.mlp import Mlp
-from podium.models.params import TRAIN_AXES, ParamSpec, frozen_specs, is_adapter, param_specs, trained_specs
+from podium.models.architecture import DecoderConfig, frozen_decoder, scoring_decoder
+from podium.models.params import TRAIN_AXES, frozen_specs, is_adapter, param_specs, trained_specs
 from podium.models.presets import find_decoder
 from podium.models.tokenizer import Tokenizer
 from podium.rollout.request import Completion, Request
@@ -56,8 +51,6 @@ ROW_TOKENS = 28
 """Tokens per row of a batch; most rows hold several sequences."""
 LONGEST_CONVERSATION = LONGEST_QUESTION + 2 * MAX_NEW_TOKENS + LONGEST_REPLY
 """Tokens of the longest conversation in the run that is watched: some are cut before their last turn."""
-SPREAD = 10.0  # times the initial standard deviation, so that predictions and attention are not nearly uniform
-TINY_WINDOW = 5  # positions: shorter than most sequences
 NOISE = 0.3  # nat between a recorded log-probability and the sampler's, so that ratios lie on both sides of a clip
 OTHER_THAN_1 = 0.9  # replaces a temperature of 1, at which a missing division would not show
 IN_FLIGHT = 1.5  # minimum of rollout.in_flight, so that completions span several steps
@@ -73,8 +66,6 @@ PRIVILEGED = "{question} {answer}"
 ALIKE = 1  # index of the group whose completions all have the same reward
 TALK = 2  # index of the group whose longer episodes contain an environment's replies
 FAILED = 3  # index of the group in which an episode fails, in the checks of batches
-
-Arrays = dict[str, np.ndarray]
 
 
 class NaiveTeacher(NamedTuple):
@@ -445,98 +436,6 @@ def _tiny_teacher(student: DecoderConfig) -> NaiveTeacher:
     stacks = tuple(dataclasses.replace(stack, repeats=stack.repeats + 1) for stack in tiny.stacks)
     decoder = dataclasses.replace(tiny, vocab=student.vocab, stacks=stacks, lora=None)
     return NaiveTeacher(frozen_decoder(decoder, "bfloat16"), random_weights(decoder, seed=2))
-
-
-def other_weights(decoder: DecoderConfig, weights: Arrays) -> Arrays:
-    """Weights of a reference model: the policy's without adapters, or without LoRA, with a little noise added."""
-    if decoder.lora is not None:
-        return {name: value for name, value in weights.items() if not is_adapter(name)}
-    noise = random_weights(decoder, seed=1)
-    return {name: value + np.float32(0.02) * noise[name] for name, value in weights.items()}
-
-
-def tiny_clone(decoder: DecoderConfig) -> DecoderConfig:
-    """Shrink a decoder until it compiles in seconds: width 64 and small windows, with all its features.
-
-    If all layers are of one kind, the clone has two of them; otherwise one of each kind, in order. Raises ModelError if
-    the naive form does not compute a layer.
-    """
-    for place in decoder.places:
-        _check_kinds(place.block, decoder)
-    blocks = tuple(dict.fromkeys(_tiny_block(place.block) for place in decoder.places))
-    repeats = min(decoder.layers, 2) if len(blocks) == 1 else 1
-    return dataclasses.replace(
-        decoder,
-        vocab=min(decoder.vocab, 320),
-        width=(width := min(decoder.width, 64)),
-        embed_scale=1.0 if decoder.embed_scale == 1 else math.sqrt(width),
-        stacks=(Stack(pattern=blocks, repeats=repeats),),
-        lora=decoder.lora and dataclasses.replace(decoder.lora, rank=4, alpha=4 * decoder.lora.scale),
-    )
-
-
-def _check_kinds(block: Block, decoder: DecoderConfig) -> None:
-    """Raises ModelError for kinds of layers that the naive form does not compute."""
-    if not isinstance(block.mixer, Attention | DeltaNet) or not isinstance(block.feed_forward, Mlp | Experts):
-        kinds = " and ".join(type(kind).__name__ for kind in block.kinds)
-        raise ModelError(f"certify has no naive form of a layer of this {decoder.model_type}: {kinds}")
-
-
-def _tiny_feed_forward(kind: Kind) -> Kind:
-    """The feed-forward with a small width, and few experts."""
-    if isinstance(kind, Experts):
-        sizes = {"count": 8, "top": 3, "width": 32, "shared": 40}
-        return dataclasses.replace(kind, **{name: min(getattr(kind, name), most) for name, most in sizes.items()})
-    assert isinstance(kind, Mlp)
-    return dataclasses.replace(kind, width=min(kind.width, 96))
-
-
-def _tiny_block(block: Block) -> Block:
-    """Shrink a block's mixer and feed-forward."""
-    return dataclasses.replace(
-        block, mixer=_tiny_mixer(block.mixer), feed_forward=_tiny_feed_forward(block.feed_forward)
-    )
-
-
-def _tiny_mixer(mixer: Kind) -> Kind:
-    """The mixer with few and small heads, and a window shorter than most sequences."""
-    if isinstance(mixer, DeltaNet):
-        key_heads = next(count for count in (4, 2, 1) if mixer.key_heads % count == 0)  # meshes split them further
-        return dataclasses.replace(
-            mixer,
-            key_heads=key_heads,
-            value_heads=key_heads * (mixer.value_heads // mixer.key_heads),
-            key_dim=min(mixer.key_dim, 16),
-            value_dim=min(mixer.value_dim, 16),
-        )
-    attention = mixer
-    assert isinstance(attention, Attention)
-    kv_heads = 2 if attention.kv_heads % 2 == 0 else 1
-    head_dim = min(attention.head_dim, 16)
-    sharpening = attention.sharpening and dataclasses.replace(attention.sharpening, period=TINY_WINDOW)
-    return dataclasses.replace(
-        attention,
-        heads=kv_heads * (attention.heads // attention.kv_heads),
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        rope=dataclasses.replace(attention.rope, dims=head_dim * attention.rope.dims // attention.head_dim),
-        window=attention.window and min(attention.window, TINY_WINDOW),
-        scale_dims=attention.scale_dims and head_dim + head_dim // 2,
-        sharpening=sharpening,
-    )
-
-
-def random_weights(decoder: DecoderConfig, *, seed: int) -> Arrays:
-    """Draw float32 weights that all affect the output: biases are not 0, norm scales not 1, and adapters not 0."""
-    random = np.random.default_rng(seed)
-    return {
-        name: (spec.mean + _spread(name, spec) * random.standard_normal(spec.shape)).astype(np.float32)
-        for name, spec in param_specs(decoder).items()
-    }
-
-
-def _spread(name: str, spec: ParamSpec) -> float:
-    return 0.1 if is_adapter(name) or not spec.std else SPREAD * spec.std
 
 
 def make_group(

@@ -22,7 +22,8 @@ from podium.algorithms.controllers import first_coefs
 from podium.certify.ledgers import Ledger, Ledgers
 from podium.certify.naive_optimizer import gradient_norm
 from podium.certify.naive_rules import rules_of
-from podium.certify.subject import Arrays, Subject, one_device, other_weights
+from podium.certify.subject import Subject, one_device
+from podium.certify.tiny import Arrays, other_weights
 from podium.certify.updates import PLAIN, naive_update
 from podium.config.schema import AlgorithmConfig, CheckpointConfig, Config
 from podium.models.adapters import base_of

@@ -38,11 +38,11 @@ from podium.certify.subject import (
     MAX_NEW_TOKENS,
     PROMPTS,
     ROW_TOKENS,
-    Arrays,
     NaiveCritic,
     Subject,
     one_device,
 )
+from podium.certify.tiny import Arrays
 from podium.models.architecture import DecoderConfig
 from podium.models.params import trained_specs
 from podium.run.resolve import resolve_update

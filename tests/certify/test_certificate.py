@@ -16,7 +16,8 @@ from podium.certify.naive import in_float32, in_float64
 from podium.certify.naive_optimizer import scheduled_rate
 from podium.certify.report import as_object, print_certificate
 from podium.certify.result import Certificate, Check
-from podium.certify.subject import make_subject, tiny_clone
+from podium.certify.subject import make_subject
+from podium.certify.tiny import tiny_clone
 from podium.certify.training import training_config
 from podium.certify.updates import NaiveUpdate, Sizes, Updates, gradient_difference, naive_update
 from podium.config.optimizer import OptimizerConfig

@@ -12,7 +12,7 @@ from tiny_models import error_of_scale, hf_config
 
 from podium.certify.naive import in_float64
 from podium.certify.naive import logits as naive_logits
-from podium.certify.subject import random_weights
+from podium.certify.tiny import random_weights
 from podium.config.lora import EXPERTS, LoraConfig
 from podium.config.schema import RolloutConfig
 from podium.models.adapters import merged

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from tiny_models import CASES, error_of_scale, hf_config, hf_tensors, rules_on, write_model
 
 from podium.certify.naive import in_float64, logits
-from podium.certify.subject import random_weights, tiny_clone
+from podium.certify.tiny import random_weights, tiny_clone
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import table_pages
 from podium.models.architecture import ModelError

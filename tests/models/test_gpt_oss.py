@@ -15,7 +15,7 @@ from packed_passes import POSITIONS, PROMPTS, ROWS, SEGMENTS, TOKENS, WEIGHING, 
 from safetensors.numpy import load_file, save_file
 from tiny_models import error_of_scale, hf_config, hf_tensors, logits_of, make_logits, rules_on, tokens_of, write_model
 
-from podium.certify.subject import random_weights
+from podium.certify.tiny import random_weights
 from podium.models import mxfp4
 from podium.models.architecture import ModelError
 from podium.models.attention import row_attention

@@ -19,7 +19,7 @@ from tiny_models import error_of_scale, hf_config, hf_tensors, logits_of, make_l
 
 from podium.certify.naive import in_float64
 from podium.certify.naive import logits as naive_logits
-from podium.certify.subject import random_weights, tiny_clone
+from podium.certify.tiny import random_weights, tiny_clone
 from podium.config.lora import LoraConfig
 from podium.models.architecture import DecoderConfig, ModelError, with_lora
 from podium.models.attention import row_attention

@@ -20,7 +20,7 @@ from tiny_engine import (
     tiny_params,
 )
 
-from podium.certify.subject import tiny_clone
+from podium.certify.tiny import tiny_clone
 from podium.config.lora import MATRICES
 from podium.models.architecture import Lora, rollout_decoder
 from podium.models.blocks.weights import Integers

@@ -9,7 +9,7 @@ import pytest
 from tiny_decoder import tiny
 from tiny_engine import OfGpu, make_pass, mesh_of
 
-from podium.certify.subject import random_weights, tiny_clone
+from podium.certify.tiny import random_weights, tiny_clone
 from podium.models.architecture import DecoderConfig, Lora
 from podium.models.params import GROUP_AXES, ROLLOUT_AXES, frozen_dtype, is_adapter
 from podium.models.presets import PRESETS

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podium.certify.subject import random_weights, tiny_clone
+from podium.certify.tiny import random_weights, tiny_clone
 from podium.config.schema import RolloutConfig
 from podium.models.layouts import Layout
 from podium.models.params import TRAIN_AXES, param_specs

@@ -10,7 +10,7 @@ from mixed_decoder import MIXED, weights
 from tiny_decoder import DECODER
 from tiny_engine import CONFIG, Letters, OfGpu, mesh_of, random_requests, same
 
-from podium.certify.subject import random_weights, tiny_clone
+from podium.certify.tiny import random_weights, tiny_clone
 from podium.kernels import gpu_decode
 from podium.models.architecture import Lora, unrolled, with_layers
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, frozen_specs, is_adapter, param_specs

@@ -24,7 +24,7 @@ from tiny_runs import (
 )
 
 from podium.algorithms.advantages import RETURNS, VALUES
-from podium.certify.subject import random_weights
+from podium.certify.tiny import random_weights
 from podium.models.architecture import scoring_decoder
 from podium.models.params import param_specs
 from podium.observe.run_dir import Fork

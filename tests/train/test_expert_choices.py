@@ -11,7 +11,7 @@ import pytest
 from tiny_runs import make_config, make_train_settings, recipe_of, sizes, spec_of
 
 from podium.certify.naive import in_float64, logits
-from podium.certify.subject import random_weights, tiny_clone
+from podium.certify.tiny import random_weights, tiny_clone
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import RolloutConfig
 from podium.models.attention import row_attention

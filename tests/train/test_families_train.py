@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from tiny_runs import RISE, assert_same_run, config_of, first_and_last, learn, make_config
 
-from podium.certify.subject import random_weights
+from podium.certify.tiny import random_weights
 from podium.models.hf import save_model
 from podium.models.hf_config import from_hf_config
 from podium.train.loop import train

@@ -15,7 +15,7 @@ from tiny_runs import assert_same_run, config_of, groups_of, make_config, make_t
 
 from podium.algorithms.recipes import Teaching
 from podium.certify.naive import Weights, distributions, in_float64, scores
-from podium.certify.subject import Arrays, random_weights
+from podium.certify.tiny import Arrays, random_weights
 from podium.config.teacher import template_names
 from podium.models.architecture import DecoderConfig
 from podium.models.source import resolve as find_source

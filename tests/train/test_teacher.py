@@ -30,7 +30,7 @@ from tiny_runs import (
 
 from podium.algorithms.advantages import taught_advantages
 from podium.algorithms.recipes import OLD_LOGPROBS, TEACHER_HIDDEN, TEACHER_LOGPROBS, Teaching
-from podium.certify.subject import random_weights
+from podium.certify.tiny import random_weights
 from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder
 from podium.models.linear import kept
 from podium.models.source import resolve
