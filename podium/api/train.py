@@ -1,6 +1,8 @@
 """`podium.grpo` and `podium.train`: start runs from Python."""
 
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -67,6 +69,7 @@ def grpo(
 
     Raises:
         ValueError: an argument, a setting or a row is invalid; raised before anything is compiled.
+        SystemExit: SIGTERM came, with status 143: the run is saved, and the script should end.
     """
     runs_dir = str(settings.get("runs_dir", Config.model_fields["runs_dir"].default))
     name = name or _new_name(runs_dir)
@@ -108,6 +111,7 @@ def train(
 
     Raises:
         ValueError: an argument or a setting is invalid; raised before anything is compiled.
+        SystemExit: as from `podium.grpo`.
     """
     files = [config] if isinstance(config, str | Path) else list(config)
     loaded = load_settings(files, list(overrides(settings)), os.environ)
@@ -121,7 +125,9 @@ def _train(config: Config, fork: Fork | None, on_step: "OnStep | None") -> Run:
     from podium.train.recorder import unheard
 
     with giving_back_memory():
-        train_run(config, fork=fork, check=RunCheck(config, force=False), on_step=on_step or unheard)
+        status = train_run(config, fork=fork, check=RunCheck(config, force=False), on_step=on_step or unheard)
+    if status == 128 + signal.SIGTERM:  # the machine will disappear soon: a script must not begin what comes next
+        sys.exit(status)
     return Run(as_path(config.runs_dir) / str(config.name))
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -126,10 +128,16 @@ def test_an_exception_leaves_everything_usable_and_the_run_can_go_on(tiny_model,
     def begin(**options):
         return podium.grpo(str(tiny_model), ROWS, rewards=[short], name="again", runs_dir=runs, **TINY, **options)
 
+    def end(step, metrics, samples):
+        os.kill(os.getpid(), signal.SIGTERM)
+
     with pytest.raises(KeyError, match="mine"):
         begin(on_step=fail)
+    with pytest.raises(SystemExit) as ended:  # a script of several runs does not begin the next one
+        begin(on_step=end)
+    assert ended.value.code == 143 and podium.load_run(f"{runs}/again").steps == [1]
     run = begin()
-    assert run.steps == [2] and not any("eval/accuracy" in line for line in run.metrics)
+    assert run.steps == [1, 2] and not any("eval/accuracy" in line for line in run.metrics)
 
 
 def broken(completion: str) -> float:
