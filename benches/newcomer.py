@@ -116,7 +116,7 @@ def further(wheel: Path, model: str) -> list[Typed]:
         Typed(f"{podium} --help"),
         Typed(f"{podium} tasks"),
         Typed(f"{podium} tasks jsonl"),
-        Typed(f"{podium} config show config.yaml"),
+        Typed(f"{podium} config show config.yaml {mine}"),
         Typed(f"{podium} plan Qwen/Qwen2.5-7B-Instruct --on v6e-8"),
         Typed(f"{podium} plan Qwen/Qwen2.5-3B-Instruct --on auto"),
         Typed(f"{podium} train config.yaml {mine}"),  # again: the run has ended

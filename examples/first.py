@@ -14,5 +14,5 @@ def short(num_tokens: int) -> float:
 sizes = {"max_prompt_tokens": 48, "max_new_tokens": 16}
 learning = {"remat": "none", "optimizer": {"learning_rate": 4e-5}}
 rewards = [podium.math_equal, short]
-run = podium.grpo("demo", rows, rewards=rewards, steps=10, prompts_per_step=8, rollout=sizes, train=learning)
+run = podium.grpo("demo", rows, rewards=rewards, steps=6, prompts_per_step=8, rollout=sizes, train=learning)
 print([round(line["train-reward/total/mean"], 2) for line in run.metrics])
