@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 from others_code import others_code
 from tiny_decoder import tiny
-from tiny_models import make_logits, rules_on
+from tiny_models import error_of_scale, make_logits, rules_on
 
 from podium.config.lora import MATRICES
 from podium.models.adapters import merged
 from podium.models.architecture import Lora, ModelError
 from podium.models.blocks.spec import matrix_outputs
+from podium.models.hf import load_params
 from podium.models.params import LAYERS, frozen_dtype, is_adapter, param_specs
 from podium.models.quantised import NF4_LEVELS, dequantised, make_quantise
 from podium.models.quantised import nf4 as quantised_nf4
+from podium.models.source import read_architecture, resolve
 
 LORA = Lora(rank=4, alpha=6.0, targets=MATRICES)
 PLAIN = tiny(width=128, heads=4, kv_heads=2, head_dim=64, mlp_width=256, tied=False)
@@ -130,3 +132,36 @@ def test_nf4_has_the_codes_and_values_of_bitsandbytes():
         np.testing.assert_array_equal(
             back[layer].T, library.functional.dequantize_4bit(packed, state, quant_type="nf4").numpy()
         )
+
+
+@pytest.mark.parity
+def test_nf4_has_the_logits_of_transformers_with_the_weights_of_bitsandbytes(tmp_path):
+    """transformers' model gets what bitsandbytes makes of its matrices in 4 bits and back; ours reads them in full."""
+    torch, library = others_code("torch"), others_code("bitsandbytes")
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 64}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)
+    model = transformers.LlamaForCausalLM(config).float().eval()
+    model.save_pretrained(tmp_path)
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 24)).astype(np.int32)
+    with torch.no_grad():
+        in_full = model(torch.tensor(tokens.astype(np.int64))).logits.numpy()
+        for module in (each for each in model.model.layers.modules() if isinstance(each, torch.nn.Linear)):
+            packed, state = library.functional.quantize_4bit(module.weight, blocksize=64, quant_type="nf4")
+            module.weight.copy_(library.functional.dequantize_4bit(packed, state, quant_type="nf4"))
+        expected = model(torch.tensor(tokens.astype(np.int64))).logits.numpy()
+
+    source, rules = resolve(str(tmp_path)), rules_on("auto", 1)
+    plain = read_architecture(source)
+    stored = dataclasses.replace(plain, lora=dataclasses.replace(LORA, base="nf4"))
+    params = {}
+    for name, value in load_params(source, plain, rules).items():
+        quantised = frozen_dtype(name, stored) == "uint8"
+        params |= make_quantise(name, stored, rules)(value) if quantised else {name: value}
+    adapters = {name: spec for name, spec in param_specs(stored).items() if is_adapter(name)}
+    params |= {name: jnp.zeros(spec.shape) for name, spec in adapters.items()}
+    found = np.asarray(make_logits(stored, rules)(params, tokens))
+    assert error_of_scale(found, expected) <= 1e-5
+    assert error_of_scale(in_full, expected) > 1e-2, "four bits show"
