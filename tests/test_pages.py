@@ -121,7 +121,8 @@ def test_the_workflows_run_what_a_developer_runs():
 @pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
 def test_a_workflow_names_the_commit_of_each_action(path):
     used = re.findall(r"uses: (\S+)( # v[\d.]+)?", path.read_text())
-    assert used and [action for action, version in used if not version or not re.search(r"@[0-9a-f]{40}$", action)] == []
+    assert used
+    assert [action for action, version in used if not version or not re.search(r"@[0-9a-f]{40}$", action)] == []
 
 
 def test_citation_and_issue_forms_can_be_read():
