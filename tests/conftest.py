@@ -39,6 +39,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax
 from made_once import forget_programs
+from whole_slots import whole_slots
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -78,6 +79,13 @@ def programs_are_forgotten_where_they_fill_the_memory() -> Iterator[None]:
         jax.clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture(name="whole_slots")
+def with_whole_slots() -> Iterator[None]:
+    """Engines of this test have one decode program."""
+    with whole_slots():
+        yield
 
 
 def processes_of_this_session() -> dict[int, str]:

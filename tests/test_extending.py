@@ -8,7 +8,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from rollout.tiny_engine import ALL_DEVICES_CONFIG, EOS, Letters, make_engine, random_requests, tiny_params
+from rollout.tiny_engine import ALL_DEVICES_CONFIG, EOS, ONE_BUCKET, Letters, make_engine, random_requests, tiny_params
 from tiny_decoder import DECODER
 
 from podium import accelerators
@@ -75,6 +75,7 @@ def test_an_accelerator_is_an_entry(monkeypatch, new_accelerators):
     assert (plan.devices, plan.verdict) == (16, "fits")
 
 
+@pytest.mark.usefixtures("whole_slots")
 def test_a_rollout_layout_is_an_entry(monkeypatch):
     """Weights split as in training, sequences over dp and tp: nothing else knows of it, and it decodes the same."""
     setting = [*RUN, "rollout.layout=mixed"]
@@ -85,15 +86,16 @@ def test_a_rollout_layout_is_an_entry(monkeypatch):
     layout = load_settings([], setting, {}).config.rollout.layout
     assert "mixed" in json.dumps(file_schema(NAMES))
     mesh = make_mesh("dp:2,fsdp:2,tp:2")
+    config = ALL_DEVICES_CONFIG.model_copy(update={"max_prompt_tokens": ONE_BUCKET.max_prompt_tokens})
     engine = RolloutEngine(
-        ALL_DEVICES_CONFIG, DECODER, ShardingRules(mesh, ROLLOUT_LAYOUTS[layout]), Letters(EOS), dtype=jnp.float32
+        config, DECODER, ShardingRules(mesh, ROLLOUT_LAYOUTS[layout]), Letters(EOS), dtype=jnp.float32
     )
     shardings = param_shardings(param_specs(DECODER), ShardingRules(mesh, TRAIN_AXES))
     engine.load({name: jax.device_put(value, shardings[name]) for name, value in tiny_params().items()})
-    requests = random_requests(3)
+    requests = random_requests(3, config=ONE_BUCKET)
     found, expected = (
         [[each.tokens.tolist() for each in group] for group in made.generate(requests)[0]]
-        for made in (engine, make_engine())
+        for made in (engine, make_engine(ONE_BUCKET))
     )
     assert found == expected
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny_decoder import DECODER, tiny
 from tiny_engine import (
-    CONFIG,
     EOS,
+    ONE_BUCKET,
     Letters,
     OfGpu,
     answers_of,
@@ -31,6 +31,8 @@ from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import abstract_engine_cache, abstract_slots, make_engine_programs
 from podium.rollout.weights import abstract_weights, engine_decoder, keeps, make_sync
 from podium.sharding import ShardingRules, init_params, make_mesh
+
+pytestmark = pytest.mark.usefixtures("whole_slots")
 
 INT8, W8A8 = (dataclasses.replace(DECODER, rollout_weights=how) for how in ("int8", "w8a8"))
 LORA = Lora(rank=2, alpha=4.0, targets=("q", "v", "up"))
@@ -65,7 +67,7 @@ def of_codes(synced, params):
 
 def engine_of(decoder, params=None, *, devices=1, dtype=jnp.float32, frozen=None):
     rules = ShardingRules(mesh_of(devices), ROLLOUT_AXES)
-    engine = RolloutEngine(CONFIG, decoder, rules, Letters(EOS), dtype=dtype)
+    engine = RolloutEngine(ONE_BUCKET, decoder, rules, Letters(EOS), dtype=dtype)
     if frozen is not None:
         engine.device.freeze(frozen)
     engine.load(tiny_params() if params is None else params)
@@ -74,7 +76,9 @@ def engine_of(decoder, params=None, *, devices=1, dtype=jnp.float32, frozen=None
 
 def differences(engine, params):
     """Of the sampler's log-probabilities from those of one plain pass with these weights."""
-    for request, answer in zip(requests := random_requests(3), answers_of(engine, requests), strict=True):
+    for request, answer in zip(
+        requests := random_requests(3, config=ONE_BUCKET), answers_of(engine, requests), strict=True
+    ):
         for each in answer:
             tokens = [*request.prompt, *each.tokens]
             logprobs = jax.nn.log_softmax(plain_logits(params, tokens), axis=-1)
@@ -134,15 +138,15 @@ def test_weights_that_are_not_finite_do_not_become_numbers():
     params["layers.up"] = params["layers.up"].at[1, 0, 0].set(jnp.nan)
     engine = engine_of(W8A8, params)
     with pytest.raises(ValueError, match=r"weight layers.up.scale of layer 1 is not finite"):
-        answers_of(engine, random_requests(1))
+        answers_of(engine, random_requests(1, config=ONE_BUCKET))
 
 
 def dots_of(decoder, rules):
     """The operand formats of the products in a decode program, as lowered."""
-    programs = make_engine_programs(CONFIG, decoder, rules, jnp.dtype(jnp.bfloat16))
-    cache = abstract_engine_cache(CONFIG, decoder, rules, jnp.dtype(jnp.bfloat16))
+    programs = make_engine_programs(ONE_BUCKET, decoder, rules, jnp.dtype(jnp.bfloat16))
+    cache = abstract_engine_cache(ONE_BUCKET, decoder, rules, jnp.dtype(jnp.bfloat16))
     weights = abstract_weights(decoder, rules, jnp.dtype(jnp.bfloat16))
-    text = programs.decode.lower(weights, cache, *abstract_slots(CONFIG, decoder, 8, rules)).as_text()
+    text = programs.decode.lower(weights, cache, *abstract_slots(ONE_BUCKET, decoder, 8, rules)).as_text()
     lines = [line.rpartition(" : ")[2] for line in text.splitlines() if "dot_general" in line]
     return [line for line in lines if "xi8>" in line]
 

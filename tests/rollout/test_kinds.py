@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mixed_decoder import MIXED, Decay, naive, weights
 from tiny_engine import ROUNDING, Letters, answers_of, mesh_of, same
+from whole_slots import whole_slots
 
 from podium.config.schema import RolloutConfig
 from podium.models.params import ROLLOUT_AXES
@@ -110,7 +111,8 @@ def test_the_tokens_do_not_depend_on_devices_slots_or_overlap():
 
 
 def test_preemption_loses_nothing():
-    engine = make_engine(SMALL)
+    with whole_slots():
+        engine = make_engine(SMALL)
     found, stats = engine.generate(REQUESTS)
     assert stats.preempted > 0
     assert stats.rebuilt_tokens > 0

@@ -11,7 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from layout_traffic import CONFIG, DECODER, FEW, all_layouts, layers_weights
-from tiny_engine import ALL_DEVICES_CONFIG, EOS, Letters, answers_of, make_engine, random_requests, same, tiny_params
+from tiny_engine import (
+    ALL_DEVICES_CONFIG,
+    EOS,
+    ONE_BUCKET,
+    Letters,
+    answers_of,
+    make_engine,
+    random_requests,
+    same,
+    tiny_params,
+)
 from tiny_engine import DECODER as TINY
 
 from podium.accelerators import find_accelerator
@@ -26,13 +36,16 @@ from podium.rollout.weights import engine_specs
 from podium.sharding import ShardingRules, abstract_params, make_mesh, param_shardings
 from podium.train.generate import rollout_rules
 
+pytestmark = pytest.mark.usefixtures("whole_slots")
+
 MESHES = (*(pytest.param(mesh, marks=pytest.mark.long) for mesh in ("fsdp:8", "dp:2,fsdp:4")), "fsdp:4,tp:2")
 REQUESTS = [
-    *random_requests(4, seed=1),
-    *random_requests(2, seed=2, temperature=0.6, top_k=7),
-    *random_requests(2, seed=3, top_p=0.8, min_p=0.01),
-    *random_requests(1, seed=4, temperature=0.0),
+    *random_requests(4, seed=1, config=ONE_BUCKET),
+    *random_requests(2, seed=2, temperature=0.6, top_k=7, config=ONE_BUCKET),
+    *random_requests(2, seed=3, top_p=0.8, min_p=0.01, config=ONE_BUCKET),
+    *random_requests(1, seed=4, temperature=0.0, config=ONE_BUCKET),
 ]
+ALL_DEVICES = ALL_DEVICES_CONFIG.model_copy(update={"max_prompt_tokens": ONE_BUCKET.max_prompt_tokens})
 
 
 def rules_of(layout, mesh):
@@ -47,7 +60,7 @@ def trained_params(mesh):
 
 @functools.cache
 def expected_answers():
-    return answers_of(make_engine(), REQUESTS)
+    return answers_of(make_engine(ONE_BUCKET), REQUESTS)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -59,7 +72,7 @@ def expected_answers():
     ],
 )
 def test_every_layout_gives_the_tokens_and_log_probabilities_of_one_device(layout, mesh):
-    engine = RolloutEngine(ALL_DEVICES_CONFIG, TINY, rules_of(layout, mesh), Letters(EOS), dtype=jnp.float32)
+    engine = RolloutEngine(ALL_DEVICES, TINY, rules_of(layout, mesh), Letters(EOS), dtype=jnp.float32)
     engine.load(trained_params(mesh))
     assert same(answers_of(engine, REQUESTS), expected_answers())
 
@@ -71,7 +84,7 @@ def test_every_layout_gives_the_tokens_and_log_probabilities_of_one_device(layou
 def test_groups_of_any_size_give_the_tokens_and_log_probabilities_of_one_device(layout, group, devices):
     mesh = make_mesh("auto", jax.devices()[:devices])
     rules = rollout_rules(Layout(name=layout, group=group), TINY, mesh)
-    engine = RolloutEngine(ALL_DEVICES_CONFIG, TINY, rules, Letters(EOS), dtype=jnp.float32)
+    engine = RolloutEngine(ALL_DEVICES, TINY, rules, Letters(EOS), dtype=jnp.float32)
     shardings = param_shardings(param_specs(TINY), ShardingRules(mesh, TRAIN_AXES))
     engine.load({name: jax.device_put(value, shardings[name]) for name, value in tiny_params().items()})
     assert same(answers_of(engine, REQUESTS), expected_answers())

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_engine import CONFIG, EOS, answers_of, make_engine, plain_logits, random_requests, same, tiny_params
+from whole_slots import whole_slots
 
 from podium.models.params import GROUP_AXES
 from podium.rollout.request import Key, SamplingParams
@@ -148,7 +149,8 @@ def test_an_engine_that_expects_a_penalty_gives_the_same_tokens():
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.long), True])
 def test_requests_that_come_one_by_one_or_are_preempted_give_the_same(overlap):
-    engine = make_engine(SMALL)
+    with whole_slots():
+        engine = make_engine(SMALL)
     engine.overlap = overlap
     answers, stats = engine.generate(MIXED)
     assert stats.preempted > 0

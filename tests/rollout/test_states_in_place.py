@@ -16,6 +16,8 @@ from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules, make_mesh, param_shardings
 from podium.train.generate import rollout_rules
 
+pytestmark = pytest.mark.usefixtures("whole_slots")
+
 DECODER = tiny_clone(PRESETS["Qwen/Qwen3.5-9B"])
 CONFIG = RolloutConfig(max_prompt_tokens=24, max_new_tokens=8, slots=8, prefill_rows=8, page_tokens=2)
 PROMPTS = [tuple(np.random.default_rng(n).integers(0, DECODER.vocab, n).tolist()) for n in (1, 4, 11)]

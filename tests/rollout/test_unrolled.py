@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mixed_decoder import MIXED, weights
 from tiny_decoder import DECODER
-from tiny_engine import CONFIG, Letters, OfGpu, mesh_of, random_requests, same
+from tiny_engine import ONE_BUCKET, Letters, OfGpu, mesh_of, random_requests, same
 
 from podium.certify.tiny import random_weights, tiny_clone
 from podium.kernels import gpu_decode
@@ -20,6 +20,8 @@ from podium.rollout.request import Request, SamplingParams
 from podium.rollout.weights import engine_decoder, engine_specs, keeps
 from podium.sharding import ShardingRules, init_params
 
+pytestmark = pytest.mark.usefixtures("whole_slots")
+
 LORA = Lora(rank=2, alpha=4.0, targets=("q", "v", "up"), base="bfloat16", merged=False)
 
 
@@ -29,7 +31,7 @@ def without_kernel(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_decode, "fits", lambda page_tokens, head_dim: False)
 
 
-def make_engine(kind, decoder, config=CONFIG, tokenizer=None):
+def make_engine(kind, decoder, config=ONE_BUCKET, tokenizer=None):
     rules = kind(mesh_of(1), ROLLOUT_AXES)
     return RolloutEngine(config, decoder, rules, tokenizer or Letters(299), dtype=jnp.float32)
 
@@ -53,7 +55,7 @@ def test_an_unrolled_decoder_has_the_same_layers_in_the_same_order():
 
 
 def test_it_draws_what_a_loop_over_stacks_draws_and_takes_new_weights():
-    requests = random_requests(5, completions=2)
+    requests = random_requests(5, completions=2, config=ONE_BUCKET)
     stacked, apart = make_engine(ShardingRules, DECODER), make_engine(OfGpu, DECODER)
     answers = []
     for seed in (0, 1):
@@ -68,8 +70,8 @@ def test_the_decode_kernel_reads_the_pages_that_the_engine_writes(monkeypatch):
     emulated = functools.partial(gpu_decode.paged_attention, interpret=True)
     monkeypatch.setattr(gpu_decode, "fits", lambda page_tokens, head_dim: True)
     monkeypatch.setattr(gpu_decode, "paged_attention", emulated)
-    config = CONFIG.model_copy(update={"max_new_tokens": 5, "slots": 4, "prefill_rows": 2})
-    requests = random_requests(3, completions=2, max_new_tokens=5)
+    config = ONE_BUCKET.model_copy(update={"max_new_tokens": 5, "slots": 4, "prefill_rows": 2})
+    requests = random_requests(3, completions=2, max_new_tokens=5, config=ONE_BUCKET)
     answers = []
     for kind in (ShardingRules, Kernel):
         engine = make_engine(kind, with_layers(DECODER, 1), config)
@@ -84,7 +86,7 @@ class Kernel(OfGpu):
 
 @pytest.mark.long  # compiles 15 layers of three kinds for each length; the last test has windows too
 def test_windows_rings_and_states_of_several_places_are_each_layers_own():
-    config = CONFIG.model_copy(update={"max_prompt_tokens": 40, "slots": 4, "prefill_rows": 2, "page_tokens": 4})
+    config = ONE_BUCKET.model_copy(update={"max_prompt_tokens": 40, "slots": 4, "prefill_rows": 2, "page_tokens": 4})
     random = np.random.default_rng(1)
     requests = [
         Request(
@@ -116,7 +118,7 @@ def test_adapters_and_frozen_weights_come_from_the_trainers_stacks(merged):
         engine = make_engine(kind, decoder)
         engine.device.freeze(frozen)
         engine.load(own)
-        answers.append(engine.generate(random_requests(3, completions=2))[0])
+        answers.append(engine.generate(random_requests(3, completions=2, config=ONE_BUCKET))[0])
     assert same(*answers)
     assert keeps(frozen, decoder, OfGpu(mesh_of(1), ROLLOUT_AXES), jnp.dtype(jnp.bfloat16)) == merged
 
@@ -126,14 +128,14 @@ def test_a_weight_that_is_not_finite_is_named_with_its_layer():
     params = opinionated(DECODER, 0)
     engine.load(params | {"layers.up": params["layers.up"].at[1].set(jnp.nan)})
     with pytest.raises(NonFiniteError, match=r"weight layers\.1\.gate\+up of layer 1 is not finite"):
-        engine.generate(random_requests(1))
+        engine.generate(random_requests(1, config=ONE_BUCKET))
 
 
 def test_experts_of_several_places_are_recorded_layer_after_layer():
     """The trainer's stacks alternate; the engine on a GPU has every layer apart."""
     decoder = tiny_clone(PRESETS["openai/gpt-oss-20b"])
     assert len(decoder.routed) > 1
-    config = CONFIG.model_copy(update={"max_prompt_tokens": 24, "max_new_tokens": 4, "slots": 4, "prefill_rows": 4})
+    config = ONE_BUCKET.model_copy(update={"max_prompt_tokens": 24, "max_new_tokens": 4, "slots": 4, "prefill_rows": 4})
     values = {name: jnp.asarray(value) for name, value in random_weights(decoder, seed=0).items()}
     answers = []
     for kind in (ShardingRules, OfGpu):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_engine import CONFIG, EOS, answers_of, make_engine, random_requests, same, tiny_params
+from whole_slots import whole_slots
 
 from podium.rollout.engine import NonFiniteError
 from podium.rollout.request import Key, Request, SamplingParams
@@ -179,7 +180,9 @@ def test_what_is_taken_out_and_submitted_again_gives_the_same_tokens(steps):
 @pytest.mark.parametrize("when", [0, 1, 3])
 def test_cancelling_leaves_the_others_as_they_are(when):
     """At once, in prefill or after the first call, and later; of one request all, of another one completion."""
-    engine = make_engine(SMALL.model_copy(update={"prefill_rows": 1})) if when == 0 else shared_engine()
+    with whole_slots():
+        engine = make_engine(SMALL.model_copy(update={"prefill_rows": 1})) if when == 0 else None
+    engine = engine or shared_engine()
     numbers = [engine.submit(request) for request in MIXED]
     for _ in range(when):
         engine.step()
@@ -289,7 +292,8 @@ def test_a_restored_conversation_draws_as_if_it_had_not_been_interrupted():
 
 def test_only_what_was_evicted_counts_as_rebuilt():
     """A parked conversation loses its pages to a longer prompt; its next turn prefills old and new tokens together."""
-    engine = make_engine(SMALL.model_copy(update={"cache_tokens": 8 * 9}))
+    with whole_slots():
+        engine = make_engine(SMALL.model_copy(update={"cache_tokens": 8 * 9}))
     (key,) = (Key(engine.submit(dataclasses.replace(MIXED[0], prompt=(5,) * 21, completions=1, keep=True)), 0),)
     while engine.busy:
         engine.step()

@@ -23,6 +23,8 @@ ROUNDING = 1e-5
 """How far log-probabilities of equal tokens may differ, in float32: what docs/design.md promises."""
 CONFIG = RolloutConfig(max_prompt_tokens=48, max_new_tokens=12, slots=8, refill_steps=3, prefill_rows=4)
 ALL_DEVICES_CONFIG = CONFIG.model_copy(update={"slots": 16, "prefill_rows": 8})
+ONE_BUCKET = CONFIG.model_copy(update={"max_prompt_tokens": 32})
+"""Its engines have one program that prefills."""
 
 
 class Letters:
@@ -66,11 +68,14 @@ def answers_of(engine, requests):
     return engine.generate(requests)[0]
 
 
-def random_requests(count: int, *, seed: int = 0, completions: int = 3, max_new_tokens: int = 12, **settings):
+def random_requests(
+    count: int, *, seed: int = 0, completions: int = 3, max_new_tokens: int = 12, config=CONFIG, **settings
+):
+    """Requests whose prompts have any length that `config` allows."""
     rng = np.random.default_rng(seed)
     return [
         Request(
-            prompt=tuple(rng.integers(0, 299, rng.integers(1, CONFIG.max_prompt_tokens + 1)).tolist()),
+            prompt=tuple(rng.integers(0, 299, rng.integers(1, config.max_prompt_tokens + 1)).tolist()),
             sampling=SamplingParams(max_new_tokens=max_new_tokens, **settings),
             seed=int(rng.integers(2**40)),
             completions=completions,

@@ -8,6 +8,7 @@ import pytest
 from made_once import made_once
 from scripted import TALK, TEMPLATE
 from tiny_runs import STEPWISE, make_config, merged, trained, write_tiny_model
+from whole_slots import every_size, whole_slots
 
 from podium.config.schema import Config
 from podium.sharding import make_mesh
@@ -74,13 +75,27 @@ def made_once_for_all() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_decode_program() -> Iterator[None]:
+    """Runs decode with all slots, however few are live."""
+    with whole_slots():
+        yield
+
+
+@pytest.fixture(name="every_size")
+def with_every_size() -> Iterator[None]:
+    """But for those of this test."""
+    with every_size():
+        yield
+
+
 @pytest.fixture(scope="session")
 def run_of(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Trains a new run with changes to the tiny config; its folder."""
 
     def run(name: str = "run", **changes: Any) -> Path:
         config = make_config(tiny_model, tmp_path_factory.mktemp("runs"), name=name, **changes)
-        with on_one_device():
+        with on_one_device(), whole_slots():
             assert train(config, plain=True) == 0
         return Path(config.runs_dir) / name
 

@@ -17,6 +17,7 @@ from podium.observe.writers import MetricWriter
 from podium.rollout.engine import RolloutEngine
 from podium.sharding import ShardingRules, make_mesh
 from podium.train import distributed, loop
+from tests.whole_slots import whole_slots
 
 COUNT = 5 * 10**12
 ROWS = 16
@@ -40,7 +41,8 @@ def losses(config: Config) -> list[dict[str, Any]]:
 
     MetricWriter.write = keep
     try:
-        status = loop.train(config, plain=True, job=alone())
+        with whole_slots():
+            status = loop.train(config, plain=True, job=alone())
     finally:
         MetricWriter.write = write
     assert status == 0, status

@@ -246,6 +246,7 @@ def test_an_environment_in_processes_survives_one_that_is_killed(talk):
     assert tokens_of(groups) == tokens_of(expected)
 
 
+@pytest.mark.usefixtures("every_size")
 @pytest.mark.parametrize("rounds", [5, pytest.param(50, marks=pytest.mark.long)])
 def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
     """Forty a round. Tools and environments raise, hang and end their processes; every other round is broken off, and
@@ -372,6 +373,7 @@ class Timed:
         return None
 
 
+@pytest.mark.usefixtures("every_size")
 @pytest.mark.parametrize("seconds", [0.0, 0.2, 2.0])
 def test_the_loop_takes_as_long_as_the_planner_says(talk, seconds):
     """By a clock of its own: what a call takes is given, and so is the time of a reply."""

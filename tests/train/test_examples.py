@@ -38,7 +38,7 @@ def shortened(text: str, model: Path) -> str:
     return text
 
 
-@pytest.mark.usefixtures("one_device")
+@pytest.mark.usefixtures("one_device", "every_size")
 @pytest.mark.parametrize(
     ("name", "prints"),
     [
@@ -98,7 +98,7 @@ def pages(session: dict[str, Any]) -> str:
     return "".join(each._repr_html_() for each in session["shown"] if hasattr(each, "_repr_html_"))
 
 
-@pytest.mark.usefixtures("one_device")
+@pytest.mark.usefixtures("one_device", "every_size")
 def test_the_notebook_for_colab_runs(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     session = run_cells(read("colab", tiny_model))
@@ -107,7 +107,7 @@ def test_the_notebook_for_colab_runs(tiny_model, tmp_path, monkeypatch):
     assert (tmp_path / "report.html").exists() and (tmp_path / "model" / "config.json").exists()
 
 
-@pytest.mark.usefixtures("one_device")
+@pytest.mark.usefixtures("one_device", "every_size")
 def test_the_notebook_for_kaggle_runs(tiny_model, tmp_path, monkeypatch):
     (tmp_path / "podium").mkdir()
     (tmp_path / "podium" / "configs").symlink_to(EXAMPLES.parent / "configs")
@@ -147,7 +147,7 @@ def check_requirement(word: str) -> None:
         assert f"{word}\n" in (EXAMPLES.parent / "Makefile").read_text()
 
 
-@pytest.mark.usefixtures("one_device")
+@pytest.mark.usefixtures("one_device", "every_size")
 def test_the_code_of_the_notebook_runs(notebook, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     session = run_cells(notebook)
