@@ -1,6 +1,7 @@
 """Commands that README, docs, configs and Podium itself show, as they are written, and where each stands."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +48,8 @@ def mentioned() -> dict[str, str]:
         for line in INLINE.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
             found.setdefault(" ".join(line.split()), str(page.relative_to(ROOT)))
     for path in sorted((ROOT / "podium").rglob("*.py")):
-        for text in _strings(ast.parse(path.read_text(encoding="utf-8"))):
+        source = path.read_text(encoding="utf-8")
+        for text in _strings(ast.parse(source)) if HINT.search(source) else ():
             for rest in HINT.findall(text):
                 if line := _command_in(rest):
                     found.setdefault(line, str(path.relative_to(ROOT)))
@@ -69,9 +71,16 @@ def _part(part: ast.expr) -> str:
     return f"{{{ast.unparse(part.value)}}}" if isinstance(part, ast.FormattedValue) else ast.literal_eval(part)
 
 
+@functools.cache
+def _podium() -> TyperGroup:
+    command = typer.main.get_command(cli.app)
+    assert isinstance(command, TyperGroup)
+    return command
+
+
 def _command_in(rest: str) -> str | None:
     """The command that text behind "podium " begins with: names of commands, then words that can be no sentence's."""
-    words, command = [], typer.main.get_command(cli.app)
+    words, command = [], _podium()
     for word in re.sub(r"\{[^}]*\}", lambda found: found[0].replace(" ", ""), rest).split():
         bare = word.rstrip(".,;:)]")
         if isinstance(command, TyperGroup):
