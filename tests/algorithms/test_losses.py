@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import jax
@@ -217,20 +217,27 @@ def test_extreme_ratios_stay_finite(loss: Loss, ratio: float, advantage: float) 
     assert np.isfinite(one_token(loss, ratio, advantage)).all()
 
 
+@cache
+def jitted(loss: Loss) -> Loss:
+    """The loss as one program for all examples of a test."""
+    return jax.jit(loss)
+
+
 @pytest.mark.parametrize(("loss", "naive"), LOSSES)
 @given(seed=st.integers(0, 10_000))
 @settings(deadline=None, max_examples=20)
 def test_packed_rows_equal_sequences_alone(loss: Loss, naive: Naive, seed: int) -> None:
-    batch = packed(seed)
-    together = jax.tree.map(np.asarray, loss(**batch))
+    batch, compute = packed(seed), jitted(loss)
+    together = jax.device_get(compute(**batch))
     for row, columns in sequences(batch):
         T = 10  # padded with noise to the same length
         alone = {name: np.full((1, T), 3, array.dtype) for name, array in batch.items()}
         alone["segments"], alone["mask"] = np.zeros((1, T), np.int32), np.zeros((1, T), bool)
         for name, array in batch.items():
             alone[name][0, 2 : 2 + len(columns)] = array[row, columns]
-        assert loss(**alone).stats.keys() == together.stats.keys()
-        for result, expected in zip(jax.tree.leaves(loss(**alone)), jax.tree.leaves(together), strict=True):
+        found = jax.device_get(compute(**alone))
+        assert found.stats.keys() == together.stats.keys()
+        for result, expected in zip(jax.tree.leaves(found), jax.tree.leaves(together), strict=True):
             np.testing.assert_allclose(result[0, 2 : 2 + len(columns)], expected[row, columns], rtol=1e-5, atol=1e-6)
 
 
@@ -283,8 +290,8 @@ def test_luspo_is_gspo_with_a_constant_divisor() -> None:
     lengths = np.array([len(columns) for _, columns in sequences(batch)])
     weights = token_weights("constant", lengths, num_sequences=len(lengths), max_new_tokens=longest)
     assert len(set(weights.tolist())) == 1
-    ours = jax.grad(lambda lp: jnp.sum(weights[0] * batch["mask"] * GSPO(**{**batch, "logprobs": lp}).values))
-    theirs = jax.grad(luspo)(batch["logprobs"])
+    ours = jax.jit(jax.grad(lambda lp: jnp.sum(weights[0] * batch["mask"] * GSPO(**{**batch, "logprobs": lp}).values)))
+    theirs = jax.jit(jax.grad(luspo))(batch["logprobs"])
     np.testing.assert_allclose(longest * ours(batch["logprobs"]), theirs, rtol=1e-5, atol=1e-7)
 
 

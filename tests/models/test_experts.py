@@ -74,14 +74,16 @@ def test_values_and_gradients_are_those_of_autodiff_of_the_naive_form(normalized
         y = function(w, x, normalized=normalized)
         return jnp.sum(jnp.sin(y)), y
 
-    (_, found), gradients = jax.value_and_grad(
-        functools.partial(loss, functools.partial(computed, sorted_form)), (0, 1), has_aux=True
-    )(WEIGHTS, X)
-    (_, expected), wanted = jax.value_and_grad(functools.partial(loss, naive), (0, 1), has_aux=True)(WEIGHTS, X)
+    def of(function):
+        return jax.jit(jax.value_and_grad(functools.partial(loss, function), (0, 1), has_aux=True))(WEIGHTS, X)
+
+    (_, found), gradients = of(functools.partial(computed, sorted_form))
+    (_, expected), wanted = of(naive)
     assert error_of_scale(found, expected) <= TOLERANCE
     for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
         assert error_of_scale(one, other) <= TOLERANCE
-    assert error_of_scale(computed(dense_form, WEIGHTS, X, normalized), expected) <= TOLERANCE
+    dense = jax.jit(functools.partial(computed, dense_form, normalized=normalized))(WEIGHTS, X)
+    assert error_of_scale(dense, expected) <= TOLERANCE
 
 
 def test_the_kernels_of_a_tpu_multiply_as_ragged_dot_does():
@@ -95,10 +97,11 @@ def test_the_kernels_of_a_tpu_multiply_as_ragged_dot_does():
 
     single = jnp.dtype(jnp.float32)
     own = Form("cpu", single, "own")
-    expected = jax.grad(functools.partial(product, own), (0, 1))(x, w, None)
-    plain = jax.grad(lambda x, w: jnp.sum(jax.lax.ragged_dot(x, w, sizes, precision="highest") * dy), (0, 1))(x, w)
+    expected = jax.jit(jax.grad(functools.partial(product, own), (0, 1)))(x, w, None)
+    every = lambda x, w: jnp.sum(jax.lax.ragged_dot(x, w, sizes, precision="highest") * dy)  # noqa: E731
+    plain = jax.jit(jax.grad(every, (0, 1)))(x, w)
     for form, at in ((own, (0, 1)), (Form("tpu", single, "float32", interpret=True), (0, 2))):
-        found = jax.grad(functools.partial(product, form), at)(x, w, jnp.zeros_like(w))
+        found = jax.jit(jax.grad(functools.partial(product, form), at))(x, w, jnp.zeros_like(w))
         for one, other, third in zip(found, expected, plain, strict=True):
             assert error_of_scale(one, other) <= TOLERANCE
             assert error_of_scale(one, third) <= TOLERANCE

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -122,7 +123,10 @@ def test_scores_are_those_of_the_last_tokens_by_its_own_tokenizer_template_and_w
     with in_float64():
         wide = load_params(resolve(str(reward_model)), decoder, rules_of())
         wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in wide.items()}
-        expected = [float(values(wide, jnp.asarray(tokens_by_hand(each)), decoder)[-1]) for each in CONVERSATIONS[:-1]]
+        compute, expected = jax.jit(lambda tokens: values(wide, tokens, decoder)), []
+        for tokens in map(tokens_by_hand, CONVERSATIONS[:-1]):
+            padded = np.pad(np.array(tokens, np.int32), (0, 24 - len(tokens)))  # one program for all lengths
+            expected.append(float(np.asarray(compute(padded))[len(tokens) - 1]))
     np.testing.assert_allclose(np.array(found[:-1], np.float64), expected, atol=1e-5)
     assert np.ptp(expected) > 0.1
 
