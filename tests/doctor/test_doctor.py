@@ -132,6 +132,7 @@ def test_scripts_read_the_exit_status_and_one_object(monkeypatch, capsys):
     assert status == 2
 
 
+@pytest.mark.usefixtures("whole_slots")
 def test_this_machine_is_measured_from_its_versions_to_a_small_model(tmp_path, monkeypatch):
     from podium.doctor.system import ThisSystem
 
@@ -139,7 +140,8 @@ def test_this_machine_is_measured_from_its_versions_to_a_small_model(tmp_path, m
     for name, size in (("product_rate", TINY.product), ("copy_rate", TINY.array_bytes)):  # of the plan's peaks
         measure = getattr(timing, name)
         monkeypatch.setattr(timing, name, lambda *given, measure=measure, size=size: measure(*given, size))
-    found = diagnose(ThisSystem(), tmp_path, sizes=TINY)
+    sizes = dataclasses.replace(TINY, row_tokens=32 + TINY.new_tokens)  # one program prefills
+    found = diagnose(ThisSystem(), tmp_path, sizes=sizes)
     rows = {row.name: row for section in found.sections.values() for row in section}
     assert list(found.sections) == list(command.PROBES)
     for name in ("bfloat16", "float32", "int8", "read", "copy", "write", "all-gather", "all-to-all", "decode step"):

@@ -337,7 +337,7 @@ print(status("VmHWM") - before - own, max(value.nbytes for name, value in params
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_loading_needs_little_memory_beside_the_shards(devices: int, tmp_path: Path):
     """A model of 360 MiB whose largest tensor has 128 MiB: the bound is 1.3 x the largest tensor, all included."""
     sizes = {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 2048, "head_dim": 64}

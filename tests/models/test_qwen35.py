@@ -169,7 +169,7 @@ def test_a_mixture_whose_experts_have_tensors_of_their_own_is_the_same_model(tmp
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("case", [CASE, MIXTURE])
+@pytest.mark.parametrize("case", [MIXTURE, pytest.param(CASE, marks=pytest.mark.long)])  # the mixture has both mixers
 def test_an_export_has_the_same_bits(case, tmp_path):
     source = write_model(tmp_path / "model", case)
     config = read_architecture(source)

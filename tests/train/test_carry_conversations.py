@@ -21,6 +21,8 @@ TASKS = [
     {"name": "arithmetic"},
 ]
 """Conversations, some of which the environment begins, and single answers beside them."""
+WAITING = {"refill_steps": CARRIED["refill_steps"]}
+"""A rollout that ends with its step, by the programs of one that carries over."""
 
 
 def test_carried_conversations_are_those_that_a_step_would_have_waited_for(talk, monkeypatch):
@@ -36,7 +38,7 @@ def test_carried_conversations_are_those_that_a_step_would_have_waited_for(talk,
     talks = [group for step in carried.groups for group in step if group.prompt.task == 0]
     begun = 4 * len(talks) + sum(pending.prompt.prompt.task == 0 for pending in carried.position.pending) * 4
     assert len(made) == begun  # each has one environment, over all steps
-    waited_for = Steps(talk(tasks=TASKS), 8).by_prompt()
+    waited_for = Steps(talk(tasks=TASKS, rollout=WAITING), 8).by_prompt()
     crossed = {True: 0, False: 0}
     for step, groups in enumerate(carried.groups):
         assert [group.version for group in groups] == [step] * 4
@@ -118,7 +120,7 @@ def test_reward_functions_get_environments_that_ended_in_an_earlier_step(talk, m
     monkeypatch.setattr(Dialogue, "read", call_of_everything)
     task = {"environment": "scripted:Echo", "rewards": {"scripted:echoed": 1.0}, "correct": "scripted:echoed"}
     task |= {"options": {"episodes": 40, "eval_episodes": 2}}
-    waited_for = Steps(talk(tasks=[task]), 5).by_prompt()
+    waited_for = Steps(talk(tasks=[task], rollout=WAITING), 5).by_prompt()
     ended, paid = 0, 0.0
     for anew in (False, True):
         found = Steps(talk(tasks=[task], rollout=CARRIED), 4, anew=anew)

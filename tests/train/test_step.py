@@ -40,8 +40,8 @@ MESHES = {
     2: ("fsdp:2", "dp:2", "tp:2", "sp:2"),
     8: ("1,8,1", "2,4,1", "2,2,2", "8,1,1", "fsdp:2,sp:4", "fsdp:2,sp:2,tp:2", "dp:2,fsdp:2,sp:2"),
 }
-SHORTLY = ("dp:1", "2,2,2", "fsdp:2,sp:2,tp:2")
-"""Those of the short suite: every axis is split in one of them."""
+SHORTLY = ("dp:1", "fsdp:2,sp:2,tp:2")
+"""Those of the short suite; that of settings of memory splits dp."""
 
 
 def batch_of(samples=SAMPLES, *, rows=8, packing="shared_prompts", row_tokens=ROW_TOKENS):
@@ -176,15 +176,16 @@ def test_a_lone_micro_batch_has_no_second_tree_of_gradients():
 @pytest.mark.parametrize(
     ("devices", "mesh", "program"),
     [
-        (1, "dp:1", {"remat": "offload", "row_groups": 4}),
-        (2, "fsdp:2", {"remat": "products", "row_groups": 2}),
+        (2, "fsdp:2", {"remat": "products", "row_groups": 2, "attention": "reference"}),
         (4, "fsdp:2,sp:2", {"remat": "offload", "row_groups": 2, "head_chunk_tokens": 16}),
-        (8, "1,8,1", {"attention": "reference"}),
         (1, "dp:1", {"head": "fused", "head_chunk_tokens": 128}),
         (8, "2,2,2", {"remat": "layer", "head_chunk_tokens": 56}),  # 28 of 24 columns: the last chunk is padded
         *(
             pytest.param(*each, marks=pytest.mark.long)
             for each in (
+                (1, "dp:1", {"remat": "offload", "row_groups": 4}),
+                (2, "fsdp:2", {"remat": "products", "row_groups": 2}),
+                (8, "1,8,1", {"attention": "reference"}),
                 (1, "dp:1", {"remat": "layer"}),
                 (1, "dp:1", {"remat": "offload"}),
                 (8, "2,2,2", {"remat": "layer", "row_groups": 2}),
@@ -223,7 +224,7 @@ def test_gradients_of_sequence_ratios_and_entropy_do_not_depend_on_the_packing(s
     assert distance(found, alone) <= GRADIENT_TOLERANCE
 
 
-@pytest.mark.parametrize("rows", [2, 16])
+@pytest.mark.parametrize("rows", [2, pytest.param(16, marks=pytest.mark.long)])
 def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_weights_and_the_micro_batches(samples, rows):
     without, plain = gradient(samples, rows=rows)
     found, metrics = gradient(samples, rows=rows, algorithm={"entropy_bonus": 0.5})
@@ -385,7 +386,9 @@ def test_padding_contributes_nothing(samples, expected):
     assert metrics == pytest.approx(expected[1], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize(("devices", "mesh"), [(1, "dp:1"), (8, "2,2,2"), (8, "1,8,1")])
+@pytest.mark.parametrize(
+    ("devices", "mesh"), [(1, "dp:1"), (8, "2,2,2"), pytest.param(8, "1,8,1", marks=pytest.mark.long)]
+)
 def test_programs_are_traced_once_whatever_the_batch_holds(devices, mesh):
     settings, step = compiled.__wrapped__(mesh, devices, "{}", ())  # one that no other test has called
     score = make_score(settings)
