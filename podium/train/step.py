@@ -33,6 +33,7 @@ from podium.models.linear import activation_dtype
 from podium.models.logprobs import Taught, TokenLogprobs, token_logprobs
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, trained_specs
 from podium.models.recorded_routing import balances, recorded_choices
+from podium.models.recurrence import row_recurrence
 from podium.models.visibility import Visibility, packed_rows
 from podium.sharding import Params, ShardingRules, abstract_params, to_devices
 from podium.train.batch import Batch
@@ -397,7 +398,7 @@ def _hidden(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) ->
         return visibility, row_attention(settings.attention, own, rules)(q, k, v, at.sinks)
 
     def recur(rows: Packed, at: At, initial: States, advance: Advance) -> tuple[Packed, jax.Array]:
-        return rows, advance.packed(rows)
+        return rows, advance.packed(rows, row_recurrence(rules, initial[-1].shape[1:]))
 
     recorded = None
     if batch.choices is not None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from podium.models.blocks.kind import Applied, Context, Packed, States, StateSpec, StoredState, Work
+from podium.models.blocks.kind import Applied, Context, DeltaRows, Packed, States, StateSpec, StoredState, Work
 from podium.models.blocks.rope import Rope
 from podium.models.blocks.spec import ParamSpec, ParamSpecs
 from podium.models.blocks.weights import LayerWeights
@@ -67,12 +67,14 @@ class _Rule:
         found = [next_conv(x, taps, tail, counts) for x, taps, tail in given]
         return tuple(tail for _, tail in found), [x for x, _ in found]
 
-    def packed(self, rows: Packed, /) -> jax.Array:
+    def packed(self, rows: Packed, kernel: DeltaRows | None = None, /) -> jax.Array:
         """Compute whole sequences in packed rows."""
         from podium.models.blocks.delta_rule import packed, short_conv
 
         given = zip((self.q, self.k, self.v), self.taps, strict=True)
         q, k, v = (short_conv(x, taps, rows.previous) for x, taps in given)
+        if kernel is not None:
+            return kernel(q, k, v, self.g, self.beta, rows)
         return packed(self._tokens(q, k, v, self.g, self.beta), rows, CHUNK).reshape(v.shape)
 
     def _tokens(self, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array) -> Tokens:

@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
     beta: jax.Array  # [B, T, K, R]
 
 
-class _Paths(NamedTuple):
+class Paths(NamedTuple):
     """Which carried states, and which tokens of its own chunk, are on each token's path; for all chunks."""
 
     decays: jax.Array  # [B, M, K, R, C], logarithm of the decay since the chunk began, along the token's path
@@ -41,6 +41,11 @@ class _Paths(NamedTuple):
     reads: jax.Array  # [B, M, C, J] bool, the state from the previous chunk in which the token's path begins
     ends: jax.Array  # [B, M, J, C] bool, the token after which each state is passed on; all False: no token
     stays: jax.Array  # [B, M, J] bool, whether the state is passed on as it came
+
+    @property
+    def reached(self) -> jax.Array:
+        """[B, M, J, C] bool, the tokens on the path of the one after which each state is passed on."""
+        return jnp.any(self.ends[..., None] & self.seen[:, :, None], axis=3)
 
 
 def chunked(tokens: Tokens, first: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
@@ -53,7 +58,7 @@ def chunked(tokens: Tokens, first: jax.Array, chunk: int) -> tuple[jax.Array, ja
     tokens = _in_chunks(tokens, chunk)
     C = tokens.k.shape[2]
     causal = jnp.tril(jnp.ones((C, C), bool))[None, None]
-    paths = _Paths(
+    paths = Paths(
         decays=_heads_first(jnp.cumsum(tokens.g, axis=2)),
         seen=causal,
         reads=jnp.ones((1, 1, C, 1), bool),
@@ -72,12 +77,12 @@ def packed(tokens: Tokens, rows: Packed, chunk: int) -> jax.Array:
     segments, prompts = (
         jnp.pad(x, ((0, 0), (0, M * C - T)), mode="edge").reshape(B, M, C) for x in (rows.segments, rows.prompts)
     )
-    paths = _packed_paths(tokens.g, segments, prompts)
+    paths = packed_paths(tokens.g, segments, prompts)
     y, _ = _over_chunks(tokens, paths, jnp.zeros((B, K, R, 2, N, P), jnp.float32))
     return y[:, :T]
 
 
-def _packed_paths(g: jax.Array, segments: jax.Array, prompts: jax.Array) -> _Paths:
+def packed_paths(g: jax.Array, segments: jax.Array, prompts: jax.Array) -> Paths:
     """The paths of packed rows: g [B, M, C, K, R], segments and prompts [B, M, C]."""
     C = segments.shape[2]
     at = jnp.arange(C)
@@ -96,7 +101,7 @@ def _packed_paths(g: jax.Array, segments: jax.Array, prompts: jax.Array) -> _Pat
     of_last = segments == prompts[:, :, -1:]  # [B, M, C], tokens of the last token's prompt
     behind = _one_hot(C - 1 - jnp.argmax(of_last[..., ::-1], axis=2), C) & of_last.any(axis=2, keepdims=True)
     stays = ~of_last.any(axis=2) & (prompts[:, :, -1] == last_prompt[:, :, 0])
-    return _Paths(
+    return Paths(
         decays=_heads_first(decays),
         seen=(same | of_prompt) & (at[:, None] >= at[None])[None, None],
         reads=jnp.stack([own, (prompts == last_prompt) & ~own], axis=3),
@@ -128,7 +133,7 @@ def _heads_first(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 2, -1)
 
 
-def _over_chunks(tokens: Tokens, paths: _Paths, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _over_chunks(tokens: Tokens, paths: Paths, first: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, M C, K, R, P], and the last states; `first` are those before, [B, K, R, J, N, P].
 
     What needs no state is computed for all chunks at once. The states' dimensions J and N are one, [J N], in products,
@@ -155,7 +160,7 @@ def _over_chunks(tokens: Tokens, paths: _Paths, first: jax.Array) -> tuple[jax.A
     keys = exact("bmkrcd,bmkrds->bmkrcs", solved, for_states(reading, k))
     ends = paths.ends[:, :, None, None]  # [B, M, 1, 1, J, C]
     at_end = jnp.sum(jnp.where(ends, decays[..., None, :], 0.0), axis=-1)  # [B, M, K, R, J]
-    reached = jnp.any(paths.ends[..., None] & paths.seen[:, :, None], axis=3)[:, :, None, None]  # [B, M, 1, 1, J, C]
+    reached = paths.reached[:, :, None, None]  # [B, M, 1, 1, J, C]
     left = jnp.exp(jnp.where(reached, at_end[..., None] - decays[..., None, :], -jnp.inf))  # [B, M, K, R, J, C]
     reads_at_end = jnp.any(paths.ends[..., None] & paths.reads[:, :, None], axis=3)[:, :, None, None]
     kept = jnp.where(reads_at_end, jnp.exp(at_end)[..., None], 0.0)  # [B, M, K, R, J, J], new by old

@@ -104,6 +104,25 @@ class Packed(NamedTuple):
     previous: jax.Array  # [B, T] int32, index in the row of the previous token of its sequence; T: there is none
 
 
+class DeltaRows(Protocol):
+    """The gated delta rule over packed rows, provided by a caller of `forward` whose devices have a kernel for it."""
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, rows: Packed, /
+    ) -> jax.Array:
+        """Compute y [B, T, V, P] in the format of `v`.
+
+        Args:
+            q: [B, T, K, N], neither normed nor scaled.
+            k: [B, T, K, N], not normed.
+            v: [B, T, V, P].
+            g: [B, T, V] float32, logarithm of the decay.
+            beta: [B, T, V] float32.
+            rows: the tokens' sequences.
+        """
+        ...
+
+
 class Advance(Protocol):
     """The computation of a recurrent layer, for both ways in which callers of `forward` lay out sequences."""
 
@@ -120,7 +139,7 @@ class Advance(Protocol):
         """
         ...
 
-    def packed(self, rows: Packed, /) -> jax.Array:
+    def packed(self, rows: Packed, kernel: DeltaRows | None = None, /) -> jax.Array:
         """Compute y [B, T, ...] of whole sequences in packed rows; y at padding is finite and ignored."""
         ...
 
