@@ -36,6 +36,7 @@ from podium.train.loop import train
 
 RISE = 0.15
 STEPS = 60
+ENTROPY_BONUS = 0.01
 WORDS = ["<unk>", "<pad>", "<end>", "What", "is", "+", "?", "Answer", "with", "only", "the", "number", "."]
 VOCAB = [*WORDS, *map(str, range(1, 20))]
 TEMPLATE = "{{ messages[-1].content }}"
@@ -102,7 +103,9 @@ def _shapes(vocab: int, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": shape for name, shape in names.items()}
 
 
-def make_config(model: Path, runs: Path, recipe: str, *, steps: int = STEPS) -> Config:
+def make_config(
+    model: Path, runs: Path, recipe: str, *, steps: int = STEPS, entropy_bonus: float = ENTROPY_BONUS
+) -> Config:
     """A run of `steps` steps of 32 prompts with 16 completions of at most 2 tokens."""
     return Config(
         name=recipe,
@@ -116,7 +119,7 @@ def make_config(model: Path, runs: Path, recipe: str, *, steps: int = STEPS) -> 
         rollout=RolloutConfig(
             dtype="float32", max_prompt_tokens=16, max_new_tokens=2, slots=512, prefill_rows=32, refill_steps=2
         ),
-        algorithm=AlgorithmConfig(recipe=recipe, mask_truncated=False, entropy_bonus=0.01),
+        algorithm=AlgorithmConfig(recipe=recipe, mask_truncated=False, entropy_bonus=entropy_bonus),
         train=TrainConfig(
             dtype="float32", rows_per_device=64, remat="none", optimizer=OptimizerConfig(learning_rate=3e-3)
         ),
@@ -126,12 +129,12 @@ def make_config(model: Path, runs: Path, recipe: str, *, steps: int = STEPS) -> 
     )
 
 
-def learn(recipe: str, folder: Path, *, steps: int = STEPS) -> list[float]:
+def learn(recipe: str, folder: Path, *, steps: int = STEPS, entropy_bonus: float = ENTROPY_BONUS) -> list[float]:
     """Trains a new tiny model below `folder`; the mean reward of each step."""
     model = folder / "model"
     if not model.exists():
         write_tiny_model(model)
-    config = make_config(model, folder / "runs", recipe, steps=steps)
+    config = make_config(model, folder / "runs", recipe, steps=steps, entropy_bonus=entropy_bonus)
     train(config, plain=True)
     lines = (folder / "runs" / recipe / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["train-reward/total/mean"] for line in lines]

@@ -2,12 +2,12 @@
 
     python -m benches.recurrent_planned [CASE ...]            (minutes of two cores a case; compilations are kept)
 
-Decode steps of 128 and 1,024 sequences of 4,096 tokens on v6e-8: the roofline of the compiled program at the chip's
-published bandwidths, over the time that it takes to read weights and pages and to read and write states (without
-transfers between chips, which `floor_with_links_ms` has). The update of 2 rows of
+Decode steps of 128 and 1,024 sequences of 4,096 tokens on v6e-8, the latter in two groups of four chips: the roofline
+of the compiled program at the chip's published bandwidths, over the time that it takes to read weights and pages and to
+read and write states (without transfers between chips, which `floor_with_links_ms` has). The update of 2 rows of
 4,096 tokens a chip on v6e-16: seconds by the same roofline, memory, and the instructions that its loops over chunks
-execute, each of which costs a chip a microsecond or two that the roofline does not count. Writes
-benches/results/recurrent-planned.json; exit status 1 where a bar is missed.
+execute, each of which costs a chip a microsecond or two that the roofline does not count; a kernel is one instruction.
+Writes benches/results/recurrent-planned.json; exit status 1 where a bar is missed.
 """
 
 import gzip
@@ -40,6 +40,8 @@ NAME, MODEL, TOKENS = "recurrent-planned", "Qwen/Qwen3.5-9B", 4096
 CONFIG = ROOT / "configs" / "gsm8k_qwen35_9b.yaml"
 DECODES = {"decode 128": 128, "decode 1,024": 1024}
 """Sequences on v6e-8, by case."""
+LAYOUT = {1024: ["rollout.layout=hybrid", "rollout.group_chips=4"]}
+"""Settings by number of sequences. A trainer of all weights leaves no room for these groups; `auto` takes one of 8."""
 UPDATE, ROWS = "update", 2
 DECODE_BAR = 1.35
 """Largest multiple of the floor."""
@@ -68,6 +70,7 @@ def decode(rows: int, accelerator: Accelerator) -> dict[str, object]:
         "grading.overlong_buffer_tokens=512",
         f"prompts_per_step={rows // 8}",
         "train.row_tokens=null",
+        *LAYOUT.get(rows, []),
     ]
     config, decoder = load_settings([CONFIG], settings, {}).config, PRESETS[MODEL]
     run = make_sizes(config, decoder, accelerator)

@@ -17,11 +17,15 @@ from podium.kernels.logits import LogitsOptions, Way, logprobs_of_logits
 from podium.kernels.tpu_delta import delta_step
 from podium.kernels.tpu_head import HeadOptions, tpu_head
 from podium.models.attention import causal_attention
-from podium.models.blocks.delta_rule import Tokens, one_step
+from podium.models.blocks.delta import CHUNK
+from podium.models.blocks.delta_rule import Tokens, one_step, packed, unit
+from podium.models.blocks.kind import DeltaRows, Packed
 from podium.models.blockwise import blockwise_attention
 from podium.models.gpu_attention import gpu_attention
+from podium.models.recurrence import by_kernel
 from podium.models.tpu_attention import tpu_attention
 from podium.models.visibility import Visibility
+from podium.models.visibility import packed_rows as sequences_of
 
 BARS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 1e-2}
 """Largest error of a kernel, as a share of the largest value. On an H100 it was 3e-6 and 4e-3."""
@@ -347,8 +351,43 @@ def _plain_delta(
     return [y.reshape(R, V, P), states.at[layer, cells].set(own.reshape(R, V, *states.shape[3:]))]
 
 
+def delta_rows(sizes: Sizes, device: str) -> Iterator[Case]:
+    """The delta rule over packed rows, forward and backward."""
+    B, T = sizes.rows[0].rows, sizes.rows[0].tokens
+    K, V, N = 1, 2, 128
+    segments, prompts, _ = map(jnp.asarray, packed_rows(B, T))
+    rows = sequences_of(segments, prompts)
+    live = (segments > 0)[:, :, None, None]
+    parts = jax.random.split(jax.random.key(0), 6)
+    q, k, v, d = (jax.random.normal(parts[i], (B, T, heads, N)) for i, heads in enumerate((K, K, V, V)))
+    g, beta = -jax.random.exponential(parts[4], (B, T, V)), jax.random.uniform(parts[5], (B, T, V))
+
+    def run(rule: DeltaRows) -> Program:
+        def forward_and_backward(*given: jax.Array) -> Arrays:
+            y, pull = jax.vjp(lambda *inputs: rule(*inputs, rows) * live, *given[:-1])
+            return [y, *pull(given[-1])]
+
+        return forward_and_backward
+
+    yield Case(
+        name=f"delta rows {B}x{T}, heads {V}/{K}x{N},",
+        dtype="float32",
+        kernel=run(functools.partial(by_kernel, interpret=sizes.interpret)),
+        xla=run(_plain_rows),
+        exact=run(_plain_rows),
+        given=(q, k, v, g, beta, d * live),
+    )
+
+
+def _plain_rows(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, rows: Packed, /) -> jax.Array:
+    K, V = q.shape[2], v.shape[2]
+    values, decays, strengths = (x.reshape(*x.shape[:2], K, V // K, *x.shape[3:]) for x in (v, g, beta))
+    tokens = Tokens(unit(q) * q.shape[-1] ** -0.5, unit(k), values, decays, strengths)
+    return packed(tokens, rows, CHUNK).reshape(v.shape)
+
+
 CASES: Mapping[str, Sequence[Callable[[Sizes, str], Iterator[Case]]]] = {
     "gpu": (row_attention, page_attention, logits_statistics),
-    "tpu": (row_attention, logits_statistics, fused_head, delta_nets),
+    "tpu": (row_attention, logits_statistics, fused_head, delta_nets, delta_rows),
 }
 """The kernels of each jax platform that has some."""

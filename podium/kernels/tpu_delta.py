@@ -13,15 +13,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from podium.kernels.tiles import Interpret
 
-LANES = 128
 SUBLANES = 8
 OPERATIONS = 8
 """Elementwise operations per element of a state."""
-
-
-def steps_in_place(state: tuple[int, ...]) -> bool:
-    """Whether the kernel takes states [V, N, P] of these sizes: whole tiles."""
-    return len(state) == 3 and all(size % LANES == 0 for size in state[1:])
 
 
 def delta_step(

@@ -87,7 +87,8 @@ def _run(
 
     The results are y and, if `saved`, the states before each chunk, [B, K, M, R J, N, P]; or the gradients.
     """
-    (B, M, K, R, C), N, P = tokens.decays.shape, tokens.q.shape[-1], tokens.v.shape[-1]
+    B, M, K, R, C = tokens.decays.shape
+    N, P = tokens.q.shape[-1], tokens.v.shape[-1]
     J = paths.steps.shape[2] // STEPS
 
     def at(m: jax.Array) -> jax.Array:
@@ -215,12 +216,16 @@ class _Chunk(NamedTuple):
     scores: jax.Array  # [C, C], q k'
     seen: jax.Array  # [C, C] bool
     earlier: jax.Array  # [C, C] bool, strictly lower
-    steps: Sequence[Sequence[jax.Array]]  # rows of the J states, as in `Paths.steps`
+    reads: Sequence[jax.Array]  # J rows each, as in `Paths.steps`
+    ends: Sequence[jax.Array]
+    reached: Sequence[jax.Array]
+    stays: Sequence[jax.Array]
 
 
 def _chunk(q: jax.Array, k: jax.Array, seen: jax.Array, steps: jax.Array) -> _Chunk:
     (C, N), J = q.shape, len(steps) // STEPS
     queries, keys = _unit(q, N**-0.5), _unit(k)
+    rows = [steps[at : at + 1] for at in range(STEPS * J)]
     return _Chunk(
         q=queries,
         k=keys,
@@ -228,7 +233,10 @@ def _chunk(q: jax.Array, k: jax.Array, seen: jax.Array, steps: jax.Array) -> _Ch
         scores=_by_rows(queries.x, keys.x),
         seen=seen > 0,
         earlier=jax.lax.broadcasted_iota(jnp.int32, (C, C), 0) > jax.lax.broadcasted_iota(jnp.int32, (C, C), 1),
-        steps=[[steps[J * kind + j : J * kind + j + 1] for j in range(J)] for kind in range(STEPS)],
+        reads=rows[:J],
+        ends=rows[J : 2 * J],
+        reached=rows[2 * J : 3 * J],
+        stays=rows[3 * J :],
     )
 
 
@@ -249,28 +257,25 @@ class _Head(NamedTuple):
     kept: Sequence[Sequence[jax.Array]]  # the same, the factor of that state
 
 
-def _head(
-    chunk: _Chunk, v: jax.Array, decays: jax.Array, beta: jax.Array, states: Sequence[jax.Array]
-) -> _Head:
+def _head(chunk: _Chunk, v: jax.Array, decays: jax.Array, beta: jax.Array, states: Sequence[jax.Array]) -> _Head:
     """Solve a chunk of a value head: v [C, P]; decays and beta rows; J states [N, P]."""
-    reads, ends, reached, stays = chunk.steps
     since, strength = _column(decays), _column(beta)
     decay = jnp.exp(jnp.where(chunk.seen, since - decays, LOWEST))
     inverse = _inverse(jnp.where(chunk.earlier, strength * chunk.alike * decay, 0.0))
-    columns = [_column(each * jnp.exp(decays)) for each in reads]
+    columns = [_column(each * jnp.exp(decays)) for each in chunk.reads]
     of_keys = [_product(chunk.k.x, state) for state in states]
     w = v.astype(jnp.float32)
     for read, given in zip(columns, of_keys, strict=True):
         w -= read * given
-    last = [_all(end * decays) for end in ends]
+    last = [_all(end * decays) for end in chunk.ends]
     at_end = [jnp.exp(each) for each in last]
-    left = [
-        _column(jnp.exp(jnp.where(on > 0, each - decays, LOWEST))) for on, each in zip(reached, last, strict=True)
-    ]
-    reads_at_end = [[_all(end * read) for read in reads] for end in ends]
+    since_then = zip(chunk.reached, last, strict=True)
+    left = [_column(jnp.exp(jnp.where(on > 0, end - decays, LOWEST))) for on, end in since_then]
+    reads_at_end = [[_all(end * read) for read in chunk.reads] for end in chunk.ends]
+    stays = [jnp.max(each, axis=1, keepdims=True) for each in chunk.stays]
     kept = [
-        [found * at_end[i] + (jnp.max(stays[i], axis=1, keepdims=True) if i == j else 0.0) for j, found in enumerate(of)]
-        for i, of in enumerate(reads_at_end)
+        [found * at_end[i] + (stays[i] if i == j else 0.0) for j, found in enumerate(of_state)]
+        for i, of_state in enumerate(reads_at_end)
     ]
     return _Head(
         beta=strength,
@@ -386,7 +391,6 @@ def _head_gradient(
     chunk: _Chunk, head: _Head, states: Sequence[jax.Array], after: Sequence[jax.Array], dy: jax.Array
 ) -> _HeadGradient:
     """Gradients by those of the outputs, dy [C, P], and of the states after the chunk, `after`."""
-    ends = chunk.steps[1]
     of_after = [_product(chunk.k.x, each) for each in after]
     du = _by_columns(chunk.scores * head.decay, dy)
     for left, given in zip(head.left, of_after, strict=True):
@@ -414,7 +418,7 @@ def _head_gradient(
         for j, state in enumerate(states):
             before[j] += head.kept[i][j] * new
             at_end += head.reads_at_end[i][j] * head.at_end[i] * _all(new * state)
-        d_row += ends[i] * at_end
+        d_row += chunk.ends[i] * at_end
     return _HeadGradient(
         q=dq,
         k=dk,

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from podium.kernels.tpu_delta import steps_in_place
+from podium.config.recurrence import whole_tiles
 from podium.kernels.tpu_delta_rows import Paths, Tokens, delta_rows
 from podium.models.blocks.delta import CHUNK
 from podium.models.blocks.delta_rule import packed_paths
@@ -17,7 +17,7 @@ def row_recurrence(rules: ShardingRules, state: tuple[int, ...]) -> DeltaRows | 
 
     It needs a TPU and whole tiles. Where tp or sp split heads, each device has all tokens of its rows.
     """
-    if rules.platform != "tpu" or not steps_in_place(state):
+    if rules.platform != "tpu" or not whole_tiles(state):
         return None
     heads, by_head = rules.spec(("batch", None, "state_heads", None)), rules.spec(("batch", None, "state_heads"))
     return jax.named_scope("delta_rows")(

@@ -6,6 +6,7 @@ B rows are those of one device; `a` is the bytes per element of an activation.
 import math
 from collections.abc import Mapping
 
+from podium.config.recurrence import whole_tiles
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.attention import Attention
 from podium.models.blocks.delta import CHUNK, DeltaNet
@@ -33,6 +34,8 @@ RULE_ARRAYS = 4
 """Arrays of each shape alive in a forward pass of the delta rule, counted in its program."""
 RULE_BACKWARD = 2
 """Times as many in its backward pass."""
+KERNEL_ARRAYS = 4
+"""Arrays of the sizes of queries, keys and values alive in the backward pass of the TPU's kernel."""
 LANES = 128  # a TPU's attention kernel pads heads to this many elements
 
 
@@ -120,7 +123,7 @@ def _backward_peak(run: RunSizes) -> Parts:
     )
     rows = EXPERT_ROWS * max(expert_rows(decoder, place) for place in decoder.places)
     activations = tokens * (width * decoder.width + split // run.tp + rows) * a
-    activations += RULE_BACKWARD * tokens * max(map(rule_bytes, decoder.places)) // run.tp
+    activations += tokens * max(_rule_backward(run, place) for place in decoder.places) // run.tp
     if run.update.row_groups > 1:
         activations += RESIDUAL_GROUPS * run.tokens * decoder.width * a
     if run.update.attention != "reference":
@@ -144,6 +147,18 @@ def rule_bytes(place: Place) -> int:
         return 0
     states = 2 * net.key_dim * net.value_dim // CHUNK
     return F32 * net.value_heads * (RULE_ARRAYS * (CHUNK + 2 * net.key_dim + net.value_dim) + states)
+
+
+def _rule_backward(run: RunSizes, place: Place) -> int:
+    """Bytes per token of the arrays in the backward pass of the recurrence at a place; 0 where it has attention."""
+    net = place.block.mixer
+    if not isinstance(net, DeltaNet):
+        return 0
+    if run.platform != "tpu" or not whole_tiles((net.value_heads, net.key_dim, net.value_dim)):
+        return RULE_BACKWARD * rule_bytes(place)
+    inputs = 2 * net.key_heads * net.key_dim + net.value_heads * net.value_dim
+    states = 2 * net.value_heads * net.key_dim * net.value_dim // CHUNK  # before each chunk
+    return KERNEL_ARRAYS * inputs * run.activation + F32 * states
 
 
 def expert_rows(decoder: DecoderConfig, place: Place) -> int:

@@ -27,10 +27,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from podium.config.attention import KvLayout, cache_block_pages, kv_layout
+from podium.config.recurrence import whole_tiles
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import cache_pages, ring_piece
 from podium.kernels import gpu_decode
-from podium.kernels.tpu_delta import delta_step, steps_in_place
+from podium.kernels.tpu_delta import delta_step
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.kind import Advance, At, States, StateSpec, Stepping, StoredState, Work
 from podium.models.linear import full_precision
@@ -248,7 +249,7 @@ class Rows:
 
 def _in_place(rules: ShardingRules, state: tuple[int, ...]) -> bool:
     """Whether a decode step updates states of these sizes where they are stored: on a TPU, in whole tiles."""
-    return rules.platform == "tpu" and steps_in_place(state)
+    return rules.platform == "tpu" and whole_tiles(state)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ _IN_WORDS = {
     "kv_heads": "{} key/value heads",
     "mlp": "an MLP width of {}",
     "delta_heads": "{} heads of the delta nets",
+    "state_heads": "{} heads of the delta nets",
     "width": "a width of {}",
     "experts": "{} experts",
     "expert_width": "a width of {}",

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podium.kernels.tpu_delta import delta_step, steps_in_place
+from podium.config.recurrence import whole_tiles
+from podium.kernels.tpu_delta import delta_step
 
 L, M, R, K, V, N, P = 3, 9, 6, 2, 4, 8, 16
 RANDOM = np.random.default_rng(0)
@@ -46,7 +47,7 @@ def test_live_rows_advance_and_all_other_cells_stay_as_they_are(live):
     np.testing.assert_array_equal(np.asarray(states)[untouched], STATES[untouched])
 
 
-def test_only_whole_tiles_are_stepped_in_place():
-    assert steps_in_place((32, 128, 128))
-    assert not steps_in_place((32, 128, 64))
-    assert not steps_in_place((4096,))
+def test_the_kernels_take_only_states_of_whole_tiles():
+    assert whole_tiles((32, 128, 128))
+    assert not whole_tiles((32, 128, 64))
+    assert not whole_tiles((4096,))

@@ -1,4 +1,4 @@
-"""The kernels of the delta rule over packed rows, emulated, against the rule in pure jax and its gradients."""
+"""The TPU's kernels of the delta rule over packed rows, emulated, against the rule in pure jax and its gradients."""
 
 import functools
 
@@ -11,6 +11,7 @@ from tiny_models import error_of_scale
 from podium.models.blocks.delta_rule import Tokens, packed, unit
 from podium.models.recurrence import by_kernel, row_recurrence
 from podium.models.visibility import packed_rows
+from podium.sharding import ShardingRules, make_mesh
 
 B, T, K, R, N, P = 2, 150, 2, 2, 8, 6  # three chunks, the last one not full
 
@@ -52,3 +53,8 @@ def test_outputs_and_gradients_are_those_of_the_rule(scale):
     assert error_of_scale(np.asarray(y), np.asarray(in_rule)) <= 1e-5
     for name, one, other in zip(("q", "k", "v", "g", "beta"), found, expected, strict=True):
         assert error_of_scale(np.asarray(one), np.asarray(other)) <= 3e-5, name
+
+
+def test_a_cpu_computes_the_rule_without_a_kernel():
+    rules = ShardingRules(make_mesh("auto", jax.devices()[:1]), {})
+    assert row_recurrence(rules, (32, 128, 128)) is None

@@ -72,6 +72,7 @@ ALSO = {  # of commands with these words
     "gsm8k": {"TASKS__0__PATH": "data"},
     "qwen25_3b_ppo": {"CRITIC__WARMUP_STEPS": "0"},
     "gsm8k_qwen": {"TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
+    "gsm8k_gemma3": {"TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
     "gsm8k_gpt_oss": {"TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
     "qwen3_30b_a3b.yaml": {"ROLLOUT__LAYOUT": "auto", "ROLLOUT__GROUP_CHIPS": "null"},
     "qwen3_8b": {"GRADING__OVERLONG_BUFFER_TOKENS": "1"},

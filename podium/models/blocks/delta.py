@@ -124,9 +124,9 @@ class DeltaNet:
             "z": of_values,
             "a": of_head,
             "b": of_head,
-            "q_taps": ParamSpec((n, K, N), (None, "delta_heads", None), tap_std),
-            "k_taps": ParamSpec((n, K, N), (None, "delta_heads", None), tap_std),
-            "v_taps": ParamSpec((n, V, P), (None, "delta_heads", None), tap_std),
+            "q_taps": ParamSpec((n, K, N), (None, "state_heads", None), tap_std),
+            "k_taps": ParamSpec((n, K, N), (None, "state_heads", None), tap_std),
+            "v_taps": ParamSpec((n, V, P), (None, "state_heads", None), tap_std),
             "o": ParamSpec((V, P, D), ("delta_heads", None, "width"), out_std),
             "log_decay": ParamSpec((V,), ("delta_heads",), 0.0),
             "decay_bias": ParamSpec((V,), ("delta_heads",), 0.0, -2.0),  # a token decays the state by about an eighth
