@@ -10,10 +10,11 @@ execute, each of which costs a chip a microsecond or two that the roofline does 
 Writes benches/results/recurrent-planned.json; exit status 1 where a bar is missed.
 """
 
+import dataclasses
 import gzip
 import sys
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +49,23 @@ DECODE_BAR = 1.35
 UPDATE_BARS = {"update_s": 1.15, "gib": 25.0, "instructions": 30_000}
 
 
-def compiled(
-    config: Config, accelerator: Accelerator, program: str, blocks: float, whole: Collection[str] = ()
-) -> tuple[CompiledPhase, Module]:
-    """Compile a program of a run, and read its text; machine code is made of those in `whole`."""
-    kept = cache_folder() / NAME
+def compiled(config: Config, accelerator: Accelerator, program: str, blocks: float) -> tuple[CompiledPhase, Module]:
+    """Compile a program of a run up to its memory, and read its text.
+
+    Of each program only the last text is kept, in a folder of its own.
+    """
+    kept = cache_folder() / NAME / program.replace(":", "-")
     kept.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=kept) as folder:
-        (job,) = make_jobs(config, PRESETS[MODEL], accelerator, {program: blocks}, whole)
-        (found,) = compile_jobs([job], folder=Path(folder), progress=show_progress)
-        newest = max(job.programs.glob("*.hlo.gz"), key=lambda path: path.stat().st_mtime)
-        return found, parse(gzip.decompress(newest.read_bytes()).decode())
+    before = set(kept.glob("*.hlo.gz"))
+    with tempfile.TemporaryDirectory() as folder:
+        (job,) = make_jobs(config, PRESETS[MODEL], accelerator, {program: blocks})
+        (found,) = compile_jobs([dataclasses.replace(job, programs=kept)], folder=Path(folder), progress=show_progress)
+    if set(kept.glob("*.hlo.gz")) - before:
+        for old in before:
+            (kept / old.name.replace(".hlo.gz", ".json")).unlink()
+            old.unlink()
+    (text,) = kept.glob("*.hlo.gz")
+    return found, parse(gzip.decompress(text.read_bytes()).decode())
 
 
 def decode(rows: int, accelerator: Accelerator) -> dict[str, object]:
@@ -74,7 +81,7 @@ def decode(rows: int, accelerator: Accelerator) -> dict[str, object]:
     ]
     config, decoder = load_settings([CONFIG], settings, {}).config, PRESETS[MODEL]
     run = make_sizes(config, decoder, accelerator)
-    found, _ = compiled(config, accelerator, f"decode:{rows}", run.in_blocks(TOKENS) / run.block, [f"decode:{rows}"])
+    found, _ = compiled(config, accelerator, f"decode:{rows}", run.in_blocks(TOKENS) / run.block)
     at_once = steps_at_once(config.rollout.refill_steps, run.rollout_shards)
     few, many = found.cost(1), found.cost(1 + STEPS / at_once)
     peaks = load_chip(accelerator.generation).peaks
@@ -99,7 +106,6 @@ def decode(rows: int, accelerator: Accelerator) -> dict[str, object]:
         "hbm_gb": round((many.hbm_bytes - few.hbm_bytes) / STEPS / 1e9, 3),
         "program_gib": round(found.memory.peak / GIB, 2),
         "refused": found.refused,
-        "whole": found.whole,
         "compile_s": round(found.compile_s, 1),
     }
 

@@ -98,7 +98,7 @@ def forward(
         return input_parts(specs[place.prefix + name], rules)
 
     def layer(
-        carry: tuple[jax.Array, Tree], xs: LayerInputs, *, place: Place, stacks: Params
+        carry: tuple[jax.Array, Tree], xs: LayerInputs, *, place: Place, stacks: Params, several: bool
     ) -> tuple[tuple[jax.Array, Tree], Tree]:
         x, own = carry
         index, stored, known = xs
@@ -115,6 +115,8 @@ def forward(
             config=config,
             rules=rules,
         )
+        if several and config.lora is None:
+            x, weights = _one_backward(x, weights)
         rows = (x, positions, tables, own, known)
         if groups > 1:
             x, auxiliary = _in_groups(compute, dequantised(weights, dtype), rows, groups, rules, remat)
@@ -142,7 +144,8 @@ def forward(
             for place, own in zip(config.places[here], stored, strict=True):
                 experts = [name for name in own if of_experts(specs[place.prefix + name]) and own[name].dtype == dtype]
                 stacks = {name: own.pop(name) for name in experts if from_stacks}
-                steps.append(_remat(functools.partial(layer, place=place, stacks=stacks), remat))
+                several = remat != "none" and len(stack.pattern) > 1
+                steps.append(_remat(functools.partial(layer, place=place, stacks=stacks, several=several), remat))
             known: list[Recorded | None] = [None] * len(steps) if recorded is None else list(recorded[here])
             x, kept[here], made = _scan(steps, x, kept[here], stored, known, stack.repeats)
             auxiliary += made
@@ -156,6 +159,31 @@ LayerInputs = tuple[jax.Array, Params, Recorded | None]
 """A layer's number among those of its place, its weights, and what is known of its tokens' experts."""
 Step = Callable[[tuple[jax.Array, Tree], LayerInputs], tuple[tuple[jax.Array, Tree], Tree]]
 """A layer: `((x, carried), inputs) -> ((x, carried), auxiliary)`."""
+
+
+def _one_backward(x: jax.Array, weights: Mapping[str, AnyWeight]) -> tuple[jax.Array, dict[str, AnyWeight]]:
+    """A layer's input and weights as they are; in the backward pass, all their gradients before any is used.
+
+    Else a compiler that has several layers before it, those of a pattern, computes the gradients of the weights of all
+    of them late, and holds the activations of all at once.
+    """
+    trained = {name: w.sums if isinstance(w, Weight) else w for name, w in weights.items()}
+    x, sums = _all_gradients(x, {name: w for name, w in trained.items() if w is not None})
+    found: dict[str, AnyWeight] = {}
+    for name, w in weights.items():
+        own = sums.get(name)
+        found[name] = w if own is None else w._replace(sums=own) if isinstance(w, Weight) else own
+    return x, found
+
+
+@jax.custom_vjp
+def _all_gradients(x: jax.Array, weights: Params) -> tuple[jax.Array, Params]:
+    return x, weights
+
+
+_all_gradients.defvjp(
+    lambda x, weights: ((x, weights), None), lambda _, gradients: jax.lax.optimization_barrier(gradients)
+)
 
 
 def _of_place(params: Params, place: Place) -> Params:

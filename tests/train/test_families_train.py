@@ -118,18 +118,19 @@ def test_a_run_of_a_family_with_windows_is_continued_bit_for_bit(name, said, fam
     ("name", "said", "seed"),
     [
         (name, said, seed)
-        for name, said, seeds in (
-            ("gemma", GEMMA, (0, 2, 3)),  # with seed 1 it settles on one answer, right in an eighth of the cases
-            ("mistral", MISTRAL | {"sliding_window": 8}, range(3)),
-            ("qwen3_moe", QWEN3_MOE, range(3)),
-            ("gpt_oss", GPT_OSS, range(3)),
-            ("qwen3_5", QWEN35, range(3)),
-            ("qwen3_5_moe", QWEN35_MOE, range(3)),
+        for name, said in (
+            ("gemma", GEMMA),
+            ("mistral", MISTRAL | {"sliding_window": 8}),
+            ("qwen3_moe", QWEN3_MOE),
+            ("gpt_oss", GPT_OSS),
+            ("qwen3_5", QWEN35),
+            ("qwen3_5_moe", QWEN35_MOE),
         )
-        for seed in seeds
+        for seed in range(3)
     ],
 )
 def test_a_tiny_model_of_a_family_learns(name, said, seed, family_model, tmp_path):
+    """With the recipes' entropy bonus of 0.01, Gemma with seed 1 settles on one answer."""
     shutil.copytree(family_model(name, said, seed), tmp_path / "model")
-    first, last = first_and_last(learn("grpo", tmp_path))
+    first, last = first_and_last(learn("grpo", tmp_path, steps=80, entropy_bonus=0.05))
     assert last - first >= RISE
