@@ -363,9 +363,11 @@ def delta_rows(sizes: Sizes, device: str) -> Iterator[Case]:
     g, beta = -jax.random.exponential(parts[4], (B, T, V)), jax.random.uniform(parts[5], (B, T, V))
 
     def run(rule: DeltaRows) -> Program:
-        def forward_and_backward(*given: jax.Array) -> Arrays:
-            y, pull = jax.vjp(lambda *inputs: rule(*inputs, rows) * live, *given[:-1])
-            return [y, *pull(given[-1])]
+        def forward_and_backward(
+            q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, d: jax.Array
+        ) -> Arrays:
+            y, pull = jax.vjp(lambda q, k, v, g, beta: rule(q, k, v, g, beta, rows) * live, q, k, v, g, beta)
+            return [y, *pull(d)]
 
         return forward_and_backward
 

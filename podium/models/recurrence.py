@@ -50,7 +50,7 @@ def by_kernel(
     paths = packed_paths(in_chunks(g), ids(rows.segments), ids(rows.prompts))
     stays = jnp.broadcast_to(paths.stays[..., None], paths.ends.shape)
     steps = [jnp.swapaxes(paths.reads, 2, 3), paths.ends, paths.reached, stays]
-    y = delta_rows(
+    y: jax.Array = delta_rows(
         Tokens(
             q=heads_first(q),
             k=heads_first(k),
