@@ -344,7 +344,7 @@ def page(rows: Sequence[Row], why: Sequence[str]) -> str:
         "logits of all prompt tokens, the result of every product kept for the backward pass, logits of all tokens at",
         "once, Lion, and a head apart from the embedding. No figure on this page went into a constant of the planner.",
         "",
-        "| experiment | measured | the plan must say | the plan says | | its own program, compiled here |"
+        "| experiment | measured | the plan must say | the plan says | agrees | its own program, compiled here |"
         " in our layout |",
         "|---|---|---|---|---|---|---|",
     ]
