@@ -12,13 +12,12 @@ import jax.numpy as jnp
 
 from podium.kernels.grouped import LANES, TILE_ROWS, Form, grouped_product, token_sums
 from podium.models.blocks.activation import Activation
+from podium.models.blocks.experts import SPARE
 from podium.models.blocks.mathematics import gated
 from podium.models.linear import full_precision
 
 SUBLANES = 8
 """Rows of a tile of LANES columns."""
-SPARE = 2
-"""Rows of a window of `split_form`, in those of a device if tokens go to all experts alike."""
 
 
 class Matrices(NamedTuple):

@@ -17,6 +17,7 @@ from podium.config.attention import attended_pairs, cut
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.delta import DeltaNet
+from podium.models.blocks.experts import SPARE, Experts
 from podium.models.params import own_name, param_specs
 from podium.plan.residents import Parts, frozen_bytes, in_updates, residents
 from podium.plan.sizes import (
@@ -50,6 +51,9 @@ BATCH_ARRAYS = 9  # arrays [K, B, T] of 4 bytes in podium.train.batch.Batch, wit
 PAGE_TRAFFIC = 3  # pages are read, gathered into blocks, and read again
 SAMPLER_LOGITS = 3  # logits, their scaled copy, and its blocks
 MLP_FORWARD = 2  # arrays [B, T, F] alive at once
+TOKEN_ARRAYS = 4
+"""Arrays [N, D] of a mixture's tokens alive beside a window of their rows: the layer's input, with and without norm, the
+sum of the windows, and that of one."""
 # Products of queries with keys (or their gradients): forward, recomputed, and backward; kernels compute scores twice.
 PRODUCTS: Mapping[str, int] = {"forward": 2, "again": 2, "reference": 4, "blocks": 5, "tpu_kernel": 7, "gpu_kernel": 7}
 # HBM traffic of a layer in arrays: [tokens, F] of `a` bytes, and float32 scores; fitted to compiled v6e programs.
@@ -179,7 +183,7 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
         name="prefill",
         parts=_rollout_residents(run)
         | {"logits": logits, "gathered_weights": run.gathered_in_rollout}
-        | _forward_peak(run, rows, bucket, a, split=heads),
+        | _forward_peak(run, rows, bucket, a, split=heads, mixture=_windows(run, tokens * run.layout.group // heads)),
         flops=flops,
         hbm_bytes=run.rollout_weight_bytes + traffic + run.kv_bytes(tokens) + logits,
         ici_bytes=run.rollout_ici(tokens),
@@ -342,17 +346,38 @@ def checkpoint_phase(run: RunSizes) -> PhaseEstimate:
     return PhaseEstimate(name="checkpoint", parts=parts, flops=0, hbm_bytes=moved, ici_bytes=0, least_bytes=moved)
 
 
-def _forward_peak(run: RunSizes, rows: int, length: int, a: int, *, split: int = 1) -> Parts:
-    """Peak arrays of one layer's forward pass: those of its attention or those of its MLP, whichever is larger."""
+def _forward_peak(run: RunSizes, rows: int, length: int, a: int, *, split: int = 1, mixture: int = 0) -> Parts:
+    """Peak arrays of one layer's forward pass: those of its attention or those of its MLP, whichever is larger.
+
+    `mixture` are the bytes of a mixture of which each device has a part of the experts; 0: each has all of them.
+    """
     widest = max(feed_forward_inner(run.decoder, place) for place in run.decoder.places)
     spread = EXPERT_ROWS * max(expert_rows(run.decoder, place) for place in run.decoder.places)
-    mlp = {"layer_activations": MLP_FORWARD * rows * length * widest * a // split + rows * length * spread * a}
+    whole = MLP_FORWARD * rows * length * widest * a // split + rows * length * spread * a
+    mlp = {"layer_activations": mixture or whole}
     arrays = _attention_arrays(run, rows, length, a)
     attention = {name: size // (1 if name == "attention_mask" else split) for name, size in arrays.items()}
     rule = {"recurrence": rows * length * max(rule_bytes(place) for place in run.decoder.places) // split}
     return max(
         attention, attention | mlp | {"attention_scores": 0}, *([rule] if rule["recurrence"] else []), key=_total
     )
+
+
+def _windows(run: RunSizes, tokens: int) -> int:
+    """Bytes of a mixture's arrays in a prefill whose devices share the experts of their `tokens`; 0 if they do not.
+
+    A device multiplies those rows that are for its experts, in windows twice as large as an even share of all.
+    """
+    parts, width = run.rollout_parts.get("experts", 1), run.decoder.width
+    if parts == 1:
+        return 0
+    found = [0]
+    for place in run.decoder.places:
+        if isinstance(kind := place.block.feed_forward, Experts):
+            window = min(1.0, SPARE / parts) * tokens * kind.top
+            row = max(EXPERT_ROWS * width, width + MLP_FORWARD * kind.width)  # adding rows up, or their products
+            found.append(int(run.rollout_activation * (window * row + TOKEN_ARRAYS * tokens * width)))
+    return max(found)
 
 
 def _attention_arrays(run: RunSizes, rows: int, length: int, a: int) -> Parts:

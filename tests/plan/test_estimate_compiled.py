@@ -104,3 +104,15 @@ def test_the_3b_runs_operations_and_transfers_are_near_what_the_tpus_compiler_sa
     assert (update.ici_bytes, score.ici_bytes) == (pytest.approx(1.716e10, rel=0.1), pytest.approx(5.4e9, rel=0.01))
     assert (update.hbm_bytes, score.hbm_bytes) == (pytest.approx(5.04e11, rel=0.1), pytest.approx(7.31e10, rel=0.1))
     assert phase(run, "sync").ici_bytes == pytest.approx(5.4e9, rel=0.01)
+
+
+# MiB of prefills of 64 rows of 512 tokens over a v6e-8 as its compiler assigned them, in which each chip has an eighth
+# of the experts: a layer's arrays.
+MIXTURES = [("Qwen/Qwen3-30B-A3B", 1085), ("openai/gpt-oss-20b", 1336)]
+
+
+@pytest.mark.parametrize(("model", "mib"), MIXTURES)
+def test_a_prefill_counts_the_rows_of_a_devices_own_experts(model, mib):
+    lengths = {"max_prompt_tokens": 512, "max_new_tokens": 512, "slots": 64, "prefill_rows": 64, "page_tokens": 64}
+    run = make_sizes(config(rollout=lengths | {"layout": "tensor"}), find_architecture(model), find_accelerator("v6e-8"))
+    assert phase(run, "prefill").parts["layer_activations"] / MIB == pytest.approx(mib, rel=0.06)

@@ -19,6 +19,9 @@ MATRICES = ("expert_gate", "expert_up", "expert_down")
 DENSE_ROWS = 512
 """Most tokens of a decode step that are multiplied with all experts. So few rows reach most experts anyway, and the
 weights are read once, from where they are stored; above, the products of the other experts take longer."""
+SPARE = 2
+"""Rows that a device multiplies at once where devices share the experts, in those that it has if tokens go to all
+experts alike."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
