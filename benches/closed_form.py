@@ -10,11 +10,12 @@ compiled: those of which the closed form says at least three quarters of the wor
 benches/results/closed-form-planned.json and its part of docs/planner-measurements.md; exit status 1 where a bar is
 missed.
 
-With --at-limit 60 others, where the closed form is within a tenth of the memory, every third on GPUs: all presets, every
-mesh (tp and sp too), up to 64k tokens, adapters on each base, each remat, row groups, moments on the host, attention as
-a kernel and without; any that it says fits and the compiler says does not counts, however little is missing. The
-seconds of the compiled programs are compared too: they should lie in the closed form's range. An interrupted bench goes
-on where it was. Whoever mends the closed form draws with another `--seed` than the one that judges it.
+With --at-limit 60 others, where the closed form is within a tenth of the memory, every third on GPUs: all presets,
+every mesh (tp and sp too), up to 64k tokens, adapters on each base, each remat, row groups, moments on the host,
+attention as a kernel and without; any that it says fits and the compiler says does not counts, however little is
+missing. The seconds of the compiled programs are compared too: they should lie in the closed form's range. An
+interrupted bench goes on where it was. Whoever mends the closed form draws with another `--seed` than the one that
+judges it.
 """
 
 import math
@@ -256,8 +257,8 @@ def lines(rows: Sequence[Mapping[str, Any]], figures: Mapping[str, float], seen:
     summary = (
         f"{len(rows)} configurations drawn at random: {figures['mean_error']:.1%} off on average,"
         f" {figures['worst_error']:.1%} at worst; {figures['false_fits']:.0f} predicted to fit where the compiler"
-        f" disagrees; the same verdict for {figures['same_verdict']:.0f}; the seconds of compiled programs in the closed"
-        f" form's range for {1 - figures['seconds_outside']:.0%}."
+        f" disagrees; the same verdict for {figures['same_verdict']:.0f}; the compiled programs' seconds in the range of"
+        f" the closed form for {1 - figures['seconds_outside']:.0%}."
     )
     if seen:
         summary += (
@@ -267,8 +268,8 @@ def lines(rows: Sequence[Mapping[str, Any]], figures: Mapping[str, float], seen:
     yield from textwrap.wrap(summary, 118)
     yield from (
         "",
-        "| | machine | model, mesh | rows, tokens | remat, attention, more | largest | closed form, GiB | compiled | error |"
-        " seconds (range) | compiled |",
+        "| | machine | model, mesh | rows, tokens | remat, attention, more | largest | closed form, GiB | compiled"
+        " | error | seconds (range) | compiled |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     )
     for number, row in enumerate(rows, 1):

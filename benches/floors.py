@@ -8,13 +8,13 @@ A case is a model on a machine: sync, the longest prefill, the decode that runs 
 time to its floor (`podium.plan.beyond`) and what takes most of it without being a product. Nothing here runs on a TPU
 or GPU; GPUs need pip install 'podium-rl[plan-gpu]', and cases whose compiler is not installed are left out. Cases that
 the results have are not compiled again unless they are named. Writes benches/results/floors-planned.json and its part
-of docs/planner-measurements.md.
+of docs/planner-measurements.md; `make test-long` compiles each recorded case again and fails where a ratio has risen.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
-from benches.record import ROOT, arguments, record, show_progress, write_section
+from benches.record import RESULTS, ROOT, arguments, record, recorded, show_progress, write_section
 from podium.accelerators import find_accelerator
 from podium.models.presets import PRESETS, find_decoder
 from podium.plan.calibration import load_chip
@@ -37,9 +37,15 @@ PHASES = ("sync", "prefill", "decode", "update")
 PROMPTS, GROUP, ROWS, PREFILL_ROWS = 16, 8, 4, 16
 Rows = dict[str, dict[str, float | str | None]]
 """By phase: its ratio, and the instructions that take most of its time."""
+NAME = "floors-planned"
 
 
-def phases(model: str, machine: str, names: Sequence[str] = PHASES) -> Iterator[Phase]:
+def recorded_rows(folder: Path = RESULTS) -> dict[str, Rows]:
+    """The rows of all cases that were recorded, by model@machine."""
+    return recorded(NAME, "rows", folder) or {}
+
+
+def phases(model: str, machine: str) -> Iterator[Phase]:
     """Compile a model's programs for a machine and hold each against its floor."""
     accelerator = find_accelerator(machine)
     devices = accelerator.devices
@@ -61,7 +67,7 @@ def phases(model: str, machine: str, names: Sequence[str] = PHASES) -> Iterator[
     drawn = run.draw_lengths("gsm8k")
     workload = simulate_rollout(drawn, run.rollout, shards=run.rollout_shards, overlap=True)
     run, micro_batches = packed_run(run, drawn)
-    calls = list(_one_of_each(step_calls(run, workload, micro_batches), names))
+    calls = list(_one_of_each(step_calls(run, workload, micro_batches)))
     jobs = make_jobs(config, decoder, accelerator, {call.program: call.blocks for call in calls})
     compiled = compile_phases(jobs, progress=show_progress)
     device = Device(accelerator, load_chip(accelerator.generation))
@@ -69,12 +75,12 @@ def phases(model: str, machine: str, names: Sequence[str] = PHASES) -> Iterator[
         yield device.compiled_phase([call], compiled, run)
 
 
-def _one_of_each(calls: Iterable[Call], names: Sequence[str]) -> Iterator[Call]:
+def _one_of_each(calls: Iterable[Call]) -> Iterator[Call]:
     """Of each phase the program that does most."""
     of: dict[str, list[Call]] = {}
     for call in calls:
         of.setdefault(call.phase, []).append(call)
-    for name in names:
+    for name in PHASES:
         yield max(of[name], key=lambda call: (call.repeats, call.program))
 
 
@@ -103,8 +109,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("cases", nargs="*", metavar="MODEL@MACHINE", help="cases to compile, again if they are known")
     args = parser.parse_args()
-    path = args.results / "floors-planned.json"
-    rows: dict[str, Rows] = json.loads(path.read_text())["rows"] if path.exists() else {}
+    rows = recorded_rows(args.results)
     every = (f"{model}@{machine}" for machine in MACHINES for model in PRESETS)
     for case in args.cases or [each for each in every if each not in rows]:
         model, _, machine = case.partition("@")
@@ -116,7 +121,7 @@ def main() -> None:
             continue
         print(case, rows[case], flush=True)
         packages = list(compiler_versions(find_accelerator(machine)))
-        record("floors-planned", {"rows": rows}, args.results, packages=packages)
+        record(NAME, {"rows": rows}, args.results, packages=packages)
         write_section(PAGE, "floors", table(rows))
 
 

@@ -2,14 +2,13 @@
 
 import dataclasses
 import gzip
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from golden import record_floors
 
+from benches import floors
 from podium.accelerators import find_accelerator
 from podium.hlo.cost import ProgramCost
 from podium.hlo.moves import moves
@@ -285,15 +284,15 @@ HIGHER = 1.02
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", record_floors.CASES, ids=lambda case: f"{case[0].rpartition('/')[2]} {case[1]}")
+@pytest.mark.parametrize("case", floors.recorded_rows())
 def test_programs_are_no_further_from_their_floors_than_recorded(case):
-    model, machine, names = case
+    model, _, machine = case.partition("@")
     try:
         check_compiler(find_accelerator(machine))
     except ValueError as error:
         pytest.skip(str(error))
-    known = json.loads(record_floors.GOLDEN.read_text())[f"{model} {machine}"]
-    found = record_floors.ratios(model, machine, names)
-    assert set(found) == set(known) == set(names)
-    higher = {name: (known[name], ratio) for name, ratio in found.items() if ratio > HIGHER * known[name]}
-    assert not higher, "if the change is meant: python tests/golden/record_floors.py"
+    known = {name: row["over_floor"] for name, row in floors.recorded_rows()[case].items()}
+    found = {phase.name: phase.over_floor for phase in floors.phases(model, machine)}
+    assert set(found) == set(known)
+    higher = {name: (known[name], ratio) for name, ratio in found.items() if (ratio or 0) > HIGHER * (known[name] or 0)}
+    assert not higher, f"if the change is meant: python -m benches.floors {case}"
