@@ -257,8 +257,8 @@ def lines(rows: Sequence[Mapping[str, Any]], figures: Mapping[str, float], seen:
     summary = (
         f"{len(rows)} configurations drawn at random: {figures['mean_error']:.1%} off on average,"
         f" {figures['worst_error']:.1%} at worst; {figures['false_fits']:.0f} predicted to fit where the compiler"
-        f" disagrees; the same verdict for {figures['same_verdict']:.0f}; the compiled programs' seconds in the range of"
-        f" the closed form for {1 - figures['seconds_outside']:.0%}."
+        f" disagrees; the same verdict for {figures['same_verdict']:.0f}; the compiled programs' seconds in the range"
+        f" of the closed form for {1 - figures['seconds_outside']:.0%}."
     )
     if seen:
         summary += (
