@@ -170,16 +170,18 @@ class Device:
 
 
 def closed_form_roofline(form: PhaseEstimate, run: RunSizes, peaks: Peaks, links: int) -> Roofline:
-    """The roofline from a closed form's totals: the longer of compute and memory time, launches, and transfers."""
+    """The roofline from a closed form's totals: the longer of compute and memory time of products, memory time apart from
+    them, launches, and transfers."""
     compute = form.flops / (peaks.flops_f32 if run.activation == F32 else peaks.flops_bf16)
-    hbm, ici = form.hbm_bytes / peaks.hbm_bandwidth, form.ici_bytes / (links * peaks.link_bandwidth)
+    traffic, ici = form.hbm_bytes / peaks.hbm_bandwidth, form.ici_bytes / (links * peaks.link_bandwidth)
+    apart, hbm = form.apart * traffic, (1 - form.apart) * traffic
     if peaks.network_bandwidth:
         ici += network_bytes(run, form.name, form.ici_bytes) / peaks.network_bandwidth
-    work = max(compute, hbm)
+    work = max(compute, hbm) + apart
     copies = [(times, each / peaks.host_bandwidth, share * work) for times, each, share in form.copies if each]
     small, large = (number * peaks.kernel_s for number in form.kernels)
     latency = small + max(0.0, large - work)
-    return Roofline(compute * (compute >= hbm), hbm * (hbm > compute), ici, latency, copies=tuple(copies))
+    return Roofline(compute * (compute >= hbm), hbm * (hbm > compute) + apart, ici, latency, copies=tuple(copies))
 
 
 def rate(seconds: Seconds, amount: float) -> Seconds | None:

@@ -48,7 +48,9 @@ from podium.plan.update_memory import (
 
 MARGIN = 1.5  # above this multiple of the device's memory, the closed form alone refuses a run
 BATCH_ARRAYS = 9  # arrays [K, B, T] of 4 bytes in podium.train.batch.Batch, without old and reference log-probabilities
-PAGE_TRAFFIC = 3  # pages are read, gathered into blocks, and read again
+GPU_APART = 0.9
+"""Share of the HBM traffic of passes over many tokens that a GPU spends in kernels without products, whose time adds to
+that of products. A TPU's compiler joins about half of it with products, and hides about as much in transfers."""
 SAMPLER_LOGITS = 3  # logits, their scaled copy, and its blocks
 MLP_FORWARD = 2  # arrays [B, T, F] alive at once
 TOKEN_ARRAYS = 4
@@ -89,6 +91,8 @@ class PhaseEstimate:
     """The bytes of `hbm_bytes` that no compiler can avoid (`podium.plan.floor`)."""
     once_bytes: int = 0
     """The same of a call, before or after the rounds of its loop."""
+    apart: float = 0.0
+    """Share of `hbm_bytes` that instructions without products move, while none are computed."""
     copies: tuple[tuple[float, int, float], ...] = ()
     """Copies between device and host: how often, bytes of each, and the share of all work that overlaps with it."""
     kernels: tuple[int, int] = (0, 0)
@@ -188,6 +192,7 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
         hbm_bytes=run.rollout_weight_bytes + traffic + run.kv_bytes(tokens) + logits,
         ici_bytes=run.rollout_ici(tokens),
         least_bytes=floor.prefill_bytes(run, tokens, scored),
+        apart=_apart(run),
     )
 
 
@@ -222,7 +227,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
         },
         flops=2 * slots * (decoder.multiplied(slots * run.layout.group // heads) + run.cached_pairs(read)) // heads
         + _rule_flops(run, slots) // heads,
-        hbm_bytes=weights + PAGE_TRAFFIC * cache + calls + 2 * SAMPLER_LOGITS * logits,
+        hbm_bytes=weights + cache + calls + 2 * SAMPLER_LOGITS * logits,
         ici_bytes=run.rollout_ici(slots),
         least_bytes=floor.decode_bytes(run, slots, read),
         once_bytes=floor.first_bytes(run, slots),
@@ -283,22 +288,26 @@ def reward_phase(run: RunSizes, name: str) -> PhaseEstimate:
 
 def _scoring(name: str, run: RunSizes, beside: Parts) -> PhaseEstimate:
     """A forward pass of a batch through the decoder of `run`, with `beside`, what else is on a device."""
-    a, tokens = run.activation, run.tokens
+    a, tokens, groups = run.activation, run.tokens, run.update.row_groups
     layers, head = run.gathered_counts
     passes = _passes(run, "forward")
+    layer = _forward_peak(run, run.rows // groups, run.row_tokens // run.sp, a)
+    if groups > 1:  # what all groups of a layer read and write
+        layer["layer_inputs"] = 2 * tokens * run.decoder.width * a
     return PhaseEstimate(
         name=name,
         parts=beside
         | {"working_weights": working_weights(run), "gathered_weights": copied(run, head, head_number(run))}
         | max(
             {} if run.update.head == "fused" else loss_logits(run),
-            _forward_peak(run, run.rows, run.row_tokens // run.sp, a),
+            layer,
             key=_total,
         ),
         flops=_forward_flops(run),
         hbm_bytes=passes + run.own_count * (F32 + a),
         ici_bytes=(layers + head) * a * (run.shards - 1) // run.shards + 2 * _tp_ici(run, tokens) + _sp_ici(run),
         least_bytes=floor.forward_bytes(run),
+        apart=_apart(run),
     )
 
 
@@ -325,7 +334,12 @@ def update_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
         least_bytes=floor.micro_batch_bytes(run),
         once_bytes=floor.optimizer_step_bytes(run),
         copies=_host_copies(run, micro_batches),
+        apart=_apart(run),
     )
+
+
+def _apart(run: RunSizes) -> float:
+    return GPU_APART if run.platform == "gpu" else 0.0
 
 
 def _host_copies(run: RunSizes, micro_batches: float) -> tuple[tuple[float, int, float], ...]:

@@ -125,7 +125,10 @@ def _backward_peak(run: RunSizes) -> Parts:
     activations = tokens * (width * decoder.width + split // run.tp + rows) * a
     activations += tokens * max(_rule_backward(run, place) for place in decoder.places) // run.tp
     if run.update.row_groups > 1:
-        activations += RESIDUAL_GROUPS * run.tokens * decoder.width * a
+        arrays = RESIDUAL_GROUPS - (
+            run.update.remat == "offload"
+        )  # a layer's input is among those that are being copied
+        activations += arrays * run.tokens * decoder.width * a
     if run.update.attention != "reference":
         return {"layer_activations": activations}
     scores = F32 * tokens * run.row_tokens * decoder.heads // run.tp
@@ -227,7 +230,8 @@ def _saved_products(run: RunSizes) -> Parts:
             split += (mixer.heads + 2 * mixer.kv_heads) * _lanes(run, mixer)
         else:
             split += mixer.work(decoder.width).outputs
-        numbers += len(place.layers) * (decoder.width + split // run.tp)
+        outputs = 2 if place.block.norms_behind else 1  # the feed-forward's is kept for its norm, or only added
+        numbers += len(place.layers) * (outputs * decoder.width + split // run.tp)
     return {"saved_activations": tokens * (numbers + _adapter_products(run)) * run.activation}
 
 

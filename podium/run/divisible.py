@@ -10,12 +10,14 @@ from podium.models.architecture import DecoderConfig
 from podium.models.blocks.spec import ParamSpecs
 from podium.models.params import (
     ROLLOUT_LAYOUTS,
+    SCALE,
     TRAIN_AXES,
     MeshAxes,
     axis_parts,
     indivisible,
     mesh_axis_names,
     param_specs,
+    rollout_specs,
 )
 from podium.run.machine import Machine
 from podium.run.resolve import resolve_critic, resolve_layout, resolve_mesh, resolve_reward_models, resolve_teacher
@@ -59,7 +61,14 @@ def check_divisible(config: Config, decoder: DecoderConfig, accelerator: Acceler
     check_tokens(config, decoder, mesh)
     layout = resolve_layout(config, decoder, machine)
     rollout_mesh = layout.mesh(mesh, decoder.kv_heads)
-    shards = axis_parts(ROLLOUT_LAYOUTS[layout.name], rollout_mesh)["batch"]
+    parts = axis_parts(ROLLOUT_LAYOUTS[layout.name], rollout_mesh)
+    scales = {name: spec for name, spec in rollout_specs(decoder, 1).items() if name.endswith(SCALE)}
+    for name, axis, dim in indivisible(scales, lambda axis: parts.get(axis, 1)):
+        raise ValueError(
+            f"rollout.layout {layout.name}: {name} has {dim} scales along its {axis}, which {parts[axis]} devices cannot"
+            " split; set rollout.layout to replicated, rollout.group_chips to fewer devices, or lora.base to int8"
+        )
+    shards = parts["batch"]
     check_split(config.rollout, shards)
     cache_pages(config.rollout, shards)
 

@@ -114,5 +114,7 @@ MIXTURES = [("Qwen/Qwen3-30B-A3B", 1085), ("openai/gpt-oss-20b", 1336)]
 @pytest.mark.parametrize(("model", "mib"), MIXTURES)
 def test_a_prefill_counts_the_rows_of_a_devices_own_experts(model, mib):
     lengths = {"max_prompt_tokens": 512, "max_new_tokens": 512, "slots": 64, "prefill_rows": 64, "page_tokens": 64}
-    run = make_sizes(config(rollout=lengths | {"layout": "tensor"}), find_architecture(model), find_accelerator("v6e-8"))
+    run = make_sizes(
+        config(rollout=lengths | {"layout": "tensor"}), find_architecture(model), find_accelerator("v6e-8")
+    )
     assert phase(run, "prefill").parts["layer_activations"] / MIB == pytest.approx(mib, rel=0.06)
