@@ -170,8 +170,10 @@ class Device:
 
 
 def closed_form_roofline(form: PhaseEstimate, run: RunSizes, peaks: Peaks, links: int) -> Roofline:
-    """The roofline from a closed form's totals: the longer of compute and memory time of products, memory time apart from
-    them, launches, and transfers."""
+    """The roofline from a closed form's totals.
+
+    It is the longer of compute and memory time of products, and memory time apart from them, launches, and transfers.
+    """
     compute = form.flops / (peaks.flops_f32 if run.activation == F32 else peaks.flops_bf16)
     traffic, ici = form.hbm_bytes / peaks.hbm_bandwidth, form.ici_bytes / (links * peaks.link_bandwidth)
     apart, hbm = form.apart * traffic, (1 - form.apart) * traffic

@@ -54,8 +54,8 @@ that of products. A TPU's compiler joins about half of it with products, and hid
 SAMPLER_LOGITS = 3  # logits, their scaled copy, and its blocks
 MLP_FORWARD = 2  # arrays [B, T, F] alive at once
 TOKEN_ARRAYS = 4
-"""Arrays [N, D] of a mixture's tokens alive beside a window of their rows: the layer's input, with and without norm, the
-sum of the windows, and that of one."""
+"""Arrays [N, D] of a mixture's tokens alive beside a window of their rows: the layer's input with and without norm, the
+sum of the windows, and the sum of one."""
 # Products of queries with keys (or their gradients): forward, recomputed, and backward; kernels compute scores twice.
 PRODUCTS: Mapping[str, int] = {"forward": 2, "again": 2, "reference": 4, "blocks": 5, "tpu_kernel": 7, "gpu_kernel": 7}
 # HBM traffic of a layer in arrays: [tokens, F] of `a` bytes, and float32 scores; fitted to compiled v6e programs.
