@@ -65,8 +65,8 @@ def check_divisible(config: Config, decoder: DecoderConfig, accelerator: Acceler
     scales = {name: spec for name, spec in rollout_specs(decoder, 1).items() if name.endswith(SCALE)}
     for name, axis, dim in indivisible(scales, lambda axis: parts.get(axis, 1)):
         raise ValueError(
-            f"rollout.layout {layout.name}: {name} has {dim} scales along its {axis}, which {parts[axis]} devices cannot"
-            " split; set rollout.layout to replicated, rollout.group_chips to fewer devices, or lora.base to int8"
+            f"rollout.layout {layout.name}: {name} has {dim} scales along its {axis}, which {parts[axis]} devices"
+            " cannot split; set rollout.layout to replicated, rollout.group_chips to fewer devices, or lora.base to int8"
         )
     shards = parts["batch"]
     check_split(config.rollout, shards)
