@@ -125,9 +125,7 @@ def _backward_peak(run: RunSizes) -> Parts:
     activations = tokens * (width * decoder.width + split // run.tp + rows) * a
     activations += tokens * max(_rule_backward(run, place) for place in decoder.places) // run.tp
     if run.update.row_groups > 1:
-        arrays = RESIDUAL_GROUPS - (
-            run.update.remat == "offload"
-        )  # a layer's input is among those that are being copied
+        arrays = RESIDUAL_GROUPS - (run.update.remat == "offload")  # one is among the inputs that are being copied
         activations += arrays * run.tokens * decoder.width * a
     if run.update.attention != "reference":
         return {"layer_activations": activations}

@@ -66,7 +66,7 @@ def check_divisible(config: Config, decoder: DecoderConfig, accelerator: Acceler
     for name, axis, dim in indivisible(scales, lambda axis: parts.get(axis, 1)):
         raise ValueError(
             f"rollout.layout {layout.name}: {name} has {dim} scales along its {axis}, which {parts[axis]} devices"
-            " cannot split; set rollout.layout to replicated, rollout.group_chips to fewer devices, or lora.base to int8"
+            " cannot split; set rollout.layout to replicated, rollout.group_chips to fewer, or lora.base to int8"
         )
     shards = parts["batch"]
     check_split(config.rollout, shards)
