@@ -6,8 +6,11 @@ import pytest
 from tiny_decoder import DECODER, tiny
 
 from podium.accelerators import find_accelerator
+from podium.config.lora import LoraConfig
 from podium.config.schema import Config
+from podium.models.architecture import with_lora
 from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, axis_parts, indivisible, param_specs
+from podium.models.presets import find_architecture
 from podium.run.divisible import check_divisible
 from podium.sharding import ShardingRules, make_mesh, param_shardings
 
@@ -75,6 +78,15 @@ def test_slots_divide_over_the_devices_that_split_sequences():
     with pytest.raises(ValueError, match=r"rollout\.slots is 12 and is split over 8 devices"):
         check_divisible(config(rollout={"slots": 12, "layout": "replicated"}), DECODER, V6E)
     check_divisible(config(rollout={"slots": 12, "layout": "maxtext"}), DECODER, V6E)  # over dp alone
+
+
+def test_scales_of_a_frozen_matrix_divide_over_the_devices_of_a_rollouts_group():
+    model = with_lora(find_architecture("Qwen/Qwen2.5-3B-Instruct"), LoraConfig(rank=8, base="nf4"))
+    with pytest.raises(
+        ValueError, match=r"rollout.layout tensor: layers.o.scale has 2 scales along its head_dim, which 4"
+    ):
+        check_divisible(config(rollout={"layout": "tensor"}), model, V6E)
+    check_divisible(config(rollout={"layout": "replicated"}), model, V6E)
 
 
 def test_every_dimension_that_does_not_divide_is_found():
