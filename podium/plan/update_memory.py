@@ -12,7 +12,7 @@ from podium.models.blocks.attention import Attention
 from podium.models.blocks.delta import CHUNK, DeltaNet
 from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Place
-from podium.models.params import LORA_B, trained_specs
+from podium.models.params import LORA_B, own_name, trained_specs
 from podium.plan.sizes import F32, RunSizes, ends_count, fetched_bytes, fused_chunks, head_number, reduced_number
 
 Parts = dict[str, int]
@@ -20,6 +20,8 @@ Parts = dict[str, int]
 BACKWARD: Mapping[str, tuple[int, int, int]] = {"tpu": (3, 5, 3), "gpu": (3, 6, 5), "reference": (1, 4, 0)}
 """Arrays alive at the peak of a layer's backward pass: [B, T, F], [B, T, D], and [B, T, (H + K) Q]; fewer with the
 reference attention, which holds the scores too. Fitted, like the counts below, to programs near the memory limit."""
+ADAPTED_MLP = 1
+"""Arrays [B, T, F] more at that peak on a TPU if the MLP's matrices have adapters, whose products are added."""
 EXPERT_ROWS = 2
 """Arrays of a token's rows for each of its experts, [B, T, k, D], alive at that peak; fitted to Qwen3-30B-A3B."""
 MLP_SAVED = 3  # arrays [B, T, F] saved per layer with `remat: none`; what lies between the MLP's products is recomputed
@@ -30,6 +32,7 @@ RESIDUAL_GROUPS = 3  # arrays [B, T, D] beside those of a row group
 SCORES = {"tpu": 2.0, "v5e": 1.65, "v6e": 4.25, "gpu": 2.85}
 """Float32 score arrays [B, H, T, T] alive at once without a kernel; v6e: for rows too long for VMEM."""
 LONG_ROW = 4096
+MLP = ("gate", "up", "down")
 RULE_ARRAYS = 4
 """Arrays of each shape alive in a forward pass of the delta rule, counted in its program."""
 RULE_BACKWARD = 2
@@ -118,6 +121,8 @@ def _backward_peak(run: RunSizes) -> Parts:
     a = run.activation
     tokens = run.tokens // run.update.row_groups
     mlp, width, heads = BACKWARD[run.update.attention if run.update.attention == "reference" else _compiler(run)]
+    if _compiler(run) == "tpu" and any(own_name(name).startswith(MLP) for name in trained_specs(decoder)):
+        mlp += ADAPTED_MLP if decoder.lora is not None else 0
     split = max(
         mlp * feed_forward_inner(decoder, place) + heads * _attended_heads(run, place) for place in decoder.places
     )
@@ -219,11 +224,14 @@ def _saved(run: RunSizes) -> Parts:
 
 
 def _saved_products(run: RunSizes) -> Parts:
-    """What `remat: products` saves of every layer: the results of products with weights."""
+    """What `remat: products` saves of every layer: the results of products with weights, but for those of experts."""
     decoder, tokens = run.decoder, run.tokens
     numbers = 0
     for place in decoder.places:
-        split = place.block.feed_forward.work(decoder.width).outputs
+        kind = place.block.feed_forward
+        split = kind.work(decoder.width).outputs
+        if isinstance(kind, Experts):  # kernels and grouped products make theirs, which are computed again
+            split -= 2 * kind.top * kind.width
         if isinstance(mixer := place.block.mixer, Attention):
             split += (mixer.heads + 2 * mixer.kv_heads) * _lanes(run, mixer)
         else:

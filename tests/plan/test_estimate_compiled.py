@@ -4,7 +4,7 @@ import pytest
 from estimated import QWEN_3B, config, decoder, phase
 
 from podium.accelerators import GIB, find_accelerator
-from podium.models.architecture import with_layers
+from podium.models.architecture import with_layers, with_lora
 from podium.models.presets import find_architecture
 from podium.plan.calibration import load_chip
 from podium.plan.device import closed_form_roofline
@@ -123,33 +123,36 @@ def test_a_prefill_counts_the_rows_of_a_devices_own_experts(model, mib):
 
 
 # GiB of phases as compilers assigned them to random settings near the limit, where the closed form was wrong before:
-# machine, model, mesh, rows of a device, new tokens, settings of training, phase.
-GROUPED = {
-    "remat": "offload",
-    "layer_chunk_tokens": 99840,
-    "offload_optimizer": True,
-    "optimizer": {"name": "adamw", "moments": "bfloat16"},
-}
+# machine, model, mesh, rows of a device, new tokens, settings of training, other settings, phase.
+GROUPED = {"remat": "offload", "layer_chunk_tokens": 99840, "head_chunk_tokens": 1024, "offload_optimizer": True}
+ADAPTED = {"remat": "products", "head_chunk_tokens": 4096, "offload_optimizer": True}
+BEHIND = {"remat": "products", "head_chunk_tokens": 1024, "optimizer": {"name": "lion"}}
+HOST = {"remat": "offload", "head_chunk_tokens": 512, "optimizer": {"name": "sgd"}}
+ANCHORED = {"algorithm": {"kl": "k3", "kl_coef": 0.01}}
 PROBES = [
-    ("v5p-16", "google/gemma-3-12b-it", "fsdp:2,tp:4", 19, 2048, {"remat": "products"}, "update", 105.57),
-    ("v5litepod-16", "Qwen/Qwen2.5-1.5B-Instruct", "fsdp:16", 24, 16512, GROUPED, "update", 14.86),
-    ("v5litepod-16", "Qwen/Qwen2.5-1.5B-Instruct", "fsdp:16", 24, 16512, GROUPED, "score", 6.25),
+    ("v5p-16", "google/gemma-3-12b-it", "fsdp:2,tp:4", 19, 2048, BEHIND, {}, "update", 105.57),
+    ("v5p-16", "Qwen/Qwen3-30B-A3B", "fsdp:4,tp:2", 19, 2432, ADAPTED, {"lora": {"rank": 8}}, "update", 77.33),
+    ("v6e-1", "meta-llama/Llama-3.1-8B-Instruct", "auto", 32, 2176, HOST, {"lora": {"rank": 32}}, "update", 31.53),
+    ("v6e-1", "Qwen/Qwen2.5-1.5B-Instruct", "auto", 24, 2176, {}, {"lora": {"rank": 32}}, "update", 13.83),
+    ("v5litepod-16", "Qwen/Qwen2.5-1.5B-Instruct", "fsdp:16", 24, 16512, GROUPED, ANCHORED, "update", 14.86),
+    ("v5litepod-16", "Qwen/Qwen2.5-1.5B-Instruct", "fsdp:16", 24, 16512, GROUPED, ANCHORED, "score", 6.25),
 ]
 
 
-@pytest.mark.parametrize("case", PROBES, ids=lambda case: f"{case[1].rpartition('/')[2]} {case[6]}")
-def test_norms_behind_layers_and_groups_of_rows_are_counted(case):
-    machine, model, mesh, rows, new_tokens, train, name, gib = case
-    optimizer = {"optimizer": {"name": "lion"}} if name == "update" and "optimizer" not in train else {}
+@pytest.mark.parametrize("case", PROBES, ids=lambda case: f"{case[1].rpartition('/')[2]} {case[7]}")
+def test_norms_behind_layers_adapters_experts_and_groups_of_rows_are_counted(case):
+    machine, model, mesh, rows, new_tokens, train, others, name, gib = case
+    layout = "replicated" if machine == "v6e-1" else "tensor"
     settings = config(
         mesh=mesh,
         prompts_per_step=64,
-        group_size=16,
-        rollout={"max_prompt_tokens": 128, "max_new_tokens": new_tokens, "slots": 128, "prefill_rows": 32},
-        train={"rows_per_device": rows, "head_chunk_tokens": 1024, **optimizer, **train},
-        algorithm={"kl": "k3", "kl_coef": 0.01} if "layer_chunk_tokens" in train else {},
-    )
-    run = make_sizes(settings, find_architecture(model), find_accelerator(machine))
+        rollout={
+            "max_prompt_tokens": 128, "max_new_tokens": new_tokens, "slots": 32, "prefill_rows": 32, "layout": layout
+        },
+        train={"rows_per_device": rows, **train},
+        **others,
+    )  # fmt: skip
+    run = make_sizes(settings, with_lora(find_architecture(model), settings.lora), find_accelerator(machine))
     assert phase(run, name).total / GIB == pytest.approx(gib, rel=0.13 if name == "score" else 0.08)
 
 
