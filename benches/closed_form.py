@@ -26,7 +26,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benches.record import ROOT, arguments, record, write_section
+from benches.record import MEASUREMENTS, ROOT, arguments, record, write_section
 from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config
 from podium.models.presets import PRESETS, find_decoder
@@ -312,7 +312,7 @@ def main() -> None:
         record(f"{name}-planned", {**known, "figures": figures, "rows": rows}, args.results)
         if args.count is None or args.at_limit:
             table = list(lines(rows, figures, 0 if args.at_limit else SEEN))
-            write_section(ROOT / "docs" / "planner-measurements.md", name, table)
+            write_section(MEASUREMENTS, name, table)
     print(figures)
     sys.exit(any(figures[name] > bar for name, bar in bars.items()))
 

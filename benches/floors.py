@@ -14,7 +14,7 @@ of docs/planner-measurements.md; `make test-long` compiles each recorded case ag
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from benches.record import RESULTS, ROOT, arguments, record, recorded, show_progress, write_section
+from benches.record import MEASUREMENTS, RESULTS, ROOT, arguments, record, recorded, show_progress, write_section
 from podium.accelerators import find_accelerator
 from podium.models.presets import PRESETS, find_decoder
 from podium.plan.calibration import load_chip
@@ -32,7 +32,6 @@ MACHINES = (
     "v4-8", "v5litepod-1", "v5litepod-8", "v5p-8", "v6e-1", "v6e-8", "a100-80-1", "l4-1", "rtx4090-1", "h100-1",
     "h100-8", "b200-8",
 )  # fmt: skip
-PAGE = ROOT / "docs" / "planner-measurements.md"
 PHASES = ("sync", "prefill", "decode", "update")
 PROMPTS, GROUP, ROWS, PREFILL_ROWS = 16, 8, 4, 16
 Rows = dict[str, dict[str, float | str | None]]
@@ -122,7 +121,7 @@ def main() -> None:
         print(case, rows[case], flush=True)
         packages = list(compiler_versions(find_accelerator(machine)))
         record(NAME, {"rows": rows}, args.results, packages=packages)
-        write_section(PAGE, "floors", table(rows))
+        write_section(MEASUREMENTS, "floors", table(rows))
 
 
 if __name__ == "__main__":

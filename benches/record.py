@@ -24,6 +24,7 @@ from podium.plan.compile import CompileProgress
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benches" / "results"
+MEASUREMENTS = ROOT / "docs" / "planner-measurements.md"
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
@@ -108,9 +109,10 @@ def write_section(page: Path, name: str, lines: Sequence[str]) -> None:
 
 
 def _commit() -> str | None:
-    """The commit of what is measured: results that benches wrote before do not make it dirty."""
+    """The commit of what is measured: results and tables that benches wrote before do not make it dirty."""
     found = commit()
-    others = ["git", "-C", str(RESULTS.parent), "status", "--porcelain", "--", ":/", f":(exclude){RESULTS}"]
+    written = (f":(exclude){path}" for path in (RESULTS, MEASUREMENTS))
+    others = ["git", "-C", str(RESULTS.parent), "status", "--porcelain", "--", ":/", *written]
     if found is None or subprocess.run(others, capture_output=True, text=True).stdout:
         return found
     return found.removesuffix("-dirty")
