@@ -199,20 +199,24 @@ EVERYTHING = 2**62  # no upper bound
 def _read(computation: Computation, number: int, module: Module) -> tuple[int, bool]:
     """Upper bound of the bytes that a fused computation reads of a parameter, and whether it returns the parameter.
 
-    It returns the parameter if its result is the parameter, at most reshaped; users outside then read it.
+    It returns the parameter if its result is the parameter, at most reshaped or cast; users outside then read it. A
+    cast is computed where its result is used, so a slice of it reads a slice of the parameter.
     """
-    names, total = {computation.parameters[number].name}, 0
+    parameter = computation.parameters[number]
+    names, total = {parameter.name}, 0
+    casts: set[str] = set()
     for user in computation.instructions.values():  # defined before used
         for index in (index for index, name in enumerate(user.operands) if name in names):
-            if _renames(user, module) and index == 0:
+            if (_renames(user, module) or user.opcode == "convert") and index == 0:
                 names.add(user.name)
+                casts |= {user.name} if user.opcode == "convert" or user.operands[0] in casts else set()
             elif user.opcode == "fusion":
                 read, handed_on = _read(module.computations[user.callees["calls"][0]], index, module)
                 total += read
                 names |= {user.name} if handed_on else set()
             elif user.opcode in SLICES and index == 0:
-                total += user.shapes[0].padded_size
-            elif user.opcode not in IN_PLACE or index > 0:  # operand 0 of those is replaced, not read
+                total += dataclasses.replace(user.shapes[0], dtype=parameter.shapes[0].dtype).padded_size
+            elif user.opcode not in IN_PLACE or index > 0 or user.operands[0] in casts:  # else replaced, not read
                 return EVERYTHING, False
     return total, computation.root.name in names
 

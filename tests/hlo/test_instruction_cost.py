@@ -42,6 +42,28 @@ def test_a_fusion_that_slices_a_stack_reads_the_slice_through_nested_fusions():
     assert cost.hbm_bytes == 256 * 1024 * 2  # the result is in the chip's cache
 
 
+SLICED = "  ROOT %s = bf16[1,256,1024]{2,1,0} slice(%cast), slice={[9:10], [0:256], [0:1024]}"
+REPLACED = """  %row = bf16[1,256,1024]{2,1,0} slice(%cast), slice={[9:10], [0:256], [0:1024]}
+  %i = s32[] constant(0)
+  ROOT %s = bf16[36,256,1024]{2,1,0} dynamic-update-slice(%cast, %row, %i, %i, %i)"""
+
+
+@pytest.mark.parametrize(("use", "layers", "moved"), [(SLICED, 1, 4 + 2), (REPLACED, 36, 36 * (4 + 2))])
+def test_a_slice_of_a_cast_reads_a_slice_of_what_is_cast(use, layers, moved):
+    """XLA for GPUs joins a layer's matrices so when it makes the rollout's weights."""
+    cost = cost_of(
+        f"""  %stack = f32[36,256,1024]{{2,1,0}} parameter(0)
+  ROOT %f = bf16[{layers},256,1024]{{2,1,0}} fusion(%stack), kind=kLoop, calls=%join""",
+        computations=f"""%join (a: f32[36,256,1024]) -> bf16[{layers},256,1024] {{
+  %a = f32[36,256,1024]{{2,1,0}} parameter(0)
+  %cast = bf16[36,256,1024]{{2,1,0}} convert(%a)
+{use}
+}}
+""",
+    )
+    assert cost.hbm_bytes == 256 * 1024 * moved
+
+
 def test_a_slice_of_an_array_whose_tiles_a_nested_fusion_renames_is_read_alone():
     """The TPU compiler reads int8 weights so: the nested copy changes tiles in the array's own memory."""
     cost = cost_of(
