@@ -24,12 +24,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from benches.decode_layouts import TPU, chosen, measure, run_config
-from benches.record import ROOT, arguments, record, train_command
+from benches.record import ROOT, arguments, record, train_command, within_noise
 from podium.accelerators import find_accelerator
 from podium.config.lora import MATRICES
 from podium.config.rollout_weights import RolloutWeights
@@ -113,16 +113,6 @@ def curves() -> dict[str, dict[str, Any]]:
     return found
 
 
-def within_noise(last: Mapping[str, Sequence[float]]) -> bool:
-    """Whether formats differ from the unrounded one by at most twice the standard error of the difference."""
-    plain = last["dtype"]
-    errors = {each: statistics.variance(values) / len(values) for each, values in last.items()}
-    return all(
-        abs(statistics.mean(last[each]) - statistics.mean(plain)) <= 2 * math.sqrt(errors[each] + errors["dtype"])
-        for each in ROUNDED
-    )
-
-
 def int8_products(case: str) -> int:
     """The products of int8 operands, summed in int32, in the loop over layers of the compiled program."""
     model, layout = CASES[case]
@@ -142,7 +132,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.curves:
         found = curves()
-        met = within_noise({name: each["last"] for name, each in found.items()})
+        met = all(within_noise(found[each]["last"], found["dtype"]["last"]) for each in ROUNDED)
         record("int8-curves-cpu", {"runs": found, "within_noise": met}, args.results)
         sys.exit(not met)
     steps = {case: planned(case) for case in CASES}

@@ -109,7 +109,7 @@ def success(answers: list[dict[str, Any]]) -> dict[str, float]:
     return share(sum(answer["parts"]["correct"] == 1 for answer in answers), len(answers))
 
 
-def learn(name: str, rewards: dict[str, float], seed: int, folder: Path) -> dict[str, Any]:
+def learn(name: str, rewards: dict[str, float], seed: int, folder: Path, *, in_flight: float = 1.0) -> dict[str, Any]:
     """Train from `folder/runs/start`; success in the first and in the last steps."""
     task = {
         "name": "code",
@@ -125,7 +125,9 @@ def learn(name: str, rewards: dict[str, float], seed: int, folder: Path) -> dict
         prompts_per_step=12,
         group_size=16,
         tasks=[task],
-        rollout={"dtype": "float32", "slots": 192, "max_prompt_tokens": 8, "max_new_tokens": 20},
+        rollout={
+            "dtype": "float32", "slots": 192, "max_prompt_tokens": 8, "max_new_tokens": 20, "in_flight": in_flight,
+        },
         algorithm={"recipe": "grpo", "mask_truncated": False},
         train=trainer(1e-3),
     )  # fmt: skip

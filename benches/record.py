@@ -7,6 +7,7 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import resource
@@ -90,6 +91,12 @@ def medians(programs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str
         name: {"cpu_s": statistics.median(cpu[name][1:]), "wall_s": statistics.median(wall[name][1:])}
         for name in programs
     }
+
+
+def within_noise(values: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether the means of two samples differ by at most twice the standard error of their difference."""
+    error = math.sqrt(sum(statistics.variance(each) / len(each) for each in (values, others)))
+    return abs(statistics.mean(values) - statistics.mean(others)) <= 2 * error
 
 
 def show_progress(progress: CompileProgress) -> None:

@@ -53,6 +53,7 @@ def measure(name: str) -> dict[str, Any]:
         f"prompts_per_step={prompts}",
         f"rollout.slots={slots}",
         f"rollout.prefill_rows={rows}",
+        "rollout.refill_steps=8",
         f"rollout.in_flight={in_flight}",
     ]
     config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config

@@ -31,6 +31,8 @@ def plan(model: str, tpu: str) -> Plan:
         f"group_size={GROUP}",
         f"rollout.slots={PROMPTS * GROUP * devices}",
         f"rollout.prefill_rows={devices}",
+        "rollout.refill_steps=8",
+        "rollout.in_flight=1",
         "rollout.max_prompt_tokens=256",
     ]
     config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config

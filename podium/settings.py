@@ -417,6 +417,14 @@ def _rollout_weights(config: Config) -> Iterator[Contradiction]:
         yield Contradiction(("lora.rollout", this), f"{rule}; set lora.rollout to auto, or lora.base to int8")
 
 
+def _gap_limit(config: Config) -> Iterator[Contradiction]:
+    """Report a limit of the gap to a sampler that there is not."""
+    limit, recipe = config.rollout.max_logprob_gap, _recipe(config)
+    if limit is not None and recipe is not None and recipe.demonstrations:
+        rule = f"{limit:g} has no effect: recipe {config.algorithm.recipe} samples nothing"
+        yield Contradiction(("rollout.max_logprob_gap", "algorithm.recipe"), f"{rule}; leave it out")
+
+
 def _in_flight(config: Config) -> Iterator[Contradiction]:
     """Check `rollout.in_flight`: stale completions need a ratio to the sampling policy, and a bound on their age."""
     over = config.rollout.in_flight
@@ -520,6 +528,7 @@ RULES = (
     _zero_variance,
     _layout,
     _rollout_weights,
+    _gap_limit,
     _in_flight,
     _conversations,
     _curricula,

@@ -24,6 +24,8 @@ Params = dict[str, jax.Array]
 AbstractParams = dict[str, jax.ShapeDtypeStruct]
 """Shapes, dtypes and shardings of parameters."""
 AnyParams = Params | AbstractParams
+MOST_AT_ONCE = 8
+"""Most devices that exchange parts of an array at once (`exchanges`)."""
 A = TypeVar("A", jax.Array, np.ndarray)
 """Arrays on the devices, or numpy arrays that the host fills in place and copies there."""
 
@@ -141,7 +143,10 @@ def _sum_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, _: Non
         for dim, axes in gathered.items():
             # The TPU scatters sums only over the first dimension; over another it would sum all, and keep a part.
             first = 0 if dx.shape[0] % _size(mesh, axes) == 0 else dim
-            dx = jax.lax.psum_scatter(dx, axes, scatter_dimension=first, tiled=True)
+            if first == 0:
+                dx = scattered_sum(dx, mesh_axis_names(axes), mesh)
+            else:
+                dx = jax.lax.psum_scatter(dx, axes, scatter_dimension=first, tiled=True)
             if first != dim:
                 dx = jax.lax.all_to_all(dx, axes, split_axis=dim, concat_axis=first, tiled=True)
         return jax.lax.psum(dx, others)
@@ -157,6 +162,33 @@ def _gathered(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec) -> dict[
 
 _sums_of_copies.defvjp(lambda mesh, stored, copies, x: (_sums_of_copies(mesh, stored, copies, x), None), _sum_copies)
 _weight_copies.defvjp(lambda mesh, stored, copies, x: (_weight_copies(mesh, stored, copies, x), None), _sum_copies)
+
+
+def exchanges(names: tuple[str, ...], mesh: Mesh) -> list[list[list[int]] | None]:
+    """The groups of devices that exchange parts, one exchange after another: first neighbours, then the groups.
+
+    None: all devices at once. The TPU's compiler would make an exchange of sums over many devices one of all sums of
+    all devices, which sends twice as much and keeps them.
+    """
+    size = _size(mesh, names)
+    inner = 2 ** (int(math.log2(size)) // 2)
+    if size <= MOST_AT_ONCE or size % inner:
+        return [None]
+    devices = np.arange(size).reshape(-1, inner)
+    return [devices.tolist(), devices.T.tolist()]
+
+
+def scattered_sum(x: jax.Array, names: tuple[str, ...], mesh: Mesh) -> jax.Array:
+    """The sum over devices of their own arrays [n * m, ...], of which each of n devices gets its part [m, ...].
+
+    Call it inside `shard_map`. Parts are scattered along a dimension of their own: where a part has no whole tiles of
+    the dimension itself, as those of a vocabulary, the TPU's compiler would send all sums to all devices.
+    """
+    for groups in reversed(exchanges(names, mesh)):
+        parts = len(groups[0]) if groups else _size(mesh, names)
+        split = x.reshape(parts, -1, *x.shape[1:])
+        x = jax.lax.psum_scatter(split, names, scatter_dimension=0, tiled=False, axis_index_groups=groups)
+    return x
 
 
 def _size(mesh: Mesh, axes: MeshAxes) -> int:

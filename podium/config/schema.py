@@ -177,6 +177,10 @@ class RolloutConfig(Section):
     faster where reading weights takes most of a decode step. w8a8: the same, and products are of integers, because
     activations are rounded to int8 too, with a scale per token. Both change the policy that samples: a correction is on
     by default (docs/algorithms.md)."""
+    max_logprob_gap: PositiveFloat | None = None
+    """Stop the run after a step whose `policy/logprob_gap/mean` is above this, in nat: sampler and trainer are then
+    farther apart than rounding should bring them. With `in_flight` above 1, of the tokens that the current weights
+    drew. Unset: a warning, and the run goes on."""
     in_flight: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1.0
     """Prompts in flight as a multiple of prompts_per_step. Above 1, a step trains on the prompts that are complete; the
     others continue under the new weights, so slots do not idle while the longest finishes (docs/carry-over.md)."""

@@ -6,12 +6,10 @@ and computes their part for all tokens of the group; the parts are added.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -21,10 +19,8 @@ from podium.models.blocks.weights import Adapted, AnyWeight, Integers, LayerWeig
 from podium.models.expert_forms import Group, Matrices, dense_form, every_gate, sorted_form, split_form
 from podium.models.linear import full_precision
 from podium.models.params import mesh_axis_names
-from podium.sharding import ShardingRules
+from podium.sharding import ShardingRules, exchanges, scattered_sum
 
-MOST_AT_ONCE = 8
-"""Most devices that exchange parts of experts at once (`_phases`)."""
 INTO, OUT_OF = ("experts", "expert_width", "expert_mlp"), ("experts", "expert_mlp", "expert_width")
 """Logical axes of the matrices of all experts: into their width, and out of it."""
 AXES = (
@@ -163,34 +159,14 @@ def _gather(x: jax.Array, dim: int, names: tuple[str, ...], mesh: Mesh) -> jax.A
     """
     if dim:
         return jax.lax.all_gather(x, names, axis=dim, tiled=True)
-    for groups in _phases(names, mesh):
+    for groups in exchanges(names, mesh):
         x = jax.lax.all_gather(x, names, axis=0, tiled=False, axis_index_groups=groups).reshape(-1, *x.shape[1:])
     return x
 
 
 def _scattered(dx: jax.Array, dim: int, names: tuple[str, ...], mesh: Mesh) -> jax.Array:
     """The sum over devices of each device's part; the transpose of `_gather`."""
-    if dim:
-        return jax.lax.psum_scatter(dx, names, scatter_dimension=dim, tiled=True)
-    for groups in reversed(_phases(names, mesh)):
-        parts = len(groups[0]) if groups else math.prod(mesh.shape[name] for name in names)
-        split = dx.reshape(parts, -1, *dx.shape[1:])
-        dx = jax.lax.psum_scatter(split, names, scatter_dimension=0, tiled=False, axis_index_groups=groups)
-    return dx
-
-
-def _phases(names: tuple[str, ...], mesh: Mesh) -> list[list[list[int]] | None]:
-    """The groups of devices that exchange parts, one exchange after another: first neighbours, then the groups.
-
-    None: all devices at once. The TPU's compiler would make an exchange of sums over many devices one of all sums of
-    all devices, which sends twice as much and keeps them.
-    """
-    size = math.prod(mesh.shape[name] for name in names)
-    inner = 2 ** (int(math.log2(size)) // 2)
-    if size <= MOST_AT_ONCE or size % inner:
-        return [None]
-    devices = np.arange(size).reshape(-1, inner)
-    return [devices.tolist(), devices.T.tolist()]
+    return jax.lax.psum_scatter(dx, names, scatter_dimension=dim, tiled=True) if dim else scattered_sum(dx, names, mesh)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

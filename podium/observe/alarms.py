@@ -18,6 +18,8 @@ RISE, SMOOTHED = 0.1, 5
 """Largest acceptable rise of the truncated share over WINDOW steps, and the number of steps averaged at each end."""
 GAP = 0.02
 """Largest acceptable gap, in nats, between trainer and sampler on tokens drawn with the current weights."""
+CURRENT_GAP = "async/logprob_gap_by_age/0"
+"""The gap on tokens drawn with the current weights, in a run with carry-over."""
 GAP_FLOAT32, GAP_ROUNDED = 0.01, 0.05
 """Mean gaps, in nats, far above those of two programs with the same weights: about 1e-6 if both compute in float32, up
 to 0.02 with a narrower format."""
@@ -91,6 +93,25 @@ class GapAlarm:
         ]
 
 
+class SamplerGapError(ValueError):
+    """Sampler and trainer are farther apart than `rollout.max_logprob_gap` allows."""
+
+
+def check_gap(config: RolloutConfig, step: int, metrics: Mapping[str, float]) -> None:
+    """Check a step's gap between trainer and sampler. Raises SamplerGapError above `rollout.max_logprob_gap`."""
+    name = CURRENT_GAP if config.in_flight > 1 else GAP_METRIC
+    gap, limit = metrics.get(name, 0.0), config.max_logprob_gap
+    if limit is None or gap <= limit:
+        return
+    rounded = config.weights != "dtype"
+    way_out = f"set rollout.weights to {milder_weights(config.weights)}" if rounded else "set both dtypes to float32"
+    raise SamplerGapError(
+        f"{name} of step {step} is {gap:.3g} nat, and rollout.max_logprob_gap is {limit:g}: completions are drawn by a"
+        f" policy too far from the trained one; {way_out}, or raise the limit; the run continues from its last"
+        " checkpoint"
+    )
+
+
 class CarryAlarms:
     """Checks every step of a run with carry-over; silent in other runs."""
 
@@ -141,7 +162,7 @@ class CarryAlarms:
                     f" {WINDOW} steps, as in runs whose stale answers grow until they fail; lower the learning rate or"
                     f" rollout.in_flight {rollout.in_flight:g}, or set algorithm.loss to cispo",
                 )
-        gap = metrics.get("async/logprob_gap_by_age/0", 0.0)
+        gap = metrics.get(CURRENT_GAP, 0.0)
         if gap > GAP:
             yield (
                 "gap",

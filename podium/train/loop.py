@@ -61,6 +61,7 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
 
     Raises:
         DivergedError: an update produced NaN or infinity.
+        SamplerGapError: a step's gap is above `rollout.max_logprob_gap`.
         CheckpointError: a checkpoint cannot be written.
     """
     spec = run.spec

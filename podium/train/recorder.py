@@ -11,7 +11,7 @@ import numpy as np
 from podium.algorithms.losses import narrow_clip_warning
 from podium.job.records import ProgressReport
 from podium.models.architecture import DecoderConfig
-from podium.observe.alarms import CarryAlarms, GapAlarm, RewardAlarm, length_distance
+from podium.observe.alarms import CarryAlarms, GapAlarm, RewardAlarm, check_gap, length_distance
 from podium.observe.metrics import (
     COMPARED_WITH_SAMPLER,
     STEP_REPORT,
@@ -114,7 +114,8 @@ class Recorder:
     ) -> None:
         """Record a finished step; `step` is the number of steps done. On several hosts, all must call this.
 
-        `held` is what environments did, if there are any.
+        `held` is what environments did, if there are any. Raises SamplerGapError if the step's gap is above
+        `rollout.max_logprob_gap`; the step is recorded then.
         """
         step_s, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
         self._step_seconds.append(step_s)
@@ -152,6 +153,7 @@ class Recorder:
         shown = ShownCompletion(first.prompt.prompt.question, first.transcripts[0].text, first.rewards[0].total)
         self.progress.step(step, metrics, shown)
         self._on_step(step, metrics, samples)
+        check_gap(self.spec.rollout.settings, step, metrics)
 
     def _level_stats(self, groups: Sequence[Group]) -> dict[str, LevelStats]:
         """What was drawn from each level of a curriculum, and how it went."""

@@ -62,6 +62,10 @@ def test_recipes_that_correct_in_their_own_way_keep_it(settings):
             "rollout.weights: recipe sft samples nothing, so int8 would only change what is evaluated; leave it out",
         ),
         (
+            ["rollout.max_logprob_gap=0.05", "algorithm.recipe=sft", "group_size=1"],
+            "rollout.max_logprob_gap: 0.05 has no effect: recipe sft samples nothing; leave it out",
+        ),
+        (
             ["rollout.weights=w8a8", "lora.base=nf4"],
             "rollout.weights: w8a8 would be a second copy, larger than lora.base nf4 and rounded once more; leave it"
             " out, or set lora.base to int8 or bfloat16",

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from tiny_decoder import tiny
 from tiny_models import error_of_scale, rules_on
 
+from podium import sharding
 from podium.config.lora import LoraConfig
 from podium.kernels.grouped import TILE_ROWS, Form, grouped_product, token_sums
 from podium.models import mixture
@@ -301,8 +302,8 @@ def test_rows_that_fill_a_tpus_tiles_are_more_where_the_experts_do_not():
 def test_parts_of_many_devices_are_exchanged_in_two_phases(monkeypatch):
     """A gather, and its transpose: the sum of each device's part."""
     mesh = make_mesh("fsdp:8", jax.devices())
-    monkeypatch.setattr(mixture, "MOST_AT_ONCE", 4)
-    assert [len(groups[0]) for groups in mixture._phases(("fsdp",), mesh)] == [2, 4]
+    monkeypatch.setattr(sharding, "MOST_AT_ONCE", 4)
+    assert [len(groups[0]) for groups in sharding.exchanges(("fsdp",), mesh)] == [2, 4]
     x, every = normal(16, 3), normal(8, 16, 3)
 
     def both(x, own):

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from tiny_models import rules_on
 
+from podium import sharding
 from podium.config.head import fast_memory, head_chunks, head_kind, head_tile
 from podium.models.blocks.weights import Weight
 from podium.models.logprobs import Taught, logits_at, token_logprobs
-from podium.models.params import GATHERED_AXES
+from podium.models.params import GATHERED_AXES, TRAIN_AXES
 from podium.sharding import ShardingRules
 
 B, T, D, V = 4, 10, 16, 24
@@ -179,6 +180,22 @@ def test_logprobs_are_the_same_where_rows_and_vocabulary_are_split(mesh, kind, c
     logprobs, entropy = naive(hidden, head, targets)
     np.testing.assert_allclose(found.logprobs, logprobs, rtol=0, atol=TOLERANCE)
     np.testing.assert_allclose(found.entropy, entropy, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("at_once", [4, 8])
+def test_the_heads_gradient_is_that_of_one_device(at_once, monkeypatch):
+    """Summed over 8 devices, in two exchanges one after the other or in one."""
+    monkeypatch.setattr(sharding, "MOST_AT_ONCE", at_once)
+    hidden, head, targets = (np.concatenate([x, x]) if x.shape[0] == B else x for x in inputs())
+
+    def gradient(rules):
+        def loss(head):
+            return jnp.sum(token_logprobs(hidden, head, targets, temperature=0.9, chunk=1024, rules=rules).logprobs)
+
+        return jax.jit(jax.grad(loss))(jax.device_put(head, rules.storage.sharding("vocab", "width")))
+
+    split = ShardingRules(rules_on("fsdp:8", 8).mesh, GATHERED_AXES, stored=TRAIN_AXES)
+    np.testing.assert_allclose(gradient(split), gradient(computing()), rtol=1e-5, atol=1e-5)
 
 
 def test_no_array_of_all_logits_exists_in_forward_and_backward():

@@ -341,6 +341,7 @@ def test_the_plan_says_whether_carrying_completions_over_pays(lengths, verdict):
 def test_conversations_are_planned_with_their_replies():
     """The same tokens are decoded however late replies are; seconds that no decoding hides are a part of a step."""
     changes = ["prompts_per_step=16", "rollout.max_episode_tokens=1024", "rollout.max_new_tokens=128"]
+    changes += ["rollout.in_flight=1"]
     config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], changes, {}).config
     fast, slow, single = (
         make_plan(config, V6E, fast=True, lengths=f"fixed:64{talk}")
@@ -381,7 +382,7 @@ DATA = {"sft": ("chat", 1, ["update", "host"]), "dpo": ("preferences", 2, ["scor
 def test_a_step_that_learns_from_data_has_no_rollout(recipe):
     task, group_size, parts = DATA[recipe]
     changes = {"algorithm": {"recipe": recipe}, "tasks": [{"name": task, "path": "rows.jsonl"}]}
-    config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], [], {}).config
+    config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], ["rollout.in_flight=1"], {}).config
     config = Config.model_validate({**config.model_dump(mode="json"), **changes, "group_size": group_size})
     found = make_plan(config, find_accelerator("v6e-8"), fast=True, lengths="gsm8k,turns:2,reply:20,seconds:2")
     times = step_parts(found)

@@ -9,7 +9,7 @@ from test_recorder import BATCHED, UPDATED
 from tiny_runs import make_group
 
 from podium.config.schema import RolloutConfig
-from podium.observe.alarms import AT_BOUND, WINDOW, CarryAlarms, GapAlarm
+from podium.observe.alarms import AT_BOUND, WINDOW, CarryAlarms, GapAlarm, SamplerGapError, check_gap
 from podium.observe.metrics import GAP_METRIC
 from podium.observe.stats import CarryStats, StepStats
 from podium.rollout.request import RolloutStats
@@ -119,3 +119,26 @@ def test_a_gap_of_rounded_weights_is_said_from_a_lower_bound(weights, way_out):
     lines = [line for gap in (0.019, 0.021, 0.03) for line in alarm.after_step(step(carried=None), {GAP_METRIC: gap})]
     (line,) = lines
     assert f"is 0.021 nat, above 0.02: rollout.weights {weights} changes the policy that samples; {way_out}" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "metric", "way_out"),
+    [
+        ({"weights": "w8a8"}, GAP_METRIC, "set rollout.weights to int8, which"),
+        ({"weights": "int8"}, GAP_METRIC, "set rollout.weights to dtype, or raise the limit"),
+        ({}, GAP_METRIC, "set both dtypes to float32"),
+        ({"in_flight": 1.5}, "async/logprob_gap_by_age/0", "set both dtypes to float32"),
+    ],
+)
+def test_a_gap_above_the_limit_stops_a_run(settings, metric, way_out):
+    limited = RolloutConfig(**settings, max_logprob_gap=0.05)
+    check_gap(limited, 3, {metric: 0.05})
+    check_gap(limited, 3, {})
+    check_gap(RolloutConfig(**settings), 3, {metric: 1.0})
+    with pytest.raises(SamplerGapError, match=f"{metric} of step 3 is 0.051 nat, .*max_logprob_gap is 0.05:") as error:
+        check_gap(limited, 3, {metric: 0.051})
+    assert way_out in str(error.value)
+
+
+def test_drift_of_what_is_carried_over_is_not_limited():
+    check_gap(RolloutConfig(in_flight=1.5, max_logprob_gap=0.05), 3, {GAP_METRIC: 1.0})

@@ -13,6 +13,7 @@ import yaml
 from tiny_runs import SHORT, STEPS, make_config, metrics_of, read_records, trained
 
 from podium import cli
+from podium.observe.alarms import SamplerGapError
 from podium.observe.metrics import find_metric
 from podium.observe.run_dir import read_config
 from podium.rollout.engine import RolloutEngine
@@ -87,6 +88,14 @@ def test_numbers_that_are_not_finite_stop_the_run_and_leave_the_batch(tiny_model
     with pytest.raises(DivergedError, match=r"update \d+ diverged: loss .* its batch is in"):
         train(config, plain=True)
     assert len(list((tmp_path / "run").glob("diverged-update-*.npz"))) == 1
+
+
+def test_a_run_stops_where_sampler_and_trainer_are_too_far_apart(tiny_model, tmp_path):
+    config = make_config(tiny_model, tmp_path, rollout={"dtype": "bfloat16", "max_logprob_gap": 1e-9})
+    with pytest.raises(SamplerGapError, match=r"of step 1 is .* nat, and rollout\.max_logprob_gap is 1e-09"):
+        train(config, plain=True)
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["policy/logprob_gap/mean"] > 1e-9
 
 
 def test_a_group_is_graded_while_others_are_still_decoded(tiny_model, tmp_path, monkeypatch):

@@ -1,0 +1,108 @@
+"""Tokens per second and chip of updates on 8 to 64 TPU chips, planned: compiled for slices that are not there.
+
+    python -m benches.wide_updates              (six compilations of a model of 7B, each kept)
+
+Qwen2.5-7B, four prompts of eight completions of 200 tokens for each chip, float32 state and gradients. A mesh is
+`auto`, which splits weights over all chips, or splits them over 8 neighbours and copies them over groups of 8.
+`sent_gb` is what a chip sends in a step by kind of exchange; an `all-reduce` of gradients over the chips that split
+them sends twice what a `reduce-scatter` would. Writes benches/results/wide-updates-planned.json; exit status 1 where
+the best mesh of a slice reaches less than 0.92 of the rate on 8 chips, or an all-reduce over fsdp sends 0.1 GB in it.
+"""
+
+import sys
+from typing import NamedTuple
+
+from benches.record import ROOT, arguments, record, show_progress
+from podium.accelerators import GIB, find_accelerator
+from podium.models.presets import find_decoder
+from podium.plan.calibration import load_chip
+from podium.plan.calls import packed_run, step_calls
+from podium.plan.compile import compile_phases
+from podium.plan.device import Device
+from podium.plan.planner import make_jobs
+from podium.plan.sizes import make_sizes
+from podium.plan.workload import no_rollout
+from podium.settings import load_settings
+
+MODEL, PROMPTS, GROUP, TOKENS = "Qwen/Qwen2.5-7B-Instruct", 4, 8, 200
+CASES = {
+    "v6e-8": ("auto",),
+    "v6e-16": ("auto",),
+    "v6e-32": ("auto", "dp:4,fsdp:8"),
+    "v6e-64": ("auto", "dp:8,fsdp:8"),
+}
+SHARE, SENT_GB = 0.92, 0.1
+
+
+class Row(NamedTuple):
+    """One update, compiled."""
+
+    tpu: str
+    mesh: str
+    update_s: float
+    gib: float
+    """Memory of a chip."""
+    rate: int
+    """Completion tokens per second and chip."""
+    sent_gb: dict[str, float]
+
+
+def measure(tpu: str, mesh: str) -> Row:
+    """Compile one update."""
+    accelerator = find_accelerator(tpu)
+    chips = accelerator.devices
+    settings = [
+        f"model={MODEL}",
+        f"mesh={mesh}",
+        f"prompts_per_step={PROMPTS * chips}",
+        f"group_size={GROUP}",
+        f"rollout.slots={PROMPTS * GROUP * chips}",
+        f"rollout.prefill_rows={chips}",
+        "rollout.max_prompt_tokens=256",
+        "rollout.in_flight=1",
+    ]
+    config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config
+    decoder = find_decoder(config)
+    run = make_sizes(config, decoder, accelerator)
+    drawn = run.draw_lengths(f"fixed:{TOKENS}")
+    run, micro_batches = packed_run(run, drawn)
+    calls = [call for call in step_calls(run, no_rollout(drawn), micro_batches) if call.phase == "update"]
+    programs = {call.program: call.blocks for call in calls}
+    compiled = compile_phases(make_jobs(config, decoder, accelerator, programs), progress=show_progress)
+    phase = Device(accelerator, load_chip(accelerator.generation)).compiled_phase(calls, compiled, run)
+    assert phase.seconds is not None
+    sent: dict[str, float] = {}
+    for each in phase.collectives:
+        kind = f"{each.kind} over {'+'.join(each.axes)}"
+        sent[kind] = round(sent.get(kind, 0.0) + each.sent / 1e9, 3)
+    return Row(
+        tpu=tpu,
+        mesh=mesh,
+        update_s=round(phase.seconds.value, 3),
+        gib=round(phase.bytes / GIB, 2),
+        rate=round(PROMPTS * GROUP * TOKENS / phase.seconds.value),
+        sent_gb=sent,
+    )
+
+
+def main() -> None:
+    """Compile, compare, and write the figures."""
+    args = arguments(__doc__).parse_args()
+    rows: list[Row] = []
+    for tpu, meshes in CASES.items():
+        for mesh in meshes:
+            rows.append(measure(tpu, mesh))
+            print(rows[-1], flush=True)
+    met: dict[str, bool] = {}
+    for tpu in CASES:
+        best = max((row for row in rows if row.tpu == tpu), key=lambda row: row.rate)
+        share = best.rate / rows[0].rate
+        met[tpu] = share >= SHARE and best.sent_gb.get("all-reduce over fsdp", 0.0) <= SENT_GB
+        print(f"{tpu}: mesh {best.mesh}, {share:.3f} of the rate on 8 chips", flush=True)
+    found = {"rows": [row._asdict() for row in rows], "bars": {"share": SHARE, "sent_gb": SENT_GB}, "met": met}
+    record("wide-updates-planned", found, args.results)
+    sys.exit(not all(met.values()))
+
+
+if __name__ == "__main__":
+    main()
