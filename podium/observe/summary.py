@@ -15,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from podium.config.imports import SESSION
 from podium.files import to_json, write_atomically
 from podium.observe.chart import MARK, reward_curve
 from podium.observe.history import Answers, History, Point, read_answers, read_history
@@ -163,13 +164,24 @@ def print_summary(folder: Path, console: Console) -> None:
     console.print(_files(folder), no_wrap=True, overflow="ellipsis")
     planned = _settings(folder)["steps"]
     if history.steps < planned:
-        console.print(Text(f"stopped after step {history.steps} of {planned}; to continue:", style="bold"))
-        commands = [continue_command(folder)]
+        stopped = f"stopped after step {history.steps} of {planned}; to continue"
+        ours = not _names_session_objects(_settings(folder))
+        console.print(Text(f"{stopped}:" if ours else f"{stopped}, call it again with:", style="bold"))
+        commands = [continue_command(folder) if ours else f'name="{folder.name}"']
     else:
         console.print(Text("next:", style="bold"))
         commands = next_commands(folder)
     for command in commands:
         console.print(Text(f"  {command}"), soft_wrap=True)
+
+
+def _names_session_objects(value: object) -> bool:
+    """Whether settings name an object that only the Python session of the run has."""
+    if isinstance(value, dict):
+        return any(map(_names_session_objects, (*value, *value.values())))
+    if isinstance(value, list):
+        return any(map(_names_session_objects, value))
+    return isinstance(value, str) and value.startswith(f"{SESSION}:")
 
 
 def _legend(bars: str, marks: str) -> Text:
