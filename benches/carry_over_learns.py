@@ -41,9 +41,9 @@ class Learned(NamedTuple):
 
 
 def sums(name: str, seed: int, in_flight: float, folder: Path) -> Learned:
-    """Train a new model on one-digit sums, with slots for half of a step's completions."""
+    """Train a new model on one-digit sums, with slots for all that is in flight: what waits for one has no age."""
     plain = make_config(folder / "model", folder / "runs", "grpo")
-    rollout = plain.rollout.model_copy(update={"in_flight": in_flight, "slots": 256})
+    rollout = plain.rollout.model_copy(update={"in_flight": in_flight, "slots": 768})
     train(plain.model_copy(update={"name": name, "seed": seed, "rollout": rollout}), plain=True)
     return learned(folder / "runs" / name)
 
