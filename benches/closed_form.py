@@ -31,13 +31,14 @@ from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config
 from podium.models.presets import PRESETS, find_decoder
 from podium.plan.calibration import load_chip
-from podium.plan.calls import packed_run, step_calls
+from podium.plan.calls import Call, packed_run, step_calls
 from podium.plan.compile import compile_phases
 from podium.plan.device import Device
 from podium.plan.estimate import PhaseEstimate, estimate
 from podium.plan.planner import is_compiled, make_jobs
-from podium.plan.result import judge, total
-from podium.plan.sizes import make_sizes
+from podium.plan.result import Seconds, judge, total
+from podium.plan.sizes import RunSizes, make_sizes
+from podium.plan.worker import CompiledPhase
 from podium.plan.workload import simulate_rollout
 from podium.run.divisible import check_divisible
 from podium.settings import load_settings
@@ -216,14 +217,7 @@ def ask(settings: Mapping[str, Any], config: Config, accelerator: Accelerator) -
     truth = max(found.values())
     says = judge([worst], accelerator.hbm_bytes, compiled=False)
     refused = any(each.refused for each in compiled.values())
-    device = Device(accelerator, load_chip(accelerator.generation))
-    estimated, measured = (
-        total(phase.seconds for phase in phases if phase.seconds)
-        for phases in (
-            [device.estimated_phase([call], run) for call in calls],
-            [device.compiled_phase([call], compiled, run) for call in calls],
-        )
-    )
+    estimated, measured = seconds(calls, compiled, run, accelerator)
     return {
         "tpu": accelerator.name,
         "settings": dict(settings) | {"lengths": lengths},
@@ -237,6 +231,17 @@ def ask(settings: Mapping[str, Any], config: Config, accelerator: Accelerator) -
         "compiled_s": round(measured.value, 4),
         "within_range": estimated.low <= measured.value <= estimated.high,
     }
+
+
+def seconds(
+    calls: Sequence[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes, accelerator: Accelerator
+) -> tuple[Seconds, Seconds]:
+    """Seconds of the calls by the closed form, and of their compiled programs."""
+    device = Device(accelerator, load_chip(accelerator.generation))
+    estimated = [device.estimated_phase([call], run) for call in calls]
+    measured = [device.compiled_phase([call], compiled, run) for call in calls]
+    first, second = (total(each.seconds for each in phases if each.seconds) for phases in (estimated, measured))
+    return first, second
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

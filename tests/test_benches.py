@@ -17,6 +17,7 @@ from benches.gsm8k import check_grader
 from benches.record import command, record
 from podium.config.schema import TaskConfig
 from podium.hlo.memory import Memory
+from podium.plan.result import Seconds
 from podium.tasks.registry import make_task
 
 ROOT = Path(__file__).parents[1]
@@ -150,7 +151,7 @@ def test_a_run_said_to_fit_that_does_not_is_counted(monkeypatch, form: float, tr
     settings, config, accelerator = next(closed_form.draws(1))
     hbm = accelerator.hbm_bytes
     sizes = {"update": int(form * hbm), "decode": int(0.9 * form * hbm), "prefill": 0, "score": 0}
-    monkeypatch.setattr(closed_form, "estimates", lambda *_: [Sized(name, size) for name, size in sizes.items()])
+    monkeypatch.setattr(closed_form, "estimate", lambda *_: [Sized(name, size) for name, size in sizes.items()])
     asked = []
 
     def compiled(jobs):
@@ -158,8 +159,11 @@ def test_a_run_said_to_fit_that_does_not_is_counted(monkeypatch, form: float, tr
         return {job.phase: Sized(job.phase, int(truth * hbm)) for job in jobs}
 
     monkeypatch.setattr(closed_form, "compile_phases", compiled)
+    range_s, measured_s = Seconds(low=1.0, value=1.5, high=3.0), Seconds(low=truth, value=3 * truth, high=4 * truth)
+    monkeypatch.setattr(closed_form, "seconds", lambda *_: (range_s, measured_s))
     row = closed_form.ask(settings, config, accelerator)
-    assert [phase.partition(":")[0] for phase in asked] == ["update", "decode"]
+    assert (row["within_range"], row["compiled_s"]) == (truth <= 1.0, pytest.approx(3 * truth))
+    assert sorted(phase.partition(":")[0] for phase in asked) == ["decode", "update"]
     assert (row["error"], row["false_fit"]) == (pytest.approx(error, abs=1e-3), false)
 
 
