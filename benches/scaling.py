@@ -11,6 +11,7 @@ from typing import Any
 
 from benches.record import ROOT, arguments, record, show_progress, write_section
 from podium.accelerators import GIB, find_accelerator
+from podium.config.schema import Config
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan
 from podium.settings import load_settings
@@ -21,10 +22,8 @@ PROMPTS, GROUP = 4, 8
 """Prompts for each chip, and completions of each."""
 
 
-def plan(model: str, tpu: str) -> Plan:
-    """The plan of a run whose work grows with the number of chips."""
-    accelerator = find_accelerator(tpu)
-    devices = accelerator.devices
+def config_of(model: str, devices: int, *more: str) -> Config:
+    """The config of a run whose work grows with the number of devices."""
     settings = [
         f"model={model}",
         f"prompts_per_step={PROMPTS * devices}",
@@ -35,8 +34,13 @@ def plan(model: str, tpu: str) -> Plan:
         "rollout.in_flight=1",
         "rollout.max_prompt_tokens=256",
     ]
-    config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config
-    return make_plan(config, accelerator, progress=show_progress)
+    return load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], [*settings, *more], {}).config
+
+
+def plan(model: str, tpu: str) -> Plan:
+    """The plan of a run whose work grows with the number of chips."""
+    accelerator = find_accelerator(tpu)
+    return make_plan(config_of(model, accelerator.devices), accelerator, progress=show_progress)
 
 
 def row(model: str, tpu: str, found: Plan) -> dict[str, Any]:

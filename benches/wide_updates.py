@@ -12,7 +12,8 @@ the best mesh of a slice reaches less than 0.92 of the rate on 8 chips, or an al
 import sys
 from typing import NamedTuple
 
-from benches.record import ROOT, arguments, record, show_progress
+from benches.record import arguments, record, show_progress
+from benches.scaling import GROUP, PROMPTS, config_of
 from podium.accelerators import GIB, find_accelerator
 from podium.models.presets import find_decoder
 from podium.plan.calibration import load_chip
@@ -22,9 +23,8 @@ from podium.plan.device import Device
 from podium.plan.planner import make_jobs
 from podium.plan.sizes import make_sizes
 from podium.plan.workload import no_rollout
-from podium.settings import load_settings
 
-MODEL, PROMPTS, GROUP, TOKENS = "Qwen/Qwen2.5-7B-Instruct", 4, 8, 200
+MODEL, TOKENS = "Qwen/Qwen2.5-7B-Instruct", 200
 CASES = {
     "v6e-8": ("auto",),
     "v6e-16": ("auto",),
@@ -50,18 +50,7 @@ class Row(NamedTuple):
 def measure(tpu: str, mesh: str) -> Row:
     """Compile one update."""
     accelerator = find_accelerator(tpu)
-    chips = accelerator.devices
-    settings = [
-        f"model={MODEL}",
-        f"mesh={mesh}",
-        f"prompts_per_step={PROMPTS * chips}",
-        f"group_size={GROUP}",
-        f"rollout.slots={PROMPTS * GROUP * chips}",
-        f"rollout.prefill_rows={chips}",
-        "rollout.max_prompt_tokens=256",
-        "rollout.in_flight=1",
-    ]
-    config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config
+    config = config_of(MODEL, accelerator.devices, f"mesh={mesh}")
     decoder = find_decoder(config)
     run = make_sizes(config, decoder, accelerator)
     drawn = run.draw_lengths(f"fixed:{TOKENS}")
