@@ -293,6 +293,14 @@ def _head(chunk: _Chunk, v: jax.Array, decays: jax.Array, beta: jax.Array, state
     )
 
 
+def _begin(carried: jax.Ref) -> None:
+    """Zero what is carried from chunk to chunk, in the first chunk that the kernel computes of a row."""
+
+    @pl.when(pl.program_id(2) == 0)
+    def _() -> None:
+        carried[...] = jnp.zeros(carried.shape, jnp.float32)
+
+
 def _forward_kernel(
     q: jax.Ref,
     k: jax.Ref,
@@ -306,11 +314,7 @@ def _forward_kernel(
 ) -> None:
     """`kept` are the states before each chunk, if they are saved, and those between two chunks."""
     *saved, carried = kept
-
-    @pl.when(pl.program_id(2) == 0)
-    def _() -> None:
-        carried[...] = jnp.zeros(carried.shape, jnp.float32)
-
+    _begin(carried)
     for out in saved:
         out[...] = carried[...]
     chunk = _chunk(q[...], k[...], seen[...], steps[...])
@@ -347,11 +351,7 @@ def _backward_kernel(
     carried: jax.Ref,
 ) -> None:
     """`carried` are the gradients of the states between two chunks."""
-
-    @pl.when(pl.program_id(2) == 0)
-    def _() -> None:
-        carried[...] = jnp.zeros(carried.shape, jnp.float32)
-
+    _begin(carried)
     chunk = _chunk(q[...], k[...], seen[...], steps[...])
     J = len(carried) // len(v)
     d_queries, d_keys = jnp.zeros(q.shape, jnp.float32), jnp.zeros(k.shape, jnp.float32)
