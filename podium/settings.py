@@ -418,7 +418,7 @@ def _rollout_weights(config: Config) -> Iterator[Contradiction]:
 
 
 def _gap_limit(config: Config) -> Iterator[Contradiction]:
-    """Report a limit of the gap to a sampler that there is not."""
+    """Report `rollout.max_logprob_gap` where the recipe samples nothing."""
     limit, recipe = config.rollout.max_logprob_gap, _recipe(config)
     if limit is not None and recipe is not None and recipe.demonstrations:
         rule = f"{limit:g} has no effect: recipe {config.algorithm.recipe} samples nothing"

@@ -103,8 +103,9 @@ def check_gap(config: RolloutConfig, step: int, metrics: Mapping[str, float]) ->
     gap, limit = metrics.get(name, 0.0), config.max_logprob_gap
     if limit is None or gap <= limit:
         return
-    rounded = config.weights != "dtype"
-    way_out = f"set rollout.weights to {milder_weights(config.weights)}" if rounded else "set both dtypes to float32"
+    way_out = "set train.dtype and rollout.dtype to float32"
+    if config.weights != "dtype":
+        way_out = f"set rollout.weights to {milder_weights(config.weights)}"
     raise SamplerGapError(
         f"{name} of step {step} is {gap:.3g} nat, and rollout.max_logprob_gap is {limit:g}: completions are drawn by a"
         f" policy too far from the trained one; {way_out}, or raise the limit; the run continues from its last"

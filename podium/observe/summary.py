@@ -166,7 +166,7 @@ def print_summary(folder: Path, console: Console) -> None:
     if history.steps < planned:
         stopped = f"stopped after step {history.steps} of {planned}; to continue"
         ours = not _names_session_objects(_settings(folder))
-        console.print(Text(f"{stopped}:" if ours else f"{stopped}, call it again with:", style="bold"))
+        console.print(Text(f"{stopped}:" if ours else f"{stopped}, repeat the call with:", style="bold"))
         commands = [continue_command(folder) if ours else f'name="{folder.name}"']
     else:
         console.print(Text("next:", style="bold"))

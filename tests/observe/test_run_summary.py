@@ -170,7 +170,7 @@ def test_after_a_run_that_was_stopped_the_next_command_continues_it(tmp_path):
 def test_a_run_with_a_function_of_its_session_continues_there(tmp_path):
     tasks = [{"name": "arithmetic", "rewards": {"correct": 1.0, "session:short": 0.1}}]
     lines = printed(make_run(tmp_path, lines=LINES, steps=9, tasks=tasks)).splitlines()
-    assert lines[-2:] == ["stopped after step 3 of 9; to continue, call it again with:", '  name="demo"']
+    assert lines[-2:] == ["stopped after step 3 of 9; to continue, repeat the call with:", '  name="demo"']
 
 
 def test_a_run_without_steps_can_be_summed_up_too(tmp_path):

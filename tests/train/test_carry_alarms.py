@@ -126,8 +126,8 @@ def test_a_gap_of_rounded_weights_is_said_from_a_lower_bound(weights, way_out):
     [
         ({"weights": "w8a8"}, GAP_METRIC, "set rollout.weights to int8, which"),
         ({"weights": "int8"}, GAP_METRIC, "set rollout.weights to dtype, or raise the limit"),
-        ({}, GAP_METRIC, "set both dtypes to float32"),
-        ({"in_flight": 1.5}, "async/logprob_gap_by_age/0", "set both dtypes to float32"),
+        ({}, GAP_METRIC, "set train.dtype and rollout.dtype to float32"),
+        ({"in_flight": 1.5}, "async/logprob_gap_by_age/0", "set train.dtype and rollout.dtype to float32"),
     ],
 )
 def test_a_gap_above_the_limit_stops_a_run(settings, metric, way_out):
