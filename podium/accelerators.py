@@ -149,6 +149,8 @@ DEVICE_KINDS: Mapping[str, str] = {
     "NVIDIA L4": "l4",
     "NVIDIA GeForce RTX 4090": "rtx4090",
 }
+SPARSE_CORES = ("v6e", "TPU v6 lite", "TPU v6e")
+"""The kinds of TPU, as the table and as jax names them, whose SparseCore exchanges arrays while products go on."""
 
 
 def find_accelerator(name: str) -> Accelerator:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
+from podium.accelerators import SPARSE_CORES
+
 if TYPE_CHECKING:
     import jax
 
@@ -44,7 +46,6 @@ WHOLE_GATHERS_FROM = 32_768
 # gathered whole. Updates on v6e-8 by the roofline, with and without: Qwen2.5-3B with 20,480 tokens a chip 0.66 and
 # 0.75 s, with 5,120 0.20 and 0.21, with 163,840 in groups of rows 5.36 and 5.96; 7B with 40,960 2.81 and 2.90. Measured
 # by others on v6e-8: 59,350 tokens/s of Qwen3-8B instead of 58,300 (LOG.md). For v4, v5e and v5p they change nothing.
-SPARSE_CORES = ("v6e", "TPU v6 lite", "TPU v6e")
 SPARSE_CORE = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",

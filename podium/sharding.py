@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from podium.accelerators import SPARSE_CORES
 from podium.config.mesh import mesh_shape
 from podium.models.blocks.spec import ParamSpecs
 from podium.models.params import MeshAxes, indivisible, mesh_axis_names
@@ -26,6 +27,11 @@ AbstractParams = dict[str, jax.ShapeDtypeStruct]
 AnyParams = Params | AbstractParams
 MOST_AT_ONCE = 8
 """Most devices that exchange parts of an array at once (`exchanges`)."""
+MOST_IN_PIECES = 32
+"""Most chips of a v4, v5e or v5p over which the compiler scatters gradients, piece by piece as products go on."""
+MOST_GATHERED = 32
+"""Most devices from which an array is gathered at once. From the 64 of a v4 or v5p, the compiler would gather it by
+summing arrays that are 0 elsewhere, which sends twice as much."""
 A = TypeVar("A", jax.Array, np.ndarray)
 """Arrays on the devices, or numpy arrays that the host fills in place and copies there."""
 
@@ -60,13 +66,22 @@ class ShardingRules:
         """Lay out a weight by these axes; its gradient is summed and split as stored, in one exchange."""
         return _constrain_weight(self.sharding(*axes), self.storage.sharding(*axes), x)
 
+    def gathered_weight(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """A stored weight, gathered by `exchanges` where many devices have parts of it; it has no gradient."""
+        stored, here = self.storage.spec(axes), self.spec(axes)
+        gather = functools.partial(_whole, parts=_gathered(self.mesh, stored, here), mesh=self.mesh)
+        return jax.shard_map(gather, mesh=self.mesh, in_specs=stored, out_specs=here, check_vma=False)(x)
+
     def weight_sums(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Zeros in place of a weight; their gradient becomes the weight's, summed and split in its own format."""
         return _weight_sums(self.sharding(*axes), self.storage.sharding(*axes), x)
 
-    def sums_of_copies(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """`weight_sums` for the copies of a stored weight, [n, ...]."""
-        return _sums_of_copies(self.mesh, self.storage.spec(axes), self.spec(("pieces", *axes)), x)
+    def sums_of_copies(self, x: jax.Array, *axes: str | None, pieces: Sequence[str] = ("pieces",)) -> jax.Array:
+        """`weight_sums` for the copies of a stored weight, [n, ...]: one for each piece of the batch.
+
+        `pieces` are the logical axes that cut it; with several, the copies have a dimension for each.
+        """
+        return _sums_of_copies(self.mesh, self.storage.spec(axes), self.spec((*pieces, *axes)), x)
 
     def weight_copies(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """A copy of a stored weight for each of the n pieces of the batch, [n, ...], each on its devices.
@@ -74,6 +89,23 @@ class ShardingRules:
         For loops over parts of the batch: the gradient of each copy stays on its devices until the loop has ended.
         """
         return _weight_copies(self.mesh, self.storage.spec(axes), self.spec(("pieces", *axes)), x)
+
+    def in_many_parts(self, *axes: str | None) -> bool:
+        """Whether a layer's weight with these axes is split over more devices than `most_parts`."""
+        pairs = zip(self.storage.spec(axes), self.spec(axes), strict=True)
+        return any(_size(self.mesh, own) > self.most_parts for own, here in pairs if own != here)
+
+    @property
+    def most_parts(self) -> int:
+        """The most devices over which XLA splits the gradient of a layer's product as it sums it.
+
+        Over more, the TPU's compiler sums whole gradients on all chips, so they are summed in `exchanges` instead
+        (benches/results/wide-updates-planned.json). A v6e multiplies by whole weights (`podium.compiler`), others by
+        pieces, which they also scatter piece by piece. GPUs and CPUs are not limited.
+        """
+        if self.platform != "tpu":
+            return self.mesh.size
+        return MOST_AT_ONCE if self.mesh.devices.flat[0].device_kind in SPARSE_CORES else MOST_IN_PIECES
 
     @property
     def platform(self) -> str:
@@ -118,16 +150,15 @@ _weight_sums.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _sums_of_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, x: jax.Array) -> jax.Array:
-    nothing = jnp.zeros((_size(mesh, copies[0]), *x.shape), x.dtype)
+    pieces = [_size(mesh, axes) for axes in copies[: len(copies) - len(stored)]]
+    nothing = jnp.zeros((*pieces, *x.shape), x.dtype)
     return jax.lax.with_sharding_constraint(nothing, NamedSharding(mesh, copies))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _weight_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, x: jax.Array) -> jax.Array:
     def gather(x: jax.Array) -> jax.Array:
-        for dim, axes in _gathered(mesh, stored, copies).items():
-            x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
-        return x[None]
+        return _whole(x, _gathered(mesh, stored, copies), mesh)[None]
 
     return jax.shard_map(gather, mesh=mesh, in_specs=stored, out_specs=copies, check_vma=False)(x)
 
@@ -136,27 +167,42 @@ def _sum_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, _: Non
     """Backward pass of `_weight_copies`: sum the gradients [n, ...] of a weight's n copies, in its stored layout."""
     gathered = _gathered(mesh, stored, copies)
     scattered = {name for axes in gathered.values() for name in mesh_axis_names(axes)}
-    others = tuple(name for name in mesh_axis_names(copies[0]) if name not in scattered and mesh.shape[name] > 1)
+    pieces = copies[: len(copies) - len(stored)]
+    names = [name for axes in pieces for name in mesh_axis_names(axes)]
+    others = tuple(name for name in names if name not in scattered and mesh.shape[name] > 1)
+
+    def rows_of_sum(dx: jax.Array, axes: MeshAxes) -> jax.Array:
+        # As a matrix; else the compiler might lay out another dimension before the first, and send all sums.
+        found = scattered_sum(dx.reshape(dx.shape[0], -1), mesh_axis_names(axes), mesh)
+        return found.reshape(-1, *dx.shape[1:])
 
     def add(dx: jax.Array) -> jax.Array:
-        dx = dx[0]
+        dx = dx.reshape(dx.shape[len(pieces) :])
         for dim, axes in gathered.items():
             # The TPU scatters sums only over the first dimension; over another it would sum all, and keep a part.
-            first = 0 if dx.shape[0] % _size(mesh, axes) == 0 else dim
-            if first == 0:
-                dx = scattered_sum(dx, mesh_axis_names(axes), mesh)
+            if dim and dx.shape[0] % _size(mesh, axes) == 0:
+                dx = rows_of_sum(dx, axes)
+                dx = jax.lax.all_to_all(dx, axes, split_axis=dim, concat_axis=0, tiled=True)
             else:
-                dx = jax.lax.psum_scatter(dx, axes, scatter_dimension=first, tiled=True)
-            if first != dim:
-                dx = jax.lax.all_to_all(dx, axes, split_axis=dim, concat_axis=first, tiled=True)
+                dx = jnp.moveaxis(rows_of_sum(jnp.moveaxis(dx, dim, 0), axes), 0, dim)
         return jax.lax.psum(dx, others)
 
     return (jax.shard_map(add, mesh=mesh, in_specs=copies, out_specs=stored, check_vma=False)(dx),)
 
 
+def _whole(x: jax.Array, parts: Mapping[int, MeshAxes], mesh: Mesh) -> jax.Array:
+    """A device's part of an array, made whole in dimensions that are split over mesh axes; inside `shard_map`."""
+    for dim, axes in parts.items():
+        if _size(mesh, axes) > MOST_GATHERED:
+            x = jnp.moveaxis(gathered_parts(jnp.moveaxis(x, dim, 0), mesh_axis_names(axes), mesh), 0, dim)
+        else:
+            x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+    return x
+
+
 def _gathered(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec) -> dict[int, MeshAxes]:
     """Dimensions that are whole in a weight's copies, and the mesh axes that split them in the stored weight."""
-    pairs = enumerate(zip(stored, copies[1:], strict=True))
+    pairs = enumerate(zip(stored, copies[len(copies) - len(stored) :], strict=True))
     return {dim: axes for dim, (axes, here) in pairs if axes != here and _size(mesh, axes) > 1}
 
 
@@ -168,14 +214,39 @@ def exchanges(names: tuple[str, ...], mesh: Mesh) -> list[list[list[int]] | None
     """The groups of devices that exchange parts, one exchange after another: first neighbours, then the groups.
 
     None: all devices at once. The TPU's compiler would make an exchange of sums over many devices one of all sums of
-    all devices, which sends twice as much and keeps them.
+    all devices, which sends twice as much and keeps them. Almost all is sent among neighbours: on a v6e-64 groups of 8
+    are rings of links, while a ring over 8 groups takes 2.5 links from one chip to the next.
     """
-    size = _size(mesh, names)
-    inner = 2 ** (int(math.log2(size)) // 2)
-    if size <= MOST_AT_ONCE or size % inner:
+    sizes = exchange_sizes(_size(mesh, names))
+    if len(sizes) == 1:
         return [None]
-    devices = np.arange(size).reshape(-1, inner)
-    return [devices.tolist(), devices.T.tolist()]
+    devices = np.arange(math.prod(sizes)).reshape(sizes[::-1])
+    return [np.moveaxis(devices, -1 - at, -1).reshape(-1, size).tolist() for at, size in enumerate(sizes)]
+
+
+def exchange_sizes(devices: int) -> list[int]:
+    """The number of devices in a group of each exchange, neighbours first.
+
+    Each is the largest divisor up to MOST_AT_ONCE of the number of groups that are left, or that number if it has none.
+    """
+    sizes: list[int] = []
+    while devices > MOST_AT_ONCE:
+        divisors = (size for size in range(MOST_AT_ONCE, 1, -1) if devices % size == 0)
+        sizes.append(next(divisors, devices))
+        devices //= sizes[-1]
+    return sizes if sizes and devices == 1 else [*sizes, devices]
+
+
+def gathered_parts(x: jax.Array, names: tuple[str, ...], mesh: Mesh) -> jax.Array:
+    """The parts [m, ...] of n devices side by side, [n * m, ...]; call it inside `shard_map`.
+
+    They are gathered along a dimension of their own: along the first itself, the TPU's compiler would copy the stack of
+    all layers into a layout in which that dimension comes first.
+    """
+    x = _moved(x, names, mesh, back=True)
+    for groups in reversed(exchanges(names, mesh)):
+        x = jax.lax.all_gather(x, names, axis=0, tiled=False, axis_index_groups=groups).reshape(-1, *x.shape[1:])
+    return x
 
 
 def scattered_sum(x: jax.Array, names: tuple[str, ...], mesh: Mesh) -> jax.Array:
@@ -184,11 +255,29 @@ def scattered_sum(x: jax.Array, names: tuple[str, ...], mesh: Mesh) -> jax.Array
     Call it inside `shard_map`. Parts are scattered along a dimension of their own: where a part has no whole tiles of
     the dimension itself, as those of a vocabulary, the TPU's compiler would send all sums to all devices.
     """
-    for groups in reversed(exchanges(names, mesh)):
+    for groups in exchanges(names, mesh):
         parts = len(groups[0]) if groups else _size(mesh, names)
         split = x.reshape(parts, -1, *x.shape[1:])
         x = jax.lax.psum_scatter(split, names, scatter_dimension=0, tiled=False, axis_index_groups=groups)
-    return x
+    return _moved(x, names, mesh, back=False)
+
+
+def _moved(x: jax.Array, names: tuple[str, ...], mesh: Mesh, *, back: bool) -> jax.Array:
+    """The part that a device stores, from the device that got it by `scattered_sum`'s exchanges; `back`: the reverse.
+
+    Of n = a b devices in b groups of a neighbours, neighbour i of group g gets part i b + g of a sum, as its group cuts
+    the whole array into a parts first, and stores part g a + i.
+    """
+    sizes = exchange_sizes(_size(mesh, names))
+    if len(sizes) == 1:
+        return x
+    # `jax.lax.ppermute` numbers devices in the order of the mesh, unlike the other collectives.
+    ordered = [name for name in mesh.axis_names if name in names]
+    numbers = np.arange(math.prod(sizes)).reshape([mesh.shape[name] for name in ordered])
+    stored = numbers.transpose([ordered.index(name) for name in names]).ravel()
+    got = stored.reshape(sizes[::-1]).T.ravel()
+    pairs = zip(stored, got, strict=True) if back else zip(got, stored, strict=True)
+    return jax.lax.ppermute(x, names, [(int(source), int(target)) for source, target in pairs])
 
 
 def _size(mesh: Mesh, axes: MeshAxes) -> int:

@@ -167,13 +167,25 @@ def _one_backward(x: jax.Array, weights: Mapping[str, AnyWeight]) -> tuple[jax.A
     Else a compiler that has several layers before it, those of a pattern, computes the gradients of the weights of all
     of them late, and holds the activations of all at once.
     """
-    trained = {name: w.sums if isinstance(w, Weight) else w for name, w in weights.items()}
-    x, sums = _all_gradients(x, {name: w for name, w in trained.items() if w is not None})
-    found: dict[str, AnyWeight] = {}
-    for name, w in weights.items():
-        own = sums.get(name)
-        found[name] = w if own is None else w._replace(sums=own) if isinstance(w, Weight) else own
-    return x, found
+    x, sums = _all_gradients(x, _sums_of(weights))
+    return x, _with_sums(weights, sums)
+
+
+def _sums_of(weights: Mapping[str, AnyWeight]) -> Params:
+    """What gets the gradients of a layer's weights; nothing of frozen ones."""
+    sums = {name: w.sums if isinstance(w, Weight) else w for name, w in weights.items()}
+    return {name: w for name, w in sums.items() if w is not None}
+
+
+def _with_sums(weights: Mapping[str, AnyWeight], sums: Params) -> dict[str, AnyWeight]:
+    """A layer's weights whose gradients go to `sums`, as `_sums_of` gives them."""
+
+    def whole(name: str, w: AnyWeight) -> AnyWeight:
+        if name not in sums:
+            return w
+        return w._replace(sums=sums[name]) if isinstance(w, Weight) else sums[name]
+
+    return {name: whole(name, w) for name, w in weights.items()}
 
 
 @jax.custom_vjp
@@ -283,11 +295,11 @@ def _in_groups(
     """Run a layer on its rows group by group; the weights' gradients are summed in float32."""
     adapters = any(map(is_adapter, w))  # if there are adapters, all other weights are frozen and have no gradient
     trained = {name: x for name, x in w.items() if is_adapter(name) or not adapters}
-    sums = {name: x if isinstance(x, Weight) else x.astype(jnp.float32) for name, x in trained.items()}
-    formats = {name: x.dtype for name, x in trained.items() if not isinstance(x, Weight)}
+    formats = {name: x.dtype for name, x in _sums_of(trained).items()}
+    sums = {name: x.astype(jnp.float32) for name, x in _sums_of(trained).items()}
 
     def group(rows: Rows) -> tuple[jax.Array, Tree]:
-        used = {name: x if isinstance(x, Weight) else x.astype(formats[name]) for name, x in sums.items()}
+        used = _with_sums(trained, {name: x.astype(formats[name]) for name, x in sums.items()})
         x, _, auxiliary = compute(w | used, rows)
         return x, auxiliary
 

@@ -42,21 +42,33 @@ def layer_weight(
     """
     as_stored, stored = stored, of_bits(stored)
     axes, matrix = spec.axes[len(spec.axes) - stored.ndim :], is_matrix(spec)
+    many = matrix and "router" not in axes and rules.in_many_parts(*axes)
+    gathered = rules.gathered_weight if many else rules.constrain_weight
     if name.endswith(SCALE) or stored.dtype in (jnp.int8, jnp.uint8):
-        return rules.constrain_weight(stored, *axes)
+        return gathered(stored, *axes)
     kept = as_stored if rules.on_cpu and rules.mesh.size == 1 else None  # nothing is gathered, and a cast is cheap
     if of_experts(spec):
         if frozen:
             return Weight(stored.astype(dtype), None)
         return Weight(jax.lax.stop_gradient(stored).astype(dtype), stored) if wide else stored.astype(dtype)
-    if frozen or not wide:
-        value = rules.constrain_weight(stored.astype(dtype), *axes)
+    if frozen or not (wide or many):
+        value = gathered(stored.astype(dtype), *axes)
         return Weight(value, None, kept) if frozen and matrix else value
     if matrix:
-        value = rules.constrain_weight(jax.lax.stop_gradient(stored).astype(dtype), *axes)
-        return Weight(value, rules.weight_sums(stored, *axes), kept)
+        value = gathered(jax.lax.stop_gradient(stored).astype(dtype), *axes)
+        return Weight(value, _sums(stored if wide else stored.astype(dtype), axes, rules, many=many), kept)
     here = rules.constrain_weight(stored, *axes)
     return here + jax.lax.stop_gradient(here.astype(dtype).astype(jnp.float32) - here)
+
+
+def _sums(stored: jax.Array, axes: Sequence[str | None], rules: ShardingRules, *, many: bool) -> jax.Array:
+    """What gets the gradient of a matrix, in the format of `stored`.
+
+    With `many`, it has a gradient for each device's part of the tokens, which `rules` add up; otherwise XLA does.
+    """
+    if many:
+        return rules.sums_of_copies(stored, *axes, pieces=("batch", "tokens"))
+    return rules.weight_sums(stored, *axes)
 
 
 def with_adapters(w: Mapping[str, AnyWeight | Integers], scale: float) -> dict[str, LayerWeight]:
@@ -152,7 +164,8 @@ def several(
     if rules.platform != "tpu" or len(trained) < len(weights) or rules.num_shards(axis) > 1:
         return [linear(pattern, x, each) for each in weights]
     dim, split = output_dims(pattern)
-    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=dim), *trained)
+    behind = dim - trained[0].value.ndim  # counted from the end, as sums may have dimensions for parts of the tokens
+    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=behind), *trained)
     ends = list(itertools.accumulate(each.value.shape[dim] for each in trained))[:-1]
     return jnp.split(linear(pattern, x, joined), ends, axis=split)
 
@@ -188,8 +201,11 @@ def product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: AnyW
     if not isinstance(w, Weight):
         return _product(Form(pattern, dtype, w.dtype, barrier, "own"), x, w, w, w)
     kept = w.value if w.kept is None else w.kept
-    gradient, sums = ("none", w.value) if w.sums is None else ("float32", w.sums)
-    return _product(Form(pattern, dtype, w.value.dtype, barrier, gradient), x, w.value, sums, kept)
+    form = Form(pattern, dtype, w.value.dtype, barrier, "none")
+    if w.sums is None:
+        return _product(form, x, w.value, w.value, kept)
+    form = form._replace(gradient="sums", sums=w.sums.dtype, pieces=w.sums.shape[: w.sums.ndim - w.value.ndim])
+    return _product(form, x, w.value, w.sums, kept)
 
 
 def integer_product(pattern: str, x: jax.Array, w: Integers) -> jax.Array:
@@ -224,8 +240,12 @@ class Form(NamedTuple):
     result: jnp.dtype
     operands: jnp.dtype
     barrier: bool
-    gradient: Literal["own", "float32", "none"]
-    """Format of the weight's gradient: its own, float32, or none."""
+    gradient: Literal["own", "sums", "none"]
+    """Which operand gets the weight's gradient: the weight, the sums, or none."""
+    sums: jnp.dtype | None = None
+    """Format of the sums."""
+    pieces: tuple[int, ...] = ()
+    """The number of parts of the rows, and of each row's tokens, if the sums have dimensions for them."""
 
 
 def _einsum(pattern: str, x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -254,9 +274,21 @@ def _backward(form: Form, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> 
     if form.gradient == "none":
         return dx, None, None, None
     # Devices reduce their shares of the sum in this format, before any cast.
-    shares = jnp.dtype(jnp.float32) if form.gradient == "float32" else x.dtype
-    dw = _gradient_of_weights(x_axes, y_axes, w_axes, x.astype(form.operands), dy, shares, on_cpu=form.barrier)
-    return (dx, None, dw, None) if form.gradient == "float32" else (dx, dw.astype(form.operands), None, None)
+    shares = jnp.dtype(jnp.float32) if form.sums == jnp.float32 else x.dtype
+    x = x.astype(form.operands)
+    if form.pieces:
+        x_axes, y_axes, w_axes = (f"BbTt{x_axes[2:]}", f"BbTt{y_axes[2:]}", f"BT{w_axes}")
+        x, dy = (_in_pieces(each, form.pieces) for each in (x, dy))
+    dw = _gradient_of_weights(x_axes, y_axes, w_axes, x, dy, shares, on_cpu=form.barrier and not form.pieces)
+    if form.gradient == "sums":
+        return dx, None, dw.astype(form.sums), None
+    return dx, dw.astype(form.operands), None, None
+
+
+def _in_pieces(x: jax.Array, pieces: tuple[int, ...]) -> jax.Array:
+    """[B, T, ...] with its rows and tokens in parts: [parts, B / parts, cuts, T / cuts, ...]."""
+    (parts, cuts), (B, T) = pieces, x.shape[:2]
+    return x.reshape(parts, B // parts, cuts, T // cuts, *x.shape[2:])
 
 
 _product.defvjp(_forward, _backward)

@@ -19,7 +19,7 @@ from podium.models.blocks.weights import Adapted, AnyWeight, Integers, LayerWeig
 from podium.models.expert_forms import Group, Matrices, dense_form, every_gate, sorted_form, split_form
 from podium.models.linear import full_precision
 from podium.models.params import mesh_axis_names
-from podium.sharding import ShardingRules, exchanges, scattered_sum
+from podium.sharding import ShardingRules, gathered_parts, scattered_sum
 
 INTO, OUT_OF = ("experts", "expert_width", "expert_mlp"), ("experts", "expert_mlp", "expert_width")
 """Logical axes of the matrices of all experts: into their width, and out of it."""
@@ -159,9 +159,7 @@ def _gather(x: jax.Array, dim: int, names: tuple[str, ...], mesh: Mesh) -> jax.A
     """
     if dim:
         return jax.lax.all_gather(x, names, axis=dim, tiled=True)
-    for groups in exchanges(names, mesh):
-        x = jax.lax.all_gather(x, names, axis=0, tiled=False, axis_index_groups=groups).reshape(-1, *x.shape[1:])
-    return x
+    return gathered_parts(x, names, mesh)
 
 
 def _scattered(dx: jax.Array, dim: int, names: tuple[str, ...], mesh: Mesh) -> jax.Array:

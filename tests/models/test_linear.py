@@ -1,11 +1,18 @@
+import json
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import rules_on
 
+import podium.sharding as sharding
+from podium.models.blocks.spec import ParamSpec
 from podium.models.blocks.weights import Weight
-from podium.models.linear import as_bits, make_linear, of_bits, product
+from podium.models.linear import as_bits, layer_weight, make_linear, of_bits, product
+from podium.models.params import GATHERED_AXES, TRAIN_AXES
+from podium.sharding import ShardingRules
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 SIZES = {"b": 2, "t": 5, "d": 8, "h": 4, "q": 3, "f": 6, "v": 11}
@@ -83,3 +90,55 @@ def test_a_loop_over_layers_keeps_no_stack_of_weights_that_it_was_given(make, fr
         stacks.append(sum(y.aval.shape == stored.shape for y in loops[0].outvars))
     jax.tree.map(np.testing.assert_array_equal, *found)
     assert stacks == [0, 1]
+
+
+def updated(rules, x, stored, dtype, *, wide):
+    """The value of two products and the gradients of x and of their stored weights, up [D, F] and down [F, D]."""
+    specs = {"up": ParamSpec((8, 16), ("width", "mlp"), 1.0), "down": ParamSpec((16, 8), ("mlp", "width"), 1.0)}
+
+    def loss(x, stored):
+        w = {
+            name: layer_weight(name, value, specs[name], frozen=False, rules=rules, dtype=dtype, wide=wide)
+            for name, value in stored.items()
+        }
+        linear = make_linear(rules)
+        return jnp.sum(jnp.sin(linear("btf,fd->btd", linear("btd,df->btf", x, w["up"]), w["down"])))
+
+    stored = {name: jax.device_put(w, rules.storage.sharding(*specs[name].axes)) for name, w in stored.items()}
+    x = jax.device_put(x, rules.sharding("batch", "tokens", None))
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(x, stored), (x, stored)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dtype", "wide"),
+    [
+        ("fsdp:8", FLOAT32, False),
+        ("dp:2,fsdp:4", BFLOAT16, True),
+        ("fsdp:4,sp:2", BFLOAT16, False),
+        ("fsdp:4,sp:2", FLOAT32, False),
+        ("fsdp:4,tp:2", BFLOAT16, True),
+    ],
+)
+def test_gradients_over_many_chips_are_summed_in_several_exchanges(mesh, dtype, wide, monkeypatch):
+    """Neighbours first, then their groups; the gradients are those of one device, and stored as the weights are."""
+    for name in ("MOST_AT_ONCE", "MOST_GATHERED"):
+        monkeypatch.setattr(sharding, name, 2)
+    monkeypatch.setattr(ShardingRules, "most_parts", 2)
+    random = np.random.default_rng(0)
+    x, up, down = (jnp.asarray(random.standard_normal(shape), FLOAT32) for shape in ((8, 4, 8), (8, 16), (16, 8)))
+    split = ShardingRules(rules_on(mesh, 8).mesh, GATHERED_AXES, stored=TRAIN_AXES)
+    alone = ShardingRules(rules_on("dp:1", 1).mesh, GATHERED_AXES, stored=TRAIN_AXES)
+    lowered, given = updated(split, x, {"up": up, "down": down}, dtype, wide=wide)
+    value, (dx, found) = lowered.compile()(*given)
+    one, same = updated(alone, x, {"up": up, "down": down}, dtype, wide=wide)
+    expected, (wanted_dx, wanted) = one.compile()(*same)
+    tolerance = 1e-5 if wide or dtype == FLOAT32 else 0.02  # rounded to bfloat16 before they are summed, or not
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(dx, wanted_dx, rtol=1e-5, atol=1e-5)
+    for name, gradient in found.items():
+        assert gradient.sharding.is_equivalent_to(given[1][name].sharding, 2)
+        scale = float(jnp.max(jnp.abs(wanted[name])))
+        np.testing.assert_allclose(gradient, wanted[name], rtol=0, atol=tolerance * scale)
+    groups = set(re.findall(r"reduce_scatter.*replica_groups = dense<(\[\[.*?\]\])>", lowered.as_text()))
+    assert {len(json.loads(text)[0]) for text in groups} == {2}
+    assert len(groups) == (3 if mesh in ("fsdp:8", "fsdp:4,sp:2") else 2)

@@ -22,6 +22,7 @@ from tiny_runs import (
     sizes,
 )
 
+import podium.sharding as sharding
 from podium.models.attention import causal_attention
 from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import logits_at
@@ -199,6 +200,15 @@ def test_a_lone_micro_batch_has_no_second_tree_of_gradients():
 )
 def test_memory_settings_do_not_change_gradients(samples, expected, devices, mesh, program):
     found, _ = gradient(samples, mesh=mesh, devices=devices, rows=8, **program)
+    assert distance(found, expected[0]) <= GRADIENT_TOLERANCE
+
+
+def test_gradients_are_the_same_where_devices_exchange_them_in_several_steps(samples, expected, monkeypatch):
+    """As on wide slices; the layers compute some rows at a time."""
+    monkeypatch.setattr(sharding, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(sharding, "MOST_GATHERED", 2)
+    monkeypatch.setattr(sharding.ShardingRules, "most_parts", 2)
+    found, _ = gradient(samples, mesh="fsdp:4,sp:2", devices=8, rows=16, row_groups=2, remat="layer")
     assert distance(found, expected[0]) <= GRADIENT_TOLERANCE
 
 

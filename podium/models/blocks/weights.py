@@ -10,12 +10,13 @@ if TYPE_CHECKING:
 
 
 class Weight(NamedTuple):
-    """A weight that is frozen, or whose gradient is float32 whatever the format of its products."""
+    """A weight that is frozen, or whose gradient may have another format than its products, or another shape."""
 
     value: jax.Array
     """The multiplied values; no gradient flows here."""
     sums: jax.Array | None
-    """Float32 array of the same shape that gets the gradient: zeros, or values that are not read. None: frozen."""
+    """Array that gets the gradient, in its format: zeros, or values that are not read. Its shape is that of `value`, or
+    has two dimensions before it, for the parts of the rows and of each row's tokens. None: frozen."""
     kept: jax.Array | None = None
     """Stored array from which a cast (after `of_bits`) makes `value`, in the backward pass again, so that a loop over
     layers saves no copy of its inputs. None: `value` itself is saved."""
