@@ -98,7 +98,7 @@ def main() -> None:
         if row.mesh == "auto" and accelerator.devices > 8:
             met[row.tpu] = share >= SHARE and summed <= SENT_GB
     found = {"rows": [row._asdict() for row in rows], "bars": {"share": SHARE, "sent_gb": SENT_GB}, "met": met}
-    record("wide-updates-planned", found, args.results)
+    record("wide-updates-planned", found, args.results, packages=["libtpu"])
     sys.exit(not all(met.values()))
 
 
