@@ -15,9 +15,12 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 TILE_ROWS = 512
 """Rows of a tile; a group that does not end with a tile has it computed again for the next group."""
-TILE_INNER, TILE_OUTER = 2048, 768
-"""Largest tiles of a product's inner and outer dimension. The inner one is whole in Qwen3-30B-A3B, so that each
-matrix is read once."""
+WHOLE_INNER, TILE_INNER, TILE_OUTER = 3072, 2048, 768
+"""Largest inner dimension that is one tile, so that each matrix is read once, as in Qwen3-30B-A3B and gpt-oss; and
+largest tiles of a longer inner, and of an outer, dimension."""
+TILE_BYTES = 15 * 2**20
+"""Most bytes of a kernel's tiles, each with the next one beside it. A TPU's compiler has 16 MiB for a kernel, for
+v6e's 32."""
 LANES = 128
 
 
@@ -87,7 +90,7 @@ def _rows(
         inner, outer = (w.shape[-1], w.shape[-2]) if transposed else w.shape[-2:]
         rows = _row_tile(len(x))
         padded = jnp.pad(x, [(0, -len(x) % rows), (0, 0)])
-        tiling = (rows, _tile(inner, TILE_INNER), _tile(outer, TILE_OUTER))
+        tiling = product_tiles(rows, inner, outer, w.dtype.itemsize, dtype.itemsize)
         multiply = functools.partial(gmm, transpose_rhs=transposed, interpret=form.interpret)
         if layer is None:
             return multiply(padded, w, sizes, dtype, tiling)[: len(x)]
@@ -115,7 +118,7 @@ def _matrices(form: Form, x: jax.Array, dy: jax.Array, sizes: jax.Array, dtype: 
     if form.platform == "tpu":
         rows = _row_tile(len(x))
         x, dy = (jnp.pad(each, [(0, -len(x) % rows), (0, 0)]) for each in (x, dy))
-        tiling = (rows, _tile(x.shape[1], TILE_INNER // 2), _tile(dy.shape[1], TILE_OUTER))
+        tiling = gradient_tiles(rows, x.shape[1], dy.shape[1], x.dtype.itemsize, dtype.itemsize)
         return tgmm(x.swapaxes(0, 1), dy, sizes, dtype, tiling, interpret=form.interpret)
     return jax.lax.ragged_dot_general(
         x, dy, sizes, _OVER_ROWS, precision=_precision(x.dtype), preferred_element_type=dtype
@@ -159,6 +162,28 @@ def _row_tile(rows: int) -> int:
     return min(TILE_ROWS, -(-rows // LANES) * LANES)
 
 
+def product_tiles(rows: int, inner: int, outer: int, operand: int, result: int) -> tuple[int, int, int]:
+    """The tiles of a product of `rows` rows at a time: rows, inner and outer dimension, within TILE_BYTES.
+
+    `operand` and `result` are the bytes of a number. Tiles need not divide a dimension.
+    """
+    deep = inner if inner <= WHOLE_INNER else _tile(inner, TILE_INNER)
+    most = (TILE_BYTES - 2 * operand * rows * deep) // (2 * operand * deep + (2 * result + 4) * rows)
+    return rows, deep, _tile(outer, min(TILE_OUTER, most))
+
+
+def gradient_tiles(rows: int, inner: int, outer: int, operand: int, result: int) -> tuple[int, int, int]:
+    """The tiles of a gradient of matrices [inner, outer] as products of `rows` rows at a time, like `product_tiles`."""
+    high = _tile(inner, TILE_INNER // 2)
+    most = (TILE_BYTES - 2 * operand * rows * high) // (2 * operand * rows + (2 * result + 4) * high)
+    return rows, high, _tile(outer, min(TILE_OUTER, most))
+
+
 def _tile(size: int, most: int) -> int:
-    """The largest multiple of LANES up to `most` that divides a dimension; all of it if none does."""
-    return next((tile for tile in range(most - most % LANES, 0, -LANES) if size % tile == 0), size)
+    """A tile of a dimension: all of it, or the largest multiple of LANES up to `most`; one that divides it, if that has
+    more than half as much.
+    """
+    if size <= most:
+        return size
+    largest = max(LANES, most - most % LANES)
+    return next((tile for tile in range(largest, largest // 2, -LANES) if size % tile == 0), largest)

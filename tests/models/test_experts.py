@@ -14,7 +14,8 @@ from tiny_models import error_of_scale, rules_on
 
 from podium import sharding
 from podium.config.lora import LoraConfig
-from podium.kernels.grouped import TILE_ROWS, Form, grouped_product, token_sums
+from podium.kernels import grouped
+from podium.kernels.grouped import TILE_ROWS, Form, gradient_tiles, grouped_product, product_tiles, token_sums
 from podium.models import mixture
 from podium.models.architecture import ModelError, with_lora
 from podium.models.attention import causal_attention
@@ -87,9 +88,12 @@ def test_values_and_gradients_are_those_of_autodiff_of_the_naive_form(normalized
     assert error_of_scale(dense, expected) <= TOLERANCE
 
 
-def test_the_kernels_of_a_tpu_multiply_as_ragged_dot_does():
-    """Emulated; one group is empty, one ends within a tile, and rows are no whole tiles."""
-    rows, inner, outer = 200, 128, 256
+@pytest.mark.parametrize(("inner", "outer"), [(128, 256), (300, 200)])
+def test_the_kernels_of_a_tpu_multiply_as_ragged_dot_does(inner, outer, monkeypatch):
+    """Emulated; one group is empty, one ends within a tile, and rows, and the larger dimensions, are no whole tiles."""
+    for name, most in {"WHOLE_INNER": 256, "TILE_INNER": 256, "TILE_OUTER": 128}.items():
+        monkeypatch.setattr(grouped, name, most)
+    rows = 200
     sizes = jnp.asarray([70, 0, 3, 127], jnp.int32)
     x, w, dy = normal(rows, inner), normal(4, inner, outer), normal(rows, outer)
 
@@ -106,6 +110,27 @@ def test_the_kernels_of_a_tpu_multiply_as_ragged_dot_does():
         for one, other, third in zip(found, expected, plain, strict=True):
             assert error_of_scale(one, other) <= TOLERANCE
             assert error_of_scale(one, third) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("width", "of_expert", "product", "gradient"),
+    [
+        (2048, 768, (512, 2048, 768), (512, 1024, 768)),  # Qwen3-30B-A3B
+        (2880, 2880, (512, 2880, 512), (512, 1024, 768)),  # gpt-oss-20b, which no tile divides
+        (4096, 1536, (512, 2048, 768), (512, 1024, 768)),  # Qwen3-235B-A22B
+    ],
+)
+def test_tiles_fit_a_kernels_memory(width, of_expert, product, gradient):
+    assert product_tiles(512, width, of_expert, 2, 2) == product
+    assert gradient_tiles(512, width, of_expert, 2, 4) == gradient
+    for inner, outer in ((width, of_expert), (of_expert, width)):
+        for operand, result in ((2, 2), (4, 4), (2, 4)):
+            rows, deep, wide = product_tiles(512, inner, outer, operand, result)
+            blocks = operand * (rows * deep + deep * wide) + result * rows * wide
+            assert 2 * blocks + 4 * rows * wide <= 15 * 2**20
+            rows, deep, wide = gradient_tiles(512, inner, outer, operand, result)
+            blocks = operand * (rows * deep + rows * wide) + result * deep * wide
+            assert 2 * blocks + 4 * deep * wide <= 15 * 2**20
 
 
 def shapes_of(jaxpr):
