@@ -25,6 +25,7 @@ NO_BENCH = (
     "__init__",
     "record",
     "own_step",
+    "planned",
     "torch_peer",
     "recipes",
     "damage_runs",

@@ -35,41 +35,52 @@ class Form(NamedTuple):
 
 
 def grouped_product(
-    form: Form, x: jax.Array, w: jax.Array, sums: jax.Array | None, sizes: jax.Array, layer: jax.Array | None = None
+    form: Form,
+    x: jax.Array,
+    w: jax.Array,
+    sums: tuple[jax.Array, ...],
+    sizes: jax.Array,
+    layer: jax.Array | None = None,
 ) -> jax.Array:
     """Rows [M, F] in `form.result`: those of group g are x [M, D] times w[g], of w [G, D, F].
 
     The first `sizes[0]` rows are those of group 0, and so on; rows behind the last group are undefined. Operands are in
-    the format of `w`. With gradient "float32", `sums` [G, D, F] gets the gradient of `w`; its values are not read.
+    the format of `w`. With gradient "float32", `sums` get the gradient of `w`, cut along F into as many arrays
+    [G, D, F / n]; their values are not read. Several arrays can be exchanged while the next ones are made.
 
     With `layer` [] int32, `w` is a stack [L, G, D, F], of which a TPU reads the matrices of this layer where they are;
     the product then has no gradient.
     """
     if layer is not None:
         return _rows(form, x.astype(w.dtype), w, sizes, form.result, transposed=False, layer=layer)
-    return _grouped(form, x, w, w if sums is None else sums, sizes)
+    return _grouped(form, len(sums), x, w, sums, sizes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(form: Form, x: jax.Array, w: jax.Array, sums: jax.Array, sizes: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _grouped(
+    form: Form, parts: int, x: jax.Array, w: jax.Array, sums: tuple[jax.Array, ...], sizes: jax.Array
+) -> jax.Array:
     return _rows(form, x.astype(w.dtype), w, sizes, form.result, transposed=False)
 
 
 def _forward(
-    form: Form, x: jax.Array, w: jax.Array, sums: jax.Array, sizes: jax.Array
+    form: Form, parts: int, x: jax.Array, w: jax.Array, sums: tuple[jax.Array, ...], sizes: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return _grouped(form, x, w, sums, sizes), (x, w, sizes)
+    return _grouped(form, parts, x, w, sums, sizes), (x, w, sizes)
 
 
-def _backward(form: Form, saved: tuple[jax.Array, jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array | None, ...]:
+def _backward(
+    form: Form, parts: int, saved: tuple[jax.Array, jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array | None, tuple[jax.Array, ...] | None, None]:
     x, w, sizes = saved
-    dy = dy.astype(w.dtype)
+    x_operand, dy = x.astype(w.dtype), dy.astype(w.dtype)
     dx = _rows(form, dy, w, sizes, x.dtype, transposed=True)
     if form.gradient == "none":
         return dx, None, None, None
-    wide = jnp.dtype(jnp.float32) if form.gradient == "float32" else w.dtype
-    dw = _matrices(form, x.astype(w.dtype), dy, sizes, wide)
-    return (dx, None, dw, None) if form.gradient == "float32" else (dx, dw, None, None)
+    if form.gradient == "own":
+        return dx, _matrices(form, x_operand, dy, sizes, w.dtype), None, None
+    wide, cut = jnp.dtype(jnp.float32), jnp.split(dy, parts, axis=-1)
+    return dx, None, tuple(_matrices(form, x_operand, part, sizes, wide) for part in cut), None
 
 
 _grouped.defvjp(_forward, _backward)

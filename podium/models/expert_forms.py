@@ -24,8 +24,8 @@ class Matrices(NamedTuple):
     """A matrix of each of a device's experts."""
 
     value: jax.Array  # [G, ...], or [L, G, ...] with `layer`
-    sums: jax.Array | None = None
-    """What gets their gradient in their stead, if it is float32."""
+    sums: tuple[jax.Array, ...] = ()
+    """What gets their gradient in their stead, if it is float32: [G, ...] each, as they lie side by side in `value`."""
     frozen: bool = False
     layer: jax.Array | None = None
     """[] int32, the layer whose experts they are in the stack `value`; None: `value` has those of one layer."""
@@ -117,7 +117,7 @@ def sorted_form(
 ) -> jax.Array:
     """Each token [N, D] with its experts, all of which are here: its rows sorted by expert, multiplied group by group.
 
-    Of `biases`, those into the experts are added here.
+    `experts` are gate, up and down, or gate and up side by side, [G, D, 2 F], and down. Of `biases`, those into the experts are added here.
     """
     k = chosen.shape[1]
     order = jnp.argsort(chosen.reshape(-1))  # [N k]
@@ -193,7 +193,7 @@ def _multiplied(
     """
 
     def plain(rows: jax.Array, matrices: Matrices) -> jax.Array:
-        gradient = "none" if matrices.frozen else "own" if matrices.sums is None else "float32"
+        gradient = "none" if matrices.frozen else "float32" if matrices.sums else "own"
         form = Form(platform, jnp.dtype(rows.dtype), gradient)
         return grouped_product(form, rows, matrices.value, matrices.sums, sizes, matrices.layer)
 
@@ -201,8 +201,9 @@ def _multiplied(
         y = plain(rows, group.matrix)
         return y if group.a is None or group.b is None else y + plain(plain(rows, group.a) * group.scale, group.b)
 
-    gate, up, down = experts
-    opening, passing = product(rows, gate), product(rows, up)
+    *into, down = experts
+    found = [product(rows, group) for group in into]
+    opening, passing = found if len(found) == 2 else jnp.split(found[0], 2, axis=-1)
     if biases:
         opening, passing = (y + _of_rows(b, own, y.dtype) for y, b in zip((opening, passing), biases, strict=False))
     weighted = gated(opening, passing, activation).astype(jnp.float32) * gates

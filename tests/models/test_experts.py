@@ -101,12 +101,14 @@ def test_the_kernels_of_a_tpu_multiply_as_ragged_dot_does(inner, outer, monkeypa
         return jnp.sum(grouped_product(form, x, w, sums, sizes) * dy)
 
     single = jnp.dtype(jnp.float32)
-    own = Form("cpu", single, "own")
-    expected = jax.jit(jax.grad(functools.partial(product, own), (0, 1)))(x, w, None)
+    own, tpu = Form("cpu", single, "own"), Form("tpu", single, "float32", interpret=True)
+    expected = jax.jit(jax.grad(functools.partial(product, own), (0, 1)))(x, w, ())
     every = lambda x, w: jnp.sum(jax.lax.ragged_dot(x, w, sizes, precision="highest") * dy)  # noqa: E731
     plain = jax.jit(jax.grad(every, (0, 1)))(x, w)
-    for form, at in ((own, (0, 1)), (Form("tpu", single, "float32", interpret=True), (0, 2))):
-        found = jax.jit(jax.grad(functools.partial(product, form), at))(x, w, jnp.zeros_like(w))
+    for form, at, parts in ((own, (0, 1), 0), (tpu, (0, 2), 1), (tpu, (0, 2), 2)):
+        sums = tuple(jnp.zeros((4, inner, outer // parts)) for _ in range(parts))
+        dx, dw = jax.jit(jax.grad(functools.partial(product, form), at))(x, w, sums)
+        found = dx, jnp.concatenate(dw, axis=-1) if parts else dw
         for one, other, third in zip(found, expected, plain, strict=True):
             assert error_of_scale(one, other) <= TOLERANCE
             assert error_of_scale(one, third) <= TOLERANCE
@@ -146,9 +148,9 @@ def test_the_kernels_of_a_tpu_read_a_layer_from_the_stack_of_all():
     single = jnp.dtype(jnp.float32)
     expected = jax.lax.ragged_dot(x, stack[2], sizes, precision="highest")[:73]
     for form in (Form("cpu", single, "none"), Form("tpu", single, "none", interpret=True)):
-        assert error_of_scale(grouped_product(form, x, stack, None, sizes, layer)[:73], expected) <= TOLERANCE
+        assert error_of_scale(grouped_product(form, x, stack, (), sizes, layer)[:73], expected) <= TOLERANCE
     whole = functools.partial(grouped_product, Form("tpu", single, "none"))
-    shapes = set(shapes_of(jax.make_jaxpr(whole)(x, stack, None, sizes, layer).jaxpr))
+    shapes = set(shapes_of(jax.make_jaxpr(whole)(x, stack, (), sizes, layer).jaxpr))
     assert (12, 128, 256) in shapes
     assert (3, 128, 256) not in shapes
 
