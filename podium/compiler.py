@@ -54,6 +54,17 @@ SPARSE_CORE = {
     "xla_sc_disable_megacore_partitioning": "true",
     "xla_sc_enable_instruction_fusion": "false",
 }
+# A mixture's experts are gathered, and their gradients scattered, by exchanges that do not begin on a v6e before the
+# layer's other work is done, unless its layers are scheduled so that they do; a second option is needed with that one.
+# The third keeps a float32 stack of weights that only its layers cast from being cast as a whole, which takes half as
+# much again. Updates of 4 rows of 4,096 tokens a chip, as planned with and without: Qwen3-30B-A3B on v6e-64 1.87 and
+# 2.14 s, 17.4 and 18.0 GiB; with gradients in bfloat16 1.56 and 1.84 s, 16.2 and 17.4 GiB; with adapters on v6e-8 1.28
+# and 1.36 s (benches/mixtures_planned.py).
+EXPERTS_OPTIONS = {
+    "xla_tpu_enable_latency_hiding_layer_scheduler": "true",
+    "xla_tpu_enable_sparse_core_collective_aggregator": "true",
+    "xla_jf_bf16_propagation": "false",
+}
 # Schedules for little memory rather than much concurrency: one micro-batch of 8 rows of Qwen2.5-0.5B takes 8.9 GB
 # instead of 10.8, as logits are freed before gradients begin (benches/results/memory-cpu.json); an update's CPU time is
 # the same.
@@ -76,7 +87,13 @@ QUICK_FLAGS_UNTIL_0_11 = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_para
 
 
 def compiler_options(
-    platform: str, libtpu: str | None = None, *, kind: str = "", offloaded: bool = False, tokens: int = 0
+    platform: str,
+    libtpu: str | None = None,
+    *,
+    kind: str = "",
+    offloaded: bool = False,
+    tokens: int = 0,
+    experts: bool = False,
 ) -> dict[str, str]:
     """Compiler options of the trainer's programs.
 
@@ -88,11 +105,13 @@ def compiler_options(
         kind: jax's `device_kind`, or a generation as the planner names it.
         offloaded: whether the program also has arguments in the host's memory.
         tokens: tokens of an update, as `tokens_per_gather` counts them.
+        experts: whether layers have a mixture of experts.
     """
     if platform != "tpu":
         return dict(CPU_OPTIONS) if platform == "cpu" else _unset(GPU_OPTIONS, "XLA_FLAGS")
     options = TPU_OPTIONS | (OFFLOADED_OPTIONS if offloaded else {})
-    options |= SPARSE_CORE if kind in SPARSE_CORES else {}
+    if kind in SPARSE_CORES:
+        options |= SPARSE_CORE | (EXPERTS_OPTIONS if experts else {})
     options |= WHOLE_GATHERS if kind in SPARSE_CORES or tokens >= WHOLE_GATHERS_FROM else {}
     if kind in SPARSE_CORES or _numbers(libtpu or installed_libtpu()) >= FUSED_GATHERS_UNTIL:
         del options[FUSED_GATHERS]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from podium.compiler import (
+    EXPERTS_OPTIONS,
     FUSED_GATHERS,
     OFFLOADED_OPTIONS,
     SPARSE_CORE,
@@ -58,6 +59,13 @@ def test_where_collectives_have_a_core_of_their_own_weights_always_come_whole(ki
     assert (options.items() >= {**SPARSE_CORE, **WHOLE_GATHERS}.items()) == takes
     assert (FUSED_GATHERS in options) != takes  # that would gather on the other core
     assert takes or not SPARSE_CORE.keys() & options.keys()
+
+
+@pytest.mark.parametrize(("kind", "takes"), [("v6e", True), ("v5e", False)])
+def test_only_where_collectives_have_a_core_of_their_own_are_layers_of_experts_scheduled_for_them(kind, takes):
+    plain, experts = (compiler_options("tpu", kind=kind, experts=some) for some in (False, True))
+    assert not EXPERTS_OPTIONS.keys() & plain.keys()
+    assert experts == plain | (EXPERTS_OPTIONS if takes else {})
 
 
 def test_what_the_environment_says_of_an_option_holds(monkeypatch):

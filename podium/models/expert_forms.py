@@ -117,7 +117,8 @@ def sorted_form(
 ) -> jax.Array:
     """Each token [N, D] with its experts, all of which are here: its rows sorted by expert, multiplied group by group.
 
-    `experts` are gate, up and down, or gate and up side by side, [G, D, 2 F], and down. Of `biases`, those into the experts are added here.
+    `experts` are gate, up and down, or gate and up side by side, [G, D, 2 F], and down. Of `biases`, those into the
+    experts are added here.
     """
     k = chosen.shape[1]
     order = jnp.argsort(chosen.reshape(-1))  # [N k]

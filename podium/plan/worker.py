@@ -278,6 +278,7 @@ def _build(lowered: "jax.stages.Lowered", job: Job, spec: RunSpec) -> tuple[_Bui
         kind=machine.generation,
         offloaded=spec.optimizer.offload,
         tokens=spec.update.tokens_per_gather,
+        experts=bool(job.decoder.routed),
     )
     key = key_of([lowered.as_text(), options, target_of(machine)], machine)
     record, module = job.programs / f"{key}.json", job.programs / f"{key}.hlo.gz"

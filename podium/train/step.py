@@ -96,7 +96,13 @@ class TrainSettings(NamedTuple):
     def options(self, *, offloaded: bool = False, tokens: int = 0) -> dict[str, str]:
         """Compiler options for a program with these settings; arguments as for `compiler_options`."""
         device = self.mesh.devices.flat[0]
-        return compiler_options(device.platform, kind=device.device_kind, offloaded=offloaded, tokens=tokens)
+        return compiler_options(
+            device.platform,
+            kind=device.device_kind,
+            offloaded=offloaded,
+            tokens=tokens,
+            experts=bool(self.decoder.routed),
+        )
 
     @property
     def stored(self) -> ShardingRules:
