@@ -6,8 +6,8 @@ Updates of one micro-batch of 4 rows of 4,096 tokens a chip: of all weights on v
 on v6e-8. Decode steps of 128 sequences on v6e-8, of 128 tokens each (Qwen3-30B-A3B) and of 1,024 (gpt-oss-20b). Seconds
 are rooflines of the compiled programs at the chip's published bandwidths, with as many links as the chip with the
 fewest has. Devices reduce gradients in bfloat16 where a bar is set, and in float32 for comparison. 32 experts do not
-divide over 64 chips, so gpt-oss's have a mesh of their own. Writes benches/results/mixtures-planned.json; exit status 1
-where a bar is missed.
+divide over 64 chips, so gpt-oss's have a mesh of their own. Writes benches/results/mixtures-planned.json and its part of
+docs/planner-measurements.md; exit status 1 where a bar is missed.
 """
 
 import sys
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from benches.planned import decode_step, update_step
-from benches.record import ROOT, arguments, record, recorded
+from benches.record import MEASUREMENTS, ROOT, arguments, record, recorded, write_section
 from podium.accelerators import find_accelerator
 from podium.settings import load_settings
 
@@ -63,6 +63,15 @@ def measure(case: Case) -> dict[str, object]:
     return update_step(config, accelerator, folder=NAME)[0]
 
 
+def table(found: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """Markdown; what a program needs beside its own memory, such as a rollout's weights, counts for updates alone."""
+    lines = ["| program | TPU | seconds | memory, GiB |", "|---|---|---|---|"]
+    for name, row in found.items():
+        took = f"{row['planned_ms']} ms" if "planned_ms" in row else f"{row['update_s']} s"
+        lines.append(f"| {name} | {row['tpu']} | {took} | {row.get('gib', '-')} |")
+    return lines
+
+
 def main() -> None:
     """Compile, compare with the bars, and write the figures."""
     parser = arguments(__doc__)
@@ -81,6 +90,7 @@ def main() -> None:
     settings = {name: case.settings for name, case in CASES.items()}
     bars = {name: case.bars for name, case in CASES.items()}
     record(NAME, {"cases": found, "settings": settings, "bars": bars, "met": met}, args.results, packages=["libtpu"])
+    write_section(MEASUREMENTS, "mixtures", table(found))
     sys.exit(not all(all(each.values()) for each in met.values()))
 
 
