@@ -6,8 +6,8 @@ Updates of one micro-batch of 4 rows of 4,096 tokens a chip: of all weights on v
 on v6e-8. Decode steps of 128 sequences on v6e-8, of 128 tokens each (Qwen3-30B-A3B) and of 1,024 (gpt-oss-20b). Seconds
 are rooflines of the compiled programs at the chip's published bandwidths, with as many links as the chip with the
 fewest has. Devices reduce gradients in bfloat16 where a bar is set, and in float32 for comparison. 32 experts do not
-divide over 64 chips, so gpt-oss's have a mesh of their own. Writes benches/results/mixtures-planned.json and its part of
-docs/planner-measurements.md; exit status 1 where a bar is missed.
+divide over 64 chips, so gpt-oss's have a mesh of their own. Writes benches/results/mixtures-planned.json and its part
+of docs/planner-measurements.md; exit status 1 where a bar is missed.
 """
 
 import sys
