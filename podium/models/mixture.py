@@ -176,8 +176,11 @@ def _gathered(rules: ShardingRules, axes: Sequence[str], *parts: AnyWeight) -> M
     value = jnp.concatenate([each.own for each in held], axis=-1)
     for dim, names in whole.items():
         value = _gather(value, dim, names, rules.mesh)
-    sums = tuple(_sums(tuple(whole.items()), rules.mesh, own) for each in held for own in each.sums)
-    return Matrices(value, sums, held[0].frozen)
+
+    def zeros(sums: jax.Array) -> jax.Array:
+        return _sums(tuple(whole.items()), rules.mesh, sums)
+
+    return Matrices(value, tuple(zeros(own) for each in held for own in each.sums), held[0].frozen)
 
 
 def _one(sums: jax.Array | None) -> tuple[jax.Array, ...]:
