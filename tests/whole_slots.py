@@ -5,7 +5,8 @@ its verbs, its scheduler and its workload, the pages' blocks and the examples ha
 """
 
 import contextlib
-from collections.abc import Iterator
+import pkgutil
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 from podium.config.schema import RolloutConfig
@@ -22,12 +23,22 @@ def all_slots(rollout: RolloutConfig, shards: int) -> tuple[int, ...]:
 @contextlib.contextmanager
 def whole_slots() -> Iterator[None]:
     """Engines that are made meanwhile decode with all slots, however few are live; plans count the same."""
-    with mock.patch(ASKED_AT, all_slots):
+    with _sizes(all_slots):
         yield
 
 
 @contextlib.contextmanager
 def every_size() -> Iterator[None]:
     """The opposite, within `whole_slots`."""
-    with mock.patch(ASKED_AT, slot_sizes):
+    with _sizes(slot_sizes):
         yield
+
+
+@contextlib.contextmanager
+def _sizes(found: Callable[[RolloutConfig, int], tuple[int, ...]]) -> Iterator[None]:
+    """Plans keep simulations of rollouts, which must not outlive the sizes that they were made with."""
+    simulated = pkgutil.resolve_name("podium.plan.workload:_simulated")
+    with mock.patch(ASKED_AT, found):
+        simulated.cache_clear()
+        yield
+    simulated.cache_clear()
