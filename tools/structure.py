@@ -37,6 +37,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "models.flops",
         "models.names",
         "models.gguf",
+        "models.gguf_config",
+        "models.mxfp4",
         "models.source",
         "models.template",
         "models.chat_format",

@@ -1,11 +1,13 @@
-"""Reads GGUF files as written by llama.cpp: the architecture, and tensors converted to our conventions.
+"""Reads GGUF files as written by llama.cpp: the header, and tensors converted to our conventions.
 
 The header is parsed here, because config checks wait for it and the `gguf` library takes 1.7 s for a vocabulary of
-49,000 tokens; that library decodes the block formats. `podium.models.tokenizer` builds the tokenizer. No jax.
+49,000 tokens; that library decodes the block formats. `podium.models.gguf_config` reads the architecture, and
+`podium.models.tokenizer` builds the tokenizer. No jax.
 """
 
 import dataclasses
 import functools
+import logging
 import math
 import mmap
 import re
@@ -18,10 +20,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from podium.models.architecture import MAX_LAYERS, MAX_SIZE, DecoderConfig, ModelError, real_number, shown, whole_number
-from podium.models.hf_config import FULL, SLIDING, check_family, from_hf_config
+from podium.models import mxfp4
+from podium.models.architecture import MAX_SIZE, DecoderConfig, ModelError, shown
+from podium.models.blocks.delta import DeltaNet
 from podium.models.names import StoredTensor
 
+logger = logging.getLogger(__name__)
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -30,13 +34,17 @@ LENGTH = struct.Struct("<Q")
 F32 = 0  # llama.cpp's number of the format
 MAX_DIMS = 4  # llama.cpp's GGML_MAX_DIMS
 ROPE_FACTORS = "rope_freqs.weight"
-ARCHITECTURES = {"gemma3": "gemma3_text"}
-"""Model types of architectures that llama.cpp calls otherwise. To it Mistral is a llama."""
-ONLY_ON_THE_HUB = ("qwen35", "qwen35moe", "qwen3moe", "gpt-oss", "mistral3")
-"""What llama.cpp calls architectures that Podium reads from a Hugging Face folder only."""
-GEMMA3_27B_LAYERS = 62
-# The formats we read; those of blocks by `gguf.dequantize`.
-FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+IN_PAIRS = ("llama", "mistral3")
+"""Architectures in whose files queries and keys are permuted: llama.cpp rotates neighbours in a head together."""
+IN_BLOCK = re.compile(r"^blk\.(\d+)\.")
+BEHIND_KEYS = ("attn_qkv.weight", "ssm_conv1d.weight")
+"""Tensors of a delta net whose rows of values come behind those of queries and keys."""
+DECAYS, OUT = "ssm_a", "ssm_out.weight"
+PER_HEAD = (DECAYS, "ssm_dt.bias", "ssm_alpha.weight", "ssm_beta.weight")
+"""Tensors of a delta net with a row for each value head."""
+# The formats we read; those of blocks by `gguf.dequantize`, except MXFP4.
+_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", mxfp4.DTYPE)
+FORMATS = ("F32", "F16", "BF16", *_BLOCKS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,116 +154,6 @@ def _parse(path: Path, cursor: _Cursor) -> GgufHeader:
     return GgufHeader(path, metadata, tensors)
 
 
-def read_config(header: GgufHeader) -> DecoderConfig:
-    """Read the decoder from a GGUF header. Raises ModelError as `from_hf_config` does."""
-    where, metadata = str(header.path), header.metadata
-    architecture = metadata.get("general.architecture")
-    model_type = ARCHITECTURES.get(str(architecture), architecture)
-    if architecture in ONLY_ON_THE_HUB:
-        raise ModelError(
-            f"{where}: GGUF files of architecture {architecture} are not read; name the model's hub id, or a folder"
-            " with its config.json and safetensors"
-        )
-    check_family(model_type, where)
-
-    def number(key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
-        return whole_number(metadata, f"{architecture}.{key}", where, default, most=most)
-
-    def real(key: str, default: float) -> float:
-        return _shortest(real_number(metadata, f"{architecture}.{key}", where, default))
-
-    _check_metadata(header, str(architecture))
-    if "token_embd.weight" not in header.tensors:
-        raise ModelError(f"{where}: tensor token_embd.weight is missing")
-    width, heads = number("embedding_length"), number("attention.head_count")
-    head_dim = number("attention.key_length", width // heads)
-    if number("rope.dimension_count", head_dim) != head_dim:
-        raise ModelError(f"{where}: {architecture}.rope.dimension_count: only rotation of the whole head is supported")
-    raw = {
-        "model_type": model_type,
-        "vocab_size": header.tensors["token_embd.weight"].shape[0],
-        "hidden_size": width,
-        "num_hidden_layers": number("block_count", most=MAX_LAYERS),
-        "num_attention_heads": heads,
-        "num_key_value_heads": number("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "intermediate_size": number("feed_forward_length"),
-        "max_position_embeddings": number("context_length"),
-        "rope_theta": real("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(header),
-        "rms_norm_eps": real("attention.layer_norm_rms_epsilon", 1e-6),
-        "tie_word_embeddings": "output.weight" not in header.tensors,
-    }
-    return from_hf_config(raw | (_gemma3(header, raw) if architecture == "gemma3" else {}), where)
-
-
-def _check_metadata(header: GgufHeader, architecture: str) -> None:
-    """Raise ModelError if a file's metadata asks for a feature that Podium does not support in this architecture."""
-    accepted: dict[str, tuple[object, ...]] = {"rope.scaling.type": ("none",), "expert_count": (0,)}
-    if architecture == "gemma3":
-        accepted["rope.scaling.type"] = ("none", "linear")
-    else:
-        accepted["attention.sliding_window"] = (0,)
-    for key, values in accepted.items():
-        if (value := header.metadata.get(f"{architecture}.{key}", values[0])) not in values:
-            wanted = " or ".join(map(repr, values))
-            raise ModelError(
-                f"{header.path}: {architecture}.{key} {shown(value)} is not supported; it must be {wanted}"
-            )
-
-
-def _gemma3(header: GgufHeader, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of config.json that only Gemma 3 has, from a GGUF header.
-
-    Two of them are not in every file but fixed in llama.cpp's code: the rotary base of layers with a window, and the
-    scale of scores of the 27B model.
-    """
-
-    def said(key: str, default: object = None) -> Any:
-        return header.metadata.get(f"gemma3.{key}", default)
-
-    def base(key: str, default: float) -> float:
-        return _shortest(real_number(header.metadata, f"gemma3.{key}", str(header.path), default))
-
-    pattern = said("attention.sliding_window_pattern", 6)
-    types = [SLIDING if slides else FULL for slides in pattern] if isinstance(pattern, list) else None
-    largest = raw["num_hidden_layers"] == GEMMA3_27B_LAYERS
-    scaling = said("rope.scaling.type", "none")
-    return {
-        "layer_types": types,
-        "sliding_window_pattern": None if types else pattern,
-        "sliding_window": said("attention.sliding_window"),
-        "rope_theta": base("rope.freq_base", 1e6),
-        "rope_local_base_freq": base("rope.freq_base_swa", 1e4),
-        "rope_scaling": None if scaling == "none" else {"rope_type": scaling, "factor": said("rope.scaling.factor")},
-        "query_pre_attn_scalar": raw["hidden_size"] // raw["num_attention_heads"] if largest else raw["head_dim"],
-    }
-
-
-def _shortest(value: float) -> float:
-    """The shortest decimal that rounds to this float32; GGUF stores 1e-5 as 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
-
-
-def _rope_scaling(header: GgufHeader) -> dict[str, Any] | None:
-    """Reconstruct Llama 3's frequency scaling from the divisors [Q/2] that GGUF stores; the largest one is the factor.
-
-    The other three parameters are the same in Llama 3.1, 3.2 and 3.3; `load_params` verifies the divisors.
-    """
-    if (divisors := rope_divisors(header)) is None:
-        return None
-    factor = float(divisors.max())
-    if not (divisors.min() > 0 and factor < math.inf):
-        raise ModelError(f"{header.path}: tensor {ROPE_FACTORS} must hold finite numbers above 0")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-
-
 def rope_divisors(header: GgufHeader) -> np.ndarray | None:
     """Divisors of the rotary frequencies, [Q/2] float32; None if the file does not scale them."""
     tensor = header.tensors.get(ROPE_FACTORS)
@@ -270,53 +168,70 @@ def rope_divisors(header: GgufHeader) -> np.ndarray | None:
 
 
 class GgufTensors:
-    """Reads rows of a GGUF file's tensors, with head dimensions in Hugging Face's order.
+    """Reads rows of a GGUF file's tensors, with heads and their dimensions in Hugging Face's order.
 
-    Norm scales are complete in the file; the offset that the decoder adds to them (Gemma: 1) is subtracted.
+    llama.cpp's converter adds the decoder's offset to norm scales (Gemma, Qwen3.5: 1), so it is subtracted; and it
+    stores the decays of delta nets as minus their exponential. Blocks behind the decoder's layers, which predict tokens
+    after the next, are left out.
     """
 
     def __init__(self, header: GgufHeader, config: DecoderConfig):
         self._library = _import_library()
-        self._header = header
+        self._path = header.path
+        self._in_pairs = header.metadata["general.architecture"] in IN_PAIRS
         self._head_dim = config.head_dim
         self._norm_offset = config.norm_offset
+        self._net = next((block.mixer for block in config.blocks if isinstance(block.mixer, DeltaNet)), None)
         self._size = header.path.stat().st_size
-        self.entries = {name: self._entry(name, tensor) for name, tensor in header.tensors.items()}
+        ahead = {name for name in header.tensors if _block_number(name) >= config.layers} if self._net else set[str]()
+        if ahead:
+            logger.warning("%s: %d tensors that predict tokens after the next are left out", header.path, len(ahead))
+        self._tensors = {name: _as_matrix(name, each) for name, each in header.tensors.items() if name not in ahead}
+        self.entries = {name: self._entry(name, tensor) for name, tensor in self._tensors.items()}
 
     def _entry(self, name: str, tensor: GgufTensor) -> StoredTensor:
-        path = self._header.path
         formats = {kind.value: kind.name for kind in self._library.GGMLQuantizationType}
         found = formats.get(tensor.type, f"number {tensor.type}")
         if found not in FORMATS:
-            raise ModelError(f"{path}: tensor {name} has format {found}; Podium reads {', '.join(FORMATS)}")
-        block, _ = self._library.GGML_QUANT_SIZES[self._library.GGMLQuantizationType(tensor.type)]
-        if tensor.shape[-1] % block:
-            raise ModelError(f"{path}: tensor {name} has rows of {tensor.shape[-1]}; {found} has blocks of {block}")
-        end = tensor.offset + math.prod(self._byte_shape(tensor))
-        if end > self._size:
-            raise ModelError(f"{path}: truncated: tensor {name} ends at byte {end:,} of a file of {self._size:,} bytes")
-        return StoredTensor(tensor.shape, found, path)
-
-    def _byte_shape(self, tensor: GgufTensor) -> tuple[int, int]:
-        """Number of rows, and bytes per row; a vector is one row."""
+            raise ModelError(f"{self._path}: tensor {name} has format {found}; Podium reads {', '.join(FORMATS)}")
         block, size = self._library.GGML_QUANT_SIZES[self._library.GGMLQuantizationType(tensor.type)]
-        *rows, columns = tensor.shape
-        return math.prod(rows), columns // block * size
+        if tensor.shape[-1] % block:
+            raise ModelError(
+                f"{self._path}: tensor {name} has rows of {tensor.shape[-1]}; {found} has blocks of {block}"
+            )
+        if (end := tensor.offset + math.prod(tensor.shape) // block * size) > self._size:
+            raise ModelError(
+                f"{self._path}: truncated: tensor {name} ends at byte {end:,} of a file of {self._size:,} bytes"
+            )
+        return StoredTensor(tensor.shape, found, self._path)
 
     def read(self, name: str, start: int, stop: int, at: tuple[int, ...] = ()) -> np.ndarray:
-        """Read rows [start, stop) of a tensor as float32, float16 or bfloat16."""
-        assert not at, "no layout reads a part of a tensor in GGUF"
-        tensor = self._header.tensors[name]
-        rows, row_bytes = self._byte_shape(tensor)
-        raw = np.memmap(self._header.path, np.uint8, "r", tensor.offset, (rows, row_bytes)).view(np.ndarray)
-        if len(tensor.shape) == 1:
-            vector = self._decode(raw[:], tensor)[0, start:stop]
-            shifted = self._norm_offset and name.endswith("norm.weight")
-            return vector - np.float32(self._norm_offset) if shifted else vector
+        """Read rows [start, stop) of a tensor, or of its part at an index, as float32, float16 or bfloat16."""
+        tensor = self._tensors[name]
+        block, size = self._library.GGML_QUANT_SIZES[self._library.GGMLQuantizationType(tensor.type)]
+        *lead, columns = tensor.shape
+        shape = (*lead, columns // block * size)
+        raw = np.memmap(self._path, np.uint8, "r", tensor.offset, shape).view(np.ndarray)[at]  # [rows, bytes]
+        kind = IN_BLOCK.sub("", name)
+        places = None if self._net is None else _value_places(self._net, kind)
+        if raw.ndim == 1:
+            vector = self._own_vector(name, kind, self._decode(raw[None], tensor)[0])
+            return (vector if places is None else vector[places])[start:stop]
+        if places is not None and kind != OUT:
+            return self._decode(raw[places[start:stop]], tensor)
         values = self._decode(raw[start:stop], tensor)
-        if self._header.metadata["general.architecture"] == "llama" and re.search(r"attn_[qk]\.weight$", name):
+        if self._in_pairs and kind in ("attn_q.weight", "attn_k.weight"):
             values = _halves_from_pairs(values, self._head_dim)
-        return values
+        return values if places is None else values[:, places]
+
+    def _own_vector(self, name: str, kind: str, vector: np.ndarray) -> np.ndarray:
+        """A vector as Hugging Face has it."""
+        if kind == DECAYS:
+            if not np.all(vector < 0):
+                raise ModelError(f"{self._path}: tensor {name} must hold numbers below 0")
+            return np.log(-vector.astype(np.float64)).astype(np.float32)
+        shifted = self._norm_offset and kind.endswith("norm.weight") and kind != "ssm_norm.weight"
+        return vector - np.float32(self._norm_offset) if shifted else vector
 
     def _decode(self, raw: np.ndarray, tensor: GgufTensor) -> np.ndarray:
         kind = self._library.GGMLQuantizationType(tensor.type)
@@ -326,9 +241,37 @@ class GgufTensors:
             return raw.view(ml_dtypes.bfloat16)
         if kind.name == "F32":
             return raw.view(np.float32)
+        if kind.name == mxfp4.DTYPE:
+            return mxfp4.decoded_halves(raw.reshape(len(raw), -1, mxfp4.BLOCK // 2 + 1))
         # The library's `dequantize` cuts 16 rows at a time, which takes twice as long.
         blocks = getattr(self._library.quants, kind.name)
         return blocks.dequantize_blocks(raw.reshape(-1, blocks.type_size)).reshape(len(raw), -1)
+
+
+def _as_matrix(name: str, tensor: GgufTensor) -> GgufTensor:
+    """The gate of a shared expert, [1, D], as a matrix: llama.cpp's quantiser drops the dimension of one row."""
+    vector = name.endswith("ffn_gate_inp_shexp.weight") and len(tensor.shape) == 1
+    return dataclasses.replace(tensor, shape=(1, *tensor.shape)) if vector else tensor
+
+
+def _block_number(name: str) -> int:
+    """The number of a tensor's block; -1 outside blocks."""
+    found = IN_BLOCK.match(name)
+    return int(found[1]) if found else -1
+
+
+def _value_places(net: DeltaNet, kind: str) -> np.ndarray | None:
+    """The places in a file of a tensor's rows (of OUT: columns), in Hugging Face's order; None where both are the same.
+
+    A net's value heads lie in Hugging Face's tensors key head by key head. llama.cpp's converter puts the first value
+    head of every key head first, then the second ones.
+    """
+    if kind not in (*BEHIND_KEYS, *PER_HEAD, "attn_gate.weight", OUT):
+        return None
+    before = 2 * net.key_heads * net.key_dim if kind in BEHIND_KEYS else 0
+    size = 1 if kind in PER_HEAD else net.value_dim
+    heads = np.arange(net.value_heads).reshape(-1, net.key_heads).T.reshape(-1, 1)
+    return np.concatenate([np.arange(before), before + (heads * size + np.arange(size)).reshape(-1)])
 
 
 def _halves_from_pairs(rows: np.ndarray, head_dim: int) -> np.ndarray:

@@ -124,16 +124,20 @@ NORMS_BEHIND: dict[str, Layout] = {
     ),
 }
 
+# In gpt-oss and Qwen3.5, llama.cpp names the norm before the feed-forward as Hugging Face does.
+POST_ATTENTION = NAMES["layers.mlp_norm"]._replace(gguf="blk.{}.post_attention_norm.weight")
+
 # For gpt-oss: one tensor for the experts of a layer, in which gate and up alternate. In MXFP4, the numbers that share a
 # scale come last, so its matrices are transposed.
 OPENING = ("expert_gate", "expert_up")
 OPENING_BIAS = ("expert_gate_bias", "expert_up_bias")
 _EXPERTS = "model.layers.{}.mlp.experts."
 GPT_OSS: dict[str, Layout] = {
-    "layers.o_bias": Layout("model.layers.{}.self_attn.o_proj.bias", "", "D", "D"),
-    "layers.sinks": Layout("model.layers.{}.self_attn.sinks", "", "H", "H"),
-    "layers.router": Layout("model.layers.{}.mlp.router.weight", "", "DE", "E D"),
-    "layers.router_bias": Layout("model.layers.{}.mlp.router.bias", "", "E", "E"),
+    "layers.mlp_norm": POST_ATTENTION,
+    "layers.o_bias": Layout("model.layers.{}.self_attn.o_proj.bias", "blk.{}.attn_output.bias", "D", "D"),
+    "layers.sinks": Layout("model.layers.{}.self_attn.sinks", "blk.{}.attn_sinks.weight", "H", "H"),
+    "layers.router": Layout("model.layers.{}.mlp.router.weight", "blk.{}.ffn_gate_inp.weight", "DE", "E D"),
+    "layers.router_bias": Layout("model.layers.{}.mlp.router.bias", "blk.{}.ffn_gate_inp.bias", "E", "E"),
     **{f"layers.{name}": Layout(f"{_EXPERTS}gate_up_proj", "", "DF", "D FG", (), OPENING, True) for name in OPENING},
     **{
         f"layers.{name}": Layout(f"{_EXPERTS}gate_up_proj_bias", "", "F", "FG", (), OPENING_BIAS, True)
@@ -151,22 +155,32 @@ GPT_OSS_MXFP4: dict[str, Layout] = {
 # values are one tensor, as are the taps of their convolutions.
 QUERIES = ("q", "q_gate")
 GATED: dict[str, Layout] = {
-    f"layers.{name}": Layout("model.layers.{}.self_attn.q_proj.weight", "", "DHQ", "HGQ D", lanes=QUERIES)
-    for name in QUERIES
+    f"layers.{name}": NAMES["layers.q"]._replace(file="HGQ D", lanes=QUERIES) for name in QUERIES
 }
 _NET = "model.layers.{}.linear_attn."
 _QKV, _TAPS = ("q", "k", "v"), ("q_taps", "k_taps", "v_taps")
+_IN = (f"{_NET}in_proj_qkv.weight", "blk.{}.attn_qkv.weight")
 DELTA: dict[str, Layout] = {
-    **{f"layers.{name}": Layout(f"{_NET}in_proj_qkv.weight", "", "DKN", "KN D", _QKV) for name in "qk"},
-    "layers.v": Layout(f"{_NET}in_proj_qkv.weight", "", "DVP", "VP D", _QKV),
+    **{f"layers.{name}": Layout(*_IN, "DKN", "KN D", _QKV) for name in "qk"},
+    "layers.v": Layout(*_IN, "DVP", "VP D", _QKV),
     **{f"layers.{name}_taps": Layout(f"{_NET}conv1d.weight", "", "TKN", "KN 1 T", _TAPS) for name in "qk"},
     "layers.v_taps": Layout(f"{_NET}conv1d.weight", "", "TVP", "VP 1 T", _TAPS),
-    "layers.z": Layout(f"{_NET}in_proj_z.weight", "", "DVP", "VP D"),
-    **{f"layers.{name}": Layout(f"{_NET}in_proj_{name}.weight", "", "DV", "V D") for name in "ab"},
-    "layers.log_decay": Layout(f"{_NET}A_log", "", "V", "V"),
-    "layers.decay_bias": Layout(f"{_NET}dt_bias", "", "V", "V"),
-    "layers.out_scale": Layout(f"{_NET}norm.weight", "", "P", "P"),
-    "layers.o": Layout(f"{_NET}out_proj.weight", "", "VPD", "D VP"),
+    "layers.z": Layout(f"{_NET}in_proj_z.weight", "blk.{}.attn_gate.weight", "DVP", "VP D"),
+    "layers.a": Layout(f"{_NET}in_proj_a.weight", "blk.{}.ssm_alpha.weight", "DV", "V D"),
+    "layers.b": Layout(f"{_NET}in_proj_b.weight", "blk.{}.ssm_beta.weight", "DV", "V D"),
+    "layers.log_decay": Layout(f"{_NET}A_log", "blk.{}.ssm_a", "V", "V"),
+    "layers.decay_bias": Layout(f"{_NET}dt_bias", "blk.{}.ssm_dt.bias", "V", "V"),
+    "layers.out_scale": Layout(f"{_NET}norm.weight", "blk.{}.ssm_norm.weight", "P", "P"),
+    "layers.o": Layout(f"{_NET}out_proj.weight", "blk.{}.ssm_out.weight", "VPD", "D VP"),
+}
+DELTA_GGUF: dict[str, Layout] = {
+    **DELTA,
+    **{
+        f"layers.{name}": DELTA[f"layers.{name}"]._replace(
+            gguf="blk.{}.ssm_conv1d.weight", file=DELTA[f"layers.{name}"].file.replace(f" {ONE}", "")
+        )
+        for name in _TAPS
+    },
 }
 
 # For Qwen3.5's mixture: all experts of a layer in one tensor, gate's rows before up's; and an expert for every token.
@@ -176,10 +190,19 @@ QWEN35_EXPERTS: dict[str, Layout] = {
 }
 _SHARED = "model.layers.{}.mlp.shared_expert"
 SHARED: dict[str, Layout] = {
-    "layers.gate": Layout(f"{_SHARED}.gate_proj.weight", "", "DF", "F D"),
-    "layers.up": Layout(f"{_SHARED}.up_proj.weight", "", "DF", "F D"),
-    "layers.down": Layout(f"{_SHARED}.down_proj.weight", "", "FD", "D F"),
-    "layers.shared_router": Layout(f"{_SHARED}_gate.weight", "", "DE", "E D"),
+    "layers.gate": Layout(f"{_SHARED}.gate_proj.weight", "blk.{}.ffn_gate_shexp.weight", "DF", "F D"),
+    "layers.up": Layout(f"{_SHARED}.up_proj.weight", "blk.{}.ffn_up_shexp.weight", "DF", "F D"),
+    "layers.down": Layout(f"{_SHARED}.down_proj.weight", "blk.{}.ffn_down_shexp.weight", "FD", "D F"),
+    "layers.shared_router": Layout(f"{_SHARED}_gate.weight", "blk.{}.ffn_gate_inp_shexp.weight", "DE", "E D"),
+}
+
+# For each mixture in GGUF: one tensor for all of a layer's gates, one for ups and one for downs; so their biases.
+GGUF_EXPERTS: dict[str, Layout] = {
+    f"layers.expert_{name}{'_bias' if bias else ''}": Layout(
+        "", f"blk.{{}}.ffn_{name}_exps.{'bias' if bias else 'weight'}", ours, file, whole=True
+    )
+    for name, (into, out) in {"gate": ("D", "F"), "up": ("D", "F"), "down": ("F", "D")}.items()
+    for bias, ours, file in ((False, into + out, f"{out} {into}"), (True, out, out))
 }
 FIRST_APART = re.compile(r"model\.layers\.\d+\.mlp\.experts\.0\.gate_proj\.weight")
 """A tensor's name in files that have each expert's tensors apart."""
@@ -223,24 +246,29 @@ def layout_of(param: str, config: DecoderConfig, kind: FileKind = "folder") -> L
     """Name and layout, in a model's files, of one of our parameters."""
     name, family = LAYERS + own_name(param) if param.startswith(LAYERS) else param, FAMILIES[config.model_type]
     own = NORMS_BEHIND if family.like_gemma else GPT_OSS if family.like_gpt_oss else {}
+    if family.like_qwen35:
+        own = {"layers.mlp_norm": POST_ATTENTION}
     packed = GPT_OSS_MXFP4 if kind == "mxfp4" else {}
-    return {**NAMES, **own, **packed, **_of_mixer(param, config), **_of_experts(param, config, kind)}[name]
+    return {**NAMES, **own, **packed, **_of_mixer(param, config, kind), **_of_experts(param, config, kind)}[name]
 
 
-def _of_mixer(param: str, config: DecoderConfig) -> Mapping[str, Layout]:
+def _of_mixer(param: str, config: DecoderConfig, kind: FileKind) -> Mapping[str, Layout]:
     """The layouts of weights of a mixer that is not plain attention."""
     mixer = next((place.block.mixer for place in config.places if param.startswith(place.prefix)), None)
     if isinstance(mixer, DeltaNet):
-        return DELTA
+        return DELTA_GGUF if kind == "gguf" else DELTA
     return GATED if isinstance(mixer, Attention) and mixer.gated else {}
 
 
 def _of_experts(param: str, config: DecoderConfig, kind: FileKind) -> Mapping[str, Layout]:
-    """The layouts of the experts of a mixture with a shared expert."""
+    """The layouts of a mixture's weights that differ from those of Qwen3-MoE's and gpt-oss's folders."""
     after = next((place.block.feed_forward for place in config.places if param.startswith(place.prefix)), None)
-    if not isinstance(after, Experts) or not after.shared:
+    if not isinstance(after, Experts):
         return {}
-    return SHARED if kind == "apart" else SHARED | QWEN35_EXPERTS
+    shared = SHARED if after.shared else {}
+    if kind == "gguf":
+        return shared | GGUF_EXPERTS
+    return shared | QWEN35_EXPERTS if after.shared and kind != "apart" else shared
 
 
 def layers_of(param: str, config: DecoderConfig) -> Sequence[int]:

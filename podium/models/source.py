@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any, Literal
 
-from podium.models import gguf
+from podium.models import gguf, gguf_config
 from podium.models.architecture import DecoderConfig, ModelError, scoring_decoder
 from podium.models.hf_config import (
     NO_SCORES,
@@ -92,7 +92,7 @@ def on_disk(model: str) -> str | None:
 def read_architecture(source: ModelSource) -> DecoderConfig:
     """Read the decoder's architecture. Raises ModelError if the description is missing, incomplete or unsupported."""
     if source.kind == "gguf":
-        return gguf.read_config(source.header)
+        return gguf_config.read_config(source.header)
     path = source.path / "config.json"
     return from_hf_config(read_json(path), str(path))
 

@@ -14,13 +14,31 @@ from podium.models.chat_format import ChatFormat, Message
 from podium.models.source import ModelSource, read_json
 from podium.models.template import ChatTemplate
 
-# Pre-tokenisation of llama.cpp's `tokenizer.ggml.pre`: the regular expressions of Llama 3 and Qwen.
+# Pre-tokenisation of llama.cpp's `tokenizer.ggml.pre`: the regular expressions of the models' own tokenizer.json.
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-SPLITS = {"llama-bpe": LLAMA3_SPLIT, "llama3": LLAMA3_SPLIT, "qwen2": QWEN2_SPLIT, "deepseek-r1-qwen": QWEN2_SPLIT}
+QWEN35_SPLIT = QWEN2_SPLIT.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE, _AFTER = r"[^\r\n\p{L}\p{N}]?", r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN_SPLIT = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}{_AFTER}"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT4O_SPLIT = rf"{_BEFORE}{_UPPER}*{_LOWER}+{_SHORT}|{_BEFORE}{_UPPER}+{_LOWER}*{_SHORT}|\p{{N}}{{1,3}}{_AFTER}"
+SPLITS = {
+    "llama-bpe": LLAMA3_SPLIT,
+    "llama3": LLAMA3_SPLIT,
+    "qwen2": QWEN2_SPLIT,
+    "deepseek-r1-qwen": QWEN2_SPLIT,
+    "qwen35": QWEN35_SPLIT,
+    "tekken": TEKKEN_SPLIT,
+    "gpt-4o": GPT4O_SPLIT,
+}
+WHOLE_TOKENS = ("llama-bpe", "llama3", "tekken")
+"""Pre-tokenisations whose tokenizers take a piece that is a token as it is, without merges."""
+COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35")
+"""Those whose tokenizers first compose characters (NFC)."""
 SPLITS_AS_GPT2 = ("gpt-2", "smollm")
 CONTROL, USER_DEFINED = 3, 4  # values of `tokenizer.ggml.token_type`
 SPACE = "\u2581"  # SentencePiece's symbol for a space
@@ -313,14 +331,14 @@ def _byte_level(said: dict[str, Any], vocab: dict[str, int], path: Path) -> Any:
         supported = ", ".join((*SPLITS, *SPLITS_AS_GPT2))
         raise ModelError(f"{path}: tokenizer.ggml.pre {split!r} is not supported; these are: {supported}")
     merges = [tuple(merge.split(" ")) for merge in said.get("merges", ())]
-    rust = Tokenizer(models.BPE(vocab, merges, ignore_merges=split in ("llama-bpe", "llama3")))
+    rust = Tokenizer(models.BPE(vocab, merges, ignore_merges=split in WHOLE_TOKENS))
     if split in SPLITS:
         first = pre_tokenizers.Split(Regex(SPLITS[split]), behavior="isolated")
     else:
         first = pre_tokenizers.Digits(individual_digits=True) if split == "smollm" else None
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split not in SPLITS)
     rust.pre_tokenizer = pre_tokenizers.Sequence([first, bytes_]) if first is not None else bytes_
-    if SPLITS.get(split) == QWEN2_SPLIT:
+    if split in COMPOSED:
         rust.normalizer = normalizers.NFC()
     rust.decoder = decoders.ByteLevel()
     return rust

@@ -25,7 +25,8 @@ from tiny_models import (
 from podium.models import gguf as podium_gguf
 from podium.models.architecture import ModelError
 from podium.models.base import base_of
-from podium.models.gguf import GgufTensors, read_config, read_header
+from podium.models.gguf import GgufTensors, read_header
+from podium.models.gguf_config import read_config
 from podium.models.hf import load_params
 from podium.models.source import ModelSource, read_architecture, resolve
 from podium.models.tokenizer import load_tokenizer
@@ -185,7 +186,7 @@ def test_rows_of_each_format_are_those_of_the_whole_tensor(kind: str, tmp_path: 
     parts = [reader.read("extra", 0, 5), reader.read("extra", 5, 16)]
     np.testing.assert_array_equal(np.concatenate(parts).astype(np.float32), whole)
     if not kind.endswith("_K"):
-        assert np.abs(whole - values).max() < 0.5
+        assert np.abs(whole - values).max() <= (1 if kind == "MXFP4" else 0.5)  # 5 lies between 4 and 6
 
 
 def test_a_header_is_parsed_once_and_again_if_the_file_changes(tmp_path: Path):
@@ -242,13 +243,6 @@ def test_header_is_what_the_library_reads(tmp_path: Path):
 def test_unsupported_feature_is_named(extra: dict[str, Any], message: str, tmp_path: Path):
     source = write_gguf(tmp_path / "model.gguf", "llama", gguf_tensors("llama"), None, **extra)
     with pytest.raises(ModelError, match=message):
-        read_architecture(source)
-
-
-@pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe", "qwen3moe", "gpt-oss", "mistral3"])
-def test_an_architecture_that_is_only_read_from_the_hub_is_refused_with_the_way_out(architecture: str, tmp_path: Path):
-    source = write_gguf(tmp_path / "model.gguf", "qwen3_tied", gguf_tensors("qwen3_tied"), architecture=architecture)
-    with pytest.raises(ModelError, match=rf"architecture {architecture} are not read; name the model's hub id, or a"):
         read_architecture(source)
 
 

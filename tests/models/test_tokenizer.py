@@ -13,7 +13,7 @@ from podium.models.architecture import ModelError
 from podium.models.gguf import GgufHeader
 from podium.models.hf import load_params, save_model
 from podium.models.source import ModelSource, read_architecture, resolve
-from podium.models.tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, _gguf_backend, load_tokenizer
+from podium.models.tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, SPLITS, _gguf_backend, load_tokenizer
 
 WORDS = ["<unk>", "<|im_start|>", "<|im_end|>", "<pad>", "user", "system", "assistant", "two", "plus", "Be", "brief"]
 TEMPLATE = (
@@ -140,6 +140,9 @@ DIGITS = {
         ("llama-bpe", ["123", "4"]),
         ("qwen2", ["1", "2", "3", "4"]),
         ("smollm", ["1", "2", "3", "4"]),
+        ("qwen35", ["1", "2", "3", "4"]),
+        ("tekken", ["1", "2", "3", "4"]),
+        ("gpt-4o", ["123", "4"]),
     ],
 )
 def test_numbers_are_split_as_the_file_says(pre: str, expected: list[str]):
@@ -161,6 +164,14 @@ def test_qwen_s_split_is_that_of_transformers():
     assert LLAMA3_SPLIT != QWEN2_SPLIT
 
 
+@pytest.mark.parametrize("pre", [*SPLITS])
+def test_splits_of_gguf_files_are_those_of_transformers(pre: str):
+    theirs = pytest.importorskip(
+        "transformers.integrations.gguf.gguf_tokenizer_mapping", reason="a newer transformers has it"
+    )
+    assert SPLITS[pre] == theirs.GGUF_PRE_TOKENIZER_SPLITS[pre]
+
+
 def test_sentencepiece_merges_the_best_token_first():
     tokens = ["<unk>", "<s>", "</s>", "<0xE2>", "<0x82>", "<0xAC>", "\u2581", "a", "b", "c", "ab", "bc", "\u2581a"]
     scores = [0.0, 0, 0, 0, 0, 0, -9, -9, -9, -9, -2, -1, -3]
@@ -177,7 +188,7 @@ def test_sentencepiece_merges_the_best_token_first():
     ("said", "message"),
     [
         ({"model": "t5", "tokens": []}, "tokenizer model 't5' is not supported; gpt2 and llama are"),
-        ({**DIGITS, "pre": "tekken"}, "'tekken' is not supported; these are: llama-bpe"),
+        ({**DIGITS, "pre": "bloom"}, "'bloom' is not supported; these are: llama-bpe"),
     ],
 )
 def test_unsupported_tokenizer_is_named(said: dict[str, Any], message: str):
