@@ -3,8 +3,9 @@
 B rows are those of one device; `a` is the bytes per element of an activation.
 """
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from podium.config.recurrence import whole_tiles
 from podium.models.architecture import DecoderConfig
@@ -37,8 +38,15 @@ RULE_ARRAYS = 4
 """Arrays of each shape alive in a forward pass of the delta rule, counted in its program."""
 RULE_BACKWARD = 2
 """Times as many in its backward pass."""
-KERNEL_ARRAYS = 18
-"""Arrays of the sizes of queries, keys and values alive around the TPU kernel's backward pass; fitted to Qwen3.5-9B."""
+KERNEL_ARRAYS, KERNEL_VALUES = 5, 3
+"""Arrays of the sizes of queries, keys and values around a TPU kernel of the delta rule, before and after convolution,
+activation and a change of layout, and of the values' alone: gates, results, normed results. Counted in Qwen3.5-9B's."""
+AT_HAND = 2
+"""Layers of a pattern whose gathered weights are held: one that is computed, and one that is gathered meanwhile."""
+CODE = 100 * 2**20
+"""Bytes of a TPU's programs for each layer of a pattern beyond the first, since each has instructions of its own. The
+updates of Gemma 3 1B, gpt-oss-20b, Qwen3.5-9B and 35B-A3B have 41 to 76 MiB a layer, and plans with all their programs
+at least 100 for each beyond the first, whose are in the fits above."""
 LANES = 128  # a TPU's attention kernel pads heads to this many elements
 
 
@@ -50,6 +58,8 @@ def update_peak(run: RunSizes) -> Parts:
     several = run.spec.batch.max_micro_batches > 1  # a single micro-batch needs no accumulated sum
     gradients = F32 * run.own_count if several else 0
     always = {"working_weights": working_weights(run), "gathered_weights": copied(run, head, head_number(run))}
+    if run.platform == "tpu" and len(decoder.places) > 1:
+        always["code"] = CODE * (len(decoder.places) - 1)
     offload = run.update.remat == "offload"
     kept = {"layer_inputs": (OFFLOADING if offload else decoder.layers) * tokens * decoder.width * a}
     if saved := run.update.remat == "none":
@@ -63,11 +73,14 @@ def update_peak(run: RunSizes) -> Parts:
     if run.compares:
         at_head["logits"] *= 2
     of_layers = F32 * own_layers(run) + (0 if frozen else _relaid(run))
-    in_layers = kept | {"gradients": gradients + of_layers + head * reduced_number(run)} | _backward_peak(run)
-    in_layers["gathered_weights"] = copied(run, layers // decoder.layers)
+    embedding = head if decoder.tied or decoder.scores != "none" else head // 2
+    # A TPU's compiler makes the embedding's own gradient behind the layers'.
+    early = embedding if _compiler(run) == "tpu" else head
+    in_layers = kept | {"gradients": gradients + of_layers + early * reduced_number(run)} | _backward_peak(run)
+    at_hand = AT_HAND if _together(run) and any(len(stack.pattern) > 1 for stack in decoder.stacks) else 1
+    in_layers["gathered_weights"] = copied(run, at_hand * layers // decoder.layers)
     if run.update.row_groups > 1:  # a layer's weights, and the sum of their gradients
         in_layers["gathered_weights"] += (1 if reduced_number(run) > a else 2) * F32 * layers // decoder.layers
-    embedding = head if decoder.tied or decoder.scores != "none" else head // 2
     # By then, the layers' activations and gathered weights are freed.
     at_embedding = {"gradients": gradients + F32 * (own_layers(run) + embedding), "gathered_weights": 0}
     at_optimizer = {"gradients": F32 * run.own_count, "gathered_weights": 0, "fetched_moments": fetched_bytes(run)}
@@ -116,19 +129,12 @@ def loss_logits(run: RunSizes, *, all_tokens: bool = False) -> Parts:
 
 
 def _backward_peak(run: RunSizes) -> Parts:
-    """Arrays of one recomputed layer in the backward pass."""
-    decoder = run.decoder
-    a = run.activation
+    """Arrays of recomputed layers in the backward pass."""
+    decoder, a = run.decoder, run.activation
     tokens = run.tokens // run.update.row_groups
-    mlp, width, heads = BACKWARD[run.update.attention if run.update.attention == "reference" else _compiler(run)]
-    if _compiler(run) == "tpu" and any(own_name(name).startswith(MLP) for name in trained_specs(decoder)):
-        mlp += ADAPTED_MLP if decoder.lora is not None else 0
-    split = max(
-        mlp * feed_forward_inner(decoder, place) + heads * _attended_heads(run, place) for place in decoder.places
-    )
-    rows = EXPERT_ROWS * max(expert_rows(decoder, place) for place in decoder.places)
-    activations = tokens * (width * decoder.width + split // run.tp + rows) * a
-    activations += tokens * max(_rule_backward(run, place) for place in decoder.places) // run.tp
+    places = iter(decoder.places)
+    patterns = [list(itertools.islice(places, len(stack.pattern))) for stack in decoder.stacks]
+    activations = tokens * max(_pattern_peak(run, pattern) for pattern in patterns)
     if run.update.row_groups > 1:
         arrays = RESIDUAL_GROUPS - (run.update.remat == "offload")  # one is among the inputs that are being copied
         activations += arrays * run.tokens * decoder.width * a
@@ -136,6 +142,43 @@ def _backward_peak(run: RunSizes) -> Parts:
         return {"layer_activations": activations}
     scores = F32 * tokens * run.row_tokens * decoder.heads // run.tp
     return {"attention_scores": int(_score_arrays(run) * scores), "layer_activations": activations}
+
+
+def _together(run: RunSizes) -> bool:
+    """Whether all layers of a pattern are recomputed before the backward pass of the last of them has ended.
+
+    They may be, because the inputs of all are kept, and TPU's programs of Gemma 3 1B, gpt-oss-20b, Qwen3.5-9B and
+    Qwen3.5-35B-A3B have most of them at their peak. Row groups are computed in a loop for each layer.
+    """
+    return _compiler(run) == "tpu" and run.update.row_groups == 1 and run.update.remat in ("layer", "offload")
+
+
+def _pattern_peak(run: RunSizes, places: Sequence[Place]) -> int:
+    """Bytes per token of a pattern's recomputed layers: most of a layer in its backward pass and those before it."""
+    before = most = 0
+    for place in places:
+        most = max(most, before + _backward_bytes(run, place))
+        before += _recomputed_bytes(run, place) if _together(run) else 0
+    return most
+
+
+def _backward_bytes(run: RunSizes, place: Place) -> int:
+    """Bytes per token of the arrays of one recomputed layer at the peak of its backward pass."""
+    decoder = run.decoder
+    mlp, width, heads = BACKWARD[run.update.attention if run.update.attention == "reference" else _compiler(run)]
+    if _compiler(run) == "tpu" and any(own_name(name).startswith(MLP) for name in trained_specs(decoder)):
+        mlp += ADAPTED_MLP if decoder.lora is not None else 0
+    split = mlp * feed_forward_inner(decoder, place) + heads * _attended_heads(run, place)
+    numbers = width * decoder.width + split // run.tp + EXPERT_ROWS * expert_rows(decoder, place)
+    return numbers * run.activation + _rule_backward(run, place) // run.tp
+
+
+def _recomputed_bytes(run: RunSizes, place: Place) -> int:
+    """Bytes per token of what a recomputed layer holds until its backward pass, which a norm's input is part of."""
+    a = run.activation
+    norms = NORMS_SAVED[_compiler(run)] + 2 * place.block.norms_behind
+    split = a * (MLP_SAVED * feed_forward_inner(run.decoder, place) + _saved_heads(run, place))
+    return int(norms * run.decoder.width * a) + (split + _rule_recomputed(run, place)) // run.tp
 
 
 def feed_forward_inner(decoder: DecoderConfig, place: Place) -> int:
@@ -157,14 +200,28 @@ def rule_bytes(place: Place) -> int:
 
 def _rule_backward(run: RunSizes, place: Place) -> int:
     """Bytes per token of the arrays in the backward pass of the recurrence at a place; 0 where it has attention."""
+    found = _rule_recomputed(run, place)
+    return found if _has_kernel(run, place) else RULE_BACKWARD * found
+
+
+def _rule_recomputed(run: RunSizes, place: Place) -> int:
+    """Bytes per token of the arrays that a recurrence holds for its backward pass; 0 where a place has attention."""
     net = place.block.mixer
     if not isinstance(net, DeltaNet):
         return 0
-    if run.platform != "tpu" or not whole_tiles((net.value_heads, net.key_dim, net.value_dim)):
-        return RULE_BACKWARD * rule_bytes(place)
-    inputs = 2 * net.key_heads * net.key_dim + net.value_heads * net.value_dim
+    if not _has_kernel(run, place):
+        return rule_bytes(place)
+    values = net.value_heads * net.value_dim
+    inputs = 2 * net.key_heads * net.key_dim + values
     states = 2 * net.value_heads * net.key_dim * net.value_dim // CHUNK  # before each chunk
-    return KERNEL_ARRAYS * inputs * run.activation + F32 * states
+    return (KERNEL_ARRAYS * inputs + KERNEL_VALUES * values) * run.activation + F32 * states
+
+
+def _has_kernel(run: RunSizes, place: Place) -> bool:
+    """Whether a kernel computes the delta rule at a place."""
+    net = place.block.mixer
+    whole = isinstance(net, DeltaNet) and whole_tiles((net.value_heads, net.key_dim, net.value_dim))
+    return run.platform == "tpu" and whole
 
 
 def expert_rows(decoder: DecoderConfig, place: Place) -> int:
@@ -179,6 +236,14 @@ def _attended_heads(run: RunSizes, place: Place) -> int:
     if not isinstance(mixer, Attention):
         return 0
     return (mixer.heads + max(mixer.kv_heads, min(run.sp, mixer.heads))) * _lanes(run, mixer)
+
+
+def _saved_heads(run: RunSizes, place: Place) -> int:
+    """Elements per token of queries, attention outputs, keys and values, and of heads before their norm."""
+    mixer = place.block.mixer
+    if not isinstance(mixer, Attention):
+        return 0
+    return (mixer.heads + mixer.kv_heads) * _lanes(run, mixer) * (2 + mixer.norm)
 
 
 def _lanes(run: RunSizes, attention: Attention) -> int:
@@ -203,15 +268,12 @@ def _saved(run: RunSizes) -> Parts:
     a = run.activation
     tokens = run.tokens
     layers, _ = run.gathered_counts
-    # Norm outputs and the second norm's input; queries, attention outputs, keys and values; heads before their norm.
+    # Norm outputs and the second norm's input; what `_saved_heads` has.
     width = int(NORMS_SAVED[_compiler(run)] * decoder.width * a)
     activations = 0
     for place in decoder.places:
         split = MLP_SAVED * feed_forward_inner(decoder, place) * a
-        if isinstance(mixer := place.block.mixer, Attention):
-            split += (mixer.heads + mixer.kv_heads) * _lanes(run, mixer) * (2 + mixer.norm) * a
-        else:
-            split += rule_bytes(place)
+        split += _saved_heads(run, place) * a + rule_bytes(place)
         activations += len(place.layers) * tokens * (width + split // run.tp)
     per_pair = SCORES_SAVED * F32 + (run.platform == "gpu") * a
     of_query = run.row_tokens * per_pair if run.update.attention == "reference" else F32  # the logsumexp of its scores

@@ -1,15 +1,22 @@
 """The closed form against what compilers said of the same programs."""
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 from estimated import QWEN_3B, config, decoder, phase
 
 from podium.accelerators import GIB, find_accelerator
 from podium.models.architecture import with_layers, with_lora
-from podium.models.presets import find_architecture
+from podium.models.blocks.kind import Stack
+from podium.models.presets import find_architecture, find_decoder
 from podium.plan.calibration import load_chip
 from podium.plan.device import closed_form_roofline
+from podium.plan.estimate import update_phase
 from podium.plan.sizes import make_sizes
+from podium.settings import load_settings
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 MIB = 2**20
 
 # Peak MiB of programs compiled for v6e-8 by libtpu 0.0.42.1 (jax 0.10.2, xla_tpu_no_crash_on_oom), arguments included,
@@ -120,6 +127,35 @@ def test_a_prefill_counts_the_rows_of_a_devices_own_experts(model, mib):
         config(rollout=lengths | {"layout": "tensor"}), find_architecture(model), find_accelerator("v6e-8")
     )
     assert phase(run, "prefill").parts["layer_activations"] / MIB == pytest.approx(mib, rel=0.06)
+
+
+# GiB of arrays of the updates of configs with patterns of several layers, as the TPU's compiler assigned them (jax
+# 0.10.2, libtpu 0.0.42.1).
+PATTERNS = [
+    ("gsm8k_gemma3_1b", "v5e-8", 6.70),
+    ("gsm8k_gpt_oss_20b_lora", "v6e-8", 15.02),
+    ("gsm8k_qwen35_9b", "v6e-16", 21.43),
+    ("gsm8k_qwen35_9b_lora", "v6e-8", 13.45),
+    ("gsm8k_qwen35_35b_a3b_lora", "v6e-8", 25.36),
+]
+
+
+@pytest.mark.parametrize(("name", "machine", "gib"), PATTERNS)
+def test_all_layers_of_a_pattern_are_recomputed_at_once(name, machine, gib):
+    settings = load_settings([CONFIGS / f"{name}.yaml"], [], {}).config
+    run = make_sizes(settings, find_decoder(settings), find_accelerator(machine))
+    parts = update_phase(run).parts
+    assert (sum(parts.values()) - parts["code"]) / GIB == pytest.approx(gib, rel=0.095)
+    assert parts["code"] == (len(run.decoder.places) - 1) * 100 * MIB
+
+
+def test_one_layer_of_a_pattern_takes_less_than_all():
+    settings = load_settings([CONFIGS / "gsm8k_qwen35_9b_lora.yaml"], [], {}).config
+    model = find_decoder(settings)
+    alone = dataclasses.replace(model, stacks=(Stack(pattern=model.stacks[0].pattern[-1:], repeats=model.layers),))
+    all_, one = (update_phase(make_sizes(settings, each, find_accelerator("v6e-8"))).parts for each in (model, alone))
+    assert "code" not in one
+    assert one.get("layer_activations", 0) < 0.5 * all_["layer_activations"]
 
 
 # GiB of phases as compilers assigned them to random settings near the limit, where the closed form was wrong before:
