@@ -116,7 +116,7 @@ def floor(decoder: DecoderConfig, rows: int, layout: str, accelerator: Accelerat
     machine = machine_of(accelerator, chips)
     assert machine is not None
     group = {"replicated": 1, "tensor": chips}.get(layout) or int(layout.partition("-")[2])
-    return DecodeFloor(decoder=decoder, machine=machine, group=group).step_s(rows, rows * tokens)
+    return DecodeFloor(decoder=decoder, machine=machine, group=group).step_s(rows, tokens)
 
 
 def chosen(model: str, rows: int, accelerator: Accelerator, weights: RolloutWeights = "dtype") -> str:

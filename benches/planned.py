@@ -69,7 +69,7 @@ def decode_step(config: Config, accelerator: Accelerator, tokens: int, *, folder
     assert machine is not None
     floor = DecodeFloor(decoder=decoder, machine=machine, group=group)
     chips = accelerator.devices
-    moved = decoder.stored * 2 + rows * (tokens * floor.kv_bytes + 2 * floor.state_bytes)
+    moved = decoder.stored * 2 + rows * floor.sequence_bytes(tokens)
     moved_s = moved / chips / machine.hbm_bandwidth
     return {
         "tpu": accelerator.name,
@@ -78,7 +78,7 @@ def decode_step(config: Config, accelerator: Accelerator, tokens: int, *, folder
         "parts_ms": {part: round(1e3 * each, 3) for part, each in parts.items()},
         "floor_ms": round(1e3 * moved_s, 3),
         "over_floor": round(planned / moved_s, 3),
-        "floor_with_links_ms": round(1e3 * floor.step_s(rows, rows * tokens), 3),
+        "floor_with_links_ms": round(1e3 * floor.step_s(rows, tokens), 3),
         "hbm_gb": round((many.hbm_bytes - few.hbm_bytes) / STEPS / 1e9, 3),
         "program_gib": round(found.memory.peak / GIB, 2),
         "refused": found.refused,

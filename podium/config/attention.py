@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Literal
+import re
+from typing import Literal, NamedTuple
 
 from podium.config.schema import Attention
 
@@ -88,3 +89,29 @@ def attended_pairs(backend: Backend, length: int) -> int:
 def cache_block_pages(page_tokens: int, platform: str) -> int:
     """Pages of the cache that attention reads per block on a jax platform (cpu, gpu, tpu)."""
     return 1 if platform == "cpu" else max(1, CACHE_BLOCK // page_tokens)
+
+
+class WindowBlocks(NamedTuple):
+    """The blocks of a layer with a window: each row's begin at the page of the oldest token that it sees."""
+
+    pages: int
+    """Per block."""
+    most: int
+    """Blocks of a row, however long its sequence is."""
+
+
+def window_blocks(reach: int, block_pages: int) -> WindowBlocks:
+    """Cut the `reach` pages that a window touches into blocks of half to all of `block_pages`, with the least read."""
+    sizes = [WindowBlocks(pages, -(-reach // pages)) for pages in range(-(-block_pages // 2), block_pages + 1)]
+    return min(sizes, key=lambda each: (each.pages * each.most, each.most))
+
+
+def window_scope(reach: int) -> str:
+    """The scope of a layer's attention that reads at most `reach` pages of a sequence, for the planner."""
+    return f"window_of_{reach}_pages"
+
+
+def window_reach(source: str) -> int | None:
+    """The pages in the name of a scope within `source`, the path of names of an instruction; None: there is none."""
+    found = re.search(r"/window_of_(\d+)_pages(/|$)", source)
+    return int(found[1]) if found else None

@@ -106,9 +106,13 @@ def ring_pages(window: int | None, rollout: RolloutConfig) -> int | None:
     """
     if window is None:
         return None
-    tokens = window - 1 + ring_piece(window, rollout.page_tokens)
-    pages = (tokens + rollout.page_tokens - 2) // rollout.page_tokens + 1
+    pages = touched_pages(window - 1 + ring_piece(window, rollout.page_tokens), rollout.page_tokens)
     return pages if pages < table_pages(rollout) else None
+
+
+def touched_pages(tokens: int, page_tokens: int) -> int:
+    """Most pages that this many consecutive tokens of a sequence can touch, wherever they begin within a page."""
+    return (tokens + page_tokens - 2) // page_tokens + 1
 
 
 def steps_at_once(steps: int, shards: int) -> int:

@@ -207,9 +207,15 @@ class DecoderConfig:
         """
         return self.stored if self.routed and rows <= DENSE_ROWS else self.active
 
-    def cached(self, platform: str) -> int:
-        """Elements that a cache stores per token on a jax platform (cpu, gpu, tpu), over all layers."""
-        return self.total(lambda work: work.kv_heads * kv_layout(work.head_dim, platform).numbers)
+    def cached(self, platform: str, tokens: int = 1) -> int:
+        """Elements that a cache stores on a jax platform (cpu, gpu, tpu), over all layers, of the tokens that the next
+        query sees of a sequence of `tokens`.
+        """
+
+        def of_layer(work: Work) -> int:
+            return work.kv_heads * kv_layout(work.head_dim, platform).numbers * min(tokens, work.window or tokens)
+
+        return self.total(of_layer)
 
     def sizes(self, axis: str) -> set[int]:
         """The sizes of all dimensions of layer weights that have this logical axis."""

@@ -79,9 +79,12 @@ def matrix_elements(decoder: DecoderConfig) -> int:
     return decoder.active
 
 
-def pair_flops(decoder: DecoderConfig) -> int:
-    """Operations of a forward pass per query-key pair, over all heads: the score and the weighted value."""
-    return 2 * decoder.total(lambda work: work.pair)
+def pair_flops(decoder: DecoderConfig, tokens: int = 1) -> int:
+    """Operations of a forward pass for a query and those of `tokens` keys that it sees, over all layers and heads.
+
+    A pair of query and key takes two products: the score and the weighted value.
+    """
+    return 2 * decoder.total(lambda work: work.pair * min(tokens, work.window or tokens))
 
 
 def _windowed_pair_flops(decoder: DecoderConfig, window: Window) -> int:

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from podium.accelerators import Accelerator
 from podium.chips import chip_constants
+from podium.config.attention import kv_layout
 from podium.config.optimizer import OPTIMIZER_COPIES
 from podium.config.schema import RolloutConfig
+from podium.config.sizes import ring_pages
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.kind import Work
 from podium.models.flops import pair_flops
@@ -112,20 +114,18 @@ class DecodeFloor:
             math.prod(spec.shape) for name, spec in specs if rollout_dtype(name, self.decoder, "") == "int8"
         )
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the keys and values of one token."""
-        return self.decoder.cached(self.machine.platform) * BF16
+    def sequence_bytes(self, tokens: int) -> int:
+        """Bytes that a step moves of a sequence of `tokens`: keys and values, within windows, and states twice."""
+        return self.decoder.cached(self.machine.platform, tokens) * BF16 + 2 * self.state_bytes
 
-    def step_s(self, rows: int, kv_tokens: float) -> float:
-        """Seconds for one token in each of a host's `rows` sequences, which attend to `kv_tokens` tokens in total.
+    def step_s(self, rows: int, tokens: int) -> float:
+        """Seconds for one token in each of a host's `rows` sequences of `tokens` tokens.
 
         A collective waits for the product before it, so its time is added.
         """
         d, m = self.decoder, self.machine
-        states = 2 * rows * self.state_bytes / m.chips  # read and written
-        read = (d.stored * BF16 - self.rounded_bytes) / self.group + kv_tokens * self.kv_bytes / m.chips + states
-        flops = 2 * d.multiplied(math.ceil(rows / self.groups)) * rows + pair_flops(d) * kv_tokens
+        read = (d.stored * BF16 - self.rounded_bytes) / self.group + rows * self.sequence_bytes(tokens) / m.chips
+        flops = rows * (2 * d.multiplied(math.ceil(rows / self.groups)) + pair_flops(d, tokens))
         return max(read / m.hbm_bandwidth, flops / m.chips / m.flops) + self.ici_s(math.ceil(rows / self.groups))
 
     @property
@@ -142,9 +142,15 @@ class DecodeFloor:
 
         return self.decoder.total(of_layer)
 
-    def bytes_held(self, rows: int, length: int) -> float:
-        """Bytes of weights and cache on one device, for a host's `rows` sequences of `length` tokens."""
-        cached = rows * (length * self.kv_bytes + self.state_bytes)
+    def bytes_held(self, rows: int, rollout: RolloutConfig) -> float:
+        """Bytes of weights and cache on one device, for a host's `rows` sequences of the longest length."""
+
+        def of_layer(work: Work) -> int:
+            ring = ring_pages(work.window, rollout)
+            tokens = rollout.longest if ring is None else ring * rollout.page_tokens
+            return tokens * work.kv_heads * kv_layout(work.head_dim, self.machine.platform).numbers
+
+        cached = rows * (self.decoder.total(of_layer) * BF16 + self.state_bytes)
         return (self.params * BF16 - self.rounded_bytes) / self.group + cached / self.machine.chips
 
     @property
@@ -275,11 +281,11 @@ def _fastest(
     fitting = [
         each
         for each in floors
-        if each.bytes_held(rows, length) + stored * each.params // (machine.chips * hosts) <= ROOM * machine.hbm_bytes
+        if each.bytes_held(rows, rollout) + stored * each.params // (machine.chips * hosts) <= ROOM * machine.hbm_bytes
     ]
     # if nothing fits or divides, a later check gives a better message for the smallest candidate
     candidates = fitting or floors[-1:] or [DecodeFloor(decoder=decoder, machine=machine, group=sizes[-1])]
-    seconds = {each.group: each.step_s(rows, rows * length / 2) for each in candidates}
+    seconds = {each.group: each.step_s(rows, length // 2) for each in candidates}
     best = min(seconds, key=lambda group: seconds[group])
     times = ", ".join(f"{_name(group, host_chips)} {1e3 * s:.2f}" for group, s in seconds.items())
     small = [_name(each.group, host_chips) for each in floors if each.group not in seconds]

@@ -180,7 +180,7 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
     heads = run.rollout_heads
     logits = floor.logits_bytes(run, scored)
     matmul = 2 * tokens * decoder.total(lambda work: work.active) + 2 * scored * decoder.vocab * decoder.width
-    scores = 2 * tokens * run.cached_pairs(run.in_blocks(bucket))
+    scores = 2 * tokens * run.cached_pairs(run.in_blocks(bucket), bucket)
     flops = (matmul + scores + _rule_flops(run, tokens)) // heads
     traffic = _layers_traffic(run, "forward", rows, bucket, a, split=heads)
     return PhaseEstimate(

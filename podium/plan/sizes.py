@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from podium.accelerators import Accelerator
 from podium.algorithms.recipes import TEACHER_HIDDEN
-from podium.config.attention import cache_block_pages, kv_layout
+from podium.config.attention import cache_block_pages, kv_layout, window_blocks
 from podium.config.head import fast_memory, head_chunks, head_tile
 from podium.config.imports import is_path
 from podium.config.mesh import MeshSizes
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config, RolloutConfig
-from podium.config.sizes import cache_pages, prompt_buckets
+from podium.config.sizes import cache_pages, prompt_buckets, ring_pages, ring_piece, touched_pages
 from podium.models import params
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.kind import StateSpec, Work
@@ -334,19 +334,28 @@ class RunSizes:
         kv = self._kv_bytes(lambda kept: sequences * self._reach(kept.window, tokens))
         return kv + 2 * sequences * self.state_bytes
 
-    def cached_pairs(self, tokens: int) -> int:
-        """Multiply-adds of one query with `tokens` cached keys, over all layers, including padding of stored rows."""
+    def cached_pairs(self, tokens: int, new: int = 1) -> int:
+        """Multiply-adds of one query with `tokens` cached keys, over all layers, including padding of stored rows.
+
+        `new` is the number of a sequence's queries in the call.
+        """
 
         def count(work: Work) -> int:
             width = kv_layout(work.head_dim, self.platform).width
             pair = work.pair * width // work.head_dim if work.head_dim else work.pair
-            return pair * self._reach(work.window, tokens)
+            return pair * self._reach(work.window, tokens, new)
 
         return self.decoder.total(count)
 
-    def _reach(self, window: int | None, tokens: int) -> int:
-        """How many of a sequence's `tokens` a layer's attention reads; a window may begin anywhere within a block."""
-        return tokens if window is None else min(tokens, self.in_blocks(window) + self.block)
+    def _reach(self, window: int | None, tokens: int, new: int = 1) -> int:
+        """How many of a sequence's `tokens` a layer's attention reads for `new` queries; rings take a piece at once."""
+        if window is None:
+            return tokens
+        page_tokens = self.rollout.page_tokens
+        piece = ring_piece(window, page_tokens) if ring_pages(window, self.rollout) else new
+        reach = touched_pages(window - 1 + min(new, piece), page_tokens)
+        blocks = window_blocks(reach, cache_block_pages(page_tokens, self.platform))
+        return min(tokens, blocks.pages * blocks.most * page_tokens)
 
     @property
     def own_count(self) -> int:

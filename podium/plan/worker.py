@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 import podium.hlo
 from podium.accelerators import Accelerator
 from podium.compiler import compiler_options, hide_plugin_errors
+from podium.config.attention import cache_block_pages, window_blocks, window_reach
 from podium.config.mesh import mesh_text
 from podium.config.schema import Config
 from podium.files import write_atomically
@@ -172,7 +173,8 @@ def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: M
         module = parse(text)
         parts, arrays = named_memory(module, built.memory.peak)
         skipped, per_machine = _skipped(job.config), _per_machine(job.accelerator)
-        work = looped_work(module, spec.mesh, job.blocks, skipped=skipped, per_machine=per_machine)
+        pages = cache_block_pages(spec.rollout.settings.page_tokens, job.accelerator.platform)
+        work = looped_work(module, spec.mesh, job.blocks, block_pages=pages, skipped=skipped, per_machine=per_machine)
         once = walk(module, spec.mesh, once=True)
         size = sum(array.bytes for array in arrays)
         doubted = doubts(text, module, once=once, counted=built.counted, arrays=size, peak=built.memory.peak)
@@ -194,15 +196,17 @@ def looped_work(
     mesh: Mapping[str, int],
     blocks: float = 1.0,
     *,
+    block_pages: int = 1,
     skipped: Sequence[str] = (),
     per_machine: int = 0,
 ) -> tuple[LoopedWork, ...]:
     """The cost of a program, split into work outside and inside the program's own loop; equal pieces are merged.
 
-    Work that is no product is named by what it moves. Attention's inner loop over the cache runs `blocks` rounds, and
-    so does the work of a kernel that declares that of one block. `skipped` and `per_machine` are passed to `walk`.
+    Work that is no product is named by what it moves. Attention's inner loop over the cache reads `blocks` blocks of
+    `block_pages` pages, or those that its window reaches, and so does a kernel that declares the work on one block.
+    `skipped` and `per_machine` are passed to `walk`.
     """
-    trips = {loop: blocks for loop in unknown_loops(module) if ATTENTION in loop}
+    trips = {loop: _rounds(loop, blocks, block_pages) for loop in unknown_loops(module) if ATTENTION in loop}
     trips |= {loop: 1.0 for loop in unknown_loops(module) if any(scope in loop for scope in ONE_ROUND)}
     loops = [loop for loop in unknown_loops(module) if loop not in trips]
     if len(loops) > 1:
@@ -220,9 +224,24 @@ def looped_work(
         work = dataclasses.replace(first, name=moved.get(first.name, ""), source="", times=0.0)
         key = work, ATTENTION in first.source and first.kernel
         once, each = times.get(key, (0.0, 0.0))
-        rounds = blocks if first.of_block else 1.0
+        rounds = _blocks_read(first.source, blocks, block_pages) if first.of_block else 1.0
         times[key] = (once + rounds * (2 * first.times - second.times), each + rounds * (second.times - first.times))
     return tuple(LoopedWork(work, once, each, attends) for (work, attends), (once, each) in times.items())
+
+
+def _blocks_read(source: str, blocks: float, block_pages: int) -> float:
+    """How many blocks of `block_pages` pages attention reads where full attention reads `blocks`."""
+    reach = window_reach(source)
+    return blocks if reach is None else min(blocks, reach / block_pages)
+
+
+def _rounds(source: str, blocks: float, block_pages: int) -> float:
+    """The rounds of attention's loop; those of a layer with a window read blocks of their own."""
+    reach = window_reach(source)
+    if reach is None:
+        return blocks
+    own = window_blocks(reach, block_pages)
+    return min(blocks * block_pages / own.pages, own.most)
 
 
 def _skipped(config: Config) -> list[str]:

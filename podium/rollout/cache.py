@@ -13,10 +13,12 @@ states of recurrent layers, and rings. A ring holds the pages of a windowed laye
 page c modulo the ring's length, and overwrites positions that the window no longer reaches.
 
 Attention loops over blocks of pages up to the longest sequence of its rows, with a running softmax (arXiv:1805.02867):
-its cost depends on the tokens in the cache, not on the cache's size, and a row's bits do not depend on other rows. On
-GPUs, decoding has a kernel (`podium.kernels.gpu_decode`).
+its cost depends on the tokens in the cache, not on the cache's size, and a row's bits do not depend on other rows. With
+a window, each row's blocks begin at the page of the oldest token that it sees, so that a layer reads no more than the
+pages of a window, whatever the rows' lengths are. On GPUs, decoding has a kernel (`podium.kernels.gpu_decode`).
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -26,10 +28,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from podium.config.attention import KvLayout, cache_block_pages, kv_layout
+from podium.config.attention import KvLayout, cache_block_pages, kv_layout, window_blocks, window_scope
 from podium.config.recurrence import whole_tiles
 from podium.config.schema import RolloutConfig
-from podium.config.sizes import cache_pages, ring_piece
+from podium.config.sizes import cache_pages, ring_piece, touched_pages
 from podium.kernels import gpu_decode
 from podium.kernels.tpu_delta import delta_step
 from podium.models.architecture import DecoderConfig
@@ -311,7 +313,7 @@ def extend(
     Returns:
         The updated cache, and the output [R, T, H, Q]; scores and softmax are computed in float32.
     """
-    pages_at_once = cache_block_pages(cache.page_tokens, rules.platform)
+    block_pages = cache_block_pages(cache.page_tokens, rules.platform)
 
     def local(
         cache: KvPages,
@@ -324,15 +326,19 @@ def extend(
         k: jax.Array,
         v: jax.Array,
     ) -> tuple[KvPages, jax.Array]:
+        reach = _reach(window, q.shape[1], cache.page_tokens, tables.shape[1])
+        scope = contextlib.nullcontext() if reach is None else jax.named_scope(window_scope(reach))
         if q.shape[1] == 1 and rules.platform == "gpu" and gpu_decode.fits(cache.page_tokens, q.shape[-1]):
             lengths = jnp.where(counts > 0, starts + 1, 0)
             paged = functools.partial(gpu_decode.paged_attention, window=window, sinks=sinks)
             new = q[:, 0], k[:, 0], v[:, 0]
-            found, *pages = paged(*new, cache.stored_keys, cache.values, layer, tables, lengths)
+            with scope:
+                found, *pages = paged(*new, cache.stored_keys, cache.values, layer, tables, lengths)
             return dataclasses.replace(cache, keys=pages[0], values=pages[1]), found[:, None]
         write = _append if q.shape[1] == 1 else _write
         cache = write(cache, layer, tables, starts, counts, k, v)
-        return cache, _attend(cache, layer, tables, starts, counts, q, pages_at_once, window, sinks)
+        with scope:
+            return cache, _attend(cache, layer, tables, starts, counts, q, block_pages, window, reach, sinks)
 
     if cache.ring is not None:
         assert window is not None, "layers whose pages are a ring have a window"
@@ -464,6 +470,14 @@ def _write(
     )
 
 
+def _reach(window: int | None, new: int, page_tokens: int, columns: int) -> int | None:
+    """Most pages that `new` queries of a sequence see, of up to `columns`; None: they may see all of them."""
+    if window is None:
+        return None
+    pages = touched_pages(window - 1 + new, page_tokens)
+    return pages if pages < columns else None
+
+
 @jax.named_scope("scores")
 def _attend(
     cache: KvPages,
@@ -474,11 +488,23 @@ def _attend(
     q: jax.Array,
     pages_at_once: int,
     window: int | None,
+    reach: int | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """Attention output [R, T, H, Q]; a query attends to its own and earlier positions within the window."""
+    """Attention output [R, T, H, Q]; a query attends to its own and earlier positions within the window.
+
+    Reads blocks of at most `pages_at_once` pages; with `reach`, no more pages of a row than that, from the page of the
+    oldest token that any of its queries sees.
+    """
     R, T, H, Q = q.shape
     K, P = cache.values.shape[2], cache.page_tokens
+    begins = None  # of the first page that is read of each row
+    if reach is not None:
+        assert window is not None, "without a window, queries see all pages"
+        pages_at_once = window_blocks(reach, pages_at_once).pages
+        first = jnp.maximum(starts - window + 1, 0) // P  # [R]
+        tables = jnp.take_along_axis(tables, first[:, None] + jnp.arange(reach)[None], axis=1, mode="clip")
+        begins = first * P
     block = pages_at_once * P
     columns = -(-tables.shape[1] // pages_at_once) * pages_at_once
     tables = jnp.pad(tables, ((0, 0), (0, columns - tables.shape[1])))
@@ -498,8 +524,9 @@ def _attend(
         )
         pattern = f"nkgq,{cache.key_dims}->nkgp"
         scores = [product(pattern, queries, each) for each in keys]
-        position = i * block + jnp.arange(block)
-        visible = seen_in_sequence(last, position[None, None, None], window)  # [R, 1, G T, block]
+        position = (i * block + jnp.arange(block))[None, None, None]
+        position = position if begins is None else begins[:, None, None, None] + position  # [R or 1, 1, 1, block]
+        visible = seen_in_sequence(last, position, window)  # [R, 1, G T, block]
         scores = jnp.where(visible, jnp.concatenate(scores, axis=-1) * Q**-0.5, -jnp.inf)
         higher = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
         weights, rescale = jnp.exp(scores - higher), jnp.exp(highest - higher)
@@ -508,23 +535,17 @@ def _attend(
         total = total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
         return higher, total, weighted * rescale + sum(sums[1:], sums[0])
 
-    first = 0 if window is None else _first_block(starts, counts, window, block)
     nothing = jnp.full((*queries.shape[:3], 1), jnp.finfo(jnp.float32).min), jnp.zeros((*queries.shape[:3], 1))
     if sinks is not None:  # a sink is the first key; it has no value
         of_queries = jnp.repeat(sinks.astype(jnp.float32).reshape(K, H // K), T, axis=1)[None, ..., None]
         nothing = jnp.broadcast_to(of_queries, nothing[0].shape), jnp.ones_like(nothing[1])
-    blocks = (jnp.max(starts + counts) + block - 1) // block
-    _, total, weighted = jax.lax.fori_loop(first, blocks, attend, (*nothing, jnp.zeros(queries.shape, jnp.float32)))
+    behind = starts + counts if begins is None else starts + counts - begins
+    blocks = (jnp.max(behind) + block - 1) // block
+    _, total, weighted = jax.lax.fori_loop(0, blocks, attend, (*nothing, jnp.zeros(queries.shape, jnp.float32)))
     first_value = Q if cache.layout.joined else 0
     weighted = weighted[..., first_value : first_value + Q]
     found = (weighted / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)).astype(q.dtype)
     return found.reshape(R, K, H // K, T, Q).transpose(0, 3, 1, 2, 4).reshape(R, T, H, Q)
-
-
-def _first_block(starts: jax.Array, counts: jax.Array, window: int, block: int) -> jax.Array:
-    """[] int32: the first block that any query's window reaches."""
-    oldest = jnp.where(counts > 0, starts - window + 1, jnp.iinfo(jnp.int32).max)
-    return jnp.maximum(jnp.min(oldest), 0) // block
 
 
 @jax.named_scope("cache")

@@ -5,6 +5,7 @@ import math
 import pytest
 from recorded_programs import FSDP, MESH, by_kind
 
+from podium.config.attention import window_scope
 from podium.hlo.collectives import group_of
 from podium.hlo.cost import Peaks, roofline, walk
 from podium.hlo.text import parse
@@ -397,6 +398,18 @@ def test_a_kernel_that_reads_the_cache_declares_the_work_on_a_block_of_it():
     assert (work.flops, work.hbm_bytes, work.of_block) == (300, 70, True)
     (looped,) = looped_work(module, FSDP, blocks=4)
     assert looped.once == 4  # four blocks of the cache in each call
+
+
+@pytest.mark.parametrize(("blocks", "read"), [(1, 1), (4, 17 / 16)])
+def test_a_kernel_reads_no_more_of_the_cache_than_its_window_reaches(blocks, read):
+    module = module_of(
+        r"""  %q = bf16[16,4,512,128]{3,2,1,0} parameter(0)
+  ROOT %c = bf16[16,4,512,128]{3,2,1,0} custom-call(%q), custom_call_target="__gpu$xla.gpu.triton", """
+        rf"""metadata={{op_name="jit(decode)/{window_scope(17)}/scores/pallas_call"}}, """
+        r"""backend_config={serialized_metadata = "{\22flops\22: \22300\22, \22bytes\22: \2270\22}"}"""
+    )
+    (looped,) = looped_work(module, FSDP, blocks=blocks, block_pages=16)
+    assert looped.once == pytest.approx(read)
 
 
 def test_products_of_a_dilated_convolution_leave_out_its_holes():

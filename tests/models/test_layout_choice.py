@@ -6,8 +6,9 @@ from tiny_decoder import tiny
 
 from podium.accelerators import find_accelerator
 from podium.config.errors import ConfigError
-from podium.config.schema import Config
+from podium.config.schema import Config, RolloutConfig
 from podium.models.blocks.kind import Block, Stack
+from podium.models.flops import pair_flops
 from podium.models.layouts import DecodeFloor, Layout, choose_layout, machine_of
 from podium.models.presets import PRESETS
 from podium.settings import load_settings
@@ -34,7 +35,7 @@ def chosen(decoder=QWEN_3B, accelerator=V6E, **rollout: Any) -> Layout:
 def floor_ms(group: int, rows: int) -> float:
     machine = machine_of(V6E, 8)
     assert machine is not None
-    return 1e3 * DecodeFloor(decoder=QWEN_3B, machine=machine, group=group).step_s(rows, rows * 512)
+    return 1e3 * DecodeFloor(decoder=QWEN_3B, machine=machine, group=group).step_s(rows, 512)
 
 
 # Worked by hand for 128 sequences in groups of 8: 3.09e9 parameters that multiply, in bfloat16 771 MB a chip; keys and
@@ -154,3 +155,17 @@ def test_a_group_size_without_hybrid_is_a_contradiction():
     settings = ["model=demo", "tasks=[{name: arithmetic}]", "rollout.layout=tensor", "rollout.group_chips=4"]
     with pytest.raises(ConfigError, match=r"4 has no effect with rollout\.layout tensor; set that to hybrid"):
         load_settings([], settings, {})
+
+
+def test_the_floor_of_long_sequences_has_the_windows_of_layers_that_have_one():
+    """And the choice of a layout counts a ring of pages for each of them."""
+    gemma, machine = PRESETS["google/gemma-3-4b-it"], machine_of(find_accelerator("v6e-8"), 8)
+    assert machine is not None
+    floor = DecodeFloor(decoder=gemma, machine=machine, group=8)
+    token = 2 * 2 * 4 * 256  # bytes of a layer: bfloat16 keys and values of 4 heads
+    assert floor.sequence_bytes(8192) == token * (5 * 8192 + 29 * 1024)
+    assert floor.sequence_bytes(600) == token * 34 * 600
+    assert pair_flops(gemma, 8192) == 4 * 8 * 256 * (5 * 8192 + 29 * 1024)
+    rollout = RolloutConfig(max_prompt_tokens=1024, max_new_tokens=7168, page_tokens=64)
+    grown = floor.bytes_held(16, rollout) - floor.bytes_held(8, rollout)
+    assert grown == token * (5 * 8192 + 29 * 21 * 64)

@@ -15,6 +15,7 @@ import pytest
 from tiny_decoder import DECODER
 
 from podium.accelerators import GIB, Accelerator, find_accelerator
+from podium.config.attention import window_scope
 from podium.hlo.cost import unknown_loops, walk
 from podium.hlo.memory import Memory
 from podium.hlo.text import parse
@@ -328,6 +329,19 @@ def test_a_loop_over_windows_of_experts_rows_is_counted_once():
     (renamed,) = unknown_loops(module)
     works = looped_work(module, {"fsdp": 8})
     whole = walk(module, {"fsdp": 8}, trips={renamed: 1})
+    assert not any(each.each for each in works)
+    assert sum(each.once * each.work.hbm_bytes for each in works) == pytest.approx(whole.hbm_bytes)
+
+
+@pytest.mark.parametrize(("blocks", "rounds"), [(1, 4 / 3), (4, 16 / 3), (32, 6)])
+def test_attention_in_a_window_reads_the_pages_of_the_window_and_no_more(blocks, rounds):
+    """Of 17 pages, in blocks of 3, where full attention reads blocks of 4."""
+    text = (GOLDEN / "decode.hlo").read_text()
+    (loop,) = unknown_loops(parse(text))
+    module = parse(text.replace(f'"{loop}"', f'"jit(decode)/{window_scope(17)}/scores/while"'))
+    (renamed,) = unknown_loops(module)
+    works = looped_work(module, {"fsdp": 8}, blocks, block_pages=4)
+    whole = walk(module, {"fsdp": 8}, trips={renamed: rounds})
     assert not any(each.each for each in works)
     assert sum(each.once * each.work.hbm_bytes for each in works) == pytest.approx(whole.hbm_bytes)
 

@@ -286,6 +286,8 @@ def test_a_step_reads_no_more_than_a_window_reaches_and_each_state_twice():
     read = 2 * (near * 8 + far * 40) * run.rollout_activation  # of two sequences; a window touches two pages of 4
     assert run.read_bytes(2, 40) == read + 2 * 2 * (2 * 32 * 4)
     assert run.cached_pairs(40) == 2 * 4 * 8 * (3 * 8 + 2 * 40)
+    # a prefill's ring takes a page at once, whose tokens see three pages
+    assert run.cached_pairs(40, 40) == 2 * 4 * 8 * (3 * 12 + 2 * 40)
 
 
 @pytest.mark.parametrize(("base", "number"), [("bfloat16", 2), ("int8", 1)])

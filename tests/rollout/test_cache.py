@@ -137,6 +137,37 @@ def test_new_tokens_are_written_after_the_old_ones_and_attend_to_what_their_wind
         assert np.array_equal(before[0], after[0])  # another layer
 
 
+@pytest.mark.parametrize("block_pages", [1, 3])
+@pytest.mark.parametrize(("T", "counts"), [(1, [1, 1, 1, 1, 1, 0]), (6, [6, 5, 1, 6, 4, 0])])
+def test_a_window_reads_its_own_pages_of_each_row_however_far_apart_their_lengths_are(
+    T, counts, block_pages, layout, monkeypatch
+):
+    """Pages that no query of a row sees hold NaN, which would be in the row's output if they were read."""
+    rules, P, window, rounds, loop = rules_on(1), 4, 9, [], jax.lax.fori_loop
+
+    def counted(first, end, body, begun):
+        jax.debug.callback(lambda first, end: rounds.append(int(end - first)), first, end)
+        return loop(first, end, body, begun)
+
+    monkeypatch.setattr(caches, "cache_block_pages", lambda *_: block_pages)
+    monkeypatch.setattr(jax.lax, "fori_loop", counted)
+    starts = [0, 5, 11, 66, 121, 0]
+    kept = pages_of(random_cache(200, P, rules))
+    tables = np.random.default_rng(2).permutation(200)[: 6 * 32].reshape(6, 32).astype(np.int32)
+    unseen = [page for table, start in zip(tables, starts, strict=True) for page in table[: max(0, start - 8) // P]]
+    cache = jax.tree.map(lambda x: x.at[:, np.array(unseen)].set(np.nan), kept)
+    got, seen, (q, *_) = extended(cache, tables, starts, counts, T, rules, window=window)
+    jax.effects_barrier()
+    pages = (window - 1 + T + P - 2) // P + 1
+    assert len(rounds) == 1 and rounds[0] <= -(-pages // block_pages)
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        first = max(0, start - window + 1)
+        keys, values = (x[first:] for x in sequence(got, 1, tables[row], start + count))
+        back = (start + np.arange(count))[None, :, None] - np.arange(first, start + count)[None, None]
+        expected = attended(q[row, :count], keys, values, (back >= 0) & (back < window), None) if count else q[row, :0]
+        np.testing.assert_allclose(seen[row, :count], expected, atol=2e-6)
+
+
 @pytest.mark.parametrize("T", [1, 10])
 def test_places_that_are_written_differ_so_that_no_gpu_sorts_them(T):
     rules = rules_on(1)
