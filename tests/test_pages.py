@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections import deque
 from pathlib import Path
 from urllib.parse import urldefrag
@@ -116,6 +117,22 @@ def test_the_workflows_run_what_a_developer_runs():
     publish = yaml.safe_load((ROOT / ".github" / "workflows" / "publish.yml").read_text())["jobs"]["publish"]
     assert publish["permissions"] == {"id-token": "write"}, "trusted publishing, without a token"
     assert publish["needs"] == "install", "nothing is published that was not installed before"
+
+
+def test_what_is_published_links_to_the_repository_that_publishes_it(tmp_path):
+    """No address stands in pyproject.toml: a fork's packages would name it too."""
+    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    build = yaml.safe_load((ROOT / ".github" / "workflows" / "publish.yml").read_text())["jobs"]["build"]["steps"]
+    (add,) = (step["run"] for step in build if "project.urls" in step.get("run", ""))
+    of_github = {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "a/b", "GITHUB_REF_NAME": "v1.2.3"}
+    subprocess.run(["bash", "-euc", add], cwd=tmp_path, env=os.environ | of_github, check=True)
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "podium-rl"
+    assert project["urls"] == {
+        "Repository": "https://github.com/a/b",
+        "Issues": "https://github.com/a/b/issues",
+        "Changelog": "https://github.com/a/b/blob/v1.2.3/CHANGELOG.md",
+    }
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
