@@ -159,7 +159,7 @@ def _at_limit(source: random.Random, platform: str) -> tuple[dict[str, Any], Con
         settings["train.rows_per_device"] = rows
         if grouped and rows > 1:
             settings["train.layer_chunk_tokens"] = -(-rows // 4) * longest
-        base = ROOT / "configs" / "gsm8k_qwen25_3b.yaml"
+        base = ROOT / "configs" / "gsm8k.yaml"
         try:
             config = load_settings([base], [f"{key}={value}" for key, value in settings.items()], {}).config
             check_divisible(config, find_decoder(config), accelerator)
@@ -186,7 +186,7 @@ def draws(count: int) -> Iterator[tuple[dict[str, Any], Config, Accelerator]]:
         settings["prompts_per_step"] = devices * 2
         if settings["algorithm.kl"] != "none":
             settings["algorithm.kl_coef"] = 0.01
-        base = ROOT / "configs" / "gsm8k_qwen25_3b.yaml"
+        base = ROOT / "configs" / "gsm8k.yaml"
         config = load_settings([base], [f"{key}={value}" for key, value in settings.items()], {}).config
         low, high = (share * accelerator.hbm_bytes for share in NEAR)
         if low <= max(each.total for each in estimates(config, accelerator)) <= high:

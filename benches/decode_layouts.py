@@ -57,7 +57,7 @@ def run_config(model: str, rows: int, layout: str, weights: RolloutWeights = "dt
         f"rollout.weights={weights}",
         *([f"rollout.group_chips={group}"] if group else []),
     ]
-    return load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config
+    return load_settings([ROOT / "configs" / "gsm8k.yaml"], settings, {}).config
 
 
 def compile_decode(

@@ -59,7 +59,7 @@ def phases(model: str, machine: str) -> Iterator[Phase]:
         "rollout.prefill_rows": -(-PREFILL_ROWS // devices) * devices,
         "train.rows_per_device": ROWS,
     }
-    base = ROOT / "configs" / "gsm8k_qwen25_3b.yaml"
+    base = ROOT / "configs" / "gsm8k.yaml"
     config = load_settings([base], [f"{key}={value}" for key, value in settings.items()], {}).config
     decoder = find_decoder(config)
     run = make_sizes(config, decoder, accelerator)

@@ -56,7 +56,7 @@ def measure(name: str) -> dict[str, Any]:
         "rollout.refill_steps=8",
         f"rollout.in_flight={in_flight}",
     ]
-    config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config
+    config = load_settings([ROOT / "configs" / "gsm8k.yaml"], settings, {}).config
     plan = make_plan(config, find_accelerator(TPU))
     seconds = {name: time.value for name in ROLLOUT if (time := plan.phase(name).seconds)}
     assert plan.rollout_rate and plan.full_slots_rate

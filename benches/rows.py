@@ -32,16 +32,16 @@ MOMENTS = "train.offload_optimizer=true"
 CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     # name: the config, the machine, settings beside it
     "3b-v6e-8-2560": (
-        "configs/gsm8k_qwen25_3b.yaml",
+        "configs/gsm8k.yaml",
         "v6e-8",
         (*LEAN, "train.row_tokens=2560", "train.rows_per_device=64", "train.layer_chunk_tokens=10240"),
     ),
-    "3b-v6e-8-2560-short": ("configs/gsm8k_qwen25_3b.yaml", "v6e-8", SHORT),
-    "3b-v6e-8-2560-short-moments": ("configs/gsm8k_qwen25_3b.yaml", "v6e-8", (*SHORT, MOMENTS)),
-    "3b-v6e-8-2560-many": ("configs/gsm8k_qwen25_3b.yaml", "v6e-8", MANY),
-    "3b-v6e-8-2560-many-moments": ("configs/gsm8k_qwen25_3b.yaml", "v6e-8", (*MANY, MOMENTS)),
+    "3b-v6e-8-2560-short": ("configs/gsm8k.yaml", "v6e-8", SHORT),
+    "3b-v6e-8-2560-short-moments": ("configs/gsm8k.yaml", "v6e-8", (*SHORT, MOMENTS)),
+    "3b-v6e-8-2560-many": ("configs/gsm8k.yaml", "v6e-8", MANY),
+    "3b-v6e-8-2560-many-moments": ("configs/gsm8k.yaml", "v6e-8", (*MANY, MOMENTS)),
     "7b-v4-16-2176": (
-        "configs/gsm8k_qwen25_3b.yaml",
+        "configs/gsm8k.yaml",
         "v4-16",
         (
             *LEAN,
@@ -52,12 +52,12 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ),
     ),
     "3b-v6e-8-65536": (
-        "configs/gsm8k_qwen25_3b.yaml",
+        "configs/gsm8k.yaml",
         "v6e-8",
         (*LEAN, "train.row_tokens=65536", "train.rows_per_device=1"),
     ),
     "3b-v6e-8-sp8-262144": (
-        "configs/gsm8k_qwen25_3b.yaml",
+        "configs/gsm8k.yaml",
         "v6e-8",
         (*LEAN, "mesh=sp:8", "train.row_tokens=262144", "train.rows_per_device=1"),
     ),

@@ -34,7 +34,7 @@ def config_of(model: str, devices: int, *more: str) -> Config:
         "rollout.in_flight=1",
         "rollout.max_prompt_tokens=256",
     ]
-    return load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], [*settings, *more], {}).config
+    return load_settings([ROOT / "configs" / "gsm8k.yaml"], [*settings, *more], {}).config
 
 
 def plan(model: str, tpu: str) -> Plan:

@@ -43,7 +43,7 @@ def measure(name: str) -> dict[str, Any]:
         f"train.rows_per_device={rows}",
         "train.head_chunk_tokens=2048",
     ]
-    config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config
+    config = load_settings([ROOT / "configs" / "gsm8k.yaml"], settings, {}).config
     plan = make_plan(config, find_accelerator(TPU), lengths=lengths)
     update = plan.phase("update")
     assert plan.mfu and update.seconds

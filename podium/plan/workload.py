@@ -32,7 +32,7 @@ QUESTION_MEDIAN = 57
 QUESTION_SIGMA = 0.35
 PLACEMENT = {"layout", "group_chips", "dtype"}
 """Settings of the rollout that its scheduler does not read."""
-STEPS_BEFORE, STEPS_COUNTED = 3, 6  # simulated and counted steps if completions are carried over between steps
+STEPS_BEFORE, STEPS_COUNTED = 2, 3  # simulated and counted steps if completions are carried over between steps
 # Completions have mean 200 under their cap and log-deviation 0.6; half of the variance is between questions.
 COMPLETION_MEAN, COMPLETION_SIGMA = 200, 0.6
 MOST_CALLS = 256
@@ -345,7 +345,8 @@ class _Rollout:
         calls: int,
         clock: Clock | None,
     ) -> None:
-        self.lengths, self.drawn = lengths, lengths.drawn
+        self.lengths = lengths
+        self.drawn: list[list[int]] = lengths.drawn.tolist()
         self.clock, self.now = clock, 0.0
         self.turns: collections.Counter[Key] = collections.Counter()
         """Answers that each conversation has completed."""
@@ -402,7 +403,7 @@ class _Rollout:
             occupied_slot_steps=self.occupied // steps,
             mean_context=self.attended / self.occupied if self.occupied else 0.0,
             prompt_tokens=int(self.lengths.prompts.sum()),
-            completion_tokens=int(self.drawn.sum()),
+            completion_tokens=int(self.lengths.drawn.sum()),
             completions=self.lengths.completions.size,
             preempted=counts.preempted // steps,
             staleness=float(np.mean(self.staleness)),
@@ -473,7 +474,7 @@ class _Rollout:
     def whole(self, sequence: EngineSequence) -> int:
         """The final length of a completion, or of a conversation's current answer, in tokens."""
         request, completion = sequence.key
-        drawn = int(self.drawn[request % len(self.lengths.prompts), completion])
+        drawn = self.drawn[request % len(self.drawn)][completion]
         if (replies := self.lengths.replies) is None:
             return drawn
         size, longer = divmod(drawn, replies.turns)
@@ -516,15 +517,18 @@ class _Rollout:
 
     def decode(self, rows: Sequence[DecodeRow]) -> "list[_Made]":
         """One decode call: runs until `refill_steps` are done or every slot has finished."""
-        made = [_Made(row, min(self.steps + row.first, self.left[row.sequence])) for row in rows]
+        made = [self.drawn_by(row) for row in rows]
         ran = -(-max((each.steps for each in made), default=0) // self.at_once) * self.at_once
-        longest = max((self.visible(each.row.sequence) + each.row.first for each in made if each.steps), default=0)
-        for each in made:
-            sequence = each.row.sequence
-            self.left[sequence] -= each.row.first and each.tokens > 0
-            self.occupied += each.steps
-            self.attended += each.steps * self.visible(sequence) + each.steps * (each.steps - 1) // 2
-            self.left[sequence] -= each.steps
+        longest = 0
+        for row, tokens, steps in made:
+            sequence = row.sequence
+            visible = self.visible(sequence)
+            if steps:
+                longest = max(longest, visible + row.first)
+            first = row.first and tokens > 0
+            self.left[sequence] -= first + steps
+            self.occupied += steps
+            self.attended += steps * (visible + first) + steps * (steps - 1) // 2
         if any(each.tokens for each in made):
             calls, steps, total = self.decodes.get(self.scheduler.size, (0, 0, 0.0))
             total += ran * (longest + (ran - 1) / 2)
@@ -532,13 +536,18 @@ class _Rollout:
             self.decodes[self.scheduler.size] = calls + own, steps + ran, total
         return made
 
+    def drawn_by(self, row: DecodeRow) -> "_Made":
+        """What a decode call draws in a row."""
+        tokens = min(self.steps + row.first, self.left[row.sequence])
+        return _Made(row, tokens, max(0, tokens - row.first))
+
     def visible(self, sequence: EngineSequence) -> int:
         """Tokens visible to a sequence's next query, its own included."""
         return len(sequence.context) + self.whole(sequence) - self.left[sequence]
 
     def read(self) -> None:
         """Report a call's tokens to the scheduler; sequences preempted meanwhile will generate theirs again."""
-        for row, tokens in self.unread:
+        for row, tokens, _ in self.unread:
             sequence = row.sequence
             if sequence.releases != row.releases:
                 if sequence in self.left:
@@ -570,8 +579,5 @@ class _Made(NamedTuple):
 
     row: DecodeRow
     tokens: int
-
-    @property
-    def steps(self) -> int:
-        """Tokens drawn by decode steps, excluding the first token of a prompt."""
-        return max(0, self.tokens - self.row.first)
+    steps: int
+    """Tokens drawn by decode steps, excluding the first token of a prompt."""

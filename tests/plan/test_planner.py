@@ -259,7 +259,7 @@ def test_a_gpus_programs_are_compiled(cache):
 
 def test_transfers_of_a_slice_of_unknown_wiring_may_have_all_links_of_a_chip():
     config = load_settings(
-        [ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], ["rollout.slots=256", "rollout.prefill_rows=256"], {}
+        [ROOT / "configs" / "gsm8k.yaml"], ["rollout.slots=256", "rollout.prefill_rows=256"], {}
     ).config
     known, unknown = (
         make_plan(config, find_accelerator(name), fast=True).phase("sync") for name in ("v6e-256", "v6e-8")
@@ -333,7 +333,7 @@ def test_a_small_model_is_compiled_for_a_tpu_that_is_not_there(cache):
 def test_the_plan_says_whether_carrying_completions_over_pays(lengths, verdict):
     """Completions of one length end together: there is nothing to wait for."""
     settings = ["prompts_per_step=16", "group_size=8", "rollout.slots=192", "rollout.in_flight=1.5"]
-    config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], settings, {}).config
+    config = load_settings([ROOT / "configs" / "gsm8k.yaml"], settings, {}).config
     (note,) = (note for note in make_plan(config, V6E, fast=True, lengths=lengths).notes if "in_flight" in note)
     assert re.search(r"^rollout\.in_flight 1\.5 makes a step [\d.]+ s .*" + verdict, note)
 
@@ -342,7 +342,7 @@ def test_conversations_are_planned_with_their_replies():
     """The same tokens are decoded however late replies are; seconds that no decoding hides are a part of a step."""
     changes = ["prompts_per_step=16", "rollout.max_episode_tokens=1024", "rollout.max_new_tokens=128"]
     changes += ["rollout.in_flight=1"]
-    config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], changes, {}).config
+    config = load_settings([ROOT / "configs" / "gsm8k.yaml"], changes, {}).config
     fast, slow, single = (
         make_plan(config, V6E, fast=True, lengths=f"fixed:64{talk}")
         for talk in (",turns:3,reply:40,seconds:0.01", ",turns:3,reply:40,seconds:20", "")
@@ -363,7 +363,7 @@ def test_conversations_are_planned_with_their_replies():
 
 
 def test_a_rollout_s_rate_is_its_tokens_over_its_devices_time_and_less_than_that_of_full_slots():
-    config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], [], {}).config
+    config = load_settings([ROOT / "configs" / "gsm8k.yaml"], [], {}).config
     found = make_plan(config, find_accelerator("v6e-8"), fast=True)
     seconds = sum(each.seconds.value for each in found.phases if each.name in ROLLOUT and each.seconds)
     assert found.rollout_rate and found.full_slots_rate
@@ -382,7 +382,7 @@ DATA = {"sft": ("chat", 1, ["update", "host"]), "dpo": ("preferences", 2, ["scor
 def test_a_step_that_learns_from_data_has_no_rollout(recipe):
     task, group_size, parts = DATA[recipe]
     changes = {"algorithm": {"recipe": recipe}, "tasks": [{"name": task, "path": "rows.jsonl"}]}
-    config = load_settings([ROOT / "configs" / "gsm8k_qwen25_3b.yaml"], ["rollout.in_flight=1"], {}).config
+    config = load_settings([ROOT / "configs" / "gsm8k.yaml"], ["rollout.in_flight=1"], {}).config
     config = Config.model_validate({**config.model_dump(mode="json"), **changes, "group_size": group_size})
     found = make_plan(config, find_accelerator("v6e-8"), fast=True, lengths="gsm8k,turns:2,reply:20,seconds:2")
     times = step_parts(found)

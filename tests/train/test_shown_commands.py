@@ -71,6 +71,7 @@ TINY = {
 ALSO = {  # of commands with these words
     "gsm8k": {"TASKS__0__PATH": "data"},
     "qwen25_3b_ppo": {"CRITIC__WARMUP_STEPS": "0"},
+    "gsm8k.yaml": {"TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
     "gsm8k_qwen": {"TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
     "gsm8k_gemma3": {"TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
     "gsm8k_gpt_oss": {"TRAIN__OPTIMIZER__WARMUP_STEPS": "0"},
