@@ -14,8 +14,8 @@ With --at-limit 60 others, where the closed form is within a tenth of the memory
 every mesh (tp and sp too), up to 64k tokens, adapters on each base, each remat, row groups, moments on the host,
 attention as a kernel and without; any that it says fits and the compiler says does not counts, however little is
 missing. The seconds of the compiled programs are compared too: they should lie in the closed form's range. An
-interrupted bench goes on where it was. Whoever mends the closed form draws with another `--seed` than the one that
-judges it.
+interrupted bench goes on where it was. The result of fewer than 60, `--count 6`, is closed-form-limit-some. Whoever
+mends the closed form draws with another `--seed` than the one that judges it.
 """
 
 import math
@@ -305,6 +305,7 @@ def main() -> None:
     args = parser.parse_args()
     count = args.count or (LIMIT_COUNT if args.at_limit else COUNT)
     name, bars = ("closed-form-limit", LIMIT_BARS) if args.at_limit else ("closed-form", BARS)
+    name += "-some" if args.at_limit and count < LIMIT_COUNT else ""
     known = {"bars": bars, "asked": count} | ({"seed": args.seed} if args.at_limit else {})
     rows: list[dict[str, Any]] = []
     figures: dict[str, float] = {}

@@ -10,7 +10,7 @@ from podium.models.flops import step_work, update_flops
 from podium.plan.beyond import beyond_floor
 from podium.plan.calibration import Chip, Line, calibrated
 from podium.plan.calls import Call
-from podium.plan.estimate import PhaseEstimate
+from podium.plan.estimate import PhaseEstimate, Piece
 from podium.plan.result import BoundBy, LargeArray, Phase, Seconds, total
 from podium.plan.sizes import F32, RunSizes, network_bytes
 from podium.plan.worker import CompiledPhase
@@ -170,20 +170,23 @@ class Device:
 
 
 def closed_form_roofline(form: PhaseEstimate, run: RunSizes, peaks: Peaks, links: int) -> Roofline:
-    """The roofline from a closed form's totals.
+    """The roofline from a closed form's totals: for each piece of work the longer of its compute and memory time.
 
-    It is the longer of compute and memory time of products, and memory time apart from them, launches, and transfers.
+    Launches and transfers are added, but for what is sent meanwhile.
     """
-    compute = form.flops / (peaks.flops_f32 if run.activation == F32 else peaks.flops_bf16)
-    traffic, ici = form.hbm_bytes / peaks.hbm_bandwidth, form.ici_bytes / (links * peaks.link_bandwidth)
-    apart, hbm = form.apart * traffic, (1 - form.apart) * traffic
+    flops = peaks.flops_f32 if run.activation == F32 else peaks.flops_bf16
+    pieces = form.pieces or (Piece(form.flops, form.hbm_bytes),)
+    took = [(piece.flops / flops, piece.hbm_bytes / peaks.hbm_bandwidth) for piece in pieces]
+    compute = sum(multiplying for multiplying, moving in took if multiplying >= moving)
+    hbm = sum(moving for multiplying, moving in took if moving > multiplying)
+    work, of_links = compute + hbm, links * peaks.link_bandwidth
+    ici = (form.ici_bytes - form.hidden_bytes) / of_links + max(0.0, form.hidden_bytes / of_links - max(took[0]))
     if peaks.network_bandwidth:
         ici += network_bytes(run, form.name, form.ici_bytes) / peaks.network_bandwidth
-    work = max(compute, hbm) + apart
     copies = [(times, each / peaks.host_bandwidth, share * work) for times, each, share in form.copies if each]
     small, large = (number * peaks.kernel_s for number in form.kernels)
     latency = small + max(0.0, large - work)
-    return Roofline(compute * (compute >= hbm), hbm * (hbm > compute) + apart, ici, latency, copies=tuple(copies))
+    return Roofline(compute, hbm, ici, latency, copies=tuple(copies))
 
 
 def rate(seconds: Seconds, amount: float) -> Seconds | None:

@@ -10,6 +10,7 @@ Here B rows and S slots are those of one device, and `a` is the bytes per elemen
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import podium.plan.floor as floor
 from podium.accelerators import GIB, Accelerator
@@ -31,7 +32,6 @@ from podium.plan.sizes import (
     local_count,
     make_sizes,
     offloaded_bytes,
-    optimizer_bytes,
     reduced_number,
     rollout_number,
 )
@@ -45,6 +45,7 @@ from podium.plan.update_memory import (
     update_peak,
     working_weights,
 )
+from podium.plan.update_traffic import RECOMPUTES, update_kernels, update_passes
 
 MARGIN = 1.5  # above this multiple of the device's memory, the closed form alone refuses a run
 BATCH_ARRAYS = 9  # arrays [K, B, T] of 4 bytes in podium.train.batch.Batch, without old and reference log-probabilities
@@ -60,13 +61,14 @@ sum of the windows, and the sum of one."""
 PRODUCTS: Mapping[str, int] = {"forward": 2, "again": 2, "reference": 4, "blocks": 5, "tpu_kernel": 7, "gpu_kernel": 7}
 # HBM traffic of a layer in arrays: [tokens, F] of `a` bytes, and float32 scores; fitted to compiled v6e programs.
 MLP_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 30}
-EXPERT_TRAFFIC: Mapping[str, int] = {
-    "forward": 9,
-    "update": 30,
-}  # passes over a token's rows for all its experts, Qwen3-30B-A3B's
+EXPERT_TRAFFIC: Mapping[str, tuple[int, int]] = {"forward": (4, 9), "update": (8, 8)}
+"""The same of a mixture: arrays between its products, and passes over a token's rows for all its experts, which in an
+update are those of its products alone; gpt-oss-20b's and Qwen3-30B-A3B's."""
 SCORE_TRAFFIC: Mapping[str, int] = {"forward": 1, "update": 11}
+BLOCK_TRAFFIC: Mapping[str, int] = {"forward": 20, "update": 37}
+"""Arrays [B, t, H, Q] that attention in blocks of t tokens moves for each pair of blocks: the block's queries, keys and
+values, float32 scores and sums, and their gradients; a recomputed layer's forward pass is to be added."""
 LOGITS_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 12}
-OPTIMIZER_TRAFFIC = 4  # the gradient is written, accumulated, read for its norm, and read for the update
 EXACT_PASSES = 6
 """Products of bfloat16 in one of float32 at full precision, on a TPU."""
 SAVED = ("parameters", "optimizer", "critic_weights", "critic_optimizer")
@@ -78,6 +80,13 @@ VMEM = 128 * 2**20
 """On-chip memory of a TPU core. Arrays under a quarter of it cost no HBM traffic; scores over it are computed twice."""
 
 
+class Piece(NamedTuple):
+    """Work that takes the longer of its operations' time and its traffic's; none of it overlaps with other pieces."""
+
+    flops: int
+    hbm_bytes: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseEstimate:
     """Resources that one device needs for a phase."""
@@ -87,12 +96,14 @@ class PhaseEstimate:
     flops: int
     hbm_bytes: int
     ici_bytes: int  # bytes that a device sends to others
+    hidden_bytes: int = 0
+    """The bytes of `ici_bytes` that are sent while the device works on its first piece, if that takes as long."""
     least_bytes: int
     """The bytes of `hbm_bytes` that no compiler can avoid (`podium.plan.floor`)."""
     once_bytes: int = 0
     """The same of a call, before or after the rounds of its loop."""
-    apart: float = 0.0
-    """Share of `hbm_bytes` that instructions without products move, while none are computed."""
+    pieces: tuple[Piece, ...] = ()
+    """The operations and bytes, where not all of them overlap; empty: they do."""
     copies: tuple[tuple[float, int, float], ...] = ()
     """Copies between device and host: how often, bytes of each, and the share of all work that overlaps with it."""
     kernels: tuple[int, int] = (0, 0)
@@ -182,17 +193,18 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
     matmul = 2 * tokens * decoder.total(lambda work: work.active) + 2 * scored * decoder.vocab * decoder.width
     scores = 2 * tokens * run.cached_pairs(run.in_blocks(bucket), bucket)
     flops = (matmul + scores + _rule_flops(run, tokens)) // heads
-    traffic = _layers_traffic(run, "forward", rows, bucket, a, split=heads)
+    layers = _layers_traffic(run, "forward", rows, bucket, a, split=heads)
+    traffic = run.rollout_weight_bytes + layers + run.kv_bytes(tokens) + logits
     return PhaseEstimate(
         name="prefill",
         parts=_rollout_residents(run)
         | {"logits": logits, "gathered_weights": run.gathered_in_rollout}
         | _forward_peak(run, rows, bucket, a, split=heads, mixture=_windows(run, tokens * run.layout.group // heads)),
         flops=flops,
-        hbm_bytes=run.rollout_weight_bytes + traffic + run.kv_bytes(tokens) + logits,
+        hbm_bytes=traffic,
         ici_bytes=run.rollout_ici(tokens),
         least_bytes=floor.prefill_bytes(run, tokens, scored),
-        apart=_apart(run),
+        pieces=_pieces(run, flops, traffic),
     )
 
 
@@ -262,7 +274,8 @@ def teacher_phase(run: RunSizes) -> PhaseEstimate:
     if run.spec.teacher_batch is not None:  # beside the policy's
         batch = {"batch": batch["batch"] + _batch(teacher)["batch"]}
     form = _scoring("teacher", teacher, in_updates(run) | batch)
-    return dataclasses.replace(form, flops=form.flops - run.compares * _logits_flops(teacher))
+    flops = form.flops - run.compares * _logits_flops(teacher)
+    return dataclasses.replace(form, flops=flops, pieces=_pieces(run, flops, form.hbm_bytes))
 
 
 def values_phase(run: RunSizes) -> PhaseEstimate:
@@ -290,7 +303,7 @@ def _scoring(name: str, run: RunSizes, beside: Parts) -> PhaseEstimate:
     """A forward pass of a batch through the decoder of `run`, with `beside`, what else is on a device."""
     a, tokens, groups = run.activation, run.tokens, run.update.row_groups
     layers, head = run.gathered_counts
-    passes = _passes(run, "forward")
+    flops, traffic = _forward_flops(run), _passes(run, "forward") + run.own_count * (F32 + a)
     layer = _forward_peak(run, run.rows // groups, run.row_tokens // run.sp, a)
     if groups > 1:  # what all groups of a layer read and write
         layer["layer_inputs"] = 2 * tokens * run.decoder.width * a
@@ -303,11 +316,11 @@ def _scoring(name: str, run: RunSizes, beside: Parts) -> PhaseEstimate:
             layer,
             key=_total,
         ),
-        flops=_forward_flops(run),
-        hbm_bytes=passes + run.own_count * (F32 + a),
+        flops=flops,
+        hbm_bytes=traffic,
         ici_bytes=(layers + head) * a * (run.shards - 1) // run.shards + 2 * _tp_ici(run, tokens) + _sp_ici(run),
         least_bytes=floor.forward_bytes(run),
-        apart=_apart(run),
+        pieces=_pieces(run, flops, traffic),
     )
 
 
@@ -321,25 +334,44 @@ def update_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
     gathers = (1 if remat == "none" else 2) * layers * a + 2 * head * head_number(run)
     if run.decoder.lora is None:  # the adapters' gradients are negligible
         gathers += (layers + head) * reduced_number(run)
+    gathered = int(gathers * sends)
     reduced = 2 * own * F32 * (run.dp - 1) // run.dp
+    pieces = _update_pieces(run, micro_batches)
     return PhaseEstimate(
         name="update",
         parts=in_updates(run) | _batch(run) | update_peak(run),
-        flops=_update_flops(run),
-        hbm_bytes=_passes(run, "update") + OPTIMIZER_TRAFFIC * own * F32 + 2 * (F32 * own + optimizer_bytes(run)),
-        ici_bytes=int(gathers * sends)
+        flops=sum(piece.flops for piece in pieces),
+        hbm_bytes=sum(piece.hbm_bytes for piece in pieces),
+        ici_bytes=gathered
         + reduced
-        + (6 if remat in ("layer", "offload") else 4) * _tp_ici(run, tokens)
+        + (6 if remat in RECOMPUTES else 4) * _tp_ici(run, tokens)
         + (2 if remat == "none" else 3) * _sp_ici(run),
+        hidden_bytes=gathered if run.platform == "tpu" else 0,  # a GPU's program waits for most of them
         least_bytes=floor.micro_batch_bytes(run),
         once_bytes=floor.optimizer_step_bytes(run),
         copies=_host_copies(run, micro_batches),
-        apart=_apart(run),
+        pieces=pieces,
+        kernels=(update_kernels(run), 0),
     )
 
 
-def _apart(run: RunSizes) -> float:
-    return GPU_APART if run.platform == "gpu" else 0.0
+def _pieces(run: RunSizes, flops: int, traffic: int) -> tuple[Piece, ...]:
+    """The work of passes over many tokens: on a GPU, most of the traffic is not that of products."""
+    apart = int(GPU_APART * traffic) if run.platform == "gpu" else 0
+    return Piece(flops, traffic - apart), Piece(0, apart)
+
+
+def _update_pieces(run: RunSizes, micro_batches: float) -> tuple[Piece, ...]:
+    """The work of a micro-batch: products of the layers, attention, the head, and passes over arrays."""
+    attention, head = _update_attention_flops(run), _update_head_flops(run)
+    gathered = 4 * sum(run.gathered_counts) * run.activation
+    layers = _layers_traffic(run, "update", run.rows, run.row_tokens, run.activation, split=run.tp * run.sp)
+    return (
+        *_pieces(run, _update_flops(run) - attention - head, layers + gathered),
+        Piece(attention, _scores_traffic(run, "update", run.rows, run.row_tokens, split=run.tp * run.sp)),
+        Piece(head, _head_traffic(run, "update")),
+        Piece(0, sum(update_passes(run, micro_batches).values())),
+    )
 
 
 def _host_copies(run: RunSizes, micro_batches: float) -> tuple[tuple[float, int, float], ...]:
@@ -458,28 +490,53 @@ def _update_flops(run: RunSizes) -> int:
     remat = run.update.remat
     last = sum(len(place.layers) * feed_forward_inner(decoder, place) for place in decoder.places)
     whole = _matmul_flops(run) - 2 * tokens * decoder.width * last
-    logits = 2 * tokens * decoder.outputs * decoder.width
-    again = {"none": logits * (run.update.head == "fused"), "products": logits}.get(remat, whole)
-    products = PRODUCTS[run.update.attention] + (PRODUCTS["again"] if remat != "none" else 0)
-    attention = _attention_flops(run, run.rows, run.row_tokens, products, split=run.tp * run.sp)
+    again = {"none": 0, "products": 0}.get(remat, whole - _head_product(run))
+    products = (1 + _backward(run)) * (_matmul_flops(run) - _head_product(run)) + again
+    rule = (3 + (remat != "none")) * _rule_flops(run, tokens)
+    return (products + rule) // run.tp + _update_attention_flops(run) + _update_head_flops(run)
+
+
+def _backward(run: RunSizes) -> int:
+    """Products per weight matrix in the backward pass; frozen ones have no gradient."""
+    return 2 if run.decoder.lora is None else 1
+
+
+def _head_product(run: RunSizes) -> int:
+    """Operations of the head's product, over all devices that split it."""
+    return 2 * run.tokens * run.decoder.outputs * run.decoder.width
+
+
+def _update_attention_flops(run: RunSizes) -> int:
+    """Operations of an update's products of queries with keys and values."""
+    again = PRODUCTS["again"] if run.update.remat != "none" else 0
+    split = run.tp * run.sp
+    forward, rest = PRODUCTS["forward"], PRODUCTS[run.update.attention] + again
+    return sum(_attention_flops(run, run.rows, run.row_tokens, products, split=split) for products in (forward, rest))
+
+
+def _update_head_flops(run: RunSizes) -> int:
+    """Operations of an update's logits and their gradients; a head in chunks has them saved with `remat: none`."""
+    again = run.update.remat != "none" or run.update.head == "fused"
+    own = (1 + _backward(run) + again) * _logits_flops(run) + (2 + _backward(run)) * fused_padding(run)
     teacher = run.of_teacher
-    compared = _logits_flops(teacher) * (1 if remat == "none" else 2) if run.compares and teacher is not None else 0
-    backward = 2 if run.decoder.lora is None else 1  # products per weight matrix; frozen ones have no gradient
-    padding = (1 + backward) * fused_padding(run)
-    rule = (2 + (remat != "none")) * _rule_flops(run, tokens)
-    own = _forward_flops(run) + (backward * _matmul_flops(run) + again + rule) // run.tp + attention + padding
-    return own + compared
+    if not run.compares or teacher is None:
+        return own
+    return own + _logits_flops(teacher) * (1 if run.update.remat == "none" else 2)
 
 
 def _passes(run: RunSizes, kind: str) -> int:
-    """HBM traffic in bytes of all layers and the head for one micro-batch."""
-    decoder, tokens = run.decoder, run.tokens
-    logits = LOGITS_TRAFFIC[kind] * F32 * tokens * decoder.outputs // run.tp
+    """HBM traffic in bytes of all layers and the head for one micro-batch of a forward pass."""
+    gathered = 2 * sum(run.gathered_counts) * run.activation
+    rows, length, split = run.rows, run.row_tokens, run.tp * run.sp
+    layers = _layers_traffic(run, kind, rows, length, run.activation, split=split)
+    return layers + _scores_traffic(run, kind, rows, length, split=split) + _head_traffic(run, kind) + gathered
+
+
+def _head_traffic(run: RunSizes, kind: str) -> int:
+    """HBM traffic in bytes of a micro-batch's logits."""
     if run.update.head == "fused":
-        logits = _fused_head_traffic(run) if kind == "update" else 0
-    gathered = (2 if kind == "forward" else 4) * sum(run.gathered_counts) * run.activation
-    layers = _layers_traffic(run, kind, run.rows, run.row_tokens, run.activation, split=run.tp * run.sp)
-    return layers + logits + gathered
+        return _fused_head_traffic(run) if kind == "update" else 0
+    return LOGITS_TRAFFIC[kind] * F32 * run.tokens * run.decoder.outputs // run.tp
 
 
 def _fused_head_traffic(run: RunSizes) -> int:
@@ -494,13 +551,30 @@ def _layers_traffic(run: RunSizes, kind: str, rows: int, length: int, a: int, *,
     free = VMEM // 4 if run.platform == "tpu" else 0
     traffic = 0
     for place in run.decoder.places:
-        mlp = rows * length * feed_forward_inner(run.decoder, place) // split * a
-        traffic += len(place.layers) * MLP_TRAFFIC[kind] * (mlp if mlp > free else 0)
+        inner = rows * length * feed_forward_inner(run.decoder, place) // split * a
         spread = rows * length * expert_rows(run.decoder, place) * a
-        traffic += len(place.layers) * EXPERT_TRAFFIC[kind] * (spread if spread > free else 0)
-    for count, attention in run.decoder.attention_layers() if run.update.attention == "reference" else ():
+        of_inner, of_rows = EXPERT_TRAFFIC[kind] if spread else (MLP_TRAFFIC[kind], 0)
+        traffic += len(place.layers) * of_inner * (inner if inner > free else 0)
+        traffic += len(place.layers) * of_rows * (spread if spread > free else 0)
+    return traffic
+
+
+def _scores_traffic(run: RunSizes, kind: str, rows: int, length: int, *, split: int) -> int:
+    """HBM traffic in bytes of attention without a kernel: scores if all exist at once, else each block of queries."""
+    if run.update.attention not in ("reference", "blocks"):
+        return 0
+    free = VMEM // 4 if run.platform == "tpu" else 0
+    blocks, tokens = cut(run.update.attention, length)
+    again = kind == "update" and run.update.remat in RECOMPUTES
+    moved = BLOCK_TRAFFIC[kind] + again * BLOCK_TRAFFIC["forward"]
+    pairs, traffic = blocks * (blocks + 1) // 2, 0
+    for count, attention in run.decoder.attention_layers():
         scores = F32 * rows * length**2 * attention.heads // split
-        traffic += count * SCORE_TRAFFIC[kind] * (scores if scores > free else 0)
+        queries = run.activation * rows * tokens * attention.heads * attention.head_dim // split
+        if run.update.attention == "blocks":
+            traffic += count * moved * pairs * queries
+        else:
+            traffic += count * SCORE_TRAFFIC[kind] * (scores if scores > free else 0)
     return traffic
 
 

@@ -303,6 +303,17 @@ def _saved_products(run: RunSizes) -> Parts:
     return {"saved_activations": tokens * (numbers + _adapter_products(run)) * run.activation}
 
 
+def saved_bytes(run: RunSizes) -> Parts:
+    """What an update writes in its forward pass and reads in its backward pass, by kind; in device memory or copied."""
+    found = {"layer_inputs": run.decoder.layers * run.tokens * run.decoder.width * run.activation}
+    if run.update.remat == "none":
+        found |= _saved(run)
+        del found["saved_weights"]  # gathered, not made
+    elif run.update.remat == "products":
+        found |= _saved_products(run)
+    return found
+
+
 def _adapter_products(run: RunSizes) -> int:
     """Elements per token of the results of both products of each adapter, beside those of its frozen matrix.
 
