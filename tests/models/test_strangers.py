@@ -12,7 +12,8 @@ from tiny_models import LLAMA3_ROPE, hf_config, rules_on, write_model
 
 from benches.strangers import trial, write_models
 from podium.models.architecture import DecoderConfig, ModelError
-from podium.models.gguf import GgufTensors, read_config, read_header
+from podium.models.gguf import GgufTensors, read_header
+from podium.models.gguf_config import read_config
 from podium.models.hf import load_params
 from podium.models.hf_config import from_hf_config
 from podium.models.source import read_architecture, read_json
