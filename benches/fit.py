@@ -3,8 +3,9 @@
     python -m benches.fit [CASE ...]                 (one to five minutes of two cores a case; compilations are kept)
 
 Each case is a model, a machine and lengths with settings that do not fit. The search may change what the run learns
-only if nothing else fits. A row says whether the settings that it found fit once they are compiled, what it compiled,
-and the seconds of a step, estimated and compiled. Writes benches/results/fit-planned.json and its part of
+only if nothing else fits. A row says whether the settings that it found fit once they are compiled, what it compiled
+(programs by themselves, then those of the whole plan that were not among them), and the seconds of a step, estimated
+and compiled. Cases that have not run are named. Writes benches/results/fit-planned.json and its part of
 docs/planner.md; exit status 1 if a case has no settings that fit.
 """
 
@@ -57,6 +58,17 @@ CASES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     ),
     "8B, v6e-1": ("Qwen/Qwen3-8B", "v6e-1", "gsm8k", ()),
     "8B LoRA, v6e-1": ("Qwen/Qwen3-8B", "v6e-1", "gsm8k", ("lora.rank=32", "rollout.slots=256")),
+    "Gemma 1B, v5e-1": ("google/gemma-3-1b-it", "v5litepod-1", "gsm8k", ()),
+    "Mistral 7B, v6e-4": ("mistralai/Mistral-7B-Instruct-v0.3", "v6e-4", "gsm8k", ()),
+    "7B LoRA, l4-1": ("Qwen/Qwen2.5-7B-Instruct", "l4-1", "gsm8k", ("lora.rank=32",)),
+    "7B LoRA, rtx4090-1": ("Qwen/Qwen2.5-7B-Instruct", "rtx4090-1", "gsm8k", ("lora.rank=32",)),
+    "9B LoRA, v6e-4": ("Qwen/Qwen3.5-9B", "v6e-4", "gsm8k", ("lora.rank=32", "train.remat=products")),
+    "30B-A3B LoRA, v6e-4": (
+        "Qwen/Qwen3-30B-A3B-Instruct-2507",
+        "v6e-4",
+        "gsm8k",
+        ("lora.rank=8", "rollout.slots=256"),
+    ),
 }
 HEADS = ("model, machine", "as given", "settings that fit", "needs, GiB", "step, s", "programs", "CPU, s")
 
@@ -66,17 +78,22 @@ def measure(name: str) -> dict[str, Any]:
     model, machine, lengths, given = CASES[name]
     settings = [f"model={model}", "tasks=[{name: gsm8k}]", "prompts_per_step=16", *given]
     accelerator = find_accelerator(machine)
-    probed: list[str] = []
+    probed: list[tuple[Case, str]] = []
+    whole: set[str] = set()
 
     def load(case: Case) -> Any:
         return load_settings([], [*settings, *(each.override for each in case.changes)], {}).config
 
     def planned(case: Case, *, fast: bool) -> Plan:
-        return make_plan(load(case), accelerator, fast=fast, lengths=lengths)
+        if fast:
+            return make_plan(load(case), accelerator, fast=True, lengths=lengths)
+        whole.clear()
+        return make_plan(load(case), accelerator, lengths=lengths, progress=lambda each: whole.add(each.phase))
 
     def probe(case: Case, phases: Sequence[str]) -> Sequence[Peak]:
-        probed.extend(phases)
-        return Prober(accelerator, lengths, fast=False).each(load(case), phases)
+        prober, config = Prober(accelerator, lengths, fast=False), load(case)
+        probed.extend((case, program) for program in prober.programs(config, phases))
+        return prober.each(config, phases)
 
     began, cpu = time.monotonic(), _cpu_s()
     fit = Fit(study=Study(planned), now=Case(accelerator), config=load, lengths=lengths, fixed=(), probe=probe)
@@ -84,7 +101,8 @@ def measure(name: str) -> dict[str, Any]:
     best = found.best
     spent = {"seconds": time.monotonic() - began, "cpu_s": _cpu_s() - cpu}
     before = {"verdict": found.before.verdict, "phase": found.before.worst.name, "gib": found.before.worst.bytes / GIB}
-    row: dict[str, Any] = {"given": settings, "before": before, "lengths": lengths, "programs": probed, **spent}
+    programs = [program for _, program in probed]
+    row: dict[str, Any] = {"given": settings, "before": before, "lengths": lengths, "programs": programs, **spent}
     tried = [each._asdict() | {"changes": [str(change) for change in each.changes]} for each in found.tried]
     row |= {"estimated": found.estimated, "tried": tried, "settings": None}
     if best is None:
@@ -93,6 +111,7 @@ def measure(name: str) -> dict[str, Any]:
     assert best.plan.step is not None and estimate.step is not None
     return row | {
         "settings": [str(change) for change in best.case.changes],
+        "whole_plan": sorted(whole.difference(program for case, program in probed if case == best.case)),
         "learned": [str(change) for change in found.learned],
         "verdict": best.plan.verdict,
         "compiled": not best.plan.estimate_only,
@@ -120,9 +139,15 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
         learned = " (changes what is learned)" if row["learned"] else ""
         size = f"{row['gib']:.1f} of {row['hbm_gib']:.1f}"
         step = f"{row['step_s']:.1f} ({row['step_s_estimated']:.1f} estimated)"
-        cells = [name, before, settings + learned, size, step, str(len(row["programs"])), f"{row['cpu_s']:.0f}"]
+        cells = [name, before, settings + learned, size, step, _programs(row), f"{row['cpu_s']:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _programs(row: dict[str, Any]) -> str:
+    """How many programs were compiled by themselves, and how many more for the whole plan, where that was counted."""
+    more = row.get("whole_plan")
+    return str(len(row["programs"])) if more is None else f"{len(row['programs'])} + {len(more)}"
 
 
 def main() -> None:
@@ -137,7 +162,8 @@ def main() -> None:
         print(f"{name}: {known[name]}", flush=True)
         found = {name: known[name] for name in CASES if name in known}
         fits = {name: row["settings"] is not None and row["verdict"] == "fits" for name, row in found.items()}
-        record(NAME, {"cases": found, "fits": fits}, args.results, packages=["libtpu"])
+        waiting = [name for name in CASES if name not in found]
+        record(NAME, {"cases": found, "fits": fits, "not_run": waiting}, args.results, packages=["libtpu"])
     write_section(ROOT / "docs" / "planner.md", "fit", table(found))
     print(*table(found), sep="\n")
     sys.exit(not all(fits.values()))

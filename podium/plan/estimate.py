@@ -351,7 +351,7 @@ def update_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
         once_bytes=floor.optimizer_step_bytes(run),
         copies=_host_copies(run, micro_batches),
         pieces=pieces,
-        kernels=(update_kernels(run), 0),
+        kernels=(update_kernels(run, sum(_update_attention_products(run))), 0),
     )
 
 
@@ -506,12 +506,19 @@ def _head_product(run: RunSizes) -> int:
     return 2 * run.tokens * run.decoder.outputs * run.decoder.width
 
 
+def _update_attention_products(run: RunSizes) -> tuple[int, int]:
+    """Products of queries with keys in an update's first forward pass, and in what follows."""
+    again = PRODUCTS["again"] if run.update.remat != "none" else 0
+    return PRODUCTS["forward"], PRODUCTS[run.update.attention] + again
+
+
 def _update_attention_flops(run: RunSizes) -> int:
     """Operations of an update's products of queries with keys and values."""
-    again = PRODUCTS["again"] if run.update.remat != "none" else 0
     split = run.tp * run.sp
-    forward, rest = PRODUCTS["forward"], PRODUCTS[run.update.attention] + again
-    return sum(_attention_flops(run, run.rows, run.row_tokens, products, split=split) for products in (forward, rest))
+    return sum(
+        _attention_flops(run, run.rows, run.row_tokens, products, split=split)
+        for products in _update_attention_products(run)
+    )
 
 
 def _update_head_flops(run: RunSizes) -> int:

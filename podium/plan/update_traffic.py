@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from podium.config.attention import cut
 from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Place
 from podium.models.blocks.spec import ParamSpec
@@ -62,6 +63,8 @@ GATHERED = 2
 UPDATE_KERNELS = 60
 """Kernels of a layer, forward and backward, that take no longer than a launch on a GPU: of some 150, those that slice
 stacks of small arrays, reduce norms' gradients, or add to sums."""
+BLOCK_KERNELS = 7
+"""Kernels for each product of a pair of blocks of a row, the product's own among them, where attention is in blocks."""
 REDUCED = 5
 """Arrays of gathered weights' gradients that are moved as devices reduce them: made, added in a ring, and kept."""
 
@@ -83,9 +86,17 @@ def update_passes(run: RunSizes, micro_batches: float) -> dict[str, int]:
     }
 
 
-def update_kernels(run: RunSizes) -> int:
-    """Kernels of a micro-batch that a GPU launches for next to no work; on others, no launch takes time."""
-    return UPDATE_KERNELS * run.decoder.layers * run.update.row_groups
+def update_kernels(run: RunSizes, products: int) -> int:
+    """Kernels of a micro-batch that a GPU launches for next to no work; on others, no launch takes time.
+
+    Attention in blocks takes one row and one pair of blocks after another, each with `products` of queries and keys.
+    """
+    found = UPDATE_KERNELS * run.decoder.layers * run.update.row_groups
+    if run.update.attention != "blocks":
+        return found
+    blocks, _ = cut("blocks", run.row_tokens)
+    layers = sum(count for count, _ in run.decoder.attention_layers())
+    return found + BLOCK_KERNELS * products * layers * run.rows * blocks * (blocks + 1) // 2
 
 
 def _layer_passes(run: RunSizes) -> int:

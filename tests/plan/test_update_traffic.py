@@ -111,7 +111,7 @@ def test_an_updates_launches_take_time_on_gpus_alone():
         name: closed_form_roofline(update_phase(run_of(name)), run_of(name), load_chip(kind).peaks, 1).latency
         for name, kind in (("h100-1", "h100"), ("v6e-1", "v6e"))
     }
-    assert found == {"h100-1": update_kernels(small) * load_chip("h100").peaks.kernel_s, "v6e-1": 0.0}
+    assert found == {"h100-1": update_kernels(small, 9) * load_chip("h100").peaks.kernel_s, "v6e-1": 0.0}
 
 
 def test_attention_in_blocks_moves_more_the_more_blocks_see_each_other():
@@ -120,3 +120,15 @@ def test_attention_in_blocks_moves_more_the_more_blocks_see_each_other():
         return update_phase(make_sizes(config, SMALL, find_accelerator("v6e-1"))).pieces[2].hbm_bytes
 
     assert bytes_of(128) * 10 // 3 == bytes_of(256)  # 3 and 10 pairs of blocks of 64 tokens
+
+
+@pytest.mark.parametrize(("remat", "products"), [("none", 7), ("layer", 9)])
+def test_attention_in_blocks_launches_kernels_for_each_row_and_pair_of_blocks(remat, products):
+    def launches(attention: str) -> int:
+        config = tiny_config({"rollout": {"max_new_tokens": 96}}, mesh="auto")
+        train = config.train.model_copy(update={"attention": attention, "remat": remat, "rows_per_device": 2})
+        run = make_sizes(config.model_copy(update={"train": train}), SMALL, find_accelerator("h100-1"))
+        assert (run.rows, run.row_tokens) == (2, 128)
+        return update_phase(run).kernels[0]
+
+    assert launches("blocks") - launches("auto") == 7 * products * LAYERS * 2 * 3
