@@ -567,8 +567,11 @@ def _layers_traffic(run: RunSizes, kind: str, rows: int, length: int, a: int, *,
 
 
 def _scores_traffic(run: RunSizes, kind: str, rows: int, length: int, *, split: int) -> int:
-    """HBM traffic in bytes of attention without a kernel: scores if all exist at once, else each block of queries."""
-    if run.update.attention not in ("reference", "blocks"):
+    """HBM traffic in bytes of attention without a kernel: scores if all exist at once, else each block of queries.
+
+    A CPU's cache holds what it computes of a block.
+    """
+    if run.update.attention not in ("reference", "blocks") or (run.platform, run.update.attention) == ("cpu", "blocks"):
         return 0
     free = VMEM // 4 if run.platform == "tpu" else 0
     blocks, tokens = cut(run.update.attention, length)

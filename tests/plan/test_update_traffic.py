@@ -2,7 +2,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from estimated import SMALL, tiny_config
+from estimated import CPU, SMALL, tiny_config
 
 from podium.accelerators import find_accelerator
 from podium.models.architecture import make_lora
@@ -132,3 +132,9 @@ def test_attention_in_blocks_launches_kernels_for_each_row_and_pair_of_blocks(re
         return update_phase(run).kernels[0]
 
     assert launches("blocks") - launches("auto") == 7 * products * LAYERS * 2 * 3
+
+
+def test_a_cpus_cache_holds_blocks():
+    config = tiny_config(mesh="auto", train={"attention": "blocks"})
+    of_cpu, of_tpu = (make_sizes(config, SMALL, machine) for machine in (CPU, find_accelerator("v6e-1")))
+    assert update_phase(of_cpu).pieces[2].hbm_bytes == 0 < update_phase(of_tpu).pieces[2].hbm_bytes
