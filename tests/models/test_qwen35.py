@@ -319,7 +319,7 @@ def test_adapters_in_peft_s_format_are_read_back_and_add_the_same(adapted):
     ours = np.asarray(make_logits(decoder, rules_on("auto", 1))(base | adapters, TOKENS[:1]))
     plain = np.asarray(make_logits(decoder, rules_on("auto", 1))(base, TOKENS[:1]))
     merged = logits_of_merged(source, dataclasses.replace(decoder, lora=None), folder)
-    assert error_of_scale(ours, merged) <= 1e-5
+    assert error_of_scale(ours, merged) <= 3e-5  # sums in another order: 1.4e-5 on a CPU with AVX2 alone
     assert error_of_scale(plain, merged) > 1e-2
 
 
