@@ -102,7 +102,8 @@ def measure(name: str) -> dict[str, Any]:
     spent = {"seconds": time.monotonic() - began, "cpu_s": _cpu_s() - cpu}
     before = {"verdict": found.before.verdict, "phase": found.before.worst.name, "gib": found.before.worst.bytes / GIB}
     programs = [program for _, program in probed]
-    row: dict[str, Any] = {"given": settings, "before": before, "lengths": lengths, "programs": programs, **spent}
+    row: dict[str, Any] = {"given": settings, "before": before, "lengths": lengths, "programs": programs}
+    row |= spent
     tried = [each._asdict() | {"changes": [str(change) for change in each.changes]} for each in found.tried]
     row |= {"estimated": found.estimated, "tried": tried, "settings": None}
     if best is None:

@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gguf_files import finish
 from tiny_models import (
     CASES,
     HEADS,
@@ -91,13 +92,7 @@ def write_gguf(
         writer.add_key_length(config["head_dim"])
     for key, value in extra.items():
         writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
-    for name, value in tensors.items():
-        writer.add_tensor(name, value, raw_dtype=(formats or {}).get(name))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return ModelSource("gguf", path, str(path))
+    return finish(writer, path, tensors, formats)
 
 
 def load(source: ModelSource, mesh: str = "auto", devices: int = 1) -> dict[str, np.ndarray]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf_files import finish
 from safetensors.numpy import load_file, save_file
 from test_gpt_oss import write_packed
 from tiny_models import hf_config, hf_tensors, logits_of, rules_on, tokens_of, write_model
@@ -174,13 +175,7 @@ def write(path: Path, case: str, tensors: Tensors, formats: dict[str, Any] | Non
         writer.add_full_attention_interval(4)
     for key, value in extra.items():
         writer.add_key_value(f"{architecture}.{key.replace('__', '.')}", value, gguf.GGUFValueType.get_type(value))
-    for name, value in tensors.items():
-        writer.add_tensor(name, value, raw_dtype=(formats or {}).get(name))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return ModelSource("gguf", path, str(path))
+    return finish(writer, path, tensors, formats)
 
 
 def stored(case: str) -> Tensors:
