@@ -1,6 +1,7 @@
 """The pictures of README and docs show the run whose files are in docs/demo/, and nothing of it is cut."""
 
 import html
+import json
 import re
 from functools import cache
 
@@ -11,8 +12,15 @@ from podium.observe.history import read_history
 from podium.observe.metrics import REWARD
 from podium.observe.run_dir import METRICS, SAMPLES, read_config
 from tools.pictures import DOCS, KEPT, pictures, shown_step
+from tools.race_picture import RESULTS
 
-PAGES = {"terminal.svg": "report.md", "terminal-120.svg": "report.md", "summary.svg": "report.md", "demo.svg": None}
+PAGES = {
+    "terminal.svg": "report.md",
+    "terminal-120.svg": "report.md",
+    "summary.svg": "report.md",
+    "demo.svg": None,
+    "race.svg": None,
+}
 
 
 def shown(svg: str) -> list[str]:
@@ -38,6 +46,7 @@ def test_every_picture_has_its_place():
     readme = (DOCS.parent / "README.md").read_text()
     assert "](docs/terminal.svg)" in readme[: readme.index("\n## ")]
     assert "](docs/demo.svg)" in readme
+    assert "](docs/race.svg)" in readme
     for name, page in PAGES.items():
         assert page is None or f"]({name})" in (DOCS / page).read_text()
 
@@ -77,3 +86,21 @@ def test_the_summary_has_the_run_s_numbers_and_commands():
     assert f"{first:.3f} (step 0) -> {last:.3f} (step {step})" in text
     for expected in ("checkpoints", "before", "after", "podium eval runs/demo --show 5"):
         assert expected in text
+
+
+def test_the_race_ends_at_the_cpu_seconds_and_rewards_that_were_measured():
+    """The last corner of each line lies as far along and as high as its measured end, by the axes' own numbers."""
+    svg = (DOCS / "race.svg").read_text()
+    lines = re.findall(r'<polyline class="race (\w+) (\w+)" points="[^"]* ([\d.]+),([\d.]+)"', svg)
+    formats = json.loads(RESULTS.read_text())["formats"]
+    numbers = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="middle">(\d+)</text>', svg)
+    (left, zero), (right, most) = ((float(x), float(value)) for x, value in (numbers[0], numbers[-1]))
+    levels = re.findall(r'y="([\d.]+)" text-anchor="end">([\d.]+)</text>', svg)
+    (low, none), (high, whole) = ((float(y) - 4, float(value)) for y, value in (levels[0], levels[-1]))
+    assert len(lines) == 4
+    for name, dtype, x, y in lines:
+        side = formats[dtype][name]
+        cpu_s = zero + (float(x) - left) / (right - left) * (most - zero)
+        reward = none + (float(y) - low) / (high - low) * (whole - none)
+        assert cpu_s == pytest.approx(sum(side["step_cpu_s"]), abs=1)
+        assert reward == pytest.approx(side["rewards"][-1], abs=0.005)

@@ -1,6 +1,7 @@
 """Pictures of README and docs, made from the files of a real run: `python -m tools.pictures`.
 
 docs/demo/ holds what they need of a run of `make demo`; `python -m tools.pictures RUN` takes it from another run first.
+The race with TRL is drawn from the results of its bench.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from podium.observe.metrics import ACCURACY, REWARD
 from podium.observe.progress import Progress, ShownCompletion
 from podium.observe.run_dir import CONFIG, CURVE, LENGTHS, METRICS, SAMPLES, SUMMARY
 from podium.observe.summary import print_summary
+from tools.race_picture import race_svg, read_race
 
 DOCS = Path(__file__).parents[1] / "docs"
 KEPT = DOCS / "demo"
@@ -108,6 +110,7 @@ def pictures() -> dict[str, str]:
         with mock.patch.dict(os.environ, PATH=str(Path(sys.executable).parent)):  # the environment is active
             print_summary(RUN, end)
         found = {"demo.svg": (RUN / CURVE).read_text(), "summary.svg": picture(end, command)}
+        found["race.svg"] = race_svg(read_race())
         for name, columns in {"terminal.svg": COLUMNS, "terminal-120.svg": 120}.items():
             found[name] = picture(screen(columns, "$ make demo", live_view(RUN, columns)), command)
     return found

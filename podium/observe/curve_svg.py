@@ -47,23 +47,19 @@ def curve_svg(title: str, rewards: Sequence[Point], accuracies: Sequence[Point])
     last = max(step for step, _ in [*rewards, *accuracies])
     low, high = value_range([value for _, value in [*rewards, *accuracies]])
     raw, mean, marks = (
-        [(_x(step / max(1, last)), _y((value - low) / (high - low))) for step, value in points]
+        [(x_at(step / max(1, last)), y_at((value - low) / (high - low))) for step, value in points]
         for points in (rewards, running_mean(rewards), accuracies)
     )
-    area = [(mean[0][0], _y(0)), *mean, (mean[-1][0], _y(0))]
+    area = [(mean[0][0], y_at(0)), *mean, (mean[-1][0], y_at(0))]
     labelled = range(len(marks)) if len(marks) <= MOST_LABELS else (0, len(marks) - 1)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        f'role="img" aria-label="Reward of {html.escape(title)} over {last} steps">',
-        f"<style>{STYLE}</style>",
-        f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="10"/>',
-        f'<text class="title" x="{LEFT - 38}" y="36">{html.escape(_headline(title, accuracies, last))}</text>',
+        *card(_headline(title, accuracies, last), f"Reward of {title} over {last} steps", STYLE),
         *_legend(with_accuracy=bool(accuracies)),
-        *_grid(low, high, last),
-        f'<polygon class="area" points="{_points(area)}"/>',
-        f'<polyline class="raw" points="{_points(raw)}"/>',
-        f'<polyline class="mean" points="{_points(mean)}"/>',
-        f'<polyline class="eval" points="{_points(marks)}"/>',
+        *grid(low, high, last, unit="step"),
+        f'<polygon class="area" points="{points_of(area)}"/>',
+        f'<polyline class="raw" points="{points_of(raw)}"/>',
+        f'<polyline class="mean" points="{points_of(mean)}"/>',
+        f'<polyline class="eval" points="{points_of(marks)}"/>',
         *(_diamond(x, y) for x, y in marks),
         *(_value(*marks[i], accuracies[i][1]) for i in labelled),
         "</svg>",
@@ -71,11 +67,24 @@ def curve_svg(title: str, rewards: Sequence[Point], accuracies: Sequence[Point])
     return "\n".join(parts) + "\n"
 
 
-def _x(share: float) -> float:
+def card(headline: str, label: str, style: str) -> list[str]:
+    """The beginning of an SVG: its frame and headline; `label` is what it shows, for those who cannot see it."""
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'role="img" aria-label="{html.escape(label)}">',
+        f"<style>{style}</style>",
+        f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="10"/>',
+        f'<text class="title" x="{LEFT - 38}" y="36">{html.escape(headline)}</text>',
+    ]
+
+
+def x_at(share: float) -> float:
+    """Where a share of the way along the card is."""
     return LEFT + share * (WIDTH - LEFT - RIGHT)
 
 
-def _y(share: float) -> float:
+def y_at(share: float) -> float:
+    """Where a share of the way up the card is."""
     return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
 
@@ -107,16 +116,17 @@ def _legend(*, with_accuracy: bool) -> list[str]:
     return entries
 
 
-def _grid(low: float, high: float, last: int) -> list[str]:
+def grid(low: float, high: float, last: int, *, unit: str) -> list[str]:
+    """Lines and numbers from `low` to `high` up the card, and numbers of `unit` from 0 to `last` along it."""
     lines = []
     for i in range(5):
-        y, value = _y(i / 4), low + i / 4 * (high - low)
+        y, value = y_at(i / 4), low + i / 4 * (high - low)
         lines.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>')
         lines.append(f'<text x="{LEFT - 10}" y="{y + 4:.1f}" text-anchor="end">{value:.2f}</text>')
     for step in _ticks(last):
-        x = _x(step / max(1, last))
+        x = x_at(step / max(1, last))
         lines.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 22}" text-anchor="middle">{step}</text>')
-    lines.append(f'<text x="{_x(0.5)}" y="{HEIGHT - 12}" text-anchor="middle">step</text>')
+    lines.append(f'<text x="{x_at(0.5)}" y="{HEIGHT - 12}" text-anchor="middle">{unit}</text>')
     return lines
 
 
@@ -142,8 +152,9 @@ def _value(x: float, y: float, value: float) -> str:
 def _diamond(x: float, y: float) -> str:
     size = 7
     corners = [(x, y - size), (x + size, y), (x, y + size), (x - size, y)]
-    return f'<polygon class="mark" points="{_points(corners)}"/>'
+    return f'<polygon class="mark" points="{points_of(corners)}"/>'
 
 
-def _points(corners: Sequence[tuple[float, float]]) -> str:
+def points_of(corners: Sequence[tuple[float, float]]) -> str:
+    """The `points` of a line or polygon."""
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
