@@ -32,6 +32,8 @@ MOST_IN_PIECES = 32
 MOST_GATHERED = 32
 """Most devices from which an array is gathered at once. From the 64 of a v4 or v5p, the compiler would gather it by
 summing arrays that are 0 elsewhere, which sends twice as much."""
+CUBES = ("TPU v4", "TPU v5")
+"""Kinds of TPU of which 8 chips are a cube of 2 x 2 x 2, not a ring or two rows."""
 A = TypeVar("A", jax.Array, np.ndarray)
 """Arrays on the devices, or numpy arrays that the host fills in place and copies there."""
 
@@ -253,12 +255,16 @@ def scattered_sum(x: jax.Array, names: tuple[str, ...], mesh: Mesh) -> jax.Array
     """The sum over devices of their own arrays [n * m, ...], of which each of n devices gets its part [m, ...].
 
     Call it inside `shard_map`. Parts are scattered along a dimension of their own: where a part has no whole tiles of
-    the dimension itself, as those of a vocabulary, the TPU's compiler would send all sums to all devices.
+    the dimension itself, as those of a vocabulary, the TPU's compiler would send all sums to all devices. Over the 8
+    chips of a v4 or v5p it would in any case, so these exchange parts, and each adds up those that it gets.
     """
     for groups in exchanges(names, mesh):
         parts = len(groups[0]) if groups else _size(mesh, names)
         split = x.reshape(parts, -1, *x.shape[1:])
-        x = jax.lax.psum_scatter(split, names, scatter_dimension=0, tiled=False, axis_index_groups=groups)
+        if groups is None and parts == 8 and mesh.devices.flat[0].device_kind in CUBES:
+            x = jax.lax.all_to_all(split, names, split_axis=0, concat_axis=0, tiled=True).sum(0)
+        else:
+            x = jax.lax.psum_scatter(split, names, scatter_dimension=0, tiled=False, axis_index_groups=groups)
     return _moved(x, names, mesh, back=False)
 
 

@@ -182,10 +182,11 @@ def test_logprobs_are_the_same_where_rows_and_vocabulary_are_split(mesh, kind, c
     np.testing.assert_allclose(found.entropy, entropy, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("at_once", [4, 8])
-def test_the_heads_gradient_is_that_of_one_device(at_once, monkeypatch):
-    """Summed over 8 devices, in two exchanges one after the other or in one."""
+@pytest.mark.parametrize(("at_once", "cubes"), [(4, ()), (8, ()), (8, ("cpu",))])
+def test_the_heads_gradient_is_that_of_one_device(at_once, cubes, monkeypatch):
+    """Summed over 8 devices, in two exchanges one after the other or in one, by the collective or after it."""
     monkeypatch.setattr(sharding, "MOST_AT_ONCE", at_once)
+    monkeypatch.setattr(sharding, "CUBES", cubes)
     hidden, head, targets = (np.concatenate([x, x]) if x.shape[0] == B else x for x in inputs())
 
     def gradient(rules):
