@@ -39,6 +39,7 @@ class Run(NamedTuple):
     cpu_s: float
     wall_s: float
     peak_gib: float
+    """Of the host, or of the GPU as the process's own allocator counts it."""
     step_cpu_s: list[float]
     step_wall_s: list[float]
     rewards: list[float]
@@ -68,7 +69,13 @@ def used(command: Sequence[str], log: Path) -> Used:
     return Used(time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20)
 
 
-def podium(folder: Path, number_format: str, steps: int, seed: int) -> Run:
+def write_model(folder: Path) -> None:
+    """The demo's model where transformers finds it, in `folder`/model."""
+    model = make_model(load_settings([CONFIG], [], {}).config)
+    save_model(load_parts(model, None)[0], model.decoder, model.tokenizer, folder / "model", dtype="float32")
+
+
+def podium(folder: Path, number_format: str, steps: int, seed: int, *, gpu: bool = False) -> Run:
     """`podium train` of the demo."""
     name = f"podium-{number_format}"
     formats = (f"train.dtype={number_format}", f"rollout.dtype={number_format}")
@@ -77,6 +84,8 @@ def podium(folder: Path, number_format: str, steps: int, seed: int) -> Run:
     )
     spent = used(command, folder / f"{name}.log")
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    if gpu:
+        spent = spent._replace(peak_gib=max(line["memory/train/peak_bytes_in_use_max_gib"] for line in lines))
     return Run(
         **spent._asdict(),
         step_cpu_s=[line["time/train/step_cpu_s"] for line in lines],
@@ -85,7 +94,7 @@ def podium(folder: Path, number_format: str, steps: int, seed: int) -> Run:
     )
 
 
-def trl(folder: Path, number_format: str, steps: int, seed: int) -> Run:
+def trl(folder: Path, number_format: str, steps: int, seed: int, *, gpu: bool = False) -> Run:
     """TRL's trainer on the same."""
     log = folder / f"trl-{number_format}.log"
     child = [
@@ -96,9 +105,12 @@ def trl(folder: Path, number_format: str, steps: int, seed: int) -> Run:
         number_format,
         str(steps),
         str(seed),
+        *(["gpu"] if gpu else []),
     ]
     spent = used(child, log)
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"step"')]
+    if gpu:
+        spent = spent._replace(peak_gib=max(line["gpu_gib"] for line in lines))
     return Run(
         **spent._asdict(),
         step_cpu_s=[line["cpu_s"] for line in lines],
@@ -125,8 +137,7 @@ def main() -> None:
     missed = False
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        model = make_model(load_settings([CONFIG], [], {}).config)
-        save_model(load_parts(model, None)[0], model.decoder, model.tokenizer, folder / "model", dtype="float32")
+        write_model(folder)
         for number_format in FORMATS:
             ours, theirs = (each(folder, number_format, args.steps, args.seed) for each in (podium, trl))
             ratio, memory = theirs.settled_cpu_s / ours.settled_cpu_s, ours.peak_gib / theirs.peak_gib

@@ -1,10 +1,11 @@
 # pyright: reportMissingImports=false
-"""TRL's GRPOTrainer on the demo: a line of JSON for each step. benches.trl_cpu calls it.
+"""TRL's GRPOTrainer on the demo: a line of JSON for each step. benches.trl_cpu and benches.trl_gpu call it.
 
-    python -m benches.children.trl_run MODEL FORMAT STEPS SEED        (FORMAT: float32, or bfloat16 for autocast)
+    python -m benches.children.trl_run MODEL FORMAT STEPS SEED [gpu]  (FORMAT: float32, or bfloat16 for autocast)
 
 The trainer is as it comes, without checkpointing of activations, which is only slower here. Sizes, sampling, optimizer
-and loss are those of configs/demo.yaml; prompts and rewards are the same task's.
+and loss are those of configs/demo.yaml; prompts and rewards are the same task's. On a GPU, vLLM samples in the same
+process, and a batch is not cut.
 """
 
 import json
@@ -43,12 +44,13 @@ class Lines(transformers.TrainerCallback):
             "wall_s": wall - self.wall,
             "cpu_s": cpu - self.cpu,
             "reward": logs["reward"],
+            "gpu_gib": torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0,
         }
         print(json.dumps(line), flush=True)
         self.wall, self.cpu = wall, cpu
 
 
-def main(model: str, number_format: str, steps: int, seed: int, folder: Path) -> None:
+def main(model: str, number_format: str, steps: int, seed: int, folder: Path, *, gpu: bool = False) -> None:
     """Train and print."""
     config = load_settings([CONFIG], [], {}).config
     task, optimizer = make_task(config.tasks[0]), config.train.optimizer
@@ -59,14 +61,17 @@ def main(model: str, number_format: str, steps: int, seed: int, folder: Path) ->
         return [task.grade(prompts[q], c[0]["content"]) for q, c in zip(question, completions, strict=True)]
 
     completions = config.prompts_per_step * config.group_size
+    at_once = completions if gpu else MICRO_BATCH
     settings = GRPOConfig(
         output_dir=str(folder),
         seed=seed,
-        use_cpu=True,
+        use_cpu=not gpu,
+        use_vllm=gpu,
+        vllm_mode="colocate",
         bf16=number_format == "bfloat16",
         max_steps=steps,
-        per_device_train_batch_size=MICRO_BATCH,
-        gradient_accumulation_steps=completions // MICRO_BATCH,
+        per_device_train_batch_size=at_once,
+        gradient_accumulation_steps=completions // at_once,
         num_generations=config.group_size,
         max_completion_length=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
@@ -99,4 +104,5 @@ def main(model: str, number_format: str, steps: int, seed: int, folder: Path) ->
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[1]).parent / "trl")
+    here = Path(sys.argv[1]).parent / "trl"
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), here, gpu=sys.argv[5:] == ["gpu"])
