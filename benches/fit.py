@@ -1,22 +1,25 @@
 """Settings that fit, found for runs that do not: `podium plan --fit` on machines that are not there.
 
-    python -m benches.fit [CASE ...]                 (one to five minutes of two cores a case; compilations are kept)
+    python -m benches.fit [CASE ...]                 (half a minute to three minutes of two cores a case)
 
 Each case is a model, a machine and lengths with settings that do not fit. The search may change what the run learns
-only if nothing else fits. A row says whether the settings that it found fit once they are compiled, what it compiled
-(programs by themselves, then those of the whole plan that were not among them), and the seconds of a step, estimated
-and compiled. Cases that have not run are named. Writes benches/results/fit-planned.json and its part of
+only if nothing else fits. A row says whether the settings that it found fit once they are compiled, how many programs
+the search and the plan at its end compiled, each case with an empty cache, and the seconds of a step, estimated and
+compiled. Cases that have not run are named. Writes benches/results/fit-planned.json and its part of
 docs/planner.md; exit status 1 if a case has no settings that fit.
 """
 
+import os
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from benches.record import ROOT, arguments, children_cpu_s, record, recorded, write_section
 from podium.accelerators import GIB, find_accelerator
+from podium.plan.compile import cache_folder
 from podium.plan.fit import Fit
 from podium.plan.planner import make_plan
 from podium.plan.probe import Prober
@@ -73,36 +76,38 @@ CASES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
 HEADS = ("model, machine", "as given", "settings that fit", "needs, GiB", "step, s", "programs", "CPU, s")
 
 
+def given(name: str) -> list[str]:
+    """The settings of a case."""
+    model, _, _, settings = CASES[name]
+    return [f"model={model}", "tasks=[{name: gsm8k}]", "prompts_per_step=16", *settings]
+
+
 def measure(name: str) -> dict[str, Any]:
     """One line of the table."""
-    model, machine, lengths, given = CASES[name]
-    settings = [f"model={model}", "tasks=[{name: gsm8k}]", "prompts_per_step=16", *given]
-    accelerator = find_accelerator(machine)
-    probed: list[tuple[Case, str]] = []
-    whole: set[str] = set()
+    _, machine, lengths, _ = CASES[name]
+    settings, accelerator = given(name), find_accelerator(machine)
+    probed: list[str] = []
 
     def load(case: Case) -> Any:
         return load_settings([], [*settings, *(each.override for each in case.changes)], {}).config
 
     def planned(case: Case, *, fast: bool) -> Plan:
-        if fast:
-            return make_plan(load(case), accelerator, fast=True, lengths=lengths)
-        whole.clear()
-        return make_plan(load(case), accelerator, lengths=lengths, progress=lambda each: whole.add(each.phase))
+        return make_plan(load(case), accelerator, fast=fast, lengths=lengths, largest=not fast)
 
     def probe(case: Case, phases: Sequence[str]) -> Sequence[Peak]:
         prober, config = Prober(accelerator, lengths, fast=False), load(case)
-        probed.extend((case, program) for program in prober.programs(config, phases))
+        probed.extend(prober.programs(config, phases))
         return prober.each(config, phases)
 
-    began, cpu = time.monotonic(), _cpu_s()
+    began, cpu = time.monotonic(), cpu_s()
     fit = Fit(study=Study(planned), now=Case(accelerator), config=load, lengths=lengths, fixed=(), probe=probe)
     found = fit.find(all_others=False)
     best = found.best
-    spent = {"seconds": time.monotonic() - began, "cpu_s": _cpu_s() - cpu}
+    spent = {"seconds": time.monotonic() - began, "cpu_s": cpu_s() - cpu}
     before = {"verdict": found.before.verdict, "phase": found.before.worst.name, "gib": found.before.worst.bytes / GIB}
-    programs = [program for _, program in probed]
-    row: dict[str, Any] = {"given": settings, "before": before, "lengths": lengths, "programs": programs}
+    compiled = len(list((cache_folder() / "programs").glob("*.json")))
+    row: dict[str, Any] = {"given": settings, "before": before, "lengths": lengths, "compiled_programs": compiled}
+    row["of_the_search"] = probed
     row |= spent
     tried = [each._asdict() | {"changes": [str(change) for change in each.changes]} for each in found.tried]
     row |= {"estimated": found.estimated, "tried": tried, "settings": None}
@@ -112,7 +117,6 @@ def measure(name: str) -> dict[str, Any]:
     assert best.plan.step is not None and estimate.step is not None
     return row | {
         "settings": [str(change) for change in best.case.changes],
-        "whole_plan": sorted(whole.difference(program for case, program in probed if case == best.case)),
         "learned": [str(change) for change in found.learned],
         "verdict": best.plan.verdict,
         "compiled": not best.plan.estimate_only,
@@ -123,7 +127,7 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def _cpu_s() -> float:
+def cpu_s() -> float:
     own = resource.getrusage(resource.RUSAGE_SELF)
     return own.ru_utime + own.ru_stime + children_cpu_s()
 
@@ -134,21 +138,15 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
     for name, row in found.items():
         before = f"{row['before']['phase']} {row['before']['gib']:.1f} GiB"
         if row["settings"] is None:
-            lines.append(f"| {name} | {before} | none fit |  |  | {len(row['programs'])} | {row['cpu_s']:.0f} |")
+            lines.append(f"| {name} | {before} | none fit |  |  | {row['compiled_programs']} | {row['cpu_s']:.0f} |")
             continue
         settings = ", ".join(f"`{each}`" for each in row["settings"])
         learned = " (changes what is learned)" if row["learned"] else ""
         size = f"{row['gib']:.1f} of {row['hbm_gib']:.1f}"
         step = f"{row['step_s']:.1f} ({row['step_s_estimated']:.1f} estimated)"
-        cells = [name, before, settings + learned, size, step, _programs(row), f"{row['cpu_s']:.0f}"]
+        cells = [name, before, settings + learned, size, step, str(row["compiled_programs"]), f"{row['cpu_s']:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
-
-
-def _programs(row: dict[str, Any]) -> str:
-    """How many programs were compiled by themselves, and how many more for the whole plan, where that was counted."""
-    more = row.get("whole_plan")
-    return str(len(row["programs"])) if more is None else f"{len(row['programs'])} + {len(more)}"
 
 
 def main() -> None:
@@ -159,7 +157,9 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     fits: dict[str, bool] = {}
     for name in args.cases or CASES:
-        known[name] = measure(name)
+        with tempfile.TemporaryDirectory(prefix="podium-fit-") as folder:
+            os.environ["XDG_CACHE_HOME"] = folder
+            known[name] = measure(name)
         print(f"{name}: {known[name]}", flush=True)
         found = {name: known[name] for name in CASES if name in known}
         fits = {name: row["settings"] is not None and row["verdict"] == "fits" for name, row in found.items()}

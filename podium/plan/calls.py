@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import podium.plan.estimate as closed_form
 from podium.config.sizes import steps_at_once
@@ -35,6 +36,16 @@ class Call:
 def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Call]:
     """Every program of a run, with its calls in a step: those of the rollout, then those of the update."""
     return [*rollout_calls(run, workload), *update_calls(run, micro_batches)]
+
+
+def largest_calls(calls: Iterable[Call]) -> dict[str, Call]:
+    """Of each phase the call that needs most memory by the closed form; `init` is left out, as it has none."""
+    found: dict[str, Call] = {}
+    for call in calls:
+        form, held = call.closed_form, found.get(call.phase)
+        if form and (held is None or held.closed_form is None or form.total > held.closed_form.total):
+            found[call.phase] = call
+    return found
 
 
 def rollout_calls(run: RunSizes, workload: Workload) -> list[Call]:

@@ -145,7 +145,15 @@ class _Run:
         """The cost of the requested number of steps; None if the plan has no seconds."""
         return cost_of(plan, self.request.steps or self.config(case).steps, self.prices)
 
-    def plan(self, case: Case, *, fast: bool, whole: Sequence[str] = (), lengths: str | None = None) -> Plan:
+    def plan(
+        self,
+        case: Case,
+        *,
+        fast: bool,
+        whole: Sequence[str] = (),
+        lengths: str | None = None,
+        largest: bool = False,
+    ) -> Plan:
         """Plan a case; show the compiler's progress on stderr.
 
         Args:
@@ -153,6 +161,7 @@ class _Run:
             fast: use only the closed form.
             whole: programs to generate machine code for.
             lengths: lengths to plan with instead of the request's; the programs compiled for those are reused.
+            largest: compile only the largest program of each phase.
 
         Raises:
             ValueError: the settings contradict each other or do not fit the machine's mesh.
@@ -165,7 +174,7 @@ class _Run:
         with self.stderr.status(f"planning for {machine.name}") as status:
             estimated = None if lengths else lambda: self.plan(case, fast=True)
             tell = follow(machine.name, self.say, status.update, estimated)
-            return make_plan(config, machine, lengths=drawn, progress=tell, whole=whole)
+            return make_plan(config, machine, lengths=drawn, progress=tell, whole=whole, largest=largest)
 
     def probe(self, case: Case, phases: Sequence[str]) -> list[Peak]:
         """Compile the largest program of each of these phases; show progress on stderr."""
@@ -181,7 +190,8 @@ class _Run:
         """Find the fastest settings that fit; see `Fit.find`."""
         load, _ = self.base(case.machine)
         fixed, lengths = given(load(())), self.request.lengths
-        fit = Fit(study=self.study, now=case, config=self.config, lengths=lengths, fixed=fixed, probe=self.probe)
+        study = dataclasses.replace(self.study, planner=functools.partial(self.plan, largest=True))
+        fit = Fit(study=study, now=case, config=self.config, lengths=lengths, fixed=fixed, probe=self.probe)
         return fit.find(all_others=all_others)
 
     def say(self, text: str) -> None:

@@ -9,7 +9,7 @@ from podium.hlo.cost import Peaks, Roofline, roofline, sum_collectives
 from podium.models.flops import step_work, update_flops
 from podium.plan.beyond import beyond_floor
 from podium.plan.calibration import Chip, Line, calibrated
-from podium.plan.calls import Call
+from podium.plan.calls import Call, largest_calls
 from podium.plan.estimate import PhaseEstimate, Piece
 from podium.plan.result import BoundBy, LargeArray, Phase, Seconds, total
 from podium.plan.sizes import F32, RunSizes, network_bytes
@@ -36,10 +36,10 @@ class Device:
     chip: Chip | None  # None: its times are unknown
 
     def phases(self, calls: list[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes) -> Iterator[Phase]:
-        """The phases of a run in order; each from compiled programs, or from the closed form if there are none."""
+        """The phases of a run in order; each from its compiled programs, or from the closed form if there are none."""
         for name in dict.fromkeys(call.phase for call in calls):
             own = [call for call in calls if call.phase == name]
-            if compiled:
+            if all(call.program in compiled for call in own):
                 phase = self.compiled_phase(own, compiled, run)
             elif own[0].closed_form is not None:
                 phase = self.estimated_phase(own, run)
@@ -76,7 +76,10 @@ class Device:
             largest=tuple(sorted((*resident, *largest.largest), key=lambda array: -array.bytes)),
             calls=sum(call.calls for call in calls),
             collectives=sum_collectives((call.calls, each) for call, cost in costs for each in cost.collectives),
-            flops=sum(call.calls * cost.flops for call, cost in costs),
+            flops=sum(
+                call.closed_form_flops if compiled[call.program].stand_in else call.calls * cost.flops
+                for call, cost in costs
+            ),
             closed_form_flops=sum(call.closed_form_flops for call in calls),
             compile_s=sum(compiled[call.program].compile_s for call in calls),
             compiled=True,
@@ -103,6 +106,34 @@ class Device:
             flops=flops,
             closed_form_flops=flops,
         )
+
+    def with_stand_ins(
+        self, calls: Sequence[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes
+    ) -> dict[str, CompiledPhase]:
+        """The compiled programs, and the largest of each phase in place of its other ones that were not compiled.
+
+        A stand-in needs at least the memory of the program that it stands for. Its work is scaled by the closed form's
+        seconds of both. Phases whose largest program was not compiled get none.
+        """
+        found = dict(compiled)
+        for name, largest in largest_calls(calls).items():
+            others = [call for call in calls if call.phase == name and call.program not in compiled]
+            if largest.program in compiled:
+                whole = self._closed_form_s(largest, run)
+                found |= {
+                    call.program: compiled[largest.program].scaled(self._closed_form_s(call, run) / whole)
+                    for call in others
+                }
+        return found
+
+    def _closed_form_s(self, call: Call, run: RunSizes) -> float:
+        """Seconds of doing the work of a call's closed form once; 1.0 if the device's speed is unknown."""
+        form = call.closed_form
+        assert form is not None
+        seconds, _ = self.timed(
+            call.phase, lambda chip, links: [(1.0, closed_form_roofline(form, run, chip.peaks, links))]
+        )
+        return seconds.value if seconds else 1.0
 
     def clock(self, calls: list[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes) -> Clock:
         """How long a prefill call and a decode step of each size takes, with the host's time for a call."""

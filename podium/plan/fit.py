@@ -1,8 +1,9 @@
 """`--fit`: find the fastest settings that fit, first without changing what the run learns.
 
 The closed form orders pairs of an update and a rollout (`podium.plan.halves`), and the compiler judges: of the best
-pair only the update and the decode are compiled. What it says of one program corrects the estimates of all that are
-like it, and the next pair is tried until one fits; then the whole run is planned. No jax.
+pair only the update is compiled, and the decode if its estimate leaves it in doubt. What it says of one program
+corrects the estimates of all that are like it, and the next pair is tried until one fits; then the whole run is
+planned. No jax.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from podium.plan.halves import Half, Halves, Place
 from podium.plan.result import Peak, Plan, margin
 from podium.plan.study import Case, Change, Changes, Outcome, Study
 
+ALONE = ("critic", "update", "decode")  # phases that are compiled by themselves
 MOST_PROGRAMS = 6  # programs that are compiled by themselves
 MOST_PLANS = 2  # whole plans; a second one if a program that was not compiled by itself turns out too large
 ALIKE = 0.02  # share of the fastest candidate's seconds within which fewer changes are better
@@ -95,6 +97,8 @@ class Fit:
     probe: Probe
     """Unused if the study is fast."""
     tried: list[Tried] = dataclasses.field(default_factory=list)
+    factors: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+    """Compiled bytes over estimated ones, by phase and kind of half, also of settings with other changes."""
 
     def find(self, *, all_others: bool) -> Fitted:
         """Find the settings; with `all_others`, faster ones that change what is learned too, even if others fit.
@@ -156,7 +160,8 @@ class Fit:
     def _choice(self, case: Case) -> "Choice":
         """The candidates for a case. Raises ValueError if it contradicts itself."""
         halves = Halves(self.config(case), case.machine, self.lengths, self.fixed)
-        return Choice(halves.places(), case.machine.hbm_bytes, fast=self.study.fast)
+        fast = self.study.fast
+        return Choice(halves.places(), case.machine.hbm_bytes, fast=fast, factors={} if fast else self.factors)
 
     def _estimated(self, choice: "Choice", case: Case) -> Outcome | None:
         """The best settings by the closed form; None if none fit."""
@@ -222,16 +227,20 @@ class Fit:
 class Choice:
     """The candidates of one search, with what the compiler said of some of them."""
 
-    def __init__(self, places: Iterable[Place], hbm_bytes: int, *, fast: bool) -> None:
-        """Consider places one after another, as they are needed; the first has the run's own shared settings."""
+    def __init__(
+        self, places: Iterable[Place], hbm_bytes: int, *, fast: bool, factors: dict[tuple[str, str], float]
+    ) -> None:
+        """Consider places one after another, as they are needed; the first has the run's own shared settings.
+
+        `factors` are compiled bytes over estimated ones, by phase and kind of half; what is learned is added.
+        """
         self._waiting = list(places)
         self._places: list[Place] = []
         self._hbm_bytes = hbm_bytes
         self.fast = fast
         self._exact: dict[tuple[int, str], float] = {}
         """Bytes of halves whose phase was compiled."""
-        self._factors: dict[tuple[str, str], float] = {}
-        """Compiled bytes over estimated ones, by phase and kind of half."""
+        self._factors = factors
 
     @property
     def estimated(self) -> int:
@@ -265,12 +274,19 @@ class Choice:
         """The phases of a pair to compile by themselves, each with its half; none if the compiler cannot judge them."""
         if self.fast or not pair.place.compiled:
             return {}
-        found: dict[str, Half] = {}
-        for half, names in ((pair.update, ("critic", "update")), (pair.rollout, ("decode",))):
-            phase = max((name for name in names if name in half.peaks), key=lambda name: half.peaks[name])
-            if (id(half), phase) not in self._exact:
-                found[phase] = half
-        return found
+        halves = (pair.update, pair.rollout)
+        return {phase: half for half in halves if (phase := self._open(half)) is not None}
+
+    def _open(self, half: Half) -> str | None:
+        """The phase of a half that is to be compiled by itself; None if it is known, or a decode that surely fits.
+
+        The whole plan compiles such a decode.
+        """
+        phase = max((name for name in ALONE if name in half.peaks), key=lambda name: half.peaks[name])
+        if (id(half), phase) in self._exact:
+            return None
+        sure = (1 - margin(False)) * self._hbm_bytes
+        return None if phase == "decode" and self.need(half) <= sure else phase
 
     def learn(self, half: Half, phase: str, size: int, *, refused: bool) -> None:
         """Record the compiler's figure for a phase of a half."""
@@ -317,9 +333,8 @@ class Choice:
         return min(near, key=lambda pair: len(pair.changes), default=None)
 
     def _fastest(self, place: Place, halves: Sequence[Half], *, known: bool) -> Half | None:
-        judged = {half for half, _ in self._exact}
         limit = self.limit(place)
-        fits = [half for half in halves if self.need(half) <= limit and (not known or id(half) in judged)]
+        fits = [half for half in halves if self.need(half) <= limit and (not known or self._open(half) is None)]
         most = (1 + ALIKE) * min((half.seconds for half in fits), default=0.0)
         near = [half for half in fits if half.seconds <= most]
         return min(near, key=lambda half: len(half.changes), default=None)
@@ -327,7 +342,7 @@ class Choice:
 
 def fastest(halves: Halves) -> Changes | None:
     """The changes that make a run fastest, of all that fit, by the closed form; None if nothing fits."""
-    pair = Choice(halves.places(), halves.machine.hbm_bytes, fast=True).best()
+    pair = Choice(halves.places(), halves.machine.hbm_bytes, fast=True, factors={}).best()
     return None if pair is None else pair.changes
 
 

@@ -15,7 +15,7 @@ from podium.config.sizes import slot_sizes
 from podium.models.architecture import DecoderConfig
 from podium.models.presets import find_decoder
 from podium.plan.calibration import Chip, find_chip
-from podium.plan.calls import Call, packed_run, step_calls
+from podium.plan.calls import Call, largest_calls, packed_run, step_calls
 from podium.plan.compile import OnProgress, cache_folder, compile_phases
 from podium.plan.device import Device, rate
 from podium.plan.explain import explain
@@ -41,6 +41,9 @@ SLOWEST_FIRST = (
     "init",
 )  # by how long they take to compile
 
+WITHIN_OTHERS = ("init", "copy")
+"""Phases that a plan of the largest programs does not compile: what they read and write, other programs take as
+arguments, the update the optimizer's state and the decode the cache."""
 FEWER_OPERATIONS = 0.9
 """Share of the closed form's operations below which a compiled program was misread; TPU programs have 1.00 to 1.01."""
 LEAST_GAIN = 0.05  # share of a step that must be gained for stale completions to be worth it
@@ -56,6 +59,7 @@ def make_plan(
     decoder: DecoderConfig | None = None,
     chip: Chip | None = None,
     whole: Collection[str] = (),
+    largest: bool = False,
 ) -> Plan:
     """Plan a run: whether it fits an accelerator, what limits it, and how long its steps take.
 
@@ -69,6 +73,8 @@ def make_plan(
         chip: constants of a device; unset: those of its generation. A CPU has none until `podium calibrate` wrote them,
             so its plan has no seconds.
         whole: programs to generate machine code for; takes minutes each and is not needed for a plan of a TPU.
+        largest: compile only the largest program of each phase, and none for `init` and `copy`. The seconds of a
+            phase's other programs are then those of the largest, scaled by the closed form.
 
     Raises:
         ValueError: the model, the mesh or the lengths are invalid.
@@ -88,8 +94,10 @@ def make_plan(
         workload = with_all_sizes(run, workload)
     run, micro_batches = packed_run(run, drawn)
     calls = step_calls(run, workload, micro_batches)
-    names = {} if fast or not is_compiled(config, accelerator) else _slowest_first(calls)
+    judged = [call for name, call in largest_calls(calls).items() if name not in WITHIN_OTHERS] if largest else calls
+    names = {} if fast or not is_compiled(config, accelerator) else _slowest_first(judged)
     compiled = compile_phases(make_jobs(config, decoder, accelerator, names, whole), progress=progress) if names else {}
+    compiled = device.with_stand_ins(calls, compiled, run) if largest else compiled
     waiting = None
     if replies is not None and device.chip is not None:
         clock = device.clock(calls, compiled, run)
@@ -117,6 +125,7 @@ def make_plan(
         notes=(
             *explain(run, accelerator, phases, workload, replies),
             *carry_over(run, device, drawn, workload, micro_batches),
+            *_stand_ins(compiled),
         ),
         estimate_only=not compiled,
         calibration=device.chip.source if device.chip else "",
@@ -127,6 +136,15 @@ def make_plan(
         rollout_rate=rate(_rollout_s(phases), workload.completion_tokens / accelerator.devices),
         full_slots_rate=device.full_slots_rate(calls, compiled, run),
     )
+
+
+def _stand_ins(compiled: Mapping[str, CompiledPhase]) -> Iterator[str]:
+    """A note on the programs that were not compiled because they are smaller than others of their phase."""
+    if found := [name for name, program in compiled.items() if program.stand_in]:
+        yield (
+            f"not compiled, since a larger program of the same phase was: {', '.join(found)}; their seconds are those"
+            " of the larger one, scaled by the closed form"
+        )
 
 
 def _doubts(compiled: Mapping[str, CompiledPhase]) -> Iterator[str]:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from podium.accelerators import Accelerator
 from podium.config.schema import Config
 from podium.models.presets import find_decoder
-from podium.plan.calls import Call, step_calls
+from podium.plan.calibration import find_chip
+from podium.plan.calls import Call, largest_calls, step_calls
 from podium.plan.compile import OnProgress, compile_jobs
 from podium.plan.planner import SLOWEST_FIRST, is_compiled, make_jobs
 from podium.plan.result import Peak
@@ -66,13 +67,10 @@ class Prober:
     def largest(self, config: Config) -> list[Call]:
         """The call of each phase that needs most memory by the closed form; `init` is left out, as it has none."""
         run = make_sizes(config, find_decoder(config), self.accelerator)
-        workload = simulate_rollout(run.draw_lengths(self.lengths), run.rollout, shards=run.rollout_shards)
-        found: dict[str, Call] = {}
-        for call in step_calls(run, workload, micro_batches=1):
-            form, held = call.closed_form, found.get(call.phase)
-            if form and (held is None or held.closed_form is None or form.total > held.closed_form.total):
-                found[call.phase] = call
-        return list(found.values())
+        overlap = find_chip(self.accelerator.generation) is not None  # as in a plan, whose programs these then are
+        drawn = run.draw_lengths(self.lengths)
+        workload = simulate_rollout(drawn, run.rollout, shards=run.rollout_shards, overlap=overlap)
+        return list(largest_calls(step_calls(run, workload, micro_batches=1)).values())
 
 
 def _peak(jobs: Sequence[Job], compiled: Sequence[CompiledPhase]) -> Peak:

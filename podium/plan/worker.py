@@ -81,6 +81,7 @@ class CompiledPhase:
     refused: bool = False  # whether the compiler rejects it even with nothing beside it
     doubts: tuple[str, ...] = ()  # what does not agree between the reader of its text and the compiler
     whole: bool = True  # whether machine code was generated too
+    stand_in: bool = False  # whether it is a larger program of its phase, with its work scaled
 
     @property
     def device_bytes(self) -> int:
@@ -92,6 +93,11 @@ class CompiledPhase:
         shares = {True: attended, False: 1.0}
         works = ((each.work, (each.once + rounds * each.each) * shares[each.attends]) for each in self.work)
         return ProgramCost(tuple(dataclasses.replace(work, times=times) for work, times in works if times))
+
+    def scaled(self, share: float) -> "CompiledPhase":
+        """A stand-in for a smaller program of its phase that takes this share of its seconds."""
+        work = (dataclasses.replace(each, once=share * each.once, each=share * each.each) for each in self.work)
+        return dataclasses.replace(self, work=tuple(work), compile_s=0.0, doubts=(), stand_in=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

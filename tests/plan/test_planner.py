@@ -12,17 +12,19 @@ from tiny_decoder import DECODER
 
 from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config
-from podium.hlo.cost import Peaks, Roofline
+from podium.hlo.cost import Peaks, Roofline, Work
+from podium.hlo.memory import Memory
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.plan.calibration import Chip, Factor, calibrated, load_chip
 from podium.plan.calls import step_calls
 from podium.plan.compile import compile_phases
+from podium.plan.device import Device
 from podium.plan.formatting import step_parts
 from podium.plan.planner import ROLLOUT, make_jobs, make_plan
 from podium.plan.residents import residents, trainers
 from podium.plan.result import Plan, Seconds, judge, total
 from podium.plan.sizes import make_sizes, network_bytes
-from podium.plan.worker import _skipped
+from podium.plan.worker import CompiledPhase, LoopedWork, _skipped
 from podium.plan.workload import Workload
 from podium.settings import load_settings
 from podium.sharding import ShardingRules, init_params, make_mesh
@@ -121,6 +123,49 @@ def test_operations_are_those_of_the_closed_form(plan):
     assert not any("more operations" in note for note in plan.notes)
 
 
+def test_a_plan_of_the_largest_programs_has_the_same_memory_and_nearly_the_same_seconds(plan):
+    asked: set[str] = set()
+    few = make_plan(
+        tiny_config(),
+        CPU,
+        decoder=DECODER,
+        lengths="fixed:4",
+        chip=load_chip("v6e"),
+        progress=lambda each: asked.add(each.phase),
+        largest=True,
+    )
+    assert asked == {"sync", "prefill:32", "decode:16", "score", "update"}
+    assert [phase.name for phase in few.phases if not phase.compiled] == ["copy", "checkpoint"]
+    for phase in few.phases:
+        if phase.compiled:
+            assert phase.bytes == plan.phase(phase.name).bytes
+    assert few.step is not None and plan.step is not None
+    assert few.step.value == pytest.approx(plan.step.value, rel=0.1)
+    assert few.verdict == plan.verdict
+
+
+def test_a_smaller_program_has_the_memory_of_the_largest_and_its_seconds_scaled_by_the_closed_form():
+    run, device = make_sizes(tiny_config(), DECODER, V6E), Device(V6E, load_chip("v6e"))
+    calls = {call.program: call for call in step_calls(run, TWO_SIZES, micro_batches=1)}
+    work = LoopedWork(Work("", "", 0.0, hbm_bytes=1e9), once=0.0, each=1.0)
+    size = Memory(peak=7 * GIB, code=0)
+    whole = CompiledPhase(residents={"a": GIB}, memory=size, parts={}, largest=(), work=(work,), compile_s=2.0)
+    found = device.with_stand_ins(list(calls.values()), {"decode:16": whole}, run)
+    assert set(found) == {"decode:16", "decode:8"}  # nothing stands for phases that were not compiled
+    assert found["decode:16"] == whole and found["decode:8"].stand_in
+    assert found["decode:8"].device_bytes == 8 * GIB and found["decode:8"].compile_s == 0.0
+
+    def step_s(name: str, compiled: dict[str, CompiledPhase], steps: float) -> float:
+        (phase, _) = device.phases([calls[name]], compiled, run)
+        assert phase.seconds is not None
+        return phase.seconds.value / steps
+
+    names = ("decode:16", "decode:8")
+    largest, smaller = (step_s(name, found, calls[name].calls * calls[name].rounds) for name in names)
+    formed = [step_s(name, {}, calls[name].repeats) for name in names]
+    assert smaller / largest == pytest.approx(formed[1] / formed[0]) and smaller < largest
+
+
 @pytest.mark.long
 def test_rows_change_the_update_and_the_score_alone(plan):
     more = make_plan(tiny_config(train={"rows_per_device": 2}), CPU, decoder=DECODER, lengths="fixed:4")
@@ -131,25 +176,27 @@ def test_rows_change_the_update_and_the_score_alone(plan):
     assert all(phase.seconds is None for phase in more.phases)
 
 
+TWO_SIZES = Workload(
+    prefill_calls={32: 2},
+    prefill_tokens=100,
+    copy_calls=4,
+    copied_pages=64,
+    decodes={8: (3, 9, 70.0), 16: (2, 12, 130.0)},
+    occupied_slot_steps=100,
+    mean_context=20.0,
+    prompt_tokens=100,
+    completion_tokens=100,
+    completions=16,
+)
+
+
 def test_calls_and_rounds_of_a_step_are_the_engines_and_the_updaters():
     config = tiny_config(
         algorithm={"minibatches": 2, "updates_per_batch": 3, "old_logprobs": "trainer"},
         rollout={"max_prompt_tokens": 100, "slots": 16},
     )
     run = make_sizes(config, DECODER, CPU)
-    workload = Workload(
-        prefill_calls={32: 2},
-        prefill_tokens=100,
-        copy_calls=4,
-        copied_pages=64,
-        decodes={8: (3, 9, 70.0), 16: (2, 12, 130.0)},
-        occupied_slot_steps=100,
-        mean_context=20.0,
-        prompt_tokens=100,
-        completion_tokens=100,
-        completions=16,
-    )
-    calls = {call.program: call for call in step_calls(run, workload, micro_batches=6)}
+    calls = {call.program: call for call in step_calls(run, TWO_SIZES, micro_batches=6)}
     made = {name: (call.calls, call.rounds) for name, call in calls.items()}
     copied = 64 / 4 / 8  # pages over calls and devices
     assert made == {
