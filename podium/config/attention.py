@@ -12,8 +12,10 @@ KERNELS: dict[str, Backend] = {"tpu": "tpu_kernel", "gpu": "gpu_kernel"}
 """The name of the attention kernel on each jax platform that has one."""
 BLOCK = 64
 """Most tokens per block in XLA; a block's scores then fit a CPU's cache."""
-GPU_BLOCK = 64
-"""Tokens per block of the GPU kernel, limited by registers and shared memory."""
+GPU_BLOCKS = (64, 32, 16)
+"""Tokens per block of the GPU kernel: the most that registers and shared memory hold (`gpu_block`)."""
+GPU_TILES = 4.5
+"""Blocks of queries, keys or values that its largest program has in shared memory: 3.1 to 4.3 in compiled ones."""
 TPU_BLOCKS = (512, 384, 256, 128)
 """Tokens per block of the TPU kernel. Large blocks pad rows; each block costs `TPU_BLOCK_COST` tokens extra."""
 TPU_BLOCK_COST = 64
@@ -74,10 +76,22 @@ def cut(backend: Backend, length: int) -> tuple[int, int]:
     if backend == "blocks":
         n = math.ceil(length / BLOCK)
         return n, math.ceil(length / n)
-    t = GPU_BLOCK
+    t = GPU_BLOCKS[0]
     if backend == "tpu_kernel":
         t = min(TPU_BLOCKS, key=lambda t: math.ceil(length / t) * (t + TPU_BLOCK_COST))
     return math.ceil(length / t), t
+
+
+def gpu_block(head_dim: int, itemsize: int, shared_memory: int | None) -> int:
+    """Tokens per block of the GPU kernel for heads of `head_dim` elements of `itemsize` bytes.
+
+    `shared_memory` are the bytes that a program may have of it: 101,376 on an L4, 232,448 on an H100. None: the
+    device does not say, or emulates the kernel.
+    """
+    if shared_memory is None:
+        return GPU_BLOCKS[0]
+    fit = [t for t in GPU_BLOCKS if GPU_TILES * t * head_dim * itemsize <= shared_memory]
+    return fit[0] if fit else GPU_BLOCKS[-1]
 
 
 def attended_pairs(backend: Backend, length: int) -> int:

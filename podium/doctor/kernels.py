@@ -21,7 +21,7 @@ from podium.models.blocks.delta import CHUNK
 from podium.models.blocks.delta_rule import Tokens, one_step, packed, unit
 from podium.models.blocks.kind import DeltaRows, Packed
 from podium.models.blockwise import blockwise_attention
-from podium.models.gpu_attention import gpu_attention
+from podium.models.gpu_attention import gpu_attention, options_for
 from podium.models.recurrence import by_kernel
 from podium.models.tpu_attention import tpu_attention
 from podium.models.visibility import Visibility
@@ -170,7 +170,12 @@ def _rows_case(shape: Rows, dtype: str, interpret: bool) -> Case:
     sizes = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     given = [jnp.asarray(random.standard_normal((B, T, heads, shape.head_dim)), dtype) for heads in sizes]
     given[3] = given[3] * live.astype(dtype)
-    kernel = tpu_attention if jax.default_backend() == "tpu" else gpu_attention
+
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if jax.default_backend() == "tpu":
+            return tpu_attention(q, k, v, visibility, None, interpret)
+        options = options_for(q, jax.devices()[0])._replace(interpret=interpret)
+        return gpu_attention(q, k, v, visibility, None, options)
 
     def run(attend: Attend) -> Program:
         def forward_and_backward(q: jax.Array, k: jax.Array, v: jax.Array, d: jax.Array) -> Arrays:
@@ -182,7 +187,7 @@ def _rows_case(shape: Rows, dtype: str, interpret: bool) -> Case:
     return Case(
         name=f"attention over rows {B}x{T}, heads {shape.heads}/{shape.kv_heads}x{shape.head_dim},",
         dtype=dtype,
-        kernel=run(lambda q, k, v: kernel(q, k, v, visibility, None, interpret)),
+        kernel=run(kernel),
         xla=run(lambda q, k, v: blockwise_attention(q, k, v, visibility)),
         exact=run(lambda q, k, v: causal_attention(q, k, v, visibility.mask())),
         given=given,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from podium.config.attention import Backend
 from podium.models.blockwise import MASKED, blockwise_attention
-from podium.models.gpu_attention import gpu_attention
+from podium.models.gpu_attention import gpu_attention, options_for
 from podium.models.params import mesh_axis_names
 from podium.models.sequence import over_tokens
 from podium.models.tpu_attention import tpu_attention
@@ -44,7 +44,12 @@ def row_attention(backend: Backend, visibility: Visibility, rules: ShardingRules
     batch, tokens = rules.axes.get("batch"), mesh_axis_names(rules.axes.get("tokens"))
     heads = None if set(mesh_axis_names(rules.axes.get("heads"))) & set(mesh_axis_names(batch)) else "heads"
     rows, ids = rules.spec(("batch", "tokens", heads, None)), rules.spec(("batch", "tokens"))
-    of_rows = {"tpu_kernel": tpu_attention, "gpu_kernel": gpu_attention, "blocks": blockwise_attention}[backend]
+    device = rules.mesh.devices.flat[0]
+
+    def on_gpu(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, sinks: jax.Array | None) -> jax.Array:
+        return gpu_attention(q, k, v, visibility, sinks, options_for(q, device))
+
+    of_rows = {"tpu_kernel": tpu_attention, "gpu_kernel": on_gpu, "blocks": blockwise_attention}[backend]
     attention = jax.shard_map(
         over_tokens(of_rows, rules.num_shards("tokens"), tokens),
         mesh=rules.mesh,

@@ -7,19 +7,37 @@ its own block, which are listed in advance.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from podium.config.attention import attended_pairs, cut
+from podium.config.attention import GPU_BLOCKS, gpu_block
 from podium.models.blockwise import MASKED, Gradients, Saved, sink_gradient
 from podium.models.visibility import Visibility, pad_to
 from podium.models.visible import Keys, Queries, seen
 
 WARPS = 4
 STAGES = 2
+
+
+class Options(NamedTuple):
+    """How the kernel runs."""
+
+    block: int = GPU_BLOCKS[0]
+    """Tokens per block (`podium.config.attention.gpu_block`)."""
+    interpret: bool = False
+    """Whether to emulate it without a GPU, slowly."""
+
+
+DEFAULTS = Options()
+
+
+def options_for(q: jax.Array, device: object) -> Options:
+    """How the kernel runs on a device for queries like `q`, [B, T, H, Q]."""
+    return Options(gpu_block(q.shape[-1], q.dtype.itemsize, getattr(device, "shared_memory_per_block_optin", None)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -29,16 +47,16 @@ def gpu_attention(
     v: jax.Array,
     visibility: Visibility,
     sinks: jax.Array | None = None,
-    interpret: bool = False,
+    options: Options = DEFAULTS,
 ) -> jax.Array:
-    """`podium.models.blockwise.blockwise_attention` as a kernel; `interpret` emulates it without a GPU, slowly."""
-    return _forward(q, k, v, visibility, sinks, interpret)[0]
+    """`podium.models.blockwise.blockwise_attention` as a kernel."""
+    return _forward(q, k, v, visibility, sinks, options)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, sinks: jax.Array | None, interpret: bool
+    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, sinks: jax.Array | None, options: Options
 ) -> tuple[jax.Array, Saved]:
-    call = _Call(q, k, visibility, interpret)
+    call = _Call(q, k, visibility, options)
     like = call.padded(q)
     statistics = jax.ShapeDtypeStruct((call.B, call.H, call.n * call.t), jnp.float32)
     of_heads = () if sinks is None else (sinks.astype(jnp.float32)[:, None],)
@@ -53,9 +71,9 @@ def _forward(
     return out, (q, k, v, visibility, sinks, out, log_total)
 
 
-def _backward(interpret: bool, saved: Saved, d_out: jax.Array) -> Gradients:
+def _backward(options: Options, saved: Saved, d_out: jax.Array) -> Gradients:
     q, k, v, visibility, sinks, out, log_total = saved
-    call = _Call(q, k, visibility, interpret)
+    call = _Call(q, k, visibility, options)
     T = call.T
     d_total = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # [B, T, H]
     d_total = jnp.swapaxes(call.padded(d_total), 1, 2)
@@ -88,11 +106,11 @@ def _listed(meets: jax.Array) -> tuple[jax.Array, jax.Array]:
 class _Call:
     """A call's sizes, and how its arrays are cut: n blocks of t tokens per head."""
 
-    def __init__(self, q: jax.Array, k: jax.Array, visibility: Visibility, interpret: bool) -> None:
+    def __init__(self, q: jax.Array, k: jax.Array, visibility: Visibility, options: Options) -> None:
         self.B, self.T, self.H, self.Q = q.shape
         self.K = k.shape[2]
-        self.n, self.t = cut("gpu_kernel", self.T)
-        self.interpret = interpret
+        self.t, self.interpret = options
+        self.n = -(-self.T // self.t)
         cut_ids = visibility.cut(self.n, self.t)
         self.ids = jax.tree.map(lambda x: x.reshape(self.B, -1), cut_ids)  # [B, n t]
         self.meets = jnp.asarray(cut_ids.block_pairs())  # [B, n, n] bool, queries by keys
@@ -116,7 +134,8 @@ class _Call:
         remaining ones. `products` is the number of products of the size queries x keys that it computes.
         """
         blocks = _blocks(self)
-        flops = 2 * products * self.B * self.H * attended_pairs("gpu_kernel", self.T) * self.Q
+        pairs = self.t * self.t * self.n * (self.n + 1) // 2
+        flops = 2 * products * self.B * self.H * pairs * self.Q
         return pl.pallas_call(
             functools.partial(kernel, t=self.t),
             grid=(self.n, self.B, heads),

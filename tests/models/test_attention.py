@@ -1,6 +1,11 @@
 """Every way to attend gives what the reference gives, forward and backward, for rows packed in every way."""
 
 import functools
+import importlib.util
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +14,20 @@ import pytest
 from lowering import lowered_for_gpu, lowered_for_tpu
 from tiny_models import rules_on
 
+from podium.accelerators import find_accelerator
 from podium.config import attention
-from podium.config.attention import attended_pairs, attention_backend, cut
+from podium.config.attention import GPU_BLOCKS, attended_pairs, attention_backend, cut, gpu_block
 from podium.models import blockwise, gpu_attention, tpu_attention
 from podium.models.attention import causal_attention, row_attention
 from podium.models.params import GATHERED_AXES, ROLLOUT_LAYOUTS
 from podium.models.visibility import Visibility
+from podium.plan.topology import compiler_environment
 from podium.sharding import ShardingRules, make_mesh
 
 BACKENDS = {
     "blocks": blockwise.blockwise_attention,
     "tpu_kernel": functools.partial(tpu_attention.tpu_attention, interpret=True),
-    "gpu_kernel": functools.partial(gpu_attention.gpu_attention, interpret=True),
+    "gpu_kernel": functools.partial(gpu_attention.gpu_attention, options=gpu_attention.Options(interpret=True)),
 }
 T = 150
 # Segments and prompts of a row, as (segment, prompt, tokens).
@@ -110,6 +117,69 @@ def test_values_and_gradients_are_the_references(backend, heads):
     expected[0] = expected[0] * live
     for name, each, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
         np.testing.assert_allclose(each, other, rtol=1e-5, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("block", GPU_BLOCKS[1:])
+def test_the_gpus_kernel_gives_the_same_in_the_smaller_blocks_of_wide_heads(block):
+    visibility = visible(["completions of a prompt", "two prompts and padding"])
+    live = (visibility.segments > 0)[:, :, None, None]
+    q, k, v, d_out = arrays(len(live), (2, 1, 16))
+    options = gpu_attention.Options(block=block, interpret=True)
+    ours = lambda q, k, v: gpu_attention.gpu_attention(q, k, v, visibility, None, options)  # noqa: E731
+    found = jax.jit(functools.partial(with_gradients, ours))(q, k, v, d_out * live)
+    expected = with_gradients(reference(visibility), q, k, v, d_out * live)
+    expected[0] = expected[0] * live
+    for name, each, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        np.testing.assert_allclose(each, other, rtol=1e-5, atol=2e-5, err_msg=name)
+
+
+def test_the_gpus_kernel_takes_blocks_that_fit_the_devices_shared_memory():
+    l4, a100, h100 = 101_376, 166_912, 232_448
+    assert [gpu_block(128, 2, memory) for memory in (l4, a100, h100, None)] == [64] * 4
+    assert [gpu_block(256, 2, memory) for memory in (l4, a100, h100, None)] == [32, 64, 64, 64]
+    assert [gpu_block(256, 4, memory) for memory in (l4, a100, h100, 1)] == [16, 32, 32, 16]
+    q = jnp.zeros((1, 64, 2, 256), jnp.bfloat16)
+    assert gpu_attention.options_for(q, SimpleNamespace(id=0, process_index=0, shared_memory_per_block_optin=l4)) == (
+        32,
+        False,
+    )
+    assert gpu_attention.options_for(q, jax.devices()[0]).block == 64  # a CPU says nothing of shared memory
+
+
+COMPILED_FOR_GPUS = """
+import os, sys
+from podium.accelerators import find_accelerator
+from podium.plan.topology import topology_devices
+import jax, jax.numpy as jnp
+from podium.models.gpu_attention import gpu_attention, options_for
+from podium.models.visibility import Visibility
+
+for machine in sys.argv[1:]:
+    device = topology_devices(find_accelerator(machine))[0]
+    on_it = jax.sharding.SingleDeviceSharding(device)
+    q, k = (jax.ShapeDtypeStruct((1, 128, heads, 256), jnp.bfloat16, sharding=on_it) for heads in (4, 2))
+    ids = jax.ShapeDtypeStruct((1, 128), jnp.int32, sharding=on_it)
+
+    def total(q, k, v, ids):
+        visibility = Visibility(ids, ids, ids)
+        return gpu_attention(q, k, v, visibility, None, options_for(q, device)).astype(jnp.float32).sum()
+
+    jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(q, k, k, ids).compile()
+    print(machine)
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="jax-cuda12-plugin, the GPU's compiler, is not installed",
+)
+def test_the_gpus_kernels_compile_with_heads_of_256_where_shared_memory_is_small():
+    machines = ["l4-1", "rtx4090-1", "a100-80-1", "h100-1"]
+    environment = {**os.environ, **compiler_environment(find_accelerator("l4-1"))}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED_FOR_GPUS, *machines], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.split() == machines, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
