@@ -217,6 +217,9 @@ def closed_form_roofline(form: PhaseEstimate, run: RunSizes, peaks: Peaks, links
     copies = [(times, each / peaks.host_bandwidth, share * work) for times, each, share in form.copies if each]
     small, large = (number * peaks.kernel_s for number in form.kernels)
     latency = small + max(0.0, large - work)
+    latency += sum(
+        max(0.0, piece.kernels * peaks.kernel_s - max(each)) for piece, each in zip(pieces, took, strict=True)
+    )
     return Roofline(compute, hbm, ici, latency, copies=tuple(copies))
 
 

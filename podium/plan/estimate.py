@@ -20,6 +20,15 @@ from podium.models.architecture import DecoderConfig
 from podium.models.blocks.delta import DeltaNet
 from podium.models.blocks.experts import SPARE, Experts
 from podium.models.params import own_name, param_specs
+from podium.plan.gpu_forward import (
+    decode_kernels,
+    prefill_attention,
+    prefill_passes,
+    prefill_products,
+    scoring_passes,
+    scoring_products,
+    unstacked_bytes,
+)
 from podium.plan.residents import Parts, frozen_bytes, in_updates, residents
 from podium.plan.sizes import (
     F32,
@@ -69,13 +78,12 @@ BLOCK_TRAFFIC: Mapping[str, int] = {"forward": 20, "update": 37}
 """Arrays [B, t, H, Q] that attention in blocks of t tokens moves for each pair of blocks: the block's queries, keys and
 values, float32 scores and sums, and their gradients; a recomputed layer's forward pass is to be added."""
 LOGITS_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 12}
+LOGITS_READ = 2
+"""Passes over logits on a GPU: for the largest of each token, and for the sum of all."""
 EXACT_PASSES = 6
 """Products of bfloat16 in one of float32 at full precision, on a TPU."""
 SAVED = ("parameters", "optimizer", "critic_weights", "critic_optimizer")
 """The parts of a device's memory that a checkpoint copies."""
-SMALL_KERNELS, LARGE_KERNELS = 10, 7
-"""Kernels of a layer in a decode step on a GPU, as XLA compiles dense models: those that move next to nothing, such as
-norms, rotations and writes to the cache, and products with the attention."""
 VMEM = 128 * 2**20
 """On-chip memory of a TPU core. Arrays under a quarter of it cost no HBM traffic; scores over it are computed twice."""
 
@@ -85,6 +93,8 @@ class Piece(NamedTuple):
 
     flops: int
     hbm_bytes: int
+    kernels: int = 0
+    """Kernels on a GPU that do it, none of which takes less than a launch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,18 +203,29 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
     matmul = 2 * tokens * decoder.total(lambda work: work.active) + 2 * scored * decoder.vocab * decoder.width
     scores = 2 * tokens * run.cached_pairs(run.in_blocks(bucket), bucket)
     flops = (matmul + scores + _rule_flops(run, tokens)) // heads
-    layers = _layers_traffic(run, "forward", rows, bucket, a, split=heads)
-    traffic = run.rollout_weight_bytes + layers + run.kv_bytes(tokens) + logits
+    if run.platform == "gpu":
+        attended = prefill_attention(run, rows, bucket, run.in_blocks(bucket))
+        pieces = (
+            Piece(flops - scores // heads, prefill_products(run, tokens)),
+            Piece(scores // heads, attended.products + attended.passes, attended.kernels),
+            Piece(0, prefill_passes(run, tokens) + logits),
+        )
+        kernels = attended.small, 0
+    else:
+        layers = _layers_traffic(run, "forward", rows, bucket, a, split=heads)
+        pieces = (Piece(flops, run.rollout_weight_bytes + layers + run.kv_bytes(tokens) + logits),)
+        kernels = 0, 0
     return PhaseEstimate(
         name="prefill",
         parts=_rollout_residents(run)
         | {"logits": logits, "gathered_weights": run.gathered_in_rollout}
         | _forward_peak(run, rows, bucket, a, split=heads, mixture=_windows(run, tokens * run.layout.group // heads)),
         flops=flops,
-        hbm_bytes=traffic,
+        hbm_bytes=sum(piece.hbm_bytes for piece in pieces),
         ici_bytes=run.rollout_ici(tokens),
         least_bytes=floor.prefill_bytes(run, tokens, scored),
-        pieces=_pieces(run, flops, traffic),
+        pieces=pieces,
+        kernels=kernels,
     )
 
 
@@ -228,6 +249,8 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
         if own_name(name) in ("q", "k", "v")
     )
     calls = 2 * relaid // rollout.refill_steps
+    on_gpu = run.platform == "gpu"
+    unstacked = unstacked_bytes(run) if on_gpu else 0
     return PhaseEstimate(
         name="decode",
         parts=_rollout_residents(run)
@@ -239,11 +262,11 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
         },
         flops=2 * slots * (decoder.multiplied(slots * run.layout.group // heads) + run.cached_pairs(read)) // heads
         + _rule_flops(run, slots) // heads,
-        hbm_bytes=weights + cache + calls + 2 * SAMPLER_LOGITS * logits,
+        hbm_bytes=weights + cache + calls + 2 * SAMPLER_LOGITS * logits + unstacked,
         ici_bytes=run.rollout_ici(slots),
         least_bytes=floor.decode_bytes(run, slots, read),
         once_bytes=floor.first_bytes(run, slots),
-        kernels=(SMALL_KERNELS * decoder.layers, LARGE_KERNELS * decoder.layers),
+        kernels=decode_kernels(run) if on_gpu else (0, 0),
     )
 
 
@@ -273,9 +296,7 @@ def teacher_phase(run: RunSizes) -> PhaseEstimate:
     batch = _batch(run)
     if run.spec.teacher_batch is not None:  # beside the policy's
         batch = {"batch": batch["batch"] + _batch(teacher)["batch"]}
-    form = _scoring("teacher", teacher, in_updates(run) | batch)
-    flops = form.flops - run.compares * _logits_flops(teacher)
-    return dataclasses.replace(form, flops=flops, pieces=_pieces(run, flops, form.hbm_bytes))
+    return _scoring("teacher", teacher, in_updates(run) | batch, logits=not run.compares)
 
 
 def values_phase(run: RunSizes) -> PhaseEstimate:
@@ -299,11 +320,14 @@ def reward_phase(run: RunSizes, name: str) -> PhaseEstimate:
     return _scoring("reward", model, _rollout_residents(run) | _batch(model))
 
 
-def _scoring(name: str, run: RunSizes, beside: Parts) -> PhaseEstimate:
-    """A forward pass of a batch through the decoder of `run`, with `beside`, what else is on a device."""
+def _scoring(name: str, run: RunSizes, beside: Parts, *, logits: bool = True) -> PhaseEstimate:
+    """A forward pass of a batch through the decoder of `run`, with `beside`, what else is on a device.
+
+    Without `logits`, it ends with hidden states, of which the update makes logits.
+    """
     a, tokens, groups = run.activation, run.tokens, run.update.row_groups
     layers, head = run.gathered_counts
-    flops, traffic = _forward_flops(run), _passes(run, "forward") + run.own_count * (F32 + a)
+    pieces = _scoring_pieces(run, logits=logits)
     layer = _forward_peak(run, run.rows // groups, run.row_tokens // run.sp, a)
     if groups > 1:  # what all groups of a layer read and write
         layer["layer_inputs"] = 2 * tokens * run.decoder.width * a
@@ -316,12 +340,26 @@ def _scoring(name: str, run: RunSizes, beside: Parts) -> PhaseEstimate:
             layer,
             key=_total,
         ),
-        flops=flops,
-        hbm_bytes=traffic,
+        flops=sum(piece.flops for piece in pieces),
+        hbm_bytes=sum(piece.hbm_bytes for piece in pieces),
         ici_bytes=(layers + head) * a * (run.shards - 1) // run.shards + 2 * _tp_ici(run, tokens) + _sp_ici(run),
         least_bytes=floor.forward_bytes(run),
-        pieces=_pieces(run, flops, traffic),
+        pieces=pieces,
     )
+
+
+def _scoring_pieces(run: RunSizes, *, logits: bool) -> tuple[Piece, ...]:
+    """The work of a forward pass of a micro-batch: on a GPU, products, passes, and the logits, made and read."""
+    head, of_head = (_logits_flops(run), _head_traffic(run, "forward")) if logits else (0, 0)
+    flops = _forward_flops(run) - _logits_flops(run)
+    weights = 2 * sum(run.gathered_counts) * run.activation + run.own_count * (F32 + run.activation)
+    scores = _scores_traffic(run, "forward", run.rows, run.row_tokens, split=run.tp * run.sp)
+    if run.platform == "gpu":
+        made = of_head // LOGITS_TRAFFIC["forward"]
+        layers = Piece(flops, weights + scoring_products(run)), Piece(0, scoring_passes(run) + scores)
+        return *layers, Piece(head, made), Piece(0, LOGITS_READ * made)
+    layers = _layers_traffic(run, "forward", run.rows, run.row_tokens, run.activation, split=run.tp * run.sp)
+    return (Piece(flops + head, layers + scores + of_head + weights),)
 
 
 def update_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
@@ -529,14 +567,6 @@ def _update_head_flops(run: RunSizes) -> int:
     if not run.compares or teacher is None:
         return own
     return own + _logits_flops(teacher) * (1 if run.update.remat == "none" else 2)
-
-
-def _passes(run: RunSizes, kind: str) -> int:
-    """HBM traffic in bytes of all layers and the head for one micro-batch of a forward pass."""
-    gathered = 2 * sum(run.gathered_counts) * run.activation
-    rows, length, split = run.rows, run.row_tokens, run.tp * run.sp
-    layers = _layers_traffic(run, kind, rows, length, run.activation, split=split)
-    return layers + _scores_traffic(run, kind, rows, length, split=split) + _head_traffic(run, kind) + gathered
 
 
 def _head_traffic(run: RunSizes, kind: str) -> int:

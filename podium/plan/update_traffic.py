@@ -119,7 +119,7 @@ def _adapters(run: RunSizes) -> int:
     parts = axis_parts(GATHERED_AXES, run.mesh)
     numbers = 0
     for place in run.decoder.places:
-        for name, spec in _own(trained_specs(run.decoder), place):
+        for name, spec in own_weights(trained_specs(run.decoder), place):
             passes = into if name.endswith(LORA_A) else out if name.endswith(LORA_B) else 0
             numbers += passes * _per_token(spec, place, parts)
     return int(run.tokens * numbers * run.activation)
@@ -139,7 +139,7 @@ def _joined(run: RunSizes) -> int:
     return run.update.row_groups * 2 * 2 * layers * run.activation
 
 
-def _own(specs: Mapping[str, ParamSpec], place: Place) -> Iterator[tuple[str, ParamSpec]]:
+def own_weights(specs: Mapping[str, ParamSpec], place: Place) -> Iterator[tuple[str, ParamSpec]]:
     """The weights of a place's layers."""
     return ((name, spec) for name, spec in specs.items() if name.startswith(place.prefix))
 

@@ -227,11 +227,19 @@ def looped_work(
     moved = moves(module, names_of(module.name))
     times: dict[tuple[Work, bool], tuple[float, float]] = {}
     for first, second in zip(one, two, strict=True):
-        work = dataclasses.replace(first, name=moved.get(first.name, ""), source="", times=0.0)
+        rounds = _blocks_read(first.source, blocks, block_pages) if first.of_block else 1.0
+        work = dataclasses.replace(
+            first,
+            name=moved.get(first.name, ""),
+            source="",
+            times=0.0,
+            flops=rounds * first.flops,  # a kernel is launched once for all blocks
+            hbm_bytes=rounds * first.hbm_bytes,
+            of_block=False,
+        )
         key = work, ATTENTION in first.source and first.kernel
         once, each = times.get(key, (0.0, 0.0))
-        rounds = _blocks_read(first.source, blocks, block_pages) if first.of_block else 1.0
-        times[key] = (once + rounds * (2 * first.times - second.times), each + rounds * (second.times - first.times))
+        times[key] = (once + 2 * first.times - second.times, each + second.times - first.times)
     return tuple(LoopedWork(work, once, each, attends) for (work, attends), (once, each) in times.items())
 
 

@@ -397,7 +397,7 @@ def test_a_kernel_that_reads_the_cache_declares_the_work_on_a_block_of_it():
     (work,) = walk(module, FSDP).works
     assert (work.flops, work.hbm_bytes, work.of_block) == (300, 70, True)
     (looped,) = looped_work(module, FSDP, blocks=4)
-    assert looped.once == 4  # four blocks of the cache in each call
+    assert (looped.work.flops, looped.work.hbm_bytes, looped.once) == (4 * 300, 4 * 70, 1)  # all blocks in one launch
 
 
 @pytest.mark.parametrize(("blocks", "read"), [(1, 1), (4, 17 / 16)])
@@ -409,7 +409,7 @@ def test_a_kernel_reads_no_more_of_the_cache_than_its_window_reaches(blocks, rea
         r"""backend_config={serialized_metadata = "{\22flops\22: \22300\22, \22bytes\22: \2270\22}"}"""
     )
     (looped,) = looped_work(module, FSDP, blocks=blocks, block_pages=16)
-    assert looped.once == pytest.approx(read)
+    assert (looped.work.hbm_bytes, looped.once) == (pytest.approx(70 * read), 1)
 
 
 def test_products_of_a_dilated_convolution_leave_out_its_holes():

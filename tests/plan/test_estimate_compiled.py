@@ -197,7 +197,7 @@ def test_kernels_without_products_add_to_the_time_of_products_on_a_gpu():
     seconds: dict[str, float] = {}
     for machine in ("h100-1", "v6e-1"):
         run = make_sizes(settings, QWEN_3B, find_accelerator(machine))
-        peaks, form = load_chip(run.accelerator.generation).peaks, phase(run, "score")
+        peaks, form = load_chip(run.accelerator.generation).peaks, phase(run, "prefill")
         line = closed_form_roofline(form, run, peaks, 1)
         products, traffic = form.flops / peaks.flops_bf16, form.hbm_bytes / peaks.hbm_bandwidth
         seconds[machine] = (line.compute + line.hbm - max(products, traffic)) / min(products, traffic)
