@@ -194,29 +194,31 @@ def _renames(instruction: Instruction, module: Module) -> bool:
 
 
 EVERYTHING = 2**62  # no upper bound
+AS_USED = ("convert", "transpose")
+"""Instructions of which a fusion computes only the elements that it uses."""
 
 
 def _read(computation: Computation, number: int, module: Module) -> tuple[int, bool]:
     """Upper bound of the bytes that a fused computation reads of a parameter, and whether it returns the parameter.
 
-    It returns the parameter if its result is the parameter, at most reshaped or cast; users outside then read it. A
-    cast is computed where its result is used, so a slice of it reads a slice of the parameter.
+    It returns the parameter if its result is the parameter, at most reshaped, cast or transposed; users outside then
+    read it. Both are computed where they are used, so a slice of one reads a slice of the parameter.
     """
     parameter = computation.parameters[number]
     names, total = {parameter.name}, 0
-    casts: set[str] = set()
+    computed: set[str] = set()
     for user in computation.instructions.values():  # defined before used
         for index in (index for index, name in enumerate(user.operands) if name in names):
-            if (_renames(user, module) or user.opcode == "convert") and index == 0:
+            if (_renames(user, module) or user.opcode in AS_USED) and index == 0:
                 names.add(user.name)
-                casts |= {user.name} if user.opcode == "convert" or user.operands[0] in casts else set()
+                computed |= {user.name} if user.opcode in AS_USED or user.operands[0] in computed else set()
             elif user.opcode == "fusion":
                 read, handed_on = _read(module.computations[user.callees["calls"][0]], index, module)
                 total += read
                 names |= {user.name} if handed_on else set()
             elif user.opcode in SLICES and index == 0:
                 total += dataclasses.replace(user.shapes[0], dtype=parameter.shapes[0].dtype).padded_size
-            elif user.opcode not in IN_PLACE or index > 0 or user.operands[0] in casts:  # else replaced, not read
+            elif user.opcode not in IN_PLACE or index > 0 or user.operands[0] in computed:  # else replaced, not read
                 return EVERYTHING, False
     return total, computation.root.name in names
 

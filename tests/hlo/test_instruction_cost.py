@@ -65,6 +65,25 @@ def test_a_slice_of_a_cast_reads_a_slice_of_what_is_cast(use, layers, moved):
     assert cost.hbm_bytes == 256 * 1024 * moved
 
 
+def test_a_slice_of_a_transposed_array_reads_a_slice_of_it():
+    """XLA for several GPUs joins a layer's matrices so, once their parts have been exchanged."""
+    cost = cost_of(
+        """  %stack = f32[36,128,8,1024]{3,1,0,2} parameter(0)
+  ROOT %f = bf16[1024,1,1024]{2,1,0} fusion(%stack), kind=kInput, calls=%join""",
+        computations="""%join (a: f32[36,128,8,1024]) -> bf16[1024,1,1024] {
+  %a = f32[36,128,8,1024]{3,1,0,2} parameter(0)
+  %parts = f32[8,36,128,1024]{3,2,1,0} bitcast(%a)
+  %cast = bf16[8,36,128,1024]{3,2,1,0} convert(%parts)
+  %layers = bf16[36,8,128,1024]{3,2,1,0} transpose(%cast), dimensions={1,0,2,3}
+  %rows = bf16[36,1024,1024]{2,1,0} bitcast(%layers)
+  %layer = bf16[1,1024,1024]{2,1,0} slice(%rows), slice={[9:10], [0:1024], [0:1024]}
+  ROOT %same = bf16[1024,1,1024]{2,1,0} bitcast(%layer)
+}
+""",
+    )
+    assert cost.hbm_bytes == 1024 * 1024 * (4 + 2)
+
+
 def test_a_slice_of_an_array_whose_tiles_a_nested_fusion_renames_is_read_alone():
     """The TPU compiler reads int8 weights so: the nested copy changes tiles in the array's own memory."""
     cost = cost_of(
