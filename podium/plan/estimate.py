@@ -76,7 +76,7 @@ update are those of its products alone; gpt-oss-20b's and Qwen3-30B-A3B's."""
 SCORE_TRAFFIC: Mapping[str, int] = {"forward": 1, "update": 11}
 BLOCK_TRAFFIC: Mapping[str, int] = {"forward": 20, "update": 37}
 """Arrays [B, t, H, Q] that attention in blocks of t tokens moves for each pair of blocks: the block's queries, keys and
-values, float32 scores and sums, and their gradients; a recomputed layer's forward pass is to be added."""
+values, float32 scores and sums, and their gradients; where attention is computed again, its forward pass is added."""
 LOGITS_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 12}
 LOGITS_READ = 2
 """Passes over logits on a GPU: for the largest of each token, and for the sum of all."""
@@ -402,12 +402,15 @@ def _pieces(run: RunSizes, flops: int, traffic: int) -> tuple[Piece, ...]:
 def _update_pieces(run: RunSizes, micro_batches: float) -> tuple[Piece, ...]:
     """The work of a micro-batch: products of the layers, attention, the head, and passes over arrays."""
     attention, head = _update_attention_flops(run), _update_head_flops(run)
+    # A fused head's kernel makes all logits for their sums, and moves none; chunks make them again.
+    scored = _logits_flops(run) + fused_padding(run) if run.update.head == "fused" else 0
     gathered = 4 * sum(run.gathered_counts) * run.activation
     layers = _layers_traffic(run, "update", run.rows, run.row_tokens, run.activation, split=run.tp * run.sp)
     return (
         *_pieces(run, _update_flops(run) - attention - head, layers + gathered),
         Piece(attention, _scores_traffic(run, "update", run.rows, run.row_tokens, split=run.tp * run.sp)),
-        Piece(head, _head_traffic(run, "update")),
+        Piece(scored, 0),
+        Piece(head - scored, _head_traffic(run, "update")),
         Piece(0, sum(update_passes(run, micro_batches).values())),
     )
 
@@ -577,9 +580,12 @@ def _head_traffic(run: RunSizes, kind: str) -> int:
 
 
 def _fused_head_traffic(run: RunSizes) -> int:
-    """HBM traffic in bytes of a fused head: the logits' gradient (written, read twice) and the head's, per chunk."""
+    """HBM traffic in bytes of a fused head's chunks: the logits' gradient (written, read twice), the head's, in float32
+    (read, written), and the head, read for the logits and for the gradient of hidden states.
+    """
     chunks, tokens = fused_chunks(run)
-    of_chunk = 3 * tokens * head_number(run) + 2 * F32 * run.decoder.width
+    number = head_number(run)
+    of_chunk = 3 * tokens * number + 2 * (F32 + number) * run.decoder.width
     return chunks * run.decoder.vocab * of_chunk
 
 
@@ -605,7 +611,7 @@ def _scores_traffic(run: RunSizes, kind: str, rows: int, length: int, *, split: 
         return 0
     free = VMEM // 4 if run.platform == "tpu" else 0
     blocks, tokens = cut(run.update.attention, length)
-    again = kind == "update" and run.update.remat in RECOMPUTES
+    again = kind == "update" and run.update.remat != "none"  # whatever else is saved, attention is computed again
     moved = BLOCK_TRAFFIC[kind] + again * BLOCK_TRAFFIC["forward"]
     pairs, traffic = blocks * (blocks + 1) // 2, 0
     for count, attention in run.decoder.attention_layers():

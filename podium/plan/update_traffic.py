@@ -26,11 +26,16 @@ from podium.models.params import (
     trained_specs,
 )
 from podium.plan.sizes import F32, RunSizes, local_count, optimizer_bytes, reduced_number
-from podium.plan.update_memory import expert_rows, feed_forward_inner, saved_bytes
+from podium.plan.update_memory import LANES, expert_rows, feed_forward_inner, saved_bytes
 
 PASSES: Mapping[str, int] = {"width": 20, "inner": 2, "rows": 22}
 """Arrays that a program moves in each layer beside products: [T, D] (norms, residuals, copies into other layouts and
 into fast memory), [T, F], and a token's rows for its experts, [T, k, D]."""
+BEHIND_PASSES = 7
+"""Arrays [T, D] more in each layer if mixer and feed-forward have a norm behind them."""
+PADDED_PASSES = 2
+"""Arrays of the heads' elements, and as many of the padded ones, for each of queries, outputs, keys, values and
+gradients that a TPU's attention kernel takes or gives: they are padded, or cut, and put in its order."""
 GROUP_PASSES = 12
 """Arrays [T, D] more in each layer if it computes rows in groups: they are cut from the layer's and joined again."""
 SAVED_PASSES: Mapping[str, int] = {"tpu": 1, "gpu": 4}
@@ -76,6 +81,7 @@ def update_passes(run: RunSizes, micro_batches: float) -> dict[str, int]:
     step = STEPPED * own + 2 * optimizer_bytes(run)
     return {
         "activations": _layer_passes(run),
+        "heads": _padded_heads(run),
         "saved": _saved(run),
         "adapters": _adapters(run),
         "joined": _joined(run),
@@ -106,8 +112,27 @@ def _layer_passes(run: RunSizes) -> int:
     for place in run.decoder.places:
         inner = PASSES["inner"] * feed_forward_inner(run.decoder, place) // run.tp
         rows = PASSES["rows"] * expert_rows(run.decoder, place)
-        numbers += len(place.layers) * (width * run.decoder.width + inner + rows)
+        norms = BEHIND_PASSES * place.block.norms_behind
+        numbers += len(place.layers) * ((width + norms) * run.decoder.width + inner + rows)
     return run.tokens * numbers * run.activation
+
+
+def _padded_heads(run: RunSizes) -> int:
+    """Passes around a TPU's attention kernel that pad rows to whole blocks, or heads to whole tiles, and cut results.
+
+    Forward, it takes queries, keys and values and gives outputs, once more if layers are computed again; backward, it
+    takes these and gives three gradients from one: of queries and outputs four, and as many of keys and values.
+    """
+    if run.update.attention != "tpu_kernel":
+        return 0
+    blocks, tokens = cut("tpu_kernel", run.row_tokens)
+    arrays = (2 + 4) + 2 * (run.update.remat in RECOMPUTES)
+    numbers = 0.0
+    for count, attention in run.decoder.attention_layers():
+        padding = blocks * tokens / run.row_tokens * max(1, LANES / attention.head_dim)
+        heads = (attention.heads + attention.kv_heads) * attention.head_dim
+        numbers += count * heads * PADDED_PASSES * (1 + padding) * (padding > 1)
+    return int(arrays * run.tokens * numbers * run.activation) // run.tp
 
 
 def _adapters(run: RunSizes) -> int:

@@ -2,14 +2,14 @@ import dataclasses
 from typing import Any
 
 import pytest
-from estimated import CPU, SMALL, tiny_config
+from estimated import CPU, QWEN_3B, SMALL, decoder, tiny_config
 
 from podium.accelerators import find_accelerator
 from podium.models.architecture import make_lora
 from podium.plan.calibration import load_chip
 from podium.plan.device import closed_form_roofline
 from podium.plan.estimate import Piece, update_phase
-from podium.plan.sizes import F32, RunSizes, make_sizes, optimizer_bytes
+from podium.plan.sizes import F32, RunSizes, fused_chunks, head_number, make_sizes, optimizer_bytes
 from podium.plan.update_traffic import SUMMED, update_kernels, update_passes
 
 WIDTH, INNER, HEADS, KEYS, LAYERS, VOCAB = 16, 24, 16, 8, 2, 32  # of SMALL
@@ -17,8 +17,8 @@ WIDTH, INNER, HEADS, KEYS, LAYERS, VOCAB = 16, 24, 16, 8, 2, 32  # of SMALL
 
 def run_of(machine: str = "v6e-1", *, lora: dict[str, Any] | None = None, **train: Any) -> RunSizes:
     config = tiny_config(mesh="auto", lora=lora, train={"dtype": "bfloat16", **train})
-    decoder = dataclasses.replace(SMALL, lora=make_lora(config.lora))
-    return make_sizes(config, decoder, find_accelerator(machine))
+    model = dataclasses.replace(SMALL, lora=make_lora(config.lora))
+    return make_sizes(config, model, find_accelerator(machine))
 
 
 @pytest.mark.parametrize(("remat", "into", "out"), [("layer", 6, 7), ("none", 5, 5)])
@@ -120,6 +120,52 @@ def test_attention_in_blocks_moves_more_the_more_blocks_see_each_other():
         return update_phase(make_sizes(config, SMALL, find_accelerator("v6e-1"))).pieces[2].hbm_bytes
 
     assert bytes_of(128) * 10 // 3 == bytes_of(256)  # 3 and 10 pairs of blocks of 64 tokens
+
+
+@pytest.mark.parametrize(("remat", "arrays"), [("none", 37), ("products", 57), ("layer", 57)])
+def test_attention_in_blocks_is_computed_again_unless_everything_is_saved(remat, arrays):
+    run = run_of(attention="blocks", remat=remat)
+    queries = 2 * run.rows * run.row_tokens * HEADS  # of the only block of a row
+    assert update_phase(run).pieces[2].hbm_bytes == LAYERS * arrays * queries
+
+
+@pytest.mark.parametrize(("remat", "arrays"), [("none", 6), ("products", 6), ("layer", 8)])
+def test_rows_and_heads_are_padded_around_a_tpus_attention_kernel(remat, arrays):
+    run = run_of(remat=remat)
+    padding = 128 / run.row_tokens * 128 / 4  # to a block of 128 tokens, and to 128 elements of a head
+    numbers = LAYERS * (HEADS + KEYS) * 2 * (1 + padding)
+    assert update_passes(run, 1)["heads"] == int(arrays * run.tokens * numbers * 2)
+    assert update_passes(run_of("h100-1", remat=remat), 1)["heads"] == 0
+    assert update_passes(run_of(attention="blocks", remat=remat), 1)["heads"] == 0
+
+
+def test_whole_blocks_of_whole_heads_are_not_padded():
+    wide = decoder(head_dim=128)
+    whole = tiny_config({"rollout": {"max_new_tokens": 128 - 32}}, mesh="auto")
+    assert update_passes(make_sizes(whole, wide, find_accelerator("v6e-1")), 1)["heads"] == 0
+
+
+def test_norms_behind_mixer_and_mlp_add_passes():
+    stack = SMALL.stacks[0]
+    behind = tuple(dataclasses.replace(block, norms_behind=True) for block in stack.pattern)
+    gemma = dataclasses.replace(SMALL, stacks=(dataclasses.replace(stack, pattern=behind),))
+    plain, more = (
+        make_sizes(tiny_config(mesh="auto", train={"dtype": "bfloat16"}), model, find_accelerator("v6e-1"))
+        for model in (SMALL, gemma)
+    )
+    added = update_passes(more, 1)["activations"] - update_passes(plain, 1)["activations"]
+    assert added == plain.tokens * 2 * LAYERS * 7 * WIDTH
+
+
+def test_a_fused_heads_chunks_read_the_head_twice_and_its_first_kernel_moves_none():
+    run = make_sizes(tiny_config(mesh="auto", train={"dtype": "bfloat16"}), QWEN_3B, find_accelerator("v6e-1"))
+    assert run.update.head == "fused"
+    first, rest = update_phase(run).pieces[3:5]
+    chunks, tokens = fused_chunks(run)
+    number = head_number(run)
+    of_chunk = 3 * tokens * number + 2 * (F32 + number) * QWEN_3B.width
+    assert (first.hbm_bytes, rest.hbm_bytes) == (0, chunks * QWEN_3B.vocab * of_chunk)
+    assert first.flops == 2 * chunks * tokens * QWEN_3B.vocab * QWEN_3B.width
 
 
 @pytest.mark.parametrize(("remat", "products"), [("none", 7), ("layer", 9)])
