@@ -1,14 +1,17 @@
-"""How fast the rollout engine decodes on this machine: `podium bench rollout`, and the head and sampling alone.
+"""How fast the rollout engine decodes on this machine: `podium bench rollout`, and parts of a decode step alone.
 
 A random model of SmolLM2-135M's shape answers random prompts. Prints the figures of `podium bench rollout`, with the
 CPU milliseconds per decode step of the head and of sampling, as one JSON line, and writes
-benches/results/decode-PLATFORM.json.
+benches/results/decode-PLATFORM.json. `over_products` compares CPU time of a whole step, all slots busy, with that of a
+step's matrix products out of arrays of their own, in turns of one decode call each; the bar is 1.35.
 
     python -m benches.decode --batch 160 --slots 64 --lengths fixed:20
 """
 
 import dataclasses
+import functools
 import json
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,15 +20,18 @@ import jax
 import jax.numpy as jnp
 
 from benches.record import arguments, record
-from podium.bench.rollout import config_lengths, make_engine, measure, rollout_config
+from podium.bench.rollout import config_lengths, full_requests, make_engine, measure, rollout_config
+from podium.config.lora import MATRICES
 from podium.doctor.subject import smollm2
-from podium.models.architecture import with_layers
+from podium.models.architecture import LAYERS, DecoderConfig, with_layers
 from podium.models.decoder import head_weights
 from podium.models.logprobs import logits_at
+from podium.models.params import param_specs
 from podium.rollout.engine import RolloutEngine
-from podium.rollout.request import SamplingParams
+from podium.rollout.programs import DecodeProgram
+from podium.rollout.request import Request, SamplingParams
 from podium.rollout.sampling import fill_row, idle_rows, sample
-from podium.sharding import make_mesh
+from podium.sharding import Params, make_mesh
 from podium.train.platform import prepare_platform
 
 SMOLLM2_135M = smollm2()
@@ -58,6 +64,70 @@ def parts(engine: RolloutEngine) -> dict[str, float]:
     }
 
 
+def products_of(decoder: DecoderConfig, rows: int) -> Callable[[], jax.Array]:
+    """A compiled call of all matrix products of a decode step in float32, with no other work."""
+    specs = {name: spec for name, spec in param_specs(decoder).items() if name.removeprefix(LAYERS) in MATRICES}
+    layers = [
+        {name.removeprefix(LAYERS): jnp.full(spec.shape[1:], 1e-3) for name, spec in specs.items()}
+        for _ in range(decoder.layers)
+    ]
+    product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+    def step(x: jax.Array, layers: list[Params], head: jax.Array) -> jax.Array:
+        for w in layers:
+            q, k, v = (product("sd,dhq->shq", x, w[name]) for name in ("q", "k", "v"))
+            x = product("shq,hqd->sd", q + jnp.mean(k + v), w["o"])
+            gate, up = product("sd,df->sf", x, w["gate"]), product("sd,df->sf", x, w["up"])
+            x = product("sf,fd->sd", gate + up, w["down"])
+        return product("sd,vd->sv", x, head)
+
+    compiled, x, head = jax.jit(step), jnp.ones((rows, decoder.width)), jnp.full((decoder.vocab, decoder.width), 1e-3)
+    return lambda: compiled(x, layers, head)
+
+
+@dataclasses.dataclass
+class ByTurns:
+    """A decode program that runs the products alone after each of its calls, as often, and times both."""
+
+    program: DecodeProgram
+    products: Callable[[], jax.Array]
+    turns: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    """CPU milliseconds of a step and of its products, for each call of full length."""
+
+    def __call__(self, *given: Any) -> Any:
+        """Run the program, then the products."""
+        jax.block_until_ready(given)
+        begun = time.process_time()
+        made = jax.block_until_ready(self.program(*given))
+        decoded, steps = time.process_time(), int(made[3])
+        for _ in range(steps):
+            jax.block_until_ready(self.products())
+        alone = time.process_time() - decoded
+        if steps:
+            self.turns.append((1e3 * (decoded - begun) / steps, 1e3 * alone / steps))
+        return made
+
+    def _cache_size(self) -> int:
+        return self.program._cache_size()
+
+
+def over_products(engine: RolloutEngine, requests: list[Request]) -> dict[str, Any]:
+    """CPU milliseconds of decode steps and of their products, and their ratio: median over turns."""
+    programs = engine.device.programs
+    timed = ByTurns(programs.decode, products_of(engine.decoder, engine.config.slots))
+    jax.block_until_ready(timed.products())
+    engine.device.programs = programs._replace(decode=timed)
+    engine.generate(requests)
+    engine.device.programs = programs
+    steps, alone = zip(*timed.turns, strict=True)
+    return {
+        "step_cpu_ms": statistics.median(steps),
+        "products_cpu_ms": statistics.median(alone),
+        "over_products": statistics.median(step / products for step, products in timed.turns),
+        "turns": timed.turns,
+    }
+
+
 def main() -> None:
     """Measure, print and record."""
     parser = arguments(__doc__)
@@ -73,7 +143,10 @@ def main() -> None:
     config = rollout_config("demo", args.batch, "auto", args.max_new_tokens, args.slots, shards=mesh.size)
     decoder = dataclasses.replace(with_layers(SMOLLM2_135M, args.layers), vocab=args.vocab)
     engine = make_engine(config, decoder, mesh)
-    found = dataclasses.asdict(measure(config, engine, config_lengths(args.lengths, config))) | parts(engine)
+    lengths = config_lengths(args.lengths, config)
+    found = dataclasses.asdict(measure(config, engine, lengths)) | parts(engine)
+    if jax.default_backend() == "cpu" and engine.dtype == jnp.float32:
+        found |= over_products(engine, full_requests(config, lengths, decoder.vocab))
     result = {"layers": args.layers, "vocab": args.vocab, "lengths": args.lengths, **found}
     print(json.dumps(result))
     record(f"decode-{jax.default_backend()}", result, args.results)

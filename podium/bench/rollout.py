@@ -21,10 +21,11 @@ from rich.table import Table
 from podium.bench.timing import fastest_s
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
+from podium.models.blocks.weights import LayerWeight, Separate
 from podium.models.decoder import head_weights
-from podium.models.linear import activation_dtype, make_linear
+from podium.models.linear import activation_dtype, make_linear, of_bits
 from podium.models.logprobs import logits_at
-from podium.models.params import LAYERS, TRAIN_AXES, param_specs
+from podium.models.params import LAYERS, TRAIN_AXES, param_specs, separate_name
 from podium.models.presets import find_architecture
 from podium.plan.calibration import load_chip
 from podium.plan.estimate import decode_phase
@@ -103,17 +104,12 @@ class RolloutBench:
 
 def measure(config: Config, engine: RolloutEngine, lengths: SequenceLengths) -> RolloutBench:
     """Measure a rollout of these lengths, and one in which all slots stay busy."""
-    slots = config.rollout.slots
-    prompts = np.resize(lengths.prompts, -(-slots // lengths.completions.shape[1]))
-    full = SequenceLengths(
-        prompts=prompts,
-        completions=np.full(
-            (len(prompts), lengths.completions.shape[1]), min(FULL_STEPS, config.rollout.max_new_tokens)
-        ),
-    )
+    slots, vocab = config.rollout.slots, engine.decoder.vocab
     found: dict[str, dict[str, float]] = {}
-    for name, drawn in (("full", full), ("rollout", lengths)):
-        requests = _requests(drawn, engine.decoder.vocab)
+    for name, requests in (
+        ("full", full_requests(config, lengths, vocab)),
+        ("rollout", _requests(lengths, vocab)),
+    ):
         cpu, start = time.process_time(), time.perf_counter()
         _, stats = engine.generate(requests)
         found[name] = _figures(stats, time.perf_counter() - start, time.process_time() - cpu)
@@ -162,6 +158,14 @@ def config_lengths(source: str, config: Config) -> SequenceLengths:
     return draw_lengths(source, config.rollout, prompts=config.prompts_per_step, completions=config.group_size)
 
 
+def full_requests(config: Config, lengths: SequenceLengths, vocab: int) -> list[Request]:
+    """Make the requests of a rollout in which all slots stay busy, with prompts of these lengths."""
+    group = lengths.completions.shape[1]
+    prompts = np.resize(lengths.prompts, -(-config.rollout.slots // group))
+    steps = min(FULL_STEPS, config.rollout.max_new_tokens)
+    return _requests(SequenceLengths(prompts=prompts, completions=np.full((len(prompts), group), steps)), vocab)
+
+
 def _requests(lengths: SequenceLengths, vocab: int) -> list[Request]:
     """Make the requests; completions of one prompt that have the same length share a request."""
     rng = np.random.default_rng(0)
@@ -197,7 +201,7 @@ def _floor(config: Config, engine: RolloutEngine, context: float) -> tuple[float
     decoder = engine.decoder
     assert params is not None
     if rules.on_cpu:
-        products = jax.jit(functools.partial(_products, rules=rules, dtype=engine.dtype))
+        products = jax.jit(functools.partial(_products, layers=decoder.layers, rules=rules, dtype=engine.dtype))
         x = jnp.ones((config.rollout.slots, decoder.width), activation_dtype(rules, engine.dtype))
         return 1e3 * fastest_s(products, params, x), "the step's matrix products alone, measured"
     accelerator = machine_of(rules.mesh).accelerator
@@ -210,17 +214,21 @@ def _floor(config: Config, engine: RolloutEngine, context: float) -> tuple[float
     return 1e3 * max(form.flops / flops, read / peaks.hbm_bandwidth), "roofline: weights, keys and values read once"
 
 
-def _products(params: Params, x: jax.Array, *, rules: ShardingRules, dtype: jnp.dtype) -> jax.Array:
+def _products(params: Params, x: jax.Array, *, layers: int, rules: ShardingRules, dtype: jnp.dtype) -> jax.Array:
     """Compute all matrix products of a decode step and nothing else; x is [S, D]."""
-    linear, rows = make_linear(rules), x[:, None]
-    names = ("q", "k", "v", "o", "gate", "up", "down")
-    layers = {name: params[LAYERS + name].astype(dtype) for name in names}
+    linear, names = make_linear(rules), ("q", "k", "v", "o", "gate", "up", "down")
 
-    def layer(x: jax.Array, w: Params) -> tuple[jax.Array, None]:
+    def matrix(name: str, layer: jax.Array) -> LayerWeight:
+        if LAYERS + name in params:
+            return of_bits(params[LAYERS + name][layer]).astype(dtype)
+        return Separate(tuple(params[separate_name(LAYERS + name, index)] for index in range(layers)), layer)
+
+    def run(layer: jax.Array, x: jax.Array) -> jax.Array:
+        w = {name: matrix(name, layer) for name in names}
         q, k, v = (linear("btd,dhq->bthq", x, w[name]) for name in ("q", "k", "v"))
         x = linear("bthq,hqd->btd", q + jnp.mean(k + v), w["o"])
         gate, up = linear("btd,df->btf", x, w["gate"]), linear("btd,df->btf", x, w["up"])
-        return linear("btf,fd->btd", gate + up, w["down"]), None
+        return linear("btf,fd->btd", gate + up, w["down"])
 
-    rows, _ = jax.lax.scan(layer, rows, layers)
+    rows = jax.lax.fori_loop(0, layers, run, x[:, None])
     return logits_at(rows[:, 0], head_weights(params, rules, dtype), 1.0)

@@ -21,8 +21,9 @@ pages of a window, whatever the rows' lengths are. On GPUs, decoding has a kerne
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,10 @@ from podium.sharding import ShardingRules
 
 AXES = (None, "batch", "cache_heads", None, None)  # of keys and values
 STATE_AXES = ("batch", None)
+CPU_ROWS = 16
+"""Rows whose pages a CPU reads at once in decoding (LOG.md)."""
+CPU_ROWS_LEAST = 8
+"""Fewest of them: products of fewer round otherwise."""
 NO_PAGE = 2**30  # table entry that means no page
 Tree = TypeVar("Tree")
 
@@ -337,8 +342,13 @@ def extend(
             return dataclasses.replace(cache, keys=pages[0], values=pages[1]), found[:, None]
         write = _append if q.shape[1] == 1 else _write
         cache = write(cache, layer, tables, starts, counts, k, v)
+
+        def attend(rows: _Queries) -> jax.Array:
+            return _attend(cache, layer, rows, block_pages, window, reach, sinks)
+
+        rows = _Queries(tables, starts, counts, q)
         with scope:
-            return cache, _attend(cache, layer, tables, starts, counts, q, block_pages, window, reach, sinks)
+            return cache, _by_length(attend, rows) if rules.on_cpu and q.shape[1] == 1 else attend(rows)
 
     if cache.ring is not None:
         assert window is not None, "layers whose pages are a ring have a window"
@@ -478,14 +488,36 @@ def _reach(window: int | None, new: int, page_tokens: int, columns: int) -> int 
     return pages if pages < columns else None
 
 
+class _Queries(NamedTuple):
+    """Rows that attend, as `extend` describes them; the new tokens are in the cache."""
+
+    tables: jax.Array  # [R, W] int32
+    starts: jax.Array  # [R] int32
+    counts: jax.Array  # [R] int32
+    q: jax.Array  # [R, T, H, Q]
+
+
+@jax.named_scope("scores")
+def _by_length(attend: Callable[[_Queries], jax.Array], rows: _Queries) -> jax.Array:
+    """Attend [R, T, H, Q] in groups of rows of about one length, each of which reads the blocks of its longest row.
+
+    Numbers are the same to the last bit. A group's pages also stay in a CPU's cache between their copy and the product.
+    """
+    R = len(rows.starts)
+    size = math.gcd(R, CPU_ROWS)
+    if size == R or size < CPU_ROWS_LEAST:
+        return attend(rows)
+    order = jnp.argsort(-rows.starts - rows.counts)
+    groups = jax.tree.map(lambda x: x[order].reshape(R // size, size, *x.shape[1:]), rows)
+    found = jax.lax.map(attend, groups)
+    return jnp.zeros_like(rows.q).at[order].set(found.reshape(rows.q.shape), unique_indices=True)
+
+
 @jax.named_scope("scores")
 def _attend(
     cache: KvPages,
     layer: jax.Array,
-    tables: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
-    q: jax.Array,
+    rows: _Queries,
     pages_at_once: int,
     window: int | None,
     reach: int | None,
@@ -496,6 +528,7 @@ def _attend(
     Reads blocks of at most `pages_at_once` pages; with `reach`, no more pages of a row than that, from the page of the
     oldest token that any of its queries sees.
     """
+    tables, starts, counts, q = rows
     R, T, H, Q = q.shape
     K, P = cache.values.shape[2], cache.page_tokens
     begins = None  # of the first page that is read of each row

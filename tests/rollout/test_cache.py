@@ -239,6 +239,21 @@ def test_neither_other_rows_nor_what_stands_behind_a_sequence_changes_its_bits()
     assert not np.array_equal(short[1], long[1])
 
 
+def test_a_cpu_decodes_rows_in_groups_of_one_length_with_the_same_bits(monkeypatch):
+    rules, rng = rules_on(1), np.random.default_rng(0)
+    cache = pages_of(random_cache(24 * 8, 4, rules))
+    tables = rng.permutation(24 * 8).astype(np.int32).reshape(24, 8)
+    starts, counts = rng.integers(0, 31, 24), rng.integers(0, 2, 24)
+    found = []
+    for rows in (24, 8):  # as many as there are: one group
+        monkeypatch.setattr(caches, "CPU_ROWS", rows)
+        found.append(extended(cache, tables, starts, counts, 1, rules, window=9)[1])
+        found.append(extended(cache, tables, starts, counts, 1, rules)[1])
+    assert np.array_equal(found[0][counts > 0], found[2][counts > 0])
+    assert np.array_equal(found[1][counts > 0], found[3][counts > 0])
+    assert not np.array_equal(found[0][counts > 0], found[1][counts > 0])
+
+
 def test_an_empty_cache_is_as_the_abstract_one_says():
     rules = rules_on(8)
     abstract = abstract_cache(16, 6, jnp.dtype("bfloat16"), rules)
