@@ -149,7 +149,7 @@ def make_linear(rules: ShardingRules) -> Linear:
         if isinstance(w, Integers):
             return integer_product(pattern, x, w)
         if isinstance(w, Separate):
-            return product_in_place(pattern, x, w)
+            return products_in_place(pattern, x, [w])[0]
         return product(pattern, jnp.dtype(x.dtype), rules.on_cpu, x, w)
 
     return linear
@@ -165,7 +165,7 @@ def several(
     """
     trained = [each for each in weights if isinstance(each, Weight) and each.sums is not None]
     if rules.platform != "tpu" or len(trained) < len(weights) or rules.num_shards(axis) > 1:
-        return [linear(pattern, x, each) for each in weights]
+        return products(linear, pattern, x, weights)
     dim, split = output_dims(pattern)
     behind = dim - trained[0].value.ndim  # counted from the end, as sums may have dimensions for parts of the tokens
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=behind), *trained)
@@ -211,17 +211,26 @@ def product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: AnyW
     return _product(form, x, w.value, w.sums, kept)
 
 
-def product_in_place(pattern: str, x: jax.Array, w: Separate) -> jax.Array:
-    """An einsum with the matrix of one layer, which is read where it is stored; no gradient flows.
+def products(linear: Linear, pattern: str, x: jax.Array, weights: Sequence[LayerWeight]) -> list[jax.Array]:
+    """The products of one activation with several weights, apart."""
+    separate = [each for each in weights if isinstance(each, Separate)]
+    if len(separate) == len(weights):
+        return products_in_place(pattern, x, separate)
+    return [linear(pattern, x, each) for each in weights]
+
+
+def products_in_place(pattern: str, x: jax.Array, weights: Sequence[Separate]) -> list[jax.Array]:
+    """Einsums with several matrices of one layer, which are read where they are stored; no gradient flows.
 
     XLA on CPU would copy a layer's slice of a stack before each product. A branch for each layer costs microseconds,
     and no machine code is made for it.
     """
 
-    def of(matrix: jax.Array) -> Callable[[jax.Array], jax.Array]:
-        return lambda x: _einsum(pattern, x.astype(matrix.dtype), matrix, x.dtype)
+    def of(*matrices: jax.Array) -> Callable[[jax.Array], list[jax.Array]]:
+        return lambda x: [_traced_once(pattern, x.astype(matrix.dtype), matrix, x.dtype) for matrix in matrices]
 
-    return jax.lax.switch(w.layer, [of(matrix) for matrix in w.matrices], x)
+    layers = zip(*(each.matrices for each in weights), strict=True)
+    return jax.lax.switch(weights[0].layer, [of(*matrices) for matrices in layers], x)
 
 
 def integer_product(pattern: str, x: jax.Array, w: Integers) -> jax.Array:
@@ -266,6 +275,10 @@ class Form(NamedTuple):
 
 def _einsum(pattern: str, x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.einsum(pattern, x, y, precision=full_precision(y.dtype), preferred_element_type=dtype)
+
+
+_traced_once = jax.jit(_einsum, static_argnums=(0, 3))
+"""`_einsum`, for one that occurs in many branches."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -159,8 +159,9 @@ def _one_by_one(params: Params, engine: DecoderConfig, put: Callable[[str, jax.A
     moved: Params = {}
     for name, value in params.items():
         if is_separate(own_name(name), engine):
-            parts = [jax.lax.index_in_dim(value, index, keepdims=False) for index in range(len(value))]
-            named = {separate_name(name, index): part for index, part in enumerate(parts)}
+            flat, size = value.reshape(-1), value.size // len(value)  # a slice of one dimension is copied as a whole
+            parts = [jax.lax.slice_in_dim(flat, index * size, (index + 1) * size) for index in range(len(value))]
+            named = {separate_name(name, index): part.reshape(value.shape[1:]) for index, part in enumerate(parts)}
         else:
             named = {name: value}
         moved |= {own: jnp.copy(put(name, part)) for own, part in named.items()}
