@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from podium.config.lora import ADAPTABLE, MATRICES, NF4_BLOCK
+from podium.config.lora import ADAPTABLE, MATRICES, NF4_BLOCK, TARGETS
 from podium.models.architecture import LAYERS, DecoderConfig, Lora, ModelError, rollout_decoder
 from podium.models.blocks.spec import ParamSpec, ParamSpecs, matrix_outputs, stacked
 
@@ -126,7 +126,7 @@ def param_specs(config: DecoderConfig) -> ParamSpecs:
 
 def is_separate(name: str, config: DecoderConfig) -> bool:
     """Whether each layer's weight of this name, as its kind declares it, is an array of its own."""
-    return config.separate and name in MATRICES
+    return config.separate and name in TARGETS["mlp"]
 
 
 def separate_name(name: str, index: int) -> str:

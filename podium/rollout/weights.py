@@ -52,14 +52,14 @@ class SyncProgram(Program, Protocol):
 
 def engine_decoder(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> DecoderConfig:
     """The decoder as an engine computes it: in the rollout's formats, and on GPUs unrolled and joined, unless it shares
-    the trainer's frozen weights. On one CPU in float32, each layer's matrices are arrays of their own.
+    the trainer's frozen weights. On one CPU in float32, the matrices of each layer's MLP are arrays of their own.
 
     XLA for GPUs copies a layer's slice of a stack of weights before each product, so that a decode step would move
     every weight three times (benches/results/gpu-decode-planned.json). Small products reach a third of the memory's
     bandwidth there, and each takes a launch, so one product reads all matrices of a layer that have one input.
     XLA for CPUs copies such a slice too, in a fifth of the products' time in a decode step of 64 rows. Layers stay in a
-    loop there, since machine code for each of them compiles longer than a rollout takes; with bfloat16 the gain was not
-    measured, and layers stay in one array.
+    loop there, since machine code for each of them compiles longer than a rollout takes, and small matrices in stacks,
+    since `sync` has a kernel to compile for each array. With bfloat16 the gain was not measured, so all are in stacks.
     """
     if rules.on_cpu and rules.mesh.size == 1 and dtype == jnp.float32 and decoder.lora is None:
         return dataclasses.replace(rollout_decoder(decoder), separate=decoder.rollout_weights == "dtype")

@@ -45,17 +45,17 @@ def opinionated(decoder, seed):
     return {name: value if "norm" in name else 10 * value for name, value in params.items()}
 
 
-def test_a_gpu_has_each_layer_apart_one_cpu_its_float32_matrices_and_others_stack_them():
+def test_a_gpu_has_each_layer_apart_one_cpu_its_float32_mlp_and_others_stack_them():
     cpu, gpu = (kind(mesh_of(1), ROLLOUT_AXES) for kind in (ShardingRules, OfGpu))
     cpus = ShardingRules(make_mesh("fsdp:8"), ROLLOUT_AXES)
     assert engine_decoder(DECODER, cpus, F32) is engine_decoder(DECODER, cpu, jnp.dtype("bfloat16")) is DECODER
     assert [len(place.layers) for place in engine_decoder(DECODER, gpu, F32).places] == [1] * DECODER.layers
-    stacked = engine_specs(DECODER, cpus, F32)["layers.o"].shape
+    stacked = engine_specs(DECODER, cpus, F32)["layers.down"].shape
     assert stacked[0] == DECODER.layers
-    assert engine_specs(DECODER, gpu, F32)["layers.1.o"].shape == (1, *stacked[1:])
+    assert engine_specs(DECODER, gpu, F32)["layers.1.down"].shape == (1, *stacked[1:])
     of_one = engine_specs(DECODER, cpu, F32)
-    assert of_one["layers.o@1"].shape == stacked[1:]
-    assert of_one["layers.attention_norm"].shape[0] == DECODER.layers
+    assert of_one["layers.down@1"].shape == stacked[1:]
+    assert of_one["layers.o"].shape[0] == DECODER.layers
 
 
 class Stacking(ShardingRules):
@@ -69,7 +69,7 @@ def test_a_cpu_draws_from_matrices_of_their_own_what_it_draws_from_stacks(monkey
         engine = make_engine(kind, DECODER)
         engine.load(params)
         assert engine.device.params is not None
-        assert ("layers.q@0" in engine.device.params) == (kind is ShardingRules)
+        assert ("layers.up@0" in engine.device.params) == (kind is ShardingRules)
         answers.append(engine.generate(requests)[0])
         for module in (engine_weights, programs):
             monkeypatch.setattr(module, "engine_decoder", lambda decoder, rules, dtype: decoder)

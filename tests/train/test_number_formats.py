@@ -61,8 +61,7 @@ def test_engine_and_update_multiply_in_the_format_that_is_faster_on_this_cpu(
         params = rollouts.engine.device.params
         assert rollouts.engine.dtype == jnp.dtype(engine)
         assert params is not None
-        q = params["layers.q@0" if engine == "float32" else "layers.q"]
-        assert q.dtype == params["embed"].dtype == kept_dtype(jnp.dtype(engine), model.rules)
+        assert params["layers.q"].dtype == params["embed"].dtype == kept_dtype(jnp.dtype(engine), model.rules)
 
 
 def test_what_no_update_changes_is_there_once_in_bfloat16_too(tiny_model, tmp_path, one_device, cpu_says):
