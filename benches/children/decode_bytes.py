@@ -50,13 +50,13 @@ MADE = re.compile(r"^\s*(?:ROOT )?%\S+ = \w+\[([\d,]+)\]\S* (?:fusion|copy|conve
 
 def main(machine: str, form: str, slots: str, context: str, *settings: str) -> None:
     if form == "stacks":
-        podium.rollout.weights.engine_decoder = lambda decoder, rules, dtype: decoder
-        podium.rollout.programs.engine_decoder = lambda decoder, rules, dtype: decoder
+        podium.rollout.weights.engine_decoder = lambda decoder, rules: decoder
+        podium.rollout.programs.engine_decoder = lambda decoder, rules: decoder
         podium.rollout.programs.engine_options = lambda platform: {}
         gpu_decode.fits = lambda page_tokens, head_dim: False
     if form == "layers":
-        podium.rollout.weights.engine_decoder = lambda decoder, rules, dtype: unrolled(decoder)
-        podium.rollout.programs.engine_decoder = lambda decoder, rules, dtype: unrolled(decoder)
+        podium.rollout.weights.engine_decoder = lambda decoder, rules: unrolled(decoder)
+        podium.rollout.programs.engine_decoder = lambda decoder, rules: unrolled(decoder)
     accelerator = find_accelerator(machine)
     config = load_settings([str(CONFIG)], [f"rollout.slots={slots}", *settings]).config
     decoder = find_decoder(config)

@@ -21,11 +21,10 @@ from rich.table import Table
 from podium.bench.timing import fastest_s
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
-from podium.models.blocks.weights import LayerWeight, Separate
 from podium.models.decoder import head_weights
-from podium.models.linear import activation_dtype, make_linear, of_bits
+from podium.models.linear import activation_dtype, make_linear
 from podium.models.logprobs import logits_at
-from podium.models.params import LAYERS, TRAIN_AXES, param_specs, separate_name
+from podium.models.params import LAYERS, TRAIN_AXES, param_specs
 from podium.models.presets import find_architecture
 from podium.plan.calibration import load_chip
 from podium.plan.estimate import decode_phase
@@ -201,7 +200,7 @@ def _floor(config: Config, engine: RolloutEngine, context: float) -> tuple[float
     decoder = engine.decoder
     assert params is not None
     if rules.on_cpu:
-        products = jax.jit(functools.partial(_products, layers=decoder.layers, rules=rules, dtype=engine.dtype))
+        products = jax.jit(functools.partial(_products, rules=rules, dtype=engine.dtype))
         x = jnp.ones((config.rollout.slots, decoder.width), activation_dtype(rules, engine.dtype))
         return 1e3 * fastest_s(products, params, x), "the step's matrix products alone, measured"
     accelerator = machine_of(rules.mesh).accelerator
@@ -214,21 +213,17 @@ def _floor(config: Config, engine: RolloutEngine, context: float) -> tuple[float
     return 1e3 * max(form.flops / flops, read / peaks.hbm_bandwidth), "roofline: weights, keys and values read once"
 
 
-def _products(params: Params, x: jax.Array, *, layers: int, rules: ShardingRules, dtype: jnp.dtype) -> jax.Array:
+def _products(params: Params, x: jax.Array, *, rules: ShardingRules, dtype: jnp.dtype) -> jax.Array:
     """Compute all matrix products of a decode step and nothing else; x is [S, D]."""
-    linear, names = make_linear(rules), ("q", "k", "v", "o", "gate", "up", "down")
+    linear, rows = make_linear(rules), x[:, None]
+    names = ("q", "k", "v", "o", "gate", "up", "down")
+    layers = {name: params[LAYERS + name].astype(dtype) for name in names}
 
-    def matrix(name: str, layer: jax.Array) -> LayerWeight:
-        if LAYERS + name in params:
-            return of_bits(params[LAYERS + name][layer]).astype(dtype)
-        return Separate(tuple(params[separate_name(LAYERS + name, index)] for index in range(layers)), layer)
-
-    def run(layer: jax.Array, x: jax.Array) -> jax.Array:
-        w = {name: matrix(name, layer) for name in names}
+    def layer(x: jax.Array, w: Params) -> tuple[jax.Array, None]:
         q, k, v = (linear("btd,dhq->bthq", x, w[name]) for name in ("q", "k", "v"))
         x = linear("bthq,hqd->btd", q + jnp.mean(k + v), w["o"])
         gate, up = linear("btd,df->btf", x, w["gate"]), linear("btd,df->btf", x, w["up"])
-        return linear("btf,fd->btd", gate + up, w["down"])
+        return linear("btf,fd->btd", gate + up, w["down"]), None
 
-    rows = jax.lax.fori_loop(0, layers, run, x[:, None])
+    rows, _ = jax.lax.scan(layer, rows, layers)
     return logits_at(rows[:, 0], head_weights(params, rules, dtype), 1.0)

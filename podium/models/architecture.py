@@ -99,9 +99,6 @@ class DecoderConfig:
     """Factor of the embeddings, in the number format of the products (Gemma: the square root of the width)."""
     joined: bool = False
     """Whether a layer's matrices with one input are stored side by side (`podium.models.params.joined_groups`)."""
-    separate: bool = False
-    """Whether the matrices of each layer's MLP are arrays of their own, although layers are computed in a loop
-    (`podium.models.params.separate_name`)."""
     rollout_weights: RolloutWeights = "dtype"
     """The format in which a rollout stores the layers' matrices, as `rollout.weights` says; `rollout_decoder` is the
     decoder that follows from it."""

@@ -13,7 +13,7 @@ from podium.models.blocks.kind import Advance, At, Attend, Recur, States, Tree
 from podium.models.blocks.rope import Rope
 from podium.models.blocks.weights import LayerWeight, LayerWeights, Weight
 from podium.models.joined import apart
-from podium.models.linear import make_linear, output_dims, products, several
+from podium.models.linear import make_linear, output_dims, several
 from podium.models.mixture import mixed
 from podium.models.params import Group
 from podium.models.placement import from_sequences, projected_rows, to_sequences, whole_rows
@@ -59,7 +59,7 @@ class LayerContext:
         """The einsums of an activation and each of these weights; one product, where they are stored side by side."""
         group = next((each for each in self.joined if each.names == tuple(names)), None)
         if group is None:
-            return products(self.linear, pattern, x, [w[name] for name in names])
+            return [self.linear(pattern, x, w[name]) for name in names]
         y = self.linear(pattern, x, w[group.whole])
         return apart(y, output_dims(pattern)[1], group, self.rules)
 

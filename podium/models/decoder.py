@@ -18,7 +18,7 @@ from podium.models.architecture import DecoderConfig
 from podium.models.blocks.choices import Recorded
 from podium.models.blocks.kind import Attend, Block, Kind, Place, Recur, Tree
 from podium.models.blocks.mathematics import rms_norm, rope_tables
-from podium.models.blocks.weights import AnyWeight, Integers, LayerWeights, Separate, Weight
+from podium.models.blocks.weights import AnyWeight, Integers, LayerWeights, Weight
 from podium.models.context import LayerContext, Tables
 from podium.models.linear import (
     activation_dtype,
@@ -29,7 +29,7 @@ from podium.models.linear import (
     of_experts,
     with_adapters,
 )
-from podium.models.params import SEPARATE, is_adapter, joined_groups, param_specs, separate_name
+from podium.models.params import is_adapter, joined_groups, param_specs
 from podium.models.placement import merge_rows, split_rows, to_rows
 from podium.models.quantised import dequantised
 from podium.sharding import Params, ShardingRules
@@ -98,13 +98,7 @@ def forward(
         return input_parts(specs[place.prefix + name], rules)
 
     def layer(
-        carry: tuple[jax.Array, Tree],
-        xs: LayerInputs,
-        *,
-        place: Place,
-        stacks: Params,
-        separate: Mapping[str, tuple[jax.Array, ...]],
-        several: bool,
+        carry: tuple[jax.Array, Tree], xs: LayerInputs, *, place: Place, stacks: Params, several: bool
     ) -> tuple[tuple[jax.Array, Tree], Tree]:
         x, own = carry
         index, stored, known = xs
@@ -130,8 +124,7 @@ def forward(
         if config.int8_products:
             x, own, auxiliary = compute(integers(weights, functools.partial(parts, place)), rows)
         else:
-            in_place = {name: Separate(matrices, index) for name, matrices in separate.items()}
-            x, own, auxiliary = compute(dequantised(weights, dtype) | in_place, rows)
+            x, own, auxiliary = compute(dequantised(weights, dtype), rows)
         return (x, own), auxiliary
 
     tables = [rope_tables(positions, rope.frequencies(), rope.length) for rope in config.ropes]
@@ -151,10 +144,8 @@ def forward(
             for place, own in zip(config.places[here], stored, strict=True):
                 experts = [name for name in own if of_experts(specs[place.prefix + name]) and own[name].dtype == dtype]
                 stacks = {name: own.pop(name) for name in experts if from_stacks}
-                separate = _take_separate(own, len(place.layers))
                 several = remat != "none" and len(stack.pattern) > 1
-                step = functools.partial(layer, place=place, stacks=stacks, separate=separate, several=several)
-                steps.append(_remat(step, remat))
+                steps.append(_remat(functools.partial(layer, place=place, stacks=stacks, several=several), remat))
             known: list[Recorded | None] = [None] * len(steps) if recorded is None else list(recorded[here])
             x, kept[here], made = _scan(steps, x, kept[here], stored, known, stack.repeats)
             auxiliary += made
@@ -213,12 +204,6 @@ def _of_place(params: Params, place: Place) -> Params:
     return {own: params[name] for name, own in names.items()}
 
 
-def _take_separate(stored: Params, layers: int) -> dict[str, tuple[jax.Array, ...]]:
-    """Remove the matrices that are arrays of their own from a place's weights; returns those of all its layers."""
-    names = [name.removesuffix(SEPARATE + "0") for name in stored if name.endswith(SEPARATE + "0")]
-    return {name: tuple(stored.pop(separate_name(name, index)) for index in range(layers)) for name in names}
-
-
 def _scan(
     steps: Sequence[Step],
     x: jax.Array,
@@ -252,7 +237,7 @@ known of the tokens' experts."""
 
 
 def _layer(
-    w: Mapping[str, AnyWeight | Integers | Separate],
+    w: Mapping[str, AnyWeight | Integers],
     rows: Rows,
     *,
     index: jax.Array,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from podium.models.blocks.spec import ParamSpec, is_matrix, matrix_outputs
-from podium.models.blocks.weights import Adapted, AnyWeight, Integers, LayerWeight, Separate, Weight
+from podium.models.blocks.weights import Adapted, AnyWeight, Integers, LayerWeight, Weight
 from podium.models.params import LORA_A, LORA_B, SCALE, is_adapter
 from podium.models.quantised import step_of
 from podium.sharding import ShardingRules
@@ -71,14 +71,13 @@ def _sums(stored: jax.Array, axes: Sequence[str | None], rules: ShardingRules, *
     return rules.weight_sums(stored, *axes)
 
 
-def with_adapters(w: Mapping[str, AnyWeight | Integers | Separate], scale: float) -> dict[str, LayerWeight]:
+def with_adapters(w: Mapping[str, AnyWeight | Integers], scale: float) -> dict[str, LayerWeight]:
     """A layer's weights, with each adapted matrix combined with its adapter."""
     found: dict[str, LayerWeight] = {}
     for name, value in w.items():
         if name + LORA_A in w:
             a, b = w[name + LORA_A], w[name + LORA_B]
-            assert not isinstance(a, Integers | Separate) and not isinstance(b, Integers | Separate)
-            assert not isinstance(value, Separate), "adapted matrices are in a stack"
+            assert not isinstance(a, Integers) and not isinstance(b, Integers), "adapters are never stored as codes"
             found[name] = Adapted(value, a, b, scale)
         elif not is_adapter(name):
             found[name] = value
@@ -148,8 +147,6 @@ def make_linear(rules: ShardingRules) -> Linear:
             return linear(pattern, x, w.matrix) + adapter(linear, pattern, x, w)
         if isinstance(w, Integers):
             return integer_product(pattern, x, w)
-        if isinstance(w, Separate):
-            return products_in_place(pattern, x, [w])[0]
         return product(pattern, jnp.dtype(x.dtype), rules.on_cpu, x, w)
 
     return linear
@@ -165,7 +162,7 @@ def several(
     """
     trained = [each for each in weights if isinstance(each, Weight) and each.sums is not None]
     if rules.platform != "tpu" or len(trained) < len(weights) or rules.num_shards(axis) > 1:
-        return products(linear, pattern, x, weights)
+        return [linear(pattern, x, each) for each in weights]
     dim, split = output_dims(pattern)
     behind = dim - trained[0].value.ndim  # counted from the end, as sums may have dimensions for parts of the tokens
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=behind), *trained)
@@ -211,28 +208,6 @@ def product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: AnyW
     return _product(form, x, w.value, w.sums, kept)
 
 
-def products(linear: Linear, pattern: str, x: jax.Array, weights: Sequence[LayerWeight]) -> list[jax.Array]:
-    """The products of one activation with several weights, apart."""
-    separate = [each for each in weights if isinstance(each, Separate)]
-    if len(separate) == len(weights):
-        return products_in_place(pattern, x, separate)
-    return [linear(pattern, x, each) for each in weights]
-
-
-def products_in_place(pattern: str, x: jax.Array, weights: Sequence[Separate]) -> list[jax.Array]:
-    """Einsums with several matrices of one layer, which are read where they are stored; no gradient flows.
-
-    XLA on CPU would copy a layer's slice of a stack before each product. A branch for each layer costs microseconds,
-    and no machine code is made for it.
-    """
-
-    def of(*matrices: jax.Array) -> Callable[[jax.Array], list[jax.Array]]:
-        return lambda x: [_traced_once(pattern, x.astype(matrix.dtype), matrix, x.dtype) for matrix in matrices]
-
-    layers = zip(*(each.matrices for each in weights), strict=True)
-    return jax.lax.switch(weights[0].layer, [of(*matrices) for matrices in layers], x)
-
-
 def integer_product(pattern: str, x: jax.Array, w: Integers) -> jax.Array:
     """An einsum of int8 operands, summed in int32, with the dtype of `x`; no gradient flows.
 
@@ -275,10 +250,6 @@ class Form(NamedTuple):
 
 def _einsum(pattern: str, x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.einsum(pattern, x, y, precision=full_precision(y.dtype), preferred_element_type=dtype)
-
-
-_traced_once = jax.jit(_einsum, static_argnums=(0, 3))
-"""`_einsum`, for one that occurs in many branches."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

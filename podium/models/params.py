@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from podium.config.lora import ADAPTABLE, MATRICES, NF4_BLOCK, TARGETS
+from podium.config.lora import ADAPTABLE, MATRICES, NF4_BLOCK
 from podium.models.architecture import LAYERS, DecoderConfig, Lora, ModelError, rollout_decoder
 from podium.models.blocks.spec import ParamSpec, ParamSpecs, matrix_outputs, stacked
 
@@ -20,8 +20,6 @@ SCALE = ".scale"
 """Name suffixes: a matrix's two adapter factors, and its scales if it is stored in fewer bits than bfloat16."""
 JOIN = "+"
 """Stands between the names of matrices that are stored side by side, as in `q+k+v`."""
-SEPARATE = "@"
-"""Stands between a matrix's name and the number of its layer, where each layer's is an array of its own."""
 _PREFIX = re.compile(rf"^{re.escape(LAYERS)}(\d+\.)?")
 VOCAB_BLOCK = 128
 """Vocabulary tokens per block of the sampler (`podium.rollout.sampling`); a vocabulary is split between blocks."""
@@ -109,11 +107,7 @@ def param_specs(config: DecoderConfig) -> ParamSpecs:
         if config.lora is not None:
             one_layer |= _lora_specs(one_layer, config.lora)
         one_layer = _side_by_side(one_layer, groups)
-        for name, spec in one_layer.items():
-            if is_separate(name, config):
-                specs |= {separate_name(place.prefix + name, index): spec for index in range(len(place.layers))}
-            else:
-                specs[place.prefix + name] = stacked(spec, len(place.layers))
+        specs |= {place.prefix + name: stacked(spec, len(place.layers)) for name, spec in one_layer.items()}
     specs["final_norm"] = _shifted("final_norm", ParamSpec((D,), (None,), 0.0, 1.0), config.norm_offset)
     if config.scores != "none":  # near 0, as in OpenRLHF: a new critic does not disturb the first updates
         specs["score"] = ParamSpec((1, D), (None, "width"), 1 / (D + 1))
@@ -122,16 +116,6 @@ def param_specs(config: DecoderConfig) -> ParamSpecs:
     elif not config.tied:
         specs["head"] = ParamSpec((V, D), ("vocab", "width"), std)
     return specs
-
-
-def is_separate(name: str, config: DecoderConfig) -> bool:
-    """Whether each layer's weight of this name, as its kind declares it, is an array of its own."""
-    return config.separate and name in TARGETS["mlp"]
-
-
-def separate_name(name: str, index: int) -> str:
-    """The name of a stack's matrix of one layer, as `layers.q@3`; `index` counts the layers of its place."""
-    return f"{name}{SEPARATE}{index}"
 
 
 def _shifted(name: str, spec: ParamSpec, offset: float) -> ParamSpec:

@@ -188,7 +188,7 @@ def _rollout_programs(
     weights = abstract_weights(decoder, rules, dtype)
     cache = abstract_engine_cache(*engine)
     extend = (
-        _with_all_logits(engine_decoder(decoder, rules, dtype), rules, dtype)
+        _with_all_logits(engine_decoder(decoder, rules), rules, dtype)
         if rollout.layout == "legacy"
         else programs.extend
     )

@@ -22,14 +22,13 @@ from podium.models.blocks.kind import Advance, At, States
 from podium.models.decoder import forward, head_weights
 from podium.models.linear import activation_dtype, of_bits
 from podium.models.logprobs import logits_at
-from podium.models.params import SEPARATE, rollout_specs
 from podium.models.recorded_routing import joined_choices
 from podium.models.visibility import Visibility
 from podium.rollout import cache as caches
 from podium.rollout.cache import Cache, Rows
 from podium.rollout.sampling import A, SamplingRows, idle_rows, num_words, sample_split, with_tokens
 from podium.rollout.sequence import MAX_STOP_TOKENS
-from podium.rollout.weights import Program, SyncProgram, engine_decoder, make_sync
+from podium.rollout.weights import Program, SyncProgram, engine_decoder, engine_specs, make_sync
 from podium.sharding import Params, ShardingRules
 
 Tree = TypeVar("Tree")
@@ -204,7 +203,7 @@ def make_engine_programs(
     Raises ValueError if slots or prefill rows do not divide over the devices that split them.
     """
     check_split(config, rules.num_shards("batch"))
-    computed = engine_decoder(decoder, rules, dtype)
+    computed = engine_decoder(decoder, rules)
     return EnginePrograms(
         sync=make_sync(decoder, rules, dtype),
         place=make_sync(decoder, rules, dtype, frozen=True),
@@ -220,14 +219,13 @@ def abstract_engine_cache(
     config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> Cache:
     """An engine's cache with abstract arrays."""
-    computed = engine_decoder(decoder, rules, dtype)
+    computed = engine_decoder(decoder, rules)
     return caches.abstract_cache(computed, config, dtype=activation_dtype(rules, dtype), rules=rules)
 
 
 def seen_words(decoder: DecoderConfig, rules: ShardingRules) -> int:
     """W: the numbers that hold the tokens of a slot's sequence as bits, over the padded vocabulary."""
-    specs = rollout_specs(decoder, rules.num_shards("logits"))
-    return num_words(specs["embed" if decoder.tied else "head"].shape[0])
+    return num_words(engine_specs(decoder, rules)["embed" if decoder.tied else "head"].shape[0])
 
 
 def abstract_slots(
@@ -348,7 +346,7 @@ def nonfinite_layer(
     params: Params, tokens: Sequence[int], decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> str:
     """Describe the first non-finite weight or layer of a forward pass over these tokens. Compiles a program; slow."""
-    decoder = engine_decoder(decoder, rules, dtype)
+    decoder = engine_decoder(decoder, rules)
     whole = rules.sharding()  # replicated, so that every host can read it
 
     def finite(value: jax.Array) -> jax.Array:
@@ -358,9 +356,8 @@ def nonfinite_layer(
         wrong = ~np.asarray(jax.jit(finite, out_shardings=whole)(value))
         if wrong.any():
             of_place = [place.layers for place in decoder.places if name.startswith(place.prefix)]
-            stack, _, index = name.partition(SEPARATE)
-            layer = f" of layer {of_place[0][int(index or np.argmax(wrong))]}" if of_place else ""
-            return f"weight {stack}{layer} is not finite"
+            layer = f" of layer {of_place[0][int(np.argmax(wrong))]}" if of_place else ""
+            return f"weight {name}{layer} is not finite"
 
     one_sequence = jnp.ones((1, len(tokens)), jnp.int32)
 

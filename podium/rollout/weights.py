@@ -1,13 +1,10 @@
 """An engine's weights: their layout, which of them updates change, and how to make them from the trainer's."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
 from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
 
 from podium.compiler import Lowerable
 from podium.models.adapters import merged
@@ -22,13 +19,10 @@ from podium.models.params import (
     ParamSpecs,
     indivisible,
     is_adapter,
-    is_separate,
     joined_groups,
-    own_name,
     param_specs,
     rollout_dtype,
     rollout_specs,
-    separate_name,
 )
 from podium.models.quantised import int8
 from podium.sharding import AnyParams, Params, ShardingRules, abstract_params, param_shardings
@@ -50,27 +44,22 @@ class SyncProgram(Program, Protocol):
         ...
 
 
-def engine_decoder(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> DecoderConfig:
+def engine_decoder(decoder: DecoderConfig, rules: ShardingRules) -> DecoderConfig:
     """The decoder as an engine computes it: in the rollout's formats, and on GPUs unrolled and joined, unless it shares
-    the trainer's frozen weights. On one CPU in float32, the matrices of each layer's MLP are arrays of their own.
+    the trainer's frozen weights.
 
     XLA for GPUs copies a layer's slice of a stack of weights before each product, so that a decode step would move
     every weight three times (benches/results/gpu-decode-planned.json). Small products reach a third of the memory's
     bandwidth there, and each takes a launch, so one product reads all matrices of a layer that have one input.
-    XLA for CPUs copies such a slice too, in a fifth of the products' time in a decode step of 64 rows. Layers stay in a
-    loop there, since machine code for each of them compiles longer than a rollout takes, and small matrices in stacks,
-    since `sync` has a kernel to compile for each array. With bfloat16 the gain was not measured, so all are in stacks.
     """
-    if rules.on_cpu and rules.mesh.size == 1 and dtype == jnp.float32 and decoder.lora is None:
-        return dataclasses.replace(rollout_decoder(decoder), separate=decoder.rollout_weights == "dtype")
     stacked = rules.platform != "gpu" or (decoder.lora is not None and decoder.lora.shared)
     own = rollout_decoder(decoder)
     return own if stacked else dataclasses.replace(unrolled(own), joined=True)
 
 
-def engine_specs(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> ParamSpecs:
+def engine_specs(decoder: DecoderConfig, rules: ShardingRules) -> ParamSpecs:
     """The specs of an engine's weights under these rules."""
-    return rollout_specs(engine_decoder(decoder, rules, dtype), rules.num_shards("logits"))
+    return rollout_specs(engine_decoder(decoder, rules), rules.num_shards("logits"))
 
 
 def frozen_in_rollout(decoder: DecoderConfig, name: str) -> bool:
@@ -87,21 +76,26 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
     synced; with `frozen`, all other weights. Matrices that an engine reads in one product are written side by side.
     Matrices that only the rollout stores in int8 are quantised from what the trainer stores, with scales beside them.
     """
-    engine = engine_decoder(decoder, rules, dtype)
-    every = engine_specs(decoder, rules, dtype)
-    specs = {name: spec for name, spec in every.items() if frozen_in_rollout(decoder, name) == frozen}
-    single = rollout_specs(dataclasses.replace(engine, joined=False, separate=False), rules.num_shards("logits"))
+    engine = engine_decoder(decoder, rules)
+    specs = {
+        name: spec for name, spec in engine_specs(decoder, rules).items() if frozen_in_rollout(decoder, name) == frozen
+    }
+    single = rollout_specs(dataclasses.replace(engine, joined=False), rules.num_shards("logits"))
     stored = param_shardings(param_specs(decoder), ShardingRules(rules.mesh, TRAIN_AXES))
     wanted = param_shardings(specs, rules)
     merging = decoder.lora is not None and decoder.lora.merged
     places = {layer: place for place in engine.places for layer in place.layers}
     stacked = engine.stacks == decoder.stacks
+    alike = specs.keys() <= stored.keys() and all(
+        stored[name].is_equivalent_to(wanted[name], len(spec.shape)) for name, spec in specs.items()
+    )
     trained = _trained(rules)
-    in_place = _alike(specs, stored, wanted) and stacked and not engine.joined and not merging
+    in_place = alike and stacked and not engine.joined and not merging
 
     def put(name: str, value: jax.Array) -> jax.Array:
         shape, axes, *_ = single[name]
-        value = _padded(value.astype(rollout_dtype(name, decoder, dtype)), shape[-value.ndim :])
+        missing = [(0, size - found) for size, found in zip(shape[-value.ndim :], value.shape, strict=True)]
+        value = jnp.pad(value.astype(rollout_dtype(name, decoder, dtype)), missing)
         value = as_bits(value) if rules.on_cpu else value
         return rules.constrain(value, *axes[len(axes) - value.ndim :])
 
@@ -128,44 +122,12 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
         whole = {name: value for name, value in params.items() if in_place or not name.startswith(LAYERS)}
         moved = {name: jnp.copy(put(name, of_bits(value))) for name, value in whole.items()}
         for place in decoder.places if not in_place else ():
-            layers = _of_place(params, place)
+            names = {name.removeprefix(place.prefix): name for name in params if name.startswith(place.prefix)}
+            layers = {own: params[name] for own, name in names.items()}
             moved |= move_stack(layers, place) if layers else {}
         return moved
 
-    made = functools.partial(_one_by_one, engine=engine, put=put) if engine.separate else sync
-    return cast(SyncProgram, jax.jit(made, out_shardings=wanted))
-
-
-def _padded(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A value with zeros behind its own elements, up to this shape."""
-    return jnp.pad(value, [(0, size - found) for size, found in zip(shape, value.shape, strict=True)])
-
-
-def _alike(specs: ParamSpecs, stored: Mapping[str, Sharding], wanted: Mapping[str, Sharding]) -> bool:
-    """Whether all weights are stored under the same names, and laid out as wanted."""
-    return specs.keys() <= stored.keys() and all(
-        stored[name].is_equivalent_to(wanted[name], len(spec.shape)) for name, spec in specs.items()
-    )
-
-
-def _of_place(params: Params, place: Place) -> Params:
-    """The weights at a place, by their names within its kinds."""
-    names = {name.removeprefix(place.prefix): name for name in params if name.startswith(place.prefix)}
-    return {own: params[name] for own, name in names.items()}
-
-
-def _one_by_one(params: Params, engine: DecoderConfig, put: Callable[[str, jax.Array], jax.Array]) -> Params:
-    """Copies of all weights made by `put`, matrices layer by layer, under an engine's names."""
-    moved: Params = {}
-    for name, value in params.items():
-        if is_separate(own_name(name), engine):
-            flat, size = value.reshape(-1), value.size // len(value)  # a slice of one dimension is copied as a whole
-            parts = [jax.lax.slice_in_dim(flat, index * size, (index + 1) * size) for index in range(len(value))]
-            named = {separate_name(name, index): part.reshape(value.shape[1:]) for index, part in enumerate(parts)}
-        else:
-            named = {name: value}
-        moved |= {own: jnp.copy(put(name, part)) for own, part in named.items()}
-    return moved
+    return cast(SyncProgram, jax.jit(sync, out_shardings=wanted))
 
 
 def _trained(rules: ShardingRules) -> ShardingRules:
@@ -192,7 +154,7 @@ def _rounded(name: str, value: jax.Array, specs: ParamSpecs, trained: ShardingRu
 
 def abstract_weights(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:
     """An engine's weights with abstract arrays."""
-    specs = engine_specs(decoder, rules, dtype)
+    specs = engine_specs(decoder, rules)
     dtypes = {name: kept_dtype(jnp.dtype(rollout_dtype(name, decoder, dtype)), rules) for name in specs}
     return {
         name: jax.ShapeDtypeStruct(each.shape, dtypes[name], sharding=each.sharding)
@@ -207,7 +169,7 @@ def keeps(params: AnyParams, decoder: DecoderConfig, rules: ShardingRules, dtype
     """
     if decoder.lora is None or decoder.lora.merged:
         return True
-    engine = engine_decoder(decoder, rules, dtype)
+    engine = engine_decoder(decoder, rules)
     if engine.joined or engine.stacks != decoder.stacks:
         return False
     wanted = abstract_weights(decoder, rules, dtype)

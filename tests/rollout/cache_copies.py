@@ -54,7 +54,7 @@ def copies(machine: str, model: str) -> dict[str, dict[str, float]]:
     decoder, devices = decoder_of(model), topology_devices(find_accelerator(machine))
     rules = rollout_rules(Layout(name="replicated"), decoder, make_mesh(f"fsdp:{len(devices)}", devices))
     programs = make_engine_programs(CONFIG, decoder, rules, DTYPE)
-    weights = abstract_params(engine_specs(decoder, rules, DTYPE), DTYPE, rules)
+    weights = abstract_params(engine_specs(decoder, rules), DTYPE, rules)
     cache = abstract_engine_cache(CONFIG, decoder, rules, DTYPE)
     stored = [math.prod(each.sharding.shard_shape(each.shape)) for each in jax.tree.leaves(cache)]
     values = cache.places[0].kv.values

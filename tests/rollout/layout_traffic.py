@@ -55,7 +55,7 @@ def traffic(layout: str, mesh: Mesh, dtype: jnp.dtype) -> dict[str, dict[str, fl
     What a call sends before its steps, for first tokens, is left out.
     """
     rules = rollout_rules(Layout(name=layout, group=GROUPS.get(layout, 1)), DECODER, mesh)
-    weights = abstract_params(engine_specs(DECODER, rules, dtype), dtype, rules)
+    weights = abstract_params(engine_specs(DECODER, rules), dtype, rules)
     cache = abstract_engine_cache(CONFIG, DECODER, rules, dtype)
     decode = make_decode(DECODER, rules, dtype, steps=STEPS)
     module = parse(

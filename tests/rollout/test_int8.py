@@ -35,7 +35,6 @@ from podium.sharding import ShardingRules, init_params, make_mesh
 pytestmark = pytest.mark.usefixtures("whole_slots")
 
 INT8, W8A8 = (dataclasses.replace(DECODER, rollout_weights=how) for how in ("int8", "w8a8"))
-F32 = jnp.dtype("float32")
 LORA = Lora(rank=2, alpha=4.0, targets=("q", "v", "up"))
 INPUTS = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 """Input dimensions of each matrix, which come after that of the layers."""
@@ -183,9 +182,9 @@ def test_groups_of_devices_have_their_parts_of_the_codes(how, mesh):
     )
     here = {name: np.asarray(value)[:300] if name == "embed" else np.asarray(value) for name, value in synced.items()}
     assert all(np.array_equal(here[name], value) for name, value in alone.items())
-    states = hidden_states(synced, engine_decoder(decoder, rules, F32), rules)
+    states = hidden_states(synced, engine_decoder(decoder, rules), rules)
     one = ShardingRules(mesh_of(1), ROLLOUT_AXES)
-    expected = hidden_states(alone, engine_decoder(decoder, one, F32), one)
+    expected = hidden_states(alone, engine_decoder(decoder, one), one)
     # parts of the inputs of o and down have scales of their own, which changes the rounding of activations
     bar = 1e-5 if how == "int8" else 0.02
     assert np.abs(states - expected).max() <= bar * np.abs(expected).max()
@@ -203,7 +202,7 @@ def test_a_gpus_layers_side_by_side_have_the_same_codes(how, biased):
     found = {}
     for rules in (OfGpu(mesh_of(1), ROLLOUT_AXES), ShardingRules(mesh_of(1), ROLLOUT_AXES)):
         synced = make_sync(decoder, rules, jnp.dtype("float32"))(params)
-        found[rules.platform] = hidden_states(synced, engine_decoder(decoder, rules, F32), rules)
+        found[rules.platform] = hidden_states(synced, engine_decoder(decoder, rules), rules)
         assert synced.keys() == abstract_weights(decoder, rules, jnp.dtype("float32")).keys()
     assert np.abs(found["gpu"] - found["cpu"]).max() <= 1e-5 * np.abs(found["cpu"]).max()
 

@@ -16,7 +16,6 @@ from podium.models.presets import PRESETS
 from podium.rollout.weights import abstract_weights, engine_decoder, engine_specs, make_sync
 from podium.sharding import ShardingRules, make_mesh
 
-F32 = jnp.dtype("float32")
 BIASED = tiny(qkv_bias=True, qk_norm=True)
 WIDE = tiny(width=64, mlp_width=64, heads=2, kv_heads=1, head_dim=64)
 SOME = Lora(rank=2, alpha=4.0, targets=("q", "v", "up"))
@@ -69,7 +68,7 @@ def test_joined_matrices_give_what_single_ones_do(decoder, joined):
         name: (each.shape, each.dtype) for name, each in found.items()
     }
     expected = hidden_states(params, decoder, ShardingRules(rules.mesh, ROLLOUT_AXES))
-    states = hidden_states(found, engine_decoder(decoder, rules, F32), rules)
+    states = hidden_states(found, engine_decoder(decoder, rules), rules)
     assert np.abs(states - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
@@ -81,14 +80,14 @@ def test_devices_that_share_a_layer_have_their_part_of_every_matrix_and_exchange
     first = found["layers.0.q+k+v"].addressable_shards[0].data[0]
     assert np.array_equal(first, np.concatenate([q[:, :2], k[:, :1], params["layers.v"][0][:, :1]], axis=1))
     expected = hidden_states(params, BIASED, ShardingRules(mesh_of(1), ROLLOUT_AXES))
-    states = hidden_states(found, engine_decoder(BIASED, rules, F32), rules)
+    states = hidden_states(found, engine_decoder(BIASED, rules), rules)
     assert np.abs(states - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_a_layer_has_four_products_with_weights():
     rules = OfGpu(mesh_of(1), ROLLOUT_AXES)
     weights = abstract_weights(BIASED, rules, jnp.dtype("float32"))
-    text = make_pass(engine_decoder(BIASED, rules, F32), rules).lower(weights).as_text()
+    text = make_pass(engine_decoder(BIASED, rules), rules).lower(weights).as_text()
     of_attention = 2
     assert text.count("dot_general") == BIASED.layers * (4 + of_attention)
 
@@ -96,11 +95,11 @@ def test_a_layer_has_four_products_with_weights():
 def test_matrices_of_other_formats_stay_apart():
     decoder = tiny_clone(PRESETS["Qwen/Qwen3.5-9B"])
     rules = OfGpu(mesh_of(1), ROLLOUT_AXES)
-    own = {name.partition(".")[2].partition(".")[2] for name in engine_specs(decoder, rules, F32)}
+    own = {name.partition(".")[2].partition(".")[2] for name in engine_specs(decoder, rules)}
     assert {"q+k+v+z", "a+b"} <= own
     lora = dataclasses.replace(ALL, targets=("o",))
     own = {
         name.partition(".")[2].partition(".")[2]
-        for name in engine_specs(dataclasses.replace(decoder, lora=lora), rules, F32)
+        for name in engine_specs(dataclasses.replace(decoder, lora=lora), rules)
     }
     assert {"q", "z", "a+b"} <= own

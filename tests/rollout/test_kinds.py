@@ -62,7 +62,7 @@ def answers():
 
 def logprobs_of(tokens):
     """Log-probabilities [T, V] behind each token of a sequence."""
-    params = {name: np.asarray(value, np.float64) for name, value in weights(shared_engine().rules).items()}
+    params = {name: np.asarray(value, np.float64) for name, value in shared_engine().device.params.items()}
     logits = naive(params, np.array(tokens))[0] @ params["embed"].T
     return (
         logits

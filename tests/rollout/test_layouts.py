@@ -106,7 +106,7 @@ def test_sync_casts_and_lays_out_as_the_layout_says_in_buffers_of_its_own(layout
     expected = {name: np.asarray(value.astype(jnp.bfloat16)) for name, value in params.items()}
     for dtype in (jnp.bfloat16, jnp.float32):
         synced = {name: of_bits(value) for name, value in make_sync(TINY, rules, jnp.dtype(dtype))(params).items()}
-        wanted = param_shardings(engine_specs(TINY, rules, jnp.dtype(dtype)), rules)
+        wanted = param_shardings(engine_specs(TINY, rules), rules)
         assert {name: value.sharding for name, value in synced.items()} == wanted
         assert all(value.dtype == dtype for value in synced.values())
     for value in params.values():

@@ -1,5 +1,4 @@
-"""The engine's forms of weights: on GPUs, computed on the CPU, each layer has its own weights and cache; on one CPU its
-own matrices."""
+"""The engine's form on GPUs, computed on the CPU: each layer has its own weights and cache."""
 
 import dataclasses
 import functools
@@ -16,16 +15,13 @@ from podium.kernels import gpu_decode
 from podium.models.architecture import Lora, unrolled, with_layers
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, frozen_specs, is_adapter, param_specs
 from podium.models.presets import PRESETS
-from podium.rollout import programs
-from podium.rollout import weights as engine_weights
 from podium.rollout.engine import NonFiniteError, RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.rollout.weights import engine_decoder, engine_specs, keeps
-from podium.sharding import ShardingRules, init_params, make_mesh
+from podium.sharding import ShardingRules, init_params
 
 pytestmark = pytest.mark.usefixtures("whole_slots")
 
-F32 = jnp.dtype("float32")
 LORA = Lora(rank=2, alpha=4.0, targets=("q", "v", "up"), base="bfloat16", merged=False)
 
 
@@ -45,35 +41,12 @@ def opinionated(decoder, seed):
     return {name: value if "norm" in name else 10 * value for name, value in params.items()}
 
 
-def test_a_gpu_has_each_layer_apart_one_cpu_its_float32_mlp_and_others_stack_them():
+def test_a_gpu_has_each_layer_apart_and_others_stack_them():
     cpu, gpu = (kind(mesh_of(1), ROLLOUT_AXES) for kind in (ShardingRules, OfGpu))
-    cpus = ShardingRules(make_mesh("fsdp:8"), ROLLOUT_AXES)
-    assert engine_decoder(DECODER, cpus, F32) is engine_decoder(DECODER, cpu, jnp.dtype("bfloat16")) is DECODER
-    assert [len(place.layers) for place in engine_decoder(DECODER, gpu, F32).places] == [1] * DECODER.layers
-    stacked = engine_specs(DECODER, cpus, F32)["layers.down"].shape
-    assert stacked[0] == DECODER.layers
-    assert engine_specs(DECODER, gpu, F32)["layers.1.down"].shape == (1, *stacked[1:])
-    of_one = engine_specs(DECODER, cpu, F32)
-    assert of_one["layers.down@1"].shape == stacked[1:]
-    assert of_one["layers.o"].shape[0] == DECODER.layers
-
-
-class Stacking(ShardingRules):
-    """As those of one CPU, with programs of their own."""
-
-
-def test_a_cpu_draws_from_matrices_of_their_own_what_it_draws_from_stacks(monkeypatch):
-    requests, params = random_requests(5, completions=2, config=ONE_BUCKET), opinionated(DECODER, 0)
-    answers = []
-    for kind in (ShardingRules, Stacking):
-        engine = make_engine(kind, DECODER)
-        engine.load(params)
-        assert engine.device.params is not None
-        assert ("layers.up@0" in engine.device.params) == (kind is ShardingRules)
-        answers.append(engine.generate(requests)[0])
-        for module in (engine_weights, programs):
-            monkeypatch.setattr(module, "engine_decoder", lambda decoder, rules, dtype: decoder)
-    assert same(*answers)
+    assert engine_decoder(DECODER, cpu) is DECODER
+    assert [len(place.layers) for place in engine_decoder(DECODER, gpu).places] == [1] * DECODER.layers
+    assert engine_specs(DECODER, cpu)["layers.q"].shape[0] == DECODER.layers
+    assert engine_specs(DECODER, gpu)["layers.1.o"].shape == (1, *engine_specs(DECODER, cpu)["layers.o"].shape[1:])
 
 
 def test_an_unrolled_decoder_has_the_same_layers_in_the_same_order():

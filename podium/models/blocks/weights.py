@@ -34,13 +34,6 @@ class Integers(NamedTuple):
     """The number of parts into which devices split each input dimension; an activation has a scale for each."""
 
 
-class Separate(NamedTuple):
-    """A matrix of each layer of a place, in passes without gradients; that of one layer is multiplied."""
-
-    matrices: tuple[jax.Array, ...]  # each [in..., out...]
-    layer: jax.Array  # [] int32
-
-
 class Adapted(NamedTuple):
     """A frozen matrix with its adapter; the product with x is xW + scale (xA)B."""
 
@@ -51,6 +44,6 @@ class Adapted(NamedTuple):
 
 
 AnyWeight: TypeAlias = Union["jax.Array", Weight]
-LayerWeight: TypeAlias = Union["jax.Array", Weight, Integers, Separate, Adapted]
+LayerWeight: TypeAlias = Union["jax.Array", Weight, Integers, Adapted]
 LayerWeights: TypeAlias = Mapping[str, LayerWeight]
 """The weights of one layer, by the names that its kinds declare."""
