@@ -4,11 +4,12 @@
 
 The cases are some of `benches.fit`. The settings that `--fit` varies are enumerated here anew, more finely, and every
 combination is costed by the closed form; none of the search's code is used. The closed form orders them by seconds,
-but its memory is not believed: what it takes for a tenth too large is compiled too. The update and the decode of the
-fastest ones are compiled in order, but for what the closed form takes for larger than something alike that was too
-large, until both fit and so does the plan of the whole run. Then the settings that `--fit`
-found (benches/results/fit-planned.json) are planned in the same way. Writes benches/results/fit-exhaustive-planned.json
-and its table in docs/planner-measurements.md; exit status 1 if the settings of `--fit` take over 5 % longer.
+but its memory figures are not trusted: settings that it takes for up to a tenth too large are compiled too. The update
+and the decode of the fastest settings are compiled in order, until both fit and so does the plan of the whole run;
+settings are left out if they recompute alike and are larger, by the closed form, than some that turned out too large.
+Then the settings that `--fit` found (benches/results/fit-planned.json) are planned in the same way. Writes
+benches/results/fit-exhaustive-planned.json and its table in docs/planner-measurements.md; exit status 1 if the settings
+of `--fit` take over 5 % longer.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 from the trained policy.
 
     python -m benches.int8              (ten minutes of CPU time: some eight compilations, each kept, and demo steps)
-    python -m benches.int8 --curves     (an hour of CPU time: nine demo runs of 20 steps, three of each format)
+    python -m benches.int8 --curves     (one to two hours of CPU time: nine demo runs of 20 steps)
 
 `planned` are milliseconds of a decode step on v6e-8, by the roofline of the compiled program at the chip's published
 bandwidths: Qwen2.5-3B replicated, 32 sequences on a chip, and Qwen2.5-7B in the layout that `auto` chooses for each
