@@ -76,7 +76,7 @@ def write_model(folder: Path) -> None:
 
 
 def podium(folder: Path, number_format: str, steps: int, seed: int, *, gpu: bool = False) -> Run:
-    """`podium train` of the demo."""
+    """`podium train` of the demo; `gpu` says whose memory counts."""
     name = f"podium-{number_format}"
     formats = (f"train.dtype={number_format}", f"rollout.dtype={number_format}")
     command = train_command(
@@ -94,8 +94,8 @@ def podium(folder: Path, number_format: str, steps: int, seed: int, *, gpu: bool
     )
 
 
-def trl(folder: Path, number_format: str, steps: int, seed: int, *, gpu: bool = False) -> Run:
-    """TRL's trainer on the same."""
+def trl(folder: Path, number_format: str, steps: int, seed: int, *, sampler: str | None = None) -> Run:
+    """TRL's trainer on the same: on the CPU, or with this sampler (vllm, transformers) on a GPU."""
     log = folder / f"trl-{number_format}.log"
     child = [
         sys.executable,
@@ -105,11 +105,11 @@ def trl(folder: Path, number_format: str, steps: int, seed: int, *, gpu: bool = 
         number_format,
         str(steps),
         str(seed),
-        *(["gpu"] if gpu else []),
+        *([sampler] if sampler else []),
     ]
     spent = used(child, log)
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"step"')]
-    if gpu:
+    if sampler:
         spent = spent._replace(peak_gib=max(line["gpu_gib"] for line in lines))
     return Run(
         **spent._asdict(),

@@ -1,11 +1,11 @@
 # pyright: reportMissingImports=false
 """TRL's GRPOTrainer on the demo: a line of JSON for each step. benches.trl_cpu and benches.trl_gpu call it.
 
-    python -m benches.children.trl_run MODEL FORMAT STEPS SEED [gpu]  (FORMAT: float32, or bfloat16 for autocast)
+    python -m benches.children.trl_run MODEL FORMAT STEPS SEED [vllm|transformers]   (FORMAT: float32, or bfloat16 for autocast)
 
 The trainer is as it comes, without checkpointing of activations, which is only slower here. Sizes, sampling, optimizer
-and loss are those of configs/demo.yaml; prompts and rewards are the same task's. On a GPU, vLLM samples in the same
-process, and a batch is not cut.
+and loss are those of configs/demo.yaml; prompts and rewards are the same task's. With a sampler named, it runs on a GPU:
+vLLM in the same process, or the generate of transformers, TRL's default; and a batch is not cut.
 """
 
 import json
@@ -50,7 +50,7 @@ class Lines(transformers.TrainerCallback):
         self.wall, self.cpu = wall, cpu
 
 
-def main(model: str, number_format: str, steps: int, seed: int, folder: Path, *, gpu: bool = False) -> None:
+def main(model: str, number_format: str, steps: int, seed: int, folder: Path, *, sampler: str | None = None) -> None:
     """Train and print."""
     config = load_settings([CONFIG], [], {}).config
     task, optimizer = make_task(config.tasks[0]), config.train.optimizer
@@ -61,12 +61,12 @@ def main(model: str, number_format: str, steps: int, seed: int, folder: Path, *,
         return [task.grade(prompts[q], c[0]["content"]) for q, c in zip(question, completions, strict=True)]
 
     completions = config.prompts_per_step * config.group_size
-    at_once = completions if gpu else MICRO_BATCH
+    at_once = completions if sampler else MICRO_BATCH
     settings = GRPOConfig(
         output_dir=str(folder),
         seed=seed,
-        use_cpu=not gpu,
-        use_vllm=gpu,
+        use_cpu=not sampler,
+        use_vllm=sampler == "vllm",
         vllm_mode="colocate",
         bf16=number_format == "bfloat16",
         max_steps=steps,
@@ -104,5 +104,6 @@ def main(model: str, number_format: str, steps: int, seed: int, folder: Path, *,
 
 
 if __name__ == "__main__":
-    here = Path(sys.argv[1]).parent / "trl"
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), here, gpu=sys.argv[5:] == ["gpu"])
+    model, number_format, steps, seed, *sampler = sys.argv[1:]
+    here = Path(model).parent / "trl"
+    main(model, number_format, int(steps), int(seed), here, sampler=sampler[0] if sampler else None)
