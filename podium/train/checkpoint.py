@@ -41,7 +41,7 @@ from podium.observe.summary import versions
 from podium.sharding import Params
 from podium.train.carry import HostState, Position
 from podium.train.distributed import from_leader
-from podium.train.s3 import take_s3_for_a_bucket
+from podium.train.s3 import S3, take_s3_for_a_bucket
 from podium.train.state import TrainState
 from podium.train.step_files import Beat, CheckpointError, damage, first_line, saved_steps, seal, stored_sizes
 
@@ -68,7 +68,13 @@ def _quiet_orbax() -> None:
             report(unraisable)
 
     sys.unraisablehook = report_others
-    take_s3_for_a_bucket()
+
+
+def _prepare_orbax(folder: Path) -> None:
+    """Silence orbax, and make it accept `folder` if this is in S3."""
+    _quiet_orbax()
+    if str(folder).startswith(S3):
+        take_s3_for_a_bucket()
 
 
 def _idle() -> None:
@@ -106,7 +112,7 @@ class Checkpointer:
         self._step: int | None = None  # last step passed to orbax, complete or not
         self._failed = False  # whether saving it failed
         self._bytes = 0  # of its arrays
-        _quiet_orbax()
+        _prepare_orbax(folder)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=KeepPolicy(config, self._folder),
             best_fn=lambda metrics: metrics[SCORE],  # makes orbax store the scores, which KeepPolicy compares
@@ -397,7 +403,7 @@ def saved_names(folder: Path, step: int | None) -> list[str]:
     Those of a critic begin with `critic.`, of a moving reference with `reference.`, of adapted coefficients with
     `coefs.`. Every process must call this.
     """
-    _quiet_orbax()
+    _prepare_orbax(folder)
     step = _checked_step(folder, step, digests=False)
     with ocp.StandardCheckpointer() as reader:
         names = reader.metadata(absolute(folder / str(step)) / "optimizer").item_metadata.tree
@@ -429,7 +435,7 @@ def _checked_step(folder: Path, step: int | None, *, digests: bool) -> int:
 
 def _read(folder: Path, step: int, wanted: Mapping[str, Params]) -> tuple[dict[str, Params], HostState]:
     """Restore the arrays of each item, in the order of `wanted`, and the host state."""
-    _quiet_orbax()
+    _prepare_orbax(folder)
     path = absolute(folder / str(step))
     try:
         with ocp.StandardCheckpointer() as reader:
