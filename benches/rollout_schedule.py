@@ -93,7 +93,8 @@ def attention_bench(repeats: int = 5) -> dict[str, float]:
     config = RolloutConfig(
         max_prompt_tokens=length - 1, max_new_tokens=1, page_tokens=page, cache_tokens=slots * length
     )
-    cache = caches.empty(caches.abstract_cache(decoder, config, dtype=jnp.dtype("float32"), rules=rules)).places[0].kv
+    abstract = caches.abstract_cache(decoder, config, dtype=jnp.dtype("float32"), rules=rules)
+    cache = caches.make_empty(abstract)().places[0].kv
     tables = jnp.asarray(np.random.default_rng(0).permutation(slots * length // page).reshape(slots, -1), jnp.int32)
     q, k = (jnp.ones((slots, 1, heads, decoder.head_dim)) for heads in (decoder.heads, decoder.kv_heads))
 

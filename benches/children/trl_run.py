@@ -1,11 +1,12 @@
 # pyright: reportMissingImports=false
 """TRL's GRPOTrainer on the demo: a line of JSON for each step. benches.trl_cpu and benches.trl_gpu call it.
 
-    python -m benches.children.trl_run MODEL FORMAT STEPS SEED [vllm|transformers]   (FORMAT: float32, or bfloat16 for autocast)
+    python -m benches.children.trl_run MODEL FORMAT STEPS SEED [vllm|transformers]
 
-The trainer is as it comes, without checkpointing of activations, which is only slower here. Sizes, sampling, optimizer
-and loss are those of configs/demo.yaml; prompts and rewards are the same task's. With a sampler named, it runs on a GPU:
-vLLM in the same process, or the generate of transformers, TRL's default; and a batch is not cut.
+FORMAT is float32, or bfloat16 for autocast. The trainer is as it comes, without checkpointing of activations, which is
+only slower here. Sizes, sampling, optimizer and loss are those of configs/demo.yaml; prompts and rewards are the same
+task's. With a sampler named, it runs on a GPU: vLLM in the same process, or the generate of transformers, TRL's
+default; and a batch is not cut.
 """
 
 import json

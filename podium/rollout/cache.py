@@ -161,9 +161,15 @@ def _state_axes(states: Sequence[StateSpec]) -> tuple[tuple[str | None, ...], ..
     return tuple((None, "batch", *each.axes) for each in states)
 
 
-def empty(abstract: Cache) -> Cache:
-    """A cache of zeros with the shapes and shardings of `abstract`."""
-    return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), abstract)
+def make_empty(abstract: Cache) -> Callable[[], Cache]:
+    """The program that makes a cache of zeros with the shapes and shardings of `abstract`.
+
+    One program, as an array for each layer and call would keep the host busy for tens of milliseconds.
+    """
+    shardings = jax.tree.map(lambda array: array.sharding, abstract)
+    return jax.jit(
+        lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), abstract), out_shardings=shardings
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

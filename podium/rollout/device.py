@@ -11,7 +11,7 @@ import numpy as np
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import table_pages
 from podium.models.architecture import DecoderConfig
-from podium.rollout.cache import NO_PAGE, Cache, empty
+from podium.rollout.cache import NO_PAGE, Cache, make_empty
 from podium.rollout.kept import num_cells
 from podium.rollout.programs import (
     Chunk,
@@ -50,7 +50,7 @@ class Device:
         self.programs = make_engine_programs(config, decoder, rules, dtype)
         self.params: Params | None = None
         self._frozen: Params = {}
-        self._abstract_cache = abstract_engine_cache(config, decoder, rules, dtype)
+        self._make_cache = make_empty(abstract_engine_cache(config, decoder, rules, dtype))
         self._over_hosts = not rules.sharding().is_fully_addressable
         self._replicate = jax.jit(lambda drawn: drawn, out_shardings=rules.sharding())
         self._cache: Cache | None = None
@@ -222,7 +222,7 @@ class Device:
         return self.params
 
     def _made_cache(self) -> Cache:
-        return empty(self._abstract_cache) if self._cache is None else self._cache
+        return self._make_cache() if self._cache is None else self._cache
 
     def _put(self, tree: Tree) -> Tree:
         """Put host arrays of rows on the devices that split them. Copies first, because the host reuses its arrays.

@@ -257,7 +257,7 @@ def test_a_cpu_decodes_rows_in_groups_of_one_length_with_the_same_bits(monkeypat
 def test_an_empty_cache_is_as_the_abstract_one_says():
     rules = rules_on(8)
     abstract = abstract_cache(16, 6, jnp.dtype("bfloat16"), rules)
-    made = caches.empty(abstract)
+    made = caches.make_empty(abstract)()
     assert isinstance(made, Cache)
     assert made.hidden.page_tokens == pages_of(made).page_tokens == 6
     for array, expected in zip(jax.tree.leaves(made), jax.tree.leaves(abstract), strict=True):

@@ -12,11 +12,13 @@ from tiny_engine import ONE_BUCKET, Letters, OfGpu, mesh_of, random_requests, sa
 
 from podium.certify.tiny import random_weights, tiny_clone
 from podium.kernels import gpu_decode
+from podium.models import decoder as decoder_module
 from podium.models.architecture import Lora, unrolled, with_layers
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, frozen_specs, is_adapter, param_specs
 from podium.models.presets import PRESETS
 from podium.rollout.engine import NonFiniteError, RolloutEngine
 from podium.rollout.request import Request, SamplingParams
+from podium.rollout.scheduler import PrefillCall
 from podium.rollout.weights import engine_decoder, engine_specs, keeps
 from podium.sharding import ShardingRules, init_params
 
@@ -82,6 +84,26 @@ def test_the_decode_kernel_reads_the_pages_that_the_engine_writes(monkeypatch):
 
 class Kernel(OfGpu):
     """As `OfGpu`, with programs of its own."""
+
+
+class Counted(OfGpu):
+    """As `OfGpu`, with programs of its own."""
+
+
+def test_layers_of_one_kind_are_traced_once_in_a_program(monkeypatch):
+    traced = []
+
+    def counted(*given, block, **options):
+        traced.append(block)
+        return layer(*given, block=block, **options)
+
+    layer = decoder_module._layer
+    monkeypatch.setattr(decoder_module, "_layer", counted)
+    engine = make_engine(Counted, DECODER)
+    engine.load(opinionated(DECODER, 0))
+    engine.device.prefill(PrefillCall(chunk=ONE_BUCKET.max_prompt_tokens, fills=()))
+    assert len(DECODER.blocks) > 1
+    assert traced == [DECODER.blocks[0]]
 
 
 @pytest.mark.long  # compiles 15 layers of three kinds for each length; the last test has windows too

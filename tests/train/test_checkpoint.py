@@ -16,16 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from orbax.checkpoint._src.path import async_path
+from orbax.checkpoint._src.path import async_path, gcs_utils
 
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import CheckpointConfig
+from podium.files import as_path
 from podium.models.blocks.spec import ParamSpec
 from podium.models.params import TRAIN_AXES
 from podium.sharding import ShardingRules, abstract_params, make_mesh
 from podium.train import checkpoint
 from podium.train.checkpoint import Checkpointer, restore_params, restore_state
 from podium.train.optimizer import make_optimizer
+from podium.train.s3 import take_s3_for_a_bucket
 from podium.train.state import TrainState, abstract_state
 from podium.train.step_files import CheckpointError, newest_whole_step, saved_steps
 
@@ -193,6 +195,14 @@ def test_reading_another_runs_checkpoints_changes_nothing_there(open_checkpointe
     before = sorted(path.stat().st_mtime_ns for path in folder(tmp_path).rglob("*"))
     assert restore_state(folder(tmp_path), None, target())[1] == HOST
     assert sorted(path.stat().st_mtime_ns for path in folder(tmp_path).rglob("*")) == before
+
+
+def test_only_a_run_in_s3_needs_private_functions_of_orbax(open_checkpointer, monkeypatch):
+    monkeypatch.delattr(gcs_utils, "get_kvstore_for_gcs")
+    take_s3_for_a_bucket.cache_clear()
+    open_checkpointer()
+    with pytest.raises(CheckpointError, match=r"orbax-checkpoint .* cannot write to S3 .*get_kvstore_for_gcs"):
+        Checkpointer(as_path("s3://bucket/run/checkpoints"), CheckpointConfig())
 
 
 def test_no_checkpoint_and_no_such_step_are_told(open_checkpointer, tmp_path):
