@@ -14,11 +14,13 @@ import jax
 from benches.record import arguments, record
 from podium.doctor.command import as_object, diagnose
 from podium.doctor.system import ThisSystem
+from podium.train.platform import prepare_platform
 
 
 def main() -> int:
     """Prints what is wrong, and writes all that was found."""
     args = arguments(__doc__).parse_args()
+    prepare_platform()
     with tempfile.TemporaryDirectory() as runs:
         found = diagnose(ThisSystem(), Path(runs), full=True)
     for section, row in found.problems:
