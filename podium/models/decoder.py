@@ -146,7 +146,8 @@ def forward(
                 experts = [name for name in own if of_experts(specs[place.prefix + name]) and own[name].dtype == dtype]
                 stacks = {name: own.pop(name) for name in experts if from_stacks}
                 several = remat != "none" and len(stack.pattern) > 1
-                steps.append(_remat(functools.partial(layer, place=place, stacks=stacks, several=several), remat))
+                step = functools.partial(layer, place=place, stacks=stacks, several=several)
+                steps.append(_remat(step, remat, in_order=several))
                 kinds.append(place.block if from_stacks and stack.repeats == 1 and not stacks else None)
             known: list[Recorded | None] = [None] * len(steps) if recorded is None else list(recorded[here])
             x, kept[here], made = _scan(_traced_once(steps, kinds), x, kept[here], stored, known, stack.repeats)
@@ -320,8 +321,12 @@ def _in_groups(
     return merge_rows(rules, x, "tokens"), jax.tree.map(lambda x: merge_rows(rules, x), auxiliary)
 
 
-def _remat(body: Callable[P, R], remat: Remat) -> Callable[P, R]:
-    """Wrap a loop body so that its backward pass saves what `remat` says and recomputes the rest."""
+def _remat(body: Callable[P, R], remat: Remat, *, in_order: bool = False) -> Callable[P, R]:
+    """Wrap a loop body so that its backward pass saves what `remat` says and recomputes the rest.
+
+    With `in_order`, it recomputes only once the gradient of the body's result is there. A compiler that sees several
+    bodies in one round of a loop would else recompute all of them at once, and hold what all need.
+    """
     if remat == "none":
         return body
     policies = jax.checkpoint_policies
@@ -335,7 +340,7 @@ def _remat(body: Callable[P, R], remat: Remat) -> Callable[P, R]:
             offload_dst="pinned_host",
         ),
     }[remat]
-    return jax.checkpoint(body, prevent_cse=False, policy=policy)
+    return jax.checkpoint(body, prevent_cse=in_order, policy=policy)
 
 
 def token_scores(params: Params, hidden: jax.Array, config: DecoderConfig, rules: ShardingRules) -> jax.Array:

@@ -3,9 +3,8 @@
 B rows are those of one device; `a` is the bytes per element of an activation.
 """
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from podium.config.recurrence import whole_tiles
 from podium.models.architecture import DecoderConfig
@@ -36,13 +35,14 @@ LONG_ROW = 4096
 MLP = ("gate", "up", "down")
 RULE_ARRAYS = 4
 """Arrays of each shape alive in a forward pass of the delta rule, counted in its program."""
-RULE_BACKWARD = 2
+RULE_BACKWARD = {"tpu": 2.0, "gpu": 2.6}
 """Times as many in its backward pass."""
+IN_ORDER: Mapping[str, tuple[int, int]] = {"tpu": (1, 4), "gpu": (4, 5)}
+"""Arrays [B, T, F] and [B, T, D] more at that peak where the layers of a pattern are recomputed one after another, with
+barriers between them; counted in updates of Gemma 3 1B and 4B and Qwen3.5-9B, with and without adapters."""
 KERNEL_ARRAYS, KERNEL_VALUES = 5, 3
 """Arrays of the sizes of queries, keys and values around a TPU kernel of the delta rule, before and after convolution,
 activation and a change of layout, and of the values' alone: gates, results, normed results. Counted in Qwen3.5-9B's."""
-AT_HAND = 2
-"""Layers of a pattern whose gathered weights are held: one that is computed, and one that is gathered meanwhile."""
 CODE = 100 * 2**20
 """Bytes of a TPU's programs for each layer of a pattern beyond the first, since each has instructions of its own. The
 updates of Gemma 3 1B, gpt-oss-20b, Qwen3.5-9B and 35B-A3B have 41 to 76 MiB a layer, and plans with all their programs
@@ -57,7 +57,9 @@ def update_peak(run: RunSizes) -> Parts:
     layers, head = run.gathered_counts
     several = run.spec.batch.max_micro_batches > 1  # a single micro-batch needs no accumulated sum
     gradients = F32 * run.own_count if several else 0
-    always = {"working_weights": working_weights(run), "gathered_weights": copied(run, head, head_number(run))}
+    one = 1 if decoder.tied or decoder.scores != "none" else 2  # embedding and head are one matrix, or two of one size
+    gathered = copied(run, head // one, head_number(run))  # rows of the embedding are taken where it is stored
+    always = {"working_weights": working_weights(run), "gathered_weights": gathered}
     if run.platform == "tpu" and len(decoder.places) > 1:
         always["code"] = CODE * (len(decoder.places) - 1)
     offload = run.update.remat == "offload"
@@ -73,12 +75,11 @@ def update_peak(run: RunSizes) -> Parts:
     if run.compares:
         at_head["logits"] *= 2
     of_layers = F32 * own_layers(run) + (0 if frozen else _relaid(run))
-    embedding = head if decoder.tied or decoder.scores != "none" else head // 2
+    embedding = head // one
     # A TPU's compiler makes the embedding's own gradient behind the layers'.
     early = embedding if _compiler(run) == "tpu" else head
     in_layers = kept | {"gradients": gradients + of_layers + early * reduced_number(run)} | _backward_peak(run)
-    at_hand = AT_HAND if _together(run) and any(len(stack.pattern) > 1 for stack in decoder.stacks) else 1
-    in_layers["gathered_weights"] = copied(run, at_hand * layers // decoder.layers)
+    in_layers["gathered_weights"] = copied(run, layers // decoder.layers)
     if run.update.row_groups > 1:  # a layer's weights, and the sum of their gradients
         in_layers["gathered_weights"] += (1 if reduced_number(run) > a else 2) * F32 * layers // decoder.layers
     # By then, the layers' activations and gathered weights are freed.
@@ -129,12 +130,10 @@ def loss_logits(run: RunSizes, *, all_tokens: bool = False) -> Parts:
 
 
 def _backward_peak(run: RunSizes) -> Parts:
-    """Arrays of recomputed layers in the backward pass."""
+    """Arrays of a recomputed layer in the backward pass."""
     decoder, a = run.decoder, run.activation
     tokens = run.tokens // run.update.row_groups
-    places = iter(decoder.places)
-    patterns = [list(itertools.islice(places, len(stack.pattern))) for stack in decoder.stacks]
-    activations = tokens * max(_pattern_peak(run, pattern) for pattern in patterns)
+    activations = tokens * max(_backward_bytes(run, place) for place in decoder.places)
     if run.update.row_groups > 1:
         arrays = RESIDUAL_GROUPS - (run.update.remat == "offload")  # one is among the inputs that are being copied
         activations += arrays * run.tokens * decoder.width * a
@@ -144,41 +143,18 @@ def _backward_peak(run: RunSizes) -> Parts:
     return {"attention_scores": int(_score_arrays(run) * scores), "layer_activations": activations}
 
 
-def _together(run: RunSizes) -> bool:
-    """Whether all layers of a pattern are recomputed before the backward pass of the last of them has ended.
-
-    They may be, because the inputs of all are kept, and TPU's programs of Gemma 3 1B, gpt-oss-20b, Qwen3.5-9B and
-    Qwen3.5-35B-A3B have most of them at their peak. Row groups are computed in a loop for each layer.
-    """
-    return _compiler(run) == "tpu" and run.update.row_groups == 1 and run.update.remat in ("layer", "offload")
-
-
-def _pattern_peak(run: RunSizes, places: Sequence[Place]) -> int:
-    """Bytes per token of a pattern's recomputed layers: most of a layer in its backward pass and those before it."""
-    before = most = 0
-    for place in places:
-        most = max(most, before + _backward_bytes(run, place))
-        before += _recomputed_bytes(run, place) if _together(run) else 0
-    return most
-
-
 def _backward_bytes(run: RunSizes, place: Place) -> int:
     """Bytes per token of the arrays of one recomputed layer at the peak of its backward pass."""
     decoder = run.decoder
     mlp, width, heads = BACKWARD[run.update.attention if run.update.attention == "reference" else _compiler(run)]
     if _compiler(run) == "tpu" and any(own_name(name).startswith(MLP) for name in trained_specs(decoder)):
         mlp += ADAPTED_MLP if decoder.lora is not None else 0
+    if any(len(stack.pattern) > 1 for stack in decoder.stacks) and run.update.remat != "none":
+        more = IN_ORDER[_compiler(run)]
+        mlp, width = mlp + more[0], width + more[1]
     split = mlp * feed_forward_inner(decoder, place) + heads * _attended_heads(run, place)
     numbers = width * decoder.width + split // run.tp + EXPERT_ROWS * expert_rows(decoder, place)
     return numbers * run.activation + _rule_backward(run, place) // run.tp
-
-
-def _recomputed_bytes(run: RunSizes, place: Place) -> int:
-    """Bytes per token of what a recomputed layer holds until its backward pass, which a norm's input is part of."""
-    a = run.activation
-    norms = NORMS_SAVED[_compiler(run)] + 2 * place.block.norms_behind
-    split = a * (MLP_SAVED * feed_forward_inner(run.decoder, place) + _saved_heads(run, place))
-    return int(norms * run.decoder.width * a) + (split + _rule_recomputed(run, place)) // run.tp
 
 
 def feed_forward_inner(decoder: DecoderConfig, place: Place) -> int:
@@ -201,7 +177,7 @@ def rule_bytes(place: Place) -> int:
 def _rule_backward(run: RunSizes, place: Place) -> int:
     """Bytes per token of the arrays in the backward pass of the recurrence at a place; 0 where it has attention."""
     found = _rule_recomputed(run, place)
-    return found if _has_kernel(run, place) else RULE_BACKWARD * found
+    return found if _has_kernel(run, place) else int(RULE_BACKWARD[_compiler(run)] * found)
 
 
 def _rule_recomputed(run: RunSizes, place: Place) -> int:

@@ -11,6 +11,7 @@ from tiny_models import rules_on
 
 from podium.models.architecture import DecoderConfig
 from podium.models.attention import causal_attention
+from podium.models.blocks.kind import Stack
 from podium.models.blocks.mathematics import rms_norm, rope_tables, rotate, rotate_by_product
 from podium.models.blocks.rope import Rope, RopeScaling
 from podium.models.decoder import forward, head_weights
@@ -317,3 +318,24 @@ def test_a_rotation_of_a_part_of_a_head_leaves_the_rest_as_it_is():
         np.testing.assert_allclose(found[..., :4], whole, rtol=1e-6, atol=1e-6)
         np.testing.assert_array_equal(found[..., 4:], x[..., 4:])
         np.testing.assert_allclose(back(found)[0], x, rtol=1e-5, atol=1e-6)  # a rotation: its transpose is its inverse
+
+
+@pytest.mark.parametrize("remat", ["layer", "products", "offload"])
+def test_layers_of_a_pattern_are_recomputed_only_when_their_gradient_is_there(remat):
+    """Else a compiler recomputes all of a pattern at once. In a loop over single layers it cannot."""
+    pair = dataclasses.replace(CONFIG, stacks=(Stack(pattern=tuple(CONFIG.blocks[:1]) * 2, repeats=2),))
+    barriers = []
+    for decoder in (CONFIG, pair):
+        rules, tokens = rules_on("dp:1", 1), jnp.zeros((1, 4), jnp.int32)
+
+        def total(params, tokens=tokens, decoder=decoder, rules=rules):
+            attend = lambda kv, layer, q, k, v: (kv, causal_attention(q, k, v, causal(4)))  # noqa: E731
+            passed = forward(
+                params, tokens, jnp.arange(4)[None], attend, config=decoder, rules=rules, dtype=FLOAT32, remat=remat
+            )
+            return jnp.sum(passed[0])
+
+        lowered = jax.jit(jax.grad(total)).lower(make_params(decoder))
+        barriers.append(lowered.as_text().count("optimization_barrier"))
+    one_layer, two_layers = barriers  # of the bodies of two loops
+    assert two_layers - 2 * one_layer >= 2 * 2  # of each layer before its recomputation, and behind its gradients

@@ -130,32 +130,34 @@ def test_a_prefill_counts_the_rows_of_a_devices_own_experts(model, mib):
 
 
 # GiB of arrays of the updates of configs with patterns of several layers, as the TPU's compiler assigned them (jax
-# 0.10.2, libtpu 0.0.42.1).
+# 0.10.2, libtpu 0.0.42.1); up to 0.6 GiB of them are gaps between arrays, which the closed form does not count.
 PATTERNS = [
-    ("gsm8k_gemma3_1b", "v5e-8", 6.70),
-    ("gsm8k_gpt_oss_20b_lora", "v6e-8", 15.02),
-    ("gsm8k_qwen35_9b", "v6e-16", 21.43),
-    ("gsm8k_qwen35_9b_lora", "v6e-8", 13.45),
-    ("gsm8k_qwen35_35b_a3b_lora", "v6e-8", 25.36),
+    ("gsm8k_gemma3_1b", "v5e-8", 6.06),
+    ("gsm8k_gpt_oss_20b_lora", "v6e-8", 14.28),
+    ("gsm8k_qwen35_9b", "v6e-16", 20.30),
+    ("gsm8k_qwen35_9b_lora", "v6e-8", 9.96),
+    ("gsm8k_qwen35_35b_a3b_lora", "v6e-8", 21.57),
 ]
 
 
 @pytest.mark.parametrize(("name", "machine", "gib"), PATTERNS)
-def test_all_layers_of_a_pattern_are_recomputed_at_once(name, machine, gib):
+def test_layers_of_a_pattern_are_recomputed_one_by_one(name, machine, gib):
     settings = load_settings([CONFIGS / f"{name}.yaml"], [], {}).config
     run = make_sizes(settings, find_decoder(settings), find_accelerator(machine))
     parts = update_phase(run).parts
-    assert (sum(parts.values()) - parts["code"]) / GIB == pytest.approx(gib, rel=0.095)
+    assert (sum(parts.values()) - parts["code"]) / GIB == pytest.approx(gib, abs=1.0)
     assert parts["code"] == (len(run.decoder.places) - 1) * 100 * MIB
 
 
-def test_one_layer_of_a_pattern_takes_less_than_all():
-    settings = load_settings([CONFIGS / "gsm8k_qwen35_9b_lora.yaml"], [], {}).config
+def test_a_layer_of_a_pattern_takes_what_it_takes_alone_and_arrays_at_barriers():
+    settings = load_settings([CONFIGS / "gsm8k_gemma3_1b.yaml"], ["train.rows_per_device=32"], {}).config
     model = find_decoder(settings)
     alone = dataclasses.replace(model, stacks=(Stack(pattern=model.stacks[0].pattern[-1:], repeats=model.layers),))
-    all_, one = (update_phase(make_sizes(settings, each, find_accelerator("v6e-8"))).parts for each in (model, alone))
+    run, other = (make_sizes(settings, each, find_accelerator("v6e-8")) for each in (model, alone))
+    in_order, one = update_phase(run).parts, update_phase(other).parts
     assert "code" not in one
-    assert one.get("layer_activations", 0) < 0.5 * all_["layer_activations"]
+    barriers = run.tokens * (6912 + 4 * 1152) * 2
+    assert in_order["layer_activations"] - one["layer_activations"] == pytest.approx(barriers, rel=0.01)
 
 
 # GiB of phases as compilers assigned them to random settings near the limit, where the closed form was wrong before:
