@@ -240,6 +240,8 @@ class Choice:
         self.fast = fast
         self._exact: dict[tuple[int, str], float] = {}
         """Bytes of halves whose phase was compiled."""
+        self._beside = 0.0
+        """Bytes by which a whole plan, which has the code of all programs, exceeded the largest program alone."""
         self._factors = factors
 
     @property
@@ -260,8 +262,8 @@ class Choice:
         return known if pair and known and pair.seconds > WORTH * known.seconds else pair
 
     def limit(self, place: Place) -> float:
-        """Bytes that a device has for what fits by more than the margin of error."""
-        return (1 - margin(place.compiled and not self.fast)) * self._hbm_bytes
+        """Bytes that a device has for a program that fits by more than the margin of error."""
+        return (1 - margin(place.compiled and not self.fast)) * self._hbm_bytes - self._beside
 
     def need(self, half: Half) -> float:
         """Bytes that a device needs for a half: the compiler's, or the closed form's as corrected."""
@@ -295,6 +297,9 @@ class Choice:
 
     def learn_plan(self, pair: Pair, plan: Plan) -> None:
         """Record a whole plan that does not fit."""
+        alone = max(self.need(pair.update), self.need(pair.rollout))
+        if not self.fast and plan.worst.bytes > alone:
+            self._beside = max(self._beside, plan.worst.bytes - alone)
         for half in (pair.update, pair.rollout):
             for phase in plan.phases:
                 if phase.name in half.peaks:

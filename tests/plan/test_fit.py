@@ -17,7 +17,7 @@ from podium.plan.probe import Prober
 from podium.plan.result import Peak, Plan
 from podium.plan.study import Case, Change, Study
 from podium.settings import load_settings
-from tests.plan.made_plans import GIB, HBM, plan, seconds, too_large
+from tests.plan.made_plans import GIB, HBM, close, plan, seconds, too_large
 from tests.plan.test_plan_command import planner, podium  # noqa: F401  # fixtures
 
 TASK = "tasks=[{name: gsm8k}]"
@@ -277,6 +277,22 @@ def test_places_that_the_compiler_cannot_judge_come_last():
     assert pair is not None and pair.update.seconds == 2.0
     pair = Choice([place(UPDATES[:1]), host], HBM, fast=False, factors={}).best()
     assert pair is not None and pair.update.seconds == 1.0
+
+
+def test_what_a_whole_plan_needs_beside_its_largest_program_is_left_to_the_next_ones():
+    """The first plan needs more than its update alone, so the second, hardly smaller, is not planned."""
+    limit = Choice([place(UPDATES)], HBM, fast=False, factors={}).limit(place(UPDATES)) / GIB
+    beside = close().worst.bytes / GIB - (limit - 0.01)
+    sizes = {"first": limit - 0.01, "second": limit - beside + 0.01, "third": limit - beside - 0.01}
+    updates = [half(name, gib, n, like=name) for n, (name, gib) in enumerate(sizes.items(), 1)]
+    choice = Choice([place(updates)], HBM, fast=False, factors={})
+    for each in updates:
+        choice.learn(each, "update", each.peaks["update"], refused=False)
+    first = choice.best()
+    assert first is not None and first.update is updates[0]
+    choice.learn_plan(first, close())
+    after = choice.best()
+    assert after is not None and after.update is updates[2]
 
 
 # The command
