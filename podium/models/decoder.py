@@ -325,7 +325,8 @@ def _remat(body: Callable[P, R], remat: Remat, *, in_order: bool = False) -> Cal
     """Wrap a loop body so that its backward pass saves what `remat` says and recomputes the rest.
 
     With `in_order`, it recomputes only once the gradient of the body's result is there. A compiler that sees several
-    bodies in one round of a loop would else recompute all of them at once, and hold what all need.
+    bodies in one round of a loop would else recompute all of them at once, and hold what all need; with `offload` it
+    still does so with some.
     """
     if remat == "none":
         return body
