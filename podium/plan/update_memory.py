@@ -58,8 +58,8 @@ def update_peak(run: RunSizes) -> Parts:
     layers, head = run.gathered_counts
     several = run.spec.batch.max_micro_batches > 1  # a single micro-batch needs no accumulated sum
     gradients = F32 * run.own_count if several else 0
-    one = 1 if decoder.tied or decoder.scores != "none" else 2  # embedding and head are one matrix, or two of one size
-    gathered = copied(run, head // one, head_number(run))  # rows of the embedding are taken where it is stored
+    ends = 1 if decoder.tied or decoder.scores != "none" else 2  # embedding and head are one matrix, or two of one size
+    gathered = copied(run, head // ends, head_number(run))  # rows of the embedding are taken where it is stored
     always = {"working_weights": working_weights(run), "gathered_weights": gathered}
     if run.platform == "tpu" and len(decoder.places) > 1:
         always["code"] = CODE * (len(decoder.places) - 1)
@@ -76,7 +76,7 @@ def update_peak(run: RunSizes) -> Parts:
     if run.compares:
         at_head["logits"] *= 2
     of_layers = F32 * own_layers(run) + (0 if frozen else _relaid(run))
-    embedding = head // one
+    embedding = head // ends
     # A TPU's compiler makes the embedding's own gradient behind the layers'.
     early = embedding if _compiler(run) == "tpu" else head
     in_layers = kept | {"gradients": gradients + of_layers + early * reduced_number(run)} | _backward_peak(run)
