@@ -66,6 +66,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("job",),
     ("pods",),
     ("sharding", "hlo", "compiler"),
+    ("ahead",),
     ("kernels",),
     ("models",),
     ("rollout", "algorithms"),

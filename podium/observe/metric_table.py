@@ -243,7 +243,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/evicted", "sequences", "Parked or waiting sequences that lost their pages.", lambda s: s.rolled.evicted),
         Metric("rollout/parked", "sequences", "Largest number of conversations that waited for their environments at a time, over all hosts; only with conversations.", lambda s: s.conversations and s.rolled.parked),
         Metric("rollout/tokens_per_s", "tokens/s", "Completion tokens / seconds of `generate`.", lambda s: s.rolled.tokens_per_s),
-        Metric("rollout/compilations", "programs", "Programs compiled during `generate`; 0 after the first steps.", lambda s: s.rolled.compilations),
+        Metric("rollout/compilations", "programs", "Programs first called during `generate`; 0 after the first steps.", lambda s: s.rolled.compilations),
         Metric("rollout/prompt_tokens", "tokens", "Prompt tokens prefilled, one copy per group.", lambda s: s.rolled.prompt_tokens),
         Metric("rollout/completion_tokens", "tokens", "Completion tokens generated.", lambda s: s.rolled.completion_tokens),
         Metric("rollout/dropped_prompts", "prompts", "Prompts above `rollout.max_prompt_tokens`, replaced by others.", lambda s: s.rolled.dropped_prompts),

@@ -8,27 +8,25 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from podium.algorithms.controllers import first_coefs, loss_coefs
 from podium.algorithms.recipes import TEACHER_HIDDEN
 from podium.compiler import Lowerable
-from podium.config.sizes import prompt_buckets, slot_sizes
 from podium.models.adapters import abstract_frozen
 from podium.models.architecture import DecoderConfig
 from podium.models.decoder import head_weights
-from podium.models.linear import activation_dtype
 from podium.models.logprobs import logits_at
 from podium.models.params import trained_specs
 from podium.rollout.cache import Cache
 from podium.rollout.programs import (
     Chunk,
-    abstract_chunk,
+    ExtendProgram,
     abstract_engine_cache,
-    abstract_slots,
+    engine_calls,
     make_engine_programs,
     prefill,
 )
@@ -43,8 +41,8 @@ from podium.train.optimizer import make_opt_init
 from podium.train.reward_models import make_reward_program, reward_batch
 from podium.train.scorers import make_teacher_program
 from podium.train.setup import make_run_optimizer, make_train_settings
-from podium.train.state import TrainState, abstract_coefs, abstract_state
-from podium.train.step import TEACHER_HEAD, TrainSettings, abstract_batch, make_train_programs
+from podium.train.state import TrainState, abstract_state
+from podium.train.step import TEACHER_HEAD, TrainSettings, abstract_batch, abstract_scored, make_train_programs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,20 +72,12 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     state = abstract_state(params, optimizer)
     score, train_step = make_train_programs(settings, recipe, optimizer)
     batch = abstract_batch(make_batch([], spec.batch)[0], settings.computing)
-    logprobs = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32, sharding=batch.tokens.sharding)
-    scores = dict.fromkeys(recipe.loss_scores, logprobs)
+    width = 0 if spec.teacher is None else spec.teacher.width
+    scored = abstract_scored(spec.batch, recipe, settings, teacher_width=width)
     taught = {} if spec.teacher is None or spec.teacher_is_base else abstract_frozen(spec.teacher, settings.stored)
     compared: dict[str, jax.ShapeDtypeStruct] = {}
-    if spec.teacher is not None and TEACHER_HIDDEN in scores:
-        if taught:
-            compared[TEACHER_HEAD] = taught.get("head", taught["embed"])
-        scores[TEACHER_HIDDEN] = jax.ShapeDtypeStruct(
-            (*batch.tokens.shape, spec.teacher.width),
-            activation_dtype(settings.computing, settings.dtype),
-            sharding=settings.computing.sharding(None, "batch", "tokens", None),
-        )
-    adapted = loss_coefs(recipe, first_coefs(recipe))
-    scored = dataclasses.replace(batch, scores=scores, coefs=abstract_coefs(params, adapted))
+    if taught and TEACHER_HIDDEN in scored.scores:
+        compared[TEACHER_HEAD] = taught.get("head", taught["embed"])
 
     own = {"parameters": device_bytes(params)}
     moments = {"optimizer": device_bytes((state.step, state.opt_state))}
@@ -186,26 +176,16 @@ def _rollout_programs(
     engine = (rollout, decoder, rules, dtype)
     programs = make_engine_programs(*engine)
     weights = abstract_weights(decoder, rules, dtype)
-    cache = abstract_engine_cache(*engine)
-    extend = (
-        _with_all_logits(engine_decoder(decoder, rules), rules, dtype)
-        if rollout.layout == "legacy"
-        else programs.extend
-    )
+    if rollout.layout == "legacy":
+        programs = programs._replace(extend=_with_all_logits(engine_decoder(decoder, rules), rules, dtype))
     found = {"sync": _phase(programs.sync, (params,), beside_params)}
-    for length in prompt_buckets(rollout):
-        chunk = abstract_chunk(rollout, length, rules)
-        found[f"prefill:{length}"] = _phase(extend, (weights, cache, chunk), trainers)
-    listed = jax.ShapeDtypeStruct((rollout.slots,), jnp.int32, sharding=rules.sharding("batch"))
-    beside = {**trainers, "rollout_weights": device_bytes(weights)}
-    found["copy"] = _phase(programs.copy, (cache, listed, listed), beside)
-    for size in slot_sizes(rollout, rules.num_shards("batch")):
-        where, slots = abstract_slots(rollout, decoder, size, rules)
-        found[f"decode:{size}"] = _phase(programs.decode, (weights, cache, where, slots), trainers)
+    for name, call in engine_calls(programs, *engine).items():
+        unread = {"rollout_weights": device_bytes(weights)} if name == "copy" else {}
+        found[name] = _phase(*call, {**trainers, **unread})
     return found
 
 
-def _with_all_logits(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> Lowerable:
+def _with_all_logits(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> ExtendProgram:
     """The seed system's prefill, which computes logits of all prompt tokens (and ran out of memory by them)."""
 
     def extend(params: Params, cache: Cache, chunk: Chunk) -> tuple[Cache, jax.Array]:
@@ -214,7 +194,7 @@ def _with_all_logits(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dt
         last = jnp.take_along_axis(logits, (chunk.counts - 1)[:, None, None], axis=1)[:, 0]
         return cache, rules.constrain(last, "batch", None)
 
-    return jax.jit(extend, donate_argnums=1)
+    return cast(ExtendProgram, jax.jit(extend, donate_argnums=1))
 
 
 def _phase(program: Lowerable, arguments: tuple[object, ...], residents: Mapping[str, int]) -> PhaseProgram:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podium.ahead import CompileAhead, threads_for
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import table_pages
 from podium.models.architecture import DecoderConfig
@@ -21,6 +22,7 @@ from podium.rollout.programs import (
     Slots,
     Where,
     abstract_engine_cache,
+    engine_calls,
     idle_chunk,
     idle_slots,
     make_engine_programs,
@@ -57,7 +59,14 @@ class Device:
         self._table = table_pages(config)
         self._words = seen_words(decoder, rules)
         self.num_cells = num_cells(decoder, config)
+        self._ahead = CompileAhead(threads=0)
         self.resize(config.slots)
+
+    def compile_ahead(self, ahead: CompileAhead) -> None:
+        """Begin to compile the programs that answer, those of the decode steps first; a call waits for its own."""
+        calls = engine_calls(self.programs, self.config, self.decoder, self.rules, self._dtype)
+        ahead.begin(sorted(calls.items(), key=lambda item: not item[0].startswith("decode")))
+        self._ahead = ahead
 
     def freeze(self, params: Params) -> None:
         """Set the weights that no update changes; copied only if the rollout's layout or format differs."""
@@ -91,15 +100,17 @@ class Device:
 
     def warm_up(self, chunks: Iterable[int], sizes: Iterable[int], tokenizer: TextDecoder | None) -> None:
         """Compile every program by calling it without work; leaves the slots empty, at the last of `sizes`."""
-        for chunk in chunks:
-            self.prefill(PrefillCall(chunk=chunk, fills=()))
-        self.copy(())
-        if self.num_cells:
-            self.copy_cells(())
-        for size in sizes:
-            self.resize(size)
-            self.decode((), tokenizer)
-        self.wait()
+        with CompileAhead(threads_for(self.rules.platform)) as ahead:
+            self.compile_ahead(ahead)
+            for chunk in chunks:
+                self.prefill(PrefillCall(chunk=chunk, fills=()))
+            self.copy(())
+            if self.num_cells:
+                self.copy_cells(())
+            for size in sizes:
+                self.resize(size)
+                self.decode((), tokenizer)
+            self.wait()
 
     def wait(self) -> None:
         """Block until all issued calls have finished."""
@@ -134,6 +145,7 @@ class Device:
             targets[row, : len(after)] = after
             scored |= fill.scored
         given = cast(Chunk[jax.Array], self._put(chunk))
+        self._ahead.wait(f"prefill:{call.chunk}")
         if scored:
             wanted = cast(jax.Array, self._put(targets))
             made = self.programs.scored_extend(self._loaded(), self._made_cache(), given, wanted)
@@ -162,6 +174,7 @@ class Device:
             sources[at], targets[at] = copy.source, copy.target
             counts[copy.shard] += 1
         given = cast(tuple[jax.Array, jax.Array], self._put((sources.reshape(-1), targets.reshape(-1))))
+        self._ahead.wait("copy")
         self._cache = program(self._made_cache(), *given)
 
     def decode(self, rows: Iterable[DecodeRow], tokenizer: TextDecoder | None) -> tuple[Drawn, jax.Array]:
@@ -184,6 +197,7 @@ class Device:
                 slots.tables[row, known : len(pages)] = pages[known:]
                 self._table_pages[row] = len(pages)
         given = cast(Slots[jax.Array], self._put(slots))
+        self._ahead.wait(f"decode:{len(slots.taken)}")
         made = self.programs.decode(self._loaded(), self._made_cache(), self._where, given)
         self._cache, self._where, drawn, steps = made
         return self._replicate(drawn) if self._over_hosts else drawn, steps

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podium.ahead import Call
 from podium.compiler import engine_options
 from podium.config.schema import RolloutConfig
-from podium.config.sizes import check_split, steps_at_once, table_pages
+from podium.config.sizes import check_split, prompt_buckets, slot_sizes, steps_at_once, table_pages
 from podium.models.architecture import DecoderConfig
 from podium.models.attention import causal_attention
 from podium.models.blocks.choices import unknown_choice
@@ -28,7 +29,7 @@ from podium.rollout import cache as caches
 from podium.rollout.cache import Cache, Rows
 from podium.rollout.sampling import A, SamplingRows, idle_rows, num_words, sample_split, with_tokens
 from podium.rollout.sequence import MAX_STOP_TOKENS
-from podium.rollout.weights import Program, SyncProgram, engine_decoder, engine_specs, make_sync
+from podium.rollout.weights import Program, SyncProgram, abstract_weights, engine_decoder, engine_specs, make_sync
 from podium.sharding import Params, ShardingRules
 
 Tree = TypeVar("Tree")
@@ -240,6 +241,26 @@ def abstract_slots(
 def abstract_chunk(config: RolloutConfig, length: int, rules: ShardingRules) -> Chunk[jax.Array]:
     """The abstract chunk of a prefill call with rows of `length` tokens."""
     return cast(Chunk[jax.Array], _abstract(idle_chunk(config.prefill_rows, length, table_pages(config)), rules))
+
+
+def engine_calls(
+    programs: EnginePrograms, config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
+) -> dict[str, Call]:
+    """The calls with which an engine answers, with abstract arguments, in the order in which a rollout makes them.
+
+    Names: prefill:T by chunk length, copy, and decode:S by slots.
+    """
+    weights = abstract_weights(decoder, rules, dtype)
+    cache = abstract_engine_cache(config, decoder, rules, dtype)
+    found: dict[str, Call] = {}
+    for length in prompt_buckets(config):
+        chunk = abstract_chunk(config, length, rules)
+        found[f"prefill:{length}"] = Call(programs.extend, (weights, cache, chunk))
+    listed = jax.ShapeDtypeStruct((config.slots,), jnp.int32, sharding=rules.sharding("rows"))
+    found["copy"] = Call(programs.copy, (cache, listed, listed))
+    for size in slot_sizes(config, rules.num_shards("batch")):
+        found[f"decode:{size}"] = Call(programs.decode, (weights, cache, *abstract_slots(config, decoder, size, rules)))
+    return found
 
 
 def _abstract(tree: Tree, rules: ShardingRules) -> Tree:

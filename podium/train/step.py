@@ -7,7 +7,7 @@ batch's denominators, so the result does not depend on how a batch is cut into m
 
 import dataclasses
 import functools
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from podium.algorithms.advantages import RETURNS, VALUES
-from podium.algorithms.controllers import ENTROPY_BONUS, KL_COEF
+from podium.algorithms.controllers import ENTROPY_BONUS, KL_COEF, first_coefs, loss_coefs
 from podium.algorithms.losses import entropy_loss, policy_loss, value_loss
 from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
 from podium.algorithms.routers import router_loss, router_stats
@@ -35,8 +35,9 @@ from podium.models.params import GATHERED_AXES, TRAIN_AXES, trained_specs
 from podium.models.recorded_routing import balances, recorded_choices
 from podium.models.recurrence import row_recurrence
 from podium.models.visibility import Visibility, packed_rows
+from podium.run.spec import BatchSizes
 from podium.sharding import Params, ShardingRules, abstract_params, to_devices
-from podium.train.batch import Batch
+from podium.train.batch import Batch, make_batch
 from podium.train.offload import Offloaded, apply_gradients
 from podium.train.state import TrainState, abstract_state
 
@@ -346,6 +347,28 @@ def shard_batch(batch: Batch[np.ndarray], rules: ShardingRules) -> Batch[jax.Arr
 def abstract_batch(batch: Batch[np.ndarray], rules: ShardingRules) -> Batch[jax.Array]:
     """The abstract result of `shard_batch`, for the planner."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(x, rules)), batch)
+
+
+def abstract_scored(
+    sizes: BatchSizes, recipe: Recipe, settings: TrainSettings, *, teacher_width: int = 0
+) -> Batch[jax.Array]:
+    """The abstract batch of an update, with the scores that the loss reads and the coefficients that the recipe adapts.
+
+    `teacher_width` is the D of a teacher whose hidden states are among the scores.
+    """
+    rules = settings.computing
+    batch = abstract_batch(make_batch([], sizes)[0], rules)
+    logprobs = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32, sharding=batch.tokens.sharding)
+    scores = dict.fromkeys(recipe.loss_scores, logprobs)
+    if TEACHER_HIDDEN in scores:
+        scores[TEACHER_HIDDEN] = jax.ShapeDtypeStruct(
+            (*batch.tokens.shape, teacher_width),
+            activation_dtype(rules, settings.dtype),
+            sharding=rules.sharding(None, "batch", "tokens", None),
+        )
+    adapted = jax.ShapeDtypeStruct((), jnp.float32, sharding=rules.sharding())
+    coefs = dict.fromkeys(loss_coefs(recipe, first_coefs(recipe)), adapted)
+    return cast(Batch[jax.Array], dataclasses.replace(batch, scores=scores, coefs=coefs))
 
 
 def batch_sharding(x: jax.Array | np.ndarray, rules: ShardingRules) -> NamedSharding:

@@ -10,13 +10,14 @@ import jax
 import numpy as np
 import optax
 
+from podium.ahead import Call, CompileAhead
 from podium.algorithms.controllers import KL_COEF, Coefs, after_step, after_update, loss_coefs
 from podium.algorithms.recipes import REFERENCE_LOGPROBS, TEACHER_HIDDEN, Recipe
 from podium.config.reference import ReferenceConfig
 from podium.observe.stats import BatchStats, RewardKl, UpdateStats
 from podium.run.spec import BatchSizes, OptimizerSpec
 from podium.sharding import Params, to_devices
-from podium.train.batch import Batch
+from podium.train.batch import Batch, make_batch
 from podium.train.critic import Critic, update_critic
 from podium.train.distributed import is_leader, on_host
 from podium.train.generate import Group
@@ -24,7 +25,18 @@ from podium.train.optimizer import learning_rate
 from podium.train.prepare import group_samples, log_ratios, prepare_step
 from podium.train.scorers import Scorer, make_scorers, teacher_head
 from podium.train.state import TrainState, at_schedule_step, mixed, with_coefs
-from podium.train.step import TEACHER_HEAD, ScoreProgram, TrainSettings, TrainStep, make_train_programs
+from podium.train.step import (
+    TEACHER_HEAD,
+    ScoreProgram,
+    TrainSettings,
+    TrainStep,
+    abstract_batch,
+    abstract_scored,
+    make_train_programs,
+)
+
+UPDATE, SCORE, SCORE_BASE, CRITIC, CRITIC_VALUES = "update", "score", "score_base", "critic", "values"
+"""Names of the programs that are compiled ahead."""
 
 
 class DivergedError(ValueError):
@@ -63,9 +75,10 @@ class Trainer:
         self.settings = settings
         self.folder = folder
         self.sizes = sizes
-        programs = make_train_programs(settings, recipe, optimizer)
-        self.score: ScoreProgram = programs.score
-        self.train_step: TrainStep = programs.train_step
+        self.programs = make_train_programs(settings, recipe, optimizer)
+        self.score: ScoreProgram = self.programs.score
+        self.train_step: TrainStep = self.programs.train_step
+        self._ahead = CompileAhead(threads=0)
         self.moving = moving
         self.scorers = make_scorers(recipe, settings, self.score, reference if moving is None else {}, teacher)
         self.taught: Params = {}
@@ -76,12 +89,34 @@ class Trainer:
         self.learning_rate = learning_rate(schedule.settings, schedule.steps)
         self.updates_per_step = recipe.updates_per_batch * recipe.minibatches
 
+    def compile_ahead(self, state: TrainState, ahead: CompileAhead) -> None:
+        """Begin to compile what a step calls with states like this one; each call waits for its own program.
+
+        A teacher's program, and those that a user's code makes, are compiled at their first call.
+        """
+        width = next((each.decoder.width for each in self.scorers if each.name == TEACHER_HIDDEN), 0)
+        scored = abstract_scored(self.sizes, self.recipe, self.settings, teacher_width=width)
+        plain = abstract_batch(make_batch([], self.sizes)[0], self.settings.computing)
+        alone = at_schedule_step(dataclasses.replace(state, critic=None, reference=None, coefs={}), 0)
+        calls = {UPDATE: Call(self.programs.train_step, (alone, scored, self.frozen | self.taught))}
+        policy = state.params | self.frozen
+        own = [each.params or policy for each in self._scorers(state) if each.program is self.score]
+        for params in {frozenset(params): params for params in own}.values():  # one program for weights of equal names
+            calls[SCORE if params.keys() == policy.keys() else SCORE_BASE] = Call(self.programs.score, (params, plain))
+        if self.critic is not None and state.critic is not None:
+            valued = at_schedule_step(state.critic, 0)
+            calls[CRITIC] = Call(self.critic.step, (valued, dataclasses.replace(scored, choices=None)))
+            calls[CRITIC_VALUES] = Call(self.critic.values, (valued.params, dataclasses.replace(plain, choices=None)))
+        ahead.begin(calls.items())
+        self._ahead = ahead
+
     def prepare(self, state: TrainState, groups: Sequence[Group]) -> tuple[list[Batch[jax.Array]], BatchStats]:
         """Make the scored batches of a step's optimizer steps on the devices; `state` is that before the first."""
         scorers = self._scorers(state)
         if self.critic is not None:
             assert state.critic is not None, "a trainer with a critic has its state"
             scorers = (*scorers, self.critic.scorer(state.critic.params))
+        self._ahead.wait(SCORE, SCORE_BASE, CRITIC_VALUES)
         recipe = self.recipe
         if KL_COEF in state.coefs:
             recipe = dataclasses.replace(recipe, kl_coef=float(state.coefs[KL_COEF]))
@@ -128,6 +163,7 @@ class Trainer:
             DivergedError: the loss or the gradient is not finite.
             CriticDivergedError: the same, of the critic.
         """
+        self._ahead.wait(CRITIC)
         valued, criticised = state.critic, None
         if self.critic is not None and valued is not None:
             minibatches = self.recipe.minibatches
@@ -155,6 +191,7 @@ class Trainer:
         todo = [batch for _ in range(self.recipe.updates_per_batch) for batch in batches]
         rate = float(np.asarray(self.learning_rate(end - 1)))
         made: list[UpdateStats] = []
+        self._ahead.wait(UPDATE)
         for position, batch in enumerate(todo, start=end - len(todo)):
             applied = loss_coefs(self.recipe, coefs)
             given = self._with_coefs(batch, applied)

@@ -1,0 +1,65 @@
+"""Compiles programs on other threads before they are first called, so that a run's first steps wait for the slowest of
+them instead of for one after another.
+
+Tracing holds Python's lock and is done by the caller; XLA's compiler does not. A call with arguments like those that
+the program was lowered for finds it compiled in jax's own caches.
+"""
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import NamedTuple, Self
+
+import jax
+
+from podium.compiler import Lowerable
+
+
+class Call(NamedTuple):
+    """A program and the arguments of a call, which may be abstract."""
+
+    program: Lowerable
+    arguments: tuple[object, ...]
+
+    def lower(self) -> jax.stages.Lowered:
+        """Trace and lower the program for these arguments."""
+        return self.program.lower(*self.arguments)
+
+
+def threads_for(platform: str) -> int:
+    """How many programs to compile at a time: one for each core; none on CPU, where the programs need the cores."""
+    return 0 if platform == "cpu" else os.cpu_count() or 1
+
+
+class CompileAhead:
+    """Programs that are being compiled, by name. With `threads` 0 nothing is: each is compiled when it is called."""
+
+    def __init__(self, threads: int) -> None:
+        """Up to `threads` programs are compiled at the same time."""
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compile") if threads else None
+        self._begun: dict[str, Future[jax.stages.Compiled]] = {}
+
+    def begin(self, calls: Iterable[tuple[str, Call]]) -> None:
+        """Lower these calls now, in order, and compile them on other threads."""
+        if self._pool is None:
+            return
+        for name, call in calls:
+            self._begun[name] = self._pool.submit(call.lower().compile)
+
+    def wait(self, *names: str) -> None:
+        """Return when the compilations of these programs have ended; at once where none was begun.
+
+        Where one failed, the program's own call says so: it compiles again.
+        """
+        wait([self._begun.pop(name) for name in names if name in self._begun])
+
+    def close(self) -> None:
+        """Drop what has not begun; what is being compiled ends by itself."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
