@@ -214,10 +214,12 @@ def _multiplied(
 def _of_rows(bias: jax.Array, own: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Each row's bias [M, F], that of its expert; by a product, since a gather's gradient is a scatter.
 
-    In bfloat16 it is exact: a float32 bias holds values of bfloat16 then (`podium.models.linear.layer_weight`).
+    In bfloat16 it is exact: a float32 bias holds values of bfloat16 then (`podium.models.linear.layer_weight`). The
+    product has a batch of one, by which `remat: products` does not save it: the sum of rows and biases is made again.
     """
     hits = (own[:, None] == jnp.arange(len(bias))[None]).astype(bias.dtype)  # [M, G]
-    return jnp.einsum("mg,gf->mf", hits, bias, precision=full_precision(dtype), preferred_element_type=dtype)
+    exact = full_precision(dtype)
+    return jnp.einsum("zmg,zgf->zmf", hits[None], bias[None], precision=exact, preferred_element_type=dtype)[0]
 
 
 # A permutation's transpose is its inverse. As gathers both are fast; a gather's own transpose is a scatter.

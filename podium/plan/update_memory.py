@@ -298,7 +298,7 @@ def _saved_products(run: RunSizes) -> Parts:
     for place in decoder.places:
         kind = place.block.feed_forward
         split = kind.work(decoder.width).outputs
-        if isinstance(kind, Experts) and not kind.bias:  # grouped products' results are computed again, biases' are not
+        if isinstance(kind, Experts):  # grouped products' results are computed again
             split -= 2 * kind.top * kind.width
         if isinstance(mixer := place.block.mixer, Attention):
             split += (mixer.heads + 2 * mixer.kv_heads) * _lanes(run, mixer)

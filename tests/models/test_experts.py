@@ -8,6 +8,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import print_saved_residuals
 from jax.sharding import PartitionSpec as P
 from tiny_decoder import tiny
 from tiny_models import error_of_scale, rules_on
@@ -25,7 +26,7 @@ from podium.models.blocks.kind import Block, Stack
 from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.routing import route
 from podium.models.decoder import forward
-from podium.models.expert_forms import Group, Matrices, beyond_tiles, dense_form, sorted_form, split_form
+from podium.models.expert_forms import Group, Matrices, _of_rows, beyond_tiles, dense_form, sorted_form, split_form
 from podium.models.hf_config import from_hf_config
 from podium.models.mixture import mixed
 from podium.models.params import GATHERED_AXES, GROUP_AXES, TRAIN_AXES, param_specs, trained_specs
@@ -411,3 +412,19 @@ def test_rules_of_one_device_need_no_mesh():
     matrices = [WEIGHTS[name] for name in ("gate", "up", "down")]
     found = mixed(rules, X[None], gates, chosen, matrices, count=E, activation="silu")
     assert error_of_scale(found[0], naive(WEIGHTS, X)) <= TOLERANCE
+
+
+def test_biases_of_rows_are_made_again_where_remat_saves_products(capsys: pytest.CaptureFixture[str]):
+    random = np.random.default_rng(0)
+    bias, weight, rows = (
+        jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in ((3, 7), (5, 7), (11, 5))
+    )
+    own = jnp.asarray(random.integers(0, 3, 11))
+    np.testing.assert_array_equal(_of_rows(bias, own, jnp.dtype("float32")), bias[own])
+
+    def layer(bias: jax.Array, weight: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(rows @ weight + _of_rows(bias, own, rows.dtype)))
+
+    saving = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    print_saved_residuals(saving, bias, weight, rows)
+    assert capsys.readouterr().out.count("f32[11,7]") == 1, "the product with the weight alone"
