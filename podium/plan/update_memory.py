@@ -28,7 +28,8 @@ EXPERT_ROWS = 2
 MLP_SAVED = 3  # arrays [B, T, F] saved per layer with `remat: none`; what lies between the MLP's products is recomputed
 OFFLOADING = 3  # layers whose inputs are being copied to or from host memory
 NORMS_SAVED = {"tpu": 3.0, "gpu": 3.5}  # arrays [B, T, D] saved per layer with `remat: none`, beside the layer's input
-SCORES_SAVED = 2  # float32 arrays [B, H, T, T] of each layer with `remat: none`; a GPU saves one more in compute format
+# Float32 arrays [B, H, T, T] of each layer that `remat: none` saves beside one in compute format.
+SCORES_SAVED = {"tpu": 1, "gpu": 2}
 RESIDUAL_GROUPS = 3  # arrays [B, T, D] beside those of a row group
 SCORES = {"tpu": 2.0, "v5e": 1.65, "v6e": 4.25, "gpu": 2.85}
 """Float32 score arrays [B, H, T, T] alive at once without a kernel; v6e: for rows too long for VMEM."""
@@ -281,7 +282,7 @@ def _saved(run: RunSizes) -> Parts:
         split = MLP_SAVED * feed_forward_inner(decoder, place) * a
         split += _saved_heads(run, place) * a + rule_bytes(place)
         activations += len(place.layers) * tokens * (width + split // run.tp)
-    per_pair = SCORES_SAVED * F32 + (run.platform == "gpu") * a
+    per_pair = SCORES_SAVED[_compiler(run)] * F32 + a
     of_query = run.row_tokens * per_pair if run.update.attention == "reference" else F32  # the logsumexp of its scores
     heads = sum(count * attention.heads for count, attention in decoder.attention_layers())
     return {

@@ -85,6 +85,8 @@ LIMIT = [
     ("h100-8", "Qwen/Qwen3-4B", "fsdp:8,tp:1", 40, 4608, "layer", "blocks", "sgd", 4096, 64.95),
     ("h100-8", "Qwen/Qwen3-8B", "fsdp:4,tp:2", 6, 1152, "none", "auto", "lion", 1024, 47.47),
     ("a100-80-8", "meta-llama/Llama-3.2-1B-Instruct", "fsdp:8,tp:1", 16, 1280, "none", "auto", "lion", 1024, 38.25),
+    ("v5p-8", "Qwen/Qwen2.5-0.5B-Instruct", "fsdp:4,tp:1", 8, 768, "none", "reference", "adamw", 4096, 25.08),
+    ("h100-8", "Qwen/Qwen3-0.6B", "fsdp:8,tp:1", 8, 768, "none", "reference", "adamw", 1024, 33.11),
 ]
 
 
