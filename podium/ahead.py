@@ -57,6 +57,7 @@ class CompileAhead:
         """Drop what has not begun; what is being compiled ends by itself."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
+            self._begun.clear()
 
     def __enter__(self) -> Self:
         return self

@@ -141,6 +141,7 @@ def open_model(
     opened = make_model(config)
     rollouts = Rollouts(rollout_spec(config, opened), opened.decoder, opened.tokenizer, opened.mesh)
     with giving_back_memory(), contextlib.closing(rollouts):
+        rollouts.compile_ahead()
         rollouts.load(*load_parts(opened, fork))
         yield rollouts
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
+from podium.ahead import CompileAhead, threads_for
 from podium.bench.timing import fastest_s
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
@@ -81,7 +82,9 @@ def make_engine(config: Config, decoder: DecoderConfig, mesh: Mesh) -> RolloutEn
     rules = rollout_rules(spec.layout, decoder, mesh)
     engine = RolloutEngine(config.rollout, decoder, rules, None, dtype=jnp.dtype(spec.dtype))
     engine.load(init_params(0, param_specs(decoder), ShardingRules(mesh, TRAIN_AXES)))
-    engine.warm_up()
+    with CompileAhead(threads_for(rules.platform)) as ahead:
+        engine.device.compile_ahead(ahead)
+        engine.warm_up()
     return engine
 
 

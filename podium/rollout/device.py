@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podium.ahead import CompileAhead, threads_for
+from podium.ahead import CompileAhead
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import table_pages
 from podium.models.architecture import DecoderConfig
@@ -100,17 +100,15 @@ class Device:
 
     def warm_up(self, chunks: Iterable[int], sizes: Iterable[int], tokenizer: TextDecoder | None) -> None:
         """Compile every program by calling it without work; leaves the slots empty, at the last of `sizes`."""
-        with CompileAhead(threads_for(self.rules.platform)) as ahead:
-            self.compile_ahead(ahead)
-            for chunk in chunks:
-                self.prefill(PrefillCall(chunk=chunk, fills=()))
-            self.copy(())
-            if self.num_cells:
-                self.copy_cells(())
-            for size in sizes:
-                self.resize(size)
-                self.decode((), tokenizer)
-            self.wait()
+        for chunk in chunks:
+            self.prefill(PrefillCall(chunk=chunk, fills=()))
+        self.copy(())
+        if self.num_cells:
+            self.copy_cells(())
+        for size in sizes:
+            self.resize(size)
+            self.decode((), tokenizer)
+        self.wait()
 
     def wait(self) -> None:
         """Block until all issued calls have finished."""

@@ -72,6 +72,7 @@ def measure(config: Config, path: Path, announce: Callable[[str], None]) -> Pass
             },
         )
         known = _begun(path, measured)
+        rollouts.compile_ahead()
         rollouts.load(*load_parts(model, None))
         settings = AnswerSettings(sampling=dataclasses.replace(sampling, greedy_completion=None), completions=samples)
         for label, own in prompts.items():

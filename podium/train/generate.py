@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from podium.ahead import CompileAhead, threads_for
 from podium.algorithms.advantages import equal_reward_groups
 from podium.job.context import alone
 from podium.job.watchdog import Watchdog
@@ -218,6 +219,7 @@ class Rollouts:
         settings = host_share(spec.settings, mesh.size // local.size)
         self._localize = make_localize(decoder, mesh, local, dtype)
         self.engine = RolloutEngine(settings, decoder, rules, tokenizer, dtype=dtype)
+        self.ahead = CompileAhead(threads_for(rules.platform))
         self._stop = stop or AgreedStop(StopSignal())
         self._watchdog = watchdog or alone().watchdog
         self._on_progress = on_progress
@@ -261,6 +263,10 @@ class Rollouts:
         self.feed.cursor, self._pending = position.cursor, position.pending
         self.feed.tasks.means = position.curriculum
         self.feed.tasks.retired = position.retired
+
+    def compile_ahead(self) -> None:
+        """Begin to compile the engine's programs on other threads, if they are for an accelerator."""
+        self.engine.device.compile_ahead(self.ahead)
 
     def load(self, params: Params, frozen: Params | None = None, *, version: int = 0) -> float:
         """Use these weights from now on; returns the seconds that loading took.
@@ -369,6 +375,7 @@ class Rollouts:
         """Stop the graders and environments, and free the engine's memory."""
         self.grader.close()
         self.environments.close()
+        self.ahead.close()
         self.engine.unload()
 
     def _scored(self, groups: list[Group]) -> "_Scored":

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from podium.ahead import CompileAhead, threads_for
 from podium.algorithms.controllers import first_coefs
 from podium.config.lora import FULL_RATE, LORA_RATE
 from podium.config.schema import Config
@@ -169,9 +168,8 @@ def open_run(
         rollouts.feed.check()
         for line in rollouts.check(rollouts.feed.tasks.first_prompts()):
             progress.message(line)
-        ahead = resources.enter_context(CompileAhead(threads_for(model.machine.platform)))
         if not spec.recipe.demonstrations:
-            rollouts.engine.device.compile_ahead(ahead)
+            rollouts.compile_ahead()
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, job.watchdog.beat))
         checkpointer = Checkpointer(
             run_dir.checkpoints,
@@ -210,7 +208,7 @@ def open_run(
         frozen = kept(frozen, model.rules)
         teacher = None if taught_by is None else _load_teacher(taught_by, spec, frozen, rollouts.feed, progress)
         trainer = _make_trainer(spec, model, optimizer, run_dir.path, frozen, teacher, valuing)
-        trainer.compile_ahead(state, ahead)
+        trainer.compile_ahead(state, rollouts.ahead)
         rollouts.load(state.params, trainer.frozen, version=done)
         _say_what_was_chosen(spec, progress)
         for each in scorers:

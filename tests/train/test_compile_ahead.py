@@ -13,6 +13,7 @@ from tiny_runs import SHORT, make_config, merged
 
 from podium.ahead import Call, CompileAhead, threads_for
 from podium.compiler import Lowerable
+from podium.train.evaluate import evaluate_weights
 from podium.train.loop import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -50,12 +51,21 @@ def named(function: str) -> bool:
 def test_a_run_compiles_nothing_large_when_it_calls_it(
     run: str, tiny_model: Path, tmp_path: Path, compiled: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("podium.train.run.CompileAhead", lambda threads: CompileAhead(2))
+    monkeypatch.setattr("podium.train.generate.threads_for", lambda platform: 2)
     assert train(make_config(tiny_model, tmp_path, **merged(SHORT, {"steps": 2, **RUNS[run]})), plain=True) == 0
     found = [(name, own) for name, own in compiled if named(name)]
     assert any("train_step" in name for name, _ in found)
     assert any("decode" in name for name, _ in found)
     assert [name for name, own in found if own] == []
+
+
+def test_an_evaluation_compiles_nothing_large_when_it_calls_it(
+    tiny_model: Path, tmp_path: Path, compiled: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("podium.train.generate.threads_for", lambda platform: 2)
+    evaluate_weights(make_config(tiny_model, tmp_path), None)
+    assert any("decode" in name for name, _ in compiled)
+    assert [name for name, own in compiled if named(name) and own] == []
 
 
 def test_a_program_that_cannot_be_compiled_fails_when_it_is_called():
