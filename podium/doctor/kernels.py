@@ -13,6 +13,7 @@ from podium.config.head import fast_memory
 from podium.doctor.result import Row
 from podium.doctor.subject import Pages, Rows, Sizes, Subject
 from podium.kernels.gpu_decode import paged_attention
+from podium.kernels.grouped import Form, grouped_product
 from podium.kernels.logits import LogitsOptions, Way, logprobs_of_logits
 from podium.kernels.tpu_delta import delta_step
 from podium.kernels.tpu_head import HeadOptions, tpu_head
@@ -250,6 +251,33 @@ def _gathered(
     return [jnp.einsum("rkgt,rktq->rkgq", shares, rows[1]).reshape(R, H, Q), *own]
 
 
+def grouped_products(sizes: Sizes, device: str) -> Iterator[Case]:
+    """Rows sorted by expert, each with its expert's matrix, and the gradients of both."""
+    shape, random = sizes.grouped, np.random.default_rng(0)
+    counts = random.multinomial(shape.rows, random.dirichlet(np.ones(shape.experts)))  # experts are not chosen alike
+    platform = "tpu" if jax.default_backend() == "tpu" else "gpu"
+    sizes_of = (shape.rows, shape.width), (shape.experts, shape.width, shape.of_expert), (shape.rows, shape.of_expert)
+    arrays = [random.standard_normal(each).astype(np.float32) for each in sizes_of]
+
+    def run(platform: str, *, interpret: bool = False) -> Program:
+        def forward_and_backward(x: jax.Array, w: jax.Array, dy: jax.Array, counts: jax.Array) -> Arrays:
+            form = Form(platform, x.dtype, "own", interpret)
+            y, pull = jax.vjp(lambda x, w: grouped_product(form, x, w, (), counts), x, w)
+            return [y, *pull(dy)]
+
+        return forward_and_backward
+
+    for dtype in ("float32", "bfloat16"):
+        yield Case(
+            name=f"products of {shape.rows} rows with {shape.experts} experts {shape.width}x{shape.of_expert},",
+            dtype=dtype,
+            kernel=run(platform, interpret=sizes.interpret),
+            xla=run("cpu"),
+            exact=run("cpu"),
+            given=(*(jnp.asarray(each, dtype) for each in arrays), jnp.asarray(counts, jnp.int32)),
+        )
+
+
 def logits_statistics(sizes: Sizes, device: str) -> Iterator[Case]:
     """Log-probabilities of chosen tokens from one pass over the logits, and their gradient."""
     T, V = sizes.logits
@@ -394,7 +422,7 @@ def _plain_rows(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: ja
 
 
 CASES: Mapping[str, Sequence[Callable[[Sizes, str], Iterator[Case]]]] = {
-    "gpu": (row_attention, page_attention, logits_statistics),
-    "tpu": (row_attention, logits_statistics, fused_head, delta_nets, delta_rows),
+    "gpu": (row_attention, page_attention, grouped_products, logits_statistics),
+    "tpu": (row_attention, grouped_products, logits_statistics, fused_head, delta_nets, delta_rows),
 }
 """The kernels of each jax platform that has some."""

@@ -60,6 +60,16 @@ class Pages:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Grouped:
+    """Shape of the products of a mixture: rows that are sorted by expert, each with its expert's matrix."""
+
+    rows: int
+    experts: int
+    width: int
+    of_expert: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
     """How much the probes compute."""
 
@@ -69,6 +79,7 @@ class Sizes:
     disk_bytes: int
     rows: tuple[Rows, ...]
     pages: tuple[Pages, ...]
+    grouped: Grouped
     logits: tuple[int, int]  # tokens, vocabulary
     decoder: DecoderConfig
     slots: int
@@ -85,6 +96,7 @@ TINY = Sizes(
     disk_bytes=MIB,
     rows=(Rows(rows=1, tokens=64, heads=2, kv_heads=1, head_dim=16),),
     pages=(Pages(rows=2, heads=2, kv_heads=1, page_tokens=16, head_dim=16, pages=2),),
+    grouped=Grouped(rows=40, experts=3, width=24, of_expert=40),
     logits=(8, 300),
     decoder=smollm2(layers=1, vocab=512),
     slots=4,
@@ -111,6 +123,7 @@ ACCELERATOR = Sizes(
     disk_bytes=GIB,
     rows=(Rows(rows=4, tokens=1024, heads=16, kv_heads=2, head_dim=128),),
     pages=(Pages(rows=64, heads=16, kv_heads=2, page_tokens=64, head_dim=128, pages=16),),
+    grouped=Grouped(rows=16_384, experts=16, width=2048, of_expert=768),
     logits=(2048, 151_936),
     decoder=smollm2(),
     slots=64,

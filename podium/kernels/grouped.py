@@ -1,8 +1,8 @@
 """Products of rows that are sorted by group, each group with a matrix of its own: the experts of a mixture.
 
-On TPU they are jax's megablox kernels, whose work does not depend on the number of groups. Elsewhere they are
-`jax.lax.ragged_dot`. Its own gradient of the matrices is a product with all rows for each group (20 times the
-operations on TPU), so the backward pass is written out.
+On TPU they are jax's megablox kernels, on GPU those of `podium.kernels.gpu_grouped`: their work does not depend on the
+number of groups. On CPU they are `jax.lax.ragged_dot`. Its own gradient of the matrices is a product with all rows for
+each group (20 times the operations on TPU), so the backward pass is written out.
 """
 
 import functools
@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.experimental.xla_metadata import set_xla_metadata
+
+from podium.kernels.gpu_grouped import gpu_matrices, gpu_rows
 
 TILE_ROWS = 512
 """Rows of a tile; a group that does not end with a tile has it computed again for the next group."""
@@ -31,7 +33,7 @@ class Form(NamedTuple):
     result: jnp.dtype
     gradient: Literal["own", "float32", "none"]
     """Format of the matrices' gradient: their own, float32, or none."""
-    interpret: bool = False  # emulate the TPU's kernels, slowly
+    interpret: bool = False  # emulate the kernels, slowly
 
 
 def grouped_product(
@@ -108,6 +110,10 @@ def _rows(
         with set_xla_metadata(reads_one_of=len(w)):  # for `podium.hlo.traffic`
             first = -layer * len(sizes)  # the layer's groups, counted from those of the stack
             return multiply(padded, w.reshape(-1, *w.shape[2:]), sizes, dtype, tiling, first)[: len(x)]
+    if form.platform == "gpu":
+        first = None if layer is None else layer * len(sizes)
+        every = w if layer is None else w.reshape(-1, *w.shape[2:])
+        return gpu_rows(x, every, sizes, dtype, transposed=transposed, first_group=first, interpret=form.interpret)
     if layer is not None:
         w = w[layer]
     return jax.lax.ragged_dot(
@@ -131,6 +137,8 @@ def _matrices(form: Form, x: jax.Array, dy: jax.Array, sizes: jax.Array, dtype: 
         x, dy = (jnp.pad(each, [(0, -len(x) % rows), (0, 0)]) for each in (x, dy))
         tiling = gradient_tiles(rows, x.shape[1], dy.shape[1], x.dtype.itemsize, dtype.itemsize)
         return tgmm(x.swapaxes(0, 1), dy, sizes, dtype, tiling, interpret=form.interpret)
+    if form.platform == "gpu":
+        return gpu_matrices(x, dy, sizes, dtype, interpret=form.interpret)
     return jax.lax.ragged_dot_general(
         x, dy, sizes, _OVER_ROWS, precision=_precision(x.dtype), preferred_element_type=dtype
     )

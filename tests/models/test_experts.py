@@ -90,7 +90,7 @@ def test_values_and_gradients_are_those_of_autodiff_of_the_naive_form(normalized
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(128, 256), (300, 200)])
-def test_the_kernels_of_a_tpu_multiply_as_ragged_dot_does(inner, outer, monkeypatch):
+def test_kernels_of_tpu_and_gpu_multiply_as_ragged_dot_does(inner, outer, monkeypatch):
     """Emulated; one group is empty, one ends within a tile, and rows, and the larger dimensions, are no whole tiles."""
     for name, most in {"WHOLE_INNER": 256, "TILE_INNER": 256, "TILE_OUTER": 128}.items():
         monkeypatch.setattr(grouped, name, most)
@@ -102,11 +102,14 @@ def test_the_kernels_of_a_tpu_multiply_as_ragged_dot_does(inner, outer, monkeypa
         return jnp.sum(grouped_product(form, x, w, sums, sizes) * dy)
 
     single = jnp.dtype(jnp.float32)
-    own, tpu = Form("cpu", single, "own"), Form("tpu", single, "float32", interpret=True)
+    own, tpu, gpu = (
+        Form(platform, single, gradient, interpret=platform != "cpu")
+        for platform, gradient in (("cpu", "own"), ("tpu", "float32"), ("gpu", "float32"))
+    )
     expected = jax.jit(jax.grad(functools.partial(product, own), (0, 1)))(x, w, ())
     every = lambda x, w: jnp.sum(jax.lax.ragged_dot(x, w, sizes, precision="highest") * dy)  # noqa: E731
     plain = jax.jit(jax.grad(every, (0, 1)))(x, w)
-    for form, at, parts in ((own, (0, 1), 0), (tpu, (0, 2), 1), (tpu, (0, 2), 2)):
+    for form, at, parts in ((own, (0, 1), 0), (tpu, (0, 2), 1), (tpu, (0, 2), 2), (gpu, (0, 2), 1), (gpu, (0, 2), 2)):
         sums = tuple(jnp.zeros((4, inner, outer // parts)) for _ in range(parts))
         dx, dw = jax.jit(jax.grad(functools.partial(product, form), at))(x, w, sums)
         found = dx, jnp.concatenate(dw, axis=-1) if parts else dw
@@ -144,13 +147,14 @@ def shapes_of(jaxpr):
             yield from shapes_of(inner)
 
 
-def test_the_kernels_of_a_tpu_read_a_layer_from_the_stack_of_all():
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_kernels_read_a_layer_from_the_stack_of_all(platform):
     sizes, x, stack, layer = jnp.asarray([70, 0, 3], jnp.int32), normal(80, 128), normal(4, 3, 128, 256), jnp.int32(2)
     single = jnp.dtype(jnp.float32)
     expected = jax.lax.ragged_dot(x, stack[2], sizes, precision="highest")[:73]
-    for form in (Form("cpu", single, "none"), Form("tpu", single, "none", interpret=True)):
+    for form in (Form("cpu", single, "none"), Form(platform, single, "none", interpret=True)):
         assert error_of_scale(grouped_product(form, x, stack, (), sizes, layer)[:73], expected) <= TOLERANCE
-    whole = functools.partial(grouped_product, Form("tpu", single, "none"))
+    whole = functools.partial(grouped_product, Form(platform, single, "none"))
     shapes = set(shapes_of(jax.make_jaxpr(whole)(x, stack, (), sizes, layer).jaxpr))
     assert (12, 128, 256) in shapes
     assert (3, 128, 256) not in shapes

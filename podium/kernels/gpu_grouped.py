@@ -1,0 +1,184 @@
+"""The products of `podium.kernels.grouped` for a GPU (Pallas, lowered to Triton).
+
+XLA for GPUs multiplies all rows with the matrix of each group and keeps all of these products, [G, M, F]: an update of
+gpt-oss-20b would take 32 times the operations, and 459 GiB for 474,240 rows (LOG.md). Here a program multiplies rows of
+one group alone.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+TILE_ROWS, TILE_OUTER = 128, 128
+TILE_BYTES = 128
+"""Bytes of a tile's row of numbers to sum over: 64 in bfloat16. With STAGES, a program's tiles take 64 KiB of a
+multiprocessor's memory, of which the smallest GPUs that plans know have 99."""
+SMALLEST = 16  # rows and columns of Triton's smallest product
+WARPS = 8
+STAGES = 2
+
+
+class _Tiles(NamedTuple):
+    """The rows of each program: those of one group."""
+
+    groups: jax.Array  # [N] int32
+    begins: jax.Array  # [N] int32, first row
+    ends: jax.Array  # [N] int32, row behind the group's last; 0: the program has no rows
+
+
+def gpu_rows(
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    dtype: jnp.dtype,
+    *,
+    transposed: bool,
+    first_group: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Rows [M, F]: those of group g are x [M, D] times w[g], of w [G, D, F], or [G, F, D] if `transposed`.
+
+    Groups follow one another in x, `sizes` [G] int32 rows each; rows behind the last are undefined. The matrix of group
+    0 is w[first_group], if that is given: w may have more of them.
+    """
+    (M, D), F = x.shape, w.shape[1 if transposed else 2]
+    rows, inner, outer = _tile(M, TILE_ROWS), _tile(D, TILE_BYTES // x.dtype.itemsize), _tile(F, TILE_OUTER)
+    tiles = _tiles(sizes, M, rows)
+    if first_group is not None:
+        tiles = tiles._replace(groups=tiles.groups + first_group)
+    return pl.pallas_call(
+        functools.partial(_rows_kernel, rows=rows, inner=inner, outer=outer, transposed=transposed),
+        grid=(len(tiles.groups), pl.cdiv(F, outer)),
+        in_specs=[*(_number(len(tiles.groups)) for _ in tiles), _whole(x.shape), _whole(w.shape)],
+        out_specs=_whole((M, F)),
+        out_shape=jax.ShapeDtypeStruct((M, F), dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        interpret=interpret,
+        name="grouped_rows",
+        metadata={"flops": str(2 * M * D * F)},  # for the planner, since Triton discards cost estimates
+    )(*tiles, x, w)
+
+
+def gpu_matrices(
+    x: jax.Array, dy: jax.Array, sizes: jax.Array, dtype: jnp.dtype, *, interpret: bool = False
+) -> jax.Array:
+    """The products [G, D, F] of each group's rows of x [M, D] and dy [M, F], summed over the rows; 0 for no rows."""
+    (M, D), F, G = x.shape, dy.shape[1], len(sizes)
+    rows, high, wide = _tile(M, TILE_BYTES // x.dtype.itemsize), _tile(D, TILE_ROWS), _tile(F, TILE_OUTER)
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    return pl.pallas_call(
+        functools.partial(_matrices_kernel, rows=rows, high=high, wide=wide),
+        grid=(G, pl.cdiv(D, high), pl.cdiv(F, wide)),
+        in_specs=[_number(G), _number(G), _whole(x.shape), _whole(dy.shape)],
+        out_specs=pl.BlockSpec((None, D, F), lambda g, i, j: (g, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct((G, D, F), dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        interpret=interpret,
+        name="grouped_matrices",
+        metadata={"flops": str(2 * M * D * F)},
+    )(ends - sizes, ends, x, dy)
+
+
+def _tiles(sizes: jax.Array, M: int, rows: int) -> _Tiles:
+    """The programs' rows: up to `rows` of a group each, as many programs as M rows of groups of any size may need."""
+    counts = -(-sizes // rows)
+    last = jnp.cumsum(counts)
+    programs = jnp.arange(pl.cdiv(M, rows) + len(sizes))
+    found = jnp.sum(programs[:, None] >= last[None], axis=1)  # the groups that end before
+    groups = jnp.minimum(found, len(sizes) - 1)
+    ends = jnp.cumsum(sizes)
+    begins = (ends - sizes)[groups] + (programs - (last - counts)[groups]) * rows
+    tiles = _Tiles(groups, begins, jnp.where(found < len(sizes), ends[groups], 0))
+    return _Tiles(*(each.astype(jnp.int32) for each in tiles))
+
+
+def _tile(size: int, most: int) -> int:
+    """A power of two, as Triton's are: `most`, or less if `size` is less."""
+    return min(most, max(SMALLEST, pl.next_power_of_2(size)))
+
+
+def _number(count: int) -> pl.BlockSpec:
+    """All numbers of an array [count]."""
+    return pl.BlockSpec((count,), lambda *_: (0,))
+
+
+def _whole(shape: tuple[int, ...]) -> pl.BlockSpec:
+    """All of an array, of which a program reads what it needs."""
+    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
+
+
+def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Matrix product in float32; float32 operands are multiplied in full precision, not in TF32."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _rows_kernel(
+    groups: jax.Ref,
+    begins: jax.Ref,
+    ends: jax.Ref,
+    x: jax.Ref,
+    w: jax.Ref,
+    out: jax.Ref,
+    *,
+    rows: int,
+    inner: int,
+    outer: int,
+    transposed: bool,
+) -> None:
+    program, column = pl.program_id(0), pl.program_id(1) * outer
+    group, begin, end = groups[program], begins[program], ends[program]
+    D, F = x.shape[1], out.shape[1]
+    of_group = (begin + jnp.arange(rows) < end)[:, None]
+    in_columns = column + jnp.arange(outer) < F
+
+    @pl.when(begin < end)
+    def _() -> None:
+        def add(step: jax.Array, total: jax.Array) -> jax.Array:
+            place = step * inner
+            summed = place + jnp.arange(inner) < D
+            own = plgpu.load(x.at[pl.ds(begin, rows), pl.ds(place, inner)], mask=of_group & summed[None], other=0)
+            if transposed:
+                matrix = plgpu.load(
+                    w.at[group, pl.ds(column, outer), pl.ds(place, inner)],
+                    mask=in_columns[:, None] & summed[None],
+                    other=0,
+                ).T
+            else:
+                matrix = plgpu.load(
+                    w.at[group, pl.ds(place, inner), pl.ds(column, outer)],
+                    mask=summed[:, None] & in_columns[None],
+                    other=0,
+                )
+            return total + _dot(own, matrix)
+
+        total = jax.lax.fori_loop(0, pl.cdiv(D, inner), add, jnp.zeros((rows, outer), jnp.float32))
+        plgpu.store(
+            out.at[pl.ds(begin, rows), pl.ds(column, outer)], total.astype(out.dtype), mask=of_group & in_columns[None]
+        )
+
+
+def _matrices_kernel(
+    begins: jax.Ref, ends: jax.Ref, x: jax.Ref, dy: jax.Ref, out: jax.Ref, *, rows: int, high: int, wide: int
+) -> None:
+    group, row, column = pl.program_id(0), pl.program_id(1) * high, pl.program_id(2) * wide
+    begin, end = begins[group], ends[group]
+    in_rows, in_columns = row + jnp.arange(high) < x.shape[1], column + jnp.arange(wide) < dy.shape[1]
+
+    def add(step: jax.Array, total: jax.Array) -> jax.Array:
+        place = begin + step * rows
+        summed = (place + jnp.arange(rows) < end)[:, None]
+        left = plgpu.load(x.at[pl.ds(place, rows), pl.ds(row, high)], mask=summed & in_rows[None], other=0)
+        right = plgpu.load(dy.at[pl.ds(place, rows), pl.ds(column, wide)], mask=summed & in_columns[None], other=0)
+        return total + _dot(left.T, right)
+
+    total = jax.lax.fori_loop(0, pl.cdiv(end - begin, rows), add, jnp.zeros((high, wide), jnp.float32))
+    plgpu.store(
+        out.at[pl.ds(row, high), pl.ds(column, wide)],
+        total.astype(out.dtype),
+        mask=in_rows[:, None] & in_columns[None],
+    )
