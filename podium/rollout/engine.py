@@ -82,7 +82,7 @@ class RolloutEngine:
         dtype: jnp.dtype,
         overlap: bool | None = None,
     ) -> None:
-        """Make the programs; each is compiled at its first use.
+        """Make the programs; each is compiled at its first use, or before it (`Device.compile_ahead`).
 
         Args:
             config: lengths, slots, pages and rows of the programs; sampling settings come with each request.

@@ -61,7 +61,7 @@ class Trainer:
         critic: Critic | None = None,
         moving: ReferenceConfig | None = None,
     ) -> None:
-        """Make the programs; each is compiled on first use.
+        """Make the programs; each is compiled on first use, or before it (`compile_ahead`).
 
         `sizes` holds the shapes of all batches; the learning rate follows `schedule`. `reference` holds the first
         model's parameters, if the recipe needs them. A batch that diverges is saved in `folder`. `frozen` holds the
