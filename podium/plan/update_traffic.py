@@ -157,11 +157,16 @@ def _saved(run: RunSizes) -> int:
 
 
 def _joined(run: RunSizes) -> int:
-    """Frozen weights that a GPU's compiler copies beside adapters, forward and backward, for each group of rows."""
+    """Frozen weights that a GPU's compiler copies beside adapters, forward and backward, for each group of rows.
+
+    It copies no experts, which kernels multiply.
+    """
     if run.decoder.lora is None or run.platform != "gpu":
         return 0
     layers, _ = run.gathered_counts
-    return run.update.row_groups * 2 * 2 * layers * run.activation
+    parts = axis_parts(GATHERED_AXES, run.mesh)
+    experts = sum(local_count(spec, parts) for spec in param_specs(run.decoder).values() if "experts" in spec.axes)
+    return run.update.row_groups * 2 * 2 * (layers - experts) * run.activation
 
 
 def own_weights(specs: Mapping[str, ParamSpec], place: Place) -> Iterator[tuple[str, ParamSpec]]:
