@@ -27,15 +27,18 @@ class Call(NamedTuple):
 
 
 def threads_for(platform: str) -> int:
-    """How many programs to compile at a time: one for each core; none on CPU, where the programs need the cores."""
-    return 0 if platform == "cpu" else os.cpu_count() or 1
+    """How many programs to compile at a time: one for each core of this process, which takes about half a GiB each.
+
+    None on CPU, where the programs need the cores.
+    """
+    return 0 if platform == "cpu" else len(os.sched_getaffinity(0))
 
 
 class CompileAhead:
-    """Programs that are being compiled, by name. With `threads` 0 nothing is: each is compiled when it is called."""
+    """Programs that are being compiled, by name. Its methods are for one thread."""
 
     def __init__(self, threads: int) -> None:
-        """Up to `threads` programs are compiled at the same time."""
+        """Up to `threads` programs are compiled at the same time; with 0, each is compiled by its first call."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compile") if threads else None
         self._begun: dict[str, Future[jax.stages.Compiled]] = {}
 
@@ -54,7 +57,7 @@ class CompileAhead:
         wait([self._begun.pop(name) for name in names if name in self._begun])
 
     def close(self) -> None:
-        """Drop what has not begun; what is being compiled ends by itself."""
+        """Drop what has not begun. What is being compiled goes on, and the process ends only after it."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._begun.clear()

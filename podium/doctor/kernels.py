@@ -255,9 +255,10 @@ def grouped_products(sizes: Sizes, device: str) -> Iterator[Case]:
     """Rows sorted by expert, each with its expert's matrix, and the gradients of both."""
     shape, random = sizes.grouped, np.random.default_rng(0)
     counts = random.multinomial(shape.rows, random.dirichlet(np.ones(shape.experts)))  # experts are not chosen alike
-    platform = "tpu" if jax.default_backend() == "tpu" else "gpu"
-    sizes_of = (shape.rows, shape.width), (shape.experts, shape.width, shape.of_expert), (shape.rows, shape.of_expert)
-    arrays = [random.standard_normal(each).astype(np.float32) for each in sizes_of]
+    here = "tpu" if jax.default_backend() == "tpu" else "gpu"
+    rows = random.standard_normal((shape.rows, shape.width))
+    experts = random.standard_normal((shape.experts, shape.width, shape.expert_width))
+    gradient = random.standard_normal((shape.rows, shape.expert_width))
 
     def run(platform: str, *, interpret: bool = False) -> Program:
         def forward_and_backward(x: jax.Array, w: jax.Array, dy: jax.Array, counts: jax.Array) -> Arrays:
@@ -269,12 +270,12 @@ def grouped_products(sizes: Sizes, device: str) -> Iterator[Case]:
 
     for dtype in ("float32", "bfloat16"):
         yield Case(
-            name=f"products of {shape.rows} rows with {shape.experts} experts {shape.width}x{shape.of_expert},",
+            name=f"products of {shape.rows} rows with {shape.experts} experts {shape.width}x{shape.expert_width},",
             dtype=dtype,
-            kernel=run(platform, interpret=sizes.interpret),
+            kernel=run(here, interpret=sizes.interpret),
             xla=run("cpu"),
             exact=run("cpu"),
-            given=(*(jnp.asarray(each, dtype) for each in arrays), jnp.asarray(counts, jnp.int32)),
+            given=(*(jnp.asarray(each, dtype) for each in (rows, experts, gradient)), jnp.asarray(counts, jnp.int32)),
         )
 
 

@@ -63,10 +63,10 @@ class Pages:
 class Grouped:
     """Shape of the products of a mixture: rows that are sorted by expert, each with its expert's matrix."""
 
-    rows: int
+    rows: int  # of all experts
     experts: int
-    width: int
-    of_expert: int
+    width: int  # of a row
+    expert_width: int  # of its product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ TINY = Sizes(
     disk_bytes=MIB,
     rows=(Rows(rows=1, tokens=64, heads=2, kv_heads=1, head_dim=16),),
     pages=(Pages(rows=2, heads=2, kv_heads=1, page_tokens=16, head_dim=16, pages=2),),
-    grouped=Grouped(rows=40, experts=3, width=24, of_expert=40),
+    grouped=Grouped(rows=40, experts=3, width=24, expert_width=40),
     logits=(8, 300),
     decoder=smollm2(layers=1, vocab=512),
     slots=4,
@@ -123,7 +123,7 @@ ACCELERATOR = Sizes(
     disk_bytes=GIB,
     rows=(Rows(rows=4, tokens=1024, heads=16, kv_heads=2, head_dim=128),),
     pages=(Pages(rows=64, heads=16, kv_heads=2, page_tokens=64, head_dim=128, pages=16),),
-    grouped=Grouped(rows=16_384, experts=16, width=2048, of_expert=768),
+    grouped=Grouped(rows=16_384, experts=16, width=2048, expert_width=768),
     logits=(2048, 151_936),
     decoder=smollm2(),
     slots=64,

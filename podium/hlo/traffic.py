@@ -97,7 +97,7 @@ def hbm_traffic(instruction: Instruction, computation: Computation, module: Modu
     results = instruction.shapes
     if instruction.attribute("custom_call_target").startswith('"__cublas'):
         results = results[:1]  # behind it is a workspace of 32 MiB, of which a product needs little or nothing
-    parts = READS_ONE_OF.search(instruction.attributes) if kernel else None
+    parts = READS_ONE_OF.search(instruction.attributes) if opcode == "custom-call" else None
     return _read_whole(operands, int(parts[1]) if parts else 1) + sum(map(_in_hbm, results))
 
 

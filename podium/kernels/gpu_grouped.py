@@ -15,19 +15,19 @@ from jax.experimental.pallas import triton as plgpu
 
 TILE_ROWS, TILE_OUTER = 128, 128
 TILE_BYTES = 128
-"""Bytes of a tile's row of numbers to sum over: 64 in bfloat16. With STAGES, a program's tiles take 64 KiB of a
-multiprocessor's memory, of which the smallest GPUs that plans know have 99."""
+"""Bytes of a tile along the dimension that is summed over: 64 numbers of bfloat16. With STAGES, a program's tiles take
+64 KiB of a multiprocessor's memory, of which the smallest GPUs that plans know have 99."""
 SMALLEST = 16  # rows and columns of Triton's smallest product
 WARPS = 8
 STAGES = 2
 
 
 class _Tiles(NamedTuple):
-    """The rows of each program: those of one group."""
+    """The tiles of rows, each of one group; there may be more of them than the rows need."""
 
-    groups: jax.Array  # [N] int32
-    begins: jax.Array  # [N] int32, first row
-    ends: jax.Array  # [N] int32, row behind the group's last; 0: the program has no rows
+    groups: jax.Array  # [tiles] int32
+    begins: jax.Array  # [tiles] int32, first row
+    ends: jax.Array  # [tiles] int32, row behind the group's last; 0: the tile has no rows
 
 
 def gpu_rows(
@@ -52,7 +52,7 @@ def gpu_rows(
         tiles = tiles._replace(groups=tiles.groups + first_group)
     return pl.pallas_call(
         functools.partial(_rows_kernel, rows=rows, inner=inner, outer=outer, transposed=transposed),
-        grid=(len(tiles.groups), pl.cdiv(F, outer)),
+        grid=(pl.cdiv(F, outer), len(tiles.groups)),  # the first runs fastest: all columns of some rows, then others
         in_specs=[*(_number(len(tiles.groups)) for _ in tiles), _whole(x.shape), _whole(w.shape)],
         out_specs=_whole((M, F)),
         out_shape=jax.ShapeDtypeStruct((M, F), dtype),
@@ -72,9 +72,9 @@ def gpu_matrices(
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     return pl.pallas_call(
         functools.partial(_matrices_kernel, rows=rows, high=high, wide=wide),
-        grid=(G, pl.cdiv(D, high), pl.cdiv(F, wide)),
+        grid=(pl.cdiv(F, wide), pl.cdiv(D, high), G),  # the first runs fastest: all of a group's matrix, then others
         in_specs=[_number(G), _number(G), _whole(x.shape), _whole(dy.shape)],
-        out_specs=pl.BlockSpec((None, D, F), lambda g, i, j: (g, 0, 0)),
+        out_specs=pl.BlockSpec((None, D, F), lambda j, i, g: (g, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((G, D, F), dtype),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
@@ -84,14 +84,14 @@ def gpu_matrices(
 
 
 def _tiles(sizes: jax.Array, M: int, rows: int) -> _Tiles:
-    """The programs' rows: up to `rows` of a group each, as many programs as M rows of groups of any size may need."""
+    """Tiles of up to `rows` rows of a group, as many as M rows of groups of any size may need."""
     counts = -(-sizes // rows)
     last = jnp.cumsum(counts)
-    programs = jnp.arange(pl.cdiv(M, rows) + len(sizes))
-    found = jnp.sum(programs[:, None] >= last[None], axis=1)  # the groups that end before
+    numbers = jnp.arange(pl.cdiv(M, rows) + len(sizes))
+    found = jnp.sum(numbers[:, None] >= last[None], axis=1)  # the groups whose tiles come before
     groups = jnp.minimum(found, len(sizes) - 1)
     ends = jnp.cumsum(sizes)
-    begins = (ends - sizes)[groups] + (programs - (last - counts)[groups]) * rows
+    begins = (ends - sizes)[groups] + (numbers - (last - counts)[groups]) * rows
     tiles = _Tiles(groups, begins, jnp.where(found < len(sizes), ends[groups], 0))
     return _Tiles(*(each.astype(jnp.int32) for each in tiles))
 
@@ -130,8 +130,8 @@ def _rows_kernel(
     outer: int,
     transposed: bool,
 ) -> None:
-    program, column = pl.program_id(0), pl.program_id(1) * outer
-    group, begin, end = groups[program], begins[program], ends[program]
+    column, tile = pl.program_id(0) * outer, pl.program_id(1)
+    group, begin, end = groups[tile], begins[tile], ends[tile]
     D, F = x.shape[1], out.shape[1]
     of_group = (begin + jnp.arange(rows) < end)[:, None]
     in_columns = column + jnp.arange(outer) < F
@@ -165,7 +165,7 @@ def _rows_kernel(
 def _matrices_kernel(
     begins: jax.Ref, ends: jax.Ref, x: jax.Ref, dy: jax.Ref, out: jax.Ref, *, rows: int, high: int, wide: int
 ) -> None:
-    group, row, column = pl.program_id(0), pl.program_id(1) * high, pl.program_id(2) * wide
+    column, row, group = pl.program_id(0) * wide, pl.program_id(1) * high, pl.program_id(2)
     begin, end = begins[group], ends[group]
     in_rows, in_columns = row + jnp.arange(high) < x.shape[1], column + jnp.arange(wide) < dy.shape[1]
 

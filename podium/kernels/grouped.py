@@ -1,8 +1,8 @@
 """Products of rows that are sorted by group, each group with a matrix of its own: the experts of a mixture.
 
 On TPU they are jax's megablox kernels, on GPU those of `podium.kernels.gpu_grouped`: their work does not depend on the
-number of groups. On CPU they are `jax.lax.ragged_dot`. Its own gradient of the matrices is a product with all rows for
-each group (20 times the operations on TPU), so the backward pass is written out.
+number of groups. On CPU they are `jax.lax.ragged_dot`. The gradient of the matrices that jax derives from it is a
+product with all rows for each group (20 times the operations on TPU), so the backward pass is written out.
 """
 
 import functools
@@ -50,7 +50,7 @@ def grouped_product(
     the format of `w`. With gradient "float32", `sums` get the gradient of `w`, cut along F into as many arrays
     [G, D, F / n]; their values are not read. Several arrays can be exchanged while the next ones are made.
 
-    With `layer` [] int32, `w` is a stack [L, G, D, F], of which a TPU reads the matrices of this layer where they are;
+    With `layer` [] int32, `w` is a stack [L, G, D, F], of which kernels read the matrices of this layer where they are;
     the product then has no gradient.
     """
     if layer is not None:
@@ -111,9 +111,11 @@ def _rows(
             first = -layer * len(sizes)  # the layer's groups, counted from those of the stack
             return multiply(padded, w.reshape(-1, *w.shape[2:]), sizes, dtype, tiling, first)[: len(x)]
     if form.platform == "gpu":
-        first = None if layer is None else layer * len(sizes)
-        every = w if layer is None else w.reshape(-1, *w.shape[2:])
-        return gpu_rows(x, every, sizes, dtype, transposed=transposed, first_group=first, interpret=form.interpret)
+        multiply = functools.partial(gpu_rows, transposed=transposed, interpret=form.interpret)
+        if layer is None:
+            return multiply(x, w, sizes, dtype)
+        with set_xla_metadata(reads_one_of=len(w)):  # for `podium.hlo.traffic`
+            return multiply(x, w.reshape(-1, *w.shape[2:]), sizes, dtype, first_group=layer * len(sizes))
     if layer is not None:
         w = w[layer]
     return jax.lax.ragged_dot(

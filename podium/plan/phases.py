@@ -180,8 +180,8 @@ def _rollout_programs(
         programs = programs._replace(extend=_with_all_logits(engine_decoder(decoder, rules), rules, dtype))
     found = {"sync": _phase(programs.sync, (params,), beside_params)}
     for name, call in engine_calls(programs, *engine).items():
-        unread = {"rollout_weights": device_bytes(weights)} if name == "copy" else {}
-        found[name] = _phase(*call, {**trainers, **unread})
+        beside = {"rollout_weights": device_bytes(weights)} if name == "copy" else {}  # elsewhere they are arguments
+        found[name] = _phase(*call, {**trainers, **beside})
     return found
 
 
@@ -194,7 +194,7 @@ def _with_all_logits(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dt
         last = jnp.take_along_axis(logits, (chunk.counts - 1)[:, None, None], axis=1)[:, 0]
         return cache, rules.constrain(last, "batch", None)
 
-    return cast(ExtendProgram, jax.jit(extend, donate_argnums=1))
+    return cast(ExtendProgram, jax.jit(extend, donate_argnums=1))  # which is lowered only: its results differ
 
 
 def _phase(program: Lowerable, arguments: tuple[object, ...], residents: Mapping[str, int]) -> PhaseProgram:

@@ -159,7 +159,7 @@ def _saved(run: RunSizes) -> int:
 def _joined(run: RunSizes) -> int:
     """Frozen weights that a GPU's compiler copies beside adapters, forward and backward, for each group of rows.
 
-    It copies no experts, which kernels multiply.
+    Experts are not copied: Pallas kernels read them in place.
     """
     if run.decoder.lora is None or run.platform != "gpu":
         return 0

@@ -63,7 +63,11 @@ class Device:
         self.resize(config.slots)
 
     def compile_ahead(self, ahead: CompileAhead) -> None:
-        """Begin to compile the programs that answer, those of the decode steps first; a call waits for its own."""
+        """Begin to compile prefills, copies of pages and decode steps, the last first; each call waits for its own.
+
+        Prefills with scores, copies of cells and decode steps with a repetition penalty are compiled at their first
+        call, unless the config has the penalty.
+        """
         calls = engine_calls(self.programs, self.config, self.decoder, self.rules, self._dtype)
         ahead.begin(sorted(calls.items(), key=lambda item: not item[0].startswith("decode")))
         self._ahead = ahead
@@ -122,7 +126,7 @@ class Device:
         return f"{begun}: the model's logits are NaN or infinite; {where}. Find out what made the weights diverge"
 
     def num_compiled(self) -> int:
-        """Number of compiled variants of the programs so far."""
+        """Number of variants of the programs that have been called so far, each of which was compiled once."""
         return sum(program._cache_size() for program in self.programs)
 
     def prefill(self, call: PrefillCall) -> tuple[jax.Array | None, Scores | None]:
@@ -143,18 +147,19 @@ class Device:
             targets[row, : len(after)] = after
             scored |= fill.scored
         given = cast(Chunk[jax.Array], self._put(chunk))
-        self._ahead.wait(f"prefill:{call.chunk}")
         if scored:
             wanted = cast(jax.Array, self._put(targets))
             made = self.programs.scored_extend(self._loaded(), self._made_cache(), given, wanted)
             self._cache, choices, scores = made
         else:
+            self._ahead.wait(f"prefill:{call.chunk}")
             self._cache, choices = self.programs.extend(self._loaded(), self._made_cache(), given)
             scores = None
         return self._replicate((choices, scores)) if self._over_hosts else (choices, scores)
 
     def copy(self, copies: Iterable[Copy]) -> None:
         """Copy pages within each shard; a call copies up to as many pages as there are slots."""
+        self._ahead.wait("copy")
         self._copy(self.programs.copy, copies)
 
     def copy_cells(self, copies: Iterable[Copy]) -> None:
@@ -172,7 +177,6 @@ class Device:
             sources[at], targets[at] = copy.source, copy.target
             counts[copy.shard] += 1
         given = cast(tuple[jax.Array, jax.Array], self._put((sources.reshape(-1), targets.reshape(-1))))
-        self._ahead.wait("copy")
         self._cache = program(self._made_cache(), *given)
 
     def decode(self, rows: Iterable[DecodeRow], tokenizer: TextDecoder | None) -> tuple[Drawn, jax.Array]:

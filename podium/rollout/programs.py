@@ -246,7 +246,7 @@ def abstract_chunk(config: RolloutConfig, length: int, rules: ShardingRules) -> 
 def engine_calls(
     programs: EnginePrograms, config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> dict[str, Call]:
-    """The calls with which an engine answers, with abstract arguments, in the order in which a rollout makes them.
+    """The calls of a rollout that need the engine's weights or cache, with abstract arguments, in their first order.
 
     Names: prefill:T by chunk length, copy, and decode:S by slots.
     """

@@ -90,9 +90,10 @@ class Trainer:
         self.updates_per_step = recipe.updates_per_batch * recipe.minibatches
 
     def compile_ahead(self, state: TrainState, ahead: CompileAhead) -> None:
-        """Begin to compile what a step calls with states like this one; each call waits for its own program.
+        """Begin to compile the update, the scores and the critic's programs; `state` has the arrays of all states.
 
-        A teacher's program, and those that a user's code makes, are compiled at their first call.
+        Each call waits for its own program. Those of entropies, of teachers, of reward models and of a user's scorers
+        are compiled at their first call.
         """
         width = next((each.decoder.width for each in self.scorers if each.name == TEACHER_HIDDEN), 0)
         scored = abstract_scored(self.sizes, self.recipe, self.settings, teacher_width=width)
@@ -133,6 +134,7 @@ class Trainer:
         """The log-ratio of policy to reference of each completion of a few groups, in order; for preferences."""
         samples = [sample for n, group in enumerate(groups) for sample in group_samples(group, n, self.recipe)]
         policy = state.params | self.frozen
+        self._ahead.wait(SCORE, SCORE_BASE)
         return log_ratios(samples, self.sizes, self.settings.computing, self._scorers(state), policy)
 
     def _scorers(self, state: TrainState) -> tuple[Scorer, ...]:

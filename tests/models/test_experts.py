@@ -15,7 +15,7 @@ from tiny_models import error_of_scale, rules_on
 
 from podium import sharding
 from podium.config.lora import LoraConfig
-from podium.kernels import grouped
+from podium.kernels import gpu_grouped, grouped
 from podium.kernels.grouped import TILE_ROWS, Form, gradient_tiles, grouped_product, product_tiles, token_sums
 from podium.models import mixture
 from podium.models.architecture import ModelError, with_lora
@@ -89,11 +89,36 @@ def test_values_and_gradients_are_those_of_autodiff_of_the_naive_form(normalized
     assert error_of_scale(dense, expected) <= TOLERANCE
 
 
+def test_tiles_of_rows_are_of_one_group_each():
+    sizes = jnp.asarray([0, 5, 8, 0, 3, 0], jnp.int32)
+    groups, begins, ends = (x.tolist() for x in gpu_grouped._tiles(sizes, 20, 4))
+    found = [(g, a, min(a + 4, b)) for g, a, b in zip(groups, begins, ends, strict=True) if a < b]
+    assert found == [(1, 0, 4), (1, 4, 5), (2, 5, 9), (2, 9, 13), (4, 13, 16)]
+    assert len(groups) == 20 // 4 + 6  # enough for any sizes
+    assert all(0 <= g < 6 for g in groups)
+
+
+def test_a_gpus_kernels_multiply_bfloat16(monkeypatch):
+    monkeypatch.setattr(gpu_grouped, "TILE_ROWS", 32)
+    x, w, dy = (normal(*shape).astype(jnp.bfloat16) for shape in ((90, 70), (3, 70, 40), (90, 40)))
+    sizes = jnp.asarray([50, 0, 35], jnp.int32)
+
+    def run(form: Form) -> tuple[jax.Array, ...]:
+        y, pull = jax.vjp(lambda x, w: grouped_product(form, x, w, (), sizes), x, w)
+        return y[:85], *(each[:85] for each in pull(dy))
+
+    half = jnp.dtype(jnp.bfloat16)
+    for one, other in zip(run(Form("gpu", half, "own", True)), run(Form("cpu", half, "own")), strict=True):
+        assert one.dtype == half
+        assert error_of_scale(one.astype(jnp.float32), other.astype(jnp.float32)) <= 1e-2
+
+
 @pytest.mark.parametrize(("inner", "outer"), [(128, 256), (300, 200)])
 def test_kernels_of_tpu_and_gpu_multiply_as_ragged_dot_does(inner, outer, monkeypatch):
     """Emulated; one group is empty, one ends within a tile, and rows, and the larger dimensions, are no whole tiles."""
     for name, most in {"WHOLE_INNER": 256, "TILE_INNER": 256, "TILE_OUTER": 128}.items():
         monkeypatch.setattr(grouped, name, most)
+    monkeypatch.setattr(gpu_grouped, "TILE_ROWS", 32)
     rows = 200
     sizes = jnp.asarray([70, 0, 3, 127], jnp.int32)
     x, w, dy = normal(rows, inner), normal(4, inner, outer), normal(rows, outer)
