@@ -13,8 +13,25 @@ from podium.models.blocks.attention import Attention
 from podium.models.blocks.delta import CHUNK, DeltaNet
 from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Place
-from podium.models.params import LORA_B, own_name, trained_specs
-from podium.plan.sizes import F32, RunSizes, ends_count, fetched_bytes, fused_chunks, head_number, reduced_number
+from podium.models.params import (
+    GATHERED_AXES,
+    LORA_B,
+    axis_parts,
+    frozen_dtype,
+    frozen_specs,
+    own_name,
+    trained_specs,
+)
+from podium.plan.sizes import (
+    F32,
+    RunSizes,
+    ends_count,
+    fetched_bytes,
+    fused_chunks,
+    head_number,
+    local_count,
+    reduced_number,
+)
 
 Parts = dict[str, int]
 
@@ -275,6 +292,10 @@ def _saved(run: RunSizes) -> Parts:
     a = run.activation
     tokens = run.tokens
     layers, _ = run.gathered_counts
+    parts = axis_parts(GATHERED_AXES, run.mesh)
+    # Weights are saved as products read them: a code of nf4 holds two numbers.
+    frozen = frozen_specs(decoder).items()
+    layers += sum(local_count(spec, parts) for name, spec in frozen if frozen_dtype(name, decoder) == "uint8")
     # Norm outputs and the second norm's input; what `_saved_heads` has.
     width = int(NORMS_SAVED[_compiler(run)] * decoder.width * a)
     activations = 0

@@ -168,12 +168,15 @@ GROUPED = {"remat": "offload", "layer_chunk_tokens": 99840, "head_chunk_tokens":
 ADAPTED = {"remat": "products", "head_chunk_tokens": 4096, "offload_optimizer": True}
 BEHIND = {"remat": "products", "head_chunk_tokens": 1024, "optimizer": {"name": "lion"}}
 HOST = {"remat": "offload", "head_chunk_tokens": 512, "optimizer": {"name": "sgd"}}
+KEPT = {"remat": "none", "head_chunk_tokens": 4096, "optimizer": {"name": "lion"}}
+NF4 = {"lora": {"rank": 32, "base": "nf4", "rollout": "merged"}}
 ANCHORED = {"algorithm": {"kl": "k3", "kl_coef": 0.01}}
 PROBES = [
     ("v5p-16", "google/gemma-3-12b-it", "fsdp:2,tp:4", 19, 2048, BEHIND, {}, "update", 105.57),
     ("v5p-16", "Qwen/Qwen3-30B-A3B", "fsdp:4,tp:2", 19, 2432, ADAPTED, {"lora": {"rank": 8}}, "update", 77.33),
     ("v6e-1", "meta-llama/Llama-3.1-8B-Instruct", "auto", 32, 2176, HOST, {"lora": {"rank": 32}}, "update", 31.53),
     ("v6e-1", "Qwen/Qwen2.5-1.5B-Instruct", "auto", 24, 2176, {}, {"lora": {"rank": 32}}, "update", 13.83),
+    ("v6e-1", "Qwen/Qwen2.5-7B-Instruct", "auto", 6, 512, KEPT, NF4, "update", 36.04),
     ("v5litepod-16", "Qwen/Qwen2.5-1.5B-Instruct", "fsdp:16", 24, 16512, GROUPED, ANCHORED, "update", 14.86),
     ("v5litepod-16", "Qwen/Qwen2.5-1.5B-Instruct", "fsdp:16", 24, 16512, GROUPED, ANCHORED, "score", 6.25),
 ]
