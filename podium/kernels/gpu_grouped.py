@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from podium.kernels.tiles import tile_product
+
 TILE_ROWS, TILE_OUTER = 128, 128
 TILE_BYTES = 128
 """Bytes of a tile along the dimension that is summed over: 64 numbers of bfloat16. With STAGES, a program's tiles take
@@ -111,12 +113,6 @@ def _whole(shape: tuple[int, ...]) -> pl.BlockSpec:
     return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
 
 
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Matrix product in float32; float32 operands are multiplied in full precision, not in TF32."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
-
-
 def _rows_kernel(
     groups: jax.Ref,
     begins: jax.Ref,
@@ -154,7 +150,7 @@ def _rows_kernel(
                     mask=summed[:, None] & in_columns[None],
                     other=0,
                 )
-            return total + _dot(own, matrix)
+            return total + tile_product(own, matrix)
 
         total = jax.lax.fori_loop(0, pl.cdiv(D, inner), add, jnp.zeros((rows, outer), jnp.float32))
         plgpu.store(
@@ -174,7 +170,7 @@ def _matrices_kernel(
         summed = (place + jnp.arange(rows) < end)[:, None]
         left = plgpu.load(x.at[pl.ds(place, rows), pl.ds(row, high)], mask=summed & in_rows[None], other=0)
         right = plgpu.load(dy.at[pl.ds(place, rows), pl.ds(column, wide)], mask=summed & in_columns[None], other=0)
-        return total + _dot(left.T, right)
+        return total + tile_product(left.T, right)
 
     total = jax.lax.fori_loop(0, pl.cdiv(end - begin, rows), add, jnp.zeros((high, wide), jnp.float32))
     plgpu.store(

@@ -1,8 +1,9 @@
-"""Types shared by the kernels on logits: tile sizes, and per-token statistics."""
+"""What kernels share: tile sizes and statistics of those on logits, and the product of tiles of those on GPUs."""
 
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 Interpret = bool | pltpu.InterpretParams
@@ -36,3 +37,9 @@ class Gradients(NamedTuple):
     of_logprob: jax.Array  # gradient of the target's log-probability
     of_entropy: jax.Array  # gradient of the entropy
     entropy: jax.Array
+
+
+def tile_product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Matrix product of a GPU kernel's tiles, in float32; float32 operands in full precision, not in TF32."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)

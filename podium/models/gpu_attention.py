@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from podium.config.attention import GPU_BLOCKS, gpu_block
+from podium.kernels.tiles import tile_product
 from podium.models.blockwise import MASKED, Gradients, Saved, sink_gradient
 from podium.models.visibility import Visibility, pad_to
 from podium.models.visible import Keys, Queries, seen
@@ -179,16 +180,10 @@ def _scores(ids: Visibility, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Ar
     places = jnp.arange(t)
     queries = Queries(i * t + places[:, None], columns.segments, columns.prompts, columns.positions)
     visible = seen(queries, Keys(j * t + places[None, :], rows.segments, rows.positions), ids.window)
-    return jnp.where(visible, _dot(q, k.T) * q.shape[-1] ** -0.5, MASKED)
+    return jnp.where(visible, tile_product(q, k.T) * q.shape[-1] ** -0.5, MASKED)
 
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array]  # of a softmax: maximum score [t], divisor [t], weighted values [t, Q]
-
-
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Matrix product in float32; float32 operands are multiplied in full precision, not in TF32."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _forward_kernel(
@@ -214,7 +209,7 @@ def _forward_kernel(
         scores = _scores(ids, queries, k[keys, :], i, j)
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         shares, kept = jnp.exp(scores - higher[:, None]), jnp.exp(top - higher)
-        values = kept[:, None] * values + _dot(shares.astype(v.dtype), v[keys, :])
+        values = kept[:, None] * values + tile_product(shares.astype(v.dtype), v[keys, :])
         return higher, kept * total + jnp.sum(shares, axis=1), values
 
     begun = (jnp.full(t, MASKED / 2), jnp.zeros(t))
@@ -237,7 +232,7 @@ def _d_scores(
 ) -> tuple[jax.Array, jax.Array]:
     """The softmax and the gradient of the scores, [t, t] float32 each."""
     shares = jnp.exp(scores - log_total[:, None])
-    return shares, shares * (_dot(d_out, v.T) - d_total[:, None])
+    return shares, shares * (tile_product(d_out, v.T) - d_total[:, None])
 
 
 def _queries_kernel(
@@ -265,7 +260,7 @@ def _queries_kernel(
         keys = k[pl.ds(j * t, t), :]
         scores = _scores(ids, queries, keys, i, j)
         _, d_scores = _d_scores(scores, v[pl.ds(j * t, t), :], d_values, log_sum, d_sum)
-        return total + _dot(d_scores.astype(keys.dtype), keys)
+        return total + tile_product(d_scores.astype(keys.dtype), keys)
 
     total = jax.lax.fori_loop(0, count[0], add, jnp.zeros(queries.shape, jnp.float32))
     dq[...] = (total * queries.shape[-1] ** -0.5).astype(dq.dtype)
@@ -298,8 +293,8 @@ def _keys_kernel(
         queries, d_values = q[of, head, :], d_out[of, head, :]
         scores = _scores(ids, queries, keys, i, j)
         shares, d_scores = _d_scores(scores, values, d_values, log_total[head, of], d_total[head, of])
-        dk_sum += _dot(d_scores.T.astype(queries.dtype), queries)
-        return dk_sum, dv_sum + _dot(shares.T.astype(d_values.dtype), d_values)
+        dk_sum += tile_product(d_scores.T.astype(queries.dtype), queries)
+        return dk_sum, dv_sum + tile_product(shares.T.astype(d_values.dtype), d_values)
 
     nothing = jnp.zeros(keys.shape, jnp.float32)
     dk_sum, dv_sum = jax.lax.fori_loop(0, count[0] * group, add, (nothing, nothing))
