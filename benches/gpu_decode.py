@@ -15,15 +15,11 @@ those without `kernels` are older than this form of the script, and compiled aga
 """
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from benches.record import ROOT, arguments, record
-from podium.accelerators import find_accelerator
-from podium.plan.topology import compiler_environment
+from benches.record import arguments, child_for, record
 
 BAR = 1.15
 CONTEXT = 1024
@@ -53,15 +49,9 @@ def forms(model: str, machine: str, slots: int, settings: str, kernels: str) -> 
 
 def measure(form: str, model: str, machine: str, slots: int, settings: str, kernels: str) -> dict[str, Any]:
     """Compile one decode program in a process of its own, and return what its step moves."""
-    environment = {**os.environ, **compiler_environment(find_accelerator(machine))}
-    if kernels == "cublas":
-        environment["XLA_FLAGS"] += f" {CUBLAS}"
-    command = [sys.executable, "-m", "benches.children.decode_bytes", machine, form, str(slots), str(CONTEXT)]
-    command += [f"model={MODELS[model]}", "mesh=auto", *settings.split()]
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if process.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{process.stderr[-3000:]}")
-    return json.loads(process.stdout.splitlines()[-1])
+    given = (form, str(slots), str(CONTEXT), f"model={MODELS[model]}", "mesh=auto", *settings.split())
+    flags = CUBLAS if kernels == "cublas" else ""
+    return child_for(machine, "benches.children.decode_bytes", *given, xla_flags=flags)
 
 
 def main() -> None:

@@ -8,14 +8,9 @@ and from memory, and milliseconds by the roofline at the published peaks. Nothin
 benches/results/gpu-grouped-planned.json; exit status 1 where a kernel does more operations than its rows need.
 """
 
-import json
-import os
-import subprocess
 import sys
 
-from benches.record import ROOT, arguments, record
-from podium.accelerators import find_accelerator
-from podium.plan.topology import compiler_environment
+from benches.record import arguments, child_for, record
 
 ROWS = 40_960  # of 5,120 tokens with eight experts each
 SHAPES = {"Qwen3-30B-A3B": (128, 2048, 1536), "gpt-oss-20b": (32, 2880, 5760)}
@@ -27,12 +22,7 @@ PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
 
 def measure(machine: str, form: str, shape: tuple[int, int, int]) -> dict[str, float]:
     """Compile one form in a process of its own."""
-    command = [sys.executable, "-m", "benches.children.grouped_cost", machine, form, str(ROWS), *map(str, shape)]
-    environment = {**os.environ, **compiler_environment(find_accelerator(machine))}
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if process.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{process.stderr[-3000:]}")
-    return json.loads(process.stdout.splitlines()[-1])
+    return child_for(machine, "benches.children.grouped_cost", form, str(ROWS), *map(str, shape))
 
 
 def main() -> None:

@@ -20,8 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from podium.accelerators import find_accelerator
 from podium.observe.summary import commit, versions
 from podium.plan.compile import CompileProgress
+from podium.plan.topology import compiler_environment
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benches" / "results"
@@ -97,6 +99,18 @@ def within_noise(values: Sequence[float], others: Sequence[float]) -> bool:
     """Whether the means of two samples differ by at most twice the standard error of their difference."""
     error = math.sqrt(sum(statistics.variance(each) / len(each) for each in (values, others)))
     return abs(statistics.mean(values) - statistics.mean(others)) <= 2 * error
+
+
+def child_for(machine: str, module: str, *arguments: str, xla_flags: str = "") -> dict[str, Any]:
+    """What a bench prints last, as JSON, in a process that compiles for an accelerator that is not there."""
+    environment = {**os.environ, **compiler_environment(find_accelerator(machine))}
+    if xla_flags:
+        environment["XLA_FLAGS"] += f" {xla_flags}"
+    command = [sys.executable, "-m", module, machine, *arguments]
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{process.stderr[-3000:]}")
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def show_progress(progress: CompileProgress) -> None:

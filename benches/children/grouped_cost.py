@@ -28,7 +28,7 @@ PLATFORMS = {"kernels": "gpu", "ragged_dot": "cpu"}
 
 def main(machine: str, form: str, *sizes: str) -> None:
     accelerator = find_accelerator(machine)
-    rows, experts, width, of_expert = map(int, sizes)
+    rows, experts, width, expert_width = map(int, sizes)
     where = SingleDeviceSharding(topology_devices(accelerator)[0])
     array = functools.partial(jax.ShapeDtypeStruct, sharding=where)
     half = jnp.dtype(jnp.bfloat16)
@@ -40,8 +40,8 @@ def main(machine: str, form: str, *sizes: str) -> None:
 
     given = (
         array((rows, width), half),
-        array((experts, width, of_expert), half),
-        array((rows, of_expert), half),
+        array((experts, width, expert_width), half),
+        array((rows, expert_width), half),
         array((experts,), jnp.dtype(jnp.int32)),
     )
     compiled = jax.jit(forward_and_backward).lower(*given).compile()
