@@ -168,7 +168,7 @@ def open_run(
         rollouts.feed.check()
         for line in rollouts.check(rollouts.feed.tasks.first_prompts()):
             progress.message(line)
-        if not spec.recipe.demonstrations:
+        if not spec.recipe.demonstrations:  # else only evaluations sample, if there are any
             rollouts.compile_ahead()
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, job.watchdog.beat))
         checkpointer = Checkpointer(

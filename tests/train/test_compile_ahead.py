@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -17,7 +16,7 @@ from podium.train.evaluate import evaluate_weights
 from podium.train.loop import train
 
 LARGE = ("decode", "extend", "copy", "train_step", "score", "values")
-RUNS: dict[str, dict[str, Any]] = {
+RUNS: dict[str, dict[str, object]] = {
     "grpo": {"mesh": "fsdp:8"},
     "kl and a moving bonus": {"algorithm": {"kl": "k3", "kl_coef": 0.1, "entropy_target": 0.5, "entropy_bonus": 0.01}},
     "critic": {"mesh": "fsdp:4,tp:2", "algorithm": {"recipe": "ppo", "advantage_options": {"gamma": 0.9, "lam": 0.8}}},
