@@ -54,14 +54,23 @@ LONG_ROW = 4096
 MLP = ("gate", "up", "down")
 RULE_ARRAYS = 4
 """Arrays of each shape alive in a forward pass of the delta rule, counted in its program."""
-RULE_BACKWARD = {"tpu": 2.0, "gpu": 2.6}
+RULE_BACKWARD = {"tpu": 2.0, "gpu": 3.2}
 """Times as many in its backward pass."""
+RULE_OF_GROUP = 1.75
+"""The same on a GPU where a layer computes its rows in groups, each in a round of a loop of its own."""
 IN_ORDER: Mapping[str, tuple[int, int]] = {"tpu": (1, 4), "gpu": (4, 5)}
 """Arrays [B, T, F] and [B, T, D] more at that peak where the layers of a pattern are recomputed one after another, with
 barriers between them; counted in updates of Gemma 3 1B and 4B and Qwen3.5-9B, with and without adapters."""
+AHEAD = 2
+"""Layers of a pattern that a TPU recomputes before they are needed with `remat: offload`."""
 KERNEL_ARRAYS, KERNEL_VALUES = 5, 3
 """Arrays of the sizes of queries, keys and values around a TPU kernel of the delta rule, before and after convolution,
 activation and a change of layout, and of the values' alone: gates, results, normed results. Counted in Qwen3.5-9B's."""
+KERNEL_SAVED: Mapping[str, tuple[int, int]] = {"all": (14, 12), "adapters": (6, 8)}
+"""Float32 arrays of the sizes of keys and of values that `remat: none` saves around such a kernel, beside the states of
+chunks, if all weights are trained, and with adapters: the inputs of frozen convolutions are not needed."""
+KERNEL_SAVED_NARROW = 2, 3
+"""The same of those in compute format."""
 CODE = 100 * 2**20
 """Bytes of a TPU's programs for each layer of a pattern beyond the first, since each has instructions of its own. The
 updates of Gemma 3 1B, gpt-oss-20b, Qwen3.5-9B and 35B-A3B have 41 to 76 MiB a layer, and plans with all their programs
@@ -95,8 +104,9 @@ def update_peak(run: RunSizes) -> Parts:
         at_head["logits"] *= 2
     of_layers = F32 * own_layers(run) + (0 if frozen else _relaid(run))
     embedding = head // ends
-    # A TPU's compiler makes the embedding's own gradient behind the layers'.
+    # A TPU's compiler makes the embedding's own gradient behind the layers', and for a v5p has reduced the head's.
     early = embedding if _compiler(run) == "tpu" else head
+    early //= run.shards if run.accelerator.generation == "v5p" else 1
     in_layers = kept | {"gradients": gradients + of_layers + early * reduced_number(run)} | _backward_peak(run)
     in_layers["gathered_weights"] = copied(run, layers // decoder.layers)
     if run.update.row_groups > 1:  # a layer's weights, and the sum of their gradients
@@ -164,23 +174,22 @@ def _backward_peak(run: RunSizes) -> Parts:
     return {"attention_scores": int(_score_arrays(run) * scores), "layer_activations": activations}
 
 
-def _together(run: RunSizes) -> bool:
-    """Whether all layers of a pattern are recomputed before the backward pass of the last of them has ended.
+def _ahead(run: RunSizes, places: Sequence[Place]) -> int:
+    """How many layers of a pattern are recomputed before they are needed, at most.
 
-    Some of them are where their inputs come from the host, whose copies no barrier holds back: an update of Gemma 3 1B
-    took 22.9 GiB on v6e-8, where all at once would take 37.7 and one by one 12.0. Row groups are computed in a loop for
-    each layer.
+    None but where their inputs come from the host, whose copies no barrier holds back, and none with the delta rule:
+    an update of Gemma 3 1B took 23.2 GiB on v6e-8 where one by one would take 12.0, and Qwen3.5-9B's did not.
     """
-    return _compiler(run) == "tpu" and run.update.row_groups == 1 and run.update.remat == "offload"
+    held = run.update.row_groups > 1 or any(isinstance(place.block.mixer, DeltaNet) for place in places)
+    return AHEAD if _compiler(run) == "tpu" and run.update.remat == "offload" and not held else 0
 
 
 def _pattern_peak(run: RunSizes, places: Sequence[Place]) -> int:
-    """Bytes per token of a pattern's recomputed layers: most of a layer in its backward pass and those before it."""
-    before = most = 0
-    for place in places:
-        most = max(most, before + _backward_bytes(run, place))
-        before += _recomputed_bytes(run, place) if _together(run) else 0
-    return most
+    """Bytes per token of a pattern's recomputed layers: most of a layer in its backward pass and those ahead of it."""
+    ahead = _ahead(run, places)
+    recomputed = [_recomputed_bytes(run, place) for place in places]
+    peaks = enumerate(_backward_bytes(run, place) for place in places)
+    return max(peak + sum(recomputed[max(0, number - ahead) : number]) for number, peak in peaks)
 
 
 def _backward_bytes(run: RunSizes, place: Place) -> int:
@@ -189,7 +198,8 @@ def _backward_bytes(run: RunSizes, place: Place) -> int:
     mlp, width, heads = BACKWARD[run.update.attention if run.update.attention == "reference" else _compiler(run)]
     if _compiler(run) == "tpu" and any(own_name(name).startswith(MLP) for name in trained_specs(decoder)):
         mlp += ADAPTED_MLP if decoder.lora is not None else 0
-    if any(len(stack.pattern) > 1 for stack in decoder.stacks) and run.update.remat in ("layer", "products"):
+    alone = run.update.remat == "none" or (_compiler(run) == "gpu" and run.update.row_groups > 1)
+    if any(len(stack.pattern) > 1 for stack in decoder.stacks) and not alone:
         more = IN_ORDER[_compiler(run)]
         mlp, width = mlp + more[0], width + more[1]
     split = mlp * feed_forward_inner(decoder, place) + heads * _attended_heads(run, place)
@@ -225,7 +235,10 @@ def rule_bytes(place: Place) -> int:
 def _rule_backward(run: RunSizes, place: Place) -> int:
     """Bytes per token of the arrays in the backward pass of the recurrence at a place; 0 where it has attention."""
     found = _rule_recomputed(run, place)
-    return found if _has_kernel(run, place) else int(RULE_BACKWARD[_compiler(run)] * found)
+    if _has_kernel(run, place):
+        return found
+    of_group = _compiler(run) == "gpu" and run.update.row_groups > 1
+    return int((RULE_OF_GROUP if of_group else RULE_BACKWARD[_compiler(run)]) * found)
 
 
 def _rule_recomputed(run: RunSizes, place: Place) -> int:
@@ -237,8 +250,23 @@ def _rule_recomputed(run: RunSizes, place: Place) -> int:
         return rule_bytes(place)
     values = net.value_heads * net.value_dim
     inputs = 2 * net.key_heads * net.key_dim + values
-    states = 2 * net.value_heads * net.key_dim * net.value_dim // CHUNK  # before each chunk
-    return (KERNEL_ARRAYS * inputs + KERNEL_VALUES * values) * run.activation + F32 * states
+    return (KERNEL_ARRAYS * inputs + KERNEL_VALUES * values) * run.activation + F32 * _states(net)
+
+
+def _rule_saved(run: RunSizes, place: Place) -> int:
+    """Bytes per token that `remat: none` saves of a recurrence at a place; 0 where a place has attention."""
+    net = place.block.mixer
+    if not isinstance(net, DeltaNet) or not _has_kernel(run, place):
+        return rule_bytes(place)
+    keys, values = net.key_heads * net.key_dim, net.value_heads * net.value_dim
+    counts = KERNEL_SAVED["all" if run.decoder.lora is None else "adapters"], KERNEL_SAVED_NARROW
+    wide, narrow = (of_keys * keys + of_values * values for of_keys, of_values in counts)
+    return F32 * (wide + _states(net)) + run.activation * narrow
+
+
+def _states(net: DeltaNet) -> int:
+    """Elements per token of the states before each chunk."""
+    return 2 * net.value_heads * net.key_dim * net.value_dim // CHUNK
 
 
 def _has_kernel(run: RunSizes, place: Place) -> bool:
@@ -301,7 +329,7 @@ def _saved(run: RunSizes) -> Parts:
     activations = 0
     for place in decoder.places:
         split = MLP_SAVED * feed_forward_inner(decoder, place) * a
-        split += _saved_heads(run, place) * a + rule_bytes(place)
+        split += _saved_heads(run, place) * a + _rule_saved(run, place)
         activations += len(place.layers) * tokens * (width + split // run.tp)
     per_pair = SCORES_SAVED[_compiler(run)] * F32 + a
     of_query = run.row_tokens * per_pair if run.update.attention == "reference" else F32  # the logsumexp of its scores
