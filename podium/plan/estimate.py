@@ -49,6 +49,7 @@ from podium.plan.update_memory import (
     copied,
     expert_rows,
     feed_forward_inner,
+    has_kernel,
     loss_logits,
     rule_bytes,
     update_peak,
@@ -642,6 +643,15 @@ def _sp_ici(run: RunSizes) -> int:
             moved = 2 * net.key_heads * net.key_dim + 2 * net.value_heads * net.value_dim
             numbers += len(place.layers) * moved // run.tp
     return run.tokens * numbers * run.activation * (sp - 1) // sp
+
+
+def computed_in_loops(run: RunSizes) -> bool:
+    """Whether an accelerator computes an update's attention or recurrence in loops of its compiler, not in kernels."""
+    if run.platform == "cpu":
+        return False
+    nets = [place for place in run.decoder.places if isinstance(place.block.mixer, DeltaNet)]
+    blocks = run.platform == "tpu" and run.update.attention == "blocks"
+    return blocks or not all(has_kernel(run, place) for place in nets)
 
 
 def _total(parts: Parts) -> int:

@@ -235,7 +235,7 @@ def rule_bytes(place: Place) -> int:
 def _rule_backward(run: RunSizes, place: Place) -> int:
     """Bytes per token of the arrays in the backward pass of the recurrence at a place; 0 where it has attention."""
     found = _rule_recomputed(run, place)
-    if _has_kernel(run, place):
+    if has_kernel(run, place):
         return found
     of_group = _compiler(run) == "gpu" and run.update.row_groups > 1
     return int((RULE_OF_GROUP if of_group else RULE_BACKWARD[_compiler(run)]) * found)
@@ -246,7 +246,7 @@ def _rule_recomputed(run: RunSizes, place: Place) -> int:
     net = place.block.mixer
     if not isinstance(net, DeltaNet):
         return 0
-    if not _has_kernel(run, place):
+    if not has_kernel(run, place):
         return rule_bytes(place)
     values = net.value_heads * net.value_dim
     inputs = 2 * net.key_heads * net.key_dim + values
@@ -256,7 +256,7 @@ def _rule_recomputed(run: RunSizes, place: Place) -> int:
 def _rule_saved(run: RunSizes, place: Place) -> int:
     """Bytes per token that `remat: none` saves of a recurrence at a place; 0 where a place has attention."""
     net = place.block.mixer
-    if not isinstance(net, DeltaNet) or not _has_kernel(run, place):
+    if not isinstance(net, DeltaNet) or not has_kernel(run, place):
         return rule_bytes(place)
     keys, values = net.key_heads * net.key_dim, net.value_heads * net.value_dim
     counts = KERNEL_SAVED["all" if run.decoder.lora is None else "adapters"], KERNEL_SAVED_NARROW
@@ -269,7 +269,7 @@ def _states(net: DeltaNet) -> int:
     return 2 * net.value_heads * net.key_dim * net.value_dim // CHUNK
 
 
-def _has_kernel(run: RunSizes, place: Place) -> bool:
+def has_kernel(run: RunSizes, place: Place) -> bool:
     """Whether a kernel computes the delta rule at a place."""
     net = place.block.mixer
     whole = isinstance(net, DeltaNet) and whole_tiles((net.value_heads, net.key_dim, net.value_dim))

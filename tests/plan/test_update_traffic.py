@@ -7,8 +7,9 @@ from estimated import CPU, QWEN_3B, SMALL, decoder, tiny_config
 from podium.accelerators import find_accelerator
 from podium.models.architecture import make_lora
 from podium.plan.calibration import load_chip
-from podium.plan.device import closed_form_roofline
+from podium.plan.device import OF_LOOPS, closed_form_roofline
 from podium.plan.estimate import Piece, update_phase
+from podium.plan.planner import make_plan
 from podium.plan.sizes import F32, RunSizes, fused_chunks, head_number, make_sizes, optimizer_bytes
 from podium.plan.update_traffic import SUMMED, update_kernels, update_passes
 
@@ -184,3 +185,27 @@ def test_a_cpus_cache_holds_blocks():
     config = tiny_config(mesh="auto", train={"attention": "blocks"})
     of_cpu, of_tpu = (make_sizes(config, SMALL, machine) for machine in (CPU, find_accelerator("v6e-1")))
     assert update_phase(of_cpu).pieces[2].hbm_bytes == 0 < update_phase(of_tpu).pieces[2].hbm_bytes
+
+
+@pytest.mark.parametrize(
+    ("machine", "model", "attention", "wide"),
+    [
+        ("v6e-8", "Qwen/Qwen3-0.6B", "auto", False),
+        ("v6e-8", "Qwen/Qwen3-0.6B", "blocks", True),
+        ("h100-8", "Qwen/Qwen3-0.6B", "blocks", False),
+        ("v6e-8", "Qwen/Qwen3.5-9B", "auto", False),
+        ("h200-8", "Qwen/Qwen3.5-9B", "auto", True),
+    ],
+)
+def test_an_update_that_a_compiler_makes_loops_of_has_a_wider_range(machine, model, attention, wide, monkeypatch):
+    config = tiny_config(model=model, mesh="auto", rollout={"slots": 64}, train={"attention": attention})
+
+    def spread() -> float:
+        found = make_plan(config, find_accelerator(machine), fast=True)
+        (seconds,) = (each.seconds for each in found.phases if each.name == "update")
+        assert seconds is not None
+        return seconds.high / seconds.low
+
+    given = spread()
+    monkeypatch.setattr("podium.plan.device.OF_LOOPS", (1.0, 1.0))
+    assert given / spread() == pytest.approx(OF_LOOPS[1] / OF_LOOPS[0] if wide else 1.0)
