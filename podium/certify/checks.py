@@ -123,21 +123,23 @@ def update_checks(updates: Updates) -> Iterator[Check]:
         difference=loss_difference(first.loss, naive.loss, naive.sizes),
         after=causes,
     )
+    difference = gradient_difference(first.gradient, naive.gradient, naive.sizes)
     yield Check(
         name="gradient",
         claim="the gradient of every parameter equals that of the formula, computed in float64",
-        difference=gradient_difference(first.gradient, naive.gradient, naive.sizes),
-        bar=updates.gradient_bar,
+        difference=difference,
+        bar=updates.bar(difference),
         after=(*causes, "loss"),
+    )
+    difference = max(
+        loss_difference(second.loss, again.loss, again.sizes),
+        gradient_difference(second.gradient, again.gradient, again.sizes),
     )
     yield Check(
         name="repeated batch",
         claim="a second update on the same batch equals the formula, with ratios that are no longer 1",
-        difference=max(
-            loss_difference(second.loss, again.loss, again.sizes),
-            gradient_difference(second.gradient, again.gradient, again.sizes),
-        ),
-        bar=updates.gradient_bar,
+        difference=difference,
+        bar=updates.bar(difference, first.weights),
         after=(*causes, "loss", "gradient"),
     )
     recipe = subject.recipe
@@ -176,11 +178,12 @@ def _value_check(updates: Updates, causes: tuple[str, ...]) -> Check:
     clip = (updates.subject.config.critic or CriticConfig()).clip
     found, naive = updates.value_update(Form(rows=2), clip=clip)
     worst = max(relative(found.gradient[name], value) for name, value in naive.gradient.items())
+    difference = max(abs(found.loss - naive.loss) / naive.loss, worst)
     return Check(
         name="value update",
         claim="the critic's loss and gradient equal those of the clipped squared error, computed in float64",
-        difference=max(abs(found.loss - naive.loss) / naive.loss, worst),
-        bar=updates.gradient_bar,
+        difference=difference,
+        bar=updates.bar(difference),
         after=causes,
     )
 
@@ -191,14 +194,15 @@ def form_checks(updates: Updates) -> Iterator[Check]:
     for name, how, after, form in _forms(updates.subject):
         (other, *_) = updates.unpacked if name in BESIDE_UNPACKED or form.packing == "none" else (updates.packed,)
         found = updates.packed if form == PACKED else updates.run(form)[0]
+        difference = max(
+            loss_difference(found.loss, other.loss, sizes),
+            gradient_difference(found.gradient, other.gradient, sizes),
+        )
         yield Check(
             name=name,
             claim=f"loss and gradient are the same {how}",
-            difference=max(
-                loss_difference(found.loss, other.loss, sizes),
-                gradient_difference(found.gradient, other.gradient, sizes),
-            ),
-            bar=updates.gradient_bar,
+            difference=difference,
+            bar=updates.bar(difference),
             after=(*OF_BATCH, "log-probabilities", *after),
         )
 

@@ -18,7 +18,7 @@ from podium.certify.ledgers import Ledger
 from podium.certify.naive import Scores, in_float64
 from podium.certify.naive_optimizer import NaiveOptimizer
 from podium.certify.naive_step import Episode, padded_tokens
-from podium.certify.result import BAR, EXPONENT_BAR, Check
+from podium.certify.result import BAR, RUN_BAR, Check
 from podium.certify.subject import (
     MAX_NEW_TOKENS,
     OVERLONG_TOKENS,
@@ -86,7 +86,7 @@ def training_checks(updates: Updates) -> Iterator[Check]:
         name="training",
         claim="loss and gradient of every optimizer step of a run equal the formulas, computed in float64",
         difference=max(each.gradient_error for each in followed),
-        bar=_run_bar(subject),
+        bar=RUN_BAR,
         after=causes,
     )
     name = training.config.train.optimizer.name
@@ -118,11 +118,6 @@ def training_checks(updates: Updates) -> Iterator[Check]:
         yield _with_other_options(subject, causes)
 
 
-def _run_bar(subject: Subject) -> float:
-    """Tolerance of the losses and gradients of a run, in which the policy leaves the reference."""
-    return max(subject.gradient_bar, EXPONENT_BAR if subject.recipe.kl == "k3" else 0.0)
-
-
 def _with_other_options(subject: Subject, causes: tuple[str, ...]) -> Check:
     """Check a run with dropped groups, every term of the loss, and ratios to the trainer's own log-probabilities."""
     other = with_other_options(subject)
@@ -133,7 +128,7 @@ def _with_other_options(subject: Subject, causes: tuple[str, ...]) -> Check:
         name="other options",
         claim="the same holds with a KL, an entropy bonus, a correction, and groups, episodes and sure tokens left out",
         difference=wrong or max(each.gradient_error for each in followed),
-        bar=_run_bar(other),
+        bar=RUN_BAR,
         after=(*causes, "training"),
     )
 

@@ -245,20 +245,24 @@ class Updates:
         """Loss and gradient of the naive update from these weights, in float64."""
         return naive_update(self.subject, self.subject.sequences, weights)
 
-    @functools.cached_property
-    def gradient_bar(self) -> float:
-        """Tolerance of a gradient's difference.
+    def bar(self, difference: float, weights: Arrays | None = None) -> float:
+        """Tolerance of this difference of a gradient from these weights; unset: from the subject's own."""
+        return gradient_bar(self.subject, self.subject.sequences, weights or self.subject.weights, difference)
 
-        With the real weights it is measured: float32 changes the naive gradient itself, more in deep models than in a
-        tiny clone (1.9e-5 with SmolLM2-135M's 30 layers), and two correct programs differ by at most the sum of both.
-        """
-        subject = self.subject
-        if not subject.full:
-            return subject.gradient_bar
-        exact = self.naive(subject.weights)
-        rounded = naive_update(subject, subject.sequences, subject.weights, precision=in_float32)
-        rounding = gradient_difference(rounded.gradient, exact.gradient, exact.sizes)
-        return max(subject.gradient_bar, 2 * rounding)
+
+def gradient_bar(subject: Subject, sequences: Sequences, weights: Arrays, difference: float) -> float:
+    """Tolerance of a gradient's difference: the subject's; where that is not enough, one that is measured, if larger.
+
+    Measured is what float32 changes the naive gradient itself by: two correct programs differ by at most the sum of
+    both. It is more in deep models than in a tiny clone (1.9e-5 with SmolLM2-135M's 30 layers), and where a loss is a
+    difference of sums (ipo).
+    """
+    if difference <= subject.gradient_bar:
+        return subject.gradient_bar
+    exact = naive_update(subject, sequences, weights)
+    rounded = naive_update(subject, sequences, weights, precision=in_float32)
+    rounding = gradient_difference(rounded.gradient, exact.gradient, exact.sizes)
+    return max(subject.gradient_bar, 2 * rounding)
 
 
 def naive_update(

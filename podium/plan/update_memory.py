@@ -71,6 +71,8 @@ KERNEL_SAVED: Mapping[str, tuple[int, int]] = {"all": (14, 12), "adapters": (6, 
 chunks, if all weights are trained, and with adapters: the inputs of frozen convolutions are not needed."""
 KERNEL_SAVED_NARROW = 2, 3
 """The same of those in compute format."""
+RULE_SAVED = 2.45
+"""Times a forward pass's arrays that it saves of a delta rule without a kernel; counted in Qwen3.5-9B on a GPU."""
 CODE = 100 * 2**20
 """Bytes of a TPU's programs for each layer of a pattern beyond the first, since each has instructions of its own. The
 updates of Gemma 3 1B, gpt-oss-20b, Qwen3.5-9B and 35B-A3B have 41 to 76 MiB a layer, and plans with all their programs
@@ -256,12 +258,17 @@ def _rule_recomputed(run: RunSizes, place: Place) -> int:
 def _rule_saved(run: RunSizes, place: Place) -> int:
     """Bytes per token that `remat: none` saves of a recurrence at a place; 0 where a place has attention."""
     net = place.block.mixer
-    if not isinstance(net, DeltaNet) or not has_kernel(run, place):
-        return rule_bytes(place)
+    if not isinstance(net, DeltaNet):
+        return 0
     keys, values = net.key_heads * net.key_dim, net.value_heads * net.value_dim
-    counts = KERNEL_SAVED["all" if run.decoder.lora is None else "adapters"], KERNEL_SAVED_NARROW
-    wide, narrow = (of_keys * keys + of_values * values for of_keys, of_values in counts)
-    return F32 * (wide + _states(net)) + run.activation * narrow
+    trained, frozen, narrow = (
+        of_keys * keys + of_values * values
+        for of_keys, of_values in (KERNEL_SAVED["all"], KERNEL_SAVED["adapters"], KERNEL_SAVED_NARROW)
+    )
+    adapters = run.decoder.lora is not None
+    if has_kernel(run, place):
+        return F32 * ((frozen if adapters else trained) + _states(net)) + run.activation * narrow
+    return int(RULE_SAVED * rule_bytes(place)) - F32 * adapters * (trained - frozen)
 
 
 def _states(net: DeltaNet) -> int:
@@ -324,10 +331,11 @@ def _saved(run: RunSizes) -> Parts:
     # Weights are saved as products read them: a code of nf4 holds two numbers.
     frozen = frozen_specs(decoder).items()
     layers += sum(local_count(spec, parts) for name, spec in frozen if frozen_dtype(name, decoder) == "uint8")
-    # Norm outputs and the second norm's input; what `_saved_heads` has.
-    width = int(NORMS_SAVED[_compiler(run)] * decoder.width * a)
     activations = 0
     for place in decoder.places:
+        # Outputs of norms, and the inputs of the second one and of those behind; then what `_saved_heads` has.
+        norms = NORMS_SAVED[_compiler(run)] + 2 * place.block.norms_behind
+        width = int(norms * decoder.width * a)
         split = MLP_SAVED * feed_forward_inner(decoder, place) * a
         split += _saved_heads(run, place) * a + _rule_saved(run, place)
         activations += len(place.layers) * tokens * (width + split // run.tp)

@@ -78,7 +78,7 @@ def test_a_difference_that_numpy_computed_can_be_printed_as_json():
     assert json.loads(json.dumps(as_object(certificate(check))))["green"] is True
 
 
-def test_with_real_weights_the_bar_of_gradients_is_twice_what_float32_changes(monkeypatch):
+def test_the_bar_of_a_gradient_that_exceeds_it_is_twice_what_float32_changes(monkeypatch):
     clone = make_subject(make_config())
 
     def naive(error, subject, sequences, weights, *, precision=in_float64):
@@ -86,11 +86,11 @@ def test_with_real_weights_the_bar_of_gradients_is_twice_what_float32_changes(mo
         gradient = {"embed": exact["embed"] + (error * 5.0 if precision is in_float32 else 0.0) * np.array([0.0, 1.0])}
         return NaiveUpdate(0.0, gradient, Sizes(1.0, {"embed": 5.0}), 0.0, 0.0)
 
-    for error, bar in ((2e-5, 4e-5), (1e-6, 1e-5)):
+    for error, difference, bar in ((2e-5, 3e-5, 4e-5), (2e-5, 9e-6, 1e-5), (1e-6, 3e-5, 1e-5), (1e-6, math.nan, 1e-5)):
         monkeypatch.setattr("podium.certify.updates.naive_update", functools.partial(naive, error))
-        found = Updates(dataclasses.replace(clone, full=True))
-        assert found.gradient_bar == pytest.approx(bar, rel=1e-6)
-        assert Updates(clone).gradient_bar == 1e-5
+        found = Updates(clone).bar(difference)
+        assert found == pytest.approx(bar, rel=1e-6)
+        assert Check(name="gradient", claim="", difference=difference, bar=found).ok == (difference <= bar)
 
 
 def test_float32_changes_the_naive_gradient_of_a_small_clone_less_than_the_bar():

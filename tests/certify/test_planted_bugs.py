@@ -220,7 +220,7 @@ def dropped_last_sequence() -> Plant:
     def planted(samples, sizes):
         made, spans = original(samples, sizes)
         for name in ("mask", "weights"):
-            batch.put(getattr(made, name), spans[-1:], [np.zeros(spans[-1].length, np.float32)])
+            batch.put(getattr(made, name), spans[-1:], [np.zeros(each.length, np.float32) for each in spans[-1:]])
         return made, spans
 
     return prepare, "make_batch", planted
@@ -300,7 +300,7 @@ def constant_of_the_longest_completion() -> Plant:
     original = prepare.token_weights
 
     def planted(mean, lengths, *, num_sequences, max_new_tokens):
-        return original(mean, lengths, num_sequences=num_sequences, max_new_tokens=int(max(lengths)))
+        return original(mean, lengths, num_sequences=num_sequences, max_new_tokens=int(max(lengths, default=1)))
 
     return prepare, "token_weights", planted
 

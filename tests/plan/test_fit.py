@@ -361,7 +361,7 @@ def test_forms_that_part_are_told_in_the_first_lines(podium, planner):  # noqa: 
 @pytest.mark.long
 def test_what_fits_by_the_search_is_what_the_compiler_takes(tmp_path):
     """Qwen2.5-0.5B with long rows on one v5e chip: does not fit as given; compiled, with few programs."""
-    given = ("model=Qwen/Qwen2.5-0.5B-Instruct", TASK, "prompts_per_step=16", "train.rows_per_device=32")
+    given = ("model=Qwen/Qwen2.5-0.5B-Instruct", TASK, "prompts_per_step=16", "train.rows_per_device=64")
     load = settings_of(*given)
     probed: list[str] = []
 
