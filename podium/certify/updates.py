@@ -246,23 +246,26 @@ class Updates:
         return naive_update(self.subject, self.subject.sequences, weights)
 
     def bar(self, difference: float, weights: Arrays | None = None) -> float:
-        """Tolerance of this difference of a gradient from these weights; unset: from the subject's own."""
-        return gradient_bar(self.subject, self.subject.sequences, weights or self.subject.weights, difference)
+        """Tolerance of this difference of a gradient from these weights; unset: from the subject's own.
 
+        It is the subject's; where that is not enough, one that is measured, if larger. Measured is what float32 changes
+        the naive gradient itself by: two correct programs differ by at most the sum of both. It is more in deep models
+        than in a tiny clone (1.9e-5 with SmolLM2-135M's 30 layers), and where a loss is a difference of sums (ipo).
+        """
+        least = self.subject.gradient_bar
+        if difference <= least:
+            return least
+        return max(least, 2 * (self._own_rounding if weights is None else self._rounding(weights)))
 
-def gradient_bar(subject: Subject, sequences: Sequences, weights: Arrays, difference: float) -> float:
-    """Tolerance of a gradient's difference: the subject's; where that is not enough, one that is measured, if larger.
+    @functools.cached_property
+    def _own_rounding(self) -> float:
+        return self._rounding(self.subject.weights)
 
-    Measured is what float32 changes the naive gradient itself by: two correct programs differ by at most the sum of
-    both. It is more in deep models than in a tiny clone (1.9e-5 with SmolLM2-135M's 30 layers), and where a loss is a
-    difference of sums (ipo).
-    """
-    if difference <= subject.gradient_bar:
-        return subject.gradient_bar
-    exact = naive_update(subject, sequences, weights)
-    rounded = naive_update(subject, sequences, weights, precision=in_float32)
-    rounding = gradient_difference(rounded.gradient, exact.gradient, exact.sizes)
-    return max(subject.gradient_bar, 2 * rounding)
+    def _rounding(self, weights: Arrays) -> float:
+        """How much float32 changes the naive gradient from these weights."""
+        exact = self.naive(weights)
+        rounded = naive_update(self.subject, self.subject.sequences, weights, precision=in_float32)
+        return gradient_difference(rounded.gradient, exact.gradient, exact.sizes)
 
 
 def naive_update(

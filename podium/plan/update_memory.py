@@ -180,7 +180,7 @@ def _ahead(run: RunSizes, places: Sequence[Place]) -> int:
     """How many layers of a pattern are recomputed before they are needed, at most.
 
     None but where their inputs come from the host, whose copies no barrier holds back, and none with the delta rule:
-    an update of Gemma 3 1B took 23.2 GiB on v6e-8 where one by one would take 12.0, and Qwen3.5-9B's did not.
+    an update of Gemma 3 1B took 23.2 GiB on v6e-8 where one by one would take 12.0; Qwen3.5-9B's took no more.
     """
     held = run.update.row_groups > 1 or any(isinstance(place.block.mixer, DeltaNet) for place in places)
     return AHEAD if _compiler(run) == "tpu" and run.update.remat == "offload" and not held else 0
