@@ -16,7 +16,7 @@ import numpy as np
 from podium.certify.batches import OF_BATCH, batch_checks
 from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
-from podium.certify.result import Check
+from podium.certify.result import Check, largest
 from podium.certify.subject import ROW_TOKENS, Subject, make_group, one_device
 from podium.certify.tiny import tiny_clone
 from podium.certify.updates import (
@@ -131,10 +131,8 @@ def update_checks(updates: Updates) -> Iterator[Check]:
         bar=updates.bar(difference),
         after=(*causes, "loss"),
     )
-    difference = max(
-        loss_difference(second.loss, again.loss, again.sizes),
-        gradient_difference(second.gradient, again.gradient, again.sizes),
-    )
+    loss = loss_difference(second.loss, again.loss, again.sizes)
+    difference = largest((loss, gradient_difference(second.gradient, again.gradient, again.sizes)))
     yield Check(
         name="repeated batch",
         claim="a second update on the same batch equals the formula, with ratios that are no longer 1",
@@ -177,8 +175,8 @@ def _value_check(updates: Updates, causes: tuple[str, ...]) -> Check:
     """Compare an update of the critic, in packed rows of several micro-batches, with the naive one."""
     clip = (updates.subject.config.critic or CriticConfig()).clip
     found, naive = updates.value_update(Form(rows=2), clip=clip)
-    worst = max(relative(found.gradient[name], value) for name, value in naive.gradient.items())
-    difference = max(abs(found.loss - naive.loss) / naive.loss, worst)
+    errors = (relative(found.gradient[name], value) for name, value in naive.gradient.items())
+    difference = largest((abs(found.loss - naive.loss) / naive.loss, *errors))
     return Check(
         name="value update",
         claim="the critic's loss and gradient equal those of the clipped squared error, computed in float64",
@@ -194,10 +192,8 @@ def form_checks(updates: Updates) -> Iterator[Check]:
     for name, how, after, form in _forms(updates.subject):
         (other, *_) = updates.unpacked if name in BESIDE_UNPACKED or form.packing == "none" else (updates.packed,)
         found = updates.packed if form == PACKED else updates.run(form)[0]
-        difference = max(
-            loss_difference(found.loss, other.loss, sizes),
-            gradient_difference(found.gradient, other.gradient, sizes),
-        )
+        loss = loss_difference(found.loss, other.loss, sizes)
+        difference = largest((loss, gradient_difference(found.gradient, other.gradient, sizes)))
         yield Check(
             name=name,
             claim=f"loss and gradient are the same {how}",

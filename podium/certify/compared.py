@@ -18,7 +18,7 @@ from podium.certify.ledgers import Ledger
 from podium.certify.naive import Scores, in_float64
 from podium.certify.naive_optimizer import NaiveOptimizer
 from podium.certify.naive_step import Episode, padded_tokens
-from podium.certify.result import BAR, RUN_BAR, Check
+from podium.certify.result import BAR, RUN_BAR, Check, largest
 from podium.certify.subject import (
     MAX_NEW_TOKENS,
     OVERLONG_TOKENS,
@@ -85,7 +85,7 @@ def training_checks(updates: Updates) -> Iterator[Check]:
     yield Check(
         name="training",
         claim="loss and gradient of every optimizer step of a run equal the formulas, computed in float64",
-        difference=max(each.gradient_error for each in followed),
+        difference=largest(each.gradient_error for each in followed),
         bar=RUN_BAR,
         after=causes,
     )
@@ -127,7 +127,7 @@ def _with_other_options(subject: Subject, causes: tuple[str, ...]) -> Check:
     return Check(
         name="other options",
         claim="the same holds with a KL, an entropy bonus, a correction, and groups, episodes and sure tokens left out",
-        difference=wrong or max(each.gradient_error for each in followed),
+        difference=wrong or largest(each.gradient_error for each in followed),
         bar=RUN_BAR,
         after=(*causes, "training"),
     )
@@ -139,7 +139,7 @@ def _carried_checks(subject: Subject, followed: Sequence[Followed], causes: tupl
         yield Check(
             name="moving reference",
             claim="every few steps the reference becomes the mixture of itself and the policy that the config says",
-            difference=max(
+            difference=largest(
                 weight_difference(each.step.reference, each.reference_before, each.reference) for each in followed
             ),
         )
@@ -148,7 +148,7 @@ def _carried_checks(subject: Subject, followed: Sequence[Followed], causes: tupl
         yield Check(
             name="coefficients",
             claim="weights of KL and entropy bonus follow what the run measures as their formulas say, step after step",
-            difference=max(each.coefs_error(rules) for each in followed),
+            difference=largest(each.coefs_error(rules) for each in followed),
             after=(*causes, "moving reference"),
         )
 
@@ -362,7 +362,7 @@ def _weight_error(subject: Subject, training: Training) -> float:
             first = (number + 1) * whole - len(step.updates)  # a step with fewer updates uses its last learning rates
             for place, seen in enumerate(step.updates, start=first):
                 expected = naive.update(seen.before, seen.gradient, place)
-                worst = max(worst, weight_difference(seen.after, seen.before, expected))
+                worst = largest((worst, weight_difference(seen.after, seen.before, expected)))
     return worst
 
 

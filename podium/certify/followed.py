@@ -14,6 +14,7 @@ from podium.algorithms.controllers import ENTROPY_BONUS, KL_COEF, LAST_ENTROPY
 from podium.certify.naive import Sequences
 from podium.certify.naive_rules import Rules
 from podium.certify.naive_run import Coefficients, moved_reference
+from podium.certify.result import largest
 from podium.certify.subject import Subject
 from podium.certify.tiny import Arrays
 from podium.certify.training import Step, Training
@@ -41,11 +42,11 @@ class Followed:
     @property
     def gradient_error(self) -> float:
         """The largest relative error of a loss or of a parameter's gradient."""
-        worst = 0.0
+        errors: list[float] = []
         for seen, naive in zip(self.step.updates, self.updates, strict=False):
-            loss = loss_difference(seen.loss, naive.loss, naive.sizes)
-            worst = max(worst, loss, gradient_difference(seen.gradient, naive.gradient, naive.sizes))
-        return worst
+            errors.append(loss_difference(seen.loss, naive.loss, naive.sizes))
+            errors.append(gradient_difference(seen.gradient, naive.gradient, naive.sizes))
+        return largest(errors)
 
     def coefs_error(self, rules: Rules) -> float:
         """The largest relative error of an adapted coefficient, before the step or in one of its losses."""
@@ -58,7 +59,7 @@ class Followed:
         if rules.kl_target is not None:
             weighed = before if rules.kl == "k1_reward" else [*before, *in_losses]  # it is in rewards, or in the loss
             errors += [_error(seen, KL_COEF, own.kl_coef) for seen, own in weighed]
-        return max(errors)
+        return largest(errors)
 
 
 def _error(found: Mapping[str, float], name: str, expected: float) -> float:

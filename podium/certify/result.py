@@ -1,6 +1,8 @@
 """The result of `podium certify`: every check with its difference and tolerance, and the causes of failure."""
 
 import dataclasses
+import math
+from collections.abc import Iterable
 
 BAR = 1e-5
 """Default tolerance of a check: a relative difference in float32."""
@@ -10,7 +12,13 @@ to token: meshes that cut the same sums otherwise differ as much as one device d
 RUN_BAR = 1e-4
 """Tolerance of losses and gradients in a run, where the policy has left its sampler, reference and teacher. Their
 log-probabilities are rounded too, and a loss may multiply that: by an exponential (k3), or by the deviation of rewards
-that hardly differ (k1_reward). A CPU with AVX2 alone was off by up to 3.5e-5; a wrong term is off by far more."""
+that hardly differ (k1_reward). A CPU with AVX2 alone was off by up to 3.5e-5; bugs that are planted in runs are red."""
+
+
+def largest(differences: Iterable[float]) -> float:
+    """The largest difference, at least 0; NaN if one is NaN, which `max` may pass over."""
+    found = [0.0, *differences]
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from podium.certify.naive import (
     value_objective,
 )
 from podium.certify.naive_rules import Rules
+from podium.certify.result import largest
 from podium.certify.subject import (
     HINT,
     LONGEST,
@@ -336,7 +337,7 @@ def loss_difference(found: float, expected: float, sizes: Sizes) -> float:
 
 def gradient_difference(found: Arrays, expected: Arrays, sizes: Sizes) -> float:
     """The error of the worst parameter's gradient, relative to the size of its terms, or absolute if that is 0."""
-    return max(
+    return largest(
         _norm(np.asarray(found[name], np.float64) - value) / (sizes.gradient[name] or 1.0)
         for name, value in expected.items()
     )
@@ -358,8 +359,8 @@ def weight_difference(found: Mapping[str, ArrayLike], before: Arrays, expected: 
         before: weights before the update.
         expected: new weights by the naive implementation.
     """
-    return max(
-        max(0.0, _norm(np.asarray(found[name], np.float64) - value) - HALF_STEP * _norm(value))
+    return largest(
+        (_norm(np.asarray(found[name], np.float64) - value) - HALF_STEP * _norm(value))
         / (_norm(value - before[name]) or 1.0)
         for name, value in expected.items()
     )

@@ -15,11 +15,18 @@ from podium.certify.batches import batch_checks, variants
 from podium.certify.naive import in_float32, in_float64
 from podium.certify.naive_optimizer import scheduled_rate
 from podium.certify.report import as_object, print_certificate
-from podium.certify.result import Certificate, Check
+from podium.certify.result import Certificate, Check, largest
 from podium.certify.subject import make_subject
 from podium.certify.tiny import tiny_clone
 from podium.certify.training import training_config
-from podium.certify.updates import NaiveUpdate, Sizes, Updates, gradient_difference, naive_update
+from podium.certify.updates import (
+    NaiveUpdate,
+    Sizes,
+    Updates,
+    gradient_difference,
+    naive_update,
+    weight_difference,
+)
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config
 from podium.models.blocks.delta import DeltaNet
@@ -91,6 +98,17 @@ def test_the_bar_of_a_gradient_that_exceeds_it_is_twice_what_float32_changes(mon
         found = Updates(clone).bar(difference)
         assert found == pytest.approx(bar, rel=1e-6)
         assert Check(name="gradient", claim="", difference=difference, bar=found).ok == (difference <= bar)
+
+
+def test_a_gradient_or_a_weight_that_is_not_a_number_is_no_small_difference():
+    right = {name: np.ones(2) for name in ("embed", "head")}
+    for name in right:
+        wrong = right | {name: np.array([1.0, np.nan])}
+        assert math.isnan(gradient_difference(wrong, right, Sizes(1.0, dict.fromkeys(right, 1.0))))
+        assert math.isnan(weight_difference(wrong, dict.fromkeys(right, np.zeros(2)), right))
+    assert math.isnan(largest((1.0, math.nan, 2.0)))
+    assert largest(()) == 0.0
+    assert largest((-1.0, 2.0)) == 2.0
 
 
 def test_float32_changes_the_naive_gradient_of_a_small_clone_less_than_the_bar():
