@@ -45,7 +45,7 @@ PLANS = (
     ("configs/gsm8k_qwen25_3b.yaml", "v6e-8"),
     ("configs/gsm8k_qwen3_8b.yaml", "v6e-16"),
 )
-CODE = 1e-4
+CODE = 1e-3
 """Share by which a compiled plan's numbers may differ: a program's code is some kilobytes larger or smaller where its
 source lies in another folder."""
 NOW = 1_790_000_000.0

@@ -1,5 +1,6 @@
 """One server of a tiny random model for all tests: in a thread, on loopback."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 
@@ -42,13 +43,14 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("model") / "tiny"
     write_tiny_model(folder, WORDS, TEMPLATE, CONTEXT)
-    with pytest.MonkeyPatch.context() as patch, made_once():
-        patch.setattr("podium.train.setup.make_mesh", lambda text: make_mesh(text, jax.devices()[:1]))
-        sizes = {"rollout__max_prompt_tokens": CONTEXT - 1, "rollout__refill_steps": 4, "rollout__page_tokens": 16}
-        with open_model(folder, max_new_tokens=1, slots=8, **sizes) as rollouts:
-            model = model_of(rollouts, "tiny", max_queue=QUEUE)
-            worker = EngineThread(rollouts.engine, max_queue=QUEUE)
-            server = Server(make_app(model, worker, token=None, hosts=LOOPBACK))
-            yield Served(server, model, worker)
-            server.close()
-            worker.close()
+    sizes = {"rollout__max_prompt_tokens": CONTEXT - 1, "rollout__refill_steps": 4, "rollout__page_tokens": 16}
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch, made_once():  # other tests of this process are left as they are
+            patch.setattr("podium.train.setup.make_mesh", lambda text: make_mesh(text, jax.devices()[:1]))
+            rollouts = stack.enter_context(open_model(folder, max_new_tokens=1, slots=8, **sizes))
+        model = model_of(rollouts, "tiny", max_queue=QUEUE)
+        worker = EngineThread(rollouts.engine, max_queue=QUEUE)
+        server = Server(make_app(model, worker, token=None, hosts=LOOPBACK))
+        yield Served(server, model, worker)
+        server.close()
+        worker.close()

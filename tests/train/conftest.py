@@ -68,9 +68,9 @@ def one_device() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def made_once_for_all() -> Iterator[None]:
-    """Programs of equal settings are traced and compiled once in this process."""
+    """Programs of equal settings are traced and compiled once in this process; other folders' tests make them anew."""
     with made_once():
         yield
 
