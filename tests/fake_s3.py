@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from urllib.request import urlopen
 
 import boto3
 from moto.server import ThreadedMotoServer
@@ -45,6 +46,7 @@ def running() -> Iterator[tuple[FakeS3, dict[str, str]]]:
     try:
         host, port = server.get_host_and_port()
         url = f"http://{host}:{port}"
+        urlopen(f"{url}/moto-api/reset", b"").close()  # the objects of a process's servers are the same
         yield FakeS3(url), KEYS | {"AWS_ENDPOINT_URL": url, "AWS_EC2_METADATA_DISABLED": "true"}
     finally:
         server.stop()

@@ -49,7 +49,8 @@ NORMS_SAVED = {"tpu": 3.0, "gpu": 3.5}  # arrays [B, T, D] saved per layer with 
 SCORES_SAVED = {"tpu": 1, "gpu": 2}
 RESIDUAL_GROUPS = 3  # arrays [B, T, D] beside those of a row group
 SCORES = {"tpu": 2.0, "v5e": 1.65, "v6e": 4.25, "gpu": 2.85}
-"""Float32 score arrays [B, H, T, T] alive at once without a kernel; v6e: for rows too long for VMEM."""
+"""Float32 score arrays [B, H, T, T] alive at once without a kernel; v6e: for rows too long for VMEM. Updates on
+GPUs had 2.5 (Qwen2.5-1.5B) to 3.0 (Qwen2.5-7B, Qwen3-8B), with and without adapters."""
 LONG_ROW = 4096
 MLP = ("gate", "up", "down")
 RULE_ARRAYS = 4
@@ -61,8 +62,9 @@ RULE_OF_GROUP = 1.75
 IN_ORDER: Mapping[str, tuple[int, int]] = {"tpu": (1, 4), "gpu": (4, 5)}
 """Arrays [B, T, F] and [B, T, D] more at that peak where the layers of a pattern are recomputed one after another, with
 barriers between them; counted in updates of Gemma 3 1B and 4B and Qwen3.5-9B, with and without adapters."""
-AHEAD = 2
-"""Layers of a pattern that a TPU recomputes before they are needed with `remat: offload`."""
+AHEAD, AHEAD_IN_LOOP = 2, 1
+"""Layers of a pattern that a TPU recomputes before they are needed with `remat: offload`, and how many where several
+micro-batches are computed in a loop. Counted in nine updates of Gemma 3 1B, 4B and 12B."""
 KERNEL_ARRAYS, KERNEL_VALUES = 5, 3
 """Arrays of the sizes of queries, keys and values around a TPU kernel of the delta rule, before and after convolution,
 activation and a change of layout, and of the values' alone: gates, results, normed results. Counted in Qwen3.5-9B's."""
@@ -183,7 +185,9 @@ def _ahead(run: RunSizes, places: Sequence[Place]) -> int:
     an update of Gemma 3 1B took 23.2 GiB on v6e-8 where one by one would take 12.0; Qwen3.5-9B's took no more.
     """
     held = run.update.row_groups > 1 or any(isinstance(place.block.mixer, DeltaNet) for place in places)
-    return AHEAD if _compiler(run) == "tpu" and run.update.remat == "offload" and not held else 0
+    if _compiler(run) != "tpu" or run.update.remat != "offload" or held:
+        return 0
+    return AHEAD_IN_LOOP if run.spec.batch.max_micro_batches > 1 else AHEAD
 
 
 def _pattern_peak(run: RunSizes, places: Sequence[Place]) -> int:

@@ -692,9 +692,8 @@ def reply_given_twice_after_an_update() -> Plant:
     """A reply that comes after an update is given to the engine twice, and trained once."""
     original = episodes._Rollout._submit_turn
 
-    def planted(rollout, live, tokens, room):
-        reply = live.transcript.spans[-1].tokens.tolist()
-        return original(rollout, live, (*tokens, *reply), room - len(reply))
+    def planted(rollout, live, tokens):
+        return original(rollout, live, (*tokens, *live.transcript.spans[-1].tokens.tolist()))
 
     return episodes._Rollout, "_submit_turn", planted
 

@@ -69,10 +69,11 @@ def test_the_commands_that_the_summary_prints_work(copied, monkeypatch):
 
 
 @pytest.mark.long
-def test_the_commands_that_the_summary_prints_work_as_they_are_printed(copied, tmp_path):
+def test_the_commands_that_the_summary_prints_work_as_they_are_printed(copied, tmp_path, monkeypatch):
     """The same by a shell that has no environment of ours active."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
     for command in next_commands(copied):
-        environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+        environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
         environment["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAX_COMPILATION_CACHE_DIR"]
         environment["PYTHONPATH"] = str(Path(cli.__file__).parents[1])
         done = subprocess.run(command, shell=True, cwd=Path.cwd(), env=environment, capture_output=True, text=True)
