@@ -4,7 +4,8 @@
 
 For each case, the bytes of a step over those of its floor (`podium.plan.floor`: each weight, key and value read once,
 logits written); its milliseconds by the roofline and as `podium plan` has them; its kernels; and how many instructions
-write an array as large as a matrix of weights.
+write an array with the dimensions of a matrix of weights. Two adapters of rank 32 side by side have those of an
+activation of 64 slots, [64, F], so products in Triton kernels are counted there: 72 or 180, and none with rank 24.
 
 Three forms are compiled in the same run: `stacks`, a loop over the trainer's stacks, in which XLA copies each layer's
 slice, joins weights in every call and gathers pages of the cache (of one case only); `layers`, an array for each matrix

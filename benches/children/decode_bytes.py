@@ -86,7 +86,7 @@ def step_cost(text: str, spec: RunSpec, context: int, accelerator: Accelerator) 
     """
     page = spec.rollout.settings.page_tokens
     blocks = math.ceil(context / (page * cache_block_pages(page, "gpu")))
-    at_once = steps_at_once(spec.rollout.settings.refill_steps, spec.machine.devices)
+    at_once = steps_at_once(spec.rollout.settings.refill_steps, RunSizes(spec=spec).rollout_shards)
     works = looped_work(parse(text), spec.mesh, blocks, skipped=["sample"])
     step = ProgramCost(tuple(dataclasses.replace(each.work, times=each.each / at_once) for each in works if each.each))
     chip = load_chip(accelerator.generation)
