@@ -43,11 +43,18 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("model") / "tiny"
     write_tiny_model(folder, WORDS, TEMPLATE, CONTEXT)
-    sizes = {"rollout__max_prompt_tokens": CONTEXT - 1, "rollout__refill_steps": 4, "rollout__page_tokens": 16}
     with contextlib.ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch, made_once():  # other tests of this process are left as they are
             patch.setattr("podium.train.setup.make_mesh", lambda text: make_mesh(text, jax.devices()[:1]))
-            rollouts = stack.enter_context(open_model(folder, max_new_tokens=1, slots=8, **sizes))
+            opened = open_model(
+                folder,
+                max_new_tokens=1,
+                slots=8,
+                rollout__max_prompt_tokens=CONTEXT - 1,
+                rollout__refill_steps=4,
+                rollout__page_tokens=16,
+            )
+            rollouts = stack.enter_context(opened)
         model = model_of(rollouts, "tiny", max_queue=QUEUE)
         worker = EngineThread(rollouts.engine, max_queue=QUEUE)
         server = Server(make_app(model, worker, token=None, hosts=LOOPBACK))
