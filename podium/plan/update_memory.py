@@ -216,9 +216,14 @@ def _backward_bytes(run: RunSizes, place: Place) -> int:
 def _recomputed_bytes(run: RunSizes, place: Place) -> int:
     """Bytes per token of what a recomputed layer holds until its backward pass, which a norm's input is part of."""
     a = run.activation
-    norms = NORMS_SAVED[_compiler(run)] + 2 * place.block.norms_behind
     split = a * (MLP_SAVED * feed_forward_inner(run.decoder, place) + _saved_heads(run, place))
-    return int(norms * run.decoder.width * a) + (split + _rule_recomputed(run, place)) // run.tp
+    return _norm_bytes(run, place) + (split + _rule_recomputed(run, place)) // run.tp
+
+
+def _norm_bytes(run: RunSizes, place: Place) -> int:
+    """Bytes per token of the outputs of norms, and of the inputs of the second one and of those behind a block."""
+    norms = NORMS_SAVED[_compiler(run)] + 2 * place.block.norms_behind
+    return int(norms * run.decoder.width * run.activation)
 
 
 def feed_forward_inner(decoder: DecoderConfig, place: Place) -> int:
@@ -337,12 +342,9 @@ def _saved(run: RunSizes) -> Parts:
     layers += sum(local_count(spec, parts) for name, spec in frozen if frozen_dtype(name, decoder) == "uint8")
     activations = 0
     for place in decoder.places:
-        # Outputs of norms, and the inputs of the second one and of those behind; then what `_saved_heads` has.
-        norms = NORMS_SAVED[_compiler(run)] + 2 * place.block.norms_behind
-        width = int(norms * decoder.width * a)
         split = MLP_SAVED * feed_forward_inner(decoder, place) * a
         split += _saved_heads(run, place) * a + _rule_saved(run, place)
-        activations += len(place.layers) * tokens * (width + split // run.tp)
+        activations += len(place.layers) * tokens * (_norm_bytes(run, place) + split // run.tp)
     per_pair = SCORES_SAVED[_compiler(run)] * F32 + a
     of_query = run.row_tokens * per_pair if run.update.attention == "reference" else F32  # the logsumexp of its scores
     heads = sum(count * attention.heads for count, attention in decoder.attention_layers())
