@@ -9,10 +9,9 @@ for each matrix of a layer; or `joined` for what the engine does, with matrices 
 import dataclasses
 import json
 import math
-import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import jax.numpy as jnp
 
@@ -24,7 +23,9 @@ from podium.config.attention import cache_block_pages
 from podium.config.mesh import mesh_text
 from podium.config.sizes import steps_at_once
 from podium.hlo.cost import ProgramCost, roofline
-from podium.hlo.text import parse
+from podium.hlo.liveness import computations_run
+from podium.hlo.text import Computation, Instruction, Module, parse
+from podium.hlo.traffic import fused, products, updates
 from podium.kernels import gpu_decode
 from podium.models.architecture import DecoderConfig, unrolled
 from podium.models.params import param_specs
@@ -45,7 +46,8 @@ from podium.train.generate import rollout_rules
 
 CONFIG = ROOT / "configs" / "gsm8k_qwen25_3b.yaml"
 SMALLEST_MATRIX = 2**18  # elements; biases of heads have fewer, and the dimensions of some activations
-MADE = re.compile(r"^\s*(?:ROOT )?%\S+ = \w+\[([\d,]+)\]\S* (?:fusion|copy|convert|concatenate)\(")
+MOVING = ("fusion", "copy", "convert", "concatenate", "transpose", "pad")
+STEP = "while/body"  # in the sources of what a step does
 
 
 def main(machine: str, form: str, slots: str, context: str, *settings: str) -> None:
@@ -67,19 +69,21 @@ def main(machine: str, form: str, slots: str, context: str, *settings: str) -> N
     compiled = phase_programs(spec, mesh)[f"decode:{slots}"].lower().compile()
     cpu_s, text, memory = time.process_time() - start, compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None
+    module = parse(text)
     weights = abstract_weights(decoder, rules, jnp.dtype(spec.rollout.dtype))
     rows = int(slots) // rules.num_shards("batch")
     found = {
-        **step_cost(text, spec, int(context), accelerator),
+        **step_cost(module, spec, int(context), accelerator),
         "floor_bytes": decode_bytes(RunSizes(spec=spec), rows, int(context)),
-        "weights_written": weights_written(text, weights, decoder),
+        "weights_written": weights_written(module, weights, decoder),
+        "largest_written": largest_written(module),
         "temporary_bytes": memory.temp_size_in_bytes,
         "compile_cpu_s": round(cpu_s, 1),
     }
     print(json.dumps(found))
 
 
-def step_cost(text: str, spec: RunSpec, context: int, accelerator: Accelerator) -> dict[str, float]:
+def step_cost(module: Module, spec: RunSpec, context: int, accelerator: Accelerator) -> dict[str, float]:
     """What a device does in one step of the program's loop: bytes moved, kernels, and milliseconds.
 
     Milliseconds by the roofline, and with the shares of it that plans assume.
@@ -87,7 +91,7 @@ def step_cost(text: str, spec: RunSpec, context: int, accelerator: Accelerator) 
     page = spec.rollout.settings.page_tokens
     blocks = math.ceil(context / (page * cache_block_pages(page, "gpu")))
     at_once = steps_at_once(spec.rollout.settings.refill_steps, RunSizes(spec=spec).rollout_shards)
-    works = looped_work(parse(text), spec.mesh, blocks, skipped=["sample"])
+    works = looped_work(module, spec.mesh, blocks, skipped=["sample"])
     step = ProgramCost(tuple(dataclasses.replace(each.work, times=each.each / at_once) for each in works if each.each))
     chip = load_chip(accelerator.generation)
     line = roofline(step, chip.peaks, links=chip.links)
@@ -101,14 +105,36 @@ def step_cost(text: str, spec: RunSpec, context: int, accelerator: Accelerator) 
     }
 
 
-def weights_written(text: str, weights: AbstractParams, decoder: DecoderConfig) -> int:
-    """Number of instructions that write an array with the dimensions of a matrix of weights, stored or single."""
+def weights_written(module: Module, weights: AbstractParams, decoder: DecoderConfig) -> int:
+    """Number of instructions, products apart, that write an array with the dimensions of a matrix, stored or single."""
     stored = [value.shape[1:] if name.startswith("layers") else value.shape for name, value in weights.items()]
     single = [spec.shape[1:] for name, spec in param_specs(decoder).items() if name.startswith("layers")]
     shapes = {_dimensions(shape) for shape in (*stored, *single)}
     matrices = {shape for shape in shapes if math.prod(shape) >= SMALLEST_MATRIX}
-    made = (_dimensions(map(int, found[1].split(","))) for line in text.splitlines() if (found := MADE.match(line)))
-    return sum(shape in matrices for shape in made)
+    found = 0
+    for each, computation in _instructions(module):
+        makes = each.opcode in MOVING and any(_dimensions(shape.dims) in matrices for shape in each.shapes)
+        found += makes and not any(products(*part) for part in fused(module, each, computation))
+    return found
+
+
+def largest_written(module: Module) -> int:
+    """Bytes of the largest array that a step writes whole, logits apart: of activations and sums of parts of them."""
+    largest = 0
+    for each, _ in _instructions(module):
+        if each.opcode in MOVING and STEP in each.source and "logits" not in each.source:
+            inner = module.computations[each.callees["calls"][0]] if each.opcode == "fusion" else None
+            in_place = updates(inner, module) if inner else [None] * len(each.shapes)
+            written = [shape.size for shape, part in zip(each.shapes, in_place, strict=True) if part is None]
+            largest = max([largest, *written])
+    return largest
+
+
+def _instructions(module: Module) -> Iterator[tuple[Instruction, Computation]]:
+    """Those that a device carries out one by one, with their computations; not those inside a fusion."""
+    for title in dict.fromkeys(computations_run(module, module.entry.name)):
+        computation = module.computations[title]
+        yield from ((each, computation) for each in computation.instructions.values())
 
 
 def _dimensions(shape: Iterable[int]) -> tuple[int, ...]:

@@ -18,18 +18,18 @@ from podium.models.architecture import DecoderConfig
 from podium.models.blocks.choices import Recorded
 from podium.models.blocks.kind import Attend, Block, Kind, Place, Recur, Tree
 from podium.models.blocks.mathematics import rms_norm, rope_tables
-from podium.models.blocks.weights import AnyWeight, Integers, LayerWeights, Weight
+from podium.models.blocks.weights import AnyWeight, Codes, LayerWeights, Weight
 from podium.models.context import LayerContext, Tables
 from podium.models.linear import (
     activation_dtype,
+    coded,
     input_parts,
-    integers,
     layer_weight,
     of_bits,
     of_experts,
     with_adapters,
 )
-from podium.models.params import is_adapter, joined_groups, param_specs
+from podium.models.params import SCALE, is_adapter, joined_groups, param_specs
 from podium.models.placement import merge_rows, split_rows, to_rows
 from podium.models.quantised import dequantised
 from podium.sharding import Params, ShardingRules
@@ -89,6 +89,7 @@ def forward(
         the layers' auxiliary results of each place, stacked as [L, ...].
     """
     specs, wide = param_specs(config), wide and dtype != jnp.float32
+    operands = jnp.dtype(jnp.int8) if config.int8_products else dtype
 
     def weight(name: str, stored: jax.Array) -> AnyWeight:
         frozen = config.lora is not None and not is_adapter(name)
@@ -118,13 +119,13 @@ def forward(
         if several and config.lora is None:
             x, weights = _one_backward(x, weights)
         rows = (x, positions, tables, own, known)
+        codes = coded(weights, operands, functools.partial(parts, place))
+        others = {name: value for name, value in weights.items() if name.removesuffix(SCALE) not in codes}
+        multiplied = {**dequantised(others, dtype), **codes}
         if groups > 1:
-            x, auxiliary = _in_groups(compute, dequantised(weights, dtype), rows, groups, rules, remat)
-            return (x, own), auxiliary
-        if config.int8_products:
-            x, own, auxiliary = compute(integers(weights, functools.partial(parts, place)), rows)
+            x, auxiliary = _in_groups(compute, multiplied, rows, groups, rules, remat)
         else:
-            x, own, auxiliary = compute(dequantised(weights, dtype), rows)
+            x, own, auxiliary = compute(multiplied, rows)
         return (x, own), auxiliary
 
     tables = [rope_tables(positions, rope.frequencies(), rope.length) for rope in config.ropes]
@@ -251,7 +252,7 @@ known of the tokens' experts."""
 
 
 def _layer(
-    w: Mapping[str, AnyWeight | Integers],
+    w: Mapping[str, AnyWeight | Codes],
     rows: Rows,
     *,
     index: jax.Array,
@@ -299,8 +300,8 @@ def _residual(
 
 
 def _in_groups(
-    compute: Callable[[Mapping[str, AnyWeight], Rows], tuple[jax.Array, Tree, Tree]],
-    w: dict[str, AnyWeight],
+    compute: Callable[[Mapping[str, AnyWeight | Codes], Rows], tuple[jax.Array, Tree, Tree]],
+    w: dict[str, AnyWeight | Codes],
     rows: Rows,
     groups: int,
     rules: ShardingRules,
@@ -308,7 +309,8 @@ def _in_groups(
 ) -> tuple[jax.Array, Tree]:
     """Run a layer on its rows group by group; the weights' gradients are summed in float32."""
     adapters = any(map(is_adapter, w))  # if there are adapters, all other weights are frozen and have no gradient
-    trained = {name: x for name, x in w.items() if is_adapter(name) or not adapters}
+    own = {name: x for name, x in w.items() if not isinstance(x, Codes)}
+    trained = {name: x for name, x in own.items() if is_adapter(name) or not adapters}
     formats = {name: x.dtype for name, x in _sums_of(trained).items()}
     sums = {name: x.astype(jnp.float32) for name, x in _sums_of(trained).items()}
 

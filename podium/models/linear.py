@@ -13,9 +13,10 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from podium.models.blocks.spec import ParamSpec, is_matrix, matrix_outputs
-from podium.models.blocks.weights import Adapted, AnyWeight, Integers, LayerWeight, Weight
+from podium.models.blocks.weights import Adapted, AnyWeight, Codes, LayerWeight, Weight
 from podium.models.params import LORA_A, LORA_B, SCALE, is_adapter
 from podium.models.quantised import step_of
 from podium.sharding import ShardingRules
@@ -71,13 +72,13 @@ def _sums(stored: jax.Array, axes: Sequence[str | None], rules: ShardingRules, *
     return rules.weight_sums(stored, *axes)
 
 
-def with_adapters(w: Mapping[str, AnyWeight | Integers], scale: float) -> dict[str, LayerWeight]:
+def with_adapters(w: Mapping[str, AnyWeight | Codes], scale: float) -> dict[str, LayerWeight]:
     """A layer's weights, with each adapted matrix combined with its adapter."""
     found: dict[str, LayerWeight] = {}
     for name, value in w.items():
         if name + LORA_A in w:
             a, b = w[name + LORA_A], w[name + LORA_B]
-            assert not isinstance(a, Integers) and not isinstance(b, Integers), "adapters are never stored as codes"
+            assert not isinstance(a, Codes) and not isinstance(b, Codes), "adapters are never stored as codes"
             found[name] = Adapted(value, a, b, scale)
         elif not is_adapter(name):
             found[name] = value
@@ -90,20 +91,18 @@ def input_parts(spec: ParamSpec, rules: ShardingRules) -> tuple[int, ...]:
     return tuple(rules.num_shards(axis) if axis else 1 for axis in inputs)
 
 
-def integers(w: Mapping[str, AnyWeight], parts: Callable[[str], tuple[int, ...]]) -> dict[str, AnyWeight | Integers]:
-    """A layer's weights, with codes and scales as matrices that are multiplied as integers.
+def coded(w: Mapping[str, AnyWeight], operands: DTypeLike, parts: Callable[[str], tuple[int, ...]]) -> dict[str, Codes]:
+    """Those of a layer's weights that are int8 codes, with their scales.
 
     `parts` gives the number of parts into which devices split each input dimension of a matrix.
     """
-
-    def whole(name: str, value: AnyWeight) -> AnyWeight | Integers:
-        if name + SCALE not in w:
-            return value
-        scale = w[name + SCALE]
-        assert isinstance(value, jax.Array) and isinstance(scale, jax.Array), "quantised weights are plain arrays"
-        return Integers(value, scale, parts(name))
-
-    return {name: whole(name, value) for name, value in w.items() if not name.endswith(SCALE)}
+    found: dict[str, Codes] = {}
+    for name, value in w.items():
+        if isinstance(value, jax.Array) and value.dtype == jnp.int8:
+            scale = w[name + SCALE]
+            assert isinstance(scale, jax.Array), "scales are plain arrays"
+            found[name] = Codes(value, scale, operands, parts(name))
+    return found
 
 
 def activation_dtype(rules: ShardingRules, dtype: jnp.dtype) -> jnp.dtype:
@@ -145,8 +144,13 @@ def make_linear(rules: ShardingRules) -> Linear:
     def linear(pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
         if isinstance(w, Adapted):
             return linear(pattern, x, w.matrix) + adapter(linear, pattern, x, w)
-        if isinstance(w, Integers):
+        if isinstance(w, Codes) and w.operands == jnp.int8:
             return integer_product(pattern, x, w)
+        if isinstance(w, Codes):
+            matrix = Weight(w.codes.astype(w.operands), None, w.codes)
+            y = product(pattern, jnp.dtype(x.dtype), rules.on_cpu, x, matrix)
+            scale = jnp.expand_dims(w.scale, tuple(range(y.ndim - w.scale.ndim)))
+            return (y.astype(jnp.float32) * scale).astype(x.dtype)
         return product(pattern, jnp.dtype(x.dtype), rules.on_cpu, x, w)
 
     return linear
@@ -208,7 +212,7 @@ def product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: AnyW
     return _product(form, x, w.value, w.sums, kept)
 
 
-def integer_product(pattern: str, x: jax.Array, w: Integers) -> jax.Array:
+def integer_product(pattern: str, x: jax.Array, w: Codes) -> jax.Array:
     """An einsum of int8 operands, summed in int32, with the dtype of `x`; no gradient flows.
 
     Activations are rounded to int8 with a scale for each token and part of the inputs, whose largest absolute value is

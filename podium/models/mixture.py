@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from podium.kernels.grouped import WHOLE_INNER
 from podium.models.blocks.activation import Activation
 from podium.models.blocks.experts import DENSE_ROWS
-from podium.models.blocks.weights import Adapted, AnyWeight, Integers, LayerWeight, Weight
+from podium.models.blocks.weights import Adapted, AnyWeight, Codes, LayerWeight, Weight
 from podium.models.expert_forms import Group, Matrices, dense_form, every_gate, sorted_form, split_form
 from podium.models.linear import full_precision
 from podium.models.params import mesh_axis_names
@@ -135,7 +135,7 @@ def _out_bias(rules: ShardingRules, gates: jax.Array, chosen: jax.Array, bias: j
 def _factors(matrix: LayerWeight) -> list[AnyWeight]:
     """A matrix of all experts, with the two factors of its adapters if it has some."""
     value = matrix.matrix if isinstance(matrix, Adapted) else matrix
-    assert not isinstance(value, Integers), "experts are never stored as codes"
+    assert not isinstance(value, Codes), "experts are never stored as codes"
     return [value, matrix.a, matrix.b] if isinstance(matrix, Adapted) else [value]
 
 

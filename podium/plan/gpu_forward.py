@@ -91,16 +91,17 @@ def decode_kernels(run: RunSizes) -> tuple[int, int]:
 def unstacked_bytes(run: RunSizes) -> int:
     """Bytes that a pass of the rollout moves to take matrices out of the trainer's stacks, beside reading them there.
 
-    Each is written in the rollout's format, and read again by its product.
+    Each is written, nf4 in the rollout's format and others as they are stored, and read again by its product.
     """
     if not _stacked(run):
         return 0
-    decoder, numbers = _of_rollout(run), 0
+    decoder, size = _of_rollout(run), 0
+    of_each = {"int8": 1, "uint8": 2 * run.rollout_activation}  # of a code; nf4 has two numbers in one
     for name, spec in param_specs(decoder).items():
         if is_matrix(spec) and own_name(name) not in ENDS and not is_adapter(name) and not name.endswith(SCALE):
-            in_each = 2 if frozen_dtype(name, decoder) == "uint8" else 1
-            numbers += in_each * local_count(spec, run.rollout_parts)
-    return 2 * run.rollout_activation * numbers
+            stored = frozen_dtype(name, decoder)
+            size += of_each.get(stored, run.rollout_activation) * local_count(spec, run.rollout_parts)
+    return 2 * size
 
 
 def prefill_products(run: RunSizes, tokens: int) -> int:

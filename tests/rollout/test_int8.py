@@ -1,6 +1,7 @@
 """Rollouts from int8 copies of the weights. Expectations are numpy's, from the trained weights alone."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from tiny_engine import (
 from podium.certify.tiny import tiny_clone
 from podium.config.lora import MATRICES
 from podium.models.architecture import Lora, rollout_decoder
-from podium.models.blocks.weights import Integers
+from podium.models.blocks.weights import Codes
 from podium.models.linear import integer_product
 from podium.models.params import GROUP_AXES, ROLLOUT_AXES, TRAIN_AXES, is_adapter, param_specs
 from podium.models.presets import PRESETS
@@ -119,7 +120,7 @@ def test_a_product_of_integers_is_numpys_with_a_scale_for_each_token_and_part(pa
     x[0, 1] = 0.0
     codes = random.integers(-127, 128, (*sizes, 5)).astype(np.int8)
     scale = random.uniform(0.1, 1.0, 5).astype(np.float32)
-    found = integer_product(pattern, jnp.asarray(x), Integers(jnp.asarray(codes), jnp.asarray(scale), parts))
+    found = integer_product(pattern, jnp.asarray(x), Codes(jnp.asarray(codes), jnp.asarray(scale), jnp.int8, parts))
     for b, t in np.ndindex(2, 3):
         expected = np.zeros(5)
         for part in np.ndindex(*parts):
@@ -141,13 +142,17 @@ def test_weights_that_are_not_finite_do_not_become_numbers():
         answers_of(engine, random_requests(1, config=ONE_BUCKET))
 
 
-def dots_of(decoder, rules):
-    """The operand formats of the products in a decode program, as lowered."""
+def lowered_decode(decoder, rules):
+    """The lines of a decode program, as lowered."""
     programs = make_engine_programs(ONE_BUCKET, decoder, rules, jnp.dtype(jnp.bfloat16))
     cache = abstract_engine_cache(ONE_BUCKET, decoder, rules, jnp.dtype(jnp.bfloat16))
     weights = abstract_weights(decoder, rules, jnp.dtype(jnp.bfloat16))
-    text = programs.decode.lower(weights, cache, *abstract_slots(ONE_BUCKET, decoder, 8, rules)).as_text()
-    lines = [line.rpartition(" : ")[2] for line in text.splitlines() if "dot_general" in line]
+    return programs.decode.lower(weights, cache, *abstract_slots(ONE_BUCKET, decoder, 8, rules)).as_text().splitlines()
+
+
+def dots_of(decoder, rules):
+    """The operand formats of the products in a decode program."""
+    lines = [line.rpartition(" : ")[2] for line in lowered_decode(decoder, rules) if "dot_general" in line]
     return [line for line in lines if "xi8>" in line]
 
 
@@ -157,6 +162,19 @@ def test_products_with_matrices_have_int8_operands():
     assert len(found) == len(MATRICES)  # in the loop over layers
     assert all(line.count("xi8>") == 2 and line.endswith("xi32>") for line in found)
     assert not dots_of(INT8, rules)
+
+
+@pytest.mark.parametrize("lora", [None, dataclasses.replace(LORA, base="int8", shared=True)])
+def test_codes_become_operands_and_only_their_products_are_scaled(lora):
+    rules = ShardingRules(mesh_of(1), ROLLOUT_AXES)
+    decoder = INT8 if lora is None else dataclasses.replace(DECODER, lora=lora)
+    lines = lowered_decode(decoder, rules)
+    specs = param_specs(DECODER)
+    for name in MATRICES:
+        shape = "x".join(map(str, specs[f"layers.{name}"].shape[1:]))
+        made = {line.split()[2] for line in lines if re.search(rf"(-> | : )tensor<{shape}x\w+>$", line)}
+        assert "stablehlo.convert" in made, "codes are converted to the products' format"
+        assert "stablehlo.multiply" not in made
 
 
 def bytes_of(decoder, dtype=jnp.bfloat16):

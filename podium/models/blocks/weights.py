@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
 
 if TYPE_CHECKING:
     import jax
+    from jax.typing import DTypeLike
 
 
 class Weight(NamedTuple):
@@ -25,25 +26,30 @@ class Weight(NamedTuple):
     experts, in passes without gradients. None: `value` is this layer's."""
 
 
-class Integers(NamedTuple):
-    """A frozen matrix in int8, multiplied as integers; scale times codes are its values."""
+class Codes(NamedTuple):
+    """A frozen matrix in int8; scale times codes are its values.
+
+    The product with the codes is scaled, not the codes: XLA for GPUs would write the scaled matrix before the product.
+    """
 
     codes: jax.Array  # [in..., out...] int8
     scale: jax.Array  # [out...] float32
+    operands: DTypeLike
+    """Format of the product's operands. int8: activations are rounded too, and no gradient flows."""
     parts: tuple[int, ...]
-    """The number of parts into which devices split each input dimension; an activation has a scale for each."""
+    """The number of parts into which devices split each input dimension; a rounded activation has a scale for each."""
 
 
 class Adapted(NamedTuple):
     """A frozen matrix with its adapter; the product with x is xW + scale (xA)B."""
 
-    matrix: AnyWeight | Integers  # [in..., out...]
+    matrix: AnyWeight | Codes  # [in..., out...]
     a: AnyWeight  # [in..., r]
     b: AnyWeight  # [r, out...]
     scale: float
 
 
 AnyWeight: TypeAlias = Union["jax.Array", Weight]
-LayerWeight: TypeAlias = Union["jax.Array", Weight, Integers, Adapted]
+LayerWeight: TypeAlias = Union["jax.Array", Weight, Codes, Adapted]
 LayerWeights: TypeAlias = Mapping[str, LayerWeight]
 """The weights of one layer, by the names that its kinds declare."""
