@@ -15,6 +15,7 @@ from typing import NamedTuple
 import podium.plan.floor as floor
 from podium.accelerators import GIB, Accelerator
 from podium.config.attention import attended_pairs, cut
+from podium.config.lora import MATRICES
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.delta import DeltaNet
@@ -22,12 +23,12 @@ from podium.models.blocks.experts import SPARE, Experts
 from podium.models.params import own_name, param_specs
 from podium.plan.gpu_forward import (
     decode_kernels,
+    operand_bytes,
     prefill_attention,
     prefill_passes,
     prefill_products,
     scoring_passes,
     scoring_products,
-    unstacked_bytes,
 )
 from podium.plan.residents import Parts, frozen_bytes, in_updates, residents
 from podium.plan.sizes import (
@@ -242,16 +243,18 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
     read = run.in_blocks(context or rollout.longest)
     cache, logits = run.read_bytes(slots, read), floor.logits_bytes(run, slots)
     block = run.kv_bytes(slots * run.block) // decoder.layers
-    # The TPU compiler copies the stacked q, k and v weights into another layout in every call.
-    specs = param_specs(decoder) if run.platform == "tpu" else {}
+    # Weights that the compiler copies into another layout in every call: for TPUs the stacked q, k and v, for GPUs
+    # those that are multiplied as integers.
+    integers = MATRICES if decoder.rollout_weights == "w8a8" else ()
+    copied = {"tpu": ("q", "k", "v"), "gpu": integers}.get(run.platform, ())
     relaid = sum(
         rollout_number(run, name) * local_count(spec, run.rollout_parts)
-        for name, spec in specs.items()
-        if own_name(name) in ("q", "k", "v")
+        for name, spec in param_specs(decoder).items()
+        if own_name(name) in copied
     )
     calls = 2 * relaid // rollout.refill_steps
     on_gpu = run.platform == "gpu"
-    unstacked = unstacked_bytes(run) if on_gpu else 0
+    operands = operand_bytes(run) if on_gpu else 0
     return PhaseEstimate(
         name="decode",
         parts=_rollout_residents(run)
@@ -263,7 +266,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
         },
         flops=2 * slots * (decoder.multiplied(slots * run.layout.group // heads) + run.cached_pairs(read)) // heads
         + _rule_flops(run, slots) // heads,
-        hbm_bytes=weights + cache + calls + 2 * SAMPLER_LOGITS * logits + unstacked,
+        hbm_bytes=weights + cache + calls + 2 * SAMPLER_LOGITS * logits + operands,
         ici_bytes=run.rollout_ici(slots),
         least_bytes=floor.decode_bytes(run, slots, read),
         once_bytes=floor.first_bytes(run, slots),

@@ -58,7 +58,9 @@ STACKED_KERNELS, STACKED_FACTORS = 5, 2
 """Kernels more of a layer, and of an adapter, that take their arrays out of the stacks of all layers."""
 MATRICES, STACKED_MATRICES = 4, 14
 """Kernels of a layer's products with weights in a decode step: those with one input are one product; in stacks each
-matrix has its own, and before it another that copies it, or makes bfloat16 of its codes."""
+matrix has its own, and before it another that copies it, or makes bfloat16 of nf4's codes."""
+NF4 = "uint8"
+"""The format in which codes of nf4 are stored."""
 
 
 class Attended(NamedTuple):
@@ -76,31 +78,33 @@ class Attended(NamedTuple):
 
 def decode_kernels(run: RunSizes) -> tuple[int, int]:
     """Kernels of a decode step: those that move next to nothing, and those of weights and cache."""
-    stacked, split = _stacked(run), run.rollout_heads > 1
+    stacked, split, own = _stacked(run), run.rollout_heads > 1, _of_rollout(run)
     small = DRAW_KERNELS + STACKED_KERNELS * stacked * run.decoder.layers
     for place in run.decoder.places:
         mixer = place.block.mixer
         norm = isinstance(mixer, Attention) and mixer.norm
         small += len(place.layers) * (STEP_KERNELS + norm + place.block.norms_behind + split)
-    for place, spec in _factors(_of_rollout(run), LORA_A):
+    for place, spec in _factors(own, LORA_A):
         sent = any(run.rollout_parts.get(axis or "", 1) > 1 for axis in spec.axes)
         small += len(place.layers) * (ADAPTER_KERNELS + STACKED_FACTORS * stacked + SENT_KERNELS * sent)
-    return small, (1 + (STACKED_MATRICES if stacked else MATRICES)) * run.decoder.layers
+    expanded = own.lora is not None and own.lora.base == "nf4"
+    matrices = STACKED_MATRICES if stacked else MATRICES * (1 + expanded)
+    return small, (1 + matrices) * run.decoder.layers
 
 
-def unstacked_bytes(run: RunSizes) -> int:
-    """Bytes that a pass of the rollout moves to take matrices out of the trainer's stacks, beside reading them there.
+def operand_bytes(run: RunSizes) -> int:
+    """Bytes that a pass of the rollout moves to make its products' operands of stored matrices, beside reading these.
 
-    Each is written, nf4 in the rollout's format and others as they are stored, and read again by its product.
+    A matrix in the trainer's stacks is taken out of them, as it is stored, and nf4 is expanded to the rollout's format
+    wherever it is stored; each is written, and read again by its product.
     """
-    if not _stacked(run):
-        return 0
-    decoder, size = _of_rollout(run), 0
-    of_each = {"int8": 1, "uint8": 2 * run.rollout_activation}  # of a code; nf4 has two numbers in one
+    decoder, stacked, size = _of_rollout(run), _stacked(run), 0
+    of_each = {"int8": 1, NF4: 2 * run.rollout_activation}  # of a code; nf4 has two numbers in one
     for name, spec in param_specs(decoder).items():
         if is_matrix(spec) and own_name(name) not in ENDS and not is_adapter(name) and not name.endswith(SCALE):
             stored = frozen_dtype(name, decoder)
-            size += of_each.get(stored, run.rollout_activation) * local_count(spec, run.rollout_parts)
+            if stacked or stored == NF4:
+                size += of_each.get(stored, run.rollout_activation) * local_count(spec, run.rollout_parts)
     return 2 * size
 
 
@@ -115,7 +119,7 @@ def prefill_passes(run: RunSizes, tokens: int) -> int:
     stored = sum(count * attention.kv_heads * attention.head_dim for count, attention in run.decoder.attention_layers())
     numbers = STORED_PASSES * stored // run.rollout_heads
     numbers += _passed(_of_rollout(run), run.rollout_parts, run.rollout_heads)
-    return tokens * run.rollout_activation * numbers + unstacked_bytes(run)
+    return tokens * run.rollout_activation * numbers + operand_bytes(run)
 
 
 def scoring_passes(run: RunSizes) -> int:

@@ -7,6 +7,7 @@ from estimated import SMALL, config, decoder
 from podium.accelerators import find_accelerator
 from podium.models.architecture import make_lora
 from podium.models.blocks.attention import Attention
+from podium.models.presets import PRESETS
 from podium.plan.calibration import load_chip
 from podium.plan.device import closed_form_roofline
 from podium.plan.estimate import Piece, decode_phase, prefill_phase, score_phase
@@ -14,10 +15,10 @@ from podium.plan.gpu_forward import (
     DRAW_KERNELS,
     STEP_KERNELS,
     decode_kernels,
+    operand_bytes,
     prefill_attention,
     prefill_passes,
     scoring_passes,
-    unstacked_bytes,
 )
 from podium.plan.sizes import RunSizes, make_sizes
 
@@ -64,9 +65,29 @@ def test_the_trainers_stacks_are_copied_layer_by_layer(base, size):
     small, large = decode_kernels(stacked)
     assert (small - plain, large) == (LAYERS * (5 + 7 * 5), 15 * LAYERS)  # seven adapters, seven copies
     matrices = LAYERS * (WIDTH * (2 * HEADS + 2 * KEYS) + 3 * WIDTH * INNER)
-    assert (unstacked_bytes(stacked), unstacked_bytes(apart)) == (2 * size * matrices, 0)
+    assert (operand_bytes(stacked), operand_bytes(apart)) == (2 * size * matrices, 0)
     phases = [decode_phase(run).hbm_bytes - run.layer_bytes for run in (stacked, apart)]
-    assert phases[0] - phases[1] == unstacked_bytes(stacked)
+    assert phases[0] - phases[1] == operand_bytes(stacked)
+
+
+@pytest.mark.parametrize(("rollout", "kernels"), [("shared", 15), ("apart", 9)])
+def test_codes_of_nf4_are_expanded_wherever_they_are_stored(rollout, kernels):
+    run = run_of(PRESETS["Qwen/Qwen2.5-0.5B-Instruct"], lora={"rank": 4, "base": "nf4", "rollout": rollout})
+    matrices = 24 * 896 * (2 * 896 + 2 * 128 + 3 * 4864)
+    assert operand_bytes(run) == 2 * 2 * matrices
+    _, large = decode_kernels(run)
+    assert large == kernels * 24  # four matrices, what expands them, and the cache
+    merged = run_of(PRESETS["Qwen/Qwen2.5-0.5B-Instruct"], lora={"rank": 4, "base": "nf4", "rollout": "merged"})
+    assert (operand_bytes(merged), decode_kernels(merged)[1]) == (0, 5 * 24)
+
+
+def test_codes_that_are_multiplied_as_integers_are_copied_before_the_steps():
+    codes, integers = (
+        decode_phase(run_of(dataclasses.replace(SMALL, rollout_weights=weights), weights=weights))
+        for weights in ("int8", "w8a8")
+    )
+    matrices = LAYERS * (WIDTH * (2 * HEADS + 2 * KEYS) + 3 * WIDTH * INNER)
+    assert (codes.parts["relaid_weights"], integers.parts["relaid_weights"]) == (0, matrices)
 
 
 def test_attention_of_a_prefill_moves_scores_five_times_and_sums_of_each_page():
