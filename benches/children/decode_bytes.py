@@ -27,7 +27,7 @@ from podium.hlo.liveness import computations_run
 from podium.hlo.text import Computation, Instruction, Module, parse
 from podium.hlo.traffic import fused, products, updates
 from podium.kernels import gpu_decode
-from podium.models.architecture import DecoderConfig, unrolled
+from podium.models.architecture import DecoderConfig, rollout_decoder, unrolled
 from podium.models.params import param_specs
 from podium.models.presets import find_decoder
 from podium.plan.calibration import calibrated, load_chip
@@ -52,13 +52,13 @@ STEP = "while/body"  # in the sources of what a step does
 
 def main(machine: str, form: str, slots: str, context: str, *settings: str) -> None:
     if form == "stacks":
-        podium.rollout.weights.engine_decoder = lambda decoder, rules: decoder
-        podium.rollout.programs.engine_decoder = lambda decoder, rules: decoder
+        podium.rollout.weights.engine_decoder = lambda decoder, rules: rollout_decoder(decoder)
+        podium.rollout.programs.engine_decoder = lambda decoder, rules: rollout_decoder(decoder)
         podium.rollout.programs.engine_options = lambda platform: {}
         gpu_decode.fits = lambda page_tokens, head_dim: False
     if form == "layers":
-        podium.rollout.weights.engine_decoder = lambda decoder, rules: unrolled(decoder)
-        podium.rollout.programs.engine_decoder = lambda decoder, rules: unrolled(decoder)
+        podium.rollout.weights.engine_decoder = lambda decoder, rules: unrolled(rollout_decoder(decoder))
+        podium.rollout.programs.engine_decoder = lambda decoder, rules: unrolled(rollout_decoder(decoder))
     accelerator = find_accelerator(machine)
     config = load_settings([str(CONFIG)], [f"rollout.slots={slots}", *settings]).config
     decoder = find_decoder(config)
