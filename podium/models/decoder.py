@@ -118,6 +118,8 @@ def forward(
         )
         if several and config.lora is None:
             x, weights = _one_backward(x, weights)
+        if from_stacks and rules.platform == "gpu":
+            x, weights = _expanded_late(x, weights)
         rows = (x, positions, tables, own, known)
         codes = coded(weights, operands, functools.partial(parts, place))
         others = {name: value for name, value in weights.items() if name.removesuffix(SCALE) not in codes}
@@ -157,6 +159,18 @@ def forward(
     assert isinstance(norm, jax.Array)
     normed = rms_norm(x, norm, config.norm_eps, config.norm_offset, config.wide_norms)
     return normed, tuple(kept), tuple(auxiliary)
+
+
+def _expanded_late(x: jax.Array, weights: Mapping[str, AnyWeight]) -> tuple[jax.Array, dict[str, AnyWeight]]:
+    """A layer's input and weights as they are, but nf4's codes are there only once the input is.
+
+    Else a compiler that has all layers before it may expand the codes of all of them first, and hold all in bfloat16.
+    """
+    codes = {name: w for name, w in weights.items() if isinstance(w, jax.Array) and w.dtype == jnp.uint8}
+    if not codes:
+        return x, dict(weights)
+    x, codes = jax.lax.optimization_barrier((x, codes))
+    return x, {**weights, **codes}
 
 
 LayerInputs = tuple[jax.Array, Params, Recorded | None]

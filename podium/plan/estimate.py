@@ -17,10 +17,10 @@ from podium.accelerators import GIB, Accelerator
 from podium.config.attention import attended_pairs, cut
 from podium.config.lora import MATRICES
 from podium.config.schema import Config
-from podium.models.architecture import DecoderConfig
+from podium.models.architecture import DecoderConfig, rollout_decoder
 from podium.models.blocks.delta import DeltaNet
 from podium.models.blocks.experts import SPARE, Experts
-from podium.models.params import own_name, param_specs
+from podium.models.params import frozen_dtype, own_name, param_specs
 from podium.plan.gpu_forward import (
     decode_kernels,
     operand_bytes,
@@ -88,6 +88,8 @@ SAVED = ("parameters", "optimizer", "critic_weights", "critic_optimizer")
 """The parts of a device's memory that a checkpoint copies."""
 VMEM = 128 * 2**20
 """On-chip memory of a TPU core. Arrays under a quarter of it cost no HBM traffic; scores over it are computed twice."""
+EXPANDED = {"v5p": 8 * 2**20}
+"""Bytes of a layer's matrix, as products need it, from which nf4 is expanded in main memory; elsewhere half of VMEM."""
 
 
 class Piece(NamedTuple):
@@ -193,6 +195,23 @@ def sync_phase(run: RunSizes) -> PhaseEstimate:
     )
 
 
+def _expanded_bytes(run: RunSizes) -> int:
+    """Bytes that a pass of a TPU's rollout moves to expand nf4, beside reading the codes.
+
+    A matrix that is too large for fast memory is written and read again, and so are its codes, which are taken out of
+    the stack of all layers.
+    """
+    decoder, size = rollout_decoder(run.decoder), 0
+    if run.platform != "tpu":
+        return 0
+    least = EXPANDED.get(run.accelerator.generation, VMEM // 2)
+    for name, spec in param_specs(decoder).items():
+        if frozen_dtype(name, decoder) == "uint8":  # a code has two numbers
+            codes, expanded = local_count(spec, run.rollout_parts), 2 * run.rollout_activation
+            size += (1 + expanded) * codes if expanded * codes // spec.shape[0] >= least else 0
+    return 2 * size
+
+
 def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
     """One prefill call: `prefill_rows` prompt chunks of `bucket` tokens each."""
     rows = -(-run.rollout.prefill_rows // run.rollout_shards)
@@ -215,7 +234,8 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
         kernels = attended.small, 0
     else:
         layers = _layers_traffic(run, "forward", rows, bucket, a, split=heads)
-        pieces = (Piece(flops, run.rollout_weight_bytes + layers + run.kv_bytes(tokens) + logits),)
+        read = run.rollout_weight_bytes + _expanded_bytes(run)
+        pieces = (Piece(flops, read + layers + run.kv_bytes(tokens) + logits),)
         kernels = 0, 0
     return PhaseEstimate(
         name="prefill",
@@ -254,7 +274,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
     )
     calls = 2 * relaid // rollout.refill_steps
     on_gpu = run.platform == "gpu"
-    operands = operand_bytes(run) if on_gpu else 0
+    operands = operand_bytes(run) if on_gpu else _expanded_bytes(run)
     return PhaseEstimate(
         name="decode",
         parts=_rollout_residents(run)

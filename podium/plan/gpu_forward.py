@@ -95,16 +95,17 @@ def decode_kernels(run: RunSizes) -> tuple[int, int]:
 def operand_bytes(run: RunSizes) -> int:
     """Bytes that a pass of the rollout moves to make its products' operands of stored matrices, beside reading these.
 
-    A matrix in the trainer's stacks is taken out of them, as it is stored, and nf4 is expanded to the rollout's format
-    wherever it is stored; each is written, and read again by its product.
+    A matrix in the trainer's stacks is taken out of them as it is stored, and nf4 is expanded to the rollout's format
+    wherever it is stored: what is made is written, and read again.
     """
-    decoder, stacked, size = _of_rollout(run), _stacked(run), 0
-    of_each = {"int8": 1, NF4: 2 * run.rollout_activation}  # of a code; nf4 has two numbers in one
+    decoder, size = _of_rollout(run), 0
     for name, spec in param_specs(decoder).items():
         if is_matrix(spec) and own_name(name) not in ENDS and not is_adapter(name) and not name.endswith(SCALE):
-            stored = frozen_dtype(name, decoder)
-            if stacked or stored == NF4:
-                size += of_each.get(stored, run.rollout_activation) * local_count(spec, run.rollout_parts)
+            count, stored = local_count(spec, run.rollout_parts), frozen_dtype(name, decoder)
+            if _stacked(run):
+                size += count * (1 if stored in ("int8", NF4) else run.rollout_activation)
+            if stored == NF4:
+                size += count * 2 * run.rollout_activation  # a code has two numbers
     return 2 * size
 
 

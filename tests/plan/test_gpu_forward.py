@@ -74,11 +74,27 @@ def test_the_trainers_stacks_are_copied_layer_by_layer(base, size):
 def test_codes_of_nf4_are_expanded_wherever_they_are_stored(rollout, kernels):
     run = run_of(PRESETS["Qwen/Qwen2.5-0.5B-Instruct"], lora={"rank": 4, "base": "nf4", "rollout": rollout})
     matrices = 24 * 896 * (2 * 896 + 2 * 128 + 3 * 4864)
-    assert operand_bytes(run) == 2 * 2 * matrices
+    copied = matrices if rollout == "shared" else 0  # two codes in a byte, written and read
+    assert operand_bytes(run) == 2 * 2 * matrices + copied
     _, large = decode_kernels(run)
     assert large == kernels * 24  # four matrices, what expands them, and the cache
     merged = run_of(PRESETS["Qwen/Qwen2.5-0.5B-Instruct"], lora={"rank": 4, "base": "nf4", "rollout": "merged"})
     assert (operand_bytes(merged), decode_kernels(merged)[1]) == (0, 5 * 24)
+
+
+@pytest.mark.parametrize(
+    ("machine", "expanded"),
+    [("v6e-1", 3 * 12288 * 4096), ("v6e-8", 0), ("v5p-8", (3 * 12288 + 2 * 4096) * 4096)],  # keys and values are small
+)
+def test_a_tpu_expands_nf4_in_main_memory_if_a_matrix_is_too_large_for_fast_memory(machine, expanded):
+    beside: list[int] = []
+    for base in ("bfloat16", "nf4"):
+        run = run_of(PRESETS["Qwen/Qwen3-8B"], machine, lora={"rank": 4, "base": base}, layout="tensor")
+        found = decode_phase(run)
+        relaid = 2 * found.parts["relaid_weights"] // run.rollout.refill_steps
+        beside.append(found.hbm_bytes - found.least_bytes - relaid)
+    bits, codes = beside
+    assert codes - bits == 2 * 2.5 * 36 * expanded / find_accelerator(machine).devices
 
 
 def test_codes_that_are_multiplied_as_integers_are_copied_before_the_steps():

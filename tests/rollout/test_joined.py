@@ -92,6 +92,16 @@ def test_a_layer_has_four_products_with_weights():
     assert text.count("dot_general") == BIASED.layers * (4 + of_attention)
 
 
+def test_codes_of_nf4_are_expanded_once_a_layers_input_is_there():
+    decoder = dataclasses.replace(WIDE, lora=dataclasses.replace(SOME, base="nf4"))
+    rules = OfGpu(mesh_of(1), ROLLOUT_AXES)
+    weights = abstract_weights(decoder, rules, jnp.dtype("float32"))
+    text = make_pass(engine_decoder(decoder, rules), rules, from_stacks=True).lower(weights).as_text()
+    late = [line for line in text.splitlines() if "optimization_barrier" in line and f"x12x{WIDE.width}xf32>" in line]
+    assert len(late) == 1, "in a function that all layers of a kind are"
+    assert late[0].count("xui8>") == len(ALL.targets) - 3, "q, k and v are one matrix, and so are gate and up"
+
+
 def test_matrices_of_other_formats_stay_apart():
     decoder = tiny_clone(PRESETS["Qwen/Qwen3.5-9B"])
     rules = OfGpu(mesh_of(1), ROLLOUT_AXES)

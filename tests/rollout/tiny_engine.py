@@ -119,7 +119,7 @@ def same(left, right) -> bool:
     )
 
 
-def make_pass(decoder: DecoderConfig, rules: ShardingRules):
+def make_pass(decoder: DecoderConfig, rules: ShardingRules, *, from_stacks: bool = False):
     """The jitted forward pass over two sequences of T tokens, `params -> [2, T, D]`."""
     T = 12
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, T)), jnp.int32)
@@ -135,6 +135,7 @@ def make_pass(decoder: DecoderConfig, rules: ShardingRules):
             config=decoder,
             rules=rules,
             dtype=jnp.dtype("float32"),
+            from_stacks=from_stacks,
         )[0]
 
     return jax.jit(run)
