@@ -19,9 +19,12 @@ import yaml
 from shown_commands import FENCE, ROOT, fenced
 
 from podium import __version__, cli
+from podium.accelerators import GIB, find_accelerator
 from podium.config.schema import Config
 from podium.observe.metric_table import METRICS
 from podium.observe.metrics import find_metric
+from podium.plan.planner import make_plan
+from podium.settings import load_settings
 from tools.reference_pages import PAGES, settings_page
 from tools.site_hooks import on_page_content
 
@@ -94,6 +97,31 @@ def test_a_plan_that_a_page_quotes_is_what_podium_says(page, monkeypatch):
         text = " ".join(said.getvalue().split())
         for part in " ".join(quoted.split()).split(" ... "):
             assert part.strip(". ") in text, command
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "gsm8k_qwen25_3b_lora.yaml rtx4090-1",
+        "gsm8k.yaml rtx4090-1 model=Qwen/Qwen2.5-0.5B-Instruct rollout.slots=64",
+        "gsm8k_qwen25_7b_lora.yaml rtx4090-1 lora.base=int8 rollout.slots=32 train.rows_per_device=2",
+        "gsm8k_qwen25_7b_lora.yaml rtx4090-1 lora.base=int8 rollout.slots=32 train.rows_per_device=2"
+        " lora.rollout=apart rollout.cache_tokens=24576",
+        "gsm8k_qwen25_7b_lora.yaml h100-1",
+        "gsm8k_qwen25_7b_lora.yaml h100-1 model=Qwen/Qwen3-8B",
+        "gsm8k.yaml h100-1",
+        "gsm8k.yaml h100-1 model=Qwen/Qwen2.5-1.5B-Instruct",
+    ],
+)
+def test_what_fits_one_gpu_is_what_the_closed_form_says(command):
+    config, machine, *changes = command.split()
+    given = load_settings([str(ROOT / "configs" / config)], changes).config
+    plan = make_plan(given, find_accelerator(machine), fast=True)
+    step, usable = plan.step, plan.hbm_bytes / GIB
+    assert step is not None
+    memory = f"{usable - plan.spare_bytes / GIB:.1f} of {usable:.1f} GiB"
+    seconds = f"{step.value:.1f} s ({step.low:.1f} to {step.high:.1f})"
+    assert f"| {memory} | {seconds} |" in (DOCS / "one-gpu.md").read_text(encoding="utf-8")
 
 
 def test_the_first_example_is_the_readme_s():
