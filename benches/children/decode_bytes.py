@@ -119,7 +119,10 @@ def weights_written(module: Module, weights: AbstractParams, decoder: DecoderCon
 
 
 def largest_written(module: Module) -> int:
-    """Bytes of the largest array that a step writes whole, logits apart: of activations and sums of parts of them."""
+    """Bytes of the largest array that one instruction of a step writes in full, without the head's product.
+
+    An activation, a product's partial sums, or what sampling makes of the logits.
+    """
     largest = 0
     for each, _ in _instructions(module):
         if each.opcode in MOVING and STEP in each.source and "logits" not in each.source:

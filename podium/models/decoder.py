@@ -82,7 +82,8 @@ def forward(
         wide: whether gradients of weights are float32 from the product on, before devices reduce them; otherwise
             they have the format of the activations.
         from_stacks: whether layers multiply with their experts where these are stored, in the stack of all layers, of
-            which a kernel would get a copy of the layer's. The pass then has no gradient.
+            which a kernel would get a copy of the layer's; and whether a GPU expands nf4 layer by layer. The pass then
+            has no gradient.
 
     Returns:
         Hidden states after the final norm, [B, T, D] in `activation_dtype(rules, dtype)`; `carried` of each place; and
@@ -162,9 +163,9 @@ def forward(
 
 
 def _expanded_late(x: jax.Array, weights: Mapping[str, AnyWeight]) -> tuple[jax.Array, dict[str, AnyWeight]]:
-    """A layer's input and weights as they are, but nf4's codes are there only once the input is.
+    """Return the layer's input and weights unchanged, but make nf4's codes wait for the input.
 
-    Else a compiler that has all layers before it may expand the codes of all of them first, and hold all in bfloat16.
+    Otherwise a compiler that sees all layers may expand the codes of every layer first and hold them all in bfloat16.
     """
     codes = {name: w for name, w in weights.items() if isinstance(w, jax.Array) and w.dtype == jnp.uint8}
     if not codes:

@@ -149,6 +149,7 @@ def make_linear(rules: ShardingRules) -> Linear:
         if isinstance(w, Codes):
             matrix = Weight(w.codes.astype(w.operands), None, w.codes)
             y = product(pattern, jnp.dtype(x.dtype), rules.on_cpu, x, matrix)
+            # In the dtype of `x` already, as devices that split the inputs exchange it before it is scaled.
             scale = jnp.expand_dims(w.scale, tuple(range(y.ndim - w.scale.ndim)))
             return (y.astype(jnp.float32) * scale).astype(x.dtype)
         return product(pattern, jnp.dtype(x.dtype), rules.on_cpu, x, w)

@@ -89,7 +89,8 @@ SAVED = ("parameters", "optimizer", "critic_weights", "critic_optimizer")
 VMEM = 128 * 2**20
 """On-chip memory of a TPU core. Arrays under a quarter of it cost no HBM traffic; scores over it are computed twice."""
 EXPANDED = {"v5p": 8 * 2**20}
-"""Bytes of a layer's matrix, as products need it, from which nf4 is expanded in main memory; elsewhere half of VMEM."""
+"""The smallest expanded matrix of a layer, in bytes per device, that a TPU of this generation writes to main memory;
+others: half of VMEM."""
 
 
 class Piece(NamedTuple):
@@ -266,11 +267,11 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
     # Weights that the compiler copies into another layout in every call: for TPUs the stacked q, k and v, for GPUs
     # those that are multiplied as integers.
     integers = MATRICES if decoder.rollout_weights == "w8a8" else ()
-    copied = {"tpu": ("q", "k", "v"), "gpu": integers}.get(run.platform, ())
+    relaid_names = {"tpu": ("q", "k", "v"), "gpu": integers}.get(run.platform, ())
     relaid = sum(
         rollout_number(run, name) * local_count(spec, run.rollout_parts)
         for name, spec in param_specs(decoder).items()
-        if own_name(name) in copied
+        if own_name(name) in relaid_names
     )
     calls = 2 * relaid // rollout.refill_steps
     on_gpu = run.platform == "gpu"

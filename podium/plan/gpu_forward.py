@@ -93,10 +93,10 @@ def decode_kernels(run: RunSizes) -> tuple[int, int]:
 
 
 def operand_bytes(run: RunSizes) -> int:
-    """Bytes that a pass of the rollout moves to make its products' operands of stored matrices, beside reading these.
+    """Bytes that a rollout pass moves to turn stored matrices into operands of products, beyond reading them once.
 
-    A matrix in the trainer's stacks is taken out of them as it is stored, and nf4 is expanded to the rollout's format
-    wherever it is stored: what is made is written, and read again.
+    A matrix in the trainer's stacks is copied out of them as it is stored, and nf4 is expanded to the rollout's format
+    wherever it is stored. Each copy or expansion is written and read back.
     """
     decoder, size = _of_rollout(run), 0
     for name, spec in param_specs(decoder).items():

@@ -98,7 +98,7 @@ def test_codes_of_nf4_are_expanded_once_a_layers_input_is_there():
     weights = abstract_weights(decoder, rules, jnp.dtype("float32"))
     text = make_pass(engine_decoder(decoder, rules), rules, from_stacks=True).lower(weights).as_text()
     late = [line for line in text.splitlines() if "optimization_barrier" in line and f"x12x{WIDE.width}xf32>" in line]
-    assert len(late) == 1, "in a function that all layers of a kind are"
+    assert len(late) == 1, "one barrier, in the function that all layers of a kind share"
     assert late[0].count("xui8>") == len(ALL.targets) - 3, "q, k and v are one matrix, and so are gate and up"
 
 
