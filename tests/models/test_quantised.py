@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from tiny_models import error_of_scale, make_logits, rules_on
 from podium.config.lora import MATRICES
 from podium.models.adapters import merged
 from podium.models.architecture import Lora, ModelError
+from podium.models.attention import causal_attention
 from podium.models.blocks.spec import matrix_outputs
+from podium.models.decoder import forward
 from podium.models.hf import load_params
 from podium.models.params import LAYERS, frozen_dtype, is_adapter, param_specs
 from podium.models.quantised import NF4_LEVELS, dequantised, make_quantise
@@ -88,6 +91,40 @@ def parameters(base, rules):
             codes |= make_quantise(name, config, rules)(plain[name])
             plain[name] = whole(name.removeprefix(LAYERS), codes)
     return plain | codes, plain
+
+
+def adapters_gradient(config, params, *, remat, groups):
+    """The gradient of adapters: of a weighted sum of the hidden states of whole rows."""
+    rules = rules_on("dp:1", 1)
+    length = TOKENS.shape[1]
+    mask = jnp.tri(length, dtype=bool)[None]
+    weights = np.random.default_rng(5).standard_normal((*TOKENS.shape, PLAIN.width)).astype(np.float32)
+
+    def total(adapters):
+        hidden, _, _ = forward(
+            {name: jnp.asarray(value) for name, value in params.items()} | adapters,
+            jnp.asarray(TOKENS),
+            jnp.broadcast_to(jnp.arange(length)[None], TOKENS.shape),
+            lambda carried, at, q, k, v: (carried, causal_attention(q, k, v, mask, at.sinks)),
+            config=config,
+            rules=rules,
+            dtype=jnp.dtype("float32"),
+            remat=remat,
+            groups=groups,
+        )
+        return (hidden * weights).sum()
+
+    return jax.jit(jax.grad(total))({name: jnp.asarray(value) for name, value in params.items() if is_adapter(name)})
+
+
+@pytest.mark.parametrize(("base", "remat", "groups"), [("int8", "none", 1), ("int8", "layer", 2), ("nf4", "layer", 2)])
+def test_codes_give_adapters_the_gradients_of_their_values(base, remat, groups):
+    stored, plain = parameters(base, rules_on("dp:1", 1))
+    found = adapters_gradient(stored_in(base), stored, remat=remat, groups=groups)
+    expected = adapters_gradient(dataclasses.replace(PLAIN, lora=LORA), plain, remat="none", groups=1)
+    assert len(expected) == 2 * len(MATRICES)
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(found[name], gradient, atol=2e-5 * np.abs(gradient).max(), err_msg=name)
 
 
 @pytest.mark.parametrize(
