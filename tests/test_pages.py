@@ -24,6 +24,7 @@ from podium.config.schema import Config
 from podium.observe.metric_table import METRICS
 from podium.observe.metrics import find_metric
 from podium.plan.planner import make_plan
+from podium.plan.result import Seconds
 from podium.settings import load_settings
 from tools.reference_pages import PAGES, settings_page
 from tools.site_hooks import on_page_content
@@ -113,14 +114,30 @@ ONE_GPU = [
 """Config, card and settings of each row of what fits one GPU."""
 
 
-@pytest.mark.parametrize("command", ONE_GPU)
-def test_what_fits_one_gpu_is_what_the_closed_form_says(command):
+def fast_plan(command: str) -> tuple[str, Seconds]:
+    """Memory and seconds of a step by the closed form, of a config on a machine with settings."""
     config, machine, *changes = command.split()
     given = load_settings([str(ROOT / "configs" / config)], changes).config
     plan = make_plan(given, find_accelerator(machine), fast=True)
-    step, usable = plan.step, plan.hbm_bytes / GIB
-    assert step is not None
-    memory = f"{usable - plan.spare_bytes / GIB:.1f} of {usable:.1f} GiB"
+    usable = plan.hbm_bytes / GIB
+    assert plan.step is not None
+    return f"{usable - plan.spare_bytes / GIB:.1f} of {usable:.1f} GiB", plan.step
+
+
+@pytest.mark.parametrize("command", [each for each in ONE_GPU if "_lora.yaml" in each and "=" not in each])
+def test_a_config_for_one_gpu_begins_with_what_the_closed_form_says_and_so_does_the_readme(command):
+    config, _ = command.split()
+    memory, step = fast_plan(command)
+    seconds = f"{step.value:.1f} s ({step.low:.1f}-{step.high:.1f}) a step"
+    header = " ".join((ROOT / "configs" / config).read_text(encoding="utf-8").replace("\n#", "").split())
+    assert f"{memory}, {seconds}" in header
+    (row,) = (line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if config in line)
+    assert row.endswith(f"| planned: {seconds} |")
+
+
+@pytest.mark.parametrize("command", ONE_GPU)
+def test_what_fits_one_gpu_is_what_the_closed_form_says(command):
+    memory, step = fast_plan(command)
     seconds = f"{step.value:.1f} s ({step.low:.1f} to {step.high:.1f})"
     rows = re.findall(r"^\| \d+ GB .*", (DOCS / "one-gpu.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(rows) == len(ONE_GPU)
