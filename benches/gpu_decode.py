@@ -9,11 +9,12 @@ logits apart; with 256 slots and on eight GPUs it is one that sampling makes of 
 products count as bytes moved, although those smaller than the GPU's L2 cache (50 MB in an H100) need not leave it.
 
 Three forms are compiled in the same run: `stacks`, a loop over the trainer's stacks, in which XLA copies each layer's
-slice, joins weights in every call and gathers pages of the cache (of one case only); `layers`, an array for each matrix
-of each layer; and `joined`, what the engine does: matrices of one input side by side. One case is compiled as XLA
-chooses kernels, and with cuBLAS for every product. Writes benches/results/gpu-decode-planned.json; exit status 1 where
-a step of `joined` moves more than 1.15 times its floor. Cases that an interrupted run's file has are left out;
-those without `largest_written_mb` are older than this form of the script, and compiled again.
+slice, joins weights in every call and gathers pages of the cache (of one case only); `layers`, an array for each
+matrix of each layer; and `joined`, what the engine does: matrices of one input side by side, except adapters beside
+the trainer's own int8 base, which it reads in stacks. One case is compiled as XLA chooses kernels, and with cuBLAS
+for every product. Writes benches/results/gpu-decode-planned.json; exit status 1 where a step of `joined` moves more
+than 1.15 times its floor. Cases that an interrupted run's file has are left out; those without `largest_written_mb`
+are older than this form of the script, and compiled again.
 """
 
 import json

@@ -18,6 +18,8 @@ LORA_A = ".lora_a"
 LORA_B = ".lora_b"
 SCALE = ".scale"
 """Name suffixes: a matrix's two adapter factors, and its scales if it is stored in fewer bits than bfloat16."""
+NF4_CODES = "uint8"
+"""The number format of codes of nf4; each has those of two numbers."""
 JOIN = "+"
 """Stands between the names of matrices that are stored side by side, as in `q+k+v`."""
 _PREFIX = re.compile(rf"^{re.escape(LAYERS)}(\d+\.)?")
@@ -275,7 +277,7 @@ def frozen_dtype(name: str, config: DecoderConfig) -> str:
         return "bfloat16"
     if name.endswith(SCALE):
         return "float32"
-    codes = "int8" if config.lora.base == "int8" else "uint8"
+    codes = "int8" if config.lora.base == "int8" else NF4_CODES
     return codes if all(part in MATRICES for part in own_name(name).split(JOIN)) else "bfloat16"
 
 

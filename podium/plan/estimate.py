@@ -20,7 +20,7 @@ from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig, rollout_decoder
 from podium.models.blocks.delta import DeltaNet
 from podium.models.blocks.experts import SPARE, Experts
-from podium.models.params import frozen_dtype, own_name, param_specs
+from podium.models.params import NF4_CODES, frozen_dtype, own_name, param_specs
 from podium.plan.gpu_forward import (
     decode_kernels,
     operand_bytes,
@@ -207,7 +207,7 @@ def _expanded_bytes(run: RunSizes) -> int:
         return 0
     least = EXPANDED.get(run.accelerator.generation, VMEM // 2)
     for name, spec in param_specs(decoder).items():
-        if frozen_dtype(name, decoder) == "uint8":  # a code has two numbers
+        if frozen_dtype(name, decoder) == NF4_CODES:
             codes, expanded = local_count(spec, run.rollout_parts), 2 * run.rollout_activation
             size += (1 + expanded) * codes if expanded * codes // spec.shape[0] >= least else 0
     return 2 * size

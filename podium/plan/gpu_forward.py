@@ -24,6 +24,7 @@ from podium.models.params import (
     GATHERED_AXES,
     LORA_A,
     LORA_B,
+    NF4_CODES,
     SCALE,
     axis_parts,
     frozen_dtype,
@@ -58,9 +59,9 @@ STACKED_KERNELS, STACKED_FACTORS = 5, 2
 """Kernels more of a layer, and of an adapter, that take their arrays out of the stacks of all layers."""
 MATRICES, STACKED_MATRICES = 4, 14
 """Kernels of a layer's products with weights in a decode step: those with one input are one product; in stacks each
-matrix has its own, and before it another that copies it, or makes bfloat16 of nf4's codes."""
-NF4 = "uint8"
-"""The format in which codes of nf4 are stored."""
+matrix has its own, and before it another that copies it."""
+EXPANDING, STACKED_EXPANDING = 4, 12
+"""Kernels more of a layer that expand nf4: one for each product; in stacks, scales are copied too."""
 
 
 class Attended(NamedTuple):
@@ -88,7 +89,8 @@ def decode_kernels(run: RunSizes) -> tuple[int, int]:
         sent = any(run.rollout_parts.get(axis or "", 1) > 1 for axis in spec.axes)
         small += len(place.layers) * (ADAPTER_KERNELS + STACKED_FACTORS * stacked + SENT_KERNELS * sent)
     expanded = own.lora is not None and own.lora.base == "nf4"
-    matrices = STACKED_MATRICES if stacked else MATRICES * (1 + expanded)
+    matrices = STACKED_MATRICES if stacked else MATRICES
+    matrices += (STACKED_EXPANDING if stacked else EXPANDING) * expanded
     return small, (1 + matrices) * run.decoder.layers
 
 
@@ -103,8 +105,8 @@ def operand_bytes(run: RunSizes) -> int:
         if is_matrix(spec) and own_name(name) not in ENDS and not is_adapter(name) and not name.endswith(SCALE):
             count, stored = local_count(spec, run.rollout_parts), frozen_dtype(name, decoder)
             if _stacked(run):
-                size += count * (1 if stored in ("int8", NF4) else run.rollout_activation)
-            if stored == NF4:
+                size += count * (1 if stored in ("int8", NF4_CODES) else run.rollout_activation)
+            if stored == NF4_CODES:
                 size += count * 2 * run.rollout_activation  # a code has two numbers
     return 2 * size
 

@@ -16,6 +16,7 @@ from podium.models.blocks.kind import Place
 from podium.models.params import (
     GATHERED_AXES,
     LORA_B,
+    NF4_CODES,
     axis_parts,
     frozen_dtype,
     frozen_specs,
@@ -339,7 +340,7 @@ def _saved(run: RunSizes) -> Parts:
     parts = axis_parts(GATHERED_AXES, run.mesh)
     # Weights are saved as products read them: a code of nf4 holds two numbers.
     frozen = frozen_specs(decoder).items()
-    layers += sum(local_count(spec, parts) for name, spec in frozen if frozen_dtype(name, decoder) == "uint8")
+    layers += sum(local_count(spec, parts) for name, spec in frozen if frozen_dtype(name, decoder) == NF4_CODES)
     activations = 0
     for place in decoder.places:
         split = MLP_SAVED * feed_forward_inner(decoder, place) * a

@@ -19,6 +19,7 @@ from podium.models.params import (
     GATHERED_AXES,
     LORA_A,
     LORA_B,
+    NF4_CODES,
     axis_parts,
     frozen_dtype,
     frozen_specs,
@@ -186,7 +187,7 @@ def _per_token(spec: ParamSpec, place: Place, parts: Mapping[str, int]) -> float
 def _decoded(run: RunSizes) -> int:
     """Frozen weights stored as codes: read, and written and read in the products' format, forward and backward."""
     parts = axis_parts(GATHERED_AXES, run.mesh)
-    numbers = {"int8": 1, "uint8": 2}  # in a code
+    numbers = {"int8": 1, NF4_CODES: 2}  # in a code
     read = written = 0
     for name, spec in frozen_specs(run.decoder).items():
         codes = local_count(spec, parts)

@@ -70,14 +70,14 @@ def test_the_trainers_stacks_are_copied_layer_by_layer(base, size):
     assert phases[0] - phases[1] == operand_bytes(stacked)
 
 
-@pytest.mark.parametrize(("rollout", "kernels"), [("shared", 15), ("apart", 9)])
+@pytest.mark.parametrize(("rollout", "kernels"), [("shared", 27), ("apart", 9)])
 def test_codes_of_nf4_are_expanded_wherever_they_are_stored(rollout, kernels):
     run = run_of(PRESETS["Qwen/Qwen2.5-0.5B-Instruct"], lora={"rank": 4, "base": "nf4", "rollout": rollout})
     matrices = 24 * 896 * (2 * 896 + 2 * 128 + 3 * 4864)
     copied = matrices if rollout == "shared" else 0  # two codes in a byte, written and read
     assert operand_bytes(run) == 2 * 2 * matrices + copied
     _, large = decode_kernels(run)
-    assert large == kernels * 24  # four matrices, what expands them, and the cache
+    assert large == kernels * 24  # products, what copies and expands their operands, and the cache
     merged = run_of(PRESETS["Qwen/Qwen2.5-0.5B-Instruct"], lora={"rank": 4, "base": "nf4", "rollout": "merged"})
     assert (operand_bytes(merged), decode_kernels(merged)[1]) == (0, 5 * 24)
 
