@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 GIB = 2**30
 GPU_POOL = 0.9
@@ -124,7 +124,14 @@ GPU_COUNTS, MACHINE = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256), 8
 """Supported numbers of GPUs, and the most in one machine."""
 ALIASES = {"v5e": "v5litepod"}  # the cloud's name of v5e
 GKE_ALONE = ("tpu7x", "v7x", "ironwood")
+Kernels = Literal["tpu", "gpu", "none"]
+"""The kind of kernels that run on a device; none: XLA's own forms take their place."""
+LEAST_CAPABILITY = (8, 0)
+"""The oldest compute capability (Ampere) whose GPUs multiply bfloat16 and run Triton's kernels; those of T4, V100 and
+RTX 20 are 7.x."""
 CPU_INFO = Path("/proc/cpuinfo")
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""Most bytes that the processes of this container may use, or `max`."""
 CPU_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
 """Linux's names of instruction sets that multiply bfloat16 faster than float32."""
 XLA_BFLOAT16 = frozenset({"AVX512_BF16", "AMX", "AMX_FP16"})
@@ -184,8 +191,14 @@ def find_accelerator(name: str) -> Accelerator:
 
 def this_cpu(devices: int = 1) -> Accelerator:
     """The CPU of this machine, which is in no table: to compile for, and to compare runs with."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Accelerator(name=f"cpu-{devices}", generation="cpu", devices=devices, hosts=1, hbm_bytes=memory)
+    return Accelerator(name=f"cpu-{devices}", generation="cpu", devices=devices, hosts=1, hbm_bytes=host_memory())
+
+
+def host_memory() -> int:
+    """Bytes of this host's memory that its processes, or those of this container, may use at most."""
+    limit = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.exists() else "max"
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(whole, int(limit)) if limit.isdecimal() else whole
 
 
 def recognise(device_kind: str, devices: int) -> Accelerator | None:
@@ -232,12 +245,48 @@ def usable_gpu_memory(kind: str, share: float) -> int:
     return int((1 - ALLOCATOR_RESERVE) * min(share * memory, memory - CUDA_CONTEXT))
 
 
-def auto_dtype(platform: str, flags: Set[str]) -> Literal["float32", "bfloat16"]:
+def auto_dtype(platform: str, flags: Set[str], capability: str = "") -> Literal["float32", "bfloat16"]:
     """Resolve `dtype: auto`: the faster number format on cpu, gpu or tpu.
 
-    `flags` are the result of `cpu_flags`; on a CPU without CPU_BFLOAT16, bfloat16 is slower than float32.
+    `flags` are the result of `cpu_flags`; on a CPU without CPU_BFLOAT16, bfloat16 is slower than float32. `capability`
+    is that of a GPU, as for `kernels_on`; one below LEAST_CAPABILITY has no products of bfloat16.
     """
-    return "float32" if platform == "cpu" and not CPU_BFLOAT16 & flags else "bfloat16"
+    if platform == "cpu":
+        return "bfloat16" if CPU_BFLOAT16 & flags else "float32"
+    return "float32" if _too_old(capability) else "bfloat16"
+
+
+def kernels_on(platform: str, capability: str = "") -> Kernels:
+    """The kind of kernels that run on a device of a jax platform (cpu, gpu or tpu).
+
+    `capability` is a GPU's compute capability, such as 7.5; empty: that of a GPU in the table, which runs them.
+    """
+    if platform == "tpu":
+        return "tpu"
+    return "gpu" if platform == "gpu" and not _too_old(capability) else "none"
+
+
+class JaxDevice(Protocol):
+    """What is read of a device of jax; a GPU also has `compute_capability`."""
+
+    @property
+    def platform(self) -> str:
+        """The jax platform: cpu, gpu or tpu."""
+        ...
+
+
+def capability_of(device: JaxDevice) -> str:
+    """The compute capability of a GPU, such as 8.0; empty for other devices, and for one that does not report it."""
+    return getattr(device, "compute_capability", "") if device.platform == "gpu" else ""
+
+
+def kernels_of(device: JaxDevice) -> Kernels:
+    """The kind of kernels that a device runs."""
+    return kernels_on(device.platform, capability_of(device))
+
+
+def _too_old(capability: str) -> bool:
+    return bool(capability) and tuple(int(part) for part in capability.split(".")) < LEAST_CAPABILITY
 
 
 def cpu_flags() -> frozenset[str]:

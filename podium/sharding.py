@@ -8,6 +8,7 @@ tokens of a row split), tp (heads split).
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from podium.accelerators import SPARSE_CORES
+from podium.accelerators import SPARSE_CORES, Kernels, capability_of, kernels_on
 from podium.config.mesh import mesh_shape
 from podium.models.blocks.spec import ParamSpecs
 from podium.models.params import MeshAxes, indivisible, mesh_axis_names
@@ -113,6 +114,11 @@ class ShardingRules:
     def platform(self) -> str:
         """The jax platform of the mesh's devices: cpu, gpu or tpu."""
         return self.mesh.devices.flat[0].platform
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kind of kernels that the mesh's devices run."""
+        return kernels_on(self.platform, capability_of(self.mesh.devices.flat[0]))
 
     @property
     def on_cpu(self) -> bool:
@@ -291,15 +297,40 @@ def _size(mesh: Mesh, axes: MeshAxes) -> int:
 
 
 class Device(Protocol):
-    """The attributes of a jax device that a mesh needs."""
+    """The attributes of a jax device that are read here."""
 
     id: int
     process_index: int
+    platform: str
+    device_kind: str
+
+    def memory_stats(self) -> Mapping[str, int] | None:
+        """Bytes by name, such as `bytes_limit`; None on a CPU."""
+        ...
+
+
+def find_devices() -> Sequence[Device]:
+    """The devices of all processes; starts jax.
+
+    Raises:
+        ValueError: jax cannot start on the platform that JAX_PLATFORMS names, or on any.
+    """
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # jax asserts where the plugin of cuda is missing
+        named = os.environ.get("JAX_PLATFORMS", "")
+        reason = (str(error).strip() or "its plugin is not installed").splitlines()[0]
+        extra = {"tpu": "tpu", "cuda": "cuda", "gpu": "cuda"}.get(named)
+        install = f"pip install 'podium-rl[{extra}]', or " if extra else ""
+        raise ValueError(
+            f"JAX_PLATFORMS={named or 'unset'}: jax does not start ({reason}); {install}unset JAX_PLATFORMS to use the"
+            " devices that jax finds; podium doctor examines this machine"
+        ) from error
 
 
 def make_mesh(text: str, devices: Sequence[Device] | None = None) -> Mesh:
     """Make the mesh of `mesh:` on `devices` (None: all); devices of a slice, and of a host, are contiguous in it."""
-    devices = sorted(devices or jax.devices(), key=lambda each: (slice_of(each), each.process_index, each.id))
+    devices = sorted(devices or find_devices(), key=lambda each: (slice_of(each), each.process_index, each.id))
     hosts = len({device.process_index for device in devices})
     slices = len({slice_of(device) for device in devices})
     shape = mesh_shape(text, devices=len(devices), hosts=hosts, slices=slices)

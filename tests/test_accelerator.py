@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tiny_decoder import tiny
 
+from podium.accelerators import kernels_of
 from podium.algorithms.recipes import RECIPES
 from podium.bench.update import random_batch
 from podium.config.attention import attention_backend
@@ -69,7 +70,7 @@ def updated(platform: str | None):
         temperature=1.0,
         remat="layer",
         head_chunk_tokens=32,
-        attention=attention_backend("auto", mesh.devices.flat[0].platform),
+        attention=attention_backend("auto", kernels_of(mesh.devices.flat[0])),
         head=head_kind("auto", mesh.devices.flat[0].platform, mesh.shape["tp"]),
     )
     state = init_state(init_params(0, specs, ShardingRules(mesh, TRAIN_AXES)), optimizer)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from podium.accelerators import find_accelerator
+from podium.accelerators import Kernels, find_accelerator
 from podium.hlo.cost import roofline, walk
 from podium.hlo.memory import measure
 from podium.hlo.text import parse
@@ -23,7 +23,7 @@ from podium.kernels.grouped import Form, grouped_product
 from podium.plan.calibration import load_chip
 from podium.plan.topology import topology_devices
 
-PLATFORMS = {"kernels": "gpu", "ragged_dot": "cpu"}
+KINDS: dict[str, Kernels] = {"kernels": "gpu", "ragged_dot": "none"}
 
 
 def main(machine: str, form: str, *sizes: str) -> None:
@@ -32,7 +32,7 @@ def main(machine: str, form: str, *sizes: str) -> None:
     where = SingleDeviceSharding(topology_devices(accelerator)[0])
     array = functools.partial(jax.ShapeDtypeStruct, sharding=where)
     half = jnp.dtype(jnp.bfloat16)
-    own = Form(PLATFORMS[form], half, "own")
+    own = Form(KINDS[form], half, "own")
 
     def forward_and_backward(x: jax.Array, w: jax.Array, dy: jax.Array, counts: jax.Array) -> tuple[jax.Array, ...]:
         y, pull = jax.vjp(lambda x, w: grouped_product(own, x, w, (), counts), x, w)

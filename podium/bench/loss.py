@@ -12,9 +12,10 @@ from typing import Literal, Protocol
 import jax
 import jax.numpy as jnp
 
+from podium.accelerators import kernels_of
 from podium.algorithms.logits_loss import grpo_loss_of_logits
 from podium.algorithms.losses import clipped_policy_loss
-from podium.kernels.logits import KERNELS, LogitsOptions, logprobs_of_logits
+from podium.kernels.logits import LogitsOptions, logprobs_of_logits
 from podium.kernels.tiles import Tiles
 from podium.train.gather_memory import DTYPES
 from podium.train.platform import prepare_platform
@@ -40,8 +41,9 @@ class LossBench:
     def options(self) -> LogitsOptions:
         """Kernel or XLA, and the tiles; without a TPU or GPU the TPU's kernel is interpreted."""
         tokens, vocab = (given or own for given, own in zip(self.tile, Tiles(), strict=True))
-        way = KERNELS.get(jax.default_backend(), "tpu") if self.impl == "kernel" else "xla"
-        interpret = way != "xla" and jax.default_backend() not in KERNELS
+        here = kernels_of(jax.devices()[0])
+        way = "xla" if self.impl != "kernel" else "tpu" if here == "none" else here
+        interpret = way not in ("xla", here)
         tiles = Tiles(tokens, vocab)
         return LogitsOptions(self.temperature, in_place=True, way=way, tiles=tiles, interpret=interpret)
 

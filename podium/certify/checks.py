@@ -13,6 +13,7 @@ from typing import get_args
 import jax
 import numpy as np
 
+from podium.accelerators import kernels_of
 from podium.certify.batches import OF_BATCH, batch_checks
 from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
@@ -234,7 +235,7 @@ def _forms(subject: Subject) -> Iterator[tuple[str, str, tuple[str, ...], Form]]
 
 def usable_attention() -> list[Attention]:
     """The values of `train.attention` that work on this machine, except `auto`."""
-    known = jax.devices()[0].platform in KERNELS
+    known = kernels_of(jax.devices()[0]) in KERNELS
     return [choice for choice in get_args(Attention) if choice != "auto" and (known or choice != "kernel")]
 
 

@@ -3,13 +3,14 @@
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from podium.config.schema import Attention
 
 Backend = Literal["tpu_kernel", "gpu_kernel", "blocks", "reference"]
-KERNELS: dict[str, Backend] = {"tpu": "tpu_kernel", "gpu": "gpu_kernel"}
-"""The name of the attention kernel on each jax platform that has one."""
+KERNELS: Mapping[str, Backend] = {"tpu": "tpu_kernel", "gpu": "gpu_kernel"}
+"""The name of the attention kernel of each kind of kernels (`podium.accelerators.Kernels`)."""
 BLOCK = 64
 """Most tokens per block in XLA; a block's scores then fit a CPU's cache."""
 GPU_BLOCKS = (64, 32, 16)
@@ -56,17 +57,17 @@ def kv_layout(head_dim: int, platform: str) -> KvLayout:
     return KvLayout(joined, joined=True) if joined < 2 * apart else KvLayout(apart)
 
 
-def attention_backend(choice: Attention, platform: str) -> Backend:
-    """Resolve `train.attention` on a jax platform (cpu, gpu, tpu).
+def attention_backend(choice: Attention, kernels: str) -> Backend:
+    """Resolve `train.attention` for devices that run this kind of kernels (tpu, gpu, none).
 
-    Raises ValueError if `choice` is `kernel` and the platform has none; only `auto` falls back.
+    Raises ValueError if `choice` is `kernel` and the devices run none; only `auto` falls back.
     """
-    if choice == "kernel" and platform not in KERNELS:
+    if choice == "kernel" and kernels not in KERNELS:
         raise ValueError(
-            f"train.attention: kernel is for {' and '.join(KERNELS)}, and this run's devices are {platform};"
-            " set it to blocks, which runs everywhere, or to auto"
+            "train.attention: kernel needs a TPU, or a GPU of compute capability 8.0 or newer, and this machine has"
+            " neither; set it to blocks, which runs everywhere, or to auto"
         )
-    return KERNELS.get(platform, "blocks") if choice in ("auto", "kernel") else choice
+    return KERNELS.get(kernels, "blocks") if choice in ("auto", "kernel") else choice
 
 
 def cut(backend: Backend, length: int) -> tuple[int, int]:

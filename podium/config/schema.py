@@ -170,7 +170,7 @@ class RolloutConfig(Section):
     together (slower, for models that do not fit one host). Unset: the fastest size."""
     dtype: Dtype = "auto"
     """Number format of the rollout's weights and, except on CPU, of its KV cache. auto: the faster one, which is
-    bfloat16, or float32 on a CPU with neither AVX512-BF16 nor AMX."""
+    bfloat16, or float32 on a CPU with neither AVX512-BF16 nor AMX and on a GPU older than compute capability 8.0."""
     weights: RolloutWeights = "dtype"
     """Number format of the rollout's copy of the layers' matrices, except experts. dtype: that of `dtype`. int8: 8-bit
     integers with a float32 scale per output, made from the trained weights after every update; half the memory, and

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from podium.accelerators import GIB, GPUS, Accelerator
+from podium.accelerators import GIB, GPUS, LEAST_CAPABILITY, Accelerator, kernels_on
 from podium.chips import chip_constants
 from podium.doctor.result import Row, rate
 from podium.doctor.system import SeenDevice, SmiGpu, System
@@ -75,7 +75,7 @@ def ask(system: System) -> Facts:
     )
     try:
         return dataclasses.replace(known, devices=system.devices())
-    except RuntimeError as error:  # jax's own when a platform does not start
+    except ValueError as error:
         return dataclasses.replace(known, error=str(error).strip().splitlines()[0])
 
 
@@ -138,9 +138,18 @@ def devices(facts: Facts) -> Iterator[Row]:
             problem = f"{where} has {expected} and jax finds {found}; {_way_out(facts, platform, found)}"
         hidden = "JAX_PLATFORMS=cpu hides them from jax" if facts.hidden else ""
         yield Row(name=name, unit="devices", measured=found, assumed=expected, text=hidden, problem=problem)
+    if facts.platform == "gpu" and (capability := facts.devices[0].capability):
+        yield Row(name="compute capability", text=_what_it_runs(capability))
     if facts.platform == "gpu" and facts.smi is None:
         yield Row(name="nvidia-smi", text="not there: devices are counted by their files in /dev")
     yield from _tpu_environment(facts)
+
+
+def _what_it_runs(capability: str) -> str:
+    if kernels_on("gpu", capability) == "gpu":
+        return f"{capability}: kernels and bfloat16"
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    return f"{capability}, below {least}: programs are XLA's, without kernels, and in float32"
 
 
 def _way_out(facts: Facts, platform: str, found: int) -> str:

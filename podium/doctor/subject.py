@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from podium.accelerators import GIB, Accelerator, recognise
+from podium.accelerators import GIB, Accelerator, Kernels, kernels_on, recognise
 from podium.doctor.facts import Facts, ask
 from podium.doctor.result import Row
 from podium.doctor.system import System
@@ -173,6 +173,11 @@ class Subject:
     def platform(self) -> str:
         """The jax platform."""
         return self.facts.platform
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kind of kernels that the devices run."""
+        return kernels_on(self.platform, self.facts.devices[0].capability)
 
 
 class Probe(Protocol):

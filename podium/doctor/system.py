@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from podium.accelerators import capability_of, host_memory
+
 PACKAGES = (
     "jax",
     "jaxlib",
@@ -30,7 +32,6 @@ DEVICE_FILES = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*")
 """Device files of TPUs (of v4 and older, and of newer ones) and of NVIDIA's GPUs, one for each."""
 DRIVER_FILE = Path("/sys/module/nvidia/version")
 MEMORY_FILE = Path("/proc/meminfo")
-LIMIT_FILE = Path("/sys/fs/cgroup/memory.max")
 SMI_FIELDS = "name,driver_version,memory.total,memory.used"
 SMI_TIMEOUT_S = 20.0
 MIB = 2**20
@@ -53,6 +54,7 @@ class SeenDevice:
     platform: str
     kind: str
     limit: int = 0  # bytes that jax may use; 0: not reported
+    capability: str = ""  # a GPU's compute capability, such as 8.0
 
 
 class System(Protocol):
@@ -91,7 +93,7 @@ class System(Protocol):
         ...
 
     def devices(self) -> Sequence[SeenDevice]:
-        """The devices that jax finds on this host. Raises RuntimeError if jax cannot start."""
+        """The devices that jax finds on this host. Raises ValueError if jax cannot start."""
         ...
 
     def write_s(self, folder: Path, size: int) -> float:
@@ -146,9 +148,7 @@ class ThisSystem:
         """Bytes of the host's memory that this process may use at most, and that are free now."""
         text = MEMORY_FILE.read_text() if MEMORY_FILE.exists() else ""
         found = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
-        limit = LIMIT_FILE.read_text().strip() if LIMIT_FILE.exists() else "max"
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        whole = min(whole, int(limit)) if limit.isdecimal() else whole
+        whole = host_memory()
         return whole, min(whole, found.get("MemAvailable", whole))
 
     def load(self) -> tuple[float, int]:
@@ -156,16 +156,20 @@ class ThisSystem:
         return os.getloadavg()[0], os.cpu_count() or 1
 
     def devices(self) -> Sequence[SeenDevice]:
-        """The devices that jax finds on this host. Raises RuntimeError if jax cannot start."""
+        """The devices that jax finds on this host. Raises ValueError if jax cannot start."""
         import jax
+
+        from podium.sharding import find_devices
 
         return [
             SeenDevice(
                 platform=device.platform,
                 kind=device.device_kind,
                 limit=(device.memory_stats() or {}).get("bytes_limit", 0),
+                capability=capability_of(device),
             )
-            for device in jax.local_devices()
+            for device in find_devices()
+            if device.process_index == jax.process_index()
         ]
 
     def write_s(self, folder: Path, size: int) -> float:

@@ -1,8 +1,8 @@
 """Products of rows that are sorted by group, each group with a matrix of its own: the experts of a mixture.
 
 On TPU they are jax's megablox kernels, on GPU those of `podium.kernels.gpu_grouped`: their work does not depend on the
-number of groups. On CPU they are `jax.lax.ragged_dot`. The gradient of the matrices that jax derives from it is a
-product with all rows for each group (20 times the operations on TPU), so the backward pass is written out.
+number of groups. Where neither runs they are `jax.lax.ragged_dot`. The gradient of the matrices that jax derives from
+it is a product with all rows for each group (20 times the operations on TPU), so the backward pass is written out.
 """
 
 import functools
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from podium.accelerators import Kernels
 from podium.kernels.gpu_grouped import gpu_matrices, gpu_rows
 
 TILE_ROWS = 512
@@ -29,7 +30,7 @@ LANES = 128
 class Form(NamedTuple):
     """Static arguments of a product."""
 
-    platform: str  # cpu, gpu or tpu
+    kernels: Kernels
     result: jnp.dtype
     gradient: Literal["own", "float32", "none"]
     """Format of the matrices' gradient: their own, float32, or none."""
@@ -99,7 +100,7 @@ def _rows(
     layer: jax.Array | None = None,
 ) -> jax.Array:
     """Each group's rows times its matrix, or its transposed matrix; of a layer of `w`, if it is a stack."""
-    if form.platform == "tpu":
+    if form.kernels == "tpu":
         inner, outer = (w.shape[-1], w.shape[-2]) if transposed else w.shape[-2:]
         rows = _row_tile(len(x))
         padded = jnp.pad(x, [(0, -len(x) % rows), (0, 0)])
@@ -110,7 +111,7 @@ def _rows(
         with set_xla_metadata(reads_one_of=len(w)):  # for `podium.hlo.traffic`
             first = -layer * len(sizes)  # the layer's groups, counted from those of the stack
             return multiply(padded, w.reshape(-1, *w.shape[2:]), sizes, dtype, tiling, first)[: len(x)]
-    if form.platform == "gpu":
+    if form.kernels == "gpu":
         multiply = functools.partial(gpu_rows, transposed=transposed, interpret=form.interpret)
         if layer is None:
             return multiply(x, w, sizes, dtype)
@@ -134,12 +135,12 @@ _OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
 
 def _matrices(form: Form, x: jax.Array, dy: jax.Array, sizes: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The products [G, D, F] of each group's rows of x [M, D] and dy [M, F], summed over the rows."""
-    if form.platform == "tpu":
+    if form.kernels == "tpu":
         rows = _row_tile(len(x))
         x, dy = (jnp.pad(each, [(0, -len(x) % rows), (0, 0)]) for each in (x, dy))
         tiling = gradient_tiles(rows, x.shape[1], dy.shape[1], x.dtype.itemsize, dtype.itemsize)
         return tgmm(x.swapaxes(0, 1), dy, sizes, dtype, tiling, interpret=form.interpret)
-    if form.platform == "gpu":
+    if form.kernels == "gpu":
         return gpu_matrices(x, dy, sizes, dtype, interpret=form.interpret)
     return jax.lax.ragged_dot_general(
         x, dy, sizes, _OVER_ROWS, precision=_precision(x.dtype), preferred_element_type=dtype
@@ -159,7 +160,7 @@ def token_sums(form: Form, rows: jax.Array, tokens: jax.Array, counts: jax.Array
         most: largest possible count.
     """
     N = len(counts)
-    if form.platform == "tpu":
+    if form.kernels == "tpu":
         sizes = jnp.sum(jnp.pad(counts, (0, -N % LANES)).reshape(-1, LANES), axis=1)
         ones = (tokens[:, None] % LANES == jnp.arange(LANES)[None]).astype(rows.dtype)
         return _matrices(form, ones, rows, sizes, form.result).reshape(-1, rows.shape[1])[:N]

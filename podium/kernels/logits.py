@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from podium.accelerators import kernels_of
 from podium.kernels.gpu_logits import gpu_gradient, gpu_statistics
 from podium.kernels.tiles import Gradients, Interpret, Statistics, Tiles
 from podium.kernels.tpu_logits import tpu_gradient, tpu_statistics
 from podium.kernels.xla_logits import xla_gradient, xla_statistics
 
 Way = Literal["tpu", "gpu", "xla"]
-KERNELS: dict[str, Way] = {"tpu": "tpu", "gpu": "gpu"}
-"""Kernels by jax platform; XLA is used on other platforms."""
 STATISTICS = {"tpu": tpu_statistics, "gpu": gpu_statistics, "xla": xla_statistics}
 GRADIENT = {"tpu": tpu_gradient, "gpu": gpu_gradient, "xla": xla_gradient}
 
@@ -37,7 +36,7 @@ class LogitsOptions(NamedTuple):
     sharding: NamedSharding | None = None
     """The sharding of logits [B, T, V], over any of their dimensions; None: on one device."""
     way: Way | None = None
-    """Implementation: the TPU kernel, the GPU kernel or XLA; None: by the devices' platform, XLA on CPU."""
+    """Implementation: the TPU kernel, the GPU kernel or XLA; None: by the devices (`kernels_of`)."""
     tiles: Tiles = Tiles()
     interpret: Interpret = False
     """Emulate a kernel without its device, slowly; for tests."""
@@ -158,7 +157,8 @@ def _on_devices(
 
 def _way(options: LogitsOptions) -> Way:
     devices = jax.devices() if options.sharding is None else list(options.sharding.device_set)
-    return options.way or KERNELS.get(devices[0].platform, "xla")
+    kernels = kernels_of(devices[0])
+    return options.way or ("xla" if kernels == "none" else kernels)
 
 
 def _own(targets: jax.Array, logits: jax.Array, options: LogitsOptions) -> jax.Array:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from podium.accelerators import Kernels
 from podium.kernels.grouped import LANES, TILE_ROWS, Form, grouped_product, token_sums
 from podium.models.blocks.activation import Activation
 from podium.models.blocks.experts import SPARE
@@ -51,14 +52,14 @@ class Group(NamedTuple):
     """Factor of the adapters' products."""
 
 
-def beyond_tiles(rows: int, shape: tuple[int, ...], platform: str) -> int:
+def beyond_tiles(rows: int, shape: tuple[int, ...], kernels: Kernels) -> int:
     """How many rows to add so that a TPU's compiler takes experts [G, D, F] as they are stored.
 
     If the rows fill its tiles and the experts do not, it computes everything transposed, and first copies all experts
     of all layers into another layout: gpt-oss's are 2,880 wide.
     """
     fill = rows % LANES == 0 and any(size % LANES for size in shape[1:])
-    return SUBLANES if platform == "tpu" and fill else 0
+    return SUBLANES if kernels == "tpu" and fill else 0
 
 
 def every_gate(gates: jax.Array, chosen: jax.Array, here: int) -> jax.Array:
@@ -75,7 +76,7 @@ def dense_form(
     activation: Activation,
     biases: Sequence[jax.Array] = (),
     *,
-    platform: str = "cpu",
+    kernels: Kernels = "none",
 ) -> jax.Array:
     """Every token [N, D] with all experts that are here, by a gate of 0 where it was not chosen. Has no gradient.
 
@@ -93,7 +94,7 @@ def dense_form(
         return y + einsum(pattern.replace("f" if pattern.endswith("d") else "d", "r"), thin, group.b.own)
 
     operand = x.astype(dtype)
-    if beyond := beyond_tiles(len(x), shape, platform):
+    if beyond := beyond_tiles(len(x), shape, kernels):
         operand, every = (jnp.pad(each, ((0, beyond), (0, 0))) for each in (operand, every))
     every_operand = jnp.broadcast_to(operand[None], (shape[0], *operand.shape))  # so that experts stay as stored
     opening, passing = (product("gnd,gdf->gnf", every_operand, group) for group in experts[:2])
@@ -113,7 +114,7 @@ def sorted_form(
     activation: Activation,
     biases: Sequence[jax.Array] = (),
     *,
-    platform: str,
+    kernels: Kernels,
 ) -> jax.Array:
     """Each token [N, D] with its experts, all of which are here: its rows sorted by expert, multiplied group by group.
 
@@ -126,7 +127,7 @@ def sorted_form(
     rows: jax.Array = _spread(k, x, order, places)
     gate_of: jax.Array = _spread(1, gates.reshape(-1, 1), order, places)
     own, sizes = chosen.reshape(-1)[order], _sizes(chosen, experts)
-    return _collected(k, _multiplied(rows, gate_of, own, sizes, experts, activation, biases, platform), order, places)
+    return _collected(k, _multiplied(rows, gate_of, own, sizes, experts, activation, biases, kernels), order, places)
 
 
 def split_form(
@@ -137,7 +138,7 @@ def split_form(
     activation: Activation,
     biases: Sequence[jax.Array] = (),
     *,
-    platform: str,
+    kernels: Kernels,
     count: int,
 ) -> jax.Array:
     """Each token [N, D] with those of its experts that are here, the first of `count`. Has no gradient.
@@ -160,11 +161,11 @@ def split_form(
         slots = jax.lax.dynamic_slice(order, (first,), (window,))
         sizes = jnp.diff(jnp.clip(ends - first, 0, window), prepend=0)
         gate_of = gates.reshape(-1, 1)[slots]
-        made = _multiplied(x[slots // k], gate_of, own[slots], sizes, experts, activation, biases, platform)
+        made = _multiplied(x[slots // k], gate_of, own[slots], sizes, experts, activation, biases, kernels)
         counted = jnp.arange(window) < end - first  # what lies behind is undefined
         by_token = jnp.argsort(jnp.where(counted, slots, N * k))
         counts = jnp.sum((places >= first) & (places < end), axis=1, dtype=jnp.int32)  # [N], each token's rows
-        form = Form(platform, jnp.dtype(x.dtype), "none")
+        form = Form(kernels, jnp.dtype(x.dtype), "none")
         return y + token_sums(form, made[by_token], slots[by_token] // k, counts, most=k)
 
     with jax.named_scope("windows"):
@@ -185,7 +186,7 @@ def _multiplied(
     experts: Sequence[Group],
     activation: Activation,
     biases: Sequence[jax.Array],
-    platform: str,
+    kernels: Kernels,
 ) -> jax.Array:
     """Gate times expert of rows [M, D] that are sorted by expert.
 
@@ -195,7 +196,7 @@ def _multiplied(
 
     def plain(rows: jax.Array, matrices: Matrices) -> jax.Array:
         gradient = "none" if matrices.frozen else "float32" if matrices.sums else "own"
-        form = Form(platform, jnp.dtype(rows.dtype), gradient)
+        form = Form(kernels, jnp.dtype(rows.dtype), gradient)
         return grouped_product(form, rows, matrices.value, matrices.sums, sizes, matrices.layer)
 
     def product(rows: jax.Array, group: Group) -> jax.Array:

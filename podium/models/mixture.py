@@ -108,7 +108,7 @@ def _local(
     form = sorted_form if held == count else functools.partial(split_form, count=count)
     if T == 1 and B <= DENSE_ROWS:
         form = dense_form
-    y = form(flat, weights_of, own, gathered, activation, biases, platform=rules.platform)
+    y = form(flat, weights_of, own, gathered, activation, biases, kernels=rules.kernels)
     if biases:
         y = y + _out_bias(rules, weights_of, own, biases[-1]).astype(y.dtype)
     summed = [name for axis in ("experts", "expert_mlp") for name in mesh_axis_names(rules.axes.get(axis))]

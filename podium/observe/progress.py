@@ -86,6 +86,7 @@ class Progress:
         self._evaluations: list[tuple[int, float]] = []
         self._sample: ShownCompletion | None = None
         self._notice: str | None = None
+        self._machine = ""
         self._live: Live | None = None
         if self.console.is_interactive:
             self._live = _View(self, console=self.console, refresh_per_second=4)
@@ -114,6 +115,12 @@ class Progress:
             self._live.stop()
         if self._terminal is not None:
             self._terminal.restore()
+
+    def machine(self, text: str) -> None:
+        """Show the devices: below the live view; as a line elsewhere."""
+        self._machine = text
+        if self._live is None:
+            self.message(text)
 
     def phase(self, name: str) -> None:
         """Show that a phase begins: `model`, `rollout`, `update`, `evaluation`, ..."""
@@ -225,7 +232,15 @@ class Progress:
         title = Text.assemble(("podium ", "bold"), f"{shown(self._name, 40)} ", (clock(now - self._started), "dim"))
         if self._notice is not None:
             rows += [Text(), Text(self._notice, style="bold yellow")]
-        return Panel(Group(*rows), title=title, title_align="left", border_style="cyan", width=self.console.width)
+        return Panel(
+            Group(*rows),
+            title=title,
+            title_align="left",
+            subtitle=Text(self._machine, "dim"),
+            subtitle_align="left",
+            border_style="cyan",
+            width=self.console.width,
+        )
 
     def _numbers(self, width: int) -> RenderableType:
         curves = (

@@ -15,7 +15,7 @@ page c modulo the ring's length, and overwrites positions that the window no lon
 Attention loops over blocks of pages up to the longest sequence of its rows, with a running softmax (arXiv:1805.02867):
 its cost depends on the tokens in the cache, not on the cache's size, and a row's bits do not depend on other rows. With
 a window, each row's blocks begin at the page of the oldest token that it sees, so that a layer reads no more than the
-pages of a window, whatever the rows' lengths are. On GPUs, decoding has a kernel (`podium.kernels.gpu_decode`).
+pages of a window, whatever the rows' lengths are. Decoding has a kernel for GPUs (`podium.kernels.gpu_decode`).
 """
 
 import contextlib
@@ -339,7 +339,7 @@ def extend(
     ) -> tuple[KvPages, jax.Array]:
         reach = _reach(window, q.shape[1], cache.page_tokens, tables.shape[1])
         scope = contextlib.nullcontext() if reach is None else jax.named_scope(window_scope(reach))
-        if q.shape[1] == 1 and rules.platform == "gpu" and gpu_decode.fits(cache.page_tokens, q.shape[-1]):
+        if q.shape[1] == 1 and rules.kernels == "gpu" and gpu_decode.fits(cache.page_tokens, q.shape[-1]):
             lengths = jnp.where(counts > 0, starts + 1, 0)
             paged = functools.partial(gpu_decode.paged_attention, window=window, sinks=sinks)
             new = q[:, 0], k[:, 0], v[:, 0]

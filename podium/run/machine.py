@@ -1,8 +1,9 @@
 """The machine that a run is resolved for: actual devices, or a table entry for planning. No jax."""
 
 import dataclasses
+from typing import Literal
 
-from podium.accelerators import Accelerator, cpu_flags
+from podium.accelerators import Accelerator, Kernels, auto_dtype, cpu_flags, kernels_on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,18 @@ class Machine:
     """Entry in the table of accelerators, with its speed; None: not in the table."""
     cpu_flags: frozenset[str] = frozenset()
     """Instruction sets of the host's CPU, which decide its number format."""
+    capability: str = ""
+    """Compute capability of its GPUs, such as 8.0; empty: unknown, and that of a GPU in the table."""
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kind of kernels that its devices run."""
+        return kernels_on(self.platform, self.capability)
+
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]:
+        """The number format of `dtype: auto`."""
+        return auto_dtype(self.platform, self.cpu_flags, self.capability)
 
     @classmethod
     def planned(cls, accelerator: Accelerator) -> "Machine":

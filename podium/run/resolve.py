@@ -6,7 +6,6 @@ All call the same functions, so a plan has the same spec as the run.
 
 import dataclasses
 
-from podium.accelerators import auto_dtype
 from podium.algorithms.options import make_recipe
 from podium.algorithms.recipes import Recipe, Teaching, find_recipe
 from podium.config.attention import attention_backend
@@ -271,7 +270,7 @@ def resolve_update(config: Config, machine: Machine, mesh: MeshSizes) -> UpdateS
         remat=train.remat,
         head=head_kind("chunked" if compares and train.head == "auto" else train.head, machine.platform, mesh["tp"]),
         head_chunk_tokens=train.head_chunk_tokens,
-        attention=attention_backend(train.attention, machine.platform),
+        attention=attention_backend(train.attention, machine.kernels),
         row_groups=row_groups(config),
         replay_routing=train.replay_routing,
         tokens_per_gather=tokens_per_gather(config, sp=mesh["sp"], tp=mesh["tp"]),
@@ -332,7 +331,7 @@ def resolve_layout(config: Config, decoder: DecoderConfig, machine: Machine) -> 
 
 def resolve_format(dtype: Dtype, machine: Machine) -> Format:
     """Resolve a config's `dtype` to a number format on a machine."""
-    return auto_dtype(machine.platform, machine.cpu_flags) if dtype == "auto" else dtype
+    return machine.dtype if dtype == "auto" else dtype
 
 
 def sampling_params(rollout: RolloutConfig) -> SamplingParams:

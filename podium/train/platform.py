@@ -3,16 +3,25 @@
 import hashlib
 import os
 import re
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh
 
-from podium.accelerators import CPU_INFO, cpu_flags, recognise, reserve_gpu_memory
+from podium.accelerators import (
+    CPU_INFO,
+    GIB,
+    capability_of,
+    cpu_flags,
+    host_memory,
+    recognise,
+    reserve_gpu_memory,
+)
 from podium.compiler import hide_plugin_errors
 from podium.files import user_cache
 from podium.malloc import keep_freed_memory, only_cpu
 from podium.run.machine import Machine
-from podium.sharding import slice_of
+from podium.sharding import Device, find_devices, slice_of
 
 CACHE_BYTES = 10 * 2**30
 """Size limit of the cache of compiled programs; the least recently used ones are deleted first."""
@@ -45,7 +54,15 @@ def keep_compiled() -> None:
 
 def machine_of(mesh: Mesh) -> Machine:
     """The machine that a mesh's devices belong to."""
-    devices = list(mesh.devices.flat)
+    return _machine(list(mesh.devices.flat))
+
+
+def this_machine() -> Machine:
+    """The machine of all devices that jax finds; starts jax. Raises ValueError if it does not start."""
+    return _machine(find_devices())
+
+
+def _machine(devices: Sequence[Device]) -> Machine:
     return Machine(
         platform=devices[0].platform,
         devices=len(devices),
@@ -53,15 +70,31 @@ def machine_of(mesh: Mesh) -> Machine:
         slices=len({slice_of(device) for device in devices}),
         accelerator=recognise(devices[0].device_kind, len(devices)),
         cpu_flags=cpu_flags(),
+        capability=capability_of(devices[0]),
     )
 
 
 def machine_text() -> str:
     """Describe the devices of all processes, as `8 x TPU v6e on 2 hosts` or `1 x cpu (AMD EPYC, 2 cores)`."""
-    devices = jax.devices()
+    devices = find_devices()
     text = f"{len(devices)} x {devices[0].device_kind}"
     if devices[0].platform == "cpu":
         info = CPU_INFO.read_text() if CPU_INFO.exists() else ""
         name = re.search(r"^model name\s*:\s*(.*)$", info, re.MULTILINE)
         text += f" ({f'{name[1]}, ' if name else ''}{os.cpu_count()} cores)"
     return text + (f" on {jax.process_count()} hosts" if jax.process_count() > 1 else "")
+
+
+def devices_line(update: str, rollout: str) -> str:
+    """The line that a run begins with: its devices, the memory that each may use, and the number formats.
+
+    As `1 x NVIDIA H200, 124.6 GiB, bfloat16`. A warning follows if jax leaves this machine's accelerators unused.
+    """
+    stats = find_devices()[0].memory_stats() or {}
+    memory = stats.get("bytes_limit") or host_memory()
+    formats = update if update == rollout else f"update {update}, rollout {rollout}"
+    each = " each" if stats and len(find_devices()) > 1 else ""
+    text = f"{machine_text()}, {memory / GIB:.1f} GiB{each}, {formats}"
+    if find_devices()[0].platform == "cpu" and not only_cpu():
+        text += "; jax does not use this machine's accelerator: podium doctor says why"
+    return text

@@ -27,6 +27,7 @@ from podium.observe.run_dir import Fork, RunDir, Settings, recipe_of, run_home
 from podium.observe.summary import versions
 from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
+from podium.run.resolve import resolve_format
 from podium.run.spec import RunSpec
 from podium.sharding import Params, abstract_params
 from podium.train.carry import HostState, Position
@@ -36,7 +37,7 @@ from podium.train.demonstrations import check_demonstrations, demonstrate
 from podium.train.distributed import AgreedStop, failing_fast, from_leader, joined
 from podium.train.feed import EncodedPrompt, Feed
 from podium.train.generate import Group, Rollouts
-from podium.train.platform import machine_text
+from podium.train.platform import devices_line, machine_text, prepare_platform, this_machine
 from podium.train.profile import Profiler, Window
 from podium.train.recorder import OnStep, PlanCheck, Recorder
 from podium.train.reward_models import load_reward_models
@@ -130,6 +131,10 @@ def open_run(
             progress.phase(name)
             job.watchdog.phase(name)
 
+        prepare_platform()
+        machine = this_machine()
+        formats = (str(resolve_format(each, machine)) for each in (config.train.dtype, config.rollout.dtype))
+        progress.machine(devices_line(*formats))
         phase("model")
         model = make_model(config)
         taught_by = make_teacher(config, model)
@@ -294,7 +299,6 @@ def _say_what_was_chosen(spec: RunSpec, progress: Progress) -> None:
     """Print the choices that the config leaves to the machine, and with LoRA what is trained."""
     if (lora := spec.decoder.lora) is not None:
         progress.message(lora_line(lora, spec.decoder, spec.optimizer.settings.learning_rate))
-    progress.message(f"number formats: update {spec.update.dtype}, rollout {spec.rollout.dtype}")
     if spec.decoder.rollout_weights != "dtype":
         progress.message(weights_line(spec))
     progress.message(f"attention: {spec.update.attention}; head: {spec.update.head}")

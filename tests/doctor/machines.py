@@ -57,7 +57,7 @@ class MadeSystem:
 
     def devices(self) -> Sequence[SeenDevice]:
         if self.broken:
-            raise RuntimeError(self.broken)
+            raise ValueError(self.broken)
         return self.seen
 
     def write_s(self, folder: Path, size: int) -> float:

@@ -81,6 +81,21 @@ def test_what_is_wrong_is_named_with_the_way_out(system, named):
     assert any(re.search(named, each) for each in found), found
 
 
+@pytest.mark.parametrize(
+    ("capability", "said"),
+    [
+        ("9.0", "9.0: kernels and bfloat16"),
+        ("7.5", "7.5, below 8.0: programs are XLA's, without kernels, and in float32"),
+    ],
+)
+def test_it_is_said_what_a_gpu_runs(capability, said):
+    system = with_gpus(1, 1)
+    seen = [dataclasses.replace(system.seen[0], capability=capability)]
+    found = diagnose(dataclasses.replace(system, seen=seen), Path("runs"), sizes=TINY, probes=WITHOUT_DEVICES)
+    (row,) = (row for row in found.sections["devices"] if row.name == "compute capability")
+    assert (row.text, row.problem) == (said, "")
+
+
 def test_devices_that_the_environment_hides_are_no_fault():
     assert problems(with_gpus(8, 0, variables={"JAX_PLATFORMS": "cpu"})) == []
     assert problems(with_gpus(8, 2, variables={"CUDA_VISIBLE_DEVICES": "0,3"})) == []

@@ -308,15 +308,13 @@ def test_rows_are_cut_so_that_little_is_padded(monkeypatch):
     assert attended_pairs("tpu_kernel", 1024) == 3 * 512 * 512
 
 
-def test_auto_is_the_platforms_own_and_a_kernel_that_it_lacks_is_an_error():
-    chosen = [attention_backend("auto", platform) for platform in ("cpu", "gpu", "tpu")]
+def test_auto_is_the_machines_kernel_and_one_that_it_lacks_is_an_error():
+    chosen = [attention_backend("auto", kernels) for kernels in ("none", "gpu", "tpu")]
     assert chosen == ["blocks", "gpu_kernel", "tpu_kernel"]
     assert attention_backend("kernel", "gpu") == "gpu_kernel"
     assert attention_backend("reference", "tpu") == "reference"
-    with pytest.raises(
-        ValueError, match=r"train\.attention: kernel is for tpu and gpu, and this run's devices are cpu"
-    ):
-        attention_backend("kernel", "cpu")
+    with pytest.raises(ValueError, match=r"train\.attention: kernel needs .* capability 8\.0 .* set it to blocks"):
+        attention_backend("kernel", "none")
 
 
 def test_the_reference_is_one_of_the_choices():

@@ -68,7 +68,7 @@ def computed(form, w, x, normalized=True):
     experts = [Group(Matrices(w[name])) for name in ("gate", "up", "down")]
     if form is dense_form:
         return form(x, gates[0], chosen[0], experts, "silu")
-    return form(x, gates[0], chosen[0], experts, "silu", platform="cpu")
+    return form(x, gates[0], chosen[0], experts, "silu", kernels="none")
 
 
 @pytest.mark.parametrize("normalized", [True, False])
@@ -108,7 +108,7 @@ def test_a_gpus_kernels_multiply_bfloat16(monkeypatch):
         return y[:85], *(each[:85] for each in pull(dy))
 
     half = jnp.dtype(jnp.bfloat16)
-    for one, other in zip(run(Form("gpu", half, "own", True)), run(Form("cpu", half, "own")), strict=True):
+    for one, other in zip(run(Form("gpu", half, "own", True)), run(Form("none", half, "own")), strict=True):
         assert one.dtype == half
         assert error_of_scale(one.astype(jnp.float32), other.astype(jnp.float32)) <= 1e-2
 
@@ -128,8 +128,8 @@ def test_kernels_of_tpu_and_gpu_multiply_as_ragged_dot_does(inner, outer, monkey
 
     single = jnp.dtype(jnp.float32)
     own, tpu, gpu = (
-        Form(platform, single, gradient, interpret=platform != "cpu")
-        for platform, gradient in (("cpu", "own"), ("tpu", "float32"), ("gpu", "float32"))
+        Form(kernels, single, gradient, interpret=kernels != "none")
+        for kernels, gradient in (("none", "own"), ("tpu", "float32"), ("gpu", "float32"))
     )
     expected = jax.jit(jax.grad(functools.partial(product, own), (0, 1)))(x, w, ())
     every = lambda x, w: jnp.sum(jax.lax.ragged_dot(x, w, sizes, precision="highest") * dy)  # noqa: E731
@@ -177,7 +177,7 @@ def test_kernels_read_a_layer_from_the_stack_of_all(platform):
     sizes, x, stack, layer = jnp.asarray([70, 0, 3], jnp.int32), normal(80, 128), normal(4, 3, 128, 256), jnp.int32(2)
     single = jnp.dtype(jnp.float32)
     expected = jax.lax.ragged_dot(x, stack[2], sizes, precision="highest")[:73]
-    for form in (Form("cpu", single, "none"), Form(platform, single, "none", interpret=True)):
+    for form in (Form("none", single, "none"), Form(platform, single, "none", interpret=True)):
         assert error_of_scale(grouped_product(form, x, stack, (), sizes, layer)[:73], expected) <= TOLERANCE
     whole = functools.partial(grouped_product, Form(platform, single, "none"))
     shapes = set(shapes_of(jax.make_jaxpr(whole)(x, stack, (), sizes, layer).jaxpr))
@@ -186,7 +186,7 @@ def test_kernels_read_a_layer_from_the_stack_of_all(platform):
 
 
 @pytest.mark.parametrize(
-    "form", [Form("cpu", jnp.dtype("float32"), "none"), Form("tpu", jnp.dtype("float32"), "none", True)]
+    "form", [Form("none", jnp.dtype("float32"), "none"), Form("tpu", jnp.dtype("float32"), "none", True)]
 )
 def test_rows_are_summed_by_token(form):
     counts = np.random.default_rng(0).integers(0, 5, 150)
@@ -208,13 +208,13 @@ def test_the_parts_of_all_devices_are_the_whole(prefers):
         logits = logits.at[..., :K].add(9.0)
     gates, chosen, _ = route(logits, K, normalized=True, recorded=None, replay=True)
     experts = [Group(Matrices(WEIGHTS[name], frozen=True)) for name in ("gate", "up", "down")]
-    expected = sorted_form(x, gates[0], chosen[0], experts, "silu", platform="cpu")
+    expected = sorted_form(x, gates[0], chosen[0], experts, "silu", kernels="none")
     found = []
     for first in (0, 4):
         here = [Group(Matrices(each.matrix.value[first : first + 4], frozen=True)) for each in experts]
         own = (chosen[0] - first) % E
         assert ((own < 4).sum() > TILE_ROWS) == (prefers and first == 0)
-        found.append(split_form(x, gates[0], own, here, "silu", platform="cpu", count=E))
+        found.append(split_form(x, gates[0], own, here, "silu", kernels="none", count=E))
     assert error_of_scale(sum(found), expected) <= TOLERANCE
 
 
@@ -349,9 +349,9 @@ def test_rows_that_fill_a_tpus_tiles_are_more_where_the_experts_do_not():
     chosen = jnp.asarray(np.random.default_rng(0).integers(0, 4, (128, 2)), jnp.int32)
     experts = [Group(Matrices(normal(*shape), frozen=True)) for shape in ((4, 20, 24), (4, 20, 24), (4, 24, 20))]
     biases = [normal(4, 24), normal(4, 24)]
-    plain, wide = (dense_form(x, gates, chosen, experts, "silu", biases, platform=kind) for kind in ("cpu", "tpu"))
+    plain, wide = (dense_form(x, gates, chosen, experts, "silu", biases, kernels=kind) for kind in ("none", "tpu"))
     np.testing.assert_allclose(plain, wide, rtol=1e-6, atol=1e-6)
-    text = jax.jit(lambda x: dense_form(x, gates, chosen, experts, "silu", biases, platform="tpu")).lower(x).as_text()
+    text = jax.jit(lambda x: dense_form(x, gates, chosen, experts, "silu", biases, kernels="tpu")).lower(x).as_text()
     assert "4x136x24" in text
     assert beyond_tiles(128, (4, 256, 128), "tpu") == beyond_tiles(64, (4, 20, 24), "tpu") == 0
 

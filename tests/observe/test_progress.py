@@ -48,6 +48,19 @@ def terminal_progress(width=100):
     return Progress("demo", 40, Console(file=io.StringIO(), force_terminal=True, force_interactive=True, width=width))
 
 
+def test_the_devices_are_the_first_line_and_stay_in_the_live_view():
+    console = plain_console()
+    with Progress("demo", 40, console) as progress:
+        progress.machine("1 x NVIDIA H200, 124.6 GiB, bfloat16")
+        progress.phase("model")
+    assert output(console).splitlines() == ["1 x NVIDIA H200, 124.6 GiB, bfloat16", "model ..."]
+    progress = terminal_progress(80)
+    progress.machine("8 x TPU v6 lite on 2 hosts, 31.2 GiB each, update bfloat16, rollout float32")
+    for _ in range(2):
+        assert "8 x TPU v6 lite on 2 hosts, 31.2 GiB each, update bfloat16, rollout float32" in view(progress, 80)
+        progress.step(1, METRICS)
+
+
 def test_without_a_terminal_there_is_one_line_a_step():
     console = plain_console()
     with Progress("demo", 40, console) as progress:

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 from unittest.mock import Mock
 
+import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,8 +17,10 @@ from podium.certify.tiny import random_weights, tiny_clone
 from podium.kernels import gpu_decode
 from podium.models import decoder as decoder_module
 from podium.models.architecture import Lora, unrolled, with_layers
+from podium.models.decoder import forward
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, frozen_specs, is_adapter, param_specs
 from podium.models.presets import PRESETS
+from podium.rollout import cache as caches
 from podium.rollout.engine import NonFiniteError, RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.rollout.scheduler import PrefillCall
@@ -81,6 +85,35 @@ def test_the_decode_kernel_reads_the_pages_that_the_engine_writes(monkeypatch):
         engine.load(opinionated(with_layers(DECODER, 1), 0))
         answers.append(engine.generate(requests)[0])
     assert same(*answers)
+
+
+def primitives(jaxpr):
+    """The names of a program's operations, those of its inner programs too."""
+    for each in jaxpr.eqns:
+        yield each.primitive.name
+        for inner in jax.extend.core.jaxprs_in_params(each.params):
+            yield from primitives(inner)
+
+
+@pytest.mark.parametrize(("capability", "runs_them"), [("7.0", False), ("7.5", False), ("8.0", True), ("8.9", True)])
+def test_a_gpu_has_kernels_in_its_programs_only_if_it_runs_them(capability, runs_them, monkeypatch):
+    monkeypatch.setattr("podium.sharding.capability_of", lambda device: capability)
+    monkeypatch.setattr(gpu_decode, "fits", lambda page_tokens, head_dim: True)
+    rules, of = OfGpu(mesh_of(1), ROLLOUT_AXES), jax.ShapeDtypeStruct
+    page = caches.abstract_cache(DECODER, ONE_BUCKET, dtype=jnp.dtype("float32"), rules=rules).places[0].kv
+    rows, table = of((4,), jnp.int32), of((4, 2), jnp.int32)
+    q, k = (of((4, 1, heads, DECODER.head_dim), jnp.float32) for heads in (DECODER.heads, DECODER.kv_heads))
+    extend = functools.partial(caches.extend, rules=rules)
+    decoding = jax.make_jaxpr(extend)(page, of((), jnp.int32), table, rows, rows, q, k, k)
+
+    mixture = tiny_clone(PRESETS["Qwen/Qwen3-30B-A3B"])
+    tokens = of((2, 16), jnp.int32)
+    params = {name: of(spec.shape, jnp.float32) for name, spec in param_specs(mixture).items()}
+    compute = functools.partial(forward, config=mixture, rules=rules, dtype=jnp.dtype("float32"))
+    attend = lambda own, at, q, k, v: (own, q)  # noqa: E731
+    layers = jax.make_jaxpr(lambda *given: compute(*given, attend)[0])(params, tokens, tokens)
+    for program in (decoding, layers):
+        assert ("pallas_call" in set(primitives(program.jaxpr))) == runs_them
 
 
 class Kernel(OfGpu):

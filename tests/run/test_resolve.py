@@ -46,11 +46,18 @@ def test_a_machine_changes_what_a_config_leaves_to_it():
     assert (cpu.update.head, cpu.update.attention, cpu.update.dtype) == ("chunked", "blocks", "float32")
 
 
+def test_a_gpu_below_capability_8_computes_in_float32_without_kernels():
+    config, t4 = tiny_config(), Machine(platform="gpu", devices=1, capability="7.5")
+    old, new = (resolve(config, SMALL, machine) for machine in (t4, dataclasses.replace(t4, capability="8.0")))
+    assert [old.update.attention, old.update.dtype, old.rollout.dtype] == ["blocks", "float32", "float32"]
+    assert [new.update.attention, new.update.dtype, new.rollout.dtype] == ["gpu_kernel", "bfloat16", "bfloat16"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"mesh": "fsdp:3"}, r"mesh 'fsdp:3' needs 3 devices, and this machine has 8; set mesh to auto"),
-        ({"train": {"attention": "kernel"}}, r"train.attention: kernel is for .* set it to blocks"),
+        ({"train": {"attention": "kernel"}}, r"train.attention: kernel needs a TPU, .* set it to blocks"),
         ({"train": {"head": "fused"}}, r"train.head: fused is for tpu, .* set it to chunked"),
         ({"rollout": {"layout": "hybrid", "group_chips": 3}}, r"rollout.layout is hybrid in groups of 3: .* can be"),
     ],

@@ -1,10 +1,15 @@
-"""How the process keeps memory on a CPU, and gives it back."""
+"""How the process keeps memory on a CPU, and gives it back; how a run names its machine."""
 
 import os
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from podium.train import platform
+from podium.train.platform import devices_line
 
 CHILD = """
 from podium.malloc import giving_back_memory
@@ -60,3 +65,48 @@ def test_all_threads_share_one_arena_whose_large_arrays_are_kept(start):
     command = [sys.executable, "-c", ARENAS.format(start=STARTS[start])]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert ran.stdout.split()[-1] == "1"
+
+
+STARTING = (
+    "from podium.sharding import find_devices\ntry:\n    find_devices()\nexcept ValueError as error:\n    print(error)"
+)
+
+
+@pytest.mark.parametrize(
+    ("platform", "way_out"),
+    [
+        ("cuda", "pip install 'podium-rl[cuda]', or unset JAX_PLATFORMS"),
+        ("gpu", "pip install 'podium-rl[cuda]', or unset JAX_PLATFORMS"),
+        ("tpuu", "unset JAX_PLATFORMS"),
+    ],
+)
+def test_a_platform_that_jax_lacks_is_named_with_the_way_out(platform: str, way_out: str):
+    environment = {**os.environ, "JAX_PLATFORMS": platform}
+    ran = subprocess.run([sys.executable, "-c", STARTING], capture_output=True, text=True, check=True, env=environment)
+    (line,) = ran.stdout.splitlines()
+    assert line.startswith(f"JAX_PLATFORMS={platform}: jax does not start (")
+    assert f"; {way_out} to use the devices that jax finds; podium doctor examines this machine" in line
+
+
+@pytest.mark.parametrize(
+    ("formats", "given"),
+    [(("bfloat16", "bfloat16"), "bfloat16"), (("float32", "bfloat16"), "update float32, rollout bfloat16")],
+)
+def test_a_run_begins_with_its_devices_their_memory_and_its_formats(formats, given, monkeypatch):
+    memory = {"bytes_limit": 133_776_277_504}
+    device = SimpleNamespace(
+        id=0, process_index=0, platform="gpu", device_kind="NVIDIA H200", memory_stats=lambda: memory
+    )
+    monkeypatch.setattr(platform, "find_devices", lambda: [device])
+    assert devices_line(*formats) == f"1 x NVIDIA H200, 124.6 GiB, {given}"
+    monkeypatch.setattr(platform, "find_devices", lambda: [device] * 8)
+    assert devices_line(*formats) == f"8 x NVIDIA H200, 124.6 GiB each, {given}"
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_run_says_that_it_trains_on_the_cpu_beside_an_accelerator(hidden, monkeypatch):
+    monkeypatch.setattr(platform, "host_memory", lambda: 24 * 2**30)
+    monkeypatch.setattr(platform, "only_cpu", lambda: hidden)  # JAX_PLATFORMS=cpu, or no device file
+    line = devices_line("float32", "float32")
+    assert re.match(r"\d+ x cpu \(.*\), 24\.0 GiB, float32", line)
+    assert ("jax does not use this machine's accelerator: podium doctor says why" in line) == (not hidden)
