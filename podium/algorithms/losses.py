@@ -95,7 +95,7 @@ def gspo_loss(
     through the mean; with `mean="sequence"` the weighted sum is the paper's objective. The statistics `sequences`,
     `sequences_clipped_low` and `sequences_clipped_high` sum up to numbers of sequences.
     """
-    ratio = jnp.exp(segment_means(_log_ratio(logprobs, old_logprobs), segments, mask))
+    ratio = sequence_ratio(logprobs, old_logprobs, segments, mask)
     loss = _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
     shares = 1 / jnp.maximum(
         segment_sums(jnp.ones_like(ratio), segments, mask), 1.0
@@ -572,7 +572,7 @@ def policy_loss(
     as prime-rl has it.
 
     `kl_by_ratio` multiplies the KL by the policy's ratio, with its gradient, so that k3 is unbiased when tokens are not
-    the current policy's: DeepSeek-V3.2 (arXiv:2512.02556).
+    the current policy's: DeepSeek-V3.2 (arXiv:2512.02556). With loss gspo it is the sequence's ratio, as in TRL.
 
     Args:
         recipe: the terms and their options.
@@ -622,7 +622,11 @@ def policy_loss(
         assert REFERENCE_LOGPROBS in scores, f"kl {recipe.kl} needs reference_logprobs"
         stats["kl_reference"] = kl = kl_loss(recipe.kl, logprobs, scores[REFERENCE_LOGPROBS])
         weight = recipe.kl_coef if kl_coef is None else kl_coef
-        loss = loss + weight * (token_ratio(logprobs, old_logprobs) * kl if recipe.kl_by_ratio else kl)
+        if recipe.kl_by_ratio:
+            of_sequences = recipe.loss in LOSSES and LOSSES[recipe.loss].of_sequences
+            ratio = partial(sequence_ratio, segments=segments, mask=mask) if of_sequences else token_ratio
+            kl = kl * ratio(logprobs, old_logprobs)
+        loss = loss + weight * kl
     return loss, jax.tree.map(stop_gradient, stats)
 
 
@@ -682,6 +686,11 @@ def narrow_clip_warning(recipe: Recipe, logprob_gap: float) -> str | None:
 def token_ratio(logprobs: jax.Array, old_logprobs: jax.Array) -> jax.Array:
     """The ratio of a token's probabilities, exp(logprobs - old_logprobs): [B, T], at most exp(20)."""
     return jnp.exp(_log_ratio(logprobs, old_logprobs))
+
+
+def sequence_ratio(logprobs: jax.Array, old_logprobs: jax.Array, segments: jax.Array, mask: jax.Array) -> jax.Array:
+    """The geometric mean of a sequence's token ratios, at each of its tokens: [B, T], at most exp(20)."""
+    return jnp.exp(segment_means(_log_ratio(logprobs, old_logprobs), segments, mask))
 
 
 def segment_means(x: jax.Array, segments: jax.Array, mask: jax.Array) -> jax.Array:

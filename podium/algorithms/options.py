@@ -242,9 +242,8 @@ def _correction_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts
     if not banded and low is not None:
         rule = f"it only applies with correction: mask or reject, and correction is {correction}"
         yield "correction_low", f"{rule}; leave it unset"
-    if banded and (low is None or high is None):
-        way_out = "set correction_low and correction_high (0.5 and 2 are usual)"
-        yield "correction", f"{correction} needs both ends of its band: {way_out}"
+    if banded and high is None:
+        yield "correction", f"{correction} needs the upper end of its band: set correction_high (2 is usual)"
     if banded and low is not None and high is not None and low >= high:
         yield "correction_low", f"the band is empty: correction_low {low} must be below correction_high {high}"
     if correction == "reject" and recipe.correction_level == "token":

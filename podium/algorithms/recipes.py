@@ -69,13 +69,15 @@ class LossKind(NamedTuple):
     """Whether it is the loss of completions of the data, each labelled desirable or undesirable."""
     covariant: bool = False
     """Whether it treats tokens otherwise that are chosen by their covariance over the optimizer step."""
+    of_sequences: bool = False
+    """Whether its ratio is that of the token's sequence."""
     options: Mapping[str, float] = MappingProxyType({})
     """What `loss_options` may change, with the values that are used if it does not."""
 
 
 LOSSES: Mapping[str, LossKind] = {
     "clipped": LossKind(clips=True),
-    "gspo": LossKind(clips=True),
+    "gspo": LossKind(clips=True, of_sequences=True),
     "cispo": LossKind(clips=True),
     "sapo": LossKind(clips=False, options={"tau_positive": 1.0, "tau_negative": 1.05}),
     "vespo": LossKind(

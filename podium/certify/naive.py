@@ -524,7 +524,11 @@ def kl_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Ar
     kl = kl_values(rules, logprobs, sequences)
     if rules.kl_by_ratio:
         old = sequences.sampled_logprobs if rules.old_logprobs == "sampler" else sequences.old_logprobs
-        kl = kl * jnp.exp(logprobs - old)
+        moved = logprobs - old
+        if rules.loss == "gspo":  # the ratio of the sequence
+            tokens = jnp.maximum(jnp.sum(sequences.valid, axis=1, keepdims=True), 1)
+            moved = jnp.sum(jnp.where(sequences.valid, moved, 0.0), axis=1, keepdims=True) / tokens
+        kl = kl * jnp.exp(moved)
     return sequences.kl_coef * kl
 
 

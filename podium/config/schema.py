@@ -262,7 +262,7 @@ class AlgorithmConfig(Section):
     """The importance weight that `correction` looks at: each token's own, the product over its sequence, or the
     geometric mean over its sequence. Unset: token."""
     correction_low: NotNegativeFloat | None = None
-    """Lower end of the band of `correction: mask` and `reject`."""
+    """Lower end of the band of `correction: mask` and `reject`; unset: 0, which leaves it open."""
     correction_high: PositiveFloat | None = None
     """Cap of `correction: truncate`, upper end of the band of `mask` and `reject`."""
     drift_coef: NotNegativeFloat | None = None
@@ -289,7 +289,8 @@ class AlgorithmConfig(Section):
     router_loss_coef: NotNegativeFloat | None = None
     """Weight of the loss that makes the routers of a mixture of experts use all experts equally."""
     mask_truncated: bool | None = None
-    """Exclude completions cut by `max_new_tokens` from the loss."""
+    """Exclude completions cut by `max_new_tokens` from the loss; with mean `sequence` or `constant` they still count in
+    its denominator."""
     zero_variance: Literal["keep", "drop", "refill"] | None = None
     """Groups of equal rewards: keep, drop from the update, or drop and replace by new prompts (DAPO)."""
     zero_variance_metric: str | None = None

@@ -177,8 +177,8 @@ CONFLICTS = [
     ),
     (
         "algorithm.correction",
-        "mask needs both ends of its band",
-        {"recipe": "grpo", "old_logprobs": "trainer", "correction": "mask", "correction_high": 2.0},
+        "mask needs the upper end of its band: set correction_high",
+        {"recipe": "grpo", "old_logprobs": "trainer", "correction": "mask", "correction_low": 0.5},
     ),
     (
         "algorithm.correction_low",

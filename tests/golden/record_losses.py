@@ -47,7 +47,7 @@ VESPO = {
 GMPO = {"loss_type": "gmpo", "epsilon_low": 0.4, "epsilon_high": 0.4}
 """The loss of `trl.experimental.gmpo`, which has no `loss_type` of its own."""
 TRUNCATE = {"correction": "truncate", "correction_high": CAP, "old_logprobs": "trainer"}
-MASK = {**TRUNCATE, "correction": "mask", "correction_low": 0.0}
+MASK = {**TRUNCATE, "correction": "mask"}
 
 
 def _corrected(mode: str) -> dict[str, Any]:
@@ -108,6 +108,24 @@ CASES = {
         {**GRPO, "beta": 0.04, "top_entropy_quantile": 0.3},
         0.3,
     ),
+    "gspo_kl_by_ratio": Case(
+        {"recipe": "gspo", "clip_low": 0.2, "clip_high": 0.2, "kl": "k3", "kl_coef": 0.04, "kl_by_ratio": True},
+        {**GSPO, "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.04, "use_bias_correction_kl": True},
+        0.5,
+    ),
+    "trl_defaults": Case({"recipe": "grpo", "mean": "token"}, {**DAPO, "epsilon_high": 0.2}, 0.3),
+    "trl_defaults_with_vllm": Case(
+        {
+            "recipe": "grpo",
+            "mean": "token",
+            "old_logprobs": "trainer",
+            "correction": "mask",
+            "correction_level": "sequence",
+            "correction_high": 3.0,
+        },
+        {**_corrected("sequence_mask"), **DAPO, "epsilon_high": 0.2, "vllm_importance_sampling_clip_max": 3.0},
+        0.3,
+    ),
 }
 
 
@@ -164,7 +182,8 @@ def _trl_correction(options: dict[str, Any], tensors: dict[str, Any]) -> Any:
     level, how = options.get("vllm_importance_sampling_mode", "token_truncate").split("_")
     difference = (tensors["old_logprobs"] - tensors["sampled_logprobs"]) * tensors["mask"]
     ratio = (difference.sum(dim=-1, keepdim=True) if level == "sequence" else difference).exp()
-    return ratio.clamp(max=CAP) if how == "truncate" else ratio.masked_fill(ratio > CAP, 0.0)
+    cap = options.get("vllm_importance_sampling_clip_max", CAP)
+    return ratio.clamp(max=cap) if how == "truncate" else ratio.masked_fill(ratio > cap, 0.0)
 
 
 def _stand_in(options: dict[str, Any], logprobs: Any, entropy: Any) -> SimpleNamespace:
