@@ -38,7 +38,8 @@ from podium.train.critic import make_critic, make_critic_optimizer
 from podium.train.distributed import AgreedStop
 from podium.train.generate import Group
 from podium.train.loop import run_steps
-from podium.train.run import RunParts, SaveTimer
+from podium.train.run import RunParts
+from podium.train.saving import SaveTimer, Saving
 from podium.train.scorers import OwnPrompts
 from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
 from podium.train.signals import StopSignal
@@ -232,18 +233,18 @@ def watch_training(subject: Subject) -> Training:
         saving = CheckpointConfig(every_steps=spec.steps - 1, every_minutes=0.0)
         checkpointer = Checkpointer(Path(folder) / "checkpoints", saving, base_of(frozen))
         stack.callback(checkpointer.close)
+        stop = AgreedStop(StopSignal())
         run = RunParts(
             spec=spec,
             run_dir=silent,
             progress=silent,
             phase=lambda name: None,
-            stop=AgreedStop(StopSignal()),
+            stop=stop,
             rollouts=rollouts,
             trainer=cast(Trainer, trainer),
             recorder=silent,
-            checkpointer=checkpointer,
+            saving=Saving(checkpointer, SaveTimer(0.0), stop, to_continue=lambda: ""),
             profiler=silent,
-            save_timer=SaveTimer(0.0),
             resources=stack,
         )
         coefs = first_coefs(spec.recipe)

@@ -54,6 +54,9 @@ class Watchdog:
         self._phase = "start"
         self._begun = self._heard = clock()
         self._stopping = threading.Event()
+        self.rescue: Callable[[], str | None] = lambda: None
+        """Called before a silent process is ended, to save what can be saved; returns a line for the log. If it takes
+        longer than `BACKUP_S`, the process is ended meanwhile."""
 
     @classmethod
     def from_environment(cls, report: ProgressReport, environ: Mapping[str, str]) -> "Watchdog":
@@ -116,6 +119,9 @@ class Watchdog:
             self._report.end("hang", message, HANG)
             sys.stderr.write(f"watchdog: {message}; all stacks follow\n")
             faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+            if (line := self.rescue()) is not None:
+                sys.stderr.write(f"watchdog: {line}\n")
+            sys.stderr.flush()
             self._end(HANG)
         return allowance - silent
 

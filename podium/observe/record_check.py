@@ -81,9 +81,10 @@ def check_records(path: Path, saved: Extent, step: int, *, every_step: bool, che
         A sentence that says what is wrong, or what was repaired; None if nothing differs.
     """
     data = path.read_bytes() if path.is_file() else b""
-    if _begins_with(data, saved):
-        return None
     lines = data.splitlines(keepends=True)
+    if _begins_with(data, saved):
+        never = missing_steps(_steps(lines), step) if every_step else []
+        return f"{path.name} has no line of {listed(never)}: the run ended before it was written" if never else None
     once = list(dict.fromkeys(lines))
     if _begins_with(b"".join(once), saved):
         write_atomically(path, b"".join(once))

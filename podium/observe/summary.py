@@ -167,12 +167,23 @@ def print_summary(folder: Path, console: Console) -> None:
         stopped = f"stopped after step {history.steps} of {planned}; to continue"
         ours = not _names_session_objects(_settings(folder))
         console.print(Text(f"{stopped}:" if ours else f"{stopped}, repeat the call with:", style="bold"))
-        commands = [continue_command(folder) if ours else f'name="{folder.name}"']
+        commands = [continue_command(folder) if ours else _name_argument(folder)]
     else:
         console.print(Text("next:", style="bold"))
         commands = next_commands(folder)
     for command in commands:
         console.print(Text(f"  {command}"), soft_wrap=True)
+
+
+def how_to_continue(folder: Path) -> str:
+    """The command, or the argument of the same call in Python, that continues a run from its last checkpoint."""
+    if _names_session_objects(_settings(folder)):
+        return f"repeat the call with {_name_argument(folder)}"
+    return continue_command(folder)
+
+
+def _name_argument(folder: Path) -> str:
+    return f'name="{folder.name}"'
 
 
 def _names_session_objects(value: object) -> bool:

@@ -14,9 +14,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from multiprocessing.connection import Pipe
 from pathlib import Path
+from typing import Any
 
 from podium.config.schema import GradingConfig, TaskConfig
 from podium.tasks.child_environment import child_environment
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 300.0
 """Seconds in which a worker must import and create its tasks."""
+POLL_S = 0.2
+"""Seconds between two calls of `on_poll` while rewards are awaited."""
 CHUNK = 16
 """Maximum number of items sent to a worker at a time."""
 SHOWN_CHARS = 2_000
@@ -65,9 +68,19 @@ class Grading:
         self._own = own
         self._rewards = rewards
 
-    def result(self) -> list[Reward]:
-        """Wait for the rewards, in the order of the items. Raises GradingError if a grader has a bug."""
+    def result(self, on_poll: Callable[[], None] = lambda: None) -> list[Reward]:
+        """Wait for the rewards, in the order of the items; `on_poll` is called meanwhile and may raise to stop waiting.
+
+        Raises GradingError if a grader has a bug.
+        """
         try:
+            graded: list[Future[Any]] = [*self._chunks, *self._own]
+            found = wait(graded, POLL_S, FIRST_EXCEPTION)
+            while found.not_done and all(future.exception() is None for future in found.done):
+                on_poll()
+                found = wait(found.not_done, POLL_S, FIRST_EXCEPTION)
+            for future in found.done:
+                future.result()  # raises the first error, though others are still being graded
             outcomes = [outcome for chunk in self._chunks for outcome in chunk.result()]
             return self._rewards(outcomes, [parts for group in self._own for parts in group.result()])
         finally:

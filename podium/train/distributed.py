@@ -218,6 +218,11 @@ class AgreedStop:
         self._polled = time.monotonic()
 
     @property
+    def leaving_together(self) -> bool:
+        """Whether all processes are leaving the loop at the same place, so that they can save a step together."""
+        return not jax.distributed.is_initialized()
+
+    @property
     def requested(self) -> int | None:
         """Number of the signal that stops the run, the same in all processes; None while it continues."""
         return self._agreed if jax.distributed.is_initialized() else self._signals.requested

@@ -317,7 +317,8 @@ class Rollouts:
             drawn_here = pending if self.layout.over_hosts else pending[own]
             requests = [_request(each, settings) for each in drawn_here]
             on_progress = functools.partial(self._on_progress, len(requests) * settings.completions)
-            grades = _Grades(self.grader, drawn_here, own if self.layout.over_hosts else slice(None), on_progress)
+            graded_here = own if self.layout.over_hosts else slice(None)
+            grades = _Grades(self.grader, drawn_here, graded_here, on_progress, self._stop.poll)
             try:
                 # groups are graded while others are still decoded
                 on_poll, enough = (self._watchdog.beat, choice.enough) if choice.asks else (self._poll, None)
@@ -547,10 +548,16 @@ class _Grades:
     """Grades a host's prompts, group by group, while the engine continues."""
 
     def __init__(
-        self, grader: Grader, pending: Sequence[Pending], own: slice, on_progress: Callable[[int, int], None]
+        self,
+        grader: Grader,
+        pending: Sequence[Pending],
+        own: slice,
+        on_progress: Callable[[int, int], None],
+        on_poll: Callable[[], None],
     ) -> None:
-        """`own` is the slice of the pending prompts that this host grades."""
+        """`own` is the slice of the pending prompts that this host grades; `on_poll` may raise to end a wait for them."""
         self._grader = grader
+        self._on_poll = on_poll
         self._pending = pending
         self._on_progress = on_progress
         self._own = range(len(pending))[own]
@@ -584,7 +591,7 @@ class _Grades:
         for index in self._own:
             episodes, given = made[index], list(self._pending[index].rewards)
             if (grading := self._gradings.get(index)) is not None:
-                rewards = iter(grading.result())
+                rewards = iter(grading.result(self._on_poll))
                 weight = self._grader.correct_weight(self._pending[index].prompt.prompt.task)
                 given = [
                     FAILED if each.failed else with_turns(next(rewards), each.turn_rewards, weight) for each in episodes
@@ -596,7 +603,7 @@ class _Grades:
         """Wait for the grades; returns completions, rewards of complete groups, and stats with the time waited."""
         start = time.perf_counter()
         known = [list(each.rewards) for each in self._pending]
-        rewards = {index: grading.result() for index, grading in self._gradings.items()}
+        rewards = {index: grading.result(self._on_poll) for index, grading in self._gradings.items()}
         answers = [_Answer(completed[index], rewards.get(index, known[index]), []) for index in self._own]
         return _HostPart(answers, self._with_grading(stats, start))
 

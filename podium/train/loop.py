@@ -57,16 +57,16 @@ def train(
 def run_steps(run: RunParts, state: TrainState, done: int) -> int:
     """Train from step `done` to the last one, or until a stop is requested; returns the number of steps done and saved.
 
-    `state` is the state after `done` steps; it is donated.
+    `state` is the state after `done` steps; it is donated. Whatever ends the loop, the newest whole step is saved.
 
     Raises:
         DivergedError: an update produced NaN or infinity.
         SamplerGapError: a step's gap is above `rollout.max_logprob_gap`.
         CheckpointError: a checkpoint cannot be written.
     """
-    spec = run.spec
+    spec, saving = run.spec, run.saving
     rollouts, trainer = run.rollouts, run.trainer
-    first, position = done, rollouts.position
+    saving.begin(done, state, rollouts.position)
     checkpoint_s = None
     try:
         evaluate_at_start(run, state, done)
@@ -80,7 +80,8 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
             rollouts.unload()  # free the rollout weights; the update needs the memory
             batches, batched = trainer.prepare(state, groups)  # samples, scores, advantages
             state, updated = trainer.update(state, batches, step, charged=batched.reward_kl)
-            done, position = step + 1, rollouts.position
+            done = step + 1
+            saving.reached(done, state, rollouts.position)
             evaluates = evaluation_due(spec, done)
             sync_s = rollouts.load(state.params, version=done) if evaluates or run.samples else 0.0
             held = rollouts.held if run.samples and rollouts.converses else None
@@ -88,17 +89,16 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
             run.profiler.end(done)
             score = evaluate_now(run, state, done) if evaluates else None
             stopping = run.stop.requested is not None
-            last = stopping or done == spec.steps
-            due = run.save_timer.due()
-            checkpoint_s = run.checkpointer.maybe_save(done, state, position, score=score, last=last, due=due)
-            if checkpoint_s is not None:
-                run.save_timer.restart()
+            checkpoint_s = saving.after_step(score=score, last=stopping or done == spec.steps)
             if stopping:
                 break
     except Interrupted:  # in a rollout: the previous step is done; a resumed run repeats an interrupted evaluation
-        if done > first:
-            run.checkpointer.maybe_save(done, state, position, score=None, last=True)
-    return done
+        saving.save_newest()
+    except BaseException:
+        if (line := saving.rescue()) is not None:
+            run.progress.message(line)
+        raise
+    return saving.done
 
 
 def evaluate_at_start(run: RunParts, state: TrainState, done: int) -> None:

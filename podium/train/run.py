@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from podium.models.linear import kept
 from podium.models.params import count, frozen_specs, trained_specs
 from podium.observe.progress import Progress, run_console
 from podium.observe.run_dir import Fork, RunDir, Settings, recipe_of, run_home
-from podium.observe.summary import versions
+from podium.observe.summary import how_to_continue, versions
 from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
 from podium.run.resolve import resolve_format
@@ -42,6 +41,7 @@ from podium.train.profile import Profiler, Window
 from podium.train.recorder import OnStep, PlanCheck, Recorder
 from podium.train.reward_models import load_reward_models
 from podium.train.same_inputs import check_same_inputs, model_files
+from podium.train.saving import SaveTimer, Saving
 from podium.train.scorers import OwnPrompts, Scorer, make_teacher_scorer
 from podium.train.setup import (
     Model,
@@ -74,9 +74,8 @@ class RunParts:
     rollouts: Rollouts
     trainer: Trainer
     recorder: Recorder
-    checkpointer: Checkpointer
+    saving: Saving
     profiler: Profiler
-    save_timer: "SaveTimer"
     resources: contextlib.ExitStack
     """Closes the run's own resources: services, the last checkpoint, graders, the engine."""
 
@@ -232,6 +231,9 @@ def open_run(
             check=check,
             on_step=on_step,
         )
+        timer = SaveTimer(60.0 * spec.checkpoint.every_minutes)
+        saving = Saving(checkpointer, timer, stop, to_continue=lambda: how_to_continue(run_dir.path))
+        job.watchdog.rescue = saving.rescue
         profiler = Profiler(run_dir.path if run_dir.writes else None, profile, progress.message)
         resources.callback(profiler.close)
         resources.enter_context(job.watching_for_notices())
@@ -244,9 +246,8 @@ def open_run(
             rollouts=rollouts,
             trainer=trainer,
             recorder=recorder,
-            checkpointer=checkpointer,
+            saving=saving,
             profiler=profiler,
-            save_timer=SaveTimer(60.0 * spec.checkpoint.every_minutes),
             resources=resources,
         )
         yield parts, state, done
@@ -267,23 +268,6 @@ class Valuing(NamedTuple):
         """The abstract result of `first_state`."""
         specs = trained_specs(self.model.decoder)
         return abstract_state(abstract_params(specs, jnp.float32, self.model.rules), self.optimizer)
-
-
-class SaveTimer:
-    """Decides by the time since the last save whether another is due; process 0 decides for all."""
-
-    def __init__(self, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`every_s` 0 means never."""
-        self._every_s, self._clock = every_s, clock
-        self.restart()
-
-    def restart(self) -> None:
-        """Restart the clock; called when a save begins."""
-        self._since = self._clock()
-
-    def due(self) -> bool:
-        """Whether a save is due; the same on all hosts, which must all call this after each step."""
-        return bool(self._every_s) and from_leader(lambda: self._clock() - self._since >= self._every_s)
 
 
 def _plan(check: PlanCheck | None, decoder: DecoderConfig, run_dir: RunDir, progress: Progress) -> None:
