@@ -150,15 +150,14 @@ def sft(
     """Imitate the answers that the data has: a warm start. Then `podium train CONFIG --from runs/NAME-sft`."""
     from podium.config.load import Override
     from podium.job.context import join_job
-    from podium.settings import load_settings
+    from podium.settings import load_settings, named_after
 
     as_sft = [
         Override("algorithm", {"recipe": "sft"}, "podium sft"),
         Override("group_size", 1, "podium sft"),
     ]
     with join_job(os.environ) as job:
-        settled = load_settings(config, [*as_sft, *(settings or [])]).config
-        settled = settled.model_copy(update={"name": f"{(settled.name or '').removesuffix('-sft')}-sft"})
+        settled = named_after(load_settings(config, [*as_sft, *(settings or [])]), config, "sft")
         job.agree(settled)
         from podium.train.loop import train as run
 
@@ -174,12 +173,11 @@ def dpo(
 ) -> None:
     """Learn from preferences: pairs by DPO, IPO or the hinge, labelled answers by KTO, as `algorithm.loss` says."""
     from podium.job.context import join_job
-    from podium.settings import load_settings, preference_overrides
+    from podium.settings import load_settings, named_after, preference_overrides
 
     with join_job(os.environ) as job:
         given = settings or []
-        settled = load_settings(config, [*preference_overrides(config, given), *given]).config
-        settled = settled.model_copy(update={"name": f"{(settled.name or '').removesuffix('-dpo')}-dpo"})
+        settled = named_after(load_settings(config, [*preference_overrides(config, given), *given]), config, "dpo")
         job.agree(settled)
         from podium.train.loop import train as run
 

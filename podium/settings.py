@@ -24,10 +24,13 @@ from podium.config.optimizer import OPTIMIZER_COPIES
 from podium.config.schema import Config, RolloutConfig, TaskConfig
 from podium.config.sizes import too_long, too_long_to_score
 from podium.config.teacher import template_names
+from podium.files import as_path
 from podium.models.architecture import ModelError
 from podium.models.layouts import AUTO
 from podium.models.params import ROLLOUT_LAYOUTS
 from podium.models.source import on_disk, read_architecture, read_reward_model, read_scorer, resolve
+from podium.observe.own_config import at_home, check_place, continues
+from podium.observe.run_dir import Fork, recipe_of
 from podium.run.resolve import resolve_algorithm, resolve_recipe
 from podium.run.sizes import prompts_in_flight
 from podium.tasks.curriculum import leveled
@@ -55,13 +58,35 @@ IMPORTABLE: Mapping[str, str] = {
 
 
 def load_settings(
-    files: Sequence[str | Path], overrides: Sequence[str | Override], environ: Mapping[str, str] = os.environ
+    files: Sequence[str | Path],
+    overrides: Sequence[str | Override],
+    environ: Mapping[str, str] = os.environ,
+    *,
+    elsewhere: bool = False,
 ) -> Loaded:
     """Load settings as `podium.config.load.load` does, and check them against tasks and model without a network.
 
-    Raises ConfigError with all problems.
+    A run's own config leads to the folder that holds it, unless the run is `elsewhere`, on another machine. Raises
+    ConfigError with all problems.
     """
-    return load(files, overrides, environ, rules=(*RULES, _tasks, _models, _reward_models))
+    rules = (*RULES, _tasks, _models, _reward_models)
+    if elsewhere:
+        return load(files, overrides, environ, rules=rules)
+    loaded = load(files, overrides, environ, rules=rules, settled=at_home)
+    check_place([Path(file) if isinstance(file, str) else file for file in files], loaded)
+    return loaded
+
+
+def named_after(loaded: Loaded, files: Sequence[Path], recipe: str) -> Config:
+    """The settings of `podium sft` and `podium dpo`: the run has the config's name with `-sft` or `-dpo`.
+
+    A run of that recipe keeps its name if its own config is among the files: it is continued.
+    """
+    name = loaded.config.name or ""
+    home = as_path(loaded.config.runs_dir) / name
+    if continues(files, loaded) and recipe_of(Fork(str(home), None)) == recipe:
+        return loaded.config
+    return loaded.config.model_copy(update={"name": f"{name.removesuffix(f'-{recipe}')}-{recipe}"})
 
 
 def preference_overrides(files: Sequence[str | Path], overrides: Sequence[str | Override]) -> list[Override]:

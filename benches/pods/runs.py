@@ -13,8 +13,7 @@ from typing import Any
 
 from benches.kill_resume import differences
 from benches.pods.bench import DEVICES, TYPE, WORKERS, Bench, Row, on_cpu, rented, seconds_since, wait
-from podium.observe.run_dir import CHECKPOINTS, METRICS
-from podium.train.step_files import saved_steps
+from podium.observe.run_dir import CHECKPOINTS, METRICS, saved_steps
 from tests.pods.network_world import ZONES
 from tests.pods.unreliable import SIGNS
 

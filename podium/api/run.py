@@ -11,9 +11,8 @@ from podium.files import as_path
 from podium.observe.history import Point, read_history
 from podium.observe.notebook import curve_image, table
 from podium.observe.records import MetricsRecord, SampleRecord, read_metrics, read_samples, step_of
-from podium.observe.run_dir import METRICS, SAMPLES, parse_fork, read_config
+from podium.observe.run_dir import METRICS, SAMPLES, parse_fork, read_config, saved_steps
 from podium.observe.text import clock
-from podium.train.step_files import saved_steps
 
 if TYPE_CHECKING:  # `podium.grpo` prints a line before it imports jax
     from podium.api.answers import Answer, Evaluated

@@ -12,7 +12,7 @@ the variable, or the line of a file.
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +51,7 @@ def load(
     environ: Mapping[str, str],
     *,
     rules: Sequence[Rule] = (),
+    settled: Callable[[Path, Node], Node] = lambda file, written: written,
 ) -> Loaded:
     """Load the settings from files, environment and command line.
 
@@ -61,6 +62,7 @@ def load(
         overrides: `key=value` texts of `--set`, or settings with an origin; later ones win, and all win over `environ`.
         environ: usually `os.environ`; variables that start with `PODIUM_` are settings.
         rules: further rules, whose violations are reported together with all other errors.
+        settled: maps a file and the settings that are written there to those that count.
 
     Raises ConfigError with all problems.
     """
@@ -68,7 +70,8 @@ def load(
     problems: list[Problem] = []
     for file in files:
         with _collecting(problems):
-            tree = merge(tree, _read_with_bases(located(Path(file) if isinstance(file, str) else file), ()))
+            path = located(Path(file) if isinstance(file, str) else file)
+            tree = merge(tree, settled(path, _read_with_bases(path, ())))
     names = sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX))
     settings = [_environment_setting(name, environ[name]) for name in names]
     for override in overrides:

@@ -29,7 +29,8 @@ from typing import IO, NamedTuple
 import yaml
 from pydantic import JsonValue, ValidationError
 
-from podium.config.errors import UsageError
+from podium.config.document import read_document
+from podium.config.errors import ConfigError, UsageError
 from podium.config.schema import Config
 from podium.config.show import to_yaml
 from podium.files import (
@@ -44,12 +45,12 @@ from podium.files import (
     write_atomically,
 )
 from podium.observe.bucket import Mirror, records_folder
+from podium.observe.own_config import CONFIG, at_home
 from podium.observe.record_check import Extent, Ledger, check_records
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 LENGTHS = "lengths.jsonl"
-CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 CURVE = "curve.svg"
 LOCK = "run.lock"
@@ -58,6 +59,8 @@ RECORDS = (METRICS, SAMPLES, LENGTHS)
 """Files with a line for each record."""
 CHECKPOINTS = "checkpoints"
 FORK = "fork.json"
+MARK = "commit_success.txt"
+"""File that orbax adds to a step in a bucket when it is complete."""
 DATA = "data"
 
 Settings = Mapping[str, JsonValue]
@@ -144,6 +147,15 @@ def parse_fork(text: str) -> Fork:
     return Fork(folder, int(step) if step else None)
 
 
+def saved_steps(folder: Path) -> list[int]:
+    """The complete steps in a run's `checkpoints` folder, oldest first. Writes nothing.
+
+    In a bucket, where nothing can be renamed, these are the steps that orbax has marked as complete.
+    """
+    steps = [path for path in folder.glob("*") if path.name.isdecimal()]
+    return sorted(int(path.name) for path in steps if not in_bucket(folder) or (path / MARK).exists())
+
+
 class RunDir:
     """The folder of the run that this process trains. One process locks it and writes to it until `close`."""
 
@@ -200,6 +212,7 @@ class RunDir:
             mirror = Mirror(path, home) if in_bucket(home) else None
             continued = (path / CONFIG).exists() and _has_begun(path, home)
             if continued:
+                _check_steps(home, settings)
                 _check_agreement(path, settings)
                 fork = _kept_fork(path, fork)
             elif fork is not None:
@@ -394,10 +407,26 @@ def _parsed(path: Path) -> object:
         return str(error)
 
 
+def _check_steps(home: Path, settings: Settings) -> None:
+    """Raise UsageError if the run has more steps than the settings ask for: saved steps are never taken back."""
+    saved, steps = saved_steps(home / CHECKPOINTS), settings["steps"]
+    if saved and isinstance(steps, int) and saved[-1] > steps:
+        earlier = [step for step in saved if step <= steps]
+        fork = (
+            f", or begin another run from an earlier step: --from {home}@{earlier[-1]} --set name=NAME"
+            if earlier
+            else ""
+        )
+        raise UsageError(
+            f"steps: {saved[-1]} steps of run {home} are done and saved, and {steps} are asked for: there is nothing to"
+            f" train; set steps above {saved[-1]} to go on{fork}"
+        )
+
+
 def _check_agreement(path: Path, settings: Settings) -> None:
     """Raise RunFileError if the settings differ from the stored ones in a way that affects what the run learns."""
     stored = read_config(path)
-    changed = _differences(stored.document(), settings)
+    changed = _differences(_portable(stored.document(), path), _portable(settings, path))
     free = MAY_CHANGE
     if stored.train.optimizer.schedule == "constant" and "train.optimizer.schedule" not in changed:
         free = (*MAY_CHANGE, "steps")
@@ -414,6 +443,17 @@ def _check_agreement(path: Path, settings: Settings) -> None:
         )
 
 
+def _portable(value: object, folder: Path) -> object:
+    """A tree of settings in which paths below a run's folder do not depend on where the folder is."""
+    if isinstance(value, Mapping):
+        return {key: _portable(child, folder) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_portable(child, folder) for child in value]
+    if isinstance(value, str) and "/" in value and Path(value).absolute().is_relative_to(folder.absolute()):
+        return f"RUN/{Path(value).absolute().relative_to(folder.absolute())}"
+    return value
+
+
 def _is_below(key: str, section: str) -> bool:
     return key == section or key.startswith(f"{section}.")
 
@@ -421,11 +461,11 @@ def _is_below(key: str, section: str) -> bool:
 def read_config(path: Path) -> Config:
     """The config of the run in a folder. Raises RunFileError if it is missing or this version cannot read it."""
     try:
-        return Config.model_validate(yaml.safe_load((path / CONFIG).read_text(encoding="utf-8")))
+        return Config.model_validate(at_home(path / CONFIG, read_document(path / CONFIG)).plain())
     except ValidationError as error:
         problem = "; ".join(f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors())
-    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a date that does not exist
-        problem = str(error)
+    except ConfigError as error:
+        problem = "; ".join(each.message for each in error.problems)
     raise RunFileError(f"{path / CONFIG} is not a config ({problem}); set another name, or delete the folder {path}")
 
 

@@ -80,7 +80,7 @@ def run(config: ConfigFiles, rent: Rent, options: RunOptions, common: Common, se
     The same command again, from any laptop, follows the run that it started. Ctrl-C stops following; the run
     continues. Exit status: the run's own, or 130 after Ctrl-C.
     """
-    raise typer.Exit(run_config(load_settings(config, settings or []), rent, options, common))
+    raise typer.Exit(run_config(load_settings(config, settings or [], elsewhere=True), rent, options, common))
 
 
 @app.command()
@@ -290,7 +290,7 @@ def sky(
     ] = None,
 ) -> None:
     """Print the config as a SkyPilot task, for `sky launch` or `sky jobs launch`."""
-    loaded = load_settings(config, settings or [])
+    loaded = load_settings(config, settings or [], elsewhere=True)
     print(sky_task(loaded.config, type, zone=zone, spot=spot, runtime=runtime), end="")
 
 
@@ -306,7 +306,7 @@ def slurm(
     python: Annotated[str, typer.Option(metavar="PATH", help="Python with Podium's dependencies.")] = "python",
 ) -> None:
     """Print the config as a script for Slurm's sbatch."""
-    loaded = load_settings(config, settings or [])
+    loaded = load_settings(config, settings or [], elsewhere=True)
     print(slurm_script(loaded.config, nodes=nodes, gpus=gpus, time=time, python=python), end="")
 
 
@@ -323,5 +323,5 @@ def k8s(
     spot: Annotated[bool, typer.Option("--spot/--on-demand", help="Which machines the node pool has.")] = True,
 ) -> None:
     """Print the config as a JobSet for GKE, which rents GPUs too and is the only way to rent TPU7x."""
-    loaded = load_settings(config, settings or [])
+    loaded = load_settings(config, settings or [], elsewhere=True)
     print(k8s_manifest(loaded.config, type, nodes=nodes, image=image, claim=claim, spot=spot), end="")

@@ -37,13 +37,14 @@ from orbax.checkpoint.path import atomicity
 from podium.config.schema import CheckpointConfig
 from podium.files import absolute, forbids_writing, in_bucket
 from podium.observe.record_check import Extent
+from podium.observe.run_dir import saved_steps
 from podium.observe.summary import versions
 from podium.sharding import Params
 from podium.train.carry import HostState, Position
 from podium.train.distributed import from_leader
 from podium.train.s3 import S3, take_s3_for_a_bucket
 from podium.train.state import TrainState
-from podium.train.step_files import Beat, CheckpointError, damage, first_line, saved_steps, seal, stored_sizes
+from podium.train.step_files import Beat, CheckpointError, damage, first_line, seal, stored_sizes
 
 SCORE = "score"
 SHOWN_DIFFERENCES = 3

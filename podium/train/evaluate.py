@@ -15,7 +15,7 @@ from podium.config.schema import Config
 from podium.files import to_json, write_atomically
 from podium.observe.metrics import evaluation_metrics
 from podium.observe.records import SampleRecord, sample_record
-from podium.observe.run_dir import Fork
+from podium.observe.run_dir import Fork, saved_steps
 from podium.observe.stats import EvaluationStats, TaskScores
 from podium.observe.text import shown
 from podium.rollout.request import RolloutStats
@@ -24,7 +24,6 @@ from podium.train.feed import request_seed
 from podium.train.generate import AnswerSettings, FailingEnvironmentError, Group, Rollouts
 from podium.train.reward_models import load_reward_models
 from podium.train.setup import load_parts, make_model, rollout_spec
-from podium.train.step_files import saved_steps
 
 Z_95 = 1.959963984540054
 SHOWN_CHARACTERS = 400

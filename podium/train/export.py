@@ -18,10 +18,9 @@ from podium.models.params import LAYERS, own_name
 from podium.models.peft import save_adapter
 from podium.observe.bucket import copy_records
 from podium.observe.card import model_card
-from podium.observe.run_dir import Fork, parse_fork, read_config
+from podium.observe.run_dir import Fork, parse_fork, read_config, saved_steps
 from podium.sharding import Params
 from podium.train.setup import Model, load_frozen, load_trained, load_weights, make_model
-from podium.train.step_files import saved_steps
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -555,7 +555,7 @@ class _Grades:
         on_progress: Callable[[int, int], None],
         on_poll: Callable[[], None],
     ) -> None:
-        """`own` is the slice of the pending prompts that this host grades; `on_poll` may raise to end a wait for them."""
+        """`own` is the slice of the pending prompts that this host grades; `on_poll` may raise to end a wait."""
         self._grader = grader
         self._on_poll = on_poll
         self._pending = pending

@@ -22,13 +22,12 @@ from typing import Literal, NamedTuple, Protocol, Required, TypedDict
 import xxhash
 
 from podium.files import in_bucket, write_atomically
+from podium.observe.run_dir import saved_steps
 
 SIZES, DIGESTS = "sizes.json", "digests.json"
 IDENTITY = "identity.json"
 """File in the run's folder with the run's id."""
 ASIDE = ".damaged"
-MARK = "commit_success.txt"
-"""File that orbax adds to a step in a bucket when it is complete."""
 BLOCK = 1 << 20  # bytes read at once: small enough for the CPU's cache, large enough for few calls
 READERS = 4
 Beat = Callable[[], None]
@@ -46,15 +45,6 @@ class Seal(TypedDict):
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be written, or cannot be read; the message says which, why, and what to do."""
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """The complete steps in a run's `checkpoints` folder, oldest first. Writes nothing.
-
-    In a bucket, where nothing can be renamed, these are the steps that orbax has marked as complete.
-    """
-    steps = [path for path in folder.glob("*") if path.name.isdecimal()]
-    return sorted(int(path.name) for path in steps if not in_bucket(folder) or (path / MARK).exists())
 
 
 def seal(path: Path, step: int, beat: Beat) -> None:

@@ -138,9 +138,9 @@ def test_a_key_whose_name_begins_like_a_free_one_is_not_free(tmp_path):
     ("content", "problem"),
     [
         (b"model: demo\nrecipe: grpo\n", "tasks: Field required; recipe: Extra .*"),
-        (b"model: demo\xef\n", "'utf-8' codec can't decode byte 0xef .*"),
-        (b"name: 2026-13-45\n", "month must be in .*"),
-        (b"model: [demo\n", "while parsing a flow sequence.*"),
+        (b"model: demo\xef\n", "is not UTF-8 text .*"),
+        (b"name: 2026-13-45\n", "model: Field required; tasks: Field required"),
+        (b"model: [demo\n", "not YAML: while parsing a flow sequence.*"),
     ],
     ids=["other keys", "not UTF-8", "no such date", "not YAML"],
 )

@@ -12,6 +12,7 @@ from tiny_runs import assert_same_run, config_of, make_config, read_records, tra
 
 from podium.config.errors import ConfigError
 from podium.observe.alarms import length_distance
+from podium.observe.run_dir import saved_steps
 from podium.rollout.request import Completion, RolloutStats
 from podium.settings import load_settings
 from podium.tasks.task import Reward
@@ -19,7 +20,6 @@ from podium.train.carry import Pending, Position, chosen
 from podium.train.generate import Rollouts
 from podium.train.loop import train
 from podium.train.setup import load_weights, make_model, rollout_spec
-from podium.train.step_files import saved_steps
 
 CARRIED = {"in_flight": 1.5, "max_staleness": 1, "max_new_tokens": 10, "slots": 8, "refill_steps": 2}
 """Six groups of four share eight slots, and a step takes four of them."""

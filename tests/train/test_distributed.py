@@ -20,8 +20,8 @@ from processes import below, runs
 from tiny_runs import SHORT, assert_same_run, make_config, merged, read_records, trained
 
 from podium.job.records import first_failure, outcome, read_json
+from podium.observe.run_dir import saved_steps
 from podium.train.loop import train
-from podium.train.step_files import saved_steps
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300.0

@@ -22,11 +22,11 @@ from podium.files import RunFileError
 from podium.job.context import JobContext
 from podium.job.records import HANG, ProgressReport
 from podium.job.watchdog import Watchdog
+from podium.observe.run_dir import saved_steps
 from podium.tasks.conversation import Reply, Turn
 from podium.train.evaluate import evaluate
 from podium.train.generate import Rollouts
 from podium.train.loop import train
-from podium.train.step_files import saved_steps
 from podium.train.trainer import DivergedError, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -29,11 +29,11 @@ from tiny_runs import (
 )
 
 from podium.job.context import alone
-from podium.observe.run_dir import Fork, RunDir, RunInUseError, read_config, run_home
+from podium.observe.run_dir import Fork, RunDir, RunInUseError, read_config, run_home, saved_steps
 from podium.train.loop import train
 from podium.train.recorder import Recorder, unheard
 from podium.train.run import open_run
-from podium.train.step_files import CheckpointError, saved_steps
+from podium.train.step_files import CheckpointError
 from podium.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_device")

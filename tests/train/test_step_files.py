@@ -10,9 +10,10 @@ from test_checkpoint import assert_bit_equal, make_state, open_checkpointer, tar
 from podium.config.schema import CheckpointConfig
 from podium.job.records import ProgressReport
 from podium.job.watchdog import Watchdog
+from podium.observe.run_dir import saved_steps
 from podium.train import checkpoint
 from podium.train.checkpoint import Checkpointer, restore_state
-from podium.train.step_files import CheckpointError, damage, newest_whole_step, saved_steps
+from podium.train.step_files import CheckpointError, damage, newest_whole_step
 
 
 def flip(file: Path, rng: random.Random) -> None:

@@ -1,0 +1,88 @@
+"""A run's own config.yaml, wherever its folder is now: it belongs to the folder that holds it.
+
+A run writes all its settings to its folder, `runs_dir` and `name` among them. If the folder is moved, or the file is
+read from another working directory, these no longer lead to it. Files that the run itself keeps in its folder (rows
+passed from Python) are found again too. Imports no jax.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from podium.config.document import Node
+from podium.config.errors import wrong
+from podium.config.load import Loaded
+from podium.files import as_path, in_bucket
+from podium.observe.bucket import records_folder
+
+CONFIG = "config.yaml"
+OWN = ("run.lock", "run.json", "identity.json", "metrics.jsonl")
+"""Files of which a run's folder has one as soon as it has its config."""
+PLACE = ("runs_dir", "name")
+"""The settings that say where a run is."""
+
+
+def is_own_config(file: Path) -> bool:
+    """Whether a file is the config that a run wrote to its folder."""
+    return file.name == CONFIG and file.is_file() and any((file.parent / name).is_file() for name in OWN)
+
+
+def at_home(file: Path, written: Node) -> Node:
+    """The settings of a config file; if it is a run's own, with `runs_dir`, `name` and paths as they are now."""
+    former = _written_home(written)
+    if former is None or not is_own_config(file) or is_same_place(former, file.parent):
+        return written
+    folder = file.parent if in_bucket(file) else file.parent.resolve()
+    moved = _moved(written, str(former), str(folder))
+    place = {"runs_dir": str(folder.parent), "name": folder.name}
+    kept = {key: Node(value, f"{file}, which is a run's own") for key, value in place.items()}
+    return Node({**moved.section, **kept}, moved.origin)
+
+
+def check_place(files: Sequence[Path], loaded: Loaded) -> None:
+    """Raise ConfigError if the environment leads away from the run whose own config is among the files.
+
+    Later files and options of the command line may: they were written for this command.
+    """
+    own = [file for file in files if is_own_config(file)]
+    origins = {key: loaded.provenance.get(key, "") for key in PLACE}
+    leading = [key for key, origin in origins.items() if origin.startswith("environment ")]
+    if own and leading and not continues(files, loaded):
+        rule = f"{own[-1]} is a run's own config and continues the run in {own[-1].parent}"
+        way_out = f"unset the variable, or say with --set {leading[0]}=... where another run begins"
+        raise wrong(leading[0], f"{rule}; {way_out}", origins[leading[0]])
+
+
+def continues(files: Sequence[Path], loaded: Loaded) -> bool:
+    """Whether these settings continue the run whose own config is among the files."""
+    home = as_path(loaded.config.runs_dir) / str(loaded.config.name)
+    return any(is_own_config(file) and is_same_place(home, file.parent) for file in files)
+
+
+def is_same_place(home: Path, folder: Path) -> bool:
+    """Whether a folder is that of the run at `home`, or holds the local records of a run in a bucket."""
+    if in_bucket(folder):
+        return str(home) == str(folder)
+    local = records_folder(home) if in_bucket(home) else home
+    return local.exists() and local.samefile(folder)
+
+
+def _written_home(written: Node) -> Path | None:
+    """The folder of the run as its config says; None if it does not."""
+    values = [node.value for key in PLACE if (node := written.section.get(key)) is not None]
+    match values:
+        case [str(runs_dir), str(name)]:
+            return as_path(runs_dir) / name
+        case _:
+            return None
+
+
+def _moved(node: Node, former: str, now: str) -> Node:
+    """The settings with every path below `former` as the same path below `now`."""
+    value = node.value
+    if isinstance(value, dict):
+        value = {key: _moved(child, former, now) for key, child in value.items()}
+    elif isinstance(value, list):
+        value = [_moved(child, former, now) for child in value]
+    elif isinstance(value, str) and value.startswith(f"{former}/"):
+        value = f"{now}/{value.removeprefix(f'{former}/')}"
+    return Node(value, node.origin, node.text)
