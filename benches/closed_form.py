@@ -318,7 +318,7 @@ def main() -> None:
         record(f"{name}-planned", {**known, "figures": figures, "rows": rows}, args.results)
         if args.count is None or args.at_limit:
             table = list(lines(rows, figures, 0 if args.at_limit else SEEN))
-            write_section(MEASUREMENTS, name, table)
+            write_section(MEASUREMENTS, name, table, args.results)
     print(figures)
     sys.exit(any(figures[name] > bar for name, bar in bars.items()))
 

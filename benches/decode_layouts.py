@@ -159,7 +159,7 @@ def main() -> None:
                 print(f"  {found[-1]}", flush=True)
                 best = min(best, found[-1]["planned_ms"]) if found[-1]["fits"] else best
     record("decode-layouts-planned", {"tpu": TPU, "positions": POSITIONS, "rows": found}, args.results)
-    write_section(ROOT / "docs" / "planner-measurements.md", "decode layouts", list(lines(found)))
+    write_section(ROOT / "docs" / "planner-measurements.md", "decode layouts", list(lines(found)), args.results)
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def main() -> None:
         fits = {name: row["settings"] is not None and row["verdict"] == "fits" for name, row in found.items()}
         waiting = [name for name in CASES if name not in found]
         record(NAME, {"cases": found, "fits": fits, "not_run": waiting}, args.results, packages=["libtpu"])
-    write_section(ROOT / "docs" / "planner.md", "fit", table(found))
+    write_section(ROOT / "docs" / "planner.md", "fit", table(found), args.results)
     print(*table(found), sep="\n")
     sys.exit(not all(fits.values()))
 

@@ -331,7 +331,7 @@ def main() -> None:
         ratios = {name: known[name].ratio for name in rows}
         record(NAME, {"cases": rows, "ratios": ratios, "bar": BAR}, args.results, packages=["libtpu"])
     found = {name: known[name] for name in TRIED if name in known}
-    write_section(MEASUREMENTS, "fit-exhaustive", table(found))
+    write_section(MEASUREMENTS, "fit-exhaustive", table(found), args.results)
     print(*table(found), sep="\n")
     sys.exit(not all(0 < row.ratio <= BAR for row in found.values()))
 

@@ -121,7 +121,7 @@ def main() -> None:
         print(case, rows[case], flush=True)
         packages = list(compiler_versions(find_accelerator(machine)))
         record(NAME, {"rows": rows}, args.results, packages=packages)
-        write_section(MEASUREMENTS, "floors", table(rows))
+        write_section(MEASUREMENTS, "floors", table(rows), args.results)
 
 
 if __name__ == "__main__":

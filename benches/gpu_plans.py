@@ -111,7 +111,7 @@ def main() -> None:
             rows.append(json.loads(path.read_text()))
             print(rows[-1], flush=True)
     record("gpu-plans-planned", {"rows": rows}, args.results, packages=PACKAGES)
-    write_section(ROOT / "docs" / "planner-measurements.md", "gpu-plans", list(lines(rows)))
+    write_section(ROOT / "docs" / "planner-measurements.md", "gpu-plans", list(lines(rows)), args.results)
 
 
 if __name__ == "__main__":

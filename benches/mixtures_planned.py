@@ -90,7 +90,7 @@ def main() -> None:
     settings = {name: case.settings for name, case in CASES.items()}
     bars = {name: case.bars for name, case in CASES.items()}
     record(NAME, {"cases": found, "settings": settings, "bars": bars, "met": met}, args.results, packages=["libtpu"])
-    write_section(MEASUREMENTS, "mixtures", table(found))
+    write_section(MEASUREMENTS, "mixtures", table(found), args.results)
     sys.exit(not all(all(each.values()) for each in met.values()))
 
 

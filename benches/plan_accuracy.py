@@ -349,7 +349,12 @@ def main() -> None:
     settings = {name: list(SETTINGS[name]) for name in names}
     details = {"bars": BARS, "figures": figures, "constants": found, "seconds": rows, "memory": memory}
     if not args.setting:
-        write_section(ROOT / "docs" / "planner-measurements.md", "plan-accuracy", list(tables(figures, memory, rows)))
+        write_section(
+            ROOT / "docs" / "planner-measurements.md",
+            "plan-accuracy",
+            list(tables(figures, memory, rows)),
+            args.results,
+        )
     record("plan-accuracy-cpu", {"base": list(BASE), "settings": settings, **details}, args.results)
     below = all(figures[name] <= bar for name, bar in BARS.items() if name != "inside")
     sys.exit(not (below and figures["inside"] >= BARS["inside"]))

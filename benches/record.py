@@ -1,6 +1,7 @@
 """What every result in benches/results/ says besides its numbers: the command, the commit, the machine, versions, date.
 
-Benches are modules: `python -m benches.NAME` from the root of the checkout. Those that measure take `--results FOLDER`.
+Benches are modules: `python -m benches.NAME` from the root of the checkout. Those that measure write to build/results,
+or to `--results FOLDER`; with `--record` they replace the committed result, and the tables of it in docs/.
 """
 
 import argparse
@@ -27,17 +28,24 @@ from podium.plan.topology import compiler_environment
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benches" / "results"
+"""The committed results."""
+DRAFTS = ROOT / "build" / "results"
+"""Where results go that are not to be committed."""
 MEASUREMENTS = ROOT / "docs" / "planner-measurements.md"
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with the module's docstring as its help, and `--results`."""
+    """A parser with the module's docstring as its help, `--results` and `--record`."""
     parser = argparse.ArgumentParser(program(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="where the numbers are written")
+    chosen = parser.add_mutually_exclusive_group()
+    where = f"where the numbers are written; default: {DRAFTS.relative_to(ROOT)}"
+    chosen.add_argument("--results", type=Path, default=DRAFTS, metavar="FOLDER", help=where)
+    replaced = f"write them to {RESULTS.relative_to(ROOT)}, in place of what is there"
+    chosen.add_argument("--record", dest="results", action="store_const", const=RESULTS, help=replaced)
     return parser
 
 
-def record(name: str, result: Mapping[str, Any], folder: Path = RESULTS, *, packages: Sequence[str] = ()) -> Path:
+def record(name: str, result: Mapping[str, Any], folder: Path, *, packages: Sequence[str] = ()) -> Path:
     """Write `folder/name.json`: how the numbers came about, then the numbers.
 
     Args:
@@ -56,6 +64,7 @@ def record(name: str, result: Mapping[str, Any], folder: Path = RESULTS, *, pack
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(about | dict(result), indent=2) + "\n")
+    print(f"written: {path}", file=sys.stderr)
     return path
 
 
@@ -119,8 +128,14 @@ def show_progress(progress: CompileProgress) -> None:
         print(f"  {progress.phase}: {progress.state}, {progress.seconds:.0f} s", flush=True)
 
 
-def write_section(page: Path, name: str, lines: Sequence[str]) -> None:
-    """Replace what stands between `<!-- name -->` and `<!-- end of name -->` of a page."""
+def write_section(page: Path, name: str, lines: Sequence[str], results: Path) -> None:
+    """Replace what is between `<!-- name -->` and `<!-- end of name -->` of a page.
+
+    The page shows what is committed: unless the numbers are written to those `results`, the lines are printed instead.
+    """
+    if results.resolve() != RESULTS.resolve():
+        print(*lines, sep="\n")
+        return
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     before, found, rest = page.read_text(encoding="utf-8").partition(begin)
     _, closed, after = rest.partition(end)

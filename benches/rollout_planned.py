@@ -100,7 +100,7 @@ def main() -> None:
     shares = [row["share"] for name, row in found.items() if name.startswith("1,024")]
     met = {name: found[name]["device_s"] <= bar for name, bar in BARS.items()} | {"share": max(shares) >= SHARE}
     record("rollout-planned", {"rollouts": found, "bars": {**BARS, "share": SHARE}, "met": met}, args.results)
-    write_section(ROOT / "docs" / "planner-measurements.md", "rollouts", table(found))
+    write_section(ROOT / "docs" / "planner-measurements.md", "rollouts", table(found), args.results)
     print(*table(found), sep="\n")
     sys.exit(not all(met.values()))
 

@@ -89,7 +89,7 @@ def main() -> None:
             rows.append(row(model, tpu, plan(model, tpu)))
             print(f"  {rows[-1]}", flush=True)
     record("scaling-planned", {"rows": rows}, args.results)
-    write_section(ROOT / "docs" / "planner-measurements.md", "scaling", list(lines(rows)))
+    write_section(ROOT / "docs" / "planner-measurements.md", "scaling", list(lines(rows)), args.results)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benches.gather import plan as plan_gather
-from benches.record import ROOT, arguments, record, recorded, show_progress
+from benches.record import RESULTS, ROOT, arguments, record, recorded, show_progress
 from podium.accelerators import GIB, find_accelerator
 from podium.models.presets import find_architecture
 from podium.plan.compare import difference
@@ -368,7 +368,7 @@ def main() -> None:
         rows += made if isinstance(made, list) else [made]
         print(f"{rows[-1].experiment}: {rows[-1].planned} ({rows[-1].measured}) {rows[-1].met}", flush=True)
     record("seeds-planned", {"rows": [dataclasses.asdict(row) for row in rows]}, args.results)
-    if not args.skip_ours:
+    if not args.skip_ours and args.results == RESULTS:
         PAGE.write_text(page(rows, reasons(planner)))
 
 

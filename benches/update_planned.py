@@ -92,7 +92,7 @@ def main() -> None:
         for name, row in found.items()
     }
     record(NAME, {"updates": found, "bars": BARS, "met": met}, args.results, packages=["libtpu"])
-    write_section(ROOT / "docs" / "planner-measurements.md", "updates", table(found))
+    write_section(ROOT / "docs" / "planner-measurements.md", "updates", table(found), args.results)
     print(*table(found), sep="\n")
     sys.exit(not all(met.values()))
 

@@ -50,7 +50,7 @@ def main() -> None:
     print(found)
     met = {"cache_share": share <= BARS["cache_share"], "over_floor": over <= BARS["over_floor"]}
     record(NAME, {"settings": SETTINGS, "found": found, "bars": BARS, "met": met}, args.results, packages=["libtpu"])
-    write_section(MEASUREMENTS, "windows", table(found))
+    write_section(MEASUREMENTS, "windows", table(found), args.results)
     sys.exit(not all(met.values()))
 
 
