@@ -60,10 +60,10 @@ docs: $(VENV)-docs/installed
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet
 
 seeds: $(VENV)/dev.installed
-	$(BIN)/python -m benches.seeds
+	$(BIN)/python -m benches.seeds --record
 
 plan-accuracy: $(VENV)/dev.installed
-	$(BIN)/python -m benches.plan_accuracy
+	$(BIN)/python -m benches.plan_accuracy --record
 
 pictures: $(VENV)/dev.installed
 	$(BIN)/python -m tools.pictures

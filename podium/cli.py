@@ -252,15 +252,18 @@ def evaluate(
     samples: Annotated[int | None, typer.Option(min=0, help="Sampled answers per question.")] = None,
     greedy: Annotated[bool | None, typer.Option(help="Answer each question once, greedily.")] = None,
     show: Annotated[int, typer.Option(min=0, metavar="N", help="Print the first N answers of each task.")] = 0,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all answers, a line per question.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="New file for all answers, a line each.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     settings: Settings = None,
 ) -> None:
     """Evaluate a run's weights, or any model, on held-out questions."""
     from podium.config.load import load
     from podium.files import as_path
+    from podium.observe.out_files import check_new
     from podium.settings import evaluation_overrides, load_settings
 
+    if out is not None:
+        check_new(out, "--out")
     run = _run_at(target)
     files = [as_path(run.run) / "config.yaml"] if run else []
     if run is None and task is None:
@@ -443,14 +446,16 @@ def config_migrate(
 ) -> None:
     """Translate a config of the seed system, the TPU trainer that Podium succeeds, and list what changed or is lost."""
     from podium.compat.migrate import migrate
+    from podium.files import write_atomically
+    from podium.observe.out_files import check_new
 
+    if out is not None:
+        check_new(out, "-o")
     migration = migrate(old, os.environ)
     if out is None:
         print(migration.text, end="")
-    elif out.exists():
-        _fail(f"{out} exists; give a new name, or delete it", status=2)
     else:
-        out.write_text(migration.text, encoding="utf-8")
+        write_atomically(out, migration.text)
     for title, lines in (("changed", migration.changed), ("no counterpart", migration.lost)):
         if lines:
             print(f"{title}:", *lines, sep="\n  ", file=sys.stderr)

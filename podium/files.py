@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import os
-import shutil
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -175,26 +175,87 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def why_not_written(path: Path, error: OSError, size: int | None = None) -> str:
-    """The error message for a file that cannot be written; if the disk is full, with the free and the needed space."""
-    if forbids_writing(error):
-        return (
-            f"{path} cannot be written: {error.strerror}; make {path.parent} writable, or write the run elsewhere with"
-            " runs_dir"
-        )
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return f"{path} cannot be written: {error.strerror}"
-    room = f"{shutil.disk_usage(path.parent).free / 1e6:,.2f} MB are free"
+    """The error message for a file that cannot be written: what was tried, the cause, and what to do about it.
+
+    `size` is in bytes. If the disk is full, the message has the space and the files that are free, and what is needed.
+    """
+    reason = error.strerror if error.filename2 is None else cause_of(error)
+    return f"{path} cannot be written: {reason}; {disk_advice(error, path.parent, size)}"
+
+
+def cause_of(error: BaseException) -> str:
+    """The cause of an error of a disk: of a failed renaming with both names, of orbax and tensorstore in one line."""
+    if isinstance(error, OSError) and error.strerror and error.filename2 is not None:
+        return f"{error.filename} could not be renamed to {error.filename2}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return (str(error).splitlines() or [type(error).__name__])[0].partition(" [tensorstore_spec")[0]
+
+
+def disk_advice(
+    error: BaseException,
+    folder: Path,
+    size: int | None = None,
+    *,
+    elsewhere: str = "or write the run elsewhere with runs_dir",
+) -> str:
+    """What to do about an error of a disk, by its number, for `size` bytes in `folder`; `elsewhere` ends the advice."""
+    number = error_number(error)
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return f"{_room(folder, size, quota=number == errno.EDQUOT)}, {elsewhere}"
+    if number in FORBIDDEN:
+        return f"make {folder} writable, {elsewhere}"
+    advice = next((text for numbers, text in ADVICE.items() if number in numbers), None)
+    return f"look at the disk of {folder}, {elsewhere}" if advice is None else f"{advice}, {elsewhere}"
+
+
+FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+ADVICE: Mapping[tuple[int, ...], str] = {
+    (errno.EIO, errno.ENXIO, errno.ENODEV): "the disk failed: `dmesg` says how",
+    (errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EREMOTEIO): (
+        "the network file system was not reached: mount it again"
+    ),
+    (errno.EMFILE, errno.ENFILE): "too many files are open: raise `ulimit -n`",
+    (errno.EFBIG,): "files may not be that large here: raise `ulimit -f`, take another file system",
+    (errno.ENAMETOOLONG,): "set a shorter name",
+    (errno.ENOENT, errno.ENOTDIR): "its folder was moved or deleted meanwhile: put it back",
+    (
+        errno.EEXIST,
+        errno.ENOTEMPTY,
+        errno.EISDIR,
+        errno.EBUSY,
+    ): "something else is there: move that away",
+}
+"""What to do about errors of disks, by their numbers."""
+
+
+def error_number(error: BaseException) -> int | None:
+    """The number of the operating system's error behind an exception; None if there is none.
+
+    The errors of tensorstore and safetensors have it in their text alone.
+    """
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, OSError) and behind.errno is not None:
+            return behind.errno
+        behind = behind.__cause__ or behind.__context__
+    if found := re.search(r"(?:OS error|os error|Errno) (\d+)", str(error)):
+        return int(found[1])
+    known = (errno.ENOSPC, errno.EDQUOT, *FORBIDDEN, *(number for numbers in ADVICE for number in numbers))
+    return next((number for number in known if os.strerror(number) in str(error)), None)
+
+
+def _room(folder: Path, size: int | None, *, quota: bool) -> str:
+    """What is free in a folder's file system and what is needed, in bytes and in files, and which of them to free."""
+    if in_bucket(folder):
+        return "free some space in the bucket"
+    disk = os.statvfs(folder)
+    free = f"{disk.f_bavail * disk.f_frsize / 1e6:,.2f} MB"
     need = "" if size is None else f", {size / 1e6:,.2f} MB are needed"
-    return (
-        f"{path} cannot be written: {error.strerror}; free some space in {path.parent} ({room}{need}),"
-        " or write the run elsewhere with runs_dir"
-    )
-
-
-def forbids_writing(error: BaseException) -> bool:
-    """Whether the cause of an error is that a place is read-only, or that this user may not write there."""
-    forbidden = (errno.EROFS, errno.EACCES, errno.EPERM)
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in forbidden
-    # tensorstore's errors have only the text
-    return any(os.strerror(number) in str(error) for number in forbidden)
+    if quota:
+        return f"your quota of space or of files is used up: delete files in {folder} ({free} are free for all{need})"
+    if disk.f_files and not disk.f_favail:
+        counted = f"all {disk.f_files:,} files (inodes) that it can hold are there; that {free} are free does not help"
+        return f"delete files in {folder}: its file system cannot hold another ({counted})"
+    files = f" and {disk.f_favail:,} files (inodes)" if disk.f_files else ""
+    return f"free some space in {folder} ({free}{files} are free{need})"

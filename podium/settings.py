@@ -17,7 +17,7 @@ from podium.algorithms.advantages import no_advantages
 from podium.algorithms.options import conflicts
 from podium.algorithms.recipes import LOSSES, RECIPES, Recipe, find_recipe
 from podium.config.document import Plain
-from podium.config.errors import Contradiction, nearest, not_in
+from podium.config.errors import ConfigError, Contradiction, nearest, not_in
 from podium.config.imports import imported, is_path
 from podium.config.load import Loaded, Override, load
 from podium.config.optimizer import OPTIMIZER_COPIES
@@ -29,7 +29,7 @@ from podium.models.architecture import ModelError
 from podium.models.layouts import AUTO
 from podium.models.params import ROLLOUT_LAYOUTS
 from podium.models.source import on_disk, read_architecture, read_reward_model, read_scorer, resolve
-from podium.observe.own_config import at_home, check_place, continues
+from podium.observe.own_config import at_home, check_place, continues, with_writers
 from podium.observe.run_dir import Fork, recipe_of
 from podium.run.resolve import resolve_algorithm, resolve_recipe
 from podium.run.sizes import prompts_in_flight
@@ -72,8 +72,14 @@ def load_settings(
     rules = (*RULES, _tasks, _models, _reward_models)
     if elsewhere:
         return load(files, overrides, environ, rules=rules)
-    loaded = load(files, overrides, environ, rules=rules, settled=at_home)
-    check_place([Path(file) if isinstance(file, str) else file for file in files], loaded)
+    paths = [Path(file) if isinstance(file, str) else file for file in files]
+    try:
+        loaded = load(paths, overrides, environ, rules=rules, settled=at_home)
+    except ConfigError as error:
+        if any("unknown key" in problem.message for problem in error.problems):
+            raise with_writers(error, paths) from None
+        raise
+    check_place(paths, loaded)
     return loaded
 
 

@@ -3,13 +3,24 @@ import errno
 import json
 import logging
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from podium.files import JsonLines, RunFileError, as_path, drop_lines_after, read_lines, to_json, write_atomically
+from podium.files import (
+    JsonLines,
+    RunFileError,
+    as_path,
+    drop_lines_after,
+    error_number,
+    read_lines,
+    to_json,
+    why_not_written,
+    write_atomically,
+)
 
 
 def write_lines(path, steps, tail=b""):
@@ -139,10 +150,15 @@ def test_a_full_disk_is_told_with_the_folder_the_room_and_the_way_out(small_disk
         write_atomically(small_disk / "summary.json", b"x" * 250_000)
     message = str(caught.value)
     assert f"{small_disk / 'summary.json'} cannot be written: No space left on device" in message
-    assert f"free some space in {small_disk} (0.07 MB are free, 0.25 MB are needed)" in message
+    assert re.search(
+        rf"free some space in {small_disk} \(0\.07 MB and [\d,]+ files \(inodes\) are free, 0\.25 MB are", message
+    )
     assert message.endswith("or write the run elsewhere with runs_dir")
     lines = JsonLines(small_disk / "metrics.jsonl")
-    with pytest.raises(RunFileError, match=r"small \(0\.0. MB are free\), .* runs_dir; run the same command again"):
+    with pytest.raises(
+        RunFileError,
+        match=r"small \(0\.0. MB and .* are free\), .* runs_dir; run the same command again",
+    ):
         lines.write({"text": "x" * 250_000})
     with contextlib.suppress(OSError):  # its buffer still holds the record
         lines.close()
@@ -166,3 +182,60 @@ def test_a_place_that_forbids_writing_is_named_with_its_way_out(tmp_path, monkey
         JsonLines(tmp_path / "metrics.jsonl")
     with pytest.raises(RunFileError, match=said):
         write_atomically(tmp_path / "metrics.jsonl", "text")
+
+
+@pytest.fixture
+def few_files(tmp_path):
+    """A file system of 64 MB that can hold four files."""
+    if os.geteuid():
+        pytest.skip("only root can mount one")
+    folder = tmp_path / "few"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,nr_inodes=4", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_table_of_inodes_is_no_lack_of_space(few_files):
+    with pytest.raises(RunFileError) as caught:
+        for number in range(5):
+            write_atomically(few_files / f"{number}.json", "{}")
+    message = str(caught.value)
+    assert f"cannot be written: No space left on device; delete files in {few_files}: its file system cannot" in message
+    assert "all 4 files (inodes) that it can hold are there; that 67.1" in message
+    assert "free some space" not in message
+
+
+def test_a_renaming_that_fails_is_no_lack_of_space(tmp_path, monkeypatch):
+    def refuse(old: object, new: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(old), None, str(new))
+
+    monkeypatch.setattr("os.replace", refuse)
+    with pytest.raises(RunFileError) as caught:
+        write_atomically(tmp_path / "summary.json", "new")
+    path = tmp_path / "summary.json"
+    said = f"{path} cannot be written: {path}.{os.getpid()}.tmp could not be renamed to {path}: Input/output error"
+    assert str(caught.value) == f"{said}; the disk failed: `dmesg` says how, or write the run elsewhere with runs_dir"
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), errno.EDQUOT),
+        (RuntimeError("Error writing local file: [OS error 28: ENOSPC No space left on device]"), errno.ENOSPC),
+        (ValueError('PERMISSION_DENIED: Failed to open "x": Permission denied'), errno.EACCES),
+        (ValueError("no such key"), None),
+    ],
+)
+def test_the_number_of_an_error_is_found_in_whatever_a_library_makes_of_it(error, number):
+    assert error_number(error) == number
+    wrapped = RuntimeError("saving failed")
+    wrapped.__cause__ = error
+    assert isinstance(error, OSError) == (error_number(wrapped) is not None)
+
+
+@pytest.mark.parametrize("number", sorted(errno.errorcode))
+def test_no_error_but_a_lack_of_space_asks_for_space(tmp_path, number):
+    said = why_not_written(tmp_path / "a", OSError(number, os.strerror(number)))
+    assert os.strerror(number) in said and said.endswith("or write the run elsewhere with runs_dir")
+    assert ("MB" in said) == (number in (errno.ENOSPC, errno.EDQUOT))

@@ -38,8 +38,8 @@ def refused(translate, text: str) -> str:
     return str(error.value)
 
 
-def test_an_empty_file_becomes_the_seed_systems_defaults(translate):
-    config, changed, lost = translate("")
+def test_what_a_file_leaves_out_has_the_seed_systems_defaults(translate):
+    config, changed, lost = translate("steps: 100\n")
     assert (config.model, config.steps, config.prompts_per_step, config.group_size) == (
         "Qwen/Qwen2.5-3B-Instruct", 100, 16, 8,
     )  # fmt: skip
@@ -260,11 +260,29 @@ def test_what_made_no_sense_there_is_an_error(translate, text, message):
     assert refused(translate, text) == message
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "it has no keys"),
+        ("a: 1\n", "1 of its 1 keys are not the seed system's: a"),
+        ("services: {web: {image: nginx, ports: [80]}}\n", "2 of its 2 keys are not"),
+        ("model: demo\nsteps: 3\ntasks: [{name: arithmetic}]\nrollout: {slots: 8}\n", "3 of its 4 keys are not"),
+        (
+            "model_name_or_path: x\nlearning_rate: 1e-6\nnum_generations: 8\nbeta: 0.04\nbf16: true\n",
+            "docs/from-trl.md",
+        ),
+    ],
+    ids=["empty", "one", "another program's", "Podium's", "TRL's"],
+)
+def test_a_file_of_something_else_is_refused(translate, text, why):
+    said = refused(translate, text)
+    assert said.startswith("old.yaml: not a config of the seed system: ") and why in said
+
+
 NUMBERS = st.integers(1, 64)
 OLD_FILES = st.fixed_dictionaries(
-    {},
+    {"steps": NUMBERS},
     optional={
-        "steps": NUMBERS,
         "n": NUMBERS,
         "batch_size": NUMBERS,
         "global_length": NUMBERS,

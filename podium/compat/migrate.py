@@ -11,13 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from podium.compat.seed_keys import read_seed, seed_keys, spellings
+from podium.compat.seed_keys import read_seed, seed_keys, spellings, trl_keys
 from podium.config.document import Node, dump_value, parse_text
 from podium.config.errors import ConfigError, nearest, wrong
 from podium.config.load import validate
 from podium.config.mesh import mesh_sizes
 from podium.config.show import to_yaml
 from podium.settings import RULES
+
+SHOWN = 5
+"""Keys listed in an error."""
+TYPING_ERROR = 0.85
+"""Similarity from which an unknown key is taken for a misspelt one of the seed system."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,9 +45,10 @@ def migrate(path: Path, environ: Mapping[str, str]) -> Migration:
         environ: values for `$NAME` in the file, as in the seed system.
 
     Raises:
-        ConfigError: the file cannot be read, its aliases disagree, or a value is invalid.
+        ConfigError: the file cannot be read, is not one of the seed system's, its aliases disagree, or a value is
+            invalid.
     """
-    old = _Translation(read_seed(path, environ))
+    old = _Translation(_of_the_seed(path, environ))
     old.fix("tasks.0.name", "gsm8k", "it had no other task; the system prompt is this task's own")
     for key, about in seed_keys().items():
         if about.becomes and (value := old.get(key)) is not None:
@@ -56,6 +62,22 @@ def migrate(path: Path, environ: Mapping[str, str]) -> Migration:
     validate(Node.of(settings, str(path)), [], rules=RULES)
     head = f"# Translated from the seed system's {path.name} by `podium config migrate`.\n"
     return Migration(text=head + to_yaml(settings, old.comments), changed=tuple(old.changed), lost=tuple(old.lost))
+
+
+def _of_the_seed(path: Path, environ: Mapping[str, str]) -> dict[str, tuple[str, Node]]:
+    """Read a file as `read_seed` does. Raises ConfigError if it is not a config of the seed system."""
+    written = read_seed(path, environ)
+    strange = [
+        spelling
+        for key, (spelling, _) in written.items()
+        if key not in seed_keys() and nearest(key, spellings(), TYPING_ERROR) is None
+    ]
+    if 2 * len(strange) >= len(written):  # some keys, such as `steps`, are those of everybody
+        listed = f": {', '.join(strange[:SHOWN])}{', ...' if len(strange) > SHOWN else ''}" if strange else ""
+        many = f"{len(strange)} of its {len(written)} keys are not the seed system's" if written else "it has no keys"
+        hint = "; the names of TRL's settings here are in docs/from-trl.md" if trl_keys().keys() & set(strange) else ""
+        raise wrong(str(path), f"not a config of the seed system: {many}{listed}{hint}")
+    return written
 
 
 _TRUE, _FALSE = ("true", "1", "yes", "on", "t", "y"), ("false", "0", "no", "off", "f", "n")

@@ -21,7 +21,16 @@ from podium.config.optimizer import OptimizerConfig
 from podium.config.reference import ReferenceConfig
 from podium.config.reward_model import RewardModelConfig
 from podium.config.rollout_weights import RolloutWeights
-from podium.config.section import Finite, Fraction, NotNegative, NotNegativeFloat, Positive, PositiveFloat, Section
+from podium.config.section import (
+    Date,
+    Finite,
+    Fraction,
+    NotNegative,
+    NotNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+)
 from podium.config.teacher import TeacherConfig
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -438,6 +447,9 @@ class Config(Section):
     chat_template_options: dict[str, JsonValue] = {}
     """Variables for the chat template: `{enable_thinking: false}` is Qwen3 without thinking. An exported model does not
     keep them."""
+    chat_template_date: Date | None = None
+    """Date that chat templates show which show one (Llama 3.2, SmolLM3), as 2026-01-31; unset: the day on which the run
+    begins, which stays when it is resumed, evaluated and asked."""
     seed: int = 0
     """Seed of prompt order and sampling."""
     steps: Positive = 100

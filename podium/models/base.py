@@ -17,6 +17,9 @@ class BaseModel:
 
     hub_id: str | None
     """None: unknown."""
+    same_weights: bool
+    """Whether the hub's weights are known to be those of the model, up to the rounding of the demo's file; otherwise it
+    was made from them."""
     license: str | None
     """The hub's short name of its licence, such as apache-2.0; None: unknown."""
 
@@ -26,13 +29,19 @@ def base_of(source: ModelSource) -> BaseModel:
     if source.kind == "gguf":
         said = source.header.metadata
         hub_id = DEMO_MODEL if source.name == "demo" else _text(said.get("general.base_model.0.name"))
-        return BaseModel(
-            hub_id=hub_id if hub_id and "/" in hub_id else None, license=_text(said.get("general.license"))
-        )
+        named = hub_id if hub_id and "/" in hub_id else None
+        return BaseModel(hub_id=named, same_weights=source.name == "demo", license=_text(said.get("general.license")))
     front = _front_matter(source.path / "README.md")
     named = _text(front.get("base_model"))
     is_hub_id = source.name.count("/") == 1 and not Path(source.name).exists()
-    return BaseModel(hub_id=source.name if is_hub_id else named, license=_text(front.get("license")))
+    hub_id = source.name if is_hub_id else named
+    return BaseModel(hub_id=hub_id, same_weights=is_hub_id, license=_text(front.get("license")))
+
+
+def name_for_others(source: ModelSource) -> str:
+    """The name by which others load a model: its hub id, or else where its files are on this machine."""
+    base = base_of(source)
+    return base.hub_id if base.hub_id is not None and base.same_weights else str(source.path.absolute())
 
 
 def _text(value: object) -> str | None:

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from podium.files import cause_of, disk_advice
 from podium.models import mxfp4
 from podium.models.architecture import DecoderConfig, ModelError, shown
 from podium.models.blocks.spec import ParamSpec
@@ -302,6 +303,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
     try:
         yield unfinished
         unfinished.rename(folder)
+    except (OSError, SafetensorError) as error:
+        reason = f"{cause_of(error)}; {disk_advice(error, folder.parent, elsewhere='or export to another folder')}"
+        raise ModelError(f"{folder}: cannot be written: {reason}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -49,7 +49,7 @@ def save_adapter(params: Params, frozen: Params, config: DecoderConfig, folder: 
     """Export a folder that `PeftModel.from_pretrained(base, folder)` loads, adapters in float32; complete or not at
     all.
 
-    `model` is the config's name of the base model. Raises ModelError if the folder is not empty.
+    `model` is the name by which others load the base model. Raises ModelError if the folder is not empty.
     """
     lora, targets = _lora_of(config), _targets(config)
     tensors: dict[str, np.ndarray] = {}

@@ -2,7 +2,9 @@
 
 A template is untrusted code. Jinja's sandbox denies it files and Python; this module also makes sure that it ends:
 steps (rounds of loops, calls, operators), CPU seconds and the size of values are limited. Templates get the same
-functions and filters as in transformers, so the rendered text is the same (a test compares).
+functions and filters as in transformers, so the rendered text is the same (a test compares). What would make it differ
+from one process to the next is refused, and the date can be fixed, so that a run's prompts are the same on all hosts
+and after it was resumed.
 """
 
 import contextvars
@@ -13,6 +15,7 @@ import math
 import re
 import string
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized, ValuesView
 from typing import Any, NoReturn, TypeVar
 
@@ -22,7 +25,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
 from podium.models.architecture import ModelError
@@ -50,7 +53,19 @@ FILLING = frozenset(("batch", "center", "filesizeformat", "indent", "join", "rou
 """Filters whose arguments determine how much text or how many elements are added."""
 LEFT_OUT = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 """Filters for web pages and debugging; they take superlinear time, and no chat template needs them."""
+UNREPEATABLE = ("random",)
+"""Filters whose results differ each time."""
 _PRINTF_FILL = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d{4,}|\d*\.(?:\*|\d{4,}))")
+WITHOUT_TEXT = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    functools.partial,
+    type,
+    Cycler,
+    Joiner,
+)
+"""Kinds of values whose text is where they are in memory, which differs in each process."""
 T = TypeVar("T")
 
 
@@ -61,8 +76,17 @@ class TemplateError(ModelError):
 class ChatTemplate:
     """A compiled chat template."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], *, name: str = "chat_template"):
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        name: str = "chat_template",
+        date: datetime.date | None = None,
+    ):
         """Compile a template; it sees the special tokens by name, such as `bos_token`. Errors begin with `name`.
+
+        `date` is what its function `strftime_now` shows, at midnight; None: the current date and time.
 
         Raises TemplateError if the source is not a valid template.
         """
@@ -70,7 +94,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         if len(source) > MAX_SOURCE:
             raise TemplateError(f"{name}: has {len(source):,} characters, and {MAX_SOURCE:,} are allowed")
-        self._template = self._guarded(lambda: _compile(source))
+        self._template = self._guarded(lambda: _compile(source, date))
 
     def render(
         self,
@@ -141,8 +165,8 @@ class _Budget:
 _running: contextvars.ContextVar[_Budget] = contextvars.ContextVar("budget of the template that is being rendered")
 
 
-def _compile(source: str) -> jinja2.Template:
-    environment = _Environment()
+def _compile(source: str, date: datetime.date | None) -> jinja2.Template:
+    environment = _Environment(date)
     return environment.from_string(_Limiter().visit(environment.parse(source)))
 
 
@@ -200,14 +224,21 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
-    def __init__(self) -> None:
+    def __init__(self, date: datetime.date | None) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False, cache_size=0
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, loopcontrols],
+            optimized=False,
+            cache_size=0,
+            finalize=_printable,
         )
         known = {name: each for name, each in self.filters.items() if name not in LEFT_OUT} | {"tojson": _to_json}
         self.filters = {name: self._limited_filter(name, each) for name, each in known.items()}
+        self.filters |= {name: functools.partial(_refuse, name) for name in UNREPEATABLE}
         del self.globals["lipsum"]
-        self.globals |= {"raise_exception": _raise, "strftime_now": _now, "namespace": _Namespace}
+        now = functools.partial(_now, date)
+        self.globals |= {"raise_exception": _raise, "strftime_now": now, "namespace": _Namespace}
 
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         """Whether a template may read an attribute; of built-in types, only the methods in METHODS."""
@@ -238,7 +269,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def concatenated(self, *parts: object) -> str:
         """Evaluate `a ~ b`, the concatenation of values as text."""
-        return self.limited(self.concat(map(str, parts)))
+        return self.limited(self.concat(str(_printable(part)) for part in parts))
 
     def concat(self, parts: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # "".join
         """Join the output of a template, a macro or a block."""
@@ -360,6 +391,20 @@ def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _now(format: str) -> str:
-    """The function `strftime_now`, as in transformers: the current time in a given format."""
-    return datetime.datetime.now().strftime(format)
+def _now(date: datetime.date | None, format: str) -> str:
+    """The function `strftime_now`, as in transformers: the current time in a given format, or midnight of `date`."""
+    now = datetime.datetime.now() if date is None else datetime.datetime.combine(date, datetime.time())
+    return now.strftime(format)
+
+
+def _refuse(name: str, *arguments: object) -> NoReturn:
+    """A filter whose result would differ each time."""
+    raise jinja2.TemplateError(f"the filter {name} gives another prompt each time; take it out")
+
+
+def _printable(value: object) -> object:
+    """Return a value that is about to become text. Raises TemplateError for one of WITHOUT_TEXT."""
+    if isinstance(value, WITHOUT_TEXT):
+        name = getattr(value, "__name__", type(value).__name__.lower())
+        raise jinja2.TemplateError(f"it prints {name} itself, whose text differs in each process; call it: {name}()")
+    return value

@@ -1,6 +1,7 @@
 """Tokenises text with transformers' tokenizer, from a Hugging Face folder or built from GGUF metadata."""
 
 import contextlib
+import datetime
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,16 +55,19 @@ class Tokenizer:
         eos_tokens: tuple[int, ...],
         template_name: str = "chat_template",
         template_options: Mapping[str, object] = MappingProxyType({}),
+        template_date: datetime.date | None = None,
     ):
         """Wrap a transformers tokenizer; its own end-of-sequence token is added to `eos_tokens`.
 
-        Error messages about its chat template begin with `template_name`; `template_options` are variables for it.
+        Error messages about its chat template begin with `template_name`; `template_options` are variables for it, and
+        `template_date` is the date that it shows (None: the current one).
         Raises ModelError if no token ends a sequence.
         """
         own = () if backend.eos_token_id is None else (backend.eos_token_id,)
         self._backend = backend
         self._template_name = template_name
         self._template_options = template_options
+        self._template_date = template_date
         self.eos_tokens: tuple[int, ...] = tuple(dict.fromkeys((*own, *eos_tokens)))
         self.bos_token: int | None = backend.bos_token_id
         if not self.eos_tokens:
@@ -108,7 +112,7 @@ class Tokenizer:
             raise ModelError(f"{self._template_name}: expected a text, found {shown(source)}")
         special = {name: token for name, token in self._backend.special_tokens_map.items() if isinstance(token, str)}
         return ChatFormat(
-            ChatTemplate(source, special, name=self._template_name),
+            ChatTemplate(source, special, name=self._template_name, date=self._template_date),
             named=self._backend.added_tokens_decoder,
             encode=self.encode,
             options=options,
@@ -168,11 +172,13 @@ def load_tokenizer(
     chat_template: str | None = None,
     template_options: Mapping[str, object] = MappingProxyType({}),
     *,
+    template_date: str | None = None,
     template: bool = True,
 ) -> Tokenizer:
     """Load a model's tokenizer, optionally with a chat template from a Jinja file instead of its own.
 
-    `template_options` are variables for the template, such as `enable_thinking`. With `template` False, the tokenizer
+    `template_options` are variables for the template, such as `enable_thinking`. `template_date` (YYYY-MM-DD) is the
+    date that the template shows, if it shows one; None: the current date. With `template` False, the tokenizer
     need not have a chat template, and conversations cannot be encoded if it has none.
 
     Raises ModelError if there is no tokenizer or chat template, or if the template cannot be rendered.
@@ -192,7 +198,13 @@ def load_tokenizer(
         )
     name = f"chat_template {chat_template or f'of model {source.name!r}'}"
     with _reading(source.path):
-        tokenizer = Tokenizer(backend, eos_tokens=eos_tokens, template_name=name, template_options=template_options)
+        tokenizer = Tokenizer(
+            backend,
+            eos_tokens=eos_tokens,
+            template_name=name,
+            template_options=template_options,
+            template_date=None if template_date is None else datetime.date.fromisoformat(template_date),
+        )
         if template:
             tokenizer.encode_chat("question", None)
     return tokenizer

@@ -21,6 +21,11 @@ class Base(Protocol):
         ...
 
     @property
+    def same_weights(self) -> bool:
+        """Whether the hub's weights are those that the run began with; otherwise these were made from them."""
+        ...
+
+    @property
     def license(self) -> str | None:
         """The hub's short name of its licence."""
         ...
@@ -37,7 +42,10 @@ def model_card(folder: Path, config: Config, *, step: int, adapter: bool, base: 
     accuracies = [point for point in history.accuracies if point[0] <= step]
     results = [f"| {at} | {accuracy:.3f} |" for at, accuracy in accuracies]
     table = ["| step | accuracy on held-out questions |", "|---:|---:|", *results] if results else ["No evaluation."]
-    what, version = f"`{config.model}`, trained with {recipe} on {tasks}", summary["versions"].get("podium-rl", "")
+    what, version = (
+        f"`{base.hub_id or Path(config.model).name}`, trained with {recipe} on {tasks}",
+        summary["versions"].get("podium-rl", ""),
+    )
     licence = f"`{base.license}`, that of the base model" if base.license else "that of the base model"
     return "\n".join(
         [
@@ -50,7 +58,7 @@ def model_card(folder: Path, config: Config, *, step: int, adapter: bool, base: 
             f"{what} for {step} steps ({clock(summary['wall_s'])}) with Podium {version}. Licence: {licence}.",
             "",
             "```python",
-            *_snippet(adapter=adapter, base=base.hub_id or config.model),
+            *_snippet(adapter=adapter, base=base.hub_id if base.same_weights else None),
             "```",
             "",
             *table,
@@ -79,8 +87,11 @@ def _front_matter(recipe: str, *, adapter: bool, base: Base) -> dict[str, object
     return front
 
 
-def _snippet(*, adapter: bool, base: str) -> list[str]:
-    """Python that loads the weights and asks a question; THIS is the folder or the repository of the card."""
+def _snippet(*, adapter: bool, base: str | None) -> list[str]:
+    """Python that loads the weights and asks a question; THIS is the folder or the repository of the card.
+
+    `base`: the base model's hub id; None: the hub does not have its weights.
+    """
     this = 'THIS = "..."  # the folder with this file, or its repository on the hub'
     question = 'messages = [{"role": "user", "content": "What is 3 + 4?"}]'
     if adapter:
@@ -89,8 +100,9 @@ def _snippet(*, adapter: bool, base: str) -> list[str]:
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
             this,
-            f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), THIS)',
-            f'tokenizer = AutoTokenizer.from_pretrained("{base}")',
+            f'BASE = "{base}"' if base else 'BASE = "..."  # the model that the adapter was trained beside',
+            "model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), THIS)",
+            "tokenizer = AutoTokenizer.from_pretrained(BASE)",
         ]
     else:
         load = [

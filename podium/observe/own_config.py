@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from podium.config.document import Node
-from podium.config.errors import wrong
+from podium.config.errors import ConfigError, Problem, wrong
 from podium.config.load import Loaded
 from podium.files import as_path, in_bucket
 from podium.observe.bucket import records_folder
+from podium.observe.identity import IDENTITY, RUN, versions_line
 
 CONFIG = "config.yaml"
-OWN = ("run.lock", "run.json", "identity.json", "metrics.jsonl")
+OWN = ("run.lock", RUN, IDENTITY, "metrics.jsonl")
 """Files of which a run's folder has one as soon as it has its config."""
 PLACE = ("runs_dir", "name")
 """The settings that say where a run is."""
@@ -32,10 +33,16 @@ def at_home(file: Path, written: Node) -> Node:
     if former is None or not is_own_config(file) or is_same_place(former, file.parent):
         return written
     folder = file.parent if in_bucket(file) else file.parent.resolve()
-    moved = _moved(written, str(former), str(folder))
+    moved = in_folder(written, folder)
     place = {"runs_dir": str(folder.parent), "name": folder.name}
     kept = {key: Node(value, f"{file}, which is a run's own") for key, value in place.items()}
     return Node({**moved.section, **kept}, moved.origin)
+
+
+def in_folder(written: Node, folder: Path) -> Node:
+    """A run's settings with the paths below the folder that they name as the same paths below `folder`."""
+    former = _written_home(written)
+    return written if former is None else _moved(written, str(former), str(folder))
 
 
 def check_place(files: Sequence[Path], loaded: Loaded) -> None:
@@ -50,6 +57,12 @@ def check_place(files: Sequence[Path], loaded: Loaded) -> None:
         rule = f"{own[-1]} is a run's own config and continues the run in {own[-1].parent}"
         way_out = f"unset the variable, or say with --set {leading[0]}=... where another run begins"
         raise wrong(leading[0], f"{rule}; {way_out}", origins[leading[0]])
+
+
+def with_writers(error: ConfigError, files: Sequence[Path]) -> ConfigError:
+    """The error, with the versions that wrote those of the files which are runs' own configs."""
+    written = [Problem(key=str(file), message=versions_line(file.parent)) for file in files if is_own_config(file)]
+    return ConfigError([*error.problems, *written]) if written else error
 
 
 def continues(files: Sequence[Path], loaded: Loaded) -> bool:

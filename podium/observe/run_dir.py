@@ -5,6 +5,7 @@
     run.lock         the process and host that write   lengths.jsonl   tokens of each prompt and completion
     machine.json     the devices it last ran on
     fork.json        the run and step it was forked from, if any
+    run.json         the run's id, and the version that last trained it (podium.observe.identity)
     identity.json    the run's id, which its checkpoints repeat (podium.train.step_files)
     curve.svg        chart of reward and accuracy
     data/            rows passed from Python (podium.api)
@@ -15,6 +16,7 @@ A run in a bucket has all of this there and, except for checkpoints, a local cop
 the records is in `podium.observe.records`. Imports no jax.
 """
 
+import datetime
 import errno
 import fcntl
 import json
@@ -24,12 +26,12 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, cast
 
 import yaml
 from pydantic import JsonValue, ValidationError
 
-from podium.config.document import read_document
+from podium.config.document import Node, Plain, read_document
 from podium.config.errors import ConfigError, UsageError
 from podium.config.schema import Config
 from podium.config.show import to_yaml
@@ -45,13 +47,13 @@ from podium.files import (
     write_atomically,
 )
 from podium.observe.bucket import Mirror, records_folder
-from podium.observe.own_config import CONFIG, at_home
+from podium.observe.identity import RUN, claim, other_version, versions_line
+from podium.observe.own_config import CONFIG, at_home, in_folder
 from podium.observe.record_check import Extent, Ledger, check_records
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 LENGTHS = "lengths.jsonl"
-SUMMARY = "summary.json"
 CURVE = "curve.svg"
 LOCK = "run.lock"
 MACHINE = "machine.json"
@@ -63,6 +65,7 @@ MARK = "commit_success.txt"
 """File that orbax adds to a step in a bucket when it is complete."""
 DATA = "data"
 
+DATE = "chat_template_date"
 Settings = Mapping[str, JsonValue]
 """All settings of a run by section, as returned by `Config.document`."""
 
@@ -168,6 +171,7 @@ class RunDir:
         continued: bool,
         fork: Fork | None,
         mirror: Mirror | None = None,
+        notice: str | None = None,
     ):
         """Use `RunDir.open` or `RunDir.follow` instead."""
         self.home = home
@@ -177,11 +181,12 @@ class RunDir:
         self.continued = continued
         """Whether the folder already contained this run, with or without a checkpoint."""
         self.settings = settings
-        """All settings of the run, as in its config.yaml."""
+        """All settings of the run, as in its config.yaml; the date of its prompts is set."""
         self.fork = fork
         """Source of the initial weights, if not the config's model."""
         self.opened = time.monotonic()
         self._lock, self._mirror = lock, mirror
+        self._notice = notice
         self._lines: dict[str, JsonLines] = {}
         self._ledger = self._new_ledger()
 
@@ -211,6 +216,8 @@ class RunDir:
         try:
             mirror = Mirror(path, home) if in_bucket(home) else None
             continued = (path / CONFIG).exists() and _has_begun(path, home)
+            settings = _dated(settings, path if continued else None)
+            notice = other_version(path) if continued else None
             if continued:
                 _check_steps(home, settings)
                 _check_agreement(path, settings)
@@ -219,6 +226,7 @@ class RunDir:
                 write_atomically(path / FORK, to_json(fork._asdict()) + "\n")
             else:
                 (path / FORK).unlink(missing_ok=True)
+            claim(path, home)
             write_atomically(path / CONFIG, to_yaml(settings, {}))
             if mirror is not None:
                 mirror.push()
@@ -227,13 +235,13 @@ class RunDir:
                 mirror.close()
             lock.close()
             raise
-        return cls(home, lock, settings, continued=continued, fork=fork, mirror=mirror)
+        return cls(home, lock, settings, continued=continued, fork=fork, mirror=mirror, notice=notice)
 
     @classmethod
     def follow(cls, home: Path, settings: Settings, *, continued: bool, fork: Fork | None) -> "RunDir":
         """Open the folder read-only, beside this run's process that writes to it.
 
-        `continued` and `fork` are those of the writing process.
+        `settings`, `continued` and `fork` are those of the writing process.
         """
         return cls(home, None, settings, continued=continued, fork=fork)
 
@@ -274,24 +282,49 @@ class RunDir:
             checkpoints: all saved steps.
 
         Returns:
-            Lines that say what is missing, what has changed, what was repaired, and what starting over replaces.
+            Lines that say what is missing, what has changed, what was repaired, what starting over replaces, and
+            which other version trained the run before.
         """
         if not self.writes:
             return []
+        notice = [] if self._notice is None else [self._notice]
         if not step:
             recorded = max((each.get("step", 0) for each in read_lines(self.path / METRICS)), default=0)
             lost = (
                 f"{self.checkpoints} has no checkpoint: the {recorded} recorded steps are trained again from the start,"
                 " and their records are replaced"
             )
-            return [lost] if recorded else []
+            return [*notice, lost] if recorded else notice
         every = {METRICS: True, LENGTHS: True, SAMPLES: False}
         found = (
             check_records(self.path / name, saved[name], step, every_step=every[name], checkpoints=checkpoints)
             for name in RECORDS
             if name in saved
         )
-        return [line for line in found if line is not None]
+        return [*notice, *(line for line in found if line is not None)]
+
+    def check_saved(self, saved: Settings | None, step: int) -> None:
+        """Raise RunFileError if the checkpoint that the run continues from was saved with other settings.
+
+        Args:
+            saved: the settings in the checkpoint; None: it is of a version that did not store them.
+            step: its step; 0: there is none.
+        """
+        if not step or saved is None:
+            return
+        where = f"step {step} in {self.checkpoints}"
+        try:
+            stored = Config.model_validate(in_folder(Node.of(cast(Plain, saved), where), self.path).plain())
+        except ValidationError as error:
+            raise RunFileError(
+                f"{where} is not of this version ({_problem(error)}): {versions_line(self.path)}"
+            ) from error
+        if differences := _disagreement(stored, self.settings, self.path):
+            raise RunFileError(
+                f"{where} was saved with other settings than this run has:\n{differences}\n"
+                "put back the config.yaml or the checkpoints that belong together; to go on from these weights with"
+                f" other settings, begin a run with another name and --from {self.home}@{step}"
+            )
 
     def _new_ledger(self) -> Ledger:
         return Ledger([self.path / name for name in RECORDS])
@@ -369,7 +402,7 @@ def _has_begun(path: Path, home: Path) -> bool:
 
 
 def _check_empty(path: Path) -> None:
-    ours = (LOCK, FORK, CONFIG, DATA)  # and temporary files: what a kill during creation may leave
+    ours = (LOCK, FORK, CONFIG, DATA, RUN)  # and temporary files: what a kill during creation may leave
     strangers = sorted(item.name for item in path.iterdir() if item.name not in ours and item.suffix != ".tmp")
     if strangers:
         raise RunFileError(
@@ -407,6 +440,14 @@ def _parsed(path: Path) -> object:
         return str(error)
 
 
+def _dated(settings: Settings, begun: Path | None) -> Settings:
+    """The settings with the date that prompts show: the given one, or that of the run in `begun`, or today's."""
+    if settings[DATE] is not None:
+        return settings
+    kept = None if begun is None else read_config(begun).chat_template_date
+    return {**settings, DATE: kept or datetime.date.today().isoformat()}
+
+
 def _check_steps(home: Path, settings: Settings) -> None:
     """Raise UsageError if the run has more steps than the settings ask for: saved steps are never taken back."""
     saved, steps = saved_steps(home / CHECKPOINTS), settings["steps"]
@@ -425,22 +466,25 @@ def _check_steps(home: Path, settings: Settings) -> None:
 
 def _check_agreement(path: Path, settings: Settings) -> None:
     """Raise RunFileError if the settings differ from the stored ones in a way that affects what the run learns."""
-    stored = read_config(path)
+    if differences := _disagreement(read_config(path), settings, path):
+        raise RunFileError(
+            f"run folder {path} holds a run with another config:\n{differences}\n"
+            f"restore these to continue it; to start afresh set another name, or delete the folder {path}"
+        )
+
+
+def _disagreement(stored: Config, settings: Settings, path: Path) -> str:
+    """The settings that affect what a run learns and differ from the stored ones, a line each; empty if none does."""
     changed = _differences(_portable(stored.document(), path), _portable(settings, path))
     free = MAY_CHANGE
     if stored.train.optimizer.schedule == "constant" and "train.optimizer.schedule" not in changed:
         free = (*MAY_CHANGE, "steps")
-    differences = [
+    return "\n".join(
         f"    {key}: {old!r} there, {new!r} now"
         for key, (old, new) in changed.items()
         if not any(_is_below(re.sub(r"\.\d+\b", ".*", key), allowed) for allowed in free)
-    ]
-    if differences:
-        listing = "\n".join(differences)
-        raise RunFileError(
-            f"run folder {path} holds a run with another config:\n{listing}\n"
-            f"restore these to continue it; to start afresh set another name, or delete the folder {path}"
-        )
+        and (key, old) != (DATE, None)  # of a version that showed the date of each day
+    )
 
 
 def _portable(value: object, folder: Path) -> object:
@@ -463,10 +507,17 @@ def read_config(path: Path) -> Config:
     try:
         return Config.model_validate(at_home(path / CONFIG, read_document(path / CONFIG)).plain())
     except ValidationError as error:
-        problem = "; ".join(f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors())
+        problem = _problem(error)
     except ConfigError as error:
         problem = "; ".join(each.message for each in error.problems)
-    raise RunFileError(f"{path / CONFIG} is not a config ({problem}); set another name, or delete the folder {path}")
+    raise RunFileError(
+        f"{path / CONFIG} is not a config ({problem}); {versions_line(path)}; or set another name, or delete the folder"
+        f" {path}"
+    )
+
+
+def _problem(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors())
 
 
 def read_machine(path: Path) -> str | None:

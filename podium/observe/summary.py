@@ -19,7 +19,8 @@ from podium.config.imports import SESSION
 from podium.files import to_json, write_atomically
 from podium.observe.chart import MARK, reward_curve
 from podium.observe.history import Answers, History, Point, read_answers, read_history
-from podium.observe.run_dir import CONFIG, CURVE, METRICS, SAMPLES, SUMMARY
+from podium.observe.identity import SUMMARY
+from podium.observe.run_dir import CONFIG, CURVE, METRICS, SAMPLES
 from podium.observe.text import clock, shown
 
 PACKAGES = ("podium-rl", "jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "numpy")

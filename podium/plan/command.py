@@ -20,6 +20,7 @@ from podium.config.load import Override
 from podium.config.schema import Config
 from podium.files import to_json
 from podium.models.presets import find_decoder
+from podium.observe.out_files import check_new, check_page
 from podium.plan.auto import AUTO, rank
 from podium.plan.calibration import find_machine
 from podium.plan.check import check_object, check_run
@@ -30,7 +31,7 @@ from podium.plan.fit_sections import fit_sections
 from podium.plan.formatting import parted, probe_text, verdict_line
 from podium.plan.json_answer import Object, comparison_object, plan_object, search_object
 from podium.plan.knobs import candidates, search_range
-from podium.plan.page import check_page, write_page
+from podium.plan.page import write_page
 from podium.plan.planner import make_plan
 from podium.plan.probe import Prober
 from podium.plan.progress import follow
@@ -51,7 +52,7 @@ from podium.plan.sizes import RunSizes, make_sizes
 from podium.plan.study import Case, Change, Outcome, RunCost, Study, cost_of
 from podium.plan.suggest import suggestions
 from podium.plan.topology import check_compiler
-from podium.plan.write import check_new, write_config
+from podium.plan.write import write_config
 from podium.prices import Price, load_prices
 from podium.run.divisible import check_divisible
 
@@ -98,11 +99,14 @@ def plan_command(request: PlanRequest, load: Load) -> int:
         ValueError: the request is invalid; a ConfigError if its settings are.
         CompilerError: the compiler failed.
     """
+    mark = f"podium plan: {request.subject} on {request.on}"
+    if request.html is not None:
+        check_page(request.html, "--html", mark)
     run = _Run(request, load, load_prices(request.prices))
     answer = _auto(run) if request.on == AUTO else _on_machines(run)
     if request.html is not None:
         title = f"podium plan: {answer.outcomes[0].plan.config}"
-        write_page(request.html, title, answer.sections, answer.folded)
+        write_page(request.html, title, answer.sections, answer.folded, mark=mark)
     _print(answer.value, answer.sections, as_json=request.as_json)
     return TOO_LARGE if all(each.plan.verdict == "does_not_fit" for each in answer.outcomes) else FITS
 
@@ -217,9 +221,7 @@ def _on_machines(run: _Run) -> Answer:
     if request.write is not None:
         if not request.fit or len(cases) > 1:
             raise ValueError("--write writes the settings that --fit finds for one machine; add --fit, or drop it")
-        check_new(request.write)
-    if request.html is not None:
-        check_page(request.html)
+        check_new(request.write, "--write")
     alone = len(cases) == 1 and not (request.search or request.compare)
     for case in cases:
         _check(run, case, alone=alone)

@@ -9,12 +9,14 @@ from rich.console import Console
 
 from podium import __version__
 from podium.files import write_atomically
+from podium.observe.out_files import page_mark
 from podium.plan.report import print_sections
 from podium.plan.sections import ReportSection
 
 COLUMNS = 130
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+{mark}
 <title>{title}</title><style>
 body {{ font: 16px/1.5 system-ui, sans-serif; color: #1b1f2a; max-width: 75rem; margin: 0 auto; padding: 1.5rem 1rem; }}
 h1 {{ font-size: 1.3rem; }} summary {{ cursor: pointer; font-weight: 600; }} footer {{ color: #5a6070; }}
@@ -26,24 +28,23 @@ pre {{ font: 13px/1.3 ui-monospace, Menlo, "DejaVu Sans Mono", Consolas, monospa
 """
 
 
-def check_page(path: Path) -> None:
-    """Check, before anything is compiled, that a page can be written. Raises ValueError if not."""
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
-        raise ValueError(f"--html {path}: {what}; name a file, as plan.html")
-
-
 def write_page(
     path: Path,
     title: str,
     sections: Sequence[ReportSection],
     folded: Mapping[str, Sequence[ReportSection]] | None = None,
+    *,
+    mark: str,
 ) -> None:
-    """Write sections as a page, with each group of folded sections below them under its label."""
+    """Write sections as a page, with each group of folded sections below them under its label.
+
+    `mark` says in the page which plan it is of, by which `check_page` knows it again.
+    """
     body = [_printed(sections)]
     for label, inner in (folded or {}).items():
         body.append(f"<details><summary>{html.escape(label)}</summary>{_printed(inner)}</details>")
-    write_atomically(path, PAGE.format(title=html.escape(title), body="\n".join(body), version=__version__))
+    head = {"mark": page_mark(mark), "title": html.escape(title), "version": __version__}
+    write_atomically(path, PAGE.format(body="\n".join(body), **head))
 
 
 def _printed(sections: Sequence[ReportSection]) -> str:

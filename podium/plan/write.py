@@ -10,14 +10,6 @@ from podium.config.show import to_yaml
 from podium.files import write_atomically
 
 
-def check_new(path: Path) -> None:
-    """Raise ValueError if a config cannot be written to a path: it exists, or its folder does not."""
-    if path.exists():
-        raise ValueError(f"--write {path}: exists already; name a new file, or delete it")
-    if not path.parent.is_dir():
-        raise ValueError(f"--write {path}: there is no folder {path.parent}; make it, or name another")
-
-
 def write_config(path: Path, files: Sequence[str], config: Config, keys: Iterable[str], title: str) -> None:
     """Write a config that includes `files` and sets the values that `config` has for `keys`.
 

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NotRequired, TypedDict
 
+from pydantic import JsonValue
+
 from podium.observe.record_check import Extent
 from podium.rollout.request import Completion
 from podium.tasks.task import Reward
@@ -59,6 +61,8 @@ class HostState(PositionRecord):
     """Fingerprint of the frozen weights; None: there are none."""
     records: NotRequired[Mapping[str, Extent]]
     """Extents of the run's record files when it was saved; missing in older checkpoints."""
+    settings: NotRequired[Mapping[str, JsonValue]]
+    """The settings that it was trained with; missing in older checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import json
 import logging
-import shutil
 import sys
 import tempfile
 import threading
@@ -35,16 +34,16 @@ from orbax.checkpoint._src.futures import future as orbax_futures  # its public 
 from orbax.checkpoint.path import atomicity
 
 from podium.config.schema import CheckpointConfig
-from podium.files import absolute, forbids_writing, in_bucket
+from podium.files import absolute, cause_of, disk_advice, in_bucket
 from podium.observe.record_check import Extent
-from podium.observe.run_dir import saved_steps
+from podium.observe.run_dir import Settings, saved_steps
 from podium.observe.summary import versions
 from podium.sharding import Params
 from podium.train.carry import HostState, Position
 from podium.train.distributed import from_leader
 from podium.train.s3 import S3, take_s3_for_a_bucket
 from podium.train.state import TrainState
-from podium.train.step_files import Beat, CheckpointError, damage, first_line, seal, stored_sizes
+from podium.train.step_files import Beat, CheckpointError, damage, seal, stored_sizes
 
 SCORE = "score"
 SHOWN_DIFFERENCES = 3
@@ -88,7 +87,8 @@ class Checkpointer:
     The folder is the run's `checkpoints`, created if missing; only the run itself may write to it. `on_save` is called
     when `maybe_save` starts a save; `beat` is called repeatedly while a caller waits for a save whose files are
     growing. `base` is the fingerprint of the frozen weights, which are not part of the state: restoring requires the
-    same weights. `records` returns a summary of the run's records, which `maybe_save` stores beside the state.
+    same weights. `records` returns a summary of the run's records, which `maybe_save` stores beside the state, as it
+    does the run's `settings`.
 
     Raises:
         CheckpointError: if the folder cannot be created or written to.
@@ -103,12 +103,14 @@ class Checkpointer:
         on_save: Beat = _idle,
         beat: Beat = _idle,
         records: Callable[[], Mapping[str, Extent]] = dict,
+        settings: Settings | None = None,
     ) -> None:
         self._folder = absolute(folder)
         self._config = config
         self._on_save = on_save
         self._beat = beat
         self._records = records
+        self._settings = settings
         self.base = base
         self._step: int | None = None  # last step passed to orbax, complete or not
         self._failed = False  # whether saving it failed
@@ -126,8 +128,7 @@ class Checkpointer:
             self._manager = ocp.CheckpointManager(self._folder, options=options)
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"checkpoints cannot be kept in {self._folder}: {first_line(error)}; make it writable,"
-                " or write the run elsewhere with runs_dir"
+                f"checkpoints cannot be kept in {self._folder}: {cause_of(error)}; {disk_advice(error, self._folder)}"
             ) from error
 
     def maybe_save(
@@ -150,6 +151,8 @@ class Checkpointer:
             "base": self.base,
             "records": self._records(),
         }
+        if self._settings is not None:
+            host_state["settings"] = self._settings
         self.save(step, state, host_state, score=score, wait=last)
         return time.perf_counter() - start
 
@@ -233,17 +236,14 @@ class Checkpointer:
             _end_waiting_threads()
             self._manager.reload()  # orbax no longer lists the steps that the failed one would have replaced
             raise CheckpointError(
-                f"the checkpoint of step {self._step} could not be written to {self._folder}: {first_line(error)};"
+                f"the checkpoint of step {self._step} could not be written to {self._folder}: {cause_of(error)};"
                 f" {self._way_out(error)}"
             ) from error
 
     def _way_out(self, error: BaseException) -> str:
         """Advice for the error message of a failed save."""
-        again = f"complete steps: {self.steps()}; {{}} and run the same command again, which continues from the newest"
-        if forbids_writing(error):
-            return again.format(f"make {self._folder} writable") + "; or write the run elsewhere with runs_dir"
-        size = f"it takes up to {self._bytes / 1e6:,.2f} MB{_free(self._folder)}"
-        return f"{size}; {again.format('make room')}"
+        advice = disk_advice(error, self._folder, self._bytes)
+        return f"complete steps: {self.steps()}; {advice}; the same command continues from the newest of them"
 
 
 def _end_waiting_threads() -> None:
@@ -376,10 +376,6 @@ def _try_to_write(folder: Path) -> None:
         pass
 
 
-def _free(folder: Path) -> str:
-    return "" if in_bucket(folder) else f", and {shutil.disk_usage(folder).free / 1e6:,.2f} MB are free"
-
-
 class _Rest(TypedDict):
     step: jax.Array
     opt_state: optax.OptState
@@ -442,14 +438,14 @@ def _read(folder: Path, step: int, wanted: Mapping[str, Params]) -> tuple[dict[s
         with ocp.StandardCheckpointer() as reader:
             stored = {item: reader.metadata(path / item).item_metadata.tree for item in wanted}
     except Exception as error:
-        raise _damaged(folder, step, first_line(error)) from error
+        raise _damaged(folder, step, cause_of(error)) from error
     for item, arrays in wanted.items():
         _check_same_arrays(path / item, arrays, stored[item])
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
             read = reader.restore(path, _restore_args(wanted))
     except Exception as error:
-        raise _damaged(folder, step, first_line(error)) from error
+        raise _damaged(folder, step, cause_of(error)) from error
     restored = {item: {name: read[item][name] for name in arrays} for item, arrays in wanted.items()}
     return restored, read["host"]
 

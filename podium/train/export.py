@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from podium.config.errors import UsageError
 from podium.files import as_path, in_bucket
 from podium.models.adapters import merged
-from podium.models.base import base_of
+from podium.models.base import base_of, name_for_others
 from podium.models.hf import save_model
 from podium.models.params import LAYERS, own_name
 from podium.models.peft import save_adapter
@@ -55,7 +55,7 @@ def export_run(
     fork = fork if step is None else fork._replace(step=step)
     config = read_config(as_path(fork.run))
     model = make_model(config)
-    loads = _save(model, fork, folder, dtype, config.model, merge=merge)
+    loads = _save(model, fork, folder, dtype, merge=merge)
     written = fork.step if fork.step is not None else saved_steps(fork.checkpoints)[-1]
     with tempfile.TemporaryDirectory() as temporary:
         records = home = as_path(fork.run)
@@ -66,19 +66,21 @@ def export_run(
         card = model_card(records, config, step=written, adapter=adapter, base=base_of(model.source))
         (folder / "README.md").write_text(card, encoding="utf-8")
     print(f"{fork.run}@{written} -> {folder}: {loads} loads it")
+    if adapter and not base_of(model.source).same_weights:
+        print(f"others do not have its base model, {name_for_others(model.source)}: give them that too")
     if push is not None:
         print(f"uploaded: {_upload(folder, push, private=private)}")
     return 0
 
 
-def _save(
-    model: Model, fork: Fork, folder: Path, dtype: Literal["bfloat16", "float32"], base: str, *, merge: bool
-) -> str:
-    """Write the trained weights, and return the code that loads them; `base` is the config's name of the base model."""
+def _save(model: Model, fork: Fork, folder: Path, dtype: Literal["bfloat16", "float32"], *, merge: bool) -> str:
+    """Write the trained weights, and return the code that loads them."""
     lora = model.decoder.lora
     if lora is not None and not merge:
         frozen = load_frozen(model)
-        save_adapter(load_trained(model, fork, frozen), frozen, model.decoder, folder, model=base)
+        save_adapter(
+            load_trained(model, fork, frozen), frozen, model.decoder, folder, model=name_for_others(model.source)
+        )
         return f"PeftModel.from_pretrained(model, {str(folder)!r})"
     if merge and lora is None:
         raise ValueError(f"{fork.run} was trained without lora: there is nothing to merge; leave --merge out")

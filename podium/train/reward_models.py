@@ -214,7 +214,7 @@ def load_reward_models(config: Config, spec: RolloutSpec, mesh: Mesh) -> tuple[R
         where = f"reward model {each.name}"
         source = find_source(each.model)
         check_conversations(config, each, mesh.shape)
-        tokenizer = load_tokenizer(source, each.chat_template, template=False)
+        tokenizer = load_tokenizer(source, each.chat_template, template_date=config.chat_template_date, template=False)
         if not tokenizer.has_template:
             raise ValueError(
                 f"{where}: the tokenizer of {each.model} has no chat template; write the one that it was trained with,"

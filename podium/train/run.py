@@ -22,7 +22,7 @@ from podium.models.hf import load_params
 from podium.models.linear import kept
 from podium.models.params import count, frozen_specs, trained_specs
 from podium.observe.progress import Progress, run_console
-from podium.observe.run_dir import Fork, RunDir, Settings, recipe_of, run_home
+from podium.observe.run_dir import DATE, Fork, RunDir, Settings, recipe_of, run_home
 from podium.observe.summary import how_to_continue, versions
 from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
@@ -119,6 +119,7 @@ def open_run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(joined(job))
         run_dir = stack.enter_context(_open_run_dir(run_home(config.runs_dir, config.name), config.document(), fork))
+        config = config.model_copy(update={DATE: run_dir.settings[DATE]})
         progress = stack.enter_context(Progress(run_dir.path.name, config.steps, console))
         stop = AgreedStop(stack.enter_context(StopSignal(progress.notice)))
         stack.enter_context(job.watchdog.watching() if job.watched else contextlib.nullcontext())
@@ -182,6 +183,7 @@ def open_run(
             on_save=partial(_begin_save, phase, run_dir),
             beat=job.watchdog.beat,
             records=run_dir.extents,
+            settings=run_dir.settings,
         )
         resources.callback(checkpointer.close)
         valuing = None
@@ -202,6 +204,7 @@ def open_run(
             moves=moves,
             say=progress.message,
         )
+        run_dir.check_saved(saved.get("settings"), done)
         rollouts.position = Position.read(saved, rollouts.feed)
         _say_what_changed(saved["versions"], progress)
         job.report.update(step=done)
@@ -327,12 +330,12 @@ def _open_run_dir(home: Path, settings: Settings, fork: Fork | None) -> RunDir:
     """Open the run's folder: for writing on process 0, read-only on the others."""
     opened: list[RunDir] = []
 
-    def open_it() -> tuple[bool, Fork | None]:
+    def open_it() -> tuple[bool, Fork | None, Settings]:
         opened.append(RunDir.open(home, settings, fork=fork))
-        return opened[0].continued, opened[0].fork
+        return opened[0].continued, opened[0].fork, opened[0].settings
 
-    continued, kept = from_leader(open_it)
-    return opened[0] if opened else RunDir.follow(home, settings, continued=continued, fork=kept)
+    continued, kept, completed = from_leader(open_it)
+    return opened[0] if opened else RunDir.follow(home, completed, continued=continued, fork=kept)
 
 
 def _load_teacher(model: Model, spec: RunSpec, frozen: Params, feed: Feed, progress: Progress) -> Scorer:

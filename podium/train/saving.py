@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import jax
 
+from podium.files import cause_of
 from podium.train.carry import Position
 from podium.train.checkpoint import Checkpointer
 from podium.train.distributed import AgreedStop, from_leader
 from podium.train.state import TrainState
-from podium.train.step_files import first_line
 
 
 class SaveTimer:
@@ -100,7 +100,7 @@ class Saving:
                 self.checkpointer.wait()  # for a step before it
                 return f"{lost}: the update that failed had replaced its weights; {self._way_on()}"
         except Exception as error:  # whatever it is, it must not hide the error that ends the run
-            return f"{lost}: {first_line(error)}"
+            return f"{lost}: {cause_of(error)}"
         return f"step {self.done} is saved; to continue: {self._to_continue()}"
 
     def _way_on(self) -> str:

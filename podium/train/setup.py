@@ -67,7 +67,9 @@ def make_model(config: Config) -> Model:
         check_host_memory(mesh)
     decoder = decoder_of_run(read_architecture(source), config)
     check_tokens(config, decoder, mesh.shape)
-    tokenizer = load_tokenizer(source, config.chat_template, config.chat_template_options)
+    tokenizer = load_tokenizer(
+        source, config.chat_template, config.chat_template_options, template_date=config.chat_template_date
+    )
     tokenizer.check_vocab(decoder.vocab)
     return Model(source=source, decoder=decoder, tokenizer=tokenizer, mesh=mesh, lora=config.lora)
 

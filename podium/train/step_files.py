@@ -4,7 +4,7 @@
     20/digests.json    the step, its run's id, and a digest of every file above
     20/sizes.json      bytes of every file above, written last
     40.damaged/        a step found damaged when the run was resumed; it is never read again
-    ../identity.json   the run's id, drawn at random when its first step is saved
+    ../identity.json   the run's id, as in run.json; written when its first step is saved
 
 Sizes, step and run are compared whenever a step is read; this detects a step copied over another or from another run.
 Digests, which require reading every byte, are compared before a run resumes from a step, and before another run or an
@@ -21,12 +21,11 @@ from typing import Literal, NamedTuple, Protocol, Required, TypedDict
 
 import xxhash
 
-from podium.files import in_bucket, write_atomically
+from podium.files import cause_of, in_bucket, write_atomically
+from podium.observe.identity import IDENTITY, RUN, stored_id
 from podium.observe.run_dir import saved_steps
 
 SIZES, DIGESTS = "sizes.json", "digests.json"
-IDENTITY = "identity.json"
-"""File in the run's folder with the run's id."""
 ASIDE = ".damaged"
 BLOCK = 1 << 20  # bytes read at once: small enough for the CPU's cache, large enough for few calls
 READERS = 4
@@ -71,7 +70,7 @@ def damage(path: Path, *, digests: bool, beat: Beat = lambda: None) -> str | Non
         return _wrong_sizes(path) or _wrong_place(path) or (_wrong_bytes(path, beat) if digests else None)
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:  # unreadable, or not the expected JSON
         name = Path(getattr(error, "filename", None) or SIZES).name
-        return f"{name} cannot be read: {first_line(error)}"
+        return f"{name} cannot be read: {cause_of(error)}"
 
 
 def newest_whole_step(folder: Path, announce: Callable[[str], None], beat: Beat) -> int | None:
@@ -113,15 +112,7 @@ def newest_whole_step(folder: Path, announce: Callable[[str], None], beat: Beat)
 
 def run_id(folder: Path) -> str | None:
     """The id of the run that owns a `checkpoints` folder; None if no step was saved yet or it cannot be read."""
-    try:
-        return str(json.loads((folder.parent / IDENTITY).read_text())["run"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error, without the specification that tensorstore appends."""
-    return (str(error).splitlines() or [type(error).__name__])[0].partition(" [tensorstore_spec")[0]
+    return stored_id(folder.parent / IDENTITY)
 
 
 def stored_sizes(path: Path) -> dict[str, int]:
@@ -133,16 +124,22 @@ def stored_sizes(path: Path) -> dict[str, int]:
 
 
 def _claim(folder: Path) -> str:
-    """The id of the run that owns the folder: drawn for its first step, or taken from its steps if the file is lost."""
+    """The id of the run that owns the folder: that of run.json, or of its steps if the files are lost, or a new one."""
     if (run := run_id(folder)) is not None:
         return run
-    runs = _runs(folder)
-    if len(runs) > 1:
+    runs, own = _runs(folder), stored_id(folder.parent / RUN)
+    if own is not None and runs and own not in runs:
+        raise CheckpointError(
+            f"{folder.parent} is the folder of run {own} ({RUN}), and the checkpoints in it are of"
+            f" {' and of '.join(f'run {run}' for run in runs)}: put back this run's own checkpoints; to go on from the"
+            " other's weights, begin a run with another name and --from the folder of that run"
+        )
+    if own is None and len(runs) > 1:
         raise CheckpointError(
             f"{folder.parent / IDENTITY} is missing or unreadable, and the checkpoints in {folder} are of several runs:"
             f" {', '.join(f'{run} (steps {steps})' for run, steps in runs.items())}; move away those of other runs"
         )
-    run = next(iter(runs), uuid.uuid4().hex)
+    run = own or next(iter(runs), uuid.uuid4().hex)
     write_atomically(folder.parent / IDENTITY, json.dumps({"run": run}) + "\n")
     return run
 

@@ -1,3 +1,4 @@
+import datetime
 import threading
 import time
 
@@ -135,3 +136,30 @@ def test_a_long_conversation_is_within_the_budget():
 def test_what_a_template_says_of_a_conversation_is_in_the_error():
     with pytest.raises(TemplateError, match="no system message, please"):
         ChatTemplate("{{ raise_exception('no system message, please') }}", {}).render(MESSAGES)
+
+
+def test_the_date_can_be_fixed():
+    """Llama 3.2 and SmolLM3 show it; what a template shows of the time is midnight then."""
+    template = ChatTemplate("{{ strftime_now('%d %b %Y %H:%M') }}", {}, date=datetime.date(2024, 7, 26))
+    assert template.render(MESSAGES) == "26 Jul 2024 00:00"
+    before = datetime.date.today()
+    shown = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", {}).render(MESSAGES)
+    assert before.isoformat() <= shown <= datetime.date.today().isoformat()
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ messages | random }}", "the filter random gives another prompt each time"),
+        (
+            "{{ messages[0].content.strip }}",
+            r"it prints strip itself, whose text differs in each process; call it: str",
+        ),
+        ("{{ 'a' ~ strftime_now }}", "it prints partial itself"),
+        ("{{ range }}", "it prints safe_range itself"),
+        ("{{ joiner(',') }}", "it prints joiner itself"),
+    ],
+)
+def test_what_would_differ_from_process_to_process_is_refused(source, reason):
+    with pytest.raises(TemplateError, match=reason):
+        ChatTemplate(source, {}).render(MESSAGES)

@@ -1,4 +1,6 @@
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import podium
+from podium.config.errors import ConfigError
 from podium.config.schema import Config
 from podium.files import RunFileError, read_lines
 from podium.observe.record_check import Extent
@@ -20,14 +24,17 @@ from podium.observe.run_dir import (
     RunDir,
     RunInUseError,
     parse_fork,
+    read_config,
     run_home,
 )
+from podium.settings import load_settings
 
 JUDGE = {"name": "a", "url": "http://here/v1", "model": "j", "rubric": "right is good"}
 
 
 def make_config(tmp_path, **changes):
     tree = {"name": "demo", "runs_dir": str(tmp_path / "runs"), "model": "demo", "tasks": [{"name": "arithmetic"}]}
+    tree["chat_template_date"] = "2031-01-04"
     return Config.model_validate(tree | changes)
 
 
@@ -147,7 +154,9 @@ def test_a_key_whose_name_begins_like_a_free_one_is_not_free(tmp_path):
 def test_a_stored_config_that_cannot_be_read_is_an_error_with_a_way_out(tmp_path, content, problem):
     run = open_and_close(make_config(tmp_path))
     (run.path / "config.yaml").write_bytes(content)
-    with pytest.raises(RunFileError, match=rf"(?s)is not a config \({problem}; set another"):
+    with pytest.raises(
+        RunFileError, match=rf"(?s)is not a config \({problem}\); Podium .* wrote it, .*; or set another"
+    ):
         open_run(make_config(tmp_path))
 
 
@@ -336,3 +345,69 @@ def test_a_doubled_record_is_removed(tmp_path):
     (path / LENGTHS).write_text("".join([lines[0], lines[1], lines[1], lines[2]]))
     assert checked(tmp_path, extents) == [f"{LENGTHS} had 1 doubled line: removed, nothing is lost"]
     assert (path / LENGTHS).read_text() == "".join(lines[:3])
+
+
+def test_a_run_of_a_version_without_dates_is_continued_and_has_one_from_then_on(tmp_path):
+    run = open_and_close(make_config(tmp_path))
+    path = run.path / "config.yaml"
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "chat_template_date" not in line))
+    assert read_config(run.path).chat_template_date is None
+    open_and_close(make_config(tmp_path))
+    assert read_config(run.path).chat_template_date == "2031-01-04"
+    assert open_and_close(make_config(tmp_path, chat_template_date=None)).settings["chat_template_date"] == "2031-01-04"
+
+
+def test_a_run_says_which_version_trained_it_before(tmp_path):
+    run = open_and_close(make_config(tmp_path))
+    with open_run(make_config(tmp_path)) as again:
+        assert again.compare({}, 1, [1]) == []
+    record = json.loads((run.path / "run.json").read_text())
+    assert record["podium"] == podium.__version__
+    (run.path / "run.json").write_text(json.dumps({**record, "podium": "0.0.7"}))
+    said = [
+        f"this run was last trained by Podium 0.0.7, and continues with {podium.__version__}: it may not be bit for"
+    ]
+    with open_run(make_config(tmp_path)) as again:
+        assert [line[: len(said[0])] for line in again.compare({}, 1, [1])] == said
+    assert json.loads((run.path / "run.json").read_text()) == record
+    (run.path / "run.json").unlink()
+    with open_run(make_config(tmp_path)) as again:
+        (line,) = again.compare({}, 1, [1])
+        assert "by a version of Podium that did not record which" in line
+
+
+def test_a_run_of_a_newer_version_is_named_with_that_version(tmp_path):
+    run = open_and_close(make_config(tmp_path))
+    (run.path / "run.json").write_text(json.dumps({"run": "1", "podium": "9.8.7"}))
+    with (run.path / "config.yaml").open("a") as file:
+        file.write("of_the_future: 1\n")
+    rule = f"Podium 9.8.7 wrote it, and this is {podium.__version__}: use that version, pip install podium-rl==9.8.7"
+    with pytest.raises(RunFileError, match=rf"(?s)is not a config \(of_the_future: Extra .*\); {re.escape(rule)}"):
+        open_run(make_config(tmp_path))
+    with pytest.raises(ConfigError, match=rf"(?s)of_the_future: unknown key.*{re.escape(rule)}"):
+        load_settings([run.path / "config.yaml"], [], {})
+
+
+def test_the_identity_of_another_run_is_refused(tmp_path):
+    run = open_and_close(make_config(tmp_path))
+    own = json.loads((run.path / "run.json").read_text())["run"]
+    (run.path / "identity.json").write_text('{"run": "another"}')
+    before = (run.path / "config.yaml").read_bytes()
+    rule = (
+        rf"is the folder of run {own} \(run.json\), and identity.json there is of run another, .* begin a run with an"
+    )
+    with pytest.raises(RunFileError, match=rule):
+        open_run(make_config(tmp_path))
+    assert (run.path / "config.yaml").read_bytes() == before
+
+
+def test_a_checkpoint_of_other_settings_is_refused_by_the_keys_that_differ(tmp_path):
+    with open_run(make_config(tmp_path)) as run:
+        run.check_saved(None, 3)
+        run.check_saved(make_config(tmp_path, seed=1).document(), 0)
+        same = make_config(tmp_path)
+        run.check_saved(same.model_copy(update={"mesh": "fsdp:2", "steps": 7}).document(), 3)
+        with pytest.raises(RunFileError, match=r"(?s)step 3 in .* was saved with other settings.*seed: 1 there, 0 now"):
+            run.check_saved(same.model_copy(update={"seed": 1}).document(), 3)
+        with pytest.raises(RunFileError, match=r"is not of this version \(of_the_future: Extra"):
+            run.check_saved({**same.document(), "of_the_future": 1}, 3)

@@ -14,7 +14,9 @@ from pydantic import BaseModel
 from podium.config.reward_model import RewardModelConfig
 from podium.config.schema import Config, TaskConfig
 from podium.files import write_atomically
+from podium.observe.identity import RUN, stored_id
 from podium.observe.metrics import ACCURACY, find_metric
+from podium.observe.out_files import check_page, page_mark
 from podium.observe.report.charts import CURVES, PHASES, WORK, charts
 from podium.observe.report.compare import comparison, flat
 from podium.observe.report.findings import evaluated_tasks, findings
@@ -31,10 +33,19 @@ DIGITS = 6
 def write_report(folders: Sequence[Path], out: Path) -> None:
     """Write the report of one run, or of several runs side by side.
 
+    A report of the same runs is replaced, and nothing else.
+
     Raises:
-        ValueError: a folder contains no run, plotly is not installed, or `out` cannot be written.
+        ValueError: a folder contains no run, plotly is not installed, or `out` cannot be written or is something else.
     """
-    write_atomically(out, make_page(report_object(folders), plotly_script()))
+    mark = f"podium report: {' '.join(map(_name_of_run, folders))}"
+    check_page(out, "-o", mark)
+    write_atomically(out, make_page(report_object(folders), plotly_script(), mark=mark))
+
+
+def _name_of_run(folder: Path) -> str:
+    """The id of a run, or the name of its folder if it has none."""
+    return stored_id(folder / RUN) or folder.resolve().name
 
 
 def plotly_script() -> str:
@@ -48,15 +59,17 @@ def plotly_script() -> str:
     return (Path(plotly.__path__[0]) / "package_data" / "plotly.min.js").read_text("utf-8")
 
 
-def make_page(content: dict[str, object], plotly: str, *, live: str = "") -> str:
+def make_page(content: dict[str, object], plotly: str, *, live: str = "", mark: str = "podium watch") -> str:
     """The page with everything inlined, and a content security policy that forbids loading anything.
 
-    With `live` (its runs' names as a path), the page listens to its own server for changes.
+    `mark` says in the page what wrote it, and about which runs. With `live` (its runs' names as a path), the page
+    listens to its own server for changes.
     """
     data = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     page = _part("page.html")
-    for mark, text in (
+    for place, text in (
         ("/*POLICY*/", page_policy(live=bool(live))),
+        ("/*GENERATOR*/", page_mark(mark)),
         ("/*LIVE*/", html.escape(live, quote=True)),
         ("/*STYLE*/", _part("page.css")),
         ("/*DATA*/", data.replace("<", "\\u003c").replace("&", "\\u0026")),
@@ -64,7 +77,7 @@ def make_page(content: dict[str, object], plotly: str, *, live: str = "") -> str
         ("/*SAMPLES*/", _part("page.samples.js")),
         ("/*SCRIPT*/", _part("page.js")),
     ):
-        head, _, tail = page.partition(mark)
+        head, _, tail = page.partition(place)
         page = head + text + tail
     return page
 

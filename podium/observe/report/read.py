@@ -11,8 +11,9 @@ import yaml
 
 from podium.config.errors import UsageError
 from podium.files import open_file
+from podium.observe.identity import SUMMARY
 from podium.observe.record_check import listed, missing_steps
-from podium.observe.run_dir import CONFIG, MACHINE, METRICS, SUMMARY
+from podium.observe.run_dir import CONFIG, MACHINE, METRICS
 
 PLAN = "plan.json"  # podium.plan.check
 
