@@ -1,6 +1,7 @@
 """Stops a run on signals: the first Ctrl-C or SIGTERM is a request that the loop reads; a second Ctrl-C stops at once.
 
-After Ctrl-C the current step is finished. SIGTERM means that the machine will disappear soon, perhaps in half a minute:
+After Ctrl-C the current step is finished. SIGTERM means that the machine will disappear soon, perhaps in half a minute,
+and so does SIGHUP, which comes when the terminal is closed or the connection to it is lost (unless `nohup` ignores it):
 finished steps are saved, and a rollout in progress is abandoned (`podium.train.distributed.AgreedStop`) and repeated
 when the run resumes.
 """
@@ -34,15 +35,16 @@ class StopSignal:
         """`announce` is called with a line at the first signal, inside the signal handler: it must not print."""
         self._announce = announce
         self.requested: int | None = None
-        """Number of the first signal, SIGINT or SIGTERM; None until one comes."""
+        """Number of the first signal, SIGINT or SIGTERM (for SIGHUP too); None until one comes."""
         self._previous: dict[int, Handler] = {}
         self._left = threading.Event()
 
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is not threading.main_thread():
             return self
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._receive)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._receive)
         numbers, self._numbers = os.pipe()  # the interpreter writes each signal's number to this pipe on arrival
         os.set_blocking(self._numbers, False)
         self._previous_fd = signal.set_wakeup_fd(self._numbers, warn_on_full_buffer=False)
@@ -67,11 +69,11 @@ class StopSignal:
                         sys.stderr.write(SHOW_CURSOR + "\n")  # the live view has hidden the cursor
                         sys.stderr.flush()
                     os._exit(128 + signal.SIGINT)
-                asked += number[0] in (signal.SIGINT, signal.SIGTERM)
+                asked += number[0] in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.requested is None:
-            self.requested = number
+            self.requested = signal.SIGTERM if number == signal.SIGHUP else number
             first = "finishing and saving the step" if number == signal.SIGINT else "saving what is done"
             self._announce(f"stopping: {first}; Ctrl-C again stops at once")
         elif number == signal.SIGINT:

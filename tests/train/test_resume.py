@@ -28,6 +28,7 @@ from tiny_runs import (
     weights_of,
 )
 
+from podium.files import RunFileError
 from podium.job.context import alone
 from podium.observe.run_dir import Fork, RunDir, RunInUseError, read_config, run_home, saved_steps
 from podium.train.loop import train
@@ -153,6 +154,33 @@ def test_a_run_that_another_process_trains_is_left_alone(undisturbed):
     ):
         train(config, plain=True)
     assert (undisturbed / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_checkpoints_and_the_identity_of_another_run_are_refused(run_of, undisturbed, tmp_path):
+    """Also where the settings of both are the same, and where only the checkpoints came."""
+    other = run_of(name="other", **{**STEPWISE, "steps": 2})
+    for case, names in (("both", ("checkpoints", "identity.json")), ("checkpoints alone", ("checkpoints",))):
+        run = tmp_path / case / "run"
+        shutil.copytree(undisturbed, run)
+        for name in ("checkpoints", "identity.json"):
+            shutil.rmtree(run / name) if (run / name).is_dir() else (run / name).unlink()
+        for name in names:
+            copy = shutil.copytree if (other / name).is_dir() else shutil.copy
+            copy(other / name, run / name)
+        before = (run / "config.yaml").read_bytes()
+        with pytest.raises(ValueError, match=r"is the folder of run .*run\.json.*begin a run with another name"):
+            train(config_of(run, runs_dir=str(run.parent)), plain=True)
+        assert (run / "config.yaml").read_bytes() == before
+
+
+def test_a_checkpoint_of_other_settings_is_refused(undisturbed, tmp_path):
+    """As after the run's own config.yaml was edited, which is also what the command is given."""
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("learning_rate: 0.003", "learning_rate: 0.5"))
+    with pytest.raises(RunFileError, match=r"(?s)step 4 in .*learning_rate: 0.003 there, 0.5 now.*begin a run"):
+        train(config_of(run, runs_dir=str(tmp_path), steps=6), plain=True)
 
 
 @pytest.mark.long

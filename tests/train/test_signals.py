@@ -35,6 +35,22 @@ sys.exit(128 + stop.requested)
     assert done.stderr == ""
 
 
+def test_a_closed_terminal_is_a_request_as_sigterm_unless_it_is_ignored():
+    """As for `nohup`, and for a shell that is left with running jobs."""
+    done = run(
+        """
+with StopSignal() as stop:
+    os.kill(os.getpid(), signal.SIGHUP)
+    print(stop.requested == signal.SIGTERM)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with StopSignal() as stop:
+    os.kill(os.getpid(), signal.SIGHUP)
+    print(stop.requested)
+"""
+    )
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["True", "None"]), done.stderr
+
+
 @pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
 def test_a_ctrl_c_after_a_request_stops_at_once(first):
     done = run(
