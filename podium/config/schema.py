@@ -4,6 +4,7 @@ Types and defaults come first, rules between settings last; a `Config` that brea
 that need other parts of Podium are in `podium.settings`; `podium.config.load` reads the values.
 """
 
+import datetime
 import re
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
@@ -22,7 +23,6 @@ from podium.config.reference import ReferenceConfig
 from podium.config.reward_model import RewardModelConfig
 from podium.config.rollout_weights import RolloutWeights
 from podium.config.section import (
-    Date,
     Finite,
     Fraction,
     NotNegative,
@@ -447,7 +447,7 @@ class Config(Section):
     chat_template_options: dict[str, JsonValue] = {}
     """Variables for the chat template: `{enable_thinking: false}` is Qwen3 without thinking. An exported model does not
     keep them."""
-    chat_template_date: Date | None = None
+    chat_template_date: str | None = None
     """Date that chat templates show which show one (Llama 3.2, SmolLM3), as 2026-01-31; unset: the day on which the run
     begins, which stays when it is resumed, evaluated and asked."""
     seed: int = 0
@@ -508,6 +508,20 @@ def _runs_dir(config: Config) -> Iterator[Contradiction]:
         rule = f"{config.runs_dir!r} is neither a folder nor gs://BUCKET/FOLDER nor s3://BUCKET/FOLDER"
         way_out = "checkpoints are written to no other kind of bucket; mount it, and set the folder"
         yield Contradiction(("runs_dir",), f"{rule}; {way_out}")
+
+
+def _prompt_date(config: Config) -> Iterator[Contradiction]:
+    date = config.chat_template_date
+    if date is not None and not _is_date(date):
+        yield Contradiction(("chat_template_date",), f"{date!r} is not a date; write it as 2026-01-31")
+
+
+def _is_date(text: str) -> bool:
+    """Whether a text is a date as YYYY-MM-DD."""
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _mesh(config: Config) -> Iterator[Contradiction]:
@@ -598,4 +612,14 @@ def _checkpoints(config: Config) -> Iterator[Contradiction]:
 
 Rule = Callable[[Config], Iterator[Contradiction]]
 """Yields the contradictions it finds, with the settings it compares, so that errors can show their origins."""
-RULES: tuple[Rule, ...] = (_runs_dir, _mesh, _rows, _reproducible, _schedule, _lora, _evaluation, _checkpoints)
+RULES: tuple[Rule, ...] = (
+    _runs_dir,
+    _prompt_date,
+    _mesh,
+    _rows,
+    _reproducible,
+    _schedule,
+    _lora,
+    _evaluation,
+    _checkpoints,
+)

@@ -1,9 +1,8 @@
-"""The base class of config sections, number types with a range, and dates."""
+"""The base class of config sections, and number types with a range."""
 
-import datetime
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -11,17 +10,6 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NotNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-
-
-def _date(text: str) -> str:
-    try:
-        return datetime.date.fromisoformat(text).isoformat()
-    except ValueError:
-        raise ValueError(f"expected a date as 2026-01-31, got {text!r}") from None
-
-
-Date = Annotated[str, AfterValidator(_date)]
-"""A date as YYYY-MM-DD."""
 
 
 class Section(BaseModel):

@@ -139,7 +139,8 @@ class ProgressReport:
         if status == GUARD:
             self.end(getattr(error, "kind", "guard"), str(error), status)
         else:
-            kind = "lost" if PEER_LOST.match(str(error)) else "exception"
+            lost = getattr(error, "kind", None) == "lost" or PEER_LOST.match(str(error))
+            kind = "lost" if lost else "exception"
             self.end(kind, f"{type(error).__name__}: {error}", status)
         return status
 

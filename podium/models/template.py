@@ -405,6 +405,6 @@ def _refuse(name: str, *arguments: object) -> NoReturn:
 def _printable(value: object) -> object:
     """Return a value that is about to become text. Raises TemplateError for one of WITHOUT_TEXT."""
     if isinstance(value, WITHOUT_TEXT):
-        name = getattr(value, "__name__", type(value).__name__.lower())
+        name = str(getattr(value, "__name__", type(value).__name__)).lower()
         raise jinja2.TemplateError(f"it prints {name} itself, whose text differs in each process; call it: {name}()")
     return value

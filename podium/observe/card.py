@@ -42,10 +42,8 @@ def model_card(folder: Path, config: Config, *, step: int, adapter: bool, base: 
     accuracies = [point for point in history.accuracies if point[0] <= step]
     results = [f"| {at} | {accuracy:.3f} |" for at, accuracy in accuracies]
     table = ["| step | accuracy on held-out questions |", "|---:|---:|", *results] if results else ["No evaluation."]
-    what, version = (
-        f"`{base.hub_id or Path(config.model).name}`, trained with {recipe} on {tasks}",
-        summary["versions"].get("podium-rl", ""),
-    )
+    what = f"`{base.hub_id or Path(config.model).name}`, trained with {recipe} on {tasks}"
+    version = summary["versions"].get("podium-rl", "")
     licence = f"`{base.license}`, that of the base model" if base.license else "that of the base model"
     return "\n".join(
         [

@@ -10,7 +10,7 @@ run's. Imports no jax.
 import json
 import uuid
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 from podium import __version__
 from podium.files import RunFileError, to_json, write_atomically
@@ -25,7 +25,7 @@ class RunRecord(TypedDict):
 
     run: str
     """The run's id."""
-    podium: NotRequired[str]
+    podium: str
     """The version that last trained the run."""
 
 

@@ -30,7 +30,7 @@ def check_page(path: Path, option: str, mark: str) -> None:
         head = file.read(HEAD).decode("utf-8", "replace")
     if page_mark(mark) not in head:
         raise UsageError(
-            f"{option} {path}: exists already and is not a {mark.partition(':')[0]} of the same;"
+            f"{option} {path}: exists already and is not an earlier page of the same {mark.partition(':')[0]};"
             " name a new file, or delete it"
         )
 

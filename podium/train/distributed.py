@@ -202,6 +202,12 @@ class Interrupted(Exception):
     """The rollout was abandoned because the run must stop now; raised in all processes of the run."""
 
 
+class HostFailedError(Exception):
+    """Another process of the run failed; its own record says why. Raised in all others, at the same place."""
+
+    kind = "lost"
+
+
 class AgreedStop:
     """Lets all processes of a run agree to stop when one of them receives a signal, at any time.
 
@@ -215,12 +221,30 @@ class AgreedStop:
         self._signals = signals
         self._agreed: int | None = None
         self._posted: int | None = None
+        self._together = False
         self._polled = time.monotonic()
 
     @property
     def leaving_together(self) -> bool:
         """Whether all processes are leaving the loop at the same place, so that they can save a step together."""
-        return not jax.distributed.is_initialized()
+        return self._together or not jax.distributed.is_initialized()
+
+    def exchange(self, value: Value, failed: Exception | None = None) -> tuple[list[Value], list[int | None]]:
+        """All-gather a value of each process, and the signals that they know, in order. Every process must call this.
+
+        `failed` is the error of this process, if it has one: it is raised here, and HostFailedError in the others.
+        """
+        text = None if failed is None else f"{type(failed).__name__}: {failed}"
+        hosts = gather((value, self.asked(), text))
+        broken = next(((host, text) for host, (_, _, text) in enumerate(hosts) if text is not None), None)
+        if broken is not None:
+            self.leave_together()
+            raise failed or HostFailedError(f"worker {broken[0]} failed: {broken[1]}")
+        return [value for value, _, _ in hosts], [asked for _, asked, _ in hosts]
+
+    def leave_together(self) -> None:
+        """Note that all processes are about to raise an error at the same place."""
+        self._together = True
 
     @property
     def requested(self) -> int | None:

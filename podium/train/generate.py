@@ -36,7 +36,7 @@ from podium.tasks.grading import Grader, Grading
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import FAILED, Graded, Reward, with_turns
 from podium.train.carry import Pending, Position, chosen, drawn_lengths
-from podium.train.distributed import AgreedStop, Interrupted, gather, host_mesh, make_localize, share
+from podium.train.distributed import AgreedStop, HostFailedError, Interrupted, host_mesh, make_localize, share
 from podium.train.episode import Episode
 from podium.train.episodes import Episodes
 from podium.train.feed import EncodedPrompt, Feed
@@ -313,25 +313,8 @@ class Rollouts:
             useful = wanted - missing
             more = self.feed.next(max(0, max(missing, settings.in_flight - useful) - len(pending)))
             pending += [Pending(prompt=prompt) for prompt in more]
-            choice, own = _Choice(self, pending, missing, wanted), share(len(pending))
-            drawn_here = pending if self.layout.over_hosts else pending[own]
-            requests = [_request(each, settings) for each in drawn_here]
-            on_progress = functools.partial(self._on_progress, len(requests) * settings.completions)
-            graded_here = own if self.layout.over_hosts else slice(None)
-            grades = _Grades(self.grader, drawn_here, graded_here, on_progress, self._stop.poll)
-            try:
-                # groups are graded while others are still decoded
-                on_poll, enough = (self._watchdog.beat, choice.enough) if choice.asks else (self._poll, None)
-                idle = not (requests or choice.asks)
-                if self.converses:
-                    part = self._converse(drawn_here, settings, grades, own, choice, carries=carries)
-                elif idle:
-                    part = grades.wait_for([], RolloutStats())
-                else:
-                    part = grades.wait_for(*self.engine.generate(requests, grades.submit, on_poll, enough))
-            except Interrupted:
-                part = None
-            answers, rolled, held = self._gather(part)
+            choice = _Choice(self, pending, missing, wanted)
+            answers, rolled, held = self._gather(*self._draw(pending, settings, choice, carries=carries))
             episodes = episodes.then(held)
             now = [answer.of(each) for each, answer in zip(pending, answers, strict=True)]
             drawn = tuple(drawn_lengths(pending, now))
@@ -365,6 +348,35 @@ class Rollouts:
             retired=sum(map(len, self.feed.tasks.retired.values())),
             answer_s=time.perf_counter() - start,
         )
+
+    def _draw(
+        self, pending: Sequence[Pending], settings: AnswerSettings, choice: "_Choice", *, carries: bool
+    ) -> tuple[_HostPart | None, Exception | None]:
+        """Complete and grade this host's share of the prompts.
+
+        Returns:
+            The results, None if the run must stop now or if there was an error; and the error, for `_gather`.
+        """
+        own = share(len(pending))
+        drawn_here = pending if self.layout.over_hosts else pending[own]
+        requests = [_request(each, settings) for each in drawn_here]
+        on_progress = functools.partial(self._on_progress, len(requests) * settings.completions)
+        graded_here = own if self.layout.over_hosts else slice(None)
+        grades = _Grades(self.grader, drawn_here, graded_here, on_progress, self._stop.poll)
+        # groups are graded while others are still decoded
+        on_poll, enough = (self._watchdog.beat, choice.enough) if choice.asks else (self._poll, None)
+        try:
+            if self.converses:
+                return self._converse(drawn_here, settings, grades, own, choice, carries=carries), None
+            if not (requests or choice.asks):
+                return grades.wait_for([], RolloutStats()), None
+            return grades.wait_for(*self.engine.generate(requests, grades.submit, on_poll, enough)), None
+        except Interrupted:
+            return None, None
+        except Exception as error:
+            if self.layout.over_hosts or isinstance(error, HostFailedError):
+                raise  # the others decode together with this host, or have failed at the same place
+            return None, error
 
     def check(self, prompts: Sequence[TaskPrompt]) -> list[str]:
         """Check that answers to these prompts, of each task, can be graded; otherwise as `Grader.check`."""
@@ -437,10 +449,10 @@ class Rollouts:
         with contextlib.suppress(Interrupted):
             self._stop.poll()  # signals received by other processes
         with self._watchdog.waiting():
-            hosts = gather((answered, self._stop.asked()))
-        if any(asked == signal.SIGTERM for _, asked in hosts):
+            hosts, asked = self._stop.exchange(answered)
+        if signal.SIGTERM in asked:
             raise Interrupted
-        return [each for found, _ in hosts for each in found]
+        return [each for found in hosts for each in found]
 
     def _check_failures(self, groups: Sequence[Group], held: EnvironmentStats) -> None:
         """Raise FailingEnvironmentError if too many conversations failed through no fault of the model."""
@@ -448,18 +460,24 @@ class Rollouts:
         limit = self.spec.environments.max_failed
         self._last_failures = held.failures or self._last_failures  # a conversation may have failed in an earlier step
         if sum(failed) > limit * len(failed):
+            self._stop.leave_together()  # all hosts have counted the same
             raise FailingEnvironmentError(
                 f"{sum(failed)} of {len(failed)} conversations failed, and environments.max_failed is {limit:g}:"
                 f" this is no fault of the model. The first failure:\n{self._last_failures[0].rstrip()}\n"
                 "Mend the environment, then continue the run"
             )
 
-    def _gather(self, part: _HostPart | None) -> tuple[list[_Answer], RolloutStats, EnvironmentStats]:
-        """The answers of all hosts in the order of their prompts. If `part` is None on one, all raise Interrupted."""
+    def _gather(
+        self, part: _HostPart | None, failed: Exception | None
+    ) -> tuple[list[_Answer], RolloutStats, EnvironmentStats]:
+        """The answers of all hosts in the order of their prompts. If `part` is None on one, all raise Interrupted.
+
+        If one has `failed`, it raises its error, and the others HostFailedError.
+        """
         with self._watchdog.waiting():
-            gathered = gather((part, self._stop.asked()))
-        self._stop.agree([asked for _, asked in gathered])
-        parts = [part for part, _ in gathered if part is not None]
+            gathered, asked = self._stop.exchange(part, failed)
+        self._stop.agree(asked)
+        parts = [part for part in gathered if part is not None]
         if len(parts) < len(gathered):
             raise Interrupted
         beside = [part.stats for part in parts]
@@ -535,10 +553,10 @@ class _Choice:
         with contextlib.suppress(Interrupted):
             self._stop.poll()  # signals received by other processes
         with self._watchdog.waiting():
-            hosts = gather((list(own), self._stop.asked()))
-        if any(asked == signal.SIGTERM for _, asked in hosts):
+            hosts, asked = self._stop.exchange(list(own))
+        if signal.SIGTERM in asked:
             raise Interrupted
-        complete = list(own) if self._together else [each for flags, _ in hosts for each in flags]
+        complete = list(own) if self._together else [each for flags in hosts for each in flags]
         if sum(complete) >= self._count:
             self._since = min(self._since, time.perf_counter())
         return self.of(complete) is not None

@@ -72,6 +72,20 @@ def test_submit_returns_before_the_answers_are_graded(closed):
     assert [reward.total for reward in grading.result()] == [0, 1]
 
 
+def test_waiting_for_rewards_can_be_given_up(closed):
+    """As at SIGTERM: what is still being graded does not keep the run."""
+    calls: list[None] = []
+
+    def give_up() -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        closed().submit(answers("7", "sleep")).result(give_up)
+    assert len(calls) == 2
+
+
 def test_an_answer_past_its_limit_is_wrong_and_warned_of_once(closed, caplog):
     rewards = closed(timeout_s=0.5).grade(answers("7", "sleep", "7", "sleep", "7"))
     assert [reward.total for reward in rewards] == [1, 0, 1, 0, 1]

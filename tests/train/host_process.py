@@ -23,6 +23,18 @@ COUNT = 5 * 10**12
 ROWS = 16
 
 
+GRADED: list[int] = []
+"""The answers that the reward function below has graded in this process."""
+
+
+def fails_on_the_second(completions: list[str]) -> list[float]:
+    """A reward function that raises on the second host after two steps, in which it graded 8 answers each."""
+    GRADED.append(len(completions))
+    if os.environ["PODRUN_WORKER"] == "1" and sum(GRADED) > 16:
+        raise RuntimeError("a bug of the second host")
+    return [1.0 for _ in completions]
+
+
 def rows_of_host(mesh: str) -> list[int]:
     """The rows of a batch that this host's devices hold."""
     sharding = ShardingRules(make_mesh(mesh), GATHERED_AXES).sharding("batch")

@@ -424,6 +424,19 @@ def test_sigterm_to_one_host_in_a_long_rollout_saves_on_all_and_ends_all(layout,
     assert len(read_records(metrics)) == 1
 
 
+def test_an_error_of_one_host_loses_no_whole_step_of_any(start, tiny_model, tmp_path):
+    """A reward function that fails on worker 1 in the third step: both save the second, and worker 1 is named."""
+    task = {"name": "arithmetic", "rewards": {"correct": 1.0, "host_process:fails_on_the_second": 1.0}}
+    quiet = {"eval": {"at_start": False, "at_end": False}, "checkpoint": {"every_steps": 0, "every_minutes": 0.0}}
+    config = make_config(tiny_model, tmp_path, **{**quiet, "tasks": [task], "steps": 9})
+    job = start({"slow": config.model_dump(mode="json"), "poll_s": 0.0})
+    assert 0 not in job.statuses(), job.logs()
+    failure = str(first_failure(job.ends()))
+    assert failure.startswith("worker 1 (host-1) failed first in update after step 2: FunctionError: "), job.logs()
+    assert saved_steps(tmp_path / "run" / "checkpoints") == [2]
+    assert "step 2 is saved; to continue" in job.logs()
+
+
 @pytest.mark.long
 def test_a_host_killed_while_its_tools_run_ends_all_and_they_go_on_bit_for_bit(start, tiny_model, template, tmp_path):
     """Conversations of the step before are in flight; the tools of both hosts have started processes."""

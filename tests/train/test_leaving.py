@@ -277,6 +277,7 @@ def slow(completions):
 """
 
 
+@pytest.mark.long
 def test_sigterm_does_not_wait_for_a_slow_reward_function(tiny_model, tmp_path):
     """A machine may disappear half a minute after it: the steps before are saved at once."""
     (tmp_path / "own.py").write_text(SLOW)

@@ -130,14 +130,14 @@ def test_rows_that_the_run_keeps_move_with_it(tiny_model, tmp_path, monkeypatch)
     settings = {key: tiny[key] for key in ("prompts_per_step", "group_size", "rollout", "grading", "train", "metrics")}
     settings = merged(settings, {"train": {"optimizer": {"schedule": "constant"}}, "eval": {"questions": 4}})
     run = podium.grpo(str(tiny_model), rows, eval_data=rows, name="a", steps=1, **settings)
-    assert read_config(run.path).tasks[0].path.startswith("runs/a/data/")
+    assert str(read_config(run.path).tasks[0].path).startswith("runs/a/data/")
     (tmp_path / "runs" / "a").rename(tmp_path / "b")
     assert go_on("b/config.yaml", "--set", "steps=2") == 0
     assert [line["step"] for line in trained(tmp_path / "b")] == [1, 2]
     assert list((tmp_path / "runs").iterdir()) == []
     assert 0.0 <= load_run("b").evaluate().accuracy <= 1.0
     config = read_config(tmp_path / "b")
-    assert Path(config.tasks[0].path).parent == tmp_path / "b" / "data"
+    assert Path(str(config.tasks[0].path)).parent == tmp_path / "b" / "data"
 
 
 def test_fewer_steps_than_are_done_are_refused_and_change_nothing(half, tmp_path, elsewhere):
