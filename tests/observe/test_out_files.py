@@ -27,9 +27,7 @@ def test_a_page_is_replaced_by_the_next_of_its_kind_alone(tmp_path):
     page.write_text(f"<html>{page_mark('podium plan: a.yaml on v6e-8')}</html>")
     check_page(page, "--html", "podium plan: a.yaml on v6e-8")
     for other in ("podium plan: b.yaml on v6e-8", "podium plan: a.yaml on h100-1", "podium report: a"):
-        with pytest.raises(
-            UsageError, match=r"exists already and is not an earlier page of the same podium (plan|report)"
-        ):
+        with pytest.raises(UsageError, match=r"exists already and is not an earlier page of the same podium"):
             check_page(page, "--html", other)
     page.write_bytes(b"\xff\xfe my own thesis")
     with pytest.raises(UsageError, match="exists already"):
@@ -48,9 +46,7 @@ def test_a_report_replaces_that_of_its_run_and_nothing_else(tmp_path):
         (run / "metrics.jsonl").write_text('{"step": 1, "train-reward/total/mean": 0.5}\n')
     out = tmp_path / "report.html"
     out.write_text("what I wrote last night")
-    with pytest.raises(
-        UsageError, match=r"-o .*report.html: exists already and is not an earlier page of the same podium report"
-    ):
+    with pytest.raises(UsageError, match=r"-o .*report.html: exists already and is not an earlier page of the"):
         write_report([tmp_path / "a"], out)
     assert out.read_text() == "what I wrote last night"
     out.unlink()
