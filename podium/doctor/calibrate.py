@@ -131,6 +131,10 @@ class Reached:
     """Measured over planned memory."""
 
 
+WRITER = "podium calibrate"
+"""The beginning of `about` in the files that the command writes."""
+
+
 class Planner:
     """Plans samples for the lengths that they had."""
 
@@ -298,7 +302,7 @@ def _about(errors: Sequence[StepError], memory: Sequence[float], *, apart: bool,
     steps = sum(each.steps for each in errors)
     today = datetime.datetime.now(datetime.UTC).date()
     how = "each by the others" if apart else "seen"
-    text = f"podium calibrate, {today}: {len(errors)} runs, {steps} steps, off by {mean:.0%} ({how})"
+    text = f"{WRITER}, {today}: {len(errors)} runs, {steps} steps, off by {mean:.0%} ({how})"
     text += ", by the closed form" if fast else ""
     if memory:
         text += f"; memory {min(memory):.2f} to {max(memory):.2f} of the planned"

@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from podium.chips import user_file
-from podium.doctor.calibrate import Calibration, learn, read_sample
+from podium.config.errors import UsageError
+from podium.doctor.calibrate import WRITER, Calibration, learn, read_sample
 from podium.files import write_atomically
-from podium.plan.calibration import USER_FILE
+from podium.plan.calibration import USER_FILE, read_user_file
 from podium.train.platform import prepare_platform
 
 
@@ -33,6 +34,9 @@ def calibrate(runs: Sequence[Path], *, fast: bool, as_json: bool) -> int:
     with console.status("planning the runs"):
         found = learn(samples, fast=fast)
     path = user_file(found.machine.generation)
+    own = read_user_file(found.machine.generation)
+    if own is not None and not own.about.startswith(WRITER):
+        raise UsageError(f"{path} has figures that podium calibrate did not write ({own.about}); move it away")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, USER_FILE.dump_json(found.file, indent=2) + b"\n")
     if as_json:

@@ -110,7 +110,7 @@ def read_user_file(generation: str) -> UserFile | None:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ValueError(
-            f"{path} is not a calibration ({where}: {first['msg']}); delete it, or let podium calibrate write it again"
+            f"{path} is not a calibration ({where}: {first['msg']}); move it away, or delete it"
         ) from None
 
 

@@ -145,6 +145,17 @@ def test_what_cannot_be_calibrated_is_said(runs, tmp_path, monkeypatch, capsys):
     assert "does not say which machine it ran on" in error(runs[1])
 
 
+def test_figures_that_a_user_wrote_are_not_replaced(runs, monkeypatch, capsys):
+    assert command(monkeypatch, "calibrate", *map(str, runs), "--fast") == 0
+    assert command(monkeypatch, "calibrate", *map(str, runs), "--fast") == 0
+    mine = json.loads(user_file("v6e").read_text()) | {"about": "what I measured"}
+    user_file("v6e").write_text(json.dumps(mine))
+    capsys.readouterr()
+    assert command(monkeypatch, "calibrate", *map(str, runs), "--fast") == 2
+    assert "figures that podium calibrate did not write (what I measured); move it away" in capsys.readouterr().err
+    assert json.loads(user_file("v6e").read_text()) == mine
+
+
 def test_a_broken_file_of_the_user_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     user_file("v6e").parent.mkdir(parents=True)
