@@ -206,7 +206,7 @@ def test_migrate_writes_a_new_file_and_never_over_one(podium):
     assert podium("config", "migrate", "old.yaml", "-o", "new.yaml")[:2] == (0, "")
     assert podium("config", "show", "new.yaml")[0] == 0
     status, _, err = podium("config", "migrate", "old.yaml", "-o", "new.yaml")
-    assert (status, err) == (2, "error: new.yaml exists; give a new name, or delete it\n")
+    assert (status, err) == (2, "error: -o new.yaml: exists already; name a new file, or delete it\n")
 
 
 def test_tasks_are_listed_with_a_line_each(podium):

@@ -50,7 +50,7 @@ def dated(tiny_model: Path, tmp_path: Path) -> Callable[..., Config]:
     (tmp_path / "dated.jinja").write_text(TEMPLATE)
 
     def config(**changes: object) -> Config:
-        quiet = {"eval": {"at_start": False, "questions": 2}, "steps": 2}
+        quiet = {"eval": {"at_start": False, "at_end": False, "questions": 2}, "steps": 2}
         settings = {**SHORT, **quiet, "chat_template": str(tmp_path / "dated.jinja"), **changes}
         return make_config(tiny_model, tmp_path, **settings)
 
