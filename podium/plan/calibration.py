@@ -109,9 +109,7 @@ def read_user_file(generation: str) -> UserFile | None:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ValueError(
-            f"{path} is not a calibration ({where}: {first['msg']}); move it away, or delete it"
-        ) from None
+        raise ValueError(f"{path} is not a calibration ({where}: {first['msg']}); move it away, or delete it") from None
 
 
 EXACT = Factor(value=1.0, low=1.0, high=1.0, source="")

@@ -313,8 +313,23 @@ class Rollouts:
             useful = wanted - missing
             more = self.feed.next(max(0, max(missing, settings.in_flight - useful) - len(pending)))
             pending += [Pending(prompt=prompt) for prompt in more]
-            choice = _Choice(self, pending, missing, wanted)
-            answers, rolled, held = self._gather(*self._draw(pending, settings, choice, carries=carries))
+            choice, own = _Choice(self, pending, missing, wanted), share(len(pending))
+            drawn_here = pending if self.layout.over_hosts else pending[own]
+            requests = [_request(each, settings) for each in drawn_here]
+            on_progress = functools.partial(self._on_progress, len(requests) * settings.completions)
+            graded_here = own if self.layout.over_hosts else slice(None)
+            grades = _Grades(self.grader, drawn_here, graded_here, on_progress, self._stop.poll)
+            with _Ending(together=self.layout.over_hosts) as ending:
+                # groups are graded while others are still decoded
+                on_poll, enough = (self._watchdog.beat, choice.enough) if choice.asks else (self._poll, None)
+                idle = not (requests or choice.asks)
+                if self.converses:
+                    ending.part = self._converse(drawn_here, settings, grades, own, choice, carries=carries)
+                elif idle:
+                    ending.part = grades.wait_for([], RolloutStats())
+                else:
+                    ending.part = grades.wait_for(*self.engine.generate(requests, grades.submit, on_poll, enough))
+            answers, rolled, held = self._gather(ending)
             episodes = episodes.then(held)
             now = [answer.of(each) for each, answer in zip(pending, answers, strict=True)]
             drawn = tuple(drawn_lengths(pending, now))
@@ -348,35 +363,6 @@ class Rollouts:
             retired=sum(map(len, self.feed.tasks.retired.values())),
             answer_s=time.perf_counter() - start,
         )
-
-    def _draw(
-        self, pending: Sequence[Pending], settings: AnswerSettings, choice: "_Choice", *, carries: bool
-    ) -> tuple[_HostPart | None, Exception | None]:
-        """Complete and grade this host's share of the prompts.
-
-        Returns:
-            The results, None if the run must stop now or if there was an error; and the error, for `_gather`.
-        """
-        own = share(len(pending))
-        drawn_here = pending if self.layout.over_hosts else pending[own]
-        requests = [_request(each, settings) for each in drawn_here]
-        on_progress = functools.partial(self._on_progress, len(requests) * settings.completions)
-        graded_here = own if self.layout.over_hosts else slice(None)
-        grades = _Grades(self.grader, drawn_here, graded_here, on_progress, self._stop.poll)
-        # groups are graded while others are still decoded
-        on_poll, enough = (self._watchdog.beat, choice.enough) if choice.asks else (self._poll, None)
-        try:
-            if self.converses:
-                return self._converse(drawn_here, settings, grades, own, choice, carries=carries), None
-            if not (requests or choice.asks):
-                return grades.wait_for([], RolloutStats()), None
-            return grades.wait_for(*self.engine.generate(requests, grades.submit, on_poll, enough)), None
-        except Interrupted:
-            return None, None
-        except Exception as error:
-            if self.layout.over_hosts or isinstance(error, HostFailedError):
-                raise  # the others decode together with this host, or have failed at the same place
-            return None, error
 
     def check(self, prompts: Sequence[TaskPrompt]) -> list[str]:
         """Check that answers to these prompts, of each task, can be graded; otherwise as `Grader.check`."""
@@ -467,15 +453,13 @@ class Rollouts:
                 "Mend the environment, then continue the run"
             )
 
-    def _gather(
-        self, part: _HostPart | None, failed: Exception | None
-    ) -> tuple[list[_Answer], RolloutStats, EnvironmentStats]:
-        """The answers of all hosts in the order of their prompts. If `part` is None on one, all raise Interrupted.
+    def _gather(self, ending: "_Ending") -> tuple[list[_Answer], RolloutStats, EnvironmentStats]:
+        """The answers of all hosts in the order of their prompts. If one has no part, all raise Interrupted.
 
-        If one has `failed`, it raises its error, and the others HostFailedError.
+        If one has failed, it raises its error, and the others HostFailedError.
         """
         with self._watchdog.waiting():
-            gathered, asked = self._stop.exchange(part, failed)
+            gathered, asked = self._stop.exchange(ending.part, ending.failed)
         self._stop.agree(asked)
         parts = [part for part in gathered if part is not None]
         if len(parts) < len(gathered):
@@ -496,6 +480,25 @@ class Rollouts:
         told = [part.episodes for part in parts]
         held = functools.reduce(EnvironmentStats.then, told[:1] if self.layout.over_hosts else told)
         return [answer for part in parts for answer in part.answers], stats, held
+
+
+class _Ending(contextlib.AbstractContextManager["_Ending"]):
+    """How a host's part of a rollout ends inside the block: by a result, a stop or an error, for the other hosts."""
+
+    def __init__(self, *, together: bool) -> None:
+        """`together`: all hosts decode together, so that an error of one cannot be exchanged and is raised at once."""
+        self._together = together
+        self.part: _HostPart | None = None
+        """The result; None if the run must stop now, or if there was an error."""
+        self.failed: Exception | None = None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, Interrupted):
+            return True
+        if self._together or not isinstance(error, Exception) or isinstance(error, HostFailedError):
+            return False
+        self.failed = error
+        return True
 
 
 class _Choice:
