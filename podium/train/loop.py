@@ -94,8 +94,8 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
                 break
     except Interrupted:  # in a rollout: the previous step is done; a resumed run repeats an interrupted evaluation
         saving.save_newest()
-    except BaseException:
-        if (line := saving.rescue()) is not None:
+    except BaseException as error:
+        if (line := saving.rescue(error)) is not None:
             run.progress.message(line)
         raise
     return saving.done

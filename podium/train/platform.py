@@ -90,7 +90,8 @@ def devices_line(update: str, rollout: str) -> str:
 
     As `1 x NVIDIA H200, 124.6 GiB, bfloat16`. A warning follows if jax leaves this machine's accelerators unused.
     """
-    stats = jax.local_devices()[0].memory_stats() or {}  # those of other processes cannot be asked
+    own = next(each for each in find_devices() if each.process_index == jax.process_index())  # others cannot be asked
+    stats = own.memory_stats() or {}
     memory = stats.get("bytes_limit") or host_memory()
     formats = update if update == rollout else f"update {update}, rollout {rollout}"
     each = " each" if stats and len(find_devices()) > 1 else ""

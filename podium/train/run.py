@@ -235,7 +235,8 @@ def open_run(
             on_step=on_step,
         )
         timer = SaveTimer(60.0 * spec.checkpoint.every_minutes)
-        saving = Saving(checkpointer, timer, stop, to_continue=lambda: how_to_continue(run_dir.path))
+        to_continue = partial(how_to_continue, run_dir.path)
+        saving = Saving(checkpointer, timer, stop, to_continue=to_continue, on_failure=job.report.failed)
         job.watchdog.rescue = saving.rescue
         profiler = Profiler(run_dir.path if run_dir.writes else None, profile, progress.message)
         resources.callback(profiler.close)

@@ -38,13 +38,24 @@ class Saving:
     """Holds the newest whole step of a run, and saves it."""
 
     def __init__(
-        self, checkpointer: Checkpointer, timer: SaveTimer, stop: AgreedStop, *, to_continue: Callable[[], str]
+        self,
+        checkpointer: Checkpointer,
+        timer: SaveTimer,
+        stop: AgreedStop,
+        *,
+        to_continue: Callable[[], str],
+        on_failure: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
-        """Save with `checkpointer`. `to_continue` returns how a user continues the run, for messages."""
+        """Save with `checkpointer`.
+
+        `to_continue` returns how a user continues the run, for messages. `on_failure` is called with the error that
+        ends the run, before the newest step is saved, so that it can be recorded with where it happened.
+        """
         self.checkpointer = checkpointer
         self._timer = timer
         self._stop = stop
         self._to_continue = to_continue
+        self._on_failure = on_failure
         self._first = self.done = 0
         """The steps that were done when the run was opened, and now."""
         self._whole: tuple[int, TrainState, Position] | None = None
@@ -85,11 +96,14 @@ class Saving:
             self.checkpointer.maybe_save(done, state, position, score=None, last=True)
         return True
 
-    def rescue(self) -> str | None:
+    def rescue(self, error: BaseException | None = None) -> str | None:
         """Save the newest step of a run that fails; returns what was saved and how to go on, None if nothing was done.
 
-        Raises nothing: the caller has an error to report. On several hosts it saves only if all of them leave the loop.
+        `error` is what ends the run, if it is an error. Raises nothing: the caller has that to report. On several hosts
+        it saves only if all of them leave the loop.
         """
+        if error is not None:
+            self._on_failure(error)
         if self.done == self._first:
             return None
         lost = f"step {self.done} could not be saved"
@@ -99,8 +113,8 @@ class Saving:
             if not self.save_newest():
                 self.checkpointer.wait()  # for a step before it
                 return f"{lost}: the update that failed had replaced its weights; {self._way_on()}"
-        except Exception as error:  # whatever it is, it must not hide the error that ends the run
-            return f"{lost}: {cause_of(error)}"
+        except Exception as unsaved:  # whatever it is, it must not hide the error that ends the run
+            return f"{lost}: {cause_of(unsaved)}"
         return f"step {self.done} is saved; to continue: {self._to_continue()}"
 
     def _way_on(self) -> str:

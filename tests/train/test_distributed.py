@@ -432,7 +432,7 @@ def test_an_error_of_one_host_loses_no_whole_step_of_any(start, tiny_model, tmp_
     job = start({"slow": config.model_dump(mode="json"), "poll_s": 0.0})
     assert 0 not in job.statuses(), job.logs()
     failure = str(first_failure(job.ends()))
-    assert failure.startswith("worker 1 (host-1) failed first in update after step 2: FunctionError: "), job.logs()
+    assert failure.startswith("worker 1 (host-1) failed first in rollout after step 2: FunctionError: "), job.logs()
     assert saved_steps(tmp_path / "run" / "checkpoints") == [2]
     assert "step 2 is saved; to continue" in job.logs()
 
