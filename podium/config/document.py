@@ -123,6 +123,10 @@ def read_document(path: Path) -> Node:
     """
     try:
         text = path.read_text(encoding="utf-8")
+    except IsADirectoryError:
+        run = path / "config.yaml"
+        way_out = f"to continue the run in it, give {run}" if run.is_file() else "name a file"
+        raise wrong(str(path), f"is a folder; {way_out}") from None
     except OSError as error:
         raise wrong(str(path), f"cannot be read: {error.strerror}; check the path") from None
     except UnicodeDecodeError as error:

@@ -22,17 +22,18 @@ PLACE = ("runs_dir", "name")
 """The settings that say where a run is."""
 
 
-def is_own_config(file: Path) -> bool:
-    """Whether a file is the config that a run wrote to its folder."""
-    return file.name == CONFIG and file.is_file() and any((file.parent / name).is_file() for name in OWN)
+def own_folder(file: Path) -> Path | None:
+    """The folder of the run that wrote a file as its own config, links followed; None for any other file."""
+    real = file if in_bucket(file) else file.resolve()
+    is_own = real.name == CONFIG and real.is_file() and any((real.parent / name).is_file() for name in OWN)
+    return real.parent if is_own else None
 
 
 def at_home(file: Path, written: Node) -> Node:
     """The settings of a config file; if it is a run's own, with `runs_dir`, `name` and paths as they are now."""
-    former = _written_home(written)
-    if former is None or not is_own_config(file) or is_same_place(former, file.parent):
+    former, folder = _written_home(written), own_folder(file)
+    if former is None or folder is None or is_same_place(former, folder):
         return written
-    folder = file.parent if in_bucket(file) else file.parent.resolve()
     moved = in_folder(written, folder)
     place = {"runs_dir": str(folder.parent), "name": folder.name}
     kept = {key: Node(value, f"{file}, which is a run's own") for key, value in place.items()}
@@ -50,25 +51,27 @@ def check_place(files: Sequence[Path], loaded: Loaded) -> None:
 
     Later files and options of the command line may: they were written for this command.
     """
-    own = [file for file in files if is_own_config(file)]
+    own = [folder for file in files if (folder := own_folder(file)) is not None]
     origins = {key: loaded.provenance.get(key, "") for key in PLACE}
     leading = [key for key, origin in origins.items() if origin.startswith("environment ")]
     if own and leading and not continues(files, loaded):
-        rule = f"{own[-1]} is a run's own config and continues the run in {own[-1].parent}"
+        rule = f"{own[-1] / CONFIG} is a run's own config and continues the run in {own[-1]}"
         way_out = f"unset the variable, or say with --set {leading[0]}=... where another run begins"
         raise wrong(leading[0], f"{rule}; {way_out}", origins[leading[0]])
 
 
 def with_writers(error: ConfigError, files: Sequence[Path]) -> ConfigError:
     """The error, with the versions that wrote those of the files which are runs' own configs."""
-    written = [Problem(key=str(file), message=versions_line(file.parent)) for file in files if is_own_config(file)]
+    folders = {file: own_folder(file) for file in files}
+    written = [Problem(key=str(file), message=versions_line(own)) for file, own in folders.items() if own is not None]
     return ConfigError([*error.problems, *written]) if written else error
 
 
 def continues(files: Sequence[Path], loaded: Loaded) -> bool:
     """Whether these settings continue the run whose own config is among the files."""
     home = as_path(loaded.config.runs_dir) / str(loaded.config.name)
-    return any(is_own_config(file) and is_same_place(home, file.parent) for file in files)
+    folders = [folder for file in files if (folder := own_folder(file)) is not None]
+    return any(is_same_place(home, folder) for folder in folders)
 
 
 def is_same_place(home: Path, folder: Path) -> bool:

@@ -187,9 +187,10 @@ def _wrong_place(path: Path) -> str | None:
         return None
     if sealed["step"] != int(path.name):
         return f"it was saved as step {sealed['step']}"
-    run = run_id(path.parent)
-    if run is not None and sealed["run"] != run:
-        return f"it was saved by run {sealed['run']}, and {path.parent.parent / IDENTITY} names {run}"
+    for name in (IDENTITY, RUN):
+        run = stored_id(path.parent.parent / name)
+        if run is not None and sealed["run"] != run:
+            return f"it was saved by run {sealed['run']}, and {path.parent.parent / name} names {run}"
     return None
 
 

@@ -78,6 +78,15 @@ def test_in_its_own_place_nothing_of_the_config_changes(half, tmp_path, monkeypa
         assert (config.runs_dir, config.name) == ("runs", "run")
 
 
+def test_a_link_to_a_runs_config_continues_that_run(half, tmp_path, elsewhere):
+    run = with_relative_place(half, tmp_path)
+    (elsewhere / "mine.yaml").symlink_to(run / "config.yaml")
+    config = load_settings(["mine.yaml"], [], {}).config
+    assert (config.runs_dir, config.name) == (str(tmp_path / "runs"), "run")
+    with pytest.raises(ConfigError, match=r"runs/run: is a folder; to continue the run in it, give .*/run/config.yaml"):
+        load_settings([run], [], {})
+
+
 def test_settings_of_the_command_line_still_begin_another_run(half, tmp_path, elsewhere):
     run = with_relative_place(half, tmp_path)
     named = load_settings([run / "config.yaml"], ["name=other"], {}).config

@@ -31,6 +31,7 @@ from tiny_runs import (
 from podium.files import RunFileError
 from podium.job.context import alone
 from podium.observe.run_dir import Fork, RunDir, RunInUseError, read_config, run_home, saved_steps
+from podium.train.checkpoint import restore_params
 from podium.train.loop import train
 from podium.train.recorder import Recorder, unheard
 from podium.train.run import open_run
@@ -170,6 +171,8 @@ def test_the_checkpoints_and_the_identity_of_another_run_are_refused(run_of, und
         before = (run / "config.yaml").read_bytes()
         with pytest.raises(ValueError, match=r"is the folder of run .*run\.json.*begin a run with another name"):
             train(config_of(run, runs_dir=str(run.parent)), plain=True)
+        with pytest.raises(CheckpointError, match=r"it was saved by run .*, and .*/run\.json names"):
+            restore_params(run / "checkpoints", None, {})
         assert case != "both" or (run / "config.yaml").read_bytes() == before
 
 
