@@ -161,7 +161,11 @@ def test_a_base_of_fewer_bits_trains_and_its_codes_values_are_exported(tmp_path,
 
 def test_an_exported_adapter_begins_another_run_where_this_one_ended(done, tiny_model, tmp_path, capsys):
     assert export_run(done, tmp_path / "adapter", step=None, dtype="bfloat16") == 0
-    assert "PeftModel.from_pretrained(model, " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "PeftModel.from_pretrained(model, " in said and f"others do not have its base model, {tiny_model}: " in said
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        tiny_model
+    )
     model = make_model(make_config(tiny_model, lora={**LORA, "adapter": str(tmp_path / "adapter")}))
     found = load_trained(model, None, load_frozen(model))
     assert {name: np.asarray(value).tobytes() for name, value in found.items()} == adapters(done)
