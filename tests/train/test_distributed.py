@@ -424,6 +424,7 @@ def test_sigterm_to_one_host_in_a_long_rollout_saves_on_all_and_ends_all(layout,
     assert len(read_records(metrics)) == 1
 
 
+@pytest.mark.long
 def test_an_error_of_one_host_loses_no_whole_step_of_any(start, tiny_model, tmp_path):
     """A reward function that fails on worker 1 in the third step: both save the second, and worker 1 is named."""
     task = {"name": "arithmetic", "rewards": {"correct": 1.0, "host_process:fails_on_the_second": 1.0}}

@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from podium.train.distributed import AgreedStop
+from podium.train import distributed
+from podium.train.distributed import AgreedStop, HostFailedError
 from podium.train.signals import StopSignal
 
 
@@ -152,3 +153,23 @@ def test_in_another_thread_than_the_main_one_nothing_is_heard():
     thread.join()
     assert during == [(before, None)]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_error_of_one_process_ends_all_at_the_same_place(monkeypatch):
+    """The one with the error raises it, the others learn whose it is; then all may save a step together."""
+    broken = KeyError("mine")
+    for own, others, expected in (
+        (None, ["KeyError: 'mine'"], (HostFailedError, "worker 1 failed: KeyError: 'mine'")),
+        (broken, [None], (KeyError, "mine")),
+    ):
+        stop = AgreedStop(StopSignal())
+        monkeypatch.setattr(
+            distributed, "gather", lambda value, o=others: [value, *(("theirs", None, each) for each in o)]
+        )
+        with pytest.raises(expected[0], match=expected[1]):
+            stop.exchange("ours", own)
+        assert stop._together
+    stop = AgreedStop(StopSignal())
+    monkeypatch.setattr(distributed, "gather", lambda value: [value, ("theirs", signal.SIGTERM, None)])
+    assert stop.exchange("ours") == (["ours", "theirs"], [None, signal.SIGTERM])
+    assert not stop._together
