@@ -249,7 +249,10 @@ def _room(folder: Path, size: int | None, *, quota: bool) -> str:
     """What is free in a folder's file system and what is needed, in bytes and in files, and which of them to free."""
     if in_bucket(folder):
         return "free some space in the bucket"
-    disk = os.statvfs(folder)
+    try:
+        disk = os.statvfs(folder)
+    except OSError:  # the folder has vanished too
+        return f"free some space for {folder}"
     free = f"{disk.f_bavail * disk.f_frsize / 1e6:,.2f} MB"
     need = "" if size is None else f", {size / 1e6:,.2f} MB are needed"
     if quota:

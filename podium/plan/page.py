@@ -43,8 +43,8 @@ def write_page(
     body = [_printed(sections)]
     for label, inner in (folded or {}).items():
         body.append(f"<details><summary>{html.escape(label)}</summary>{_printed(inner)}</details>")
-    head = {"mark": page_mark(mark), "title": html.escape(title), "version": __version__}
-    write_atomically(path, PAGE.format(body="\n".join(body), **head))
+    page = PAGE.format(mark=page_mark(mark), title=html.escape(title), body="\n".join(body), version=__version__)
+    write_atomically(path, page)
 
 
 def _printed(sections: Sequence[ReportSection]) -> str:
