@@ -1,7 +1,8 @@
 """Loads weights from disk into their shards, and exports a folder that Hugging Face transformers loads.
 
 Tensors are read in pieces of a few MiB, each written to its place before the next is read, so the host never holds a
-whole model or tensor. `podium.models.names` has names and layouts; `podium.models.gguf` the formats of GGUF.
+whole model or tensor. `podium.models.folder` reads safetensors, `podium.models.gguf` the formats of GGUF, and
+`podium.models.names` has names and layouts.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,38 +21,41 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from podium.files import cause_of, disk_advice
 from podium.models import mxfp4
-from podium.models.architecture import DecoderConfig, ModelError, shown
+from podium.models.architecture import DecoderConfig, ModelError
 from podium.models.blocks.spec import ParamSpec
-from podium.models.gguf import GgufHeader, GgufTensors, rope_divisors
-from podium.models.hf_config import to_hf_config
+from podium.models.folder import (
+    EMBEDDING,
+    FLOATS,
+    HEAD,
+    INDEX,
+    WEIGHTS,
+    SafetensorsFolder,
+    has_own_head,
+    open_folder,
+)
+from podium.models.gguf import ROPE_FACTORS, GgufHeader, GgufTensors, rope_divisors
+from podium.models.hf_config import FAMILIES, to_hf_config
 from podium.models.names import (
     FIRST_APART,
-    IGNORED_SUFFIXES,
+    INVERSE_FREQUENCIES,
     NAMES,
     FileKind,
     FilePart,
-    StoredTensor,
     Tensors,
     file_parts,
-    is_of_text,
-    predicts_ahead,
-    text_name,
 )
 from podium.models.params import param_specs
-from podium.models.source import ModelSource, own_scores, read_json
+from podium.models.source import ModelSource, has_tower, own_scores
 from podium.models.tokenizer import Tokenizer
 from podium.sharding import Params, ShardingRules, init_params, param_shardings
 
 logger = logging.getLogger(__name__)
 PIECE_BYTES = 8 * 2**20
 MAX_SHARD_BYTES = 5_000_000_000
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-FLOATS = ("F32", "F16", "BF16")
 SCORE_HEAD = ("score", "score_bias")
 
 
@@ -75,7 +79,8 @@ def load_params(
         tensors: Tensors = GgufTensors(source.header, config)
         _check_rope(source.header, config)
     else:
-        tensors = SafetensorsFolder(source.path)
+        tensors = open_folder(source.path)
+        _leave_out(tensors, source, config)
         apart = any(map(FIRST_APART.fullmatch, tensors.entries))
         kind = "mxfp4" if tensors.packed else "apart" if apart else "folder"
     parts = list(file_parts(config, kind))
@@ -85,7 +90,7 @@ def load_params(
         drawn = init_params(0, {name: specs[name] for name in SCORE_HEAD if name in specs}, rules)
         specs = {name: spec for name, spec in specs.items() if name not in SCORE_HEAD}
         new = {name: x.astype(dtype) for name, x in drawn.items() if only is None or name in only}
-    _check_tensors(tensors, parts, spare_head=config.tied or bool(new), where=source.path)
+    _check_tensors(tensors, parts, spare=_spare(tensors, source, config), where=source.path)
     specs = {name: spec for name, spec in specs.items() if only is None or name in only}
 
     def zeros() -> Params:
@@ -97,101 +102,95 @@ def load_params(
     return params | new
 
 
-class SafetensorsFolder:
-    """The tensors of a Hugging Face folder: model.safetensors, or the shards that its index lists.
-
-    Those in MXFP4 are one entry each, with the shape of their numbers. For a model with a vision tower, only the text
-    model's tensors, under the names that a text-only model has.
-    """
-
-    def __init__(self, folder: Path):
-        self.entries: dict[str, StoredTensor] = {}
-        self._stored: dict[str, str] = {}  # names in the files, by those of the entries
-        self._files: dict[str, Path] = {}  # by names in the files
-        dropped, ahead = 0, 0
-        for path in _weight_files(folder):
-            try:
-                with safe_open(path, framework="numpy") as file:
-                    names = list(file.keys())
-                    dropped += sum(not is_of_text(stored) for stored in names)
-                    ahead += sum(map(predicts_ahead, names))
-                    for stored in (each for each in names if is_of_text(each) and not predicts_ahead(each)):
-                        part, name = file.get_slice(stored), text_name(stored)
-                        self._stored[name], self._files[stored] = stored, path
-                        self.entries[name] = StoredTensor(tuple(part.get_shape()), part.get_dtype(), path)
-            except (SafetensorError, OSError) as error:
-                raise ModelError(
-                    f"{path}: truncated or damaged ({error}; the file has {path.stat().st_size:,} bytes);"
-                    " download or copy it again"
-                ) from error
-        self.packed = [name.removesuffix(mxfp4.BLOCKS) for name in self.entries if name.endswith(mxfp4.BLOCKS)]
-        for name in self.packed:
-            blocks, scales = self.entries.pop(name + mxfp4.BLOCKS), self.entries.pop(name + mxfp4.SCALES, None)
-            if scales is None or blocks.shape != (*scales.shape, mxfp4.BLOCK // 2) or blocks.dtype != "U8":
-                raise ModelError(f"{blocks.file}: {name}{mxfp4.BLOCKS} and {mxfp4.SCALES} are no tensor in MXFP4")
-            shape = (*scales.shape[:-1], scales.shape[-1] * mxfp4.BLOCK)
-            self.entries[name] = StoredTensor(shape, mxfp4.DTYPE, blocks.file)
-        if dropped:
-            logger.warning(
-                "%s: %d tensors of its vision tower are left out: the text model is trained", folder, dropped
-            )
-        if ahead:
-            logger.warning("%s: %d tensors that predict tokens after the next (mtp) are left out", folder, ahead)
-
-    def read(self, name: str, start: int, stop: int, at: tuple[int, ...] = ()) -> np.ndarray:
-        """Read rows [start, stop) of a tensor, or of its part at an index, in the file's dtype; MXFP4 as bfloat16."""
-        if self.entries[name].dtype == mxfp4.DTYPE:
-            return mxfp4.decoded(*(self._read(name + end, start, stop, at) for end in (mxfp4.BLOCKS, mxfp4.SCALES)))
-        return self._read(name, start, stop, at)
-
-    def _read(self, name: str, start: int, stop: int, at: tuple[int, ...]) -> np.ndarray:
-        """The file is memory-mapped only during the call."""
-        stored = self._stored[name]
-        with safe_open(self._files[stored], framework="numpy") as file:
-            return file.get_slice(stored)[(*at, slice(start, stop))]
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if not (folder / INDEX).is_file():
-        raise ModelError(f"{folder}: has neither {WEIGHTS} nor {INDEX}; Podium reads safetensors only")
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{folder / INDEX}: has no weight_map")
-    for name in weight_map.values():
-        if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
+def _leave_out(tensors: SafetensorsFolder, source: ModelSource, config: DecoderConfig) -> None:
+    """Warn of tensors that belong to no text model. Raises ModelError if the model's type has none of their kind."""
+    further = FAMILIES[config.model_type].like_qwen35
+    for group, described, expected in (
+        (tensors.of_tower, "tensors of its vision tower are left out: the text model is trained", has_tower(source)),
+        (tensors.ahead, "tensors that predict tokens after the next (mtp) are left out", further),
+    ):
+        if group and not expected:
+            name, entry = next(iter(group.items()))
             raise ModelError(
-                f"{folder / INDEX}: lists {shown(name)}; a shard must be the name of a .safetensors file in this folder"
+                f"tensor {name} in {entry.file} is unexpected, and {len(group) - 1} more: a {config.model_type} has no"
+                " such weight"
             )
-    files = sorted(folder / file for file in set(weight_map.values()))
-    if missing := [path.name for path in files if not path.is_file()]:
-        raise ModelError(f"{folder / INDEX}: lists {', '.join(missing)}, which the folder does not have")
-    return files
+        if group:
+            logger.warning("%s: %d %s", source.path, len(group), described)
 
 
-def _check_tensors(tensors: Tensors, parts: list[FilePart], *, spare_head: bool, where: Path) -> None:
-    """Raises ModelError if the files' tensors do not match the decoder; with `spare_head` a head may be left over."""
+def _spare(tensors: Tensors, source: ModelSource, config: DecoderConfig) -> set[str]:
+    """The files' tensors that are no weights of this decoder, and do not change what it computes.
+
+    Raises ModelError if the numbers of one contradict the decoder.
+    """
+    heads = {NAMES["head"].hf, NAMES["head"].gguf} & tensors.entries.keys()
+    if heads and config.tied and config.scores == "none" and source.kind == "folder" and has_own_head(source.path):
+        raise ModelError(
+            f"{source.path}: its head differs from its embedding, and the decoder was read from another description, in"
+            " which they are one; read the decoder from the folder itself"
+        )
+    spare = heads if config.tied or config.scores != "none" else set[str]()
+    if heads and config.scores != "none":
+        logger.warning("%s: %s is left out: the head of scores takes its place", source.path, *heads)
+    if source.kind == "gguf":
+        return spare | ({ROPE_FACTORS} & tensors.entries.keys())  # compared by `_check_rope`
+    rotations = {name for name in tensors.entries if name.endswith(INVERSE_FREQUENCIES)}
+    for name in sorted(rotations):
+        _check_frequencies(tensors, name, config)
+    return spare | rotations
+
+
+def _check_frequencies(tensors: Tensors, name: str, config: DecoderConfig) -> None:
+    """Raises ModelError if a tensor of rotary frequencies has others than the config.
+
+    transformers computes the frequencies from the config and ignores these, which early versions saved, before scaling.
+    """
+    entry = tensors.entries[name]
+    close = 1e-4 if entry.dtype == "F32" else 1e-2
+    for rope in config.ropes:
+        half = rope.dims // 2
+        if entry.shape == (half,):
+            found = tensors.read(name, 0, half).astype(np.float64)
+            for expected in (rope.theta ** -(np.arange(half) / half), rope.frequencies()):
+                if np.allclose(found, expected, rtol=close, atol=1e-6):
+                    return
+    raise ModelError(
+        f"tensor {name} in {entry.file}: its rotary frequencies are not those of config.json; if rope_theta and"
+        " rope_scaling there are right, remove the tensor"
+    )
+
+
+def _check_tensors(tensors: Tensors, parts: list[FilePart], *, spare: set[str], where: Path) -> None:
+    """Raises ModelError if the files' tensors, but for the `spare` ones, do not match the decoder."""
     problems = []
     for part in parts:
         expected = part.tensor_shape
         entry = tensors.entries.get(part.tensor)
         if entry is None:
-            problems.append(f"tensor {part.tensor} is missing from {where}; expected shape {list(expected)}")
+            problems.append(_missing(part.tensor, tensors, expected, where))
         elif entry.shape != expected:
             wrong = f"expected shape {list(expected)}, found {list(entry.shape)}"
             problems.append(f"tensor {part.tensor} in {entry.file}: {wrong}")
         elif isinstance(tensors, SafetensorsFolder) and entry.dtype not in (*FLOATS, mxfp4.DTYPE):
             wrong = f"expected dtype {', '.join(FLOATS)}, found {entry.dtype}"
             problems.append(f"tensor {part.tensor} in {entry.file}: {wrong}")
-    known = {part.tensor for part in parts} | ({NAMES["head"].hf, NAMES["head"].gguf} if spare_head else set())
+    known = {part.tensor for part in parts} | spare
     for name, entry in tensors.entries.items():
-        if name not in known and not name.endswith(IGNORED_SUFFIXES):
+        if name not in known:
             problems.append(f"tensor {name} in {entry.file} is unexpected: this decoder has no such weight")
     if problems:
         more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
         head = f"{where}: the weights do not match its config:"
         raise ModelError("\n".join([head, *problems[:5], *more]))
+
+
+def _missing(name: str, tensors: Tensors, expected: Sequence[int], where: Path) -> str:
+    """Describe a tensor that the files do not have."""
+    found = f"tensor {name} is missing from {where}; expected shape {list(expected)}"
+    if name == HEAD and EMBEDDING in tensors.entries:
+        return f"{found}; if the head is the embedding, set tie_word_embeddings to true in config.json"
+    return found
 
 
 def _check_rope(header: GgufHeader, config: DecoderConfig) -> None:

@@ -207,8 +207,8 @@ GGUF_EXPERTS: dict[str, Layout] = {
 FIRST_APART = re.compile(r"model\.layers\.\d+\.mlp\.experts\.0\.gate_proj\.weight")
 """A tensor's name in files that have each expert's tensors apart."""
 
-# Tensors that old files hold and no decoder needs: the rotary frequencies follow from the config.
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rope_freqs.weight")
+INVERSE_FREQUENCIES = "rotary_emb.inv_freq"
+"""End of the names of rotary frequencies, which old files hold and which follow from the config."""
 
 
 # For models with a vision tower: prefixes of tensors outside the text model, and of the text model's tensors.

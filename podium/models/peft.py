@@ -22,10 +22,10 @@ from safetensors.numpy import save_file
 from podium.models.adapters import fingerprint
 from podium.models.architecture import DecoderConfig, Lora, ModelError
 from podium.models.blocks.spec import ParamSpec
+from podium.models.folder import read_json
 from podium.models.hf import new_folder, write_json
 from podium.models.names import LANE, Layout, layers_of, layout_of
 from podium.models.params import LORA_A, LORA_B, own_name, param_specs, trained_specs
-from podium.models.source import read_json
 from podium.sharding import Params, ShardingRules, param_shardings
 
 CONFIG = "adapter_config.json"

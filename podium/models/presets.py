@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig, ModelError, dense_decoder, scoring_decoder, with_lora
 from podium.models.blocks.rope import RopeScaling
+from podium.models.folder import read_json
 from podium.models.hf_config import NO_SCORES, from_hf_config, reward_model_from_hf_config, scorer_from_hf_config
 from podium.models.source import (
     ModelSource,
     from_hub,
     on_disk,
     read_architecture,
-    read_json,
     read_reward_model,
     read_scorer,
     resolve,

@@ -6,16 +6,17 @@
 import dataclasses
 import importlib.metadata
 import importlib.util
-import json
 import re
 import threading
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from podium.models import gguf, gguf_config
 from podium.models.architecture import DecoderConfig, ModelError, scoring_decoder
+from podium.models.folder import ADAPTER_CONFIG, CONFIG, has_own_head, read_json
 from podium.models.hf_config import (
     NO_SCORES,
+    WRAPPERS,
     from_hf_config,
     reward_model_from_hf_config,
     scorer_from_hf_config,
@@ -64,14 +65,27 @@ def resolve(model: str) -> ModelSource:
             raise ModelError(f"model {model!r}: there is no such file")
         return ModelSource("gguf", path, model)
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        _check_no_adapter(path, model)
+        if not (path / CONFIG).is_file():
             raise ModelError(f"model {model!r}: the folder has no config.json, so it is not a Hugging Face model")
         return ModelSource("folder", path, model)
     if path.exists() or not re.fullmatch(HUB_ID, model):
         raise ModelError(
             f"model {model!r} is neither a folder nor a .gguf file, and is not a valid hub id (organisation/name)"
         )
-    return ModelSource("folder", from_hub(model, HUB_FILES), model)
+    folder = from_hub(model, HUB_FILES)
+    _check_no_adapter(folder, model)
+    return ModelSource("folder", folder, model)
+
+
+def _check_no_adapter(folder: Path, model: str) -> None:
+    """Raises ModelError if the folder holds an adapter, which transformers would load together with its base model."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ModelError(
+            f"model {model!r}: the folder has {ADAPTER_CONFIG}, so it is an adapter; set model to its base model and"
+            " lora.adapter to this folder, or merge the adapter into the model (PEFT's merge_and_unload); if the"
+            " folder's weights are whole without the adapter, remove that file"
+        )
 
 
 def on_disk(model: str) -> str | None:
@@ -83,18 +97,23 @@ def on_disk(model: str) -> str | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        cached = try_to_load_from_cache(model, "config.json")
+        cached = try_to_load_from_cache(model, CONFIG)
     except HFValidationError:
         return model
     return str(Path(cached).parent) if isinstance(cached, str) else None
 
 
 def read_architecture(source: ModelSource) -> DecoderConfig:
-    """Read the decoder's architecture. Raises ModelError if the description is missing, incomplete or unsupported."""
+    """Read the decoder's architecture, in which the head is tied if the config says so and the weights agree.
+
+    Files may hold a head that was trained by itself beside a config that ties it: a warning says so, and the decoder
+    has a head. Raises ModelError if the description is missing, incomplete or unsupported.
+    """
     if source.kind == "gguf":
         return gguf_config.read_config(source.header)
-    path = source.path / "config.json"
-    return from_hf_config(read_json(path), str(path))
+    path = source.path / CONFIG
+    decoder = from_hf_config(read_json(path), str(path))
+    return dataclasses.replace(decoder, tied=decoder.tied and not has_own_head(source.path))
 
 
 def read_scorer(source: ModelSource) -> DecoderConfig:
@@ -104,7 +123,7 @@ def read_scorer(source: ModelSource) -> DecoderConfig:
     """
     if source.kind == "gguf":
         return scoring_decoder(read_architecture(source))
-    path = source.path / "config.json"
+    path = source.path / CONFIG
     return scorer_from_hf_config(read_json(path), str(path))
 
 
@@ -115,7 +134,7 @@ def read_reward_model(source: ModelSource) -> DecoderConfig:
     """
     if source.kind == "gguf":
         raise ModelError(f"{source.path}: a GGUF file {NO_SCORES}")
-    path = source.path / "config.json"
+    path = source.path / CONFIG
     return reward_model_from_hf_config(read_json(path), str(path))
 
 
@@ -123,27 +142,19 @@ def own_scores(source: ModelSource) -> Literal["none", "plain", "biased"]:
     """Which head of scores a model on disk has. Raises ModelError if it has several labels."""
     if source.kind == "gguf":
         return "none"
-    path = source.path / "config.json"
+    path = source.path / CONFIG
     return scores_of(read_json(path), str(path))
+
+
+def has_tower(source: ModelSource) -> bool:
+    """Whether a model on disk is of a type with a vision tower."""
+    return source.kind == "folder" and read_json(source.path / CONFIG).get("model_type") in WRAPPERS
 
 
 def padding_token(source: ModelSource) -> int | None:
     """The `pad_token_id` of a folder's config.json: the token whose place transformers leaves out of a sequence."""
-    found = read_json(source.path / "config.json").get("pad_token_id")
+    found = read_json(source.path / CONFIG).get("pad_token_id")
     return found if isinstance(found, int) else None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object. Raises ModelError if it does not."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON ({error})") from error
-    except RecursionError as error:
-        raise ModelError(f"{path}: cannot be read as JSON (hundreds of brackets within each other)") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
 
 
 def _demo_file() -> Path:
@@ -184,7 +195,7 @@ def from_hub(model: str, files: list[str], *, timeout_s: float | None = None) ->
         cause = unreachable or error
         kind = ModelError if _refused(cause) else HubError
         raise kind(f"model {model!r}: {_hub_problem(cause)}") from cause
-    if not (folder / "config.json").is_file():
+    if not (folder / CONFIG).is_file():
         raise ModelError(f"model {model!r}: the hub's repository has no config.json")
     return folder
 

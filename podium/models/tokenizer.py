@@ -12,7 +12,8 @@ from typing import Any
 from podium.models import gguf
 from podium.models.architecture import MAX_SIZE, ModelError, shown
 from podium.models.chat_format import ChatFormat, Message
-from podium.models.source import ModelSource, read_json
+from podium.models.folder import read_json
+from podium.models.source import ModelSource
 from podium.models.template import ChatTemplate
 
 # Pre-tokenisation of llama.cpp's `tokenizer.ggml.pre`: the regular expressions of the models' own tokenizer.json.

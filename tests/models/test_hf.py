@@ -269,12 +269,12 @@ def test_several_wrong_tensors_are_one_error(tmp_path: Path):
         load(source)
 
 
-def test_tensors_that_nobody_needs_are_ignored(tmp_path: Path):
-    source = write_model(tmp_path, "llama_tied")
+def test_copies_of_what_the_config_and_the_embedding_say_are_left_out(tmp_path: Path):
+    source = write_model(tmp_path, "llama_tied")  # a theta of 500, heads of 8
     expected = load(source)
     extra = {
         "lm_head.weight": hf_tensors("llama_tied")["model.embed_tokens.weight"],
-        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": (500.0 ** -np.array([0, 0.25, 0.5, 0.75])).astype(np.float32),
     }
     save_file(hf_tensors("llama_tied") | extra, tmp_path / "model.safetensors")
     assert_same_bits(load(source), expected)
