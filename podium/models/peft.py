@@ -9,6 +9,7 @@ delta nets. We write one of the sum of their ranks (`rank_pattern`), in which ea
 factors; one of the plain rank is read as adapters with the same first factor.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,13 +23,14 @@ from safetensors.numpy import save_file
 from podium.models.adapters import fingerprint
 from podium.models.architecture import DecoderConfig, Lora, ModelError
 from podium.models.blocks.spec import ParamSpec
-from podium.models.folder import read_json
+from podium.models.folder import ADAPTER_CONFIG, read_json
 from podium.models.hf import new_folder, write_json
 from podium.models.names import LANE, Layout, layers_of, layout_of
 from podium.models.params import LORA_A, LORA_B, own_name, param_specs, trained_specs
 from podium.sharding import Params, ShardingRules, param_shardings
 
-CONFIG = "adapter_config.json"
+logger = logging.getLogger(__name__)
+CONFIG = ADAPTER_CONFIG
 WEIGHTS = "adapter_model.safetensors"
 OWN = "podium.json"
 PREFIX = "base_model.model."
@@ -37,6 +39,11 @@ ANY = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_alpha", "lora_dropout", "megatron_core",
     "peft_version", "qalora_group_size", "r", "revision", "target_modules", "task_type",
 }  # fmt: skip
+OF_WHOLE_MODULES = {"modules_to_save", "trainable_token_indices"}
+"""Keys of an adapter that holds whole modules, or rows of them, beside its factors."""
+MERGE = (
+    "merge the adapter into its base model with PEFT (merge_and_unload, save_pretrained), and set model to the result"
+)
 RANKS = "rank_pattern"
 ONLY: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -206,7 +213,8 @@ def _check_described(
             allowed = " or ".join(map(repr, ONLY[key]))
             raise ModelError(f"{where}: {key} {value!r} is not supported; it must be {allowed}")
         if key not in ONLY and key not in ANY and value not in (None, False, {}, [], ""):
-            raise ModelError(f"{where}: {key} {value!r} is not supported; it must be absent, false or empty")
+            way_out = f"; {MERGE}" if key in OF_WHOLE_MODULES else ""
+            raise ModelError(f"{where}: {key} {value!r} is not supported; it must be absent, false or empty{way_out}")
     for key, ours, name in (("r", lora.rank, "lora.rank"), ("lora_alpha", lora.alpha, "lora.alpha")):
         if raw.get(key) != ours:
             raise ModelError(f"{where}: {key} is {raw.get(key)!r} and {name} is {ours:g}; set {name} to the adapter's")
@@ -217,7 +225,14 @@ def _check_base(folder: Path, lora: Lora, frozen: Params) -> None:
     if not (folder / OWN).exists():
         return
     own = read_json(folder / OWN)
-    if own.get("kept") == lora.base and own.get("base") != (found := fingerprint(frozen)):
+    if own.get("kept") != lora.base:
+        logger.warning(
+            "%s: the adapter was trained on weights stored in %s, and lora.base is %s, so it is not checked whether they"
+            " are of the same model",
+            *(folder, own.get("kept"), lora.base),
+        )
+        return
+    if own.get("base") != (found := fingerprint(frozen)):
         raise ModelError(
             f"{folder}: the adapter was trained on base weights {own.get('base')}, but those of the config's model"
             f" are {found}; set model to {read_json(folder / CONFIG).get('base_model_name_or_path')!r}"
@@ -292,12 +307,22 @@ def _plain(name: str) -> str:
     return name.replace(".default.weight", ".weight")
 
 
+def _is_factor_of_layer(name: str) -> bool:
+    """Whether a tensor of an adapter is a factor beside a layer's matrix, not of the head or the embedding."""
+    return ".layers." in name and (".lora_A." in name or ".lora_B." in name)
+
+
 def _check_names(wanted: set[str], stored: set[str], path: Path) -> None:
     missing, beyond = sorted(wanted - stored), sorted(stored - wanted)
     if missing:
         raise ModelError(
             f"tensor {missing[0]} is missing from {path}, and {len(missing) - 1} more: the adapter is of another model,"
             " or of fewer matrices; set lora.targets to its target_modules"
+        )
+    if whole := [name for name in beyond if not _is_factor_of_layer(name)]:
+        raise ModelError(
+            f"tensor {whole[0]} in {path} is unexpected, and {len(whole) - 1} more: Podium trains adapters beside the"
+            f" matrices of layers, and neither head nor embedding with them; {MERGE}"
         )
     if beyond:
         raise ModelError(

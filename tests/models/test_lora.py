@@ -182,6 +182,8 @@ def test_files_are_named_and_laid_out_as_peft_has_them(saved):
         ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported; it must be 'LORA'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
         ({"something_new": 3}, "something_new 3 is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save .* not supported.*merge the adapter into its base model"),
+        ({"trainable_token_indices": [5]}, "trainable_token_indices .* not supported.*merge the adapter into its"),
         ({"r": 8}, "r is 8 and lora.rank is 4; set lora.rank to the adapter's"),
         ({"lora_alpha": 7}, "lora_alpha is 7 and lora.alpha is 6"),
     ],
@@ -219,6 +221,24 @@ def test_an_adapter_of_another_model_is_refused(saved):
     save_file({name: x for name, x in tensors.items() if "k_proj" not in name}, folder / "adapter_model.safetensors")
     with pytest.raises(ModelError, match=r"k_proj.* is missing from .*set lora.targets"):
         load_adapter(folder, ADAPTED, rules, base)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight", "model.embed_tokens.lora_embedding_A"])
+def test_a_trained_head_or_embedding_beside_adapters_is_refused_by_name(name, saved):
+    """PEFT saves them with a vocabulary that has grown, without a word in its config."""
+    folder, _, base = saved
+    path = folder / "adapter_model.safetensors"
+    save_file(load_file(path) | {f"base_model.model.{name}": np.ones((4, 4), np.float32)}, path)
+    with pytest.raises(ModelError, match=rf"tensor base_model\.model\.{name} in .*neither head nor embedding.*merge"):
+        load_adapter(folder, ADAPTED, rules_on("auto", 1), base)
+
+
+def test_a_base_that_is_stored_otherwise_is_said_to_be_unchecked(saved, caplog):
+    folder, _, base = saved
+    path = folder / "podium.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"kept": "int8"}))
+    load_adapter(folder, ADAPTED, rules_on("auto", 1), base)
+    assert "weights stored in int8, and lora.base is bfloat16, so it is not checked whether they are" in caplog.text
 
 
 def test_damaged_and_missing_files_are_named(saved):

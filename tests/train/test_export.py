@@ -10,7 +10,8 @@ import yaml
 from fake_hub import UPLOADED, WRITER, fake_hub
 from huggingface_hub import constants
 from others_code import others_code
-from tiny_runs import make_config
+from safetensors.numpy import load_file, save_file
+from tiny_runs import SHORT, make_config, read_records, write_tiny_model
 
 from podium.config.errors import UsageError
 from podium.models.hf import load_params
@@ -18,6 +19,7 @@ from podium.models.source import read_architecture, resolve
 from podium.models.tokenizer import load_tokenizer
 from podium.observe.run_dir import Fork, read_config
 from podium.train.export import PushError, export_run
+from podium.train.loop import train
 from podium.train.setup import load_weights, make_model
 from podium.train.step_files import CheckpointError
 
@@ -71,6 +73,26 @@ def test_a_bfloat16_export_is_the_checkpoint_rounded(run, tmp_path):
     export_run(run, tmp_path / "out", step=None, dtype="bfloat16")
     for name, found in exported(tmp_path / "out").items():
         assert np.array_equal(found, np.asarray(jnp.asarray(weights(run)[name], jnp.bfloat16), np.float32)), name
+
+
+def test_a_run_trains_and_exports_the_head_that_its_model_has_beside_a_tied_config(tmp_path):
+    """From the files over rollout, update and checkpoint to the export, with its own config.json."""
+    model = tmp_path / "model"
+    write_tiny_model(model)
+    config = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (model / "config.json").write_text(json.dumps(config))
+    tensors = load_file(model / "model.safetensors")
+    embed = tensors["model.embed_tokens.weight"]
+    first = np.random.default_rng(3).normal(0, 0.5, embed.shape).astype(np.float32)
+    save_file(tensors | {"lm_head.weight": first}, model / "model.safetensors")
+    assert train(make_config(model, tmp_path, steps=1, **SHORT), plain=True) == 0
+    (record,) = [each for each in read_records(tmp_path / "run/metrics.jsonl") if "policy/logprob_gap/max" in each]
+    assert record["policy/logprob_gap/max"] < 1e-2  # sampler and trainer have the same head
+    export_run(tmp_path / "run", tmp_path / "out", step=None, dtype="float32")
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+    trained = load_file(tmp_path / "out/model.safetensors")
+    for name, before in (("lm_head.weight", first), ("model.embed_tokens.weight", embed)):
+        assert 0 < np.abs(trained[name] - before).max() < 0.1, name  # one step of training away from the files
 
 
 def test_an_export_has_the_tokenizer_and_its_chat_template(run, tmp_path, tiny_model):
