@@ -39,6 +39,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "models.gguf",
         "models.gguf_config",
         "models.mxfp4",
+        "models.families",
         "models.folder",
         "models.source",
         "models.template",

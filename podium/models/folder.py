@@ -42,8 +42,8 @@ def read_json(path: Path) -> dict[str, Any]:
 class SafetensorsFolder:
     """The tensors of a Hugging Face folder: model.safetensors, or the shards that its index lists.
 
-    Those in MXFP4 are one entry each, with the shape of their numbers. In a model with a vision tower, the tensors of its
-    text model have the names of a text-only model.
+    Those in MXFP4 are one entry each, with the shape of their numbers. In a model with a vision tower, the tensors of
+    its text model have the names of a text-only model.
     """
 
     def __init__(self, files: tuple[Path, ...]):

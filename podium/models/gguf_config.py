@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from podium.models.architecture import MAX_LAYERS, MAX_SIZE, DecoderConfig, ModelError, real_number, shown, whole_number
+from podium.models.families import FULL, SLIDING, check_family
 from podium.models.gguf import ROPE_FACTORS, GgufHeader, rope_divisors
-from podium.models.hf_config import FULL, SLIDING, check_family, from_hf_config
+from podium.models.hf_config import from_hf_config
 
 MODEL_TYPES = {
     "gemma3": "gemma3_text",
@@ -106,7 +107,9 @@ def _experts(said: _Said) -> Raw:
     return {
         "num_experts": said.number("expert_count"),
         "num_experts_per_tok": said.number("expert_used_count"),
-        "moe_intermediate_size": said.number("expert_feed_forward_length"),
+        "intermediate_size" if said.name == "gpt-oss" else "moe_intermediate_size": said.number(
+            "expert_feed_forward_length"
+        ),
         "norm_topk_prob": True,
     }
 
@@ -120,7 +123,7 @@ def _gemma3(said: _Said, raw: Raw) -> Raw:
     largest = raw["num_hidden_layers"] == GEMMA3_27B_LAYERS
     scaling, factor = said.get("rope.scaling.type", "none"), said.get("rope.scaling.factor")
     return {
-        **_windows(said, 6),
+        "layer_types": _layer_types(said, said.number("block_count"), 6),
         "sliding_window": said.get("attention.sliding_window"),
         "rope_theta": said.real("rope.freq_base", 1e6),
         "rope_local_base_freq": said.real("rope.freq_base_swa", 1e4),
@@ -136,9 +139,8 @@ def _gpt_oss(said: _Said, raw: Raw) -> Raw:
     if said.real("rope.freq_base_swa", base := said.real("rope.freq_base")) != base:
         raise ModelError(f"{said.where}: gpt-oss.rope.freq_base_swa: only one rotary base for all layers is supported")
     return {
-        **_windows(said, 2),
+        "layer_types": _layer_types(said, said.number("block_count"), 2),
         "sliding_window": said.number("attention.sliding_window"),
-        "intermediate_size": said.number("expert_feed_forward_length"),
         "rope_scaling": _yarn(said) | {"truncate": False} if _has_yarn(said) else {"rope_type": "default"},
     }
 
@@ -185,11 +187,13 @@ OF_ARCHITECTURE: Mapping[str, Callable[[_Said, Raw], Raw]] = {
 }
 
 
-def _windows(said: _Said, default: int) -> Raw:
-    """Which layers have a window: all but every n-th, or those that a list names."""
-    pattern = said.get("attention.sliding_window_pattern", default)
-    types = [SLIDING if slides else FULL for slides in pattern] if isinstance(pattern, list) else None
-    return {"layer_types": types, "sliding_window_pattern": None if types else pattern}
+def _layer_types(said: _Said, layers: int, every: int) -> list[str]:
+    """The types of layers: all but every n-th have a window, or those that a list names."""
+    pattern = said.get("attention.sliding_window_pattern", every)
+    if isinstance(pattern, list):
+        return [SLIDING if slides else FULL for slides in pattern]
+    every = said.number("attention.sliding_window_pattern", every)
+    return [SLIDING if (layer + 1) % every else FULL for layer in range(layers)]
 
 
 def _has_yarn(said: _Said) -> bool:

@@ -27,6 +27,7 @@ from podium.files import cause_of, disk_advice
 from podium.models import mxfp4
 from podium.models.architecture import DecoderConfig, ModelError
 from podium.models.blocks.spec import ParamSpec
+from podium.models.families import FAMILIES
 from podium.models.folder import (
     EMBEDDING,
     FLOATS,
@@ -38,7 +39,7 @@ from podium.models.folder import (
     open_folder,
 )
 from podium.models.gguf import ROPE_FACTORS, GgufHeader, GgufTensors, rope_divisors
-from podium.models.hf_config import FAMILIES, to_hf_config
+from podium.models.hf_config import to_hf_config
 from podium.models.names import (
     FIRST_APART,
     INVERSE_FREQUENCIES,

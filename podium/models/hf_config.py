@@ -16,7 +16,7 @@ from podium.models.architecture import (
     shown,
     whole_number,
 )
-from podium.models.blocks.activation import Activation, Clamped, Named
+from podium.models.blocks.activation import Activation, Clamped
 from podium.models.blocks.attention import Attention, Sharpening
 from podium.models.blocks.choices import MAX_EXPERTS
 from podium.models.blocks.delta import DeltaNet
@@ -24,248 +24,35 @@ from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Block, Kind, Stack
 from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.rope import LinearScaling, Rope, RopeScaling, Scaling, YarnScaling
+from podium.models.families import (
+    ACTIVATIONS,
+    FAMILIES,
+    FULL,
+    LINEAR,
+    ORIGINAL,
+    SHARPENING,
+    SLIDING,
+    Family,
+    Keys,
+    check_family,
+    rotation,
+    settings,
+    text_config,
+)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-    """Properties that follow from a model type and are not in config.json."""
-
-    transformers_class: str
-    """Transformers class that loads an export."""
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    windows: bool = False
-    """Whether layers may have a sliding window; `layer_types` says which do, or without it `sliding_pattern`."""
-    sliding_pattern: int | None = None
-    """Every n-th layer attends to all tokens, and the others to a window; None: all layers have the window, if any."""
-    activation: Named = "silu"
-    activation_key: str = "hidden_act"
-    """The key of the activation in config.json."""
-    experts: bool = False
-    """Whether layers have a mixture of experts, except those that `mlp_only_layers` and `decoder_sparse_step` leave
-    dense."""
-    like_gemma: bool = False
-    """Whether the family has Gemma's features: norms also after mixer and feed-forward; norm scales stored minus 1;
-    embeddings times sqrt(width); a second rotary base for layers with a window; scores divided by the square root of
-    `query_pre_attn_scalar`."""
-    like_gpt_oss: bool = False
-    """Whether the family has gpt-oss's features: sinks; biases of all products; experts of width `intermediate_size`
-    with a clamped activation; experts in MXFP4."""
-    like_qwen35: bool = False
-    """Whether the family has Qwen3.5's features: delta nets in the layers of type `linear_attention`, three in four;
-    gated attention in the others; rotation of a quarter of a head; norm scales stored minus 1."""
-    neutral: Mapping[str, tuple[object, ...]] = dataclasses.field(default_factory=dict)
-    """Replaces entries of NEUTRAL."""
-    defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Values of keys that are missing or null in config.json."""
-
-
-QWEN35: Mapping[str, object] = {
-    "vocab_size": 248_320,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 32768,
-    "partial_rotary_factor": 0.25,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
-"""What a config.json of Qwen3.5 need not say."""
-QWEN35_MOE: Mapping[str, object] = {
-    **{key: value for key, value in QWEN35.items() if key != "intermediate_size"},
-    "hidden_size": 2048,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 2,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-"""The same of its mixture of experts: the numbers of 35B-A3B."""
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(transformers_class="LlamaForCausalLM"),
-    "mistral": Family(transformers_class="MistralForCausalLM", windows=True, defaults={"sliding_window": 4096}),
-    "ministral": Family(transformers_class="MinistralForCausalLM", windows=True, defaults={"sliding_window": 4096}),
-    "ministral3": Family(
-        transformers_class="Ministral3ForCausalLM",
-        windows=True,
-        defaults={
-            "head_dim": 128,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e6,
-                "factor": 16.0,
-                "original_max_position_embeddings": 16384,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.1,
-            },
-        },
-    ),
-    "qwen2": Family(transformers_class="Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": Family(transformers_class="Qwen3ForCausalLM", qk_norm=True, defaults={"head_dim": 128}),
-    "qwen3_moe": Family(
-        transformers_class="Qwen3MoeForCausalLM",
-        qk_norm=True,
-        experts=True,
-        defaults={
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "intermediate_size": 6144,
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        },
-    ),
-    "qwen3_5_text": Family(
-        transformers_class="Qwen3_5ForCausalLM",
-        qk_norm=True,
-        like_qwen35=True,
-        neutral={"attn_output_gate": (True,)},
-        defaults=QWEN35,
-    ),
-    "qwen3_5_moe_text": Family(
-        transformers_class="Qwen3_5MoeForCausalLM",
-        qk_norm=True,
-        experts=True,
-        like_qwen35=True,
-        neutral={"attn_output_gate": (True,), "norm_topk_prob": (True,), "decoder_sparse_step": (1,)},
-        defaults=QWEN35_MOE,
-    ),
-    "gpt_oss": Family(
-        transformers_class="GptOssForCausalLM",
-        qkv_bias=True,
-        windows=True,
-        sliding_pattern=2,
-        experts=True,
-        like_gpt_oss=True,
-        neutral={"attention_bias": (True,)},
-        defaults={
-            "num_experts": 128,
-            "num_experts_per_tok": 4,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "head_dim": 64,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131_072,
-            "sliding_window": 128,
-            "swiglu_alpha": 1.702,
-            "swiglu_limit": 7.0,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 150_000.0,
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-        },
-    ),
-    "gemma3_text": Family(
-        transformers_class="Gemma3ForCausalLM",
-        qk_norm=True,
-        windows=True,
-        sliding_pattern=6,
-        activation="gelu_tanh",
-        activation_key="hidden_activation",
-        like_gemma=True,
-        defaults={
-            "vocab_size": 262_208,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "max_position_embeddings": 131_072,
-            "query_pre_attn_scalar": 256,
-            "rope_theta": 1e6,
-            "rope_local_base_freq": 1e4,
-            "sliding_window": 4096,
-            "tie_word_embeddings": True,
-        },
-    ),
-}
-WRAPPERS: Mapping[str, str] = {
-    "gemma3": "gemma3_text",
-    "mistral3": "mistral",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-}
-"""Model types with a vision tower, and the type of their text model if its settings, in `text_config`, have none."""
-ACTIVATIONS: Mapping[Named, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
-"""Names of each activation in config.json; the first is written."""
-SLIDING = "sliding_attention"
-FULL = "full_attention"
-LINEAR = "linear_attention"
-
-# Values that config.json may have for features of other decoders; a missing key means the first value.
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "use_sliding_window": (False,),
-    "partial_rotary_factor": (1.0,),
-    "quantization_config": (None,),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "use_bidirectional_attention": (False, None),
-}
-NOT_YET: Mapping[str, str] = {
-    "gemma": "its norms and attention differ from Gemma 3's",
-    "gemma2": "it caps scores and logits (attn_logit_softcapping, final_logit_softcapping)",
-    "gemma3n": "its layers are of other kinds",
-    "qwen3_next": "its delta nets store q, k, v and z of a head fused in one tensor (in_proj_qkvz), unlike Qwen3.5's",
-}
-"""Unsupported model types that resemble those of FAMILIES, and the reason."""
-
-
-def check_family(model_type: object, where: str) -> Family:
-    """The family of a model type. Raises ModelError for an unsupported type, listing the supported ones."""
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        reason = f": {NOT_YET[model_type]}" if isinstance(model_type, str) and model_type in NOT_YET else ""
-        raise ModelError(
-            f"{where}: model type {shown(model_type)} is not supported{reason}; Podium trains {', '.join(FAMILIES)}"
-            " (Llama 2 and 3, SmolLM2, Mistral, Ministral, Qwen2 and 2.5, Qwen3, Qwen3-MoE, Qwen3.5, gpt-oss, Gemma 3)"
-        )
-    return FAMILIES[model_type]
-
-
-def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
+def from_hf_config(raw: Keys, where: str) -> DecoderConfig:
     """Read the decoder from a config.json of transformers 4 or 5; `where` is its path, for errors.
 
-    For a model with a vision tower, reads the text model. Raises ModelError if the model type is unknown, a number is
-    missing, or a feature is not supported.
+    For a model with a vision tower, reads the text model. A missing key has the value that transformers gives it.
+    Raises ModelError if the model type or a key is unknown, or a feature is not supported (`podium.models.families`).
     """
-    raw = _text_config(raw, where)
+    raw = text_config(raw, where)
     model_type = raw.get("model_type")
     family = check_family(model_type, where)
-    silent = {key for key in family.defaults if raw.get(key) is None and not (key in raw and key in NULLABLE)}
-    if family.experts and "num_local_experts" in raw:  # transformers 5 writes it so
-        raw = {"num_experts": raw["num_local_experts"], **raw}
-        silent -= {"num_experts"}
     if family.like_gpt_oss:
         raw = _without_mxfp4(raw)
-        if raw.get("rope_parameters"):  # of transformers 5, with the theta
-            silent -= {"rope_scaling"}
-    raw = {**raw, **{key: family.defaults[key] for key in silent}}
-    neutral = {**NEUTRAL, **family.neutral, family.activation_key: ACTIVATIONS[family.activation]}
-    if family.like_qwen35:
-        del neutral["partial_rotary_factor"]
-    for key, accepted in neutral.items():
-        if raw.get(key, accepted[0]) not in accepted:
-            raise ModelError(f"{where}: {key} {shown(raw[key])} is not supported; it must be {accepted[0]!r} or absent")
+    raw = settings(raw, family, where)
     number = functools.partial(whole_number, raw, where=where)
     width, heads = number("hidden_size"), number("num_attention_heads")
     head_dim = number("head_dim", default=width // heads)
@@ -281,12 +68,12 @@ def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
         return Block(mixer=mixer, feed_forward=after, norms_behind=family.like_gemma)
 
     def attention(layer_type: str) -> Attention:
-        rope = _rope(raw, layer_type, head_dim, where, partial=family.like_qwen35)
+        rope = rotation(raw, family, layer_type, where)
         return Attention(
             heads=heads,
             kv_heads=number("num_key_value_heads", default=heads),
             head_dim=head_dim,
-            rope=rope,
+            rope=_rope(rope, head_dim, where),
             bias=family.qkv_bias,
             out_bias=family.like_gpt_oss,
             sinks=family.like_gpt_oss,
@@ -294,7 +81,7 @@ def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
             gated=family.like_qwen35,
             window=number("sliding_window") if layer_type == SLIDING else None,
             scale_dims=None if scale_dims == head_dim else scale_dims,
-            sharpening=_sharpening(raw, where),
+            sharpening=_sharpening(rope, where),
         )
 
     types = _layer_types(raw, family, where)
@@ -305,7 +92,7 @@ def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
         width=width,
         stacks=stacks_of([block(layer, layer_type) for layer, layer_type in enumerate(types)]),
         max_positions=number("max_position_embeddings"),
-        norm_eps=real_number(raw, "rms_norm_eps", where, 1e-6),
+        norm_eps=real_number(raw, "rms_norm_eps", where),
         tied=_tied(raw, where),
         norm_offset=1.0 if family.like_gemma or family.like_qwen35 else 0.0,
         wide_norms=family.like_gemma or family.like_gpt_oss or family.like_qwen35,
@@ -314,7 +101,7 @@ def from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
     return check_config(config, where)
 
 
-def _delta_net(raw: Mapping[str, object], where: str) -> DeltaNet:
+def _delta_net(raw: Keys, where: str) -> DeltaNet:
     """The delta net of a layer."""
     keys, values = (whole_number(raw, f"linear_num_{name}_heads", where) for name in ("key", "value"))
     if values % keys:
@@ -328,28 +115,28 @@ def _delta_net(raw: Mapping[str, object], where: str) -> DeltaNet:
     )
 
 
-def _routed_layers(raw: Mapping[str, object], layers: int, where: str) -> set[int]:
-    """The layers with a mixture of experts."""
-    step, dense = whole_number(raw, "decoder_sparse_step", where), raw.get("mlp_only_layers")
+def _routed_layers(raw: Keys, layers: int, where: str) -> set[int]:
+    """The layers with a mixture of experts: all, in a family that does not read which are dense."""
+    step, dense = whole_number(raw, "decoder_sparse_step", where, 1), raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(each, int) for each in dense):
         raise ModelError(f"{where}: mlp_only_layers must be a list of layers, found {shown(dense)}")
     return {layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense}
 
 
-def _without_mxfp4(raw: Mapping[str, object]) -> Mapping[str, object]:
+def _without_mxfp4(raw: Keys) -> Keys:
     """The settings without the format of gpt-oss's experts, which the files themselves show."""
     stored = raw.get("quantization_config")
     packed = isinstance(stored, Mapping) and stored.get("quant_method") == "mxfp4"
     return {key: value for key, value in raw.items() if not (packed and key == "quantization_config")}
 
 
-def _experts(raw: Mapping[str, object], family: Family, where: str) -> Experts:
+def _experts(raw: Keys, family: Family, where: str) -> Experts:
     """The mixture of experts of a layer."""
     activation: Activation = family.activation
     if family.like_gpt_oss:
         alpha, limit = (real_number(raw, f"swiglu_{name}", where) for name in ("alpha", "limit"))
         activation = Clamped(alpha=alpha, limit=limit)
-    normalized = raw.get("norm_topk_prob")
+    normalized = raw.get("norm_topk_prob", True)  # of families that do not read it
     if not isinstance(normalized, bool):
         raise ModelError(f"{where}: norm_topk_prob must be true or false, found {shown(normalized)}")
     count = whole_number(raw, "num_experts", where, most=MAX_EXPERTS)
@@ -364,49 +151,41 @@ def _experts(raw: Mapping[str, object], family: Family, where: str) -> Experts:
     )
 
 
-NULLABLE = ("sliding_window",)
-"""Settings whose null has a meaning of its own and is not replaced by the default."""
-
-
-def _tied(raw: Mapping[str, object], where: str) -> bool:
-    tied = raw.get("tie_word_embeddings")
-    if tied is not None and not isinstance(tied, bool):
+def _tied(raw: Keys, where: str) -> bool:
+    tied = raw["tie_word_embeddings"]
+    if not isinstance(tied, bool):
         raise ModelError(f"{where}: tie_word_embeddings must be true or false, found {shown(tied)}")
-    return bool(tied)
+    return tied
 
 
-def _text_config(raw: Mapping[str, object], where: str) -> Mapping[str, object]:
-    """The settings of the text model: `text_config` if the model has a vision tower, otherwise all of them."""
-    text_type = WRAPPERS.get(str(raw.get("model_type")))
-    if text_type is None:
-        return raw
-    text = raw.get("text_config")
-    if not isinstance(text, Mapping):
-        raise ModelError(f"{where}: a {raw['model_type']} has its text model's numbers in text_config; there is none")
-    whole = {key: raw.get(key) for key in ("quantization_config", "tie_word_embeddings")}
-    return {"model_type": text_type, **whole, **text}
-
-
-def _layer_types(raw: Mapping[str, object], family: Family, where: str) -> list[str]:
+def _layer_types(raw: Keys, family: Family, where: str) -> list[str]:
     """The type of each layer: SLIDING or FULL; in Qwen3.5 LINEAR or FULL."""
     layers = whole_number(raw, "num_hidden_layers", where, most=MAX_LAYERS)
+    usual = _usual_types(raw, family, layers, where)
+    types = raw["layer_types"] or usual
+    if not family.layer_kinds and types != usual:
+        raise ModelError(
+            f"{where}: layer_types {shown(types)}: only {usual[0]} is supported, in every layer; transformers computes"
+            " a model of this type so, whatever layer_types says"
+        )
+    types = _checked_types(types, layers, family.layer_kinds or (usual[0],), where)
+    if SLIDING in types and raw["sliding_window"] is None:
+        raise ModelError(f"{where}: layer_types {shown(types)}: only {FULL} is supported without a sliding_window")
+    return types
+
+
+def _usual_types(raw: Keys, family: Family, layers: int, where: str) -> list[str]:
+    """The type of each layer where `layer_types` does not say it."""
     if family.like_qwen35:
         every = whole_number(raw, "full_attention_interval", where)
-        types = raw.get("layer_types") or [LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
-        return _checked_types(types, layers, (FULL, LINEAR), where)
-    windows, pattern = family.windows and raw.get("sliding_window") is not None, None
-    if family.sliding_pattern is not None:
-        given = "sliding_window_pattern" if "sliding_window_pattern" in raw else "_sliding_window_pattern"
-        pattern = whole_number(raw, given, where, family.sliding_pattern)
-    full = [not windows or (pattern is not None and (layer + 1) % pattern == 0) for layer in range(layers)]
-    types = raw.get("layer_types") or [FULL if each else SLIDING for each in full]
-    if not isinstance(types, list) or (not windows and any(kind != FULL for kind in types)):
-        reason = "without a sliding_window" if family.windows else "of this model type"
-        raise ModelError(f"{where}: layer_types {shown(types)}: only {FULL} is supported {reason}")
-    return _checked_types(types, layers, (FULL, SLIDING), where)
+        return [LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
+    if family.like_gpt_oss or family.like_gemma:  # every n-th layer attends to all tokens
+        every = whole_number(raw, "sliding_window_pattern", where, 2)
+        return [SLIDING if (layer + 1) % every else FULL for layer in range(layers)]
+    return [FULL if raw.get("sliding_window") is None else SLIDING] * layers
 
 
-def _checked_types(types: object, layers: int, known: tuple[str, str], where: str) -> list[str]:
+def _checked_types(types: object, layers: int, known: tuple[str, ...], where: str) -> list[str]:
     """Return `layer_types`. Raises ModelError if it is not a list of a known type for each layer."""
     if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
         rule = f"there must be one for each of the {layers} layers, {' or '.join(known)}"
@@ -428,70 +207,24 @@ def stacks_of(blocks: Sequence[Block]) -> tuple[Stack, ...]:
     return (whole, *rest)
 
 
-def _rope(raw: Mapping[str, object], layer_type: str, head_dim: int, where: str, *, partial: bool = False) -> Rope:
-    """Read the rotary embedding of layers of this type; with `partial`, it may rotate the first part of a head.
-
-    transformers 5 stores it in `rope_parameters`, separately for each layer type if they differ; earlier versions in
-    `rope_theta` and `rope_scaling`, with `rope_local_base_freq` for layers with a window.
-    """
-    parameters, scaling = _object(raw, "rope_parameters", where), _object(raw, "rope_scaling", where)
-    theta = 10000.0 if raw.get("rope_theta") is None else raw["rope_theta"]
-    if "rope_local_base_freq" in raw and layer_type == SLIDING:
-        theta, scaling = raw["rope_local_base_freq"], {}
-    if layer_type in parameters:
-        parameters = _object(parameters, layer_type, where)
-    rope = {"rope_theta": theta, **scaling, **parameters}
-    dims = head_dim
-    if partial:
-        share = real_number(
-            {"partial_rotary_factor": raw.get("partial_rotary_factor"), **rope}, "partial_rotary_factor", where
-        )
-        dims = int(head_dim * share)
-        rope = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
-    if rope.get("partial_rotary_factor", 1.0) != 1.0 or any(isinstance(value, dict) for value in rope.values()):
-        raise ModelError(
-            f"{where}: rope_parameters {shown(rope)}: partial rotation, or that of layers other than {layer_type},"
-            " is not supported"
-        )
-    return Rope(theta=real_number(rope, "rope_theta", where), dims=dims, scaling=_scaling(rope, where))
+def _rope(rope: Keys, head_dim: int, where: str) -> Rope:
+    """The rotary embedding of rotary settings (`families.rotation`)."""
+    share = real_number(rope, "partial_rotary_factor", where, 1.0)
+    return Rope(theta=real_number(rope, "rope_theta", where), dims=int(head_dim * share), scaling=_scaling(rope, where))
 
 
-def _object(raw: Mapping[str, object], key: str, where: str) -> Mapping[str, object]:
-    """Read a setting that is a JSON object; empty if it is null or absent. Raises ModelError for other values."""
-    value = raw.get(key) or {}
-    if not isinstance(value, Mapping):
-        raise ModelError(f"{where}: {key} must be a JSON object or null, found {shown(value)}")
-    return value
-
-
-def _sharpening(raw: Mapping[str, object], where: str) -> Sharpening | None:
-    """Read the position-dependent scale of the queries; None if there is none."""
-    rope = {**_object(raw, "rope_scaling", where), **_object(raw, "rope_parameters", where)}
-    if not rope.get("llama_4_scaling_beta"):
+def _sharpening(rope: Keys, where: str) -> Sharpening | None:
+    """The position-dependent scale of the queries; None without one."""
+    if not rope.get(SHARPENING):
         return None
-    period = whole_number(rope, ORIGINAL, where)
-    return Sharpening(beta=real_number(rope, "llama_4_scaling_beta", where), period=period)
+    return Sharpening(beta=real_number(rope, SHARPENING, where), period=whole_number(rope, ORIGINAL, where))
 
 
-ORIGINAL = "original_max_position_embeddings"
-SCALINGS: Mapping[str, tuple[str, ...]] = {
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
-    "linear": ("factor",),
-    "yarn": ("factor", ORIGINAL),
-}
-"""The supported types of frequency scaling, and the keys that each requires."""
-
-
-def _scaling(rope: Mapping[str, object], where: str) -> Scaling | None:
-    """Read the scaling of the rotary frequencies; None if there is none. Raises ModelError if it is not supported."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
+def _scaling(rope: Keys, where: str) -> Scaling | None:
+    """The scaling of the rotary frequencies; None without one."""
+    kind = rope["rope_type"]
     if kind == "default":
         return None
-    if not isinstance(kind, str) or kind not in SCALINGS:
-        supported = ", ".join(("default", *SCALINGS))
-        raise ModelError(f"{where}: rope_type {shown(kind)} is not supported; Podium computes {supported}")
-    if missing := [key for key in SCALINGS[kind] if key not in rope]:
-        raise ModelError(f"{where}: rope_type {kind} needs {', '.join(missing)}")
     if kind == "linear":
         return LinearScaling(factor=real_number(rope, "factor", where))
     if kind == "yarn":
@@ -508,10 +241,11 @@ def _scaling(rope: Mapping[str, object], where: str) -> Scaling | None:
     return scaling
 
 
-def _yarn(rope: Mapping[str, object], where: str) -> YarnScaling:
+def _yarn(rope: Keys, where: str) -> YarnScaling:
     """Read YaRN's settings; the default factor of cosines and sines is the one that transformers computes."""
     factor = real_number(rope, "factor", where)
     given = {key: value for key, value in rope.items() if value not in (None, 0)}  # both mean the default
+    factors = {key: value for key, value in rope.items() if value is not None}  # for which 0 is a number
 
     def grown(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -527,7 +261,7 @@ def _yarn(rope: Mapping[str, object], where: str) -> YarnScaling:
         beta_fast=fast,
         beta_slow=slow,
         original_max_positions=whole_number(rope, ORIGINAL, where),
-        length=real_number(given, "attention_factor", where, length),
+        length=real_number(factors, "attention_factor", where, length),
         truncate=bool(rope.get("truncate", True)),
     )
 
@@ -545,7 +279,7 @@ def to_hf_config(config: DecoderConfig) -> dict[str, object]:
         "num_attention_heads": attention.heads,
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_dim,
-        family.activation_key: ACTIVATIONS[family.activation][0],
+        "hidden_activation" if family.like_gemma else "hidden_act": ACTIVATIONS[family.activation][0],
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
@@ -563,7 +297,7 @@ NO_SCORES = (
 )
 
 
-def scores_of(raw: Mapping[str, object], where: str) -> Literal["none", "plain", "biased"]:
+def scores_of(raw: Keys, where: str) -> Literal["none", "plain", "biased"]:
     """Which head of scores a config.json describes: one per token. Raises ModelError if it has several."""
     named = raw.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else ""
@@ -579,19 +313,19 @@ def scores_of(raw: Mapping[str, object], where: str) -> Literal["none", "plain",
     return "plain" if architecture.endswith(SEQUENCE) else "biased"
 
 
-def scorer_from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
+def scorer_from_hf_config(raw: Keys, where: str) -> DecoderConfig:
     """The decoder of a config.json with the head of scores that it describes, or a new one."""
     return scoring_decoder(dataclasses.replace(from_hf_config(raw, where), scores=scores_of(raw, where)))
 
 
-def reward_model_from_hf_config(raw: Mapping[str, object], where: str) -> DecoderConfig:
+def reward_model_from_hf_config(raw: Keys, where: str) -> DecoderConfig:
     """The decoder of a reward model's config.json. Raises ModelError if it has no head of scores, or several labels."""
     if scores_of(raw, where) == "none":
         raise ModelError(f"{where}: {_named(raw)} {NO_SCORES}")
     return scorer_from_hf_config(raw, where)
 
 
-def _named(raw: Mapping[str, object]) -> str:
+def _named(raw: Keys) -> str:
     named = raw.get("architectures")
     return str(named[0]) if isinstance(named, list) and named else f"this {shown(raw.get('model_type'))} model"
 
@@ -671,12 +405,12 @@ def _feed_forwards(config: DecoderConfig) -> dict[str, object]:
 
 def _windows(config: DecoderConfig, family: Family) -> dict[str, object]:
     """The keys of config.json for sliding windows; empty for families without windows."""
-    if not family.windows:
+    if "sliding_window" not in family.reads:
         return {}
     found = [attention.window for attention in _attentions(config)]
     window = next((each for each in found if each is not None), None)
     said: dict[str, object] = {"sliding_window": window}
-    if None in found and window is not None:  # some layers have it; "mistral" has no layer_types
+    if None in found and window is not None:  # some layers have it
         said["layer_types"] = [FULL if each is None else SLIDING for each in found]
     return said
 
@@ -685,26 +419,29 @@ def _ropes(config: DecoderConfig, family: Family) -> dict[str, object]:
     """The keys of config.json for the rotary embedding and the scale of attention scores."""
     attentions = _attentions(config)
     first = attentions[0]
-    if (
-        isinstance(first.rope.scaling, YarnScaling) and not family.like_gpt_oss
-    ):  # transformers 4 does not know the keys of some of them
-        parameters = {"rope_theta": first.rope.theta, **(_scaling_config(first.rope.scaling) or {})}
-        sharpening = first.sharpening
-        return {"rope_parameters": parameters | ({"llama_4_scaling_beta": sharpening.beta} if sharpening else {})}
+    if family.like_gemma:
+        far = next((each.rope for each in attentions if each.window is None), first.rope)
+        near = next((each.rope for each in attentions if each.window is not None), first.rope)
+        return {
+            "rope_theta": far.theta,
+            "rope_local_base_freq": near.theta,
+            "rope_scaling": _scaling_config(far.scaling),
+            "query_pre_attn_scalar": first.scale_dims or first.head_dim,
+        }
+    scaling = _scaling_config(first.rope.scaling)
+    scaled = family.reads["rope_parameters"] is not None  # transformers scales where nothing is said
+    if family.like_gpt_oss or not (family.like_qwen35 or scaled or isinstance(first.rope.scaling, YarnScaling)):
+        return {
+            "rope_theta": first.rope.theta,
+            "rope_scaling": scaling or ({"rope_type": "default"} if scaled else None),
+        }
+    # transformers 4 does not know the keys of these
+    parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": first.rope.theta}
+    if (sharpening := first.sharpening) is not None:
+        parameters |= {SHARPENING: sharpening.beta, ORIGINAL: sharpening.period}
     if family.like_qwen35:
-        scaling = _scaling_config(first.rope.scaling) or {"rope_type": "default"}
-        share = first.rope.dims / first.head_dim
-        return {"rope_parameters": {**scaling, "rope_theta": first.rope.theta, "partial_rotary_factor": share}}
-    if not family.like_gemma:
-        return {"rope_theta": first.rope.theta, "rope_scaling": _scaling_config(first.rope.scaling)}
-    far = next((each.rope for each in attentions if each.window is None), first.rope)
-    near = next((each.rope for each in attentions if each.window is not None), first.rope)
-    return {
-        "rope_theta": far.theta,
-        "rope_local_base_freq": near.theta,
-        "rope_scaling": _scaling_config(far.scaling),
-        "query_pre_attn_scalar": first.scale_dims or first.head_dim,
-    }
+        parameters["partial_rotary_factor"] = first.rope.dims / first.head_dim
+    return {"rope_parameters": parameters}
 
 
 def _scaling_config(scaling: Scaling | None) -> dict[str, object] | None:

@@ -227,8 +227,8 @@ def _check_base(folder: Path, lora: Lora, frozen: Params) -> None:
     own = read_json(folder / OWN)
     if own.get("kept") != lora.base:
         logger.warning(
-            "%s: the adapter was trained on weights stored in %s, and lora.base is %s, so it is not checked whether they"
-            " are of the same model",
+            "%s: the adapter was trained on weights stored in %s, and lora.base is %s, so it is not checked whether"
+            " they are of the same model",
             *(folder, own.get("kept"), lora.base),
         )
         return

@@ -13,10 +13,10 @@ from typing import Literal
 
 from podium.models import gguf, gguf_config
 from podium.models.architecture import DecoderConfig, ModelError, scoring_decoder
+from podium.models.families import WRAPPERS
 from podium.models.folder import ADAPTER_CONFIG, CONFIG, has_own_head, read_json
 from podium.models.hf_config import (
     NO_SCORES,
-    WRAPPERS,
     from_hf_config,
     reward_model_from_hf_config,
     scorer_from_hf_config,

@@ -103,7 +103,10 @@ def test_a_strange_gguf_file_is_one_error(keys: list[bytes], tensors: list[bytes
         ({"rope_theta": "x"}, "rope_theta must be a number above 0, found 'x'"),
         ({"rope_theta": float("nan")}, "rope_theta must be a number above 0, found nan"),
         ({"rope_theta": 0.5}, "base of rotary embeddings must be 1 or more"),
-        ({"rms_norm_eps": None}, "rms_norm_eps must be a number above 0, found None"),
+        (
+            {"rms_norm_eps": None},
+            "rms_norm_eps must not be null; remove it for transformers' default of a llama, 1e-06",
+        ),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number above 0"),
         ({"rms_norm_eps": True}, "rms_norm_eps must be a number above 0, found True"),
         ({"rms_norm_eps": 3}, "an epsilon of 3 in the norms"),
