@@ -534,6 +534,11 @@ def rotation(found: Keys, family: Family, layer_type: str, where: str) -> Keys:
                 f"{where}: rope_parameters of this model type has an object each for {FULL} and {SLIDING};"
                 f" {', '.join(flat)} is outside of them"
             )
+        if "type" in scaling and "rope_type" not in scaling:
+            raise ModelError(
+                f"{where}: rope_scaling of this model type has rope_type, and no type, which versions of transformers"
+                f" understand differently; write rope_type {shown(scaling['type'])}"
+            )
         of_type = _object(parameters, layer_type, where)
         rope = dict(of_type) if layer_type == SLIDING else {**of_type, **scaling}
         theta = found["rope_local_base_freq"] if layer_type == SLIDING else theta
@@ -567,8 +572,11 @@ def _check_rotation(rope: Keys, family: Family, where: str) -> None:
         )
     known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", ORIGINAL, SHARPENING, *ROPE_IGNORED}
     known |= {*SCALINGS[kind], *SCALING_OPTIONS.get(kind, ())}
+    if family.like_gemma and rope.get("truncate") is not True:
+        known -= {"truncate"}  # transformers looks for it outside of the settings of a type of layers
     for key, value in rope.items():
-        if key not in known and value not in EMPTY:
+        asks = value not in EMPTY or key == "truncate"  # false is a value of it
+        if key not in known and asks:
             raise ModelError(
                 f"{where}: {key} {shown(value)} of rotary embeddings is not supported with rope_type {kind}: Podium"
                 " does not know whether it changes what the model computes; remove it if it changes nothing"

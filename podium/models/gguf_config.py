@@ -1,6 +1,6 @@
 """Reads a decoder's architecture from the metadata of a GGUF file, as llama.cpp's converter writes it. No jax."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -31,6 +31,26 @@ class _Said:
         self.name = str(header.metadata.get("general.architecture"))
         self._metadata = header.metadata
 
+    @property
+    def kind(self) -> object:
+        """What the file is: a model, an adapter, a vision tower."""
+        return self._metadata.get("general.type", "model")
+
+    @property
+    def parts(self) -> int:
+        """Into how many files the model is split; 0 or 1: it is whole."""
+        return whole_number({"split.count": self._metadata.get("split.count") or 1}, "split.count", self.where)
+
+    def items(self) -> Iterator[tuple[str, object]]:
+        """Yield the architecture's keys, without its name before them, and their values."""
+        prefix = f"{self.name}."
+        return ((key.removeprefix(prefix), value) for key, value in self._metadata.items() if key.startswith(prefix))
+
+    def is_width_of_values(self, key: str, value: object) -> bool:
+        """Whether a key says that values are as wide as keys of attention."""
+        width = self.number("embedding_length") // self.number("attention.head_count")
+        return key == "attention.value_length" and value == self.number("attention.key_length", width)
+
     def get(self, key: str, default: object = None) -> object:
         return self._metadata.get(f"{self.name}.{key}", default)
 
@@ -47,7 +67,8 @@ def read_config(header: GgufHeader) -> DecoderConfig:
     where = said.where
     model_type = MODEL_TYPES.get(said.name, header.metadata.get("general.architecture"))
     check_family(model_type, where)
-    _check_metadata(said)
+    _check_file(said)
+    _check_keys(said)
     if "token_embd.weight" not in header.tensors:
         raise ModelError(f"{where}: tensor token_embd.weight is missing")
     width, heads = said.number("embedding_length"), said.number("attention.head_count")
@@ -65,7 +86,7 @@ def read_config(header: GgufHeader) -> DecoderConfig:
         "max_position_embeddings": said.number("context_length"),
         "rope_theta": said.real("rope.freq_base", 10000.0),
         "rope_scaling": _llama3(header),
-        "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon", 1e-6),
+        "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
     raw |= _experts(said) if said.name in GATES else {"intermediate_size": said.number("feed_forward_length")}
@@ -78,28 +99,98 @@ GATES: Mapping[str, int] = {"gpt-oss": 3, "qwen35moe": 1, "qwen3moe": 1}
 It computes both with these architectures by itself, and the first with gates that sum to 1."""
 
 
-def _check_metadata(said: _Said) -> None:
-    """Raise ModelError if a file's metadata asks for a feature that Podium does not support in this architecture."""
-    accepted: dict[str, tuple[object, ...]] = {
-        "rope.scaling.type": ("none",),
-        "attention.sliding_window": (0,),
-        "expert_count": (0,),
-    }
-    if said.name == "gemma3":
-        accepted["rope.scaling.type"] = ("none", "linear")
-    if said.name in ("gpt-oss", "mistral3"):
-        accepted["rope.scaling.type"] = ("none", "yarn")
-        accepted |= {"rope.scaling.yarn_ext_factor": (1.0,), "rope.scaling.yarn_attn_factor": (1.0,)}
-    if said.name in ("gemma3", "gpt-oss"):
-        del accepted["attention.sliding_window"]
+READ = (
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "rope.dimension_count",
+    "rope.freq_base", "rope.scaling.type",
+)  # fmt: skip
+"""Keys that are read in every architecture, without its name before them."""
+_MIXTURE = ("expert_count", "expert_feed_forward_length", "expert_used_count")
+_WINDOWS = ("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa", "rope.scaling.factor")
+_YARN = (
+    "rope.scaling.factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_log_multiplier",
+)  # fmt: skip
+_NET = (
+    "full_attention_interval", "nextn_predict_layers", "ssm.conv_kernel", "ssm.group_count", "ssm.inner_size",
+    "ssm.state_size", "ssm.time_step_rank",
+)  # fmt: skip
+READ_BY: Mapping[str, tuple[str, ...]] = {
+    "gemma3": _WINDOWS,
+    "gpt-oss": (*_MIXTURE, *_WINDOWS, *_YARN),
+    "mistral3": (*_YARN, "attention.temperature_scale"),
+    "qwen35": _NET,
+    "qwen35moe": (*_NET, *_MIXTURE, "expert_shared_feed_forward_length"),
+    "qwen3moe": _MIXTURE,
+}
+"""Keys that are read beside those."""
+SCALINGS: Mapping[str, tuple[str, ...]] = {
+    "gemma3": ("none", "linear"),
+    "gpt-oss": ("none", "yarn"),
+    "mistral3": ("none", "yarn"),
+}
+"""Types of scaling of architectures that have one."""
+IGNORED = (
+    "attention.layer_norm_epsilon",  # of other norms than these architectures have
+    "decoder_start_token_id",
+    "pooling_type",  # of embeddings of texts
+    "rope.dimension_sections",  # of positions in images
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",  # read with YaRN, and of no other use
+    "tensor_data_layout",
+    "vocab_size",  # the rows of the embedding say it
+)
+"""Keys that change nothing of what llama.cpp computes with these architectures."""
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "attention.causal": (True,),
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (1.0, 0.0),
+    "logit_scale": (1.0, 0.0),
+    "rope.scale_linear": (1.0, 0.0),
+    "rope.scaling.attn_factor": (1.0, 0.0),
+    "rope.scaling.factor": (1.0, 0.0),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+}
+"""Keys of which only these values are computed, in an architecture that does not read them. Without a type of scaling,
+llama.cpp divides by a factor."""
+NOTHING = (0, False, "", [])
+"""Values of other keys that ask for nothing."""
+
+
+def _check_file(said: _Said) -> None:
+    """Raises ModelError if a file is no model, or not a whole one."""
+    if said.kind != "model":
+        raise ModelError(f"{said.where}: general.type is {shown(said.kind)}; Podium trains models")
+    if said.parts > 1:
+        raise ModelError(
+            f"{said.where}: one of {said.parts} files of a model; merge them first (llama-gguf-split --merge)"
+        )
+
+
+def _check_keys(said: _Said) -> None:
+    """Raises ModelError if a key of the architecture is unknown, or asks for what Podium does not support in it."""
+    read = {*READ, *READ_BY.get(said.name, ())}
+    accepted = {key: values for key, values in NEUTRAL.items() if key not in read}
+    accepted["rope.scaling.type"] = SCALINGS.get(said.name, ("none",))
     if said.name in GATES:
-        del accepted["expert_count"]
-        accepted |= {"expert_gating_func": (GATES[said.name],), "expert_weights_norm": (True,)}
-        accepted |= {"expert_weights_scale": (1.0, 0.0), "leading_dense_block_count": (0,)}
-    for key, values in accepted.items():
-        if (value := said.get(key, values[0])) not in values:
-            wanted = " or ".join(map(repr, values))
+        accepted |= {"expert_gating_func": (GATES[said.name],), "expert_shared_count": (1, 0)}
+    for key, value in said.items():
+        if key in accepted and value not in accepted[key]:
+            wanted = " or ".join(map(repr, accepted[key]))
             raise ModelError(f"{said.where}: {said.name}.{key} {shown(value)} is not supported; it must be {wanted}")
+        known = key in accepted or key in read or key in IGNORED or value in NOTHING
+        if not known and not said.is_width_of_values(key, value):
+            raise ModelError(
+                f"{said.where}: {said.name}.{key} {shown(value)} is not supported: Podium does not know whether it"
+                f" changes what a {said.name} computes"
+            )
+    factor = said.get("rope.scaling.factor", 1.0)
+    if factor not in (0, 1) and said.get("rope.scaling.type") is None and said.name != "gemma3":
+        raise ModelError(
+            f"{said.where}: {said.name}.rope.scaling.factor {shown(factor)} without a rope.scaling.type means linear to"
+            " llama.cpp, which is not supported in this architecture"
+        )
 
 
 def _experts(said: _Said) -> Raw:
@@ -121,11 +212,11 @@ def _gemma3(said: _Said, raw: Raw) -> Raw:
     scale of scores of the 27B model.
     """
     largest = raw["num_hidden_layers"] == GEMMA3_27B_LAYERS
-    scaling, factor = said.get("rope.scaling.type", "none"), said.get("rope.scaling.factor")
+    factor = said.get("rope.scaling.factor")
+    scaling = said.get("rope.scaling.type", "linear" if factor else "none")  # as in llama.cpp
     return {
         "layer_types": _layer_types(said, said.number("block_count"), 6),
         "sliding_window": said.get("attention.sliding_window"),
-        "rope_theta": said.real("rope.freq_base", 1e6),
         "rope_local_base_freq": said.real("rope.freq_base_swa", 1e4),
         "rope_scaling": None if scaling == "none" else {"rope_type": scaling, "factor": factor},
         "query_pre_attn_scalar": (

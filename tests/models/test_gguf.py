@@ -233,11 +233,57 @@ def test_header_is_what_the_library_reads(tmp_path: Path):
         ({"llama__rope__scaling__type": "yarn"}, r"llama\.rope\.scaling\.type 'yarn' is not supported"),
         ({"llama__expert_count": 8}, r"llama\.expert_count 8 is not supported"),
         ({"llama__rope__dimension_count": 4}, "only rotation of the whole head"),
+        ({"llama__rope__scaling__factor": 2.0}, r"llama\.rope\.scaling\.factor 2\.0 is not supported"),
+        ({"llama__rope__scale_linear": 2.0}, r"llama\.rope\.scale_linear 2\.0 is not supported"),
+        ({"llama__attention__causal": False}, r"llama\.attention\.causal False is not supported; it must be True"),
+        ({"llama__attention__sliding_window": 8}, r"llama\.attention\.sliding_window 8 is not supported"),
+        ({"llama__attention__value_length": 4}, r"llama\.attention\.value_length 4 is not supported"),
+        ({"llama__attention__scale": 0.5}, r"llama\.attention\.scale 0\.5 is not supported: Podium does not know"),
+        ({"llama__logit_scale": 0.5}, r"llama\.logit_scale 0\.5 is not supported"),
+        ({"llama__final_logit_softcapping": 30.0}, r"llama\.final_logit_softcapping 30\.0 is not supported"),
+        ({"llama__residual_scale": 0.3}, r"llama\.residual_scale 0\.3\d* is not supported"),
+        ({"general__type": "adapter"}, "general.type is 'adapter'; Podium trains models"),
+        ({"split__count": 3}, "one of 3 files of a model; merge them first"),
     ],
 )
 def test_unsupported_feature_is_named(extra: dict[str, Any], message: str, tmp_path: Path):
     source = write_gguf(tmp_path / "model.gguf", "llama", gguf_tensors("llama"), None, **extra)
     with pytest.raises(ModelError, match=message):
+        read_architecture(source)
+
+
+def test_keys_that_change_nothing_change_nothing(tmp_path: Path):
+    plain = write_gguf(tmp_path / "plain.gguf", "llama", gguf_tensors("llama"))
+    said = {"value_length": 8, "causal": True, "layer_norm_epsilon": 1e-3, "max_alibi_bias": 0.0}
+    extra: dict[str, Any] = {f"llama__attention__{key}": value for key, value in said.items()}
+    extra |= {"llama__vocab_size": 64, "llama__rope__scaling__finetuned": False, "llama__rope__scaling__type": "none"}
+    extra |= {"general__type": "model", "split__count": 0, "someones__note": "quantised", "qwen3__expert_count": 8}
+    found = write_gguf(tmp_path / "more.gguf", "llama", gguf_tensors("llama"), None, **extra)
+    assert read_architecture(found) == read_architecture(plain)
+
+
+def test_a_head_beside_the_embedding_is_read(tmp_path: Path):
+    """A file has output.weight only if the head is not the embedding; no key says it."""
+    tensors = gguf_tensors("llama_tied")
+    assert read_architecture(write_gguf(tmp_path / "tied.gguf", "llama_tied", tensors)).tied
+    head = np.random.default_rng(7).standard_normal(tensors["token_embd.weight"].shape).astype(np.float32)
+    source = write_gguf(tmp_path / "own.gguf", "llama_tied", tensors | {"output.weight": head})
+    assert not read_architecture(source).tied
+    np.testing.assert_array_equal(load(source)["head"], head)
+    quantised = {"output.weight": gguf.quantize(head, gguf.GGMLQuantizationType.Q8_0)}
+    formats = {"output.weight": gguf.GGMLQuantizationType.Q8_0}
+    source = write_gguf(tmp_path / "q8.gguf", "llama_tied", tensors | quantised, formats)
+    assert np.abs(load(source)["head"] - head).max() < 0.05
+
+
+def test_the_epsilon_of_norms_is_in_every_file(tmp_path: Path):
+    source = write_gguf(tmp_path / "model.gguf", "llama", gguf_tensors("llama"))
+    name = b"llama.attention.layer_norm_rms_epsilon"
+    whole = source.path.read_bytes()
+    source.path.write_bytes(whole.replace(name, name.replace(b"llama", b"other")))
+    with pytest.raises(
+        ModelError, match=r"llama\.attention\.layer_norm_rms_epsilon must be a number above 0, found None"
+    ):
         read_architecture(source)
 
 

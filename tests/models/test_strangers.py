@@ -20,7 +20,7 @@ from podium.models.hf_config import from_hf_config
 from podium.models.source import read_architecture
 from podium.models.tokenizer import load_tokenizer
 
-STRING, ARRAY, UINT32, UINT64 = 8, 9, 4, 10
+STRING, ARRAY, UINT32, FLOAT32, UINT64 = 8, 9, 4, 6, 10
 
 
 def text(value: str) -> bytes:
@@ -47,6 +47,7 @@ LLAMA = [
             "attention.head_count": 2,
         }.items()
     ),
+    entry("llama.attention.layer_norm_rms_epsilon", FLOAT32, struct.pack("<f", 1e-5)),
 ]
 EMBED = tensor("token_embd.weight", 8, 4)
 
