@@ -77,7 +77,7 @@ class DecoderConfig:
     """A decoder: embedding, stacks of blocks (`podium.models.blocks`), final norm, head."""
 
     model_type: str
-    """Model type in config.json, one of FAMILIES in `podium.models.hf_config`; exports write it back."""
+    """Model type in config.json, one of FAMILIES in `podium.models.families`; exports write it back."""
     vocab: int
     width: int
     stacks: tuple[Stack, ...]

@@ -141,8 +141,8 @@ def _has_own_head(folder: Path, files: tuple[_FileState, ...]) -> bool:
     if HEAD not in tensors.entries or EMBEDDING not in tensors.entries or _are_equal(tensors, HEAD, EMBEDDING):
         return False
     logger.warning(
-        "%s: %s differs from %s, so the head is loaded and trained by itself, although config.json has"
-        " tie_word_embeddings true",
+        "%s: %s differs from %s, so the head is loaded and trained by itself, although tie_word_embeddings in"
+        " config.json is true",
         *(folder, HEAD, EMBEDDING),
     )
     return True
