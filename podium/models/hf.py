@@ -126,7 +126,8 @@ def _spare(tensors: Tensors, source: ModelSource, config: DecoderConfig) -> set[
     Raises ModelError if the numbers of one contradict the decoder.
     """
     heads = {NAMES["head"].hf, NAMES["head"].gguf} & tensors.entries.keys()
-    if heads and config.tied and config.scores == "none" and source.kind == "folder" and has_own_head(source.path):
+    tied = config.tied and config.scores == "none"
+    if heads and tied and (source.kind == "gguf" or has_own_head(source.path)):
         raise ModelError(
             f"{source.path}: its head differs from its embedding, and the decoder was read from another description, in"
             " which they are one; read the decoder from the folder itself"

@@ -269,6 +269,8 @@ def test_a_head_beside_the_embedding_is_read(tmp_path: Path):
     head = np.random.default_rng(7).standard_normal(tensors["token_embd.weight"].shape).astype(np.float32)
     source = write_gguf(tmp_path / "own.gguf", "llama_tied", tensors | {"output.weight": head})
     assert not read_architecture(source).tied
+    with pytest.raises(ModelError, match="head differs from its embedding, and the decoder was read from another"):
+        load_params(source, read_architecture(write_model(tmp_path / "tied", "llama_tied")), rules_on("auto", 1))
     np.testing.assert_array_equal(load(source)["head"], head)
     quantised = {"output.weight": gguf.quantize(head, gguf.GGMLQuantizationType.Q8_0)}
     formats = {"output.weight": gguf.GGMLQuantizationType.Q8_0}
