@@ -446,7 +446,7 @@ def text_config(raw: Keys, where: str) -> Keys:
     tied = raw.get("tie_word_embeddings", text.get("tie_word_embeddings", wrapper.tied))
     said["tie_word_embeddings"] = text.get("tie_word_embeddings", tied)
     for key, value in raw.items():
-        if key in family.reads and value != said[key]:
+        if key in family.reads and value is not None and value != said[key]:
             raise ModelError(
                 f"{where}: {key} is {shown(value)}, and {shown(said[key])} in text_config; one of them must be right:"
                 " remove the other"
@@ -546,7 +546,7 @@ def rotation(found: Keys, family: Family, layer_type: str, where: str) -> Keys:
         rope = dict(scaling or parameters)
     rope.setdefault("rope_theta", theta)
     kind = rope.setdefault("rope_type", rope.get("type", "default"))
-    if kind in SCALINGS and ORIGINAL in SCALINGS[str(kind)]:
+    if ORIGINAL in SCALINGS.get(str(kind), ()):
         if found[ORIGINAL] is not None and not family.like_gemma:
             rope[ORIGINAL] = found[ORIGINAL]
         rope.setdefault(ORIGINAL, found["max_position_embeddings"])

@@ -215,6 +215,7 @@ def test_rope_scaling_counts_where_rope_parameters_differ():
         ("gemma3_text", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping 30\.0 is not supported"),
         ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 4.0}}, r"has rope_type, and no type"),
         ("gemma3_text", {"rope_scaling": {**YARN_ROPE, "truncate": False}}, r"truncate False of rotary embeddings"),
+        ("llama", {"rope_scaling": {"rope_type": ["yarn"], "factor": 2.0}}, r"rope_type \['yarn'\] is not supported"),
         ("mistral", {"rope_local_base_freq": 5.0}, r"rope_local_base_freq 5\.0 is not supported"),
         (
             "llama",
