@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from podium.files import cause_of, disk_advice
