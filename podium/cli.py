@@ -274,7 +274,9 @@ def evaluate(
     of_run = load(files, [], os.environ).config if run else None
     known = [each.model_dump(mode="json") for each in of_run.tasks] if of_run else []
     scored = {each.name for each in of_run.reward_models} if of_run else set()
-    chosen = [each for each in known if task in (None, each["name"])][: None if task is None else 1] or [{"name": task}]
+    prompt = known[0]["system_prompt"] if known else None  # another task is answered as the run answers its own
+    chosen = [each for each in known if task in (None, each["name"])][: None if task is None else 1]
+    chosen = chosen or [{"name": task, "system_prompt": prompt}]
     given = {"eval_split": split, "eval_path": path}
     changes = {key: value for key, value in given.items() if value is not None}
     chosen = [
@@ -331,29 +333,35 @@ def filter_prompts(config: ConfigFiles, settings: Settings = None) -> None:
 @app.command()
 def chat(
     target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run, RUN@STEP, or a model as in a config.")],
-    system: Annotated[str | None, typer.Option(help="First message of the conversation.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: greedy.")] = 0.7,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 512,
+    system: Annotated[
+        str | None, typer.Option(help="First message of the conversation, empty: none; default: the run's.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Sampling temperature, 0: greedy; default: the run's, or 1.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer in tokens; default: the run's, or 512.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: makes words less likely to be repeated.")] = 1.0,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: makes words less likely to be repeated; default: the run's, or 1.")
+    ] = None,
 ) -> None:
     """Talk to a run's weights, or to any model."""
     from rich.console import Console
 
     from podium.api.chat import chat as talk
     from podium.api.chat import typed
+    from podium.run.answering import Asked
 
     console = Console(highlight=False)
-    status = talk(
-        target,
-        console=console,
-        lines=typed(console),
+    asked = Asked(
         system_prompt=system,
-        temperature=temperature,
         max_new_tokens=max_new_tokens,
-        seed=seed,
+        temperature=temperature,
         repetition_penalty=repetition_penalty,
     )
+    status = talk(target, asked=asked, seed=seed, console=console, lines=typed(console))
     raise typer.Exit(status)
 
 

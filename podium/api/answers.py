@@ -3,15 +3,19 @@
 import contextlib
 import dataclasses
 import os
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
 from podium.api.data import Rewards, overrides, rewards_of, task_settings
 from podium.api.rows import Data, data_file, is_task
-from podium.config.load import Override
+from podium.config.document import Plain
+from podium.config.load import Override, load
+from podium.config.schema import Config
 from podium.files import as_path
 from podium.malloc import giving_back_memory
 from podium.observe.notebook import table
@@ -19,7 +23,8 @@ from podium.observe.records import SampleRecord
 from podium.observe.run_dir import CONFIG, Fork, parse_fork, read_config
 from podium.observe.stats import TaskScores
 from podium.observe.text import shown
-from podium.rollout.request import Completion, Request, SamplingParams
+from podium.rollout.request import Completion, Request
+from podium.run.answering import Answering, Asked, resolve_answering
 from podium.settings import load_settings
 from podium.tasks.question_sets import math_equal
 from podium.train.evaluate import evaluate_weights
@@ -32,6 +37,31 @@ Answer = Completion
 """A completion: `text`, `tokens`, `sampled_logprobs`, `finish_reason`."""
 SLOTS = 16
 """Maximum number of prompts answered concurrently."""
+NEW_TOKENS = 512
+"""Longest answer of a model that no run configures."""
+OPENED = "opening a model to answer"
+"""Where settings come from that neither a run nor the user sets."""
+ANSWERS_ALONE: Mapping[str, Plain] = {
+    "train.row_tokens": None,
+    "train.tokens_per_device": None,
+    "rollout.max_episode_tokens": None,
+}
+"""Lengths of a run's training that do not bound its answers."""
+UNUSED: Mapping[str, Plain] = {
+    "tasks": [{"name": "arithmetic"}],
+    "algorithm": {},
+    "group_size": 2,
+    "teacher": None,
+    "critic": None,
+    "reference": None,
+    "reward_models": [],
+    "grading": {"workers": 0},
+    "environments": {},
+    "eval": {},
+    "data": {},
+    "train.optimizer.warmup_steps": 0,
+}
+"""Parts of a run that an engine does not use, in place of its own, which need not fit the engine's sizes."""
 ANSWERS_SHOWN = 5
 """Answers of an evaluation that a notebook shows; all are in `Evaluated.answers`."""
 ANSWER_CHARACTERS = 200
@@ -78,72 +108,121 @@ def generate(
     model: str | Path,
     prompts: Sequence[str],
     *,
-    max_new_tokens: int = 256,
-    temperature: float = 1.0,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
     system_prompt: str | None = None,
     seed: int = 0,
     **settings: object,
 ) -> list[Answer]:
     """Answer prompts with a model or a run's weights: one answer per prompt, in order.
 
+    A run's answers are drawn as in its training, with all settings of its `rollout`, unless arguments say otherwise.
+
     Args:
         model: a run's folder (`runs/demo`, `runs/demo@20`), or a model as in a config.
         prompts: questions, each formatted with the model's chat template. Repeat a prompt to get several answers.
-        max_new_tokens: maximum length of an answer in tokens.
-        temperature: sampling temperature; 0 is greedy.
-        system_prompt: first message of every conversation.
+        max_new_tokens: maximum length of an answer in tokens; unset: the run's, or for a model 512.
+        temperature: sampling temperature, 0 for greedy; unset: the run's, or for a model 1.
+        system_prompt: first message of every conversation, empty for none; unset: the run's.
         seed: determines sampling, together with the prompt's index.
-        settings: settings of the config, as for `podium.grpo`.
+        settings: settings of the config, as for `podium.grpo`, such as `rollout={"top_k": 20, "stop": ["###"]}`.
 
     Raises:
-        ValueError: an argument or a setting is invalid.
+        ValueError: an argument or a setting is invalid, or one is given twice.
     """
     if isinstance(prompts, str):
         raise ValueError("prompts: expected a list of questions, got one; write [question]")
+    asked = Asked(max_new_tokens=max_new_tokens, temperature=temperature, system_prompt=system_prompt)
     if not prompts:
         return []
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
-    with open_model(model, max_new_tokens=max_new_tokens, slots=min(SLOTS, len(prompts)), **settings) as rollouts:
-        tokenizer = rollouts.feed.tokenizer
-        tokens = [tuple(tokenizer.encode_chat(prompt, system_prompt)) for prompt in prompts]
+    with open_model(model, asked=asked, slots=min(SLOTS, len(prompts)), **settings) as (rollouts, answering):
+        tokenizer, sampling = rollouts.feed.tokenizer, answering.sampling
+        questions = [answering.messages([{"role": "user", "content": prompt}]) for prompt in prompts]
+        tokens = [tuple(tokenizer.encode_messages(each)) for each in questions]
         seeds = [request_seed(seed, "generate", index) for index in range(len(prompts))]
         requests = [Request(prompt=p, sampling=sampling, seed=s) for p, s in zip(tokens, seeds, strict=True)]
         completed, _ = rollouts.engine.generate(requests)
     return [answer for (answer,) in completed]
 
 
+class Opened(NamedTuple):
+    """An engine with weights, and how it answers unless a request says otherwise."""
+
+    rollouts: Rollouts
+    answering: Answering
+
+
 @contextlib.contextmanager
 def open_model(
-    model: str | Path, *more: str, max_new_tokens: int, slots: int, **settings: object
-) -> Iterator[Rollouts]:
-    """Open an engine with the weights of a model or a run, for answers of at most `max_new_tokens` tokens.
+    model: str | Path,
+    *more: str,
+    asked: Asked,
+    slots: int,
+    context: int | None = None,
+    new_tokens: int = NEW_TOKENS,
+    **settings: object,
+) -> Iterator[Opened]:
+    """Open an engine with the weights of a model or a run.
 
-    `more` are settings of a command line, KEY=VALUE, which come last.
+    Args:
+        model: as of `generate`.
+        more: settings of a command line, KEY=VALUE, which come after `settings`.
+        asked: what the caller says about the answers.
+        slots: prompts that are answered at the same time, at least.
+        context: longest prompt with its answer in tokens, in any proportion; unset: as `rollout` has prompts and
+            answers.
+        new_tokens: longest answer in tokens if neither the caller nor a run says it.
+        settings: settings of the config.
+
+    Raises:
+        ValueError: an argument or a setting is invalid.
     """
     fork = run_of(model)
     prepare_platform()
+    files = [] if fork is None else [as_path(fork.run) / CONFIG]
     devices = jax.local_device_count()  # slots and rows are split over all of them
     rounded = {"slots": slots, "prefill_rows": min(4, slots)}
-    sizes = {"max_new_tokens": max_new_tokens, **{key: -(-n // devices) * devices for key, n in rounded.items()}}
-    config = load_settings(
-        [] if fork is None else [as_path(fork.run) / CONFIG],
-        [
-            *([Override("model", str(model), "argument model")] if fork is None else []),
-            Override("tasks", [{"name": "arithmetic"}], "podium.generate"),
-            *(Override(f"grading.{key}", 0, "podium.generate") for key in ("workers", "overlong_buffer_tokens")),
-            *(Override(f"rollout.{key}", value, f"argument {key}") for key, value in sizes.items()),
-            *(Override(f"train.{key}", None, "podium.generate") for key in ("row_tokens", "tokens_per_device")),
-            *overrides(settings),
-            *more,
-        ],
-        os.environ,
-    ).config
+    sizes: dict[str, Plain] = {f"rollout.{key}": -(-n // devices) * devices for key, n in rounded.items()}
+    bare: dict[str, Plain] = {"model": str(model), "tasks": [{"name": "arithmetic"}]}
+    before = _overrides({**({} if fork else bare), **ANSWERS_ALONE, **sizes})
+    given = [*overrides(settings), *more]
+    _check_given_once(asked, overrides(settings))
+    loaded = load(files, [*before, *given], os.environ)
+    if fork is None and asked.max_new_tokens is None and "rollout.max_new_tokens" not in loaded.provenance:
+        asked = dataclasses.replace(asked, max_new_tokens=new_tokens)
+    answering = _answering(loaded.config, asked)
+    sampling = answering.sampling
+    lengths: dict[str, Plain] = {"rollout.max_new_tokens": sampling.max_new_tokens}
+    if context is not None:
+        lengths = {"rollout.max_prompt_tokens": context - 1, "rollout.max_new_tokens": 1}
+    lengths["rollout.repetition_penalty"] = sampling.repetition_penalty  # the first decode program is made for it
+    config = load_settings(files, [*before, *given, *_overrides({**UNUSED, **lengths})], os.environ).config
     opened = make_model(config)
     rollouts = Rollouts(rollout_spec(config, opened), opened.decoder, opened.tokenizer, opened.mesh)
     with giving_back_memory(), contextlib.closing(rollouts):
         rollouts.compile_ahead()
         rollouts.load(*load_parts(opened, fork))
-        yield rollouts
+        yield Opened(rollouts, answering)
+
+
+def _answering(config: Config, asked: Asked) -> Answering:
+    """How a run with this config answers; prints a notice if its tasks do so differently."""
+    answering = resolve_answering(config, asked)
+    if answering.notice:
+        print(answering.notice, file=sys.stderr)
+    return answering
+
+
+def _overrides(settings: Mapping[str, Plain]) -> list[Override]:
+    return [Override(key, value, OPENED) for key, value in settings.items()]
+
+
+def _check_given_once(asked: Asked, settings: Iterable[Override]) -> None:
+    """Raise ValueError if an argument is also given as a setting of `rollout`."""
+    keys = {each.key for each in settings}
+    for name in ("max_new_tokens", "temperature", "repetition_penalty"):
+        if getattr(asked, name) is not None and f"rollout.{name}" in keys:
+            raise ValueError(f"{name}: given as an argument and as rollout.{name}; keep one")
 
 
 def evaluate(
@@ -180,7 +259,11 @@ def evaluate(
     with tempfile.TemporaryDirectory() as folder:
         if data is not None:
             parts = rewards or (list(rewards_of(known)) if known else [math_equal])
-            prompt = known.tasks[0].system_prompt if known and system_prompt is None else system_prompt
+            prompt = (
+                system_prompt
+                if known is None
+                else _answering(known, Asked(system_prompt=system_prompt)).system_prompt or ""
+            )
             asked = data if is_task(data) else data_file(data, Path(folder), "data", subset=subset)
             given += task_settings(
                 asked,
@@ -192,11 +275,12 @@ def evaluate(
                 answer=answer,
                 system_prompt=prompt,
             )
-        elif rewards is not None:
-            raise ValueError("evaluate: rewards go with data; a run's own data is graded as in the run")
+        elif rewards is not None or subset is not None or question is not None:
+            raise ValueError("evaluate: rewards, subset and question go with data; a run's own data is as in the run")
         given.append(Override("grading.overlong_buffer_tokens", 0, "podium.evaluate"))
         if known is not None and data is None:
-            tasks = [each.model_dump() | {"rewards": {each.correct: 1.0}} for each in known.tasks]
+            own = {} if system_prompt is None else {"system_prompt": system_prompt}
+            tasks = [each.model_dump() | {"rewards": {each.correct: 1.0}} | own for each in known.tasks]
             given.append(Override("tasks", tasks, "podium.evaluate"))
         files = [as_path(fork.run) / CONFIG] if fork else []
         config = load_settings(files, [*given, *overrides(settings)], os.environ).config

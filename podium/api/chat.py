@@ -1,6 +1,7 @@
 """`podium chat`: a conversation with a run's weights, or any model, in the terminal."""
 
 import contextlib
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,8 +16,9 @@ from podium.models.chat_format import Message
 from podium.models.source import read_architecture, resolve
 from podium.observe.run_dir import read_config
 from podium.observe.text import printable
-from podium.rollout.request import Key, Request, SamplingParams
+from podium.rollout.request import Key, Request
 from podium.rollout.turn_format import TurnFormat, TurnFormatError
+from podium.run.answering import Answering, Asked
 from podium.train.feed import request_seed
 from podium.train.generate import Rollouts
 
@@ -33,22 +35,17 @@ class Conversation:
     def __init__(
         self,
         rollouts: Rollouts,
+        answering: Answering,
         *,
-        system_prompt: str | None,
-        temperature: float,
-        max_new_tokens: int,
         seed: int,
-        repetition_penalty: float = 1.0,
         notice: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Start with the system prompt, if any; `notice` is called with each line for the user."""
         self.rollouts = rollouts
-        self.temperature = temperature
-        self.repetition_penalty = repetition_penalty
-        self.max_new_tokens = max_new_tokens
+        self.sampling = answering.sampling
         self.seed = seed
         self._notice = notice
-        self._first = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._first = answering.messages([])
         self._key: Key | None = None
         self._turns = self._turn_format()
         self.restart()
@@ -78,7 +75,7 @@ class Conversation:
         said = ""
         completion = None
         try:
-            key = self._draw(new, min(self.max_new_tokens, engine.config.longest - asked), asked)
+            key = self._draw(new, min(self.sampling.max_new_tokens, engine.config.longest - asked), asked)
             while completion is None:
                 engine.step()
                 completion = dict(engine.poll()).get(key)
@@ -119,9 +116,7 @@ class Conversation:
     def _draw(self, new: list[int], most: int, length: int) -> Key:
         """Request up to `most` tokens after appending `new`, which make the conversation `length` tokens long."""
         engine = self.rollouts.engine
-        sampling = SamplingParams(
-            max_new_tokens=most, temperature=self.temperature, repetition_penalty=self.repetition_penalty
-        )
+        sampling = dataclasses.replace(self.sampling, max_new_tokens=most)
         seed = request_seed(self.seed, "chat", length)
         if self._key is None:
             request = Request(prompt=tuple(new), sampling=sampling, seed=seed, keep=True)
@@ -136,38 +131,20 @@ class Conversation:
             self._key = None
 
 
-def chat(
-    model: str,
-    *,
-    system_prompt: str | None,
-    temperature: float,
-    max_new_tokens: int,
-    seed: int,
-    repetition_penalty: float = 1.0,
-    console: Console,
-    lines: Iterable[str],
-) -> int:
+def chat(model: str, *, asked: Asked, seed: int, console: Console, lines: Iterable[str]) -> int:
     """Answer lines until they end, printing each answer as it is generated; returns the exit status of `podium chat`.
+
+    A run answers as in its training, but for what is `asked`.
 
     Raises ValueError if the model is unusable.
     """
     run = run_of(model)
     positions = read_architecture(resolve(read_config(as_path(run.run)).model if run else model)).max_positions
-    with open_model(
-        model,
-        max_new_tokens=1,  # prompt and answer share the context in any proportion
-        slots=1,
-        rollout__max_prompt_tokens=min(positions, CONTEXT_TOKENS) - 1,
-        rollout__refill_steps=STEPS_SHOWN,
-    ) as rollouts:
+    context = min(positions, CONTEXT_TOKENS)
+    with open_model(model, asked=asked, slots=1, context=context, rollout__refill_steps=STEPS_SHOWN) as opened:
+        rollouts = opened.rollouts
         conversation = Conversation(
-            rollouts,
-            system_prompt=system_prompt,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            repetition_penalty=repetition_penalty,
-            notice=lambda line: console.print(Text(line, style="dim")),
+            rollouts, opened.answering, seed=seed, notice=lambda line: console.print(Text(line, style="dim"))
         )
         console.print(Text(HELP, style="dim"))
         for line in lines:

@@ -57,13 +57,13 @@ class Run:
         prompts: Sequence[str],
         *,
         step: int | None = None,
-        max_new_tokens: int = 256,
-        temperature: float = 1.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
         system_prompt: str | None = None,
         seed: int = 0,
         **settings: object,
     ) -> "list[Answer]":
-        """Answer prompts with the run's weights, of `step` or the newest; other arguments as in `podium.generate`."""
+        """Answer prompts as the run does, with its weights of `step` or the newest; see `podium.generate`."""
         from podium.api.answers import generate
 
         return generate(

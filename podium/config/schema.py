@@ -382,7 +382,8 @@ class EvalConfig(Section):
     greedy: bool = True
     """Answer each question once by greedy decoding."""
     samples: NotNegative = 0
-    """Sampled answers per question, for avg@k and pass@k; 0: none."""
+    """Sampled answers per question, for avg@k and pass@k, drawn with `rollout`'s top_k, top_p, min_p and stop; 0:
+    none."""
     temperature: PositiveFloat = 1.0
     """Temperature of the sampled answers."""
     repetition_penalty: PositiveFloat = 1.0

@@ -113,6 +113,12 @@ class ChatFormat:
         return message if broken == content else {**message, "content": broken}
 
 
+def with_system_prompt(messages: Sequence[Message], system_prompt: str | None) -> list[Message]:
+    """The messages, which begin with the system prompt, if there is one, unless they have a system message first."""
+    own = bool(messages) and messages[0].get("role") == "system"
+    return list(messages) if own or not system_prompt else [{"role": "system", "content": system_prompt}, *messages]
+
+
 def any_of(texts: Sequence[str]) -> re.Pattern[str] | None:
     """Compile a pattern that matches any of these texts, preferring longer ones; None if there are none."""
     longest_first = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))

@@ -36,7 +36,13 @@ class SamplingParams:
         """The settings of one completion of a request."""
         if completion != self.greedy_completion:
             return self
-        return dataclasses.replace(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, greedy_completion=None)
+        return dataclasses.replace(self.at(0.0), greedy_completion=None)
+
+    def at(self, temperature: float) -> "SamplingParams":
+        """The same settings at another temperature; at 0 without top_k, top_p and min_p, which then change nothing."""
+        cuts = (self.top_k, self.top_p, self.min_p) if temperature else (0, 1.0, 0.0)
+        top_k, top_p, min_p = cuts
+        return dataclasses.replace(self, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -138,33 +138,33 @@ class Sampling(_Object):
 
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] = 1
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=1e6)] = 1.0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
-    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    temperature: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], BeforeValidator(_tuple), Field(max_length=8)] = ()  # fmt: skip  # noqa: E501
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], BeforeValidator(_tuple), Field(max_length=8)] | None = None  # fmt: skip  # noqa: E501
     stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], BeforeValidator(_tuple), Field(max_length=8)] = ()  # fmt: skip  # noqa: E501
     frequency_penalty: Annotated[object, _only(0)] = 0
     presence_penalty: Annotated[object, _only(0)] = 0
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=1e6)] = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     logit_bias: Annotated[object, _only({})] = Field(default_factory=dict)
     min_tokens: Annotated[object, _only(0)] = 0
     ignore_eos: Annotated[object, _only(False)] = False
 
-    def params(self, max_new_tokens: int) -> SamplingParams:
-        """The engine's settings. Greedy draws are the same whatever top_k, top_p and min_p are."""
-        cuts = {"top_k": max(0, self.top_k), "top_p": self.top_p, "min_p": self.min_p} if self.temperature else {}
-        return dataclasses.replace(
-            SamplingParams(
-                max_new_tokens=max_new_tokens,
-                temperature=self.temperature,
-                repetition_penalty=self.repetition_penalty,
-                stop=self.stop,
-                stop_tokens=self.stop_token_ids,
-            ),
-            **cuts,
-        )
+    def params(self, usual: SamplingParams) -> SamplingParams:
+        """The engine's settings: those of the request, and otherwise the `usual` ones."""
+        given: dict[str, object] = {
+            "top_k": None if self.top_k is None else max(0, self.top_k),
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "stop": self.stop,
+            "stop_tokens": self.stop_token_ids,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        asked = dataclasses.replace(usual, **given)
+        return asked.at(usual.temperature if self.temperature is None else self.temperature)
 
     @property
     def drawn_seed(self) -> int:

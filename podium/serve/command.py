@@ -4,16 +4,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from podium.api.answers import open_model, run_of
+from podium.api.answers import Opened, open_model, run_of
 from podium.config.errors import UsageError
 from podium.files import as_path
 from podium.models.source import read_architecture, resolve
 from podium.observe.access import check_installed, hosts_of, is_local, token_of
 from podium.observe.run_dir import read_config
+from podium.run.answering import Asked
 from podium.serve.prepare import Model
 from podium.serve.worker import EngineThread
 from podium.train.dialogue import ToolFormat
-from podium.train.generate import Rollouts
 
 CONTEXT_TOKENS = 4096
 """Longest sequence in tokens, if the model allows it and the user does not say one."""
@@ -52,12 +52,14 @@ def serve(
     with open_model(
         model,
         *settings,
-        max_new_tokens=1,
+        asked=Asked(),
         slots=slots,
-        rollout__max_prompt_tokens=longest - 1,
+        context=longest,
+        new_tokens=longest,
         rollout__refill_steps=STEPS_SHOWN,
-    ) as rollouts:
-        known = model_of(rollouts, name or model, max_queue=max_queue)
+    ) as opened:
+        rollouts = opened.rollouts
+        known = model_of(opened, name or model, max_queue=max_queue)
         rollouts.engine.warm_up()
         worker = EngineThread(rollouts.engine, max_queue=max_queue)
         try:
@@ -77,9 +79,9 @@ def serve(
             worker.close()
 
 
-def model_of(rollouts: Rollouts, name: str, *, max_queue: int) -> Model:
+def model_of(opened: Opened, name: str, *, max_queue: int) -> Model:
     """What a server knows of an engine's model."""
-    tokenizer, engine = rollouts.feed.tokenizer, rollouts.engine
+    tokenizer, engine = opened.rollouts.feed.tokenizer, opened.rollouts.engine
     try:
         tools = ToolFormat("requests with tools are refused", tokenizer)
     except ValueError as error:
@@ -88,6 +90,7 @@ def model_of(rollouts: Rollouts, name: str, *, max_queue: int) -> Model:
     return Model(
         name=name,
         tokenizer=tokenizer,
+        answering=opened.answering,
         tools=tools,
         vocab=engine.decoder.vocab,
         longest=engine.config.longest,

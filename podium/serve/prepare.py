@@ -5,8 +5,9 @@ import uuid
 from collections.abc import Sequence
 
 from podium.models.tokenizer import Tokenizer
-from podium.rollout.request import Request
+from podium.rollout.request import Request, SamplingParams
 from podium.rollout.sequence import check_sampling, check_tokens
+from podium.run.answering import Answering
 from podium.serve.bodies import ChatBody, CompletionBody, GenerateBody, RequestError, Sampling
 from podium.serve.replies import ChatForm, CompletionForm, EchoForm, Form, TextStream
 from podium.train.dialogue import ToolFormat
@@ -40,6 +41,8 @@ class Model:
     name: str
     """As clients name it."""
     tokenizer: Tokenizer
+    answering: Answering
+    """How answers are drawn where a request does not say it, and what a conversation begins with."""
     tools: ToolFormat | None
     """None: the model's chat template writes calls in a form that is not read."""
     vocab: int
@@ -57,7 +60,7 @@ class Model:
     def completions(self, body: CompletionBody) -> Prepared:
         """Requests for prompts. Raises RequestError if they do not fit."""
         self.check_name(body.model)
-        if body.logprobs and body.temperature:
+        if body.logprobs and self._sampling(body).temperature:
             raise RequestError(
                 "logprobs: the likeliest token is known of greedy answers only; set logprobs to 0, or temperature to 0",
                 "logprobs",
@@ -87,6 +90,7 @@ class Model:
         if shown and tools is None:
             raise RequestError("tools: the model's chat template writes calls in a form that is not read", "tools")
         messages = body.conversation(arguments_as_text=tools is not None and tools.arguments_as_text)
+        messages = self.answering.messages(messages)
         messages = messages if tools is None else tools.with_tools(messages, shown)
         try:
             prompt = tuple(chat.encode(chat.render(messages, tools=shown, answer=True)))
@@ -110,6 +114,9 @@ class Model:
         prompt = tuple(body.token_ids)
         return self._requests([prompt], sampling, sampling.max_tokens, "token_ids", "sampling_params.")
 
+    def _sampling(self, asked: Sampling) -> SamplingParams:
+        return asked.params(self.answering.sampling)
+
     def _check_answers(self, count: int) -> None:
         if count > self.most:
             raise RequestError(f"n: {count} answers are asked for, and {self.most} are possible", "n")
@@ -118,7 +125,11 @@ class Model:
         return Prepared(
             requests=requests,
             form=form,
-            texts=[TextStream(self.tokenizer, body.stop) for request in requests for _ in range(request.completions)],
+            texts=[
+                TextStream(self.tokenizer, request.sampling.stop)
+                for request in requests
+                for _ in range(request.completions)
+            ],
             stream=body.stream,
             include_usage=body.stream_options.include_usage,
         )
@@ -131,7 +142,7 @@ class Model:
         field: str,
         prefix: str = "",
     ) -> list[Request]:
-        """Requests for the prompts in `field`; without `max_tokens`, an answer has all the room there is.
+        """Requests for the prompts in `field`; without `max_tokens`, an answer is as long as the model's usual ones.
 
         `prefix` comes before the names of fields of `sampling`.
         """
@@ -148,10 +159,11 @@ class Model:
         except ValueError as error:
             raise RequestError(f"{field}: {error}", field) from None
         try:
-            check_sampling(sampling.params(1), self.tokenizer, self.longest)
+            params = self._sampling(sampling)
+            check_sampling(dataclasses.replace(params, max_new_tokens=1), self.tokenizer, self.longest)
         except ValueError as error:
             raise RequestError(f"{prefix}stop: {error}", f"{prefix}stop") from None
-        room = self.longest - longest
+        room, usual = self.longest - longest, params.max_new_tokens
         if max_tokens is not None and max_tokens > room:
             raise RequestError(
                 f"{prefix}max_tokens: is {max_tokens}, and with the {field} together more than {self.longest} tokens;"
@@ -163,7 +175,9 @@ class Model:
         return [
             Request(
                 prompt=prompt,
-                sampling=sampling.params(max_tokens or self.longest - len(prompt)),
+                sampling=dataclasses.replace(
+                    params, max_new_tokens=max_tokens or min(usual, self.longest - len(prompt))
+                ),
                 seed=seed,
                 completions=sampling.n,
             )

@@ -108,7 +108,7 @@ class Prompts:
             fresh=not follows,
             tools=tuple(body.schemas),
             max_tokens=body.max_completion_tokens or body.max_tokens,
-            stop_tokens=body.stop_token_ids,
+            stop_tokens=body.stop_token_ids or (),
         )
 
     def _of_tokens(self, body: GenerateBody) -> Asking:
@@ -119,7 +119,7 @@ class Prompts:
             tokens=tokens[len(before) :] if follows else tokens,
             fresh=not follows,
             max_tokens=body.sampling_params.max_tokens,
-            stop_tokens=body.sampling_params.stop_token_ids,
+            stop_tokens=body.sampling_params.stop_token_ids or (),
         )
 
     def answered(self, turn: Turn) -> None:

@@ -19,6 +19,7 @@ from podium.observe.run_dir import Fork, saved_steps
 from podium.observe.stats import EvaluationStats, TaskScores
 from podium.observe.text import shown
 from podium.rollout.request import RolloutStats
+from podium.run.answering import evaluation_sampling
 from podium.tasks.mixture import TaskPrompt
 from podium.train.feed import request_seed
 from podium.train.generate import AnswerSettings, FailingEnvironmentError, Group, Rollouts
@@ -58,10 +59,8 @@ def evaluate(rollouts: Rollouts) -> Evaluation:
     answers: dict[str, list[Group]] = {}
     rolled = RolloutStats()
     for task, prompts in rollouts.feed.tasks.eval_prompts(config.questions).items():
-        greedy, took = _answers(rollouts, task, prompts, temperature=0.0, completions=int(config.greedy))
-        sampled, took_sampled = _answers(
-            rollouts, task, prompts, temperature=config.temperature, completions=config.samples
-        )
+        greedy, took = _answers(rollouts, task, prompts, greedy=True, completions=int(config.greedy))
+        sampled, took_sampled = _answers(rollouts, task, prompts, greedy=False, completions=config.samples)
         rolled = rolled.then(took).then(took_sampled)
         tasks[task] = task_scores(greedy, sampled, questions=len(prompts))
         answers[task] = greedy or sampled
@@ -198,7 +197,7 @@ def _scores(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _answers(
-    rollouts: Rollouts, task: str, prompts: Sequence[TaskPrompt], *, temperature: float, completions: int
+    rollouts: Rollouts, task: str, prompts: Sequence[TaskPrompt], *, greedy: bool, completions: int
 ) -> tuple[list[Group], RolloutStats]:
     """The graded answers to the questions that fit. Raises ValueError if none fits."""
     if not completions:
@@ -208,15 +207,7 @@ def _answers(
     asked = [each for each in encoded if each is not None]
     if not asked:
         raise ValueError(f"{task}: no evaluation question fits in rollout.max_prompt_tokens; raise it")
-    sampling = dataclasses.replace(
-        rollouts.spec.sampling,
-        temperature=temperature,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        repetition_penalty=rollouts.spec.evaluation.repetition_penalty,
-        greedy_completion=None,
-    )
+    sampling = evaluation_sampling(rollouts.spec.sampling, rollouts.spec.evaluation, greedy=greedy)
     groups, stats = rollouts.answer(asked, AnswerSettings(sampling=sampling, completions=completions))
     if any(transcript.finish_reason == "failed" for group in groups for transcript in group.transcripts):
         raise FailingEnvironmentError(

@@ -14,6 +14,7 @@ from benches.recipes import VOCAB, write_tiny_model
 from podium.api.answers import open_model
 from podium.observe.access import LOOPBACK
 from podium.rollout.engine import RolloutEngine
+from podium.run.answering import Asked
 from podium.serve.app import make_app
 from podium.serve.command import model_of
 from podium.serve.prepare import Model
@@ -48,15 +49,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             patch.setattr("podium.train.setup.make_mesh", lambda text: make_mesh(text, jax.devices()[:1]))
             opened = open_model(
                 folder,
-                max_new_tokens=1,
+                asked=Asked(),
                 slots=8,
-                rollout__max_prompt_tokens=CONTEXT - 1,
+                context=CONTEXT,
+                new_tokens=CONTEXT,
                 rollout__refill_steps=4,
                 rollout__page_tokens=16,
             )
-            rollouts = stack.enter_context(opened)
-        model = model_of(rollouts, "tiny", max_queue=QUEUE)
-        worker = EngineThread(rollouts.engine, max_queue=QUEUE)
+            opened = stack.enter_context(opened)
+        model = model_of(opened, "tiny", max_queue=QUEUE)
+        worker = EngineThread(opened.rollouts.engine, max_queue=QUEUE)
         server = Server(make_app(model, worker, token=None, hosts=LOOPBACK))
         yield Served(server, model, worker)
         server.close()

@@ -11,19 +11,20 @@ from podium.api.answers import open_model
 from podium.api.chat import STEPS_SHOWN, Conversation, chat, harmless, shaded
 from podium.rollout.request import Request, SamplingParams
 from podium.rollout.turn_format import TurnFormat
+from podium.run.answering import Answering, Asked
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.fixture(scope="module")
 def rollouts(tiny_model, one_device):
-    settings = {"rollout__max_prompt_tokens": 40, "rollout__refill_steps": STEPS_SHOWN}
-    with open_model(tiny_model, max_new_tokens=1, slots=1, **settings) as opened:
-        yield opened
+    with open_model(tiny_model, asked=Asked(), slots=1, context=41, rollout__refill_steps=STEPS_SHOWN) as opened:
+        yield opened.rollouts
 
 
 def conversation(rollouts, most: int = 20, **options) -> Conversation:
-    return Conversation(rollouts, system_prompt=None, temperature=0.0, max_new_tokens=most, seed=0, **options)
+    answering = Answering(system_prompt=None, sampling=SamplingParams(max_new_tokens=most, temperature=0.0))
+    return Conversation(rollouts, answering, seed=0, **options)
 
 
 def test_pieces_are_the_answer_that_one_call_gives(rollouts, tiny_model):
@@ -116,8 +117,8 @@ def test_the_command_answers_lines(tiny_model, monkeypatch):
     output = io.StringIO()
     lines = ["", "What is 1 + 1 ?", "", "/new", "/exit", "never read"]
     console = Console(file=output, width=200)
-    options = {"system_prompt": "only", "temperature": 1.0, "max_new_tokens": 3, "seed": 1}
-    assert chat(str(tiny_model), console=console, lines=lines, **options) == 0
+    asked = Asked(system_prompt="only", temperature=1.0, max_new_tokens=3)
+    assert chat(str(tiny_model), asked=asked, seed=1, console=console, lines=lines) == 0
     text = output.getvalue()
     assert "nothing was answered yet" in text and "mean log-probability -" in text and " tokens\n" in text
 

@@ -1,0 +1,87 @@
+"""How a run answers a question, wherever it is asked: in evaluations, `podium.generate`, `chat` and `serve`. No jax."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from podium.config.schema import Config, EvalConfig
+from podium.models.chat_format import Message, with_system_prompt
+from podium.rollout.request import SamplingParams
+from podium.run.resolve import sampling_params
+from podium.tasks.environment_forms import led_by_program
+from podium.tasks.registry import make_task, task_labels
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a caller says about its answers; None: as the run has it."""
+
+    system_prompt: str | None = None
+    """Empty: none."""
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    """0: greedy."""
+    repetition_penalty: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answering:
+    """How answers are drawn, and what the model reads first. The tokenizer has the chat template and its options."""
+
+    system_prompt: str | None
+    sampling: SamplingParams
+    notice: str = ""
+    """A sentence for the user if a choice was made between the run's tasks; empty: there was none."""
+
+    def messages(self, conversation: Sequence[Message]) -> list[Message]:
+        """A conversation, which begins with the system prompt unless it has a system message of its own."""
+        return with_system_prompt(conversation, self.system_prompt)
+
+
+def resolve_answering(config: Config, asked: Asked) -> Answering:
+    """How a run with this config answers, with what the caller asks for instead.
+
+    Raises ValueError if a task of the run cannot be made, so that its system prompt is unknown.
+    """
+    sampling = sampling_params(config.rollout)
+    if asked.temperature is not None:
+        sampling = sampling.at(asked.temperature)
+    if asked.max_new_tokens is not None:
+        sampling = dataclasses.replace(sampling, max_new_tokens=asked.max_new_tokens)
+    if asked.repetition_penalty is not None:
+        sampling = dataclasses.replace(sampling, repetition_penalty=asked.repetition_penalty)
+    if asked.system_prompt is not None:
+        return Answering(system_prompt=asked.system_prompt or None, sampling=sampling)
+    prompt, notice = _system_prompt(config)
+    return Answering(system_prompt=prompt, sampling=sampling, notice=notice)
+
+
+def evaluation_sampling(sampling: SamplingParams, evaluation: EvalConfig, *, greedy: bool) -> SamplingParams:
+    """The settings of an evaluation's greedy or sampled answers, from those of training."""
+    drawn = dataclasses.replace(sampling, repetition_penalty=evaluation.repetition_penalty, greedy_completion=None)
+    return drawn.at(0.0 if greedy else evaluation.temperature)
+
+
+def _system_prompt(config: Config) -> tuple[str | None, str]:
+    """The first message of the run's conversations, and a notice if its tasks have different ones."""
+    found: dict[str, str | None] = {}
+    for label, task in zip(task_labels(config.tasks), config.tasks, strict=True):
+        if task.system_prompt is not None:
+            found[label] = task.system_prompt or None
+            continue
+        try:
+            if not led_by_program(task):  # otherwise its programs write all messages
+                found[label] = make_task(task).system_prompt or None
+        except ValueError as error:
+            raise ValueError(
+                f"task {label} of the run cannot be made here, so its system prompt is unknown ({error}); give a system"
+                " prompt, which may be empty: system_prompt=..., --system, or --set tasks.0.system_prompt=..."
+            ) from error
+    if not found:
+        return None, ""
+    first = next(iter(found))
+    others = [label for label, prompt in found.items() if prompt != found[first]]
+    notice = (
+        f"the run's tasks have different system prompts; answers are given with that of {first}, not of"
+        f" {', '.join(others)}: give a system prompt to choose"
+    )
+    return found[first], notice if others else ""
