@@ -1,27 +1,26 @@
 """A real server on loopback in a thread of the tests' process, asked as clients ask."""
 
 import http.client
-import socket
 import threading
-import time
 
 import pytest
 
-uvicorn = pytest.importorskip("uvicorn")
+from podium.observe.listening import make_server, take_port
+
+pytest.importorskip("uvicorn")
 
 
 class Server:
     """The application, served in a thread."""
 
-    def __init__(self, app):
-        self.socket = socket.socket()
-        self.socket.bind(("127.0.0.1", 0))
-        self.port = self.socket.getsockname()[1]
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.socket]})
+    def __init__(self, app, ending=None):
+        sockets = take_port("127.0.0.1", 0)
+        self.port = sockets[0].getsockname()[1]
+        started = threading.Event()
+        self._server = make_server(app, ready=started.set, ending=ending)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": sockets}, daemon=True)
         self._thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
+        assert started.wait(60)
 
     def ask(self, path, method="GET", body=None, **headers):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
@@ -43,4 +42,3 @@ class Server:
     def close(self):
         self._server.should_exit = True
         self._thread.join()
-        self.socket.close()

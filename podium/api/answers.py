@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -135,7 +136,7 @@ def generate(
     asked = Asked(max_new_tokens=max_new_tokens, temperature=temperature, system_prompt=system_prompt)
     if not prompts:
         return []
-    with open_model(model, asked=asked, slots=min(SLOTS, len(prompts)), **settings) as (rollouts, answering):
+    with open_model(model, asked=asked, slots=min(SLOTS, len(prompts)), settings=settings) as (rollouts, answering):
         tokenizer, sampling = rollouts.feed.tokenizer, answering.sampling
         questions = [answering.messages([{"role": "user", "content": prompt}]) for prompt in prompts]
         tokens = [tuple(tokenizer.encode_messages(each)) for each in questions]
@@ -160,7 +161,7 @@ def open_model(
     slots: int,
     context: int | None = None,
     new_tokens: int = NEW_TOKENS,
-    **settings: object,
+    settings: Mapping[str, object] = MappingProxyType({}),
 ) -> Iterator[Opened]:
     """Open an engine with the weights of a model or a run.
 
@@ -172,7 +173,7 @@ def open_model(
         context: longest prompt with its answer in tokens, in any proportion; unset: as `rollout` has prompts and
             answers.
         new_tokens: longest answer in tokens if neither the caller nor a run says it.
-        settings: settings of the config.
+        settings: settings of the config, as keyword arguments of `generate`.
 
     Raises:
         ValueError: an argument or a setting is invalid.

@@ -141,7 +141,8 @@ def chat(model: str, *, asked: Asked, seed: int, console: Console, lines: Iterab
     run = run_of(model)
     positions = read_architecture(resolve(read_config(as_path(run.run)).model if run else model)).max_positions
     context = min(positions, CONTEXT_TOKENS)
-    with open_model(model, asked=asked, slots=1, context=context, rollout__refill_steps=STEPS_SHOWN) as opened:
+    shown = {"rollout.refill_steps": STEPS_SHOWN}
+    with open_model(model, asked=asked, slots=1, context=context, settings=shown) as opened:
         rollouts = opened.rollouts
         conversation = Conversation(
             rollouts, opened.answering, seed=seed, notice=lambda line: console.print(Text(line, style="dim"))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from podium.config.errors import UsageError
 from podium.observe.access import LOOPBACK, check_installed, hosts_of, is_token, knows_host, token_of
+from podium.observe.listening import run, take_port
 from podium.observe.report.page import make_page, page_policy, plotly_script, report_object
 from podium.observe.run_dir import METRICS, SAMPLES
 from podium.observe.run_list import POLICY, RunLine, is_run, list_page, state
@@ -281,12 +282,11 @@ def serve(folder: Path, *, host: str, port: int, token: str | None, token_file: 
             public and no token is set.
     """
     check_installed("podium watch")
-    import uvicorn
-
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; give the runs_dir of your configs, such as runs")
     token = token_of(token, token_file)
     hosts = hosts_of(host, port, token, "browser")
+    sockets = take_port(host, port)
     app = make_app(folder, token=token, hosts=hosts)
-    print(f"watching {folder} at http://{host}:{port}/{f'?token={token}' if token else ''}   (Ctrl-C ends)", flush=True)
-    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=1)
+    where = f"http://{host}:{port}/{f'?token={token}' if token else ''}"
+    run(app, sockets, ready=lambda: print(f"watching {folder} at {where}   (Ctrl-C ends)", flush=True))

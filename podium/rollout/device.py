@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podium.ahead import CompileAhead
+from podium.ahead import Call, CompileAhead
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import table_pages
 from podium.models.architecture import DecoderConfig
@@ -28,7 +28,9 @@ from podium.rollout.programs import (
     make_engine_programs,
     nonfinite_layer,
     nowhere,
+    penalised_calls,
     row_shardings,
+    scored_calls,
     seen_words,
 )
 from podium.rollout.sampling import fill_row, words_of
@@ -65,12 +67,19 @@ class Device:
     def compile_ahead(self, ahead: CompileAhead) -> None:
         """Begin to compile prefills, copies of pages and decode steps, the last first; each call waits for its own.
 
-        Prefills with scores, copies of cells and decode steps with a repetition penalty are compiled at their first
-        call, unless the config has the penalty.
+        Copies of cells, and what `extra_calls` names, are compiled at their first call.
         """
         calls = engine_calls(self.programs, self.config, self.decoder, self.rules, self._dtype)
         ahead.begin(sorted(calls.items(), key=lambda item: not item[0].startswith("decode")))
         self._ahead = ahead
+
+    def extra_calls(self, *, penalised: bool, scored: bool) -> dict[str, Call]:
+        """The calls that only sequences with a repetition penalty, or prompts with scores, need, by name.
+
+        They have abstract arguments, and `warm_up` leaves them out.
+        """
+        given = self.programs, self.config, self.decoder, self.rules, self._dtype
+        return (penalised_calls(*given) if penalised else {}) | (scored_calls(*given) if scored else {})
 
     def freeze(self, params: Params) -> None:
         """Set the weights that no update changes; copied only if the rollout's layout or format differs."""

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podium.ahead import Call
 from podium.config.schema import RolloutConfig
 from podium.models.architecture import DecoderConfig
 from podium.rollout.device import Device
@@ -134,6 +135,14 @@ class RolloutEngine:
         assert not self._scheduler.busy, "programs are warmed up before there is work"
         self.device.warm_up(self._scheduler.chunks, self._scheduler.sizes, self.tokenizer)
         self.device.resize(self._scheduler.size)
+
+    def extra_calls(self, request: Request) -> dict[str, Call]:
+        """The calls that this request needs and `warm_up` leaves out, by name, with abstract arguments.
+
+        Compile them (`Call.lower`), on any thread, before the request is submitted, or `step` waits for it.
+        """
+        penalised = request.sampling.repetition_penalty != 1
+        return self.device.extra_calls(penalised=penalised, scored=request.score_prompt)
 
     # Completions, one by one.
 

@@ -230,10 +230,13 @@ def seen_words(decoder: DecoderConfig, rules: ShardingRules) -> int:
 
 
 def abstract_slots(
-    config: RolloutConfig, decoder: DecoderConfig, size: int, rules: ShardingRules
+    config: RolloutConfig, decoder: DecoderConfig, size: int, rules: ShardingRules, *, penalised: bool
 ) -> tuple[Where[jax.Array], Slots[jax.Array]]:
-    """Abstract arguments of a decode call with `size` slots, besides parameters and cache."""
-    words = 0 if config.repetition_penalty == 1 else seen_words(decoder, rules)
+    """Abstract arguments of a decode call with `size` slots, besides parameters and cache.
+
+    `penalised`: whether a sequence has a repetition penalty.
+    """
+    words = seen_words(decoder, rules) if penalised else 0
     where, slots = _abstract((nowhere(size, words), idle_slots(size, table_pages(config), words)), rules)
     return cast(Where[jax.Array], where), cast(Slots[jax.Array], slots)
 
@@ -250,6 +253,7 @@ def engine_calls(
 
     Names: prefill:T by chunk length, copy, and decode:S by slots.
     """
+    penalised = config.repetition_penalty != 1
     weights = abstract_weights(decoder, rules, dtype)
     cache = abstract_engine_cache(config, decoder, rules, dtype)
     found: dict[str, Call] = {}
@@ -259,7 +263,36 @@ def engine_calls(
     listed = jax.ShapeDtypeStruct((config.slots,), jnp.int32, sharding=rules.sharding("rows"))
     found["copy"] = Call(programs.copy, (cache, listed, listed))
     for size in slot_sizes(config, rules.num_shards("batch")):
-        found[f"decode:{size}"] = Call(programs.decode, (weights, cache, *abstract_slots(config, decoder, size, rules)))
+        found[f"decode:{size}"] = Call(
+            programs.decode, (weights, cache, *abstract_slots(config, decoder, size, rules, penalised=penalised))
+        )
+    return found
+
+
+def penalised_calls(
+    programs: EnginePrograms, config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
+) -> dict[str, Call]:
+    """The decode calls, with abstract arguments, of sequences with a repetition penalty that the config has not."""
+    if config.repetition_penalty != 1:
+        return {}
+    given = abstract_weights(decoder, rules, dtype), abstract_engine_cache(config, decoder, rules, dtype)
+    slots = {
+        size: abstract_slots(config, decoder, size, rules, penalised=True)
+        for size in slot_sizes(config, rules.num_shards("batch"))
+    }
+    return {f"penalised:{size}": Call(programs.decode, (*given, *each)) for size, each in slots.items()}
+
+
+def scored_calls(
+    programs: EnginePrograms, config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
+) -> dict[str, Call]:
+    """The prefill calls, with abstract arguments, of prompts that are scored (`Request.score_prompt`)."""
+    given = abstract_weights(decoder, rules, dtype), abstract_engine_cache(config, decoder, rules, dtype)
+    found: dict[str, Call] = {}
+    for length in prompt_buckets(config):
+        chunk = abstract_chunk(config, length, rules)
+        targets = cast(jax.Array, _abstract(np.zeros((config.prefill_rows, length), np.int32), rules))
+        found[f"scored:{length}"] = Call(programs.scored_extend, (*given, chunk, targets))
     return found
 
 

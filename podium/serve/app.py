@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # an extra
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import Receive, Scope, Send
 
 MAX_BODY = 4 << 20
 """Bytes."""
@@ -36,8 +36,8 @@ BODY_S = 30.0
 """Seconds in which a body must arrive."""
 GONE = 499
 """Status of a request whose client has left, which nothing reads."""
-SEND_S = 60.0
-"""Seconds in which a client must read a part of its answer."""
+GRACE_S = 20.0
+"""Seconds in which answers may end after the server is told to end; orchestrators wait 30 before they kill."""
 
 
 class Stream(NamedTuple):
@@ -60,20 +60,35 @@ class Server:
         self._model = model
         self._worker = worker
         self._created = int(time.time())
+        self._reading: set[asyncio.Timeout] = set()
+        """The deadlines of bodies that are being read."""
+
+    async def end(self, insists: Callable[[], bool]) -> None:
+        """Refuse new requests, and wait up to GRACE_S for those in progress; then tell their clients to ask again.
+
+        Waits no longer once the user `insists`.
+        """
+        self._worker.refuse_new()
+        for deadline in list(self._reading):
+            deadline.reschedule(asyncio.get_running_loop().time())
+        until = time.monotonic() + GRACE_S
+        while self._worker.counters.in_flight and time.monotonic() < until and not insists():
+            await asyncio.sleep(0.05)
+        self._worker.give_up()
 
     async def completions(self, request: "Request") -> Reply:
         """Text for prompts."""
-        raw = await _read(request)
+        raw = await self._read(request)
         return await self._answer(request, lambda: self._model.completions(read_body(CompletionBody, raw)))
 
     async def chat(self, request: "Request") -> Reply:
         """The next message of a conversation."""
-        raw = await _read(request)
+        raw = await self._read(request)
         return await self._answer(request, lambda: self._model.chat(read_body(ChatBody, raw)))
 
     async def generate(self, request: "Request") -> Reply:
         """Tokens for tokens."""
-        raw = await _read(request)
+        raw = await self._read(request)
         requests = await asyncio.to_thread(lambda: self._model.generate(read_body(GenerateBody, raw)))
         pieces = await _until_gone(request, self._worker.open(requests, stream=False))
         return {"request_id": uuid.uuid4().hex, "choices": [token_choice(piece) for piece in pieces]}
@@ -95,6 +110,32 @@ class Server:
         """Counters for Prometheus."""
         return self._worker.metrics()
 
+    async def _read(self, request: "Request") -> bytes:
+        """A request's body. Raises RequestError if it is no JSON by its header, too large or too slow."""
+        from starlette.requests import ClientDisconnect
+
+        self._worker.check_alive()
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # so that a browser asks first, which no other site's page may do
+            raise RequestError("send the header Content-Type: application/json", status=415)
+        raw = bytearray()
+        deadline = asyncio.timeout(BODY_S)
+        self._reading.add(deadline)
+        try:
+            async with deadline:
+                async for part in request.stream():
+                    raw += part
+                    if len(raw) > MAX_BODY:
+                        raise RequestError(f"the body is larger than {MAX_BODY} bytes", status=413)
+        except TimeoutError:
+            self._worker.check_alive()
+            raise RequestError(f"the body did not arrive within {BODY_S:g} s", status=408) from None
+        except ClientDisconnect:
+            raise RequestError("the client has left", status=GONE) from None
+        finally:
+            self._reading.discard(deadline)
+        return bytes(raw)
+
     async def _answer(self, request: "Request", prepare: Callable[[], Prepared]) -> Reply:
         """Have requests answered, in pieces or as a whole."""
         asked = await asyncio.to_thread(prepare)
@@ -113,14 +154,11 @@ class Server:
         return head | {"choices": choices, "usage": asked.usage(sum(len(each.tokens) for each in pieces))}
 
 
-def make_app(model: Model, worker: EngineThread, *, token: str | None, hosts: tuple[str, ...]) -> "Starlette":
+def make_app(server: Server, *, token: str | None, hosts: tuple[str, ...]) -> "Starlette":
     """The ASGI application; with a token, only for clients that present it. `hosts` are accepted Host headers."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
-    from starlette.middleware import Middleware
     from starlette.routing import Route
-
-    server = Server(model, worker)
 
     def guarded(handler: Handler) -> Callable[["Request"], Awaitable["Response"]]:
         async def checked(request: "Request") -> "Response":
@@ -148,7 +186,6 @@ def make_app(model: Model, worker: EngineThread, *, token: str | None, hosts: tu
     routes += [Route(path, guarded(handler), methods=["GET"]) for path, handler in gets.items()]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(_Impatient)],
         exception_handlers={RequestError: _refused, HTTPException: _refused, Exception: _refused},
     )
 
@@ -184,27 +221,6 @@ def _refused(request: "Request", error: Exception) -> "Response":
         error = RequestError("the server failed; its log says why", status=500)
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     return JSONResponse(error.document, status_code=error.status, headers=headers)
-
-
-async def _read(request: "Request") -> bytes:
-    """A request's body. Raises RequestError if it is no JSON by its header, too large or too slow."""
-    from starlette.requests import ClientDisconnect
-
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # so that a browser asks first, which no other site's page may do
-        raise RequestError("send the header Content-Type: application/json", status=415)
-    raw = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for part in request.stream():
-                raw += part
-                if len(raw) > MAX_BODY:
-                    raise RequestError(f"the body is larger than {MAX_BODY} bytes", status=413)
-    except TimeoutError:
-        raise RequestError(f"the body did not arrive within {BODY_S:g} s", status=408) from None
-    except ClientDisconnect:
-        raise RequestError("the client has left", status=GONE) from None
-    return bytes(raw)
 
 
 async def _until_gone(request: "Request", ticket: Ticket) -> list[Piece]:
@@ -247,16 +263,3 @@ async def _events(ticket: Ticket, asked: Prepared, head: dict[str, object]) -> A
 
 def _event(document: dict[str, object]) -> str:
     return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-class _Impatient:
-    """Ends answers whose client does not read them."""
-
-    def __init__(self, app: "ASGIApp") -> None:
-        self._app = app
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        async def send_soon(message: "Message") -> None:
-            await asyncio.wait_for(send(message), SEND_S)
-
-        await self._app(scope, receive, send_soon)

@@ -1,7 +1,7 @@
 """`podium serve`: answers other programs with a run's weights, or any model."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from podium.api.answers import Opened, open_model, run_of
@@ -9,8 +9,10 @@ from podium.config.errors import UsageError
 from podium.files import as_path
 from podium.models.source import read_architecture, resolve
 from podium.observe.access import check_installed, hosts_of, is_local, token_of
+from podium.observe.listening import run, take_port
 from podium.observe.run_dir import read_config
 from podium.run.answering import Asked
+from podium.serve.app import GRACE_S, Server, make_app
 from podium.serve.prepare import Model
 from podium.serve.worker import EngineThread
 from podium.train.dialogue import ToolFormat
@@ -19,7 +21,6 @@ CONTEXT_TOKENS = 4096
 """Longest sequence in tokens, if the model allows it and the user does not say one."""
 STEPS_SHOWN = 4
 """Decode steps between pieces of a stream."""
-MAX_CONNECTIONS = 2048
 
 
 def serve(
@@ -38,17 +39,14 @@ def serve(
     """Serve until Ctrl-C.
 
     Raises:
-        ValueError: the model or a setting is unusable, the extra is missing, or the address is public and there is no
-            token.
+        ValueError: the model or a setting is unusable, the extra is missing, the port is in use, or the address is
+            public and there is no token.
     """
     check_installed("podium serve")
-    import uvicorn
-
-    from podium.serve.app import make_app
-
     secret = token_of(token, token_file)
     hosts = hosts_of(host, port, secret, "client")
     longest = longest_sequence(model, context)
+    sockets = take_port(host, port)
     with open_model(
         model,
         *settings,
@@ -56,25 +54,26 @@ def serve(
         slots=slots,
         context=longest,
         new_tokens=longest,
-        rollout__refill_steps=STEPS_SHOWN,
+        settings={"rollout.refill_steps": STEPS_SHOWN},
     ) as opened:
         rollouts = opened.rollouts
         known = model_of(opened, name or model, max_queue=max_queue)
         rollouts.engine.warm_up()
         worker = EngineThread(rollouts.engine, max_queue=max_queue)
-        try:
-            app = make_app(known, worker, token=secret, hosts=hosts)
+        server = Server(known, worker)
+
+        def ready() -> None:
             who = "this machine" if is_local(host) else "other machines too, with the token"
             sizes = f"{known.longest} tokens, {rollouts.engine.config.slots} slots"
             print(f"{known.name} at http://{host}:{port}/v1: {sizes}; open to {who}   (Ctrl-C ends)", flush=True)
-            uvicorn.run(
-                app,
-                host=host,
-                port=port,
-                log_level="warning",
-                timeout_graceful_shutdown=1,
-                limit_concurrency=MAX_CONNECTIONS,
-            )
+
+        async def ending(insists: Callable[[], bool]) -> None:
+            if in_flight := worker.counters.in_flight:
+                print(f"{in_flight} answers have up to {GRACE_S:g} s to end   (Ctrl-C: at once)", file=sys.stderr)
+            await server.end(insists)
+
+        try:
+            run(make_app(server, token=secret, hosts=hosts), sockets, ready=ready, ending=ending)
         finally:
             worker.close()
 

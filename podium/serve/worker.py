@@ -5,6 +5,7 @@ which the thread sleeps while the engine has no work; after each step, what was 
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 import queue
@@ -12,14 +13,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from podium.ahead import Call
 from podium.rollout.engine import NonFiniteError, RolloutEngine
 from podium.rollout.request import Completion, Key, Request, RolloutStats
 from podium.serve.bodies import RequestError
 
 MAX_RETRY_S = 60
+RETRY_AFTER_END_S = 5
+"""Seconds after which clients of a server that ends may find another in its place."""
 
 
 class Piece(NamedTuple):
@@ -110,6 +115,13 @@ class EngineThread:
         """Pages of the cache in use after the last step or command."""
         self.failure = ""
         """Why the thread ended, if it did by itself."""
+        self._ending = False
+        """Whether the server is told to end."""
+        self._open: set[Ticket] = set()
+        """Requests with answers that have not ended; of the event loop."""
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._compiled: set[str] = set()
+        """Programs for some requests alone that have been compiled; the engine's thread adds to them."""
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._live: dict[Key, _Live] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -118,6 +130,7 @@ class EngineThread:
 
     def close(self) -> None:
         """End the thread after the step that it is in, and drop all requests."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
         self._inbox.put(None)
         self._thread.join()
         for key in self.engine.keys:
@@ -131,8 +144,19 @@ class EngineThread:
         ticket = Ticket(self, requests, stream=stream)
         self._check_room(ticket.remaining)
         self.counters.in_flight += ticket.remaining
+        self._open.add(ticket)
         self._inbox.put(lambda: self._submit(ticket))
         return ticket
+
+    def refuse_new(self) -> None:
+        """Refuse requests from now on, since the server ends."""
+        self._ending = True
+
+    def give_up(self) -> None:
+        """End the requests that are in progress with an error that says to ask again."""
+        for ticket in list(self._open):
+            ticket.pieces.put_nowait(_ending())
+            self.drop(ticket)
 
     def _check_room(self, answers: int) -> None:
         self.check_alive()
@@ -148,6 +172,7 @@ class EngineThread:
 
     def drop(self, ticket: Ticket) -> None:
         """Drop a request's answers that have not ended."""
+        self._open.discard(ticket)
         if ticket.remaining:
             self.counters.in_flight -= ticket.remaining
             self.counters.left += ticket.remaining
@@ -155,7 +180,12 @@ class EngineThread:
             self._inbox.put(lambda: self._cancel(ticket))
 
     def check_alive(self) -> None:
-        """Raises RequestError if the engine has failed."""
+        """Raises RequestError if the engine has failed, or the server is told to end."""
+        if self._ending:
+            raise _ending()
+        self._check_engine()
+
+    def _check_engine(self) -> None:
         if self.failure:
             raise RequestError(f"the engine has failed: {self.failure}; start the server again", status=503)
 
@@ -235,9 +265,16 @@ class EngineThread:
         return True
 
     def _submit(self, ticket: Ticket) -> None:
+        if not ticket.remaining:  # its client has left while programs were compiled for it
+            return
+        calls = {name: call for each in ticket.requests for name, call in self.engine.extra_calls(each).items()}
+        missing = {name: call for name, call in calls.items() if name not in self._compiled}
+        if missing and not self.failure:
+            self._compiler.submit(self._compile, missing, ticket)
+            return
         index = 0
         try:
-            self.check_alive()
+            self._check_engine()
             for request in ticket.requests:
                 number = self.engine.submit(request)
                 for completion in range(request.completions):
@@ -248,6 +285,18 @@ class EngineThread:
         except ValueError as error:
             self._cancel(ticket)
             self._send([(ticket, RequestError(str(error)))])
+
+    def _compile(self, calls: Mapping[str, Call], ticket: Ticket) -> None:
+        """Compile programs, on a thread of its own, before a request is submitted that needs them.
+
+        If that fails, the engine's own call says why.
+        """
+        for name, call in calls.items():
+            if name not in self._compiled and ticket.remaining:
+                with contextlib.suppress(Exception):
+                    call.lower().compile()
+                self._compiled.add(name)
+        self._inbox.put(lambda: self._submit(ticket))
 
     def _cancel(self, ticket: Ticket) -> None:
         for key in [key for key, live in self._live.items() if live.ticket is ticket]:
@@ -292,3 +341,8 @@ class EngineThread:
     def _send(self, pieces: Sequence[tuple[Ticket, Piece | Exception]]) -> None:
         if pieces and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._receive, pieces)
+
+
+def _ending() -> RequestError:
+    """What clients are told while the server ends."""
+    return RequestError("the server is ending; ask again", status=503, code="ending", retry_after_s=RETRY_AFTER_END_S)

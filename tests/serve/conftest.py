@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator
 
 import jax
@@ -15,6 +16,7 @@ from podium.api.answers import open_model
 from podium.observe.access import LOOPBACK
 from podium.rollout.engine import RolloutEngine
 from podium.run.answering import Asked
+from podium.serve.app import Server as Routes
 from podium.serve.app import make_app
 from podium.serve.command import model_of
 from podium.serve.prepare import Model
@@ -53,13 +55,24 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
                 slots=8,
                 context=CONTEXT,
                 new_tokens=CONTEXT,
-                rollout__refill_steps=4,
-                rollout__page_tokens=16,
+                settings={"rollout": {"refill_steps": 4, "page_tokens": 16}},
             )
             opened = stack.enter_context(opened)
         model = model_of(opened, "tiny", max_queue=QUEUE)
         worker = EngineThread(opened.rollouts.engine, max_queue=QUEUE)
-        server = Server(make_app(model, worker, token=None, hosts=LOOPBACK))
+        server = Server(make_app(Routes(model, worker), token=None, hosts=LOOPBACK))
         yield Served(server, model, worker)
         server.close()
         worker.close()
+
+
+@pytest.fixture
+def slow(served, monkeypatch):
+    """Steps of the engine that take 100 ms."""
+    step = served.engine.step
+
+    def slowly():
+        time.sleep(0.1)
+        step()
+
+    monkeypatch.setattr(served.engine, "step", slowly)

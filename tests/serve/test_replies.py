@@ -97,6 +97,9 @@ class FakeEngine:
     busy = property(lambda self: bool(self.requests))
     keys = property(lambda self: list(self.requests))
 
+    def extra_calls(self, request):
+        return {}
+
     def submit(self, request):
         number = len(self.ended)
         self.requests[Key(number, 0)] = [request, 0]

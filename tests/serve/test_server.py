@@ -16,6 +16,7 @@ from podium.config.errors import UsageError
 from podium.observe.access import hosts_of, token_of
 from podium.rollout.request import Request, SamplingParams
 from podium.serve.app import MAX_BODY, make_app
+from podium.serve.app import Server as Routes
 from podium.serve.command import longest_sequence
 
 JSON = {"Content-Type": "application/json"}
@@ -312,18 +313,6 @@ LONG = {"prompt": QUESTION, "max_tokens": 100, "logit_bias": None, "n": 4, "temp
 """Answers that take a while: almost all draws are of other tokens than the one that ends them."""
 
 
-@pytest.fixture
-def slow(served, monkeypatch):
-    """Steps of the engine that take 100 ms."""
-    step = served.engine.step
-
-    def slowly():
-        time.sleep(0.1)
-        step()
-
-    monkeypatch.setattr(served.engine, "step", slowly)
-
-
 def wait_for(condition, seconds=20.0):
     until = time.monotonic() + seconds
     while not condition():
@@ -484,7 +473,7 @@ def test_elsewhere_than_on_loopback_a_token_is_needed(served, tmp_path):
     (tmp_path / "token").write_text("s3cret\n")
     token = token_of("another", tmp_path / "token")
     guarded = Server(
-        make_app(served.model, served.worker, token=token, hosts=hosts_of("0.0.0.0", 8000, token, "client"))
+        make_app(Routes(served.model, served.worker), token=token, hosts=hosts_of("0.0.0.0", 8000, token, "client"))
     )
     try:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer s3cret2"}):

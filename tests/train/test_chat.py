@@ -18,7 +18,9 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 @pytest.fixture(scope="module")
 def rollouts(tiny_model, one_device):
-    with open_model(tiny_model, asked=Asked(), slots=1, context=41, rollout__refill_steps=STEPS_SHOWN) as opened:
+    with open_model(
+        tiny_model, asked=Asked(), slots=1, context=41, settings={"rollout.refill_steps": STEPS_SHOWN}
+    ) as opened:
         yield opened.rollouts
 
 

@@ -14,7 +14,7 @@ from made_run import make_run, sample
 from podium.observe import run_list, watch
 from podium.observe.run_dir import LOCK
 
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 TOKEN = "a token"
 
 
@@ -114,12 +114,13 @@ def test_a_run_whose_drive_hangs_is_named_and_holds_up_no_other(server, runs, mo
 
 
 def test_a_token_in_a_file_stands_in_no_list_of_processes(runs, tmp_path, monkeypatch):
-    served = {}
-    monkeypatch.setattr(uvicorn, "run", lambda app, **options: served.update(options))
+    served = []
+    monkeypatch.setattr(watch, "take_port", lambda host, port: served.append((host, port)))
+    monkeypatch.setattr(watch, "run", lambda app, sockets, **options: None)
     monkeypatch.setattr(watch, "plotly_script", lambda: "")
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     watch.serve(runs, host="0.0.0.0", port=1, token=None, token_file=tmp_path / "token")
-    assert served["host"] == "0.0.0.0"
+    assert served == [("0.0.0.0", 1)]
     (tmp_path / "token").write_text("\n")
     with pytest.raises(ValueError, match="is empty; write a token into it"):
         watch.serve(runs, host="0.0.0.0", port=1, token=None, token_file=tmp_path / "token")

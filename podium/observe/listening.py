@@ -1,0 +1,99 @@
+"""Listens for Podium's servers, so that no client can hold one, and ends them without breaking answers. No jax.
+
+The port is taken first, before anything slow. A client has a limited time for the head of a request and for reading its
+answer, and where there are too many connections those that ask nothing make room. A server that is told to end says so
+to its clients before it does.
+"""
+
+import errno
+import functools
+import resource
+import socket
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from podium.config.errors import UsageError
+
+if TYPE_CHECKING:  # an extra
+    import uvicorn
+    from starlette.types import ASGIApp
+
+MAX_CONNECTIONS = 2048
+KEPT_FILES = 128
+"""Open files that are not connections, of those that the process may have."""
+LINGER_S = 2
+"""Seconds in which answers must be on their way after the end, before their connections are closed."""
+Ending = Callable[[Callable[[], bool]], Awaitable[None]]
+"""What a server does when it is told to end, before it accepts no more connections. Its argument says whether the user
+insists, so that it must not wait."""
+
+
+def take_port(host: str, port: int) -> list[socket.socket]:
+    """Sockets that are bound to an address and listen, so that no other process can take it.
+
+    Raises UsageError if the address is in use, is not this machine's, or may not be used.
+    """
+    taken: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            taken.append(socket.socket(family, kind, protocol))
+            taken[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                taken[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            taken[-1].bind(address)
+            taken[-1].listen(MAX_CONNECTIONS)
+    except OSError as error:
+        for each in taken:
+            each.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"--port {port}: another process listens there already; give another --port, or end that process"
+            ) from None
+        raise UsageError(f"--host {host} --port {port}: cannot listen there ({error.strerror or error})") from None
+    return taken
+
+
+def run(
+    app: "ASGIApp", sockets: list[socket.socket], *, ready: Callable[[], None], ending: Ending | None = None
+) -> None:
+    """Serve until a signal. `ready` is called once clients are answered; `ending` after the signal."""
+    make_server(app, ready=ready, ending=ending).run(sockets=sockets)
+
+
+def make_server(app: "ASGIApp", *, ready: Callable[[], None], ending: Ending | None = None) -> "uvicorn.Server":
+    """The server that `run` runs."""
+    import uvicorn
+
+    from podium.observe.connection import Connection
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets=sockets)
+            ready()
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            if ending is not None:
+                await ending(lambda: self.force_exit)
+            await super().shutdown(sockets=sockets)
+
+    most = most_connections()
+    config = uvicorn.Config(
+        app,
+        http=functools.partial(Connection, {}, most),  # pyright: ignore[reportArgumentType]  # called like a class
+        ws="none",
+        log_level="warning",
+        timeout_graceful_shutdown=LINGER_S,
+    )
+    return Server(config)
+
+
+def most_connections() -> int:
+    """MAX_CONNECTIONS, or as many as this process may have open files; raises that limit where it can."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + KEPT_FILES
+    unlimited = resource.RLIM_INFINITY
+    if soft != unlimited and soft < wanted:
+        soft = wanted if hard == unlimited else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return MAX_CONNECTIONS if soft == unlimited else max(1, min(MAX_CONNECTIONS, soft - KEPT_FILES))
