@@ -402,7 +402,9 @@ def serve(
         str | None, typer.Option(help="Secret that clients send: Authorization: Bearer ...", envvar="SERVE_TOKEN")
     ] = None,
     token_file: Annotated[Path | None, typer.Option(help="File with the token, which stays out of `ps`.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the model for clients; default: RUN_OR_MODEL.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model for clients; default: the run's, or RUN_OR_MODEL.")
+    ] = None,
     context: Annotated[
         int | None,
         typer.Option(min=2, help="Longest prompt with its answer in tokens; default: the model's, up to 4096."),

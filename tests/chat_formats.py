@@ -70,13 +70,20 @@ MISTRAL_TOOLS = (
 MISTRAL_V3 = (
     "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS] {{ tools|tojson }}[/AVAILABLE_TOOLS]{% endif %}"
     "{% for message in messages %}{% if message['role'] == 'tool' %}"
-    "{{ '[TOOL_RESULTS] {\"content\": ' + message['content'] + '}[/TOOL_RESULTS]' }}"
+    "{% if not message.tool_call_id or message.tool_call_id|length != 9 %}"
+    "{{ raise_exception('ids of calls have nine letters or digits') }}{% endif %}"
+    "{{ '[TOOL_RESULTS] {\"content\": ' + message['content'] + ', \"call_id\": \"' + message.tool_call_id"
+    " + '\"}[/TOOL_RESULTS]' }}"
     "{% elif message['role'] != 'assistant' %}{{ '[INST] ' + message['content'] + '[/INST]' }}"
     "{% elif message['tool_calls'] %}{{ '[TOOL_CALLS] [' }}{% for call in message['tool_calls'] %}"
-    "{{ call['function']|tojson + (']' if loop.last else ', ') }}{% endfor %}{{ eos_token }}"
+    "{% if not call.id or call.id|length != 9 %}"
+    "{{ raise_exception('ids of calls have nine letters or digits') }}{% endif %}"
+    "{% set text = call['function']|tojson %}{{ text[:-1] + ', \"id\": \"' + call.id + '\"}' }}"
+    "{{ ']' if loop.last else ', ' }}{% endfor %}{{ eos_token }}"
     "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
 )
-"""The published format of Mistral-7B-Instruct-v0.3, with the tools first and without the ids of calls."""
+"""The published format of Mistral-7B-Instruct-v0.3 with its rule for ids, but for its check of the order of roles, and
+with the tools first. No package has that template."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

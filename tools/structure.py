@@ -47,7 +47,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "models.stored",
         "models.presets",
     ),
-    ("serve.bodies",),
+    ("serve.bodies", "serve.documents"),
     (
         "tasks",
         "algorithms.advantages",

@@ -61,6 +61,8 @@ class ChatFormat:
         self._options = dict(options or {})
         self.texts: dict[int, str] = {number: str(token.content) for number, token in named.items()}
         """Texts of the added tokens, by token id."""
+        self.variables = template.variables
+        """The variables that the template reads."""
         self._control = any_of([str(token.content) for token in named.values() if token.special])
         self._named = any_of(list(self.texts.values()))
 
@@ -80,6 +82,11 @@ class ChatFormat:
         """
         guarded = [self._guarded(message) for message in messages]
         return self._template.render(guarded, tools=tools, answer=answer, options=self._options)
+
+    def plain_pieces(self, text: str) -> list[str]:
+        """The text in pieces, none of which spells an added token, as `encode` encodes a tool's message."""
+        cuts = [found.start() + 1 for found in self._named.finditer(text)] if self._named else []
+        return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
     def encode(self, text: str) -> list[int]:
         """Encode a rendered text, without beginning- or end-of-sequence tokens."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NoReturn, TypeVar
 
 import jinja2
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -95,6 +96,8 @@ class ChatTemplate:
         if len(source) > MAX_SOURCE:
             raise TemplateError(f"{name}: has {len(source):,} characters, and {MAX_SOURCE:,} are allowed")
         self._template = self._guarded(lambda: _compile(source, date))
+        self.variables: frozenset[str] = self._guarded(lambda: _variables(source))
+        """The variables that it reads."""
 
     def render(
         self,
@@ -168,6 +171,10 @@ _running: contextvars.ContextVar[_Budget] = contextvars.ContextVar("budget of th
 def _compile(source: str, date: datetime.date | None) -> jinja2.Template:
     environment = _Environment(date)
     return environment.from_string(_Limiter().visit(environment.parse(source)))
+
+
+def _variables(source: str) -> frozenset[str]:
+    return frozenset(jinja2.meta.find_undeclared_variables(_Environment(None).parse(source)))
 
 
 class _Limiter(NodeTransformer):

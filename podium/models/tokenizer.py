@@ -100,6 +100,15 @@ class Tokenizer:
         """The model's chat format. Raises ModelError if its chat template is invalid."""
         return self.make_chat_format(self._template_options)
 
+    def with_options(self, options: Mapping[str, object]) -> "Tokenizer":
+        """The same tokenizer with these variables for the chat template besides its own, which they replace."""
+        return Tokenizer(
+            self._backend,
+            eos_tokens=self.eos_tokens,
+            template_name=self._template_name,
+            template_options={**self._template_options, **options},
+        )
+
     def make_chat_format(self, options: Mapping[str, object]) -> ChatFormat:
         """Make the chat format with further variables for the template.
 
@@ -142,6 +151,16 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Encode plain text, without beginning- or end-of-sequence tokens."""
         return self._backend.encode(text, add_special_tokens=False)
+
+    def ends(self, text: str) -> list[tuple[int, int]]:
+        """Where the characters of each token begin and end in a text, which is encoded as a tool's message is."""
+        found: list[tuple[int, int]] = []
+        begin = 0
+        for piece in self.chat_format.plain_pieces(text):
+            made = self._backend(piece, add_special_tokens=False, return_offsets_mapping=True)
+            found += [(begin + start, begin + end) for start, end in made["offset_mapping"]]
+            begin += len(piece)
+        return found
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         """Encode a text as it is, with what the model expects before it, such as Llama's BOS."""

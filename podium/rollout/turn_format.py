@@ -25,13 +25,16 @@ RULES: tuple[Rule, ...] = ("tails", "history")
 ANCHOR = "qzANCHORzq"
 TOOL = "probe"
 USER: Message = {"role": "user", "content": "What next?"}
-REPLY: Message = {"role": "tool", "name": TOOL, "content": "12"}
+REPLIES: tuple[Message, ...] = tuple(
+    {"role": "tool", "name": TOOL, "tool_call_id": f"call0000{place}", "content": "12"} for place in range(2)
+)
+"""Replies to calls; some templates need ids of nine characters."""
 MADE_UP = (USER,)
 """The conversation after which rule `tails` renders new messages."""
 TALK: tuple[tuple[Message, ...], ...] = (({"role": "system", "content": "Be brief."}, USER), (USER,), (USER,))
 """A conversation for testing a rule: the messages before each answer."""
-CALLS = ((USER,), (REPLY,), (REPLY,), (USER,), (REPLY,), (USER,))
-PARALLEL_CALLS = ((USER,), (REPLY, REPLY), (USER,))
+CALLS = ((USER,), REPLIES[:1], REPLIES[:1], (USER,), REPLIES[:1], (USER,))
+PARALLEL_CALLS = ((USER,), REPLIES, (USER,))
 
 
 class TurnFormatError(ValueError):

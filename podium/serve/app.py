@@ -12,7 +12,6 @@ leaves. Every refusal is a JSON object of OpenAI's form that names the field.
 """
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from podium.observe.access import is_token, knows_host
 from podium.serve.bodies import ChatBody, CompletionBody, GenerateBody, RequestError, read_body
+from podium.serve.documents import LAST_EVENT, Document, event_of, head_of, headers_of
 from podium.serve.prepare import Model, Prepared
 from podium.serve.replies import token_choice
 from podium.serve.worker import EngineThread, Piece, Ticket
@@ -45,10 +45,18 @@ class Stream(NamedTuple):
 
     ticket: Ticket
     events: AsyncIterator[str]
+    headers: dict[str, str]
 
 
-Reply = dict[str, object] | str | Stream
-"""A JSON object, a text, or a stream."""
+class Answer(NamedTuple):
+    """A JSON object, with headers."""
+
+    document: Document
+    headers: dict[str, str]
+
+
+Reply = Document | str | Stream | Answer
+"""A JSON object, alone or with headers, a text, or a stream."""
 Handler = Callable[["Request"], Awaitable[Reply]]
 
 
@@ -140,18 +148,15 @@ class Server:
         """Have requests answered, in pieces or as a whole."""
         asked = await asyncio.to_thread(prepare)
         form = asked.form
-        head: dict[str, object] = {
-            "id": f"{form.prefix}-{uuid.uuid4().hex}",
-            "object": form.part if asked.stream else form.whole,
-            "created": int(time.time()),
-            "model": self._model.name,
-        }
+        head = head_of(form.prefix, form.part if asked.stream else form.whole, self._model.name)
+        headers = headers_of(asked.ignored)
         ticket = self._worker.open(asked.requests, stream=asked.stream and not form.only_whole)
         if asked.stream:
-            return Stream(ticket, _events(ticket, asked, head))
+            return Stream(ticket, _events(ticket, asked, head), headers)
         pieces = await _until_gone(request, ticket)
         choices = [form.choice(piece, asked.texts[piece.number].add(piece)) for piece in pieces]
-        return head | {"choices": choices, "usage": asked.usage(sum(len(each.tokens) for each in pieces))}
+        usage = asked.usage(sum(len(each.tokens) for each in pieces))
+        return Answer(head | {"choices": choices, "usage": usage}, headers)
 
 
 def make_app(server: Server, *, token: str | None, hosts: tuple[str, ...]) -> "Starlette":
@@ -195,6 +200,8 @@ def _response(reply: Reply) -> "Response":
 
     if isinstance(reply, dict):
         return JSONResponse(reply)
+    if isinstance(reply, Answer):
+        return JSONResponse(reply.document, headers=reply.headers)
     if isinstance(reply, str):
         return PlainTextResponse(reply, headers={"Content-Type": "text/plain; version=0.0.4"})
 
@@ -207,7 +214,8 @@ def _response(reply: Reply) -> "Response":
             finally:
                 reply.ticket.close()
 
-    return Closing(reply.events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    headers = {"Cache-Control": "no-cache", **reply.headers}
+    return Closing(reply.events, media_type="text/event-stream", headers=headers)
 
 
 def _refused(request: "Request", error: Exception) -> "Response":
@@ -253,13 +261,9 @@ async def _events(ticket: Ticket, asked: Prepared, head: dict[str, object]) -> A
             drawn += len(piece.tokens)
             choice = asked.form.delta(piece, asked.texts[piece.number].add(piece))
             if choice is not None:
-                yield _event(head | {"choices": [choice]})
+                yield event_of(head | {"choices": [choice]})
         if asked.include_usage:
-            yield _event(head | {"choices": [], "usage": asked.usage(drawn)})
-        yield "data: [DONE]\n\n"
+            yield event_of(head | {"choices": [], "usage": asked.usage(drawn)})
+        yield LAST_EVENT
     except RequestError as error:
-        yield _event(error.document)
-
-
-def _event(document: dict[str, object]) -> str:
-    return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        yield event_of(error.document)

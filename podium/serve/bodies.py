@@ -6,9 +6,10 @@ name, unless its value is the one that changes nothing. No jax.
 
 import dataclasses
 import json
+import re
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Container, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +18,7 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
+    JsonValue,
     PlainValidator,
     ValidationError,
     model_validator,
@@ -28,6 +30,11 @@ from podium.rollout.request import SamplingParams
 MAX_FIELDS = 64
 """Of an object of a request."""
 MAX_COMPLETIONS = 128
+SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+TEMPLATES_OWN = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of chat templates that are a request's other fields."""
+SMALLEST = 1e-6
+"""Of a temperature, a penalty and top_p: below it, 32 bits hold no quotient by it."""
 SHOWN = 60
 """Characters of a wrong value in a message."""
 
@@ -93,6 +100,12 @@ def _are_tokens(values: Sequence[object]) -> bool:
     return all(isinstance(each, int) and not isinstance(each, bool) for each in values)
 
 
+def _zero_or_more(value: float) -> float:
+    if 0 < value < SMALLEST:
+        raise ValueError(f"a value above 0 must be at least {SMALLEST:g}")
+    return value
+
+
 def _content(value: object) -> object:
     """The text of a message's content, which may be in parts."""
     if not isinstance(value, list):
@@ -138,8 +151,8 @@ class Sampling(_Object):
 
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] = 1
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=1e6), AfterValidator(_zero_or_more)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0), AfterValidator(_zero_or_more)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -147,7 +160,7 @@ class Sampling(_Object):
     stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], BeforeValidator(_tuple), Field(max_length=8)] = ()  # fmt: skip  # noqa: E501
     frequency_penalty: Annotated[object, _only(0)] = 0
     presence_penalty: Annotated[object, _only(0)] = 0
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=SMALLEST, le=1e6)] | None = None
     logit_bias: Annotated[object, _only({})] = Field(default_factory=dict)
     min_tokens: Annotated[object, _only(0)] = 0
     ignore_eos: Annotated[object, _only(False)] = False
@@ -172,10 +185,26 @@ class Sampling(_Object):
         return secrets.randbits(63) if self.seed is None else self.seed
 
 
+def drawing_fields(body: Sampling) -> list[str]:
+    """The fields of a body that say how to draw, besides lengths and ends."""
+    return [name for name in DRAWING if getattr(body, name) is not None]
+
+
 class StreamOptions(_Object):
     """What a stream says besides the answer."""
 
     include_usage: bool = False
+    include_obfuscation: object = None
+    """Read by nothing."""
+
+
+NOTES = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("verbosity", "prediction"),
+)
+"""Fields that are read by nothing: notes of the client, and hints."""
+DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
+"""Fields that say how to draw, which a run that trains does in its own way."""
 
 
 class _Asked(Sampling):
@@ -184,10 +213,19 @@ class _Asked(Sampling):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    user: str = ""
-    """Read by nothing, as are the next two: notes of the client."""
+    user: object = None
+    """Read by nothing, as are the others of NOTES."""
     metadata: object = None
     store: object = None
+    service_tier: object = None
+    safety_identifier: object = None
+    prompt_cache_key: object = None
+    prompt_cache_retention: object = None
+
+    @property
+    def notes(self) -> list[str]:
+        """The fields that are given and change nothing."""
+        return [name for name in NOTES if getattr(self, name, None)]
 
 
 class CompletionBody(_Asked):
@@ -227,27 +265,66 @@ class MessageBody(_Object):
     name: str | None = None
     tool_calls: Annotated[list[CallBody], FailFast()] = Field(default_factory=list)
     tool_call_id: str | None = None
-    refusal: str | None = None
+    reasoning_content: str | None = None
+    """What the model thought, as templates read it that show it."""
+    refusal: object = None
+    """Read by nothing, as is the next; clients repeat them from answers."""
+    annotations: object = None
 
-    def message(self, names: Mapping[str, str], *, arguments_as_text: bool) -> Message:
-        """The message as chat templates read it; `names` are those of the tools that were called, by call."""
+    def message(self, known: "_Calls", *, arguments_as_text: bool) -> Message:
+        """The message as chat templates read it; `known` are the calls before it, to which its own are added."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, object] = {"role": role, "content": self.content or ""}
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
         if role == "tool":
-            message |= {"tool_call_id": self.tool_call_id, "name": self.name or names.get(self.tool_call_id or "")}
+            answered = known.answered(self.tool_call_id)
+            message |= {"tool_call_id": answered.id, "name": self.name or answered.name}
         if self.tool_calls:
+            ids = known.add(self.tool_calls)
             message["tool_calls"] = [
                 {
-                    "id": call.id,
+                    "id": given,
                     "type": "function",
                     "function": {
                         "name": call.function.name,
                         "arguments": call.function.arguments if arguments_as_text else _arguments(call.function),
                     },
                 }
-                for call in self.tool_calls
+                for given, call in zip(ids, self.tool_calls, strict=True)
             ]
         return message
+
+
+class _Call(NamedTuple):
+    """A call of an earlier answer."""
+
+    id: str | None
+    name: str | None
+
+
+class _Calls:
+    """The calls of a conversation so far, with ids of nine characters, which some chat templates need."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+        self._last: list[tuple[str, _Call]] = []
+        """Those of the last answer that have no reply yet, with the client's ids."""
+
+    def add(self, calls: Sequence[CallBody]) -> list[str]:
+        """Add an answer's calls; their ids. Other servers' ids are replaced."""
+        ids = [
+            call.id if SHORT_ID.fullmatch(call.id) else f"call{self._turns % 1000:03d}{place % 100:02d}"
+            for place, call in enumerate(calls)
+        ]
+        self._turns += 1
+        self._last = [(call.id, _Call(given, call.function.name)) for given, call in zip(ids, calls, strict=True)]
+        return ids
+
+    def answered(self, call: str | None) -> _Call:
+        """The call that a tool's message answers: that of its id, or else the next one of the last answer."""
+        place = next((place for place, (given, _) in enumerate(self._last) if given == call), 0)
+        return self._last.pop(place)[1] if self._last else _Call(call, None)
 
 
 class FunctionBody(_Object):
@@ -256,7 +333,8 @@ class FunctionBody(_Object):
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     description: str = ""
     parameters: Annotated[dict[str, Any], AfterValidator(_schema)] = {"type": "object", "properties": {}}
-    strict: Annotated[object, _only(False)] = False
+    strict: bool = False
+    """Arguments are not held to the schema; reported as ignored if true."""
 
 
 class ToolBody(_Object):
@@ -273,6 +351,26 @@ class ToolBody(_Object):
         return {"type": "function", "function": function}
 
 
+class NamedTool(NamedTuple):
+    """The tool that the model must call."""
+
+    name: str
+
+
+def _choice(value: object) -> str | NamedTool:
+    """What `tool_choice` says."""
+    if isinstance(value, str) and value in ("auto", "none", "required"):
+        return value
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise ValueError(
+            "must be 'auto', 'none', 'required', or the name of a tool as"
+            ' {"type": "function", "function": {"name": NAME}}'
+        )
+    return NamedTool(name)
+
+
 class ChatBody(_Asked):
     """The body of `/v1/chat/completions`."""
 
@@ -281,19 +379,68 @@ class ChatBody(_Asked):
     logprobs: bool = False
     top_logprobs: Annotated[object, _only(0)] = 0
     tools: Annotated[list[ToolBody], FailFast()] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none"] = "auto"
-    parallel_tool_calls: Annotated[object, _only(True)] = True
+    tool_choice: Annotated[str | NamedTool, PlainValidator(_choice)] = "auto"
+    parallel_tool_calls: bool = True
+    """False: only the first call of an answer is given to the client."""
     response_format: Annotated[object, _only({"type": "text"})] = Field(default_factory=lambda: {"type": "text"})
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    reasoning_effort: str | None = None
+    modalities: Annotated[object, _only(["text"])] = Field(default_factory=lambda: ["text"])
+    verbosity: object = None
+    prediction: object = None
+
+    @model_validator(mode="after")
+    def _names_its_tools(self) -> "ChatBody":
+        names = [tool.function.name for tool in self.tools]
+        if self.tool_choice == "required" and not names:
+            raise RequestError("tool_choice: required needs tools, and there are none", "tool_choice")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.name not in names:
+            known = ", ".join(names) or "none"
+            message = f"tool_choice: {self.tool_choice.name!r} is not one of the tools, which are {known}"
+            raise RequestError(message, "tool_choice")
+        if taken := [name for name in self.chat_template_kwargs if name in TEMPLATES_OWN]:
+            name = f"chat_template_kwargs.{taken[0]}"
+            raise RequestError(f"{name}: is set by other fields of the request; leave it out", name)
+        return self
 
     @property
     def schemas(self) -> list[ToolSchema]:
         """The tools that the model is shown."""
-        return [tool.schema_of_tool for tool in self.tools] if self.tool_choice == "auto" else []
+        return [] if self.tool_choice == "none" else [tool.schema_of_tool for tool in self.tools]
+
+    @property
+    def must_call(self) -> str | None:
+        """The tool that the model must call, empty for any of several; None: it may answer without."""
+        if isinstance(self.tool_choice, NamedTool):
+            return self.tool_choice.name
+        if self.tool_choice != "required":
+            return None
+        return self.tools[0].function.name if len(self.tools) == 1 else ""
+
+    @property
+    def wanted(self) -> dict[str, JsonValue]:
+        """Variables for the chat template, by the names of this body's fields."""
+        effort: dict[str, JsonValue] = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
+        return effort | self.chat_template_kwargs
+
+    def options(self, variables: Container[str]) -> dict[str, JsonValue]:
+        """The variables for a chat template that reads `variables`."""
+        return {name: value for name, value in self.wanted.items() if name in variables}
+
+    def ignored(self, variables: Container[str]) -> list[str]:
+        """The fields that change nothing with a chat template that reads `variables`."""
+        return [*self.hints, *(name for name in self.wanted if name not in variables)]
+
+    @property
+    def hints(self) -> list[str]:
+        """The fields that change nothing with any chat template."""
+        strict = [f"tools.{place}.function.strict" for place, tool in enumerate(self.tools) if tool.function.strict]
+        return [*self.notes, *strict]
 
     def conversation(self, *, arguments_as_text: bool) -> list[Message]:
         """The messages as chat templates read them."""
-        names = {call.id: call.function.name for message in self.messages for call in message.tool_calls}
-        return [message.message(names, arguments_as_text=arguments_as_text) for message in self.messages]
+        known = _Calls()
+        return [message.message(known, arguments_as_text=arguments_as_text) for message in self.messages]
 
 
 class TokenSampling(Sampling):

@@ -57,7 +57,7 @@ def serve(
         settings={"rollout.refill_steps": STEPS_SHOWN},
     ) as opened:
         rollouts = opened.rollouts
-        known = model_of(opened, name or model, max_queue=max_queue)
+        known = model_of(opened, name or model_id(model), max_queue=max_queue, aliases=(model,))
         rollouts.engine.warm_up()
         worker = EngineThread(rollouts.engine, max_queue=max_queue)
         server = Server(known, worker)
@@ -78,8 +78,21 @@ def serve(
             worker.close()
 
 
-def model_of(opened: Opened, name: str, *, max_queue: int) -> Model:
-    """What a server knows of an engine's model."""
+def model_id(model: str) -> str:
+    """The name of a model for clients: of a run its folder's, with its step if one is given; of files theirs.
+
+    Other names, such as those of the hub, stay as they are.
+    """
+    run = run_of(model)
+    if run is not None:
+        name = as_path(run.run).name or Path(run.run).resolve().name
+        return name if run.step is None else f"{name}@{run.step}"
+    path = Path(model).expanduser()
+    return path.resolve().name if path.exists() else model
+
+
+def model_of(opened: Opened, name: str, *, max_queue: int, aliases: tuple[str, ...] = ()) -> Model:
+    """What a server knows of an engine's model; `aliases` are other names for it."""
     tokenizer, engine = opened.rollouts.feed.tokenizer, opened.rollouts.engine
     try:
         tools = ToolFormat("requests with tools are refused", tokenizer)
@@ -88,6 +101,7 @@ def model_of(opened: Opened, name: str, *, max_queue: int) -> Model:
         tools = None
     return Model(
         name=name,
+        aliases=aliases,
         tokenizer=tokenizer,
         answering=opened.answering,
         tools=tools,

@@ -1,7 +1,7 @@
 """Makes the engine's requests of clients' bodies: encodes prompts, and checks that they fit. No jax."""
 
 import dataclasses
-import uuid
+import json
 from collections.abc import Sequence
 
 from podium.models.tokenizer import Tokenizer
@@ -9,9 +9,13 @@ from podium.rollout.request import Request, SamplingParams
 from podium.rollout.sequence import check_sampling, check_tokens
 from podium.run.answering import Answering
 from podium.serve.bodies import ChatBody, CompletionBody, GenerateBody, RequestError, Sampling
+from podium.serve.documents import Document, usage_of
 from podium.serve.replies import ChatForm, CompletionForm, EchoForm, Form, TextStream
+from podium.tasks.tool_calls import opens_thought
 from podium.train.dialogue import ToolFormat
 
+MAX_VARIANTS = 32
+"""Sets of variables for the chat template that are remembered."""
 DEFAULT_TOKENS = 16
 """Length of an answer of `/v1/completions` if the client does not say one, as OpenAI has it."""
 
@@ -26,12 +30,13 @@ class Prepared:
     """One for each answer."""
     stream: bool
     include_usage: bool
+    ignored: tuple[str, ...] = ()
+    """Fields that changed nothing."""
 
-    def usage(self, drawn: int) -> dict[str, int]:
+    def usage(self, drawn: int) -> Document:
         """What OpenAI's clients read of the number of tokens."""
         read = sum(len(request.prompt) for request in self.requests)
-        drawn = drawn if self.form.answers else 0
-        return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+        return usage_of(read, drawn if self.form.answers else 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,10 +55,16 @@ class Model:
     """Most tokens of a prompt and its answer."""
     most: int
     """Most answers to one request."""
+    aliases: tuple[str, ...] = ()
+    """Other names that clients may give it."""
+    _variants: dict[str, tuple[Tokenizer, ToolFormat | None]] = dataclasses.field(
+        default_factory=dict[str, tuple[Tokenizer, ToolFormat | None]]
+    )
+    """By variables for the chat template that requests have given."""
 
     def check_name(self, name: str | None) -> None:
         """Raises RequestError if a client asks for another model."""
-        if name not in (None, self.name):
+        if name not in (None, self.name, *self.aliases):
             message = f"model: there is no {name!r}; this server has {self.name!r}"
             raise RequestError(message, "model", status=404, code="model_not_found")
 
@@ -86,14 +97,22 @@ class Model:
         """A request for a message. Raises RequestError if it does not fit, or the chat template refuses it."""
         self.check_name(body.model)
         self._check_answers(body.n)
-        shown, tools, chat = body.schemas, self.tools, self.tokenizer.chat_format
+        shown, variables = body.schemas, self.tokenizer.chat_format.variables
+        try:
+            tokenizer, tools = self._written(json.dumps(body.options(variables), sort_keys=True))
+        except ValueError as error:
+            raise RequestError(f"chat_template_kwargs: {error}", "chat_template_kwargs") from None
         if shown and tools is None:
             raise RequestError("tools: the model's chat template writes calls in a form that is not read", "tools")
         messages = body.conversation(arguments_as_text=tools is not None and tools.arguments_as_text)
         messages = self.answering.messages(messages)
         messages = messages if tools is None else tools.with_tools(messages, shown)
+        chat, begun = tokenizer.chat_format, ""
         try:
-            prompt = tuple(chat.encode(chat.render(messages, tools=shown, answer=True)))
+            text = chat.render(messages, tools=shown, answer=True)
+            if tools is not None and body.must_call is not None:
+                begun = tools.begun(body.must_call or None)
+            prompt = (*chat.encode(text), *chat.encode(begun))
         except ValueError as error:
             raise RequestError(f"messages: {error}", "messages") from None
         form = ChatForm(
@@ -101,10 +120,13 @@ class Model:
             logprobs=body.logprobs,
             tools=shown,
             format=tools if shown else None,
-            id=uuid.uuid4().hex[:12],
+            begun=begun,
+            thinking=opens_thought(text),
+            parallel=body.parallel_tool_calls,
         )
         most = body.max_completion_tokens or body.max_tokens
-        return self._prepared(self._requests([prompt], body, most, "messages"), form, body)
+        requests = self._requests([prompt], body, most, "messages")
+        return dataclasses.replace(self._prepared(requests, form, body), ignored=tuple(body.ignored(variables)))
 
     def generate(self, body: GenerateBody) -> list[Request]:
         """A request for tokens. Raises RequestError if it does not fit."""
@@ -113,6 +135,21 @@ class Model:
         self._check_answers(sampling.n)
         prompt = tuple(body.token_ids)
         return self._requests([prompt], sampling, sampling.max_tokens, "token_ids", "sampling_params.")
+
+    def _written(self, options: str) -> tuple[Tokenizer, ToolFormat | None]:
+        """The tokenizer, and how it writes tools, with these variables for the chat template, as JSON.
+
+        Raises ValueError if the template cannot be rendered with them.
+        """
+        if options == "{}":
+            return self.tokenizer, self.tools
+        if options not in self._variants:
+            if len(self._variants) >= MAX_VARIANTS:
+                self._variants.clear()
+            tokenizer = self.tokenizer.with_options(json.loads(options))
+            tools = None if self.tools is None else ToolFormat("tools", tokenizer)
+            self._variants[options] = tokenizer, tools
+        return self._variants[options]
 
     def _sampling(self, asked: Sampling) -> SamplingParams:
         return asked.params(self.answering.sampling)
@@ -132,6 +169,7 @@ class Model:
             ],
             stream=body.stream,
             include_usage=body.stream_options.include_usage,
+            ignored=tuple(body.notes),
         )
 
     def _requests(

@@ -6,19 +6,20 @@ back what may still become something else: half of a character, or the beginning
 
 import dataclasses
 import itertools
-import json
+import secrets
 from collections.abc import Sequence
 from typing import Protocol
 
 from podium.models.chat_format import ToolSchema
 from podium.models.tokenizer import Tokenizer
 from podium.rollout.answer import CHANNEL
+from podium.serve.documents import Document, call_of, delta_choice, message_choice, tokens_choice
 from podium.serve.worker import Piece
 from podium.train.dialogue import ToolFormat
 
 HALF = "\ufffd"
 """What an incomplete character is decoded to."""
-Choice = dict[str, object]
+Choice = Document
 
 
 class TextStream:
@@ -182,7 +183,12 @@ class ChatForm:
     tools: Sequence[ToolSchema]
     format: ToolFormat | None
     """Reads calls; None without tools."""
-    id: str
+    begun: str = ""
+    """The beginning of the answer that was given to the model, a call that it must make."""
+    thinking: bool = False
+    """Whether the prompt has opened a thought."""
+    parallel: bool = True
+    """Whether an answer may have several calls; otherwise the first is taken."""
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
     answers = True
 
@@ -194,35 +200,25 @@ class ChatForm:
     def choice(self, piece: Piece, text: str) -> Choice:
         """The message, with the calls in it."""
         content, calls, reason = self._read(piece, text)
-        message = {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
-        return {"index": piece.number, "message": message, "logprobs": self._logprobs(piece), "finish_reason": reason}
+        return message_choice(piece.number, content, calls, reason, self._logprobs(piece))
 
     def delta(self, piece: Piece, text: str) -> Choice | None:
         """A piece of the message."""
         content, calls, reason = self._read(piece, text)
         if not (content or piece.first or piece.completion is not None or self.logprobs):
             return None
-        new: dict[str, object] = {"role": "assistant"} if piece.first else {}
-        new |= {"content": content} if content else {}
-        new |= {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]} if calls else {}
-        return {"index": piece.number, "delta": new, "logprobs": self._logprobs(piece), "finish_reason": reason}
+        return delta_choice(piece.number, content, calls, reason, self._logprobs(piece), first=piece.first)
 
-    def _read(self, piece: Piece, text: str) -> tuple[str | None, list[dict[str, object]], str | None]:
+    def _read(self, piece: Piece, text: str) -> tuple[str | None, list[Document], str | None]:
         """What an answer says, its calls, and why it ended."""
         completion = piece.completion
         if completion is None or self.format is None:
             return text, [], None if completion is None else completion.finish_reason
-        found = self.format.read(text, completion.tokens.tolist(), self.tools)
+        found = self.format.read(text, completion.tokens.tolist(), self.tools, begun=self.begun, thinking=self.thinking)
         if not found.calls:
-            return text, [], completion.finish_reason
-        calls: list[dict[str, object]] = [
-            {
-                "id": f"call_{self.id}_{piece.number}_{place}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
-            }
-            for place, call in enumerate(found.calls)
-        ]
+            return self.begun + text, [], completion.finish_reason
+        called = found.calls if self.parallel else found.calls[:1]
+        calls = [call_of(secrets.token_hex(5)[:9], call.name, call.arguments) for call in called]
         return found.said or None, calls, "tool_calls"
 
     def _logprobs(self, piece: Piece) -> dict[str, object] | None:
@@ -244,13 +240,4 @@ class ChatForm:
 def token_choice(piece: Piece) -> Choice:
     """A whole answer of `/inference/v1/generate`."""
     assert piece.completion is not None, "it comes whole"
-    content = [
-        {"token": f"token_id:{token}", "logprob": logprob}
-        for token, logprob in zip(piece.tokens, piece.logprobs, strict=True)
-    ]
-    return {
-        "index": piece.number,
-        "token_ids": piece.tokens,
-        "logprobs": {"content": content},
-        "finish_reason": piece.completion.finish_reason,
-    }
+    return tokens_choice(piece.number, piece.tokens, piece.logprobs, piece.completion.finish_reason)

@@ -31,6 +31,21 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, object]
+    id: str = ""
+    """By which a tool's reply names it (`call_id`); empty while it is read."""
+
+
+def call_id(turn: int, place: int) -> str:
+    """The id of a call by its answer's number and its place there: nine characters, which some chat templates need."""
+    return f"call{_in_base_36(turn, 3)}{_in_base_36(place, 2)}"
+
+
+def _in_base_36(number: int, digits: int) -> str:
+    found = ""
+    for _ in range(digits):
+        number, digit = divmod(number, 36)
+        found = f"{digit:d}"[-1] * (digit < 10) + chr(87 + digit) * (digit >= 10) + found
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +68,8 @@ class Turn:
     """For programs: the log-probability of each of them, under the distribution it was sampled from."""
     read: int = 0
     """For programs: how many tokens the model read before."""
+    unread: tuple[str, ...] = ()
+    """For programs: the variables they gave (`Asking.options`) that the model's chat template does not read."""
     cut: bool = False
     """Whether it was cut at a limit of tokens. Only programs get answers that were cut: other conversations end."""
 
@@ -68,6 +85,12 @@ class Asking:
     """Whether this is a whole prompt; else it is what follows the last answer."""
     tools: tuple[ToolSchema, ...] = ()
     """What the model may call."""
+    must_call: str | None = None
+    """The tool that it must call, empty for any of them; None: it may answer without."""
+    parallel: bool = True
+    """Whether it may call several tools at once; otherwise only its first call is answered."""
+    options: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object])
+    """Variables for the chat template besides the run's."""
     max_tokens: int | None = None
     """Tokens of the answer; None: as many as the run allows."""
     stop_tokens: tuple[int, ...] = ()

@@ -6,7 +6,7 @@
 
 The key tells which conversation a request belongs to. With the key `sessions`, the header `X-Session-ID` does. Requests
 of a conversation are answered one by one. Sampling is the run's: of the fields that set it, `max_tokens` and
-`stop_token_ids` are read.
+`stop_token_ids` are read; the header X-Podium-Ignored of an answer lists the others that were given.
 """
 
 import functools
@@ -14,16 +14,27 @@ import json
 import queue
 import secrets
 import threading
-import time
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import NamedTuple
 
 from podium.models.chat_format import Message
-from podium.serve.bodies import ChatBody, GenerateBody, RequestError, Sampling, read_body
-from podium.tasks.conversation import Asking, ToolCall, Turn
+from podium.serve.bodies import ChatBody, GenerateBody, RequestError, Sampling, drawing_fields, read_body
+from podium.serve.documents import (
+    LAST_EVENT,
+    call_of,
+    delta_choice,
+    event_of,
+    head_of,
+    headers_of,
+    message_choice,
+    tokens_choice,
+    usage_of,
+)
+from podium.tasks.conversation import Asking, Turn
 
 MAX_BODY = 64 << 20
 """Bytes."""
@@ -31,6 +42,7 @@ SESSIONS = "sessions"
 SESSION_HEADER = "X-Session-ID"
 POSTS = {"v1/chat/completions": ChatBody, "inference/v1/generate": GenerateBody}
 MODEL = "policy"
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class Call(NamedTuple):
@@ -107,6 +119,9 @@ class Prompts:
             messages=tuple(new if follows else self._messages),
             fresh=not follows,
             tools=tuple(body.schemas),
+            must_call=body.must_call,
+            parallel=body.parallel_tool_calls,
+            options=body.wanted,
             max_tokens=body.max_completion_tokens or body.max_tokens,
             stop_tokens=body.stop_token_ids or (),
         )
@@ -241,58 +256,44 @@ class _Handler(BaseHTTPRequestHandler):
         raise RequestError(f"Content-Length: expected a number of bytes, got {said!r}")
 
     def _answer(self, body: ChatBody | GenerateBody, turn: Turn) -> None:
+        reason = "tool_calls" if turn.calls else "length" if turn.cut else "stop"
+        headers = headers_of(_ignored(body, turn))
         if isinstance(body, GenerateBody):
-            self._send(200, {"request_id": uuid.uuid4().hex, "choices": [_token_choice(turn)]})
+            choice = tokens_choice(0, turn.tokens, turn.logprobs, "length" if turn.cut else "stop")
+            self._send(200, {"request_id": uuid.uuid4().hex, "choices": [choice]}, headers)
             return
-        head: dict[str, object] = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
-        head["model"] = body.model or MODEL
-        drawn = len(turn.tokens)
-        usage = {"prompt_tokens": turn.read, "completion_tokens": drawn, "total_tokens": turn.read + drawn}
-        calls = [_call(turn, place, call) for place, call in enumerate(turn.calls)]
-        message: dict[str, object] = {"role": "assistant", "content": _said(turn) or (None if calls else "")}
-        reason = "tool_calls" if calls else "length" if turn.cut else "stop"
-        choice: dict[str, object] = {"index": 0, "logprobs": None, "finish_reason": reason}
+        head = head_of("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", body.model or MODEL)
+        usage = usage_of(turn.read, len(turn.tokens))
+        calls = [call_of(call.id, call.name, call.arguments) for call in turn.calls]
+        content = _said(turn) or (None if calls else "")
         if not body.stream:
-            message |= {"tool_calls": calls} if calls else {}
-            head["object"] = "chat.completion"
-            self._send(200, {**head, "choices": [{**choice, "message": message}], "usage": usage})
+            choices = [message_choice(0, content, calls, reason)]
+            self._send(200, {**head, "choices": choices, "usage": usage}, headers)
             return
-        message |= {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]} if calls else {}
-        head["object"] = "chat.completion.chunk"
-        events: list[dict[str, object]] = [{**head, "choices": [{**choice, "delta": message}]}]
+        events = [{**head, "choices": [delta_choice(0, content, calls, reason)]}]
         if body.stream_options.include_usage:
             events.append({**head, "choices": [], "usage": usage})
-        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
-        self._write(200, "text/event-stream", f"{text}data: [DONE]\n\n".encode())
+        text = "".join(map(event_of, events)) + LAST_EVENT
+        self._write(200, "text/event-stream", text.encode(), headers)
 
-    def _send(self, status: int, document: Mapping[str, object]) -> None:
-        self._write(status, "application/json", json.dumps(document).encode())
+    def _send(self, status: int, document: Mapping[str, object], headers: Mapping[str, str] = NO_HEADERS) -> None:
+        self._write(status, "application/json", json.dumps(document).encode(), headers)
 
-    def _write(self, status: int, kind: str, raw: bytes) -> None:
+    def _write(self, status: int, kind: str, raw: bytes, headers: Mapping[str, str]) -> None:
         try:
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(raw)))
+            for name, value in headers.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(raw)
         except OSError:  # the program has left
             self.close_connection = True
 
 
-def _call(turn: Turn, place: int, call: ToolCall) -> dict[str, object]:
-    arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
-    name = {"name": call.name, "arguments": arguments}
-    return {"id": f"call{turn.number:03d}{place:02d}", "type": "function", "function": name}
-
-
-def _token_choice(turn: Turn) -> dict[str, object]:
-    content = [
-        {"token": f"token_id:{token}", "logprob": logprob}
-        for token, logprob in zip(turn.tokens, turn.logprobs, strict=True)
-    ]
-    return {
-        "index": 0,
-        "token_ids": list(turn.tokens),
-        "logprobs": {"content": content},
-        "finish_reason": "length" if turn.cut else "stop",
-    }
+def _ignored(body: ChatBody | GenerateBody, turn: Turn) -> list[str]:
+    """The fields of a request that changed nothing: a run that trains draws in its own way."""
+    if isinstance(body, GenerateBody):
+        return [f"sampling_params.{name}" for name in drawing_fields(body.sampling_params)]
+    return [*drawing_fields(body), *body.hints, *turn.unread]

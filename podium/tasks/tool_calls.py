@@ -55,6 +55,11 @@ SPACES = re.compile(r"\s*")
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 IN_PYTHON = {"True": True, "False": False, "None": None}
 
+THOUGHTS = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"), ("[THINK]", "[/THINK]"))
+"""The marks around what a model thinks before it answers (Qwen and others, Gemma 4, Magistral)."""
+THOUGHT_MARKS = ("<think>", "</think>", "<|channel>", "<channel|>", "[THINK]", "[/THINK]")
+"""Those of them that may be special tokens."""
+
 Types = Mapping[str, Mapping[str, object]]
 """The schemas of arguments, by the names of tool and argument joined by a line break."""
 
@@ -81,20 +86,43 @@ class Form(NamedTuple):
     example: str
 
 
-def read_calls(text: str, form: CallForm, tools: Sequence[ToolSchema] = ()) -> Calls:
-    """The calls in an answer; what the model thought before it, up to `</think>`, is not looked at.
+def read_calls(text: str, form: CallForm, tools: Sequence[ToolSchema] = (), *, thinking: bool = False) -> Calls:
+    """The calls in an answer; calls inside a thought, closed or not, are none.
 
-    `tools` say which arguments are texts, where the form does not.
+    `tools` say which arguments are texts, where the form does not. `thinking`: the answer begins inside a thought,
+    which the prompt has opened.
     """
-    thought, end, answer = text.rpartition("</think>")
-    shape = FORMS[form]
-    said = thought + end + shape.pattern.sub("", answer).strip()
+    begin, end = _beyond_thoughts(text, thinking=thinking)
+    answer, shape = text[begin:], FORMS[form]
+    found = [match for match in shape.pattern.finditer(answer) if begin + match.start() < end]
+    rest, last = "", 0
+    for match in found:
+        rest, last = rest + answer[last : match.start()], match.end()
+    said = text[:begin] + (rest + answer[last:]).strip()
     try:
         types = _types(tools)
-        calls = [call for match in shape.pattern.finditer(answer) for call in shape.read(match.group(1), types)]
+        calls = [call for match in found for call in shape.read(match.group(1), types)]
     except ValueError as error:
         return Calls(problem=f"{error}; write {shape.example}", said=said)
     return Calls(calls=tuple(calls), said=said if calls else text)
+
+
+def opens_thought(text: str) -> bool:
+    """Whether a prompt ends with the opening of a thought, so that the answer begins inside it."""
+    return text.rstrip().endswith(tuple(opening for opening, _ in THOUGHTS))
+
+
+def _beyond_thoughts(text: str, *, thinking: bool) -> tuple[int, int]:
+    """Where the answer begins behind the last thought, and where a thought begins in it that is not closed."""
+    begin, closed = 0, False
+    for _, closing in THOUGHTS:
+        place = text.rfind(closing)
+        closed |= place >= 0
+        begin = max(begin, place + len(closing)) if place >= 0 else begin
+    if thinking and not closed:
+        return len(text), len(text)
+    opened = (text.find(opening, begin) for opening, _ in THOUGHTS)
+    return begin, min((place for place in opened if place >= 0), default=len(text))
 
 
 def instructions(tools: Sequence[ToolSchema], form: CallForm = "tags") -> str:

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from podium.config.errors import suggestion
 from podium.config.imports import imported, is_path
 from podium.models.chat_format import Message, ToolSchema
-from podium.tasks.conversation import Reply, ToolCall, ToolRun, Turn
+from podium.tasks.conversation import Reply, ToolCall, ToolRun, Turn, call_id
 
 Tool = Callable[..., object]
 Resolve = Callable[[object], object]
@@ -85,7 +85,7 @@ def by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
 def answer_calls(tools: Mapping[str, Tool], turn: Turn, resolve: Resolve) -> Reply | None:
     """Run the calls of a turn, in order; None if it has none, which ends a conversation that consists of calls."""
     if turn.problem:
-        return Reply(messages=(_message("tool", f"Error: {turn.problem}"),))
+        return Reply(messages=(_message("tool", f"Error: {turn.problem}", call_id(turn.number, 0)),))
     if not turn.calls:
         return None
     messages: list[Message] = []
@@ -93,7 +93,7 @@ def answer_calls(tools: Mapping[str, Tool], turn: Turn, resolve: Resolve) -> Rep
     for call in turn.calls:
         start = time.perf_counter()
         content, error = run_call(tools, call, resolve)
-        messages.append(_message(call.name, content))
+        messages.append(_message(call.name, content, call.id))
         known = call.name if call.name in tools else "unknown"
         ran.append(ToolRun(name=known, seconds=time.perf_counter() - start, error=error))
     return Reply(messages=tuple(messages), ran=tuple(ran))
@@ -112,8 +112,8 @@ def run_call(tools: Mapping[str, Tool], call: ToolCall, resolve: Resolve) -> tup
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str), False
 
 
-def _message(name: str, content: str) -> Message:
-    return {"role": "tool", "name": name, "content": content}
+def _message(name: str, content: str, call: str) -> Message:
+    return {"role": "tool", "name": name, "tool_call_id": call, "content": content}
 
 
 def _parameters(tool: Tool) -> list[tuple[inspect.Parameter, Any]]:

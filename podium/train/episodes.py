@@ -31,7 +31,7 @@ from podium.observe.stats import EnvironmentStats
 from podium.rollout.engine import Enough, OnPoll, RolloutEngine
 from podium.rollout.request import Completion, Key, Request, RolloutStats, SamplingParams, StopReason
 from podium.rollout.transcript import Transcript, transcript_of
-from podium.tasks.conversation import Asking, Reply, ToolRun, Turn
+from podium.tasks.conversation import Asking, Reply, ToolRun, Turn, call_id
 from podium.tasks.conversing import Answered
 from podium.tasks.environments import Environments
 from podium.tasks.tool_calls import Calls
@@ -646,11 +646,15 @@ class _Rollout:
             self._take_single(key, index, completion)
             return
         live = self._keys[key]
+        before = live.transcript.spans[-1].tokens.tolist()
         live.transcript = live.transcript.add_completion(completion)
         number = len(live.rewards)
         live.rewards.append(0.0)
         live.state = "replying"
-        read = self._turns.dialogue_of(live).read(completion.text, completion.tokens.tolist())
+        begun, tokens = self._turns.begun(live), completion.tokens.tolist()
+        read = self._turns.dialogue_of(live).read(completion.text, tokens, before=before, begun=begun)
+        if live.asking is not None and not live.asking.parallel:
+            read = read._replace(calls=read.calls[:1])
         live.messages.append(_answer(number, completion.text, read))
         self._unread_calls += bool(read.problem)
         cut = completion.finish_reason == "length"
@@ -667,6 +671,7 @@ class _Rollout:
                 turn,
                 tokens=tuple(completion.tokens.tolist()),
                 logprobs=tuple(completion.sampled_logprobs.tolist()),
+                unread=self._turns.dialogue_of(live).unread(live.asking.options),
                 cut=cut,
                 read=live.transcript.segments[-1].num_tokens - len(completion.tokens),
             )
@@ -694,7 +699,7 @@ def _answer(number: int, text: str, read: Calls) -> Message:
     if read.calls:
         message["tool_calls"] = [
             {
-                "id": f"call{number:03d}{place:02d}",
+                "id": call_id(number, place),
                 "type": "function",
                 "function": {"name": call.name, "arguments": dict(call.arguments)},
             }

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from podium.models.chat_format import Message
-from podium.tasks.conversation import Reply, Turn
+from podium.tasks.conversation import Reply, Turn, call_id
 from podium.tasks.conversing import Answered
 from podium.tasks.tool_calls import Calls
 from podium.train.dialogue import Dialogue
@@ -57,10 +57,13 @@ class Replay:
 
     def turn(self, number: int) -> Turn:
         """The model's answer with this number, as it was sent to the environment."""
-        span = self.live.transcript.drawn[number]
-        return turn_of(number, span.text, self.dialogue.read(span.text, span.tokens.tolist()))
+        spans = self.live.transcript.spans
+        place = [place for place, span in enumerate(spans) if span.drawn][number]
+        span, before = spans[place], spans[place - 1].tokens.tolist()
+        return turn_of(number, span.text, self.dialogue.read(span.text, span.tokens.tolist(), before=before))
 
 
 def turn_of(number: int, text: str, read: Calls) -> Turn:
     """An answer of the model as its environment gets it."""
-    return Turn(text=text, number=number, calls=read.calls, problem=read.problem, said=read.said)
+    calls = tuple(dataclasses.replace(each, id=call_id(number, place)) for place, each in enumerate(read.calls))
+    return Turn(text=text, number=number, calls=calls, problem=read.problem, said=read.said)

@@ -60,7 +60,18 @@ class Turns:
         """How a conversation is written, with the tools that its program offers. ValueError if there is no way."""
         dialogue = self.dialogue(live.index)
         assert dialogue is not None, "single answers have no environment"
-        return dialogue if live.asking is None or not live.asking.tools else dialogue.offering(live.asking.tools)
+        return dialogue if live.asking is None else dialogue.offering(live.asking.tools, live.asking.options)
+
+    def begun(self, live: Live) -> str:
+        """The beginning of the next answer that its program prescribes; empty: none."""
+        asking = live.asking
+        if asking is None or asking.must_call is None:
+            return ""
+        return self.dialogue_of(live).begun(asking.must_call or None)
+
+    def begun_tokens(self, live: Live) -> tuple[int, ...]:
+        """The same as tokens."""
+        return tuple(self.dialogue_of(live).tokenizer.chat_format.encode(self.begun(live)))
 
     def set_prompt(self, live: Live, first: str | Asking | None) -> None:
         """Set a conversation's prompt: its messages and tokens, to which the environment adds `first`.
@@ -105,14 +116,14 @@ class Turns:
         history = live.history[:-1]
         live.messages += messages
         drawn_end = ended if ended in dialogue.tokenizer.eos_tokens else None
-        tokens = dialogue.reply(messages, history=history, drawn_end=drawn_end)
+        tokens = [*dialogue.reply(messages, history=history, drawn_end=drawn_end), *self.begun_tokens(live)]
         return Following(tokens, self._rendered(live, dialogue, messages))
 
     def _whole_prompt(self, live: Live, asking: Asking) -> tuple[int, ...]:
         """The tokens of a program's whole prompt. Raises AskingError if it cannot be answered."""
         live.asking, live.before = asking, list(asking.messages)
         try:
-            tokens = asking.tokens or self.dialogue_of(live).prompt(live.before)
+            tokens = asking.tokens or (*self.dialogue_of(live).prompt(live.before), *self.begun_tokens(live))
         except ValueError as error:
             raise AskingError(str(error)) from error
         self._check(live, tokens)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import types
 
 import numpy as np
@@ -61,25 +62,17 @@ def test_any_pieces_add_up_to_the_text_and_never_split_a_character(tokenizer, st
 def test_calls_are_openais_tool_calls_whole_and_streamed(tokenizer):
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
     text = 'I look.<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
-    form = ChatForm(tokenizer=tokenizer, logprobs=False, tools=[tool], format=ToolFormat("test", tokenizer), id="abc")
+    form = ChatForm(tokenizer=tokenizer, logprobs=False, tools=[tool], format=ToolFormat("test", tokenizer))
     assert form.only_whole
     tokens = tokenizer.encode(text)
     piece = Piece(1, True, tokens, [0.0] * len(tokens), completion_of(tokens, text))
     function = {"name": "weather", "arguments": '{"city": "Köln"}'}
-    call = {"id": "call_abc_1_0", "type": "function", "function": function}
-    message = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
-    assert form.choice(piece, text) == {
-        "index": 1,
-        "message": message,
-        "logprobs": None,
-        "finish_reason": "tool_calls",
-    }
-    assert form.delta(piece, text) == {
-        "index": 1,
-        "delta": {**message, "tool_calls": [{"index": 0, **call}]},
-        "logprobs": None,
-        "finish_reason": "tool_calls",
-    }
+    whole, part = form.choice(piece, text), form.delta(piece, text)
+    (call,), (streamed,) = whole["message"].pop("tool_calls"), part["delta"].pop("tool_calls")
+    assert whole["message"] == part["delta"] == {"role": "assistant", "content": "I look."}
+    assert whole["finish_reason"] == part["finish_reason"] == "tool_calls"
+    assert (call["type"], call["function"], streamed["index"]) == ("function", function, 0)
+    assert re.fullmatch("[a-z0-9]{9}", call["id"]) and call["id"] != streamed["id"]
     broken = '<tool_call>{"name": "weather"'
     tokens = tokenizer.encode(broken)
     said = form.choice(Piece(0, True, tokens, [], completion_of(tokens, broken, "length")), broken)

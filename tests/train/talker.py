@@ -91,6 +91,27 @@ def afresh() -> float:
     return float(len(said(one)) + len(two))
 
 
+def agent() -> float:
+    """Asks as agents' clients do, with a tool that must be called; pays 1 if the answer has a reason."""
+    tool = {"name": "look", "strict": True, "parameters": {"type": "object", "properties": {}}}
+    fields = {
+        "tools": [{"type": "function", "function": tool}],
+        "tool_choice": {"type": "function", "function": {"name": "look"}},
+        "parallel_tool_calls": False,
+        "reasoning_effort": "low",
+        "temperature": 0.2,
+        "user": "me",
+    }
+    body = {"model": "any", "messages": [question(random.Random(SEED))], **fields}
+    url, kind = f"{BASE}/chat/completions", {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), kind)) as reply:
+        listed = reply.headers["X-Podium-Ignored"]
+        answer = json.loads(reply.read())["choices"][0]
+    assert listed == "temperature, user, tools.0.function.strict, reasoning_effort", listed
+    calls = answer["message"].get("tool_calls")
+    return float(answer["finish_reason"] in (("tool_calls",) if calls else ("length", "stop")))
+
+
 def endless() -> float:
     """Asks until it is refused; pays how often it was answered."""
     messages, count = [question(random.Random(SEED))], 0

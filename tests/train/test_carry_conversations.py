@@ -113,7 +113,7 @@ def test_an_environment_that_answers_otherwise_when_it_is_opened_anew_begins_aga
 def test_reward_functions_get_environments_that_ended_in_an_earlier_step(talk, monkeypatch):
     """This also holds after a resume, when earlier answers are sent again to new environments."""
 
-    def call_of_everything(self: Dialogue, text: str, tokens: list[int]) -> Calls:
+    def call_of_everything(self: Dialogue, text: str, tokens: list[int], **context: object) -> Calls:
         calls = (ToolCall(name="echo", arguments={"message": text}),) if text else ()
         return Calls(calls=calls, said="" if text else text)
 

@@ -185,7 +185,7 @@ def test_limits_end_conversations_by_name(talk, limits, reason):
     assert max(t.num_turns for g in whole for t in g.transcripts) == 3
 
 
-def call_of_everything(self: Dialogue, text: str, tokens: list[int]) -> Calls:
+def call_of_everything(self: Dialogue, text: str, tokens: list[int], **context: object) -> Calls:
     """Reads a call into each answer that says something, where the real reader wants a call's text."""
     if not text:
         return Calls(said=text)

@@ -97,6 +97,20 @@ def test_another_prompt_begins_a_segment_and_what_is_not_supported_is_refused(ta
         assert len(samples) == 8 and drawn == sum(each.num_drawn for each in group.transcripts)
 
 
+def test_a_tool_that_must_be_called_is_begun_and_the_beginning_is_not_trained(talk, roomy_model):
+    lengths = {"max_prompt_tokens": 150, "max_new_tokens": 4, "max_episode_tokens": 160}
+    config = talk(tasks=[program("agent")], rollout=lengths).model_copy(update={"model": str(roomy_model)})
+    groups, rollouts, _ = answered(config)
+    assert not rollouts.held.failures
+    tokenizer = rollouts.feed.tokenizer
+    begun = tokenizer.encode('<tool_call>{"name": "look", "arguments":')
+    for group in groups:
+        for each, reward in zip(group.transcripts, group.rewards, strict=True):
+            assert reward.total == 1.0 and each.num_turns == 1
+            assert each.prompt.tolist()[-len(begun) :] == begun
+            assert each.mask.tolist() == [False] * len(each.prompt) + [True] * each.num_drawn
+
+
 @pytest.mark.parametrize(
     ("way", "limits", "reason"),
     [
@@ -157,9 +171,8 @@ def asked(messages: list[dict], **fields: object) -> ChatBody:
 
 USER = {"role": "user", "content": "How many?"}
 LOOK_UP = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
-CALLING = Turn(
-    text="Look. <call>", said="Look.", number=0, calls=(ToolCall(name="look_up", arguments={"a": 1}),), tokens=(3,)
-)
+CALL = ToolCall(name="look_up", arguments={"a": 1}, id="call00000")
+CALLING = Turn(text="Look. <call>", said="Look.", number=0, calls=(CALL,), tokens=(3,))
 
 
 def test_a_request_that_repeats_the_conversation_says_what_is_new():
@@ -191,6 +204,17 @@ def test_a_request_that_repeats_the_conversation_says_what_is_new():
     assert prompts.read(GenerateBody(token_ids=[1, 2, 9])).fresh
 
 
+def test_what_an_agent_asks_for_reaches_the_run():
+    named = {"type": "function", "function": {"name": "look_up"}}
+    fields = {"tool_choice": named, "parallel_tool_calls": False, "chat_template_kwargs": {"enable_thinking": False}}
+    found = Prompts().read(asked([USER], tools=[LOOK_UP], **fields))
+    assert (found.must_call, found.parallel, found.options) == ("look_up", False, {"enable_thinking": False})
+    plain = Prompts().read(asked([USER], tools=[LOOK_UP]))
+    assert (plain.must_call, plain.parallel, plain.options) == (None, True, {})
+    with pytest.raises(RequestError, match="response_format"):
+        asked([USER], response_format={"type": "json_object"})
+
+
 def test_the_server_answers_with_calls_and_forgets_conversations_that_have_ended():
     line = Line()
     url = server().open(line)
@@ -214,6 +238,7 @@ def test_the_server_answers_with_calls_and_forgets_conversations_that_have_ended
         choice = result["choices"][0]
         assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Look."
         assert choice["message"]["tool_calls"][0]["function"] == {"name": "look_up", "arguments": '{"a": 1}'}
+        assert choice["message"]["tool_calls"][0]["id"] == "call00000"
     with urllib.request.urlopen(f"{url}/models") as reply:
         assert json.loads(reply.read())["data"][0]["id"] == "policy"
     server().drop(line)
