@@ -1,6 +1,7 @@
 """Tokenises text with transformers' tokenizer, from a Hugging Face folder or built from GGUF metadata."""
 
 import contextlib
+import copy
 import datetime
 import functools
 import os
@@ -102,12 +103,10 @@ class Tokenizer:
 
     def with_options(self, options: Mapping[str, object]) -> "Tokenizer":
         """The same tokenizer with these variables for the chat template besides its own, which they replace."""
-        return Tokenizer(
-            self._backend,
-            eos_tokens=self.eos_tokens,
-            template_name=self._template_name,
-            template_options={**self._template_options, **options},
-        )
+        other = copy.copy(self)
+        other._template_options = {**self._template_options, **options}
+        other.__dict__.pop("chat_format", None)  # made of the options
+        return other
 
     def make_chat_format(self, options: Mapping[str, object]) -> ChatFormat:
         """Make the chat format with further variables for the template.
