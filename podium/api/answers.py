@@ -5,7 +5,7 @@ import dataclasses
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -187,7 +187,8 @@ def open_model(
     bare: dict[str, Plain] = {"model": str(model), "tasks": [{"name": "arithmetic"}]}
     before = _overrides({**({} if fork else bare), **ANSWERS_ALONE, **sizes})
     given = [*overrides(settings), *more]
-    _check_given_once(asked, overrides(settings))
+    keys = {each.key for each in overrides(settings)} | {text.partition("=")[0].strip() for text in more}
+    _check_given_once(asked, keys, shared=context is not None)
     loaded = load(files, [*before, *given], os.environ)
     if fork is None and asked.max_new_tokens is None and "rollout.max_new_tokens" not in loaded.provenance:
         asked = dataclasses.replace(asked, max_new_tokens=new_tokens)
@@ -218,12 +219,17 @@ def _overrides(settings: Mapping[str, Plain]) -> list[Override]:
     return [Override(key, value, OPENED) for key, value in settings.items()]
 
 
-def _check_given_once(asked: Asked, settings: Iterable[Override]) -> None:
-    """Raise ValueError if an argument is also given as a setting of `rollout`."""
-    keys = {each.key for each in settings}
+def _check_given_once(asked: Asked, keys: Container[str], *, shared: bool) -> None:
+    """Raise ValueError if an argument is also among the settings `keys`, or one of them is the context's business.
+
+    `shared`: prompts and answers share a context.
+    """
     for name in ("max_new_tokens", "temperature", "repetition_penalty"):
         if getattr(asked, name) is not None and f"rollout.{name}" in keys:
             raise ValueError(f"{name}: given as an argument and as rollout.{name}; keep one")
+    for name in ("rollout.max_prompt_tokens", "rollout.max_episode_tokens"):
+        if shared and name in keys:
+            raise ValueError(f"{name}: prompts and answers share the context here; leave it out, and set --context")
 
 
 def evaluate(

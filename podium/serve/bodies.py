@@ -31,6 +31,7 @@ MAX_FIELDS = 64
 """Of an object of a request."""
 MAX_COMPLETIONS = 128
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]{0,63}")
 TEMPLATES_OWN = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of chat templates that are a request's other fields."""
 SMALLEST = 1e-6
@@ -398,9 +399,13 @@ class ChatBody(_Asked):
             known = ", ".join(names) or "none"
             message = f"tool_choice: {self.tool_choice.name!r} is not one of the tools, which are {known}"
             raise RequestError(message, "tool_choice")
-        if taken := [name for name in self.chat_template_kwargs if name in TEMPLATES_OWN]:
-            name = f"chat_template_kwargs.{taken[0]}"
-            raise RequestError(f"{name}: is set by other fields of the request; leave it out", name)
+        for name in self.chat_template_kwargs:
+            if name in TEMPLATES_OWN:
+                where = f"chat_template_kwargs.{name}"
+                raise RequestError(f"{where}: is set by other fields of the request; leave it out", where)
+            if not VARIABLE.fullmatch(name):
+                message = f"chat_template_kwargs: {name!r:.{SHOWN}} is not the name of a variable"
+                raise RequestError(message, "chat_template_kwargs")
         return self
 
     @property

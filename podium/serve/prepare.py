@@ -143,13 +143,14 @@ class Model:
         """
         if options == "{}":
             return self.tokenizer, self.tools
-        if options not in self._variants:
+        made = self._variants.get(options)
+        if made is None:
+            tokenizer = self.tokenizer.with_options(json.loads(options))
+            made = tokenizer, None if self.tools is None else ToolFormat("tools", tokenizer)
             if len(self._variants) >= MAX_VARIANTS:
                 self._variants.clear()
-            tokenizer = self.tokenizer.with_options(json.loads(options))
-            tools = None if self.tools is None else ToolFormat("tools", tokenizer)
-            self._variants[options] = tokenizer, tools
-        return self._variants[options]
+            self._variants[options] = made
+        return made
 
     def _sampling(self, asked: Sampling) -> SamplingParams:
         return asked.params(self.answering.sampling)

@@ -429,6 +429,12 @@ BAD = [
         "chat_template_kwargs.messages",
         "is set by other fields",
     ),
+    (
+        CHAT,
+        {"messages": HELLO, "chat_template_kwargs": {"a\r\nX-B: c": 1}},
+        "chat_template_kwargs",
+        "is not the name of a variable",
+    ),
     (TEXT, {"prompt": "1", "temperature": 1e-40}, "temperature", "at least 1e-06"),
     (TEXT, {"prompt": "1", "top_p": 1e-40}, "top_p", "at least 1e-06"),
     (TEXT, {"prompt": "1", "repetition_penalty": 1e-40}, "repetition_penalty", "greater than or equal to"),

@@ -84,6 +84,15 @@ def test_a_setting_that_is_given_twice_is_an_error(tiny_model):
         podium.generate(tiny_model, [QUESTION], temperature=0.5, rollout={"temperature": 0.7})
 
 
+def test_a_server_s_prompts_have_no_length_of_their_own(tiny_model):
+    setting = "rollout.max_prompt_tokens=9"
+    with (
+        pytest.raises(ValueError, match=r"rollout\.max_prompt_tokens: prompts and answers share the context here"),
+        open_model(tiny_model, setting, asked=Asked(), slots=1, context=48),
+    ):
+        pass
+
+
 def test_chat_draws_by_the_run(run, submitted):
     console = Console(file=io.StringIO(), width=200)
     for asked in (Asked(), Asked(system_prompt="", temperature=1.0)):
