@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 from tiny_runs import make_config
+from typer.testing import CliRunner
 
 import podium
+from podium import cli
 from podium.api.answers import open_model
 from podium.api.chat import chat as talk
 from podium.config.load import Override
@@ -146,6 +148,16 @@ def test_an_evaluation_of_other_rows_and_of_the_runs_own_says_the_system_prompt_
     assert lengths[0] == lengths[1] + 1 and lengths[2] == lengths[3] + 1
     with pytest.raises(ValueError, match="question go with data"):
         podium.evaluate(run, question="text")
+
+
+def test_podium_eval_asks_another_task_with_the_run_s_system_prompt(run, monkeypatch):
+    evaluated = []
+    monkeypatch.setattr(
+        "podium.train.evaluate.evaluate_command", lambda config, **options: evaluated.append(config) or 0
+    )
+    for task in ("gsm8k", "arithmetic"):
+        assert CliRunner().invoke(cli.app, ["eval", str(run), "--task", task, "--questions", "1"]).exit_code == 0
+    assert [config.tasks[0].system_prompt for config in evaluated] == [SYSTEM, SYSTEM]
 
 
 def test_the_system_prompt_is_the_task_s_own_or_the_config_s(tiny_model, tmp_path):
