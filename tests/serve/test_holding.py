@@ -123,6 +123,21 @@ def test_the_number_of_open_files_bounds_the_connections(monkeypatch):
     assert (listening.most_connections(), limits["now"]) == (2048, (2176, 1 << 20))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1e-6},
+        {"temperature": 1e6},
+        {"repetition_penalty": 1e-6},
+        {"repetition_penalty": 1e6, "temperature": 1e-6},
+        {"top_p": 1e-6, "min_p": 0.999},
+    ],
+)
+def test_no_number_that_is_accepted_makes_logits_infinite(served, fields):
+    """The cache of all requests is dropped where logits are not finite."""
+    assert answered(served, "/v1/completions", prompt=QUESTION, max_tokens=8, **fields)["choices"]
+
+
 # Ports.
 
 
