@@ -518,8 +518,10 @@ def sandbox_run(
 ) -> None:
     """Run a Python file in the sandbox; it reads the command's stdin.
 
-    Exit status: the file's own, 1 if it raises or exceeds a limit, 2 if it cannot be read.
+    Exit status: the file's own, 128 and the number of the signal if one ends it, 1 if it raises or exceeds a limit, 2
+    if it cannot be read. On a terminal, control characters that it writes are shown, not obeyed.
     """
+    from podium.observe.text import harmless
     from podium.sandbox.runs import Limits, Sandbox, SandboxError
 
     try:
@@ -527,15 +529,17 @@ def sandbox_run(
     except (OSError, UnicodeDecodeError) as error:
         _fail(f"{file} cannot be read: {error}", status=2)
     stdin = "" if sys.stdin.isatty() else sys.stdin.read()
-    with Sandbox(Limits(wall_s=wall_s, cpu_s=math.ceil(wall_s) + 1, memory_mib=memory_mib)) as sandbox:
+    cpu_s = wall_s * (os.cpu_count() or 1)
+    limits = Limits(wall_s=wall_s, cpu_s=cpu_s, life_cpu_s=math.ceil(cpu_s) + 1, memory_mib=memory_mib)
+    with Sandbox(limits) as sandbox:
         try:
-            result = sandbox.run(code, stdin)
+            result = sandbox.run(code, stdin, program=True)
         except SandboxError as error:
             _fail(error, status=1)
-    print(result.output, end="")
+    print(harmless(result.output) if sys.stdout.isatty() else result.output, end="", flush=True)
     if result.why not in (None, "ended"):
         _fail(f"{file} was ended: {result.why}", status=1)
-    raise typer.Exit(1 if result.error else result.exit_status)
+    raise typer.Exit(result.exit_status)
 
 
 def _try_task(target: str | None, seed: int, number: int, say: list[str] | None) -> None:

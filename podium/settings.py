@@ -573,19 +573,12 @@ def _tasks(config: Config) -> Iterator[Contradiction]:
     for index, (task, levels) in enumerate(zip(config.tasks, leveled(config.tasks), strict=True)):
         for number, level in enumerate(levels):
             try:
-                made = make_task(level)
+                make_task(level)
             except (ValueError, OSError) as error:
                 named = [option for option in level.options if f"options.{option}:" in str(error)]
                 key = f"options.{named[0]}" if named else "name"
                 of_level = task.curriculum is not None and named and named[0] in task.curriculum.levels[number]
                 yield Contradiction((f"tasks.{index}.{'curriculum.levels' if of_level else key}",), str(error))
-                break
-            allowed_s, limit_s = config.grading.timeout_s, getattr(made, "timeout_s", 0.0)
-            if limit_s >= allowed_s:
-                rule = (
-                    f"{limit_s:g} s is not below {allowed_s:g} s, after which an answer earns nothing; raise the latter"
-                )
-                yield Contradiction((f"tasks.{index}.options.timeout_s", "grading.timeout_s"), rule)
                 break
 
 

@@ -18,6 +18,11 @@ def printable(text: str) -> str:
     return "".join(_visible(character) for character in text)
 
 
+def harmless(text: str) -> str:
+    """Text as `printable` makes it, but with its line ends and tabs: for what is shown as it was written."""
+    return "".join(each if each in "\n\t" else _visible(each) for each in text)
+
+
 def _visible(character: str) -> str:
     if character == "\n":
         return LINE_END

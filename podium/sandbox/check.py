@@ -31,7 +31,8 @@ def check(sandbox: Sandbox) -> str:
         raise SandboxError(f"the sandbox does not hold: code in it {' and '.join(through)}")
     version = landlock_version()
     landlock = f"Landlock {version}" if version else "no Landlock (this kernel has none)"
-    return f"sandbox: namespaces, {landlock}, seccomp, limits; {len(PROBES)} of {len(PROBES)} attacks failed"
+    proc = "" if sandbox.has_proc else " without /proc (this machine's is masked)"
+    return f"sandbox: namespaces{proc}, {landlock}, seccomp, limits; {len(PROBES)} of {len(PROBES)} attacks failed"
 
 
 def check_machine() -> str:

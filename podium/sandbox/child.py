@@ -5,26 +5,42 @@ which separates it from what the code prints. The code can forge answers, so cal
 """
 
 import ast
+import atexit
+import contextlib
+import gc
 import importlib
 import io
+import itertools
 import json
 import linecache
 import os
 import random
+import signal
+import site
 import sys
+import threading
 import traceback
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TextIO, TypedDict
+
+from podium.sandbox.definitions import wanted
+from podium.sandbox.values import read, written
 
 FILE = "<code>"
 OFTEN_USED = (
-    "bisect", "collections", "copy", "datetime", "decimal", "fractions", "heapq", "itertools", "math", "operator", "re",
-    "statistics", "string", "typing",
+    "bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json",
+    "math", "operator", "random", "re", "statistics", "string", "typing",
 )  # fmt: skip
 """Modules that the zygote imports before it forks, so that runs need not."""
 for module in OFTEN_USED:
     importlib.import_module(module)
+for make_names in (site.setquit, site.setcopyright, site.sethelper):  # builtins that Python has unless started with -S
+    make_names()
+SENT_AT_ONCE = 32
+"""Items of an iterator that are sent together."""
+FLUSH = signal.SIGXCPU
+"""Sent to code whose time is up, for it to write what it has printed so far."""
 Answer = dict[str, object]
 
 
@@ -33,8 +49,10 @@ class RunRequest(TypedDict):
 
     name: str
     code: str
+    others: Sequence[str]
     shown: bool
     errors: bool
+    program: bool
 
 
 class CallRequest(TypedDict):
@@ -42,32 +60,7 @@ class CallRequest(TypedDict):
 
     name: str
     arguments: list[object]
-
-
-def written(value: Any) -> object:
-    """A value as JSON: plain values and lists as they are, others under their type's name. ValueError for the rest."""
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str):
-        return value
-    if kind is list:
-        return [written(each) for each in value]
-    if kind in (tuple, set, frozenset):
-        return {kind.__name__: [written(each) for each in value]}
-    if kind is dict:
-        return {"dict": [[written(key), written(each)] for key, each in value.items()]}
-    raise ValueError(f"a value of type {kind.__name__} cannot be sent")
-
-
-def read(value: object) -> object:
-    """The value that `written` wrote. LookupError, ValueError or TypeError if `written` cannot have written this."""
-    if isinstance(value, list):
-        return [read(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    ((name, inner),) = value.items()
-    if name == "dict":
-        return {read(key): read(each) for key, each in inner}
-    return {"tuple": tuple, "set": set, "frozenset": frozenset}[name](map(read, inner))
+    keywords: dict[str, object]
 
 
 class Child:
@@ -76,15 +69,18 @@ class Child:
     def __init__(self, requests: TextIO) -> None:
         self._requests = requests
         self._nonce = ""
+        self._process = os.getpid()
         self._module = types.ModuleType("__main__")
         self._names: dict[str, Any] = vars(self._module)
         self._names["exchange"] = self._exchange
+        self._iterators: list[Iterator[object]] = []
 
     def serve(self) -> NoReturn:
         """Answer requests until there are no more."""
+        answers = {"run": self._run, "call": self._call, "next": self._next_items}
         while True:
             request = self._next()
-            self._answer(self._run(request) if request["do"] == "run" else self._call(request))
+            self._answer(answers[request["do"]](request))
 
     def _next(self) -> Any:
         line = self._requests.readline()
@@ -95,11 +91,13 @@ class Child:
         return request
 
     def _answer(self, value: Mapping[str, object]) -> None:
+        _flush()
+        if os.getpid() != self._process:
+            os._exit(0)  # the code has forked; its first process answers
         try:
             text = json.dumps(value)
         except (ValueError, RecursionError) as error:
             text = json.dumps({"error": f"{type(error).__name__}: {error}"})
-        sys.stdout.flush()
         left = f"{self._nonce}{text}\n".encode()
         while left:
             left = left[os.write(1, left) :]
@@ -107,40 +105,92 @@ class Child:
     def _exchange(self, value: object) -> object:
         """For code that asks back: answer the request that it runs for, and return what comes next."""
         self._answer({"asks": written(value)})
-        return read(self._next()["value"])
+        return read(self._next()["value"], self._elsewhere)
+
+    def _elsewhere(self, number: int) -> Iterator[object]:
+        """The items of an iterator on the other side of `_exchange`."""
+        more = True
+        while more:
+            answer = self._exchange(["next", number])
+            assert isinstance(answer, dict)
+            if "value" not in answer:
+                raise RuntimeError(answer.get("error"))
+            items, more = answer["value"]
+            yield from items
 
     def _run(self, request: RunRequest) -> Answer:
-        """Run code as a program under a name; names are kept. `shown`: print the value of a last expression."""
+        """Run code as a program under a name; names are kept."""
         code = request["code"]
         self._names["__name__"] = request["name"]
+        self._names["__file__"] = "/box/code.py"
         sys.modules[request["name"]] = self._module
         if not request["errors"]:
-            os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
-            sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+            sys.stderr = sys.__stderr__ = open("/dev/null", "w")  # noqa: SIM115
+            os.dup2(sys.stderr.fileno(), 2)
         linecache.cache[FILE] = (len(code), None, code.splitlines(keepends=True), FILE)  # for tracebacks
         try:
-            tree = ast.parse(code, FILE)
-            last = tree.body.pop() if request["shown"] and tree.body and isinstance(tree.body[-1], ast.Expr) else None
-            exec(compile(tree, FILE, "exec"), self._names)
-            if isinstance(last, ast.Expr):
-                value = eval(compile(ast.Expression(last.value), FILE, "eval"), self._names)
-                if value is not None:
-                    print(repr(value))
+            answer = self._executed(request)
         except SystemExit as error:
-            return {"exit": _status(error.code)}
+            answer: Answer = {"exit": _status(error.code)}
         except BaseException as error:
             traceback.print_exception(type(error), error, _from_own_line(error.__traceback__))
-            return {"error": f"{type(error).__name__}: {error}"[:1000]}
+            answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
+        if request["program"]:
+            self._end()
+        return answer
+
+    def _executed(self, request: RunRequest) -> Answer:
+        """Run code; `shown`: print the value of a last expression."""
+        tree = ast.parse(request["code"], FILE)
+        if request["others"]:
+            with contextlib.suppress(Exception):
+                exec(compile(ast.fix_missing_locations(wanted(tree, request["others"])), FILE, "exec"), self._names)
+        last = tree.body.pop() if request["shown"] and tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, FILE, "exec"), self._names)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), FILE, "eval"), self._names)
+            if value is not None:
+                print(repr(value))
         return {}
 
+    def _end(self) -> None:
+        """What the interpreter does at the end of a program: it waits for threads, runs hooks, and closes files."""
+        for step in (threading._shutdown, atexit._run_exitfuncs, _flush, self._names.clear, gc.collect):  # pyright: ignore[reportAttributeAccessIssue]
+            with contextlib.suppress(BaseException):
+                step()
+
     def _call(self, request: CallRequest) -> Answer:
-        """Call a function, or a method of a class `Solution`, and answer with its value."""
+        """Call a function, or a method of a class `Solution`, and answer with its value.
+
+        If it returns None, answer with the arguments too, which it may have changed in place.
+        """
         try:
             name = request["name"]
             function = self._names[name] if name in self._names else getattr(self._names["Solution"](), name)
-            return {"value": written(function(*map(read, request["arguments"])))}
+            arguments = [read(each) for each in request["arguments"]]
+            value = function(*arguments, **{key: read(each) for key, each in request["keywords"].items()})
+            answer: Answer = {"value": written(value, self._iterators)}
+            if value is None:
+                with contextlib.suppress(ValueError):
+                    answer["arguments"] = [written(each) for each in arguments]
+            return answer
         except BaseException as error:
             return {"error": f"{type(error).__name__}: {error}"[:1000]}
+
+    def _next_items(self, request: dict[str, int]) -> Answer:
+        """The next items of an iterator that was sent, and whether there may be more."""
+        try:
+            items = list(itertools.islice(self._iterators[request["number"]], SENT_AT_ONCE))
+            return {"value": [[written(each, self._iterators) for each in items], len(items) == SENT_AT_ONCE]}
+        except BaseException as error:
+            return {"error": f"{type(error).__name__}: {error}"[:1000]}
+
+
+def _flush() -> None:
+    """Write what has been printed, to whatever the code has made of stdout."""
+    for stream in (sys.stdout, sys.__stdout__):
+        with contextlib.suppress(Exception):  # closed, replaced by something else, or in the middle of writing
+            stream.flush()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def _status(code: object) -> int:
@@ -160,8 +210,11 @@ def _from_own_line(trace: types.TracebackType | None) -> types.TracebackType | N
 
 def serve(requests: int) -> NoReturn:
     """Answer what comes by the descriptor `requests`."""
-    sys.stdout = sys.stderr = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), "utf-8", "replace", write_through=True)
-    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0)), "utf-8", "replace")
+    output = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8", "replace")
+    sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = output  # one, so that lines keep their order
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0)), "utf-8", "replace")
+    sys.argv = [FILE]
+    signal.signal(FLUSH, lambda *_: _flush())
     random.seed(0)
     with open(requests, encoding="utf-8") as lines:
         Child(lines).serve()

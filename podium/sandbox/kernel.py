@@ -61,6 +61,11 @@ restart_syscall:219:128
 processes, clocks. No sockets, no tracing, nothing that mounts, loads or makes namespaces."""
 PARTLY = "clone:56:220 clone3:435:435 ioctl:16:29 prctl:157:167 prlimit64:302:261"
 """System calls that the filter allows or refuses by their arguments."""
+UNSUPPORTED = """
+setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 getxattr:191:8 lgetxattr:192:9 fgetxattr:193:10 listxattr:194:11
+llistxattr:195:12 flistxattr:196:13
+"""
+"""System calls that fail as on a file system without extended attributes, which libraries expect (shutil.copy2)."""
 OURS = """
 mount:165:40 umount2:166:39 unshare:272:97 setns:308:268 pivot_root:155:41 capset:126:91 mount_setattr:442:442
 landlock_create_ruleset:444:444 landlock_add_rule:445:445 landlock_restrict_self:446:446
@@ -125,11 +130,12 @@ def read_only_tree(path: str) -> None:
     call("mount_setattr", -100, path.encode(), 0x8000, attributes, len(attributes))
 
 
-def map_user(inside: int, user: int, group: int) -> None:
-    """In a new user namespace: call this process's user and group by the number `inside`."""
+def map_user(inside: int, user: int, group: int, proc: int) -> None:
+    """In a new user namespace: call this process's user and group by the number `inside`. `proc` is an open /proc."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {user} 1"), ("gid_map", f"{inside} {group} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
+        file = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
+        os.write(file, text.encode())
+        os.close(file)
 
 
 def landlock_version() -> int:
@@ -188,7 +194,8 @@ def limit(*, cpu_s: int, memory_bytes: int, file_bytes: int, processes: int) -> 
     for kind, value in values.items():
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
+        # programs for competitions raise the stack's; the address space bounds it too
+        resource.setrlimit(kind, (value, hard if kind == resource.RLIMIT_STACK else value))
 
 
 def filter_program() -> bytes:
@@ -219,6 +226,8 @@ def filter_program() -> bytes:
     ]
     for each in numbers(ALLOWED).values():
         code += [(equal, 0, 1, each), (give, 0, 0, allow)]
+    for each in numbers(UNSUPPORTED).values():
+        code += [(equal, 0, 1, each), (give, 0, 0, 0x50000 | errno.EOPNOTSUPP)]
     partly = numbers(PARTLY)
     code += [(equal, 0, 1, partly["clone3"]), (give, 0, 0, 0x50000 | errno.ENOSYS)]  # libraries then call clone
     namespaces = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
@@ -228,9 +237,9 @@ def filter_program() -> bytes:
         tests = [(equal, len(values) - place, 0, value) for place, value in enumerate(values)]
         code += [(equal, 0, len(tests) + 3, partly[name]), (load, 0, 0, offset), *tests]
         code += [(give, 0, 0, refuse), (give, 0, 0, allow)]
-    code += [(equal, 0, 7, partly["prlimit64"])]  # reading the limits of this process alone
-    code += [(load, 0, 0, first), (equal, 0, 5, 0), (load, 0, 0, third), (equal, 0, 3, 0)]
-    code += [(load, 0, 0, third + 4), (equal, 0, 1, 0), (give, 0, 0, allow)]
+    code += [(equal, 0, 9, partly["prlimit64"])]  # reading the limits of this process alone, and setting its stack's
+    code += [(load, 0, 0, first), (equal, 0, 7, 0), (load, 0, 0, second), (equal, 4, 0, resource.RLIMIT_STACK)]
+    code += [(load, 0, 0, third), (equal, 0, 3, 0), (load, 0, 0, third + 4), (equal, 0, 1, 0), (give, 0, 0, allow)]
     code += [(give, 0, 0, refuse)]
     return b"".join(struct.pack("HBBI", *each) for each in code)
 

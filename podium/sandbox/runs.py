@@ -18,23 +18,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from podium.sandbox.child import Answer
+from podium.sandbox.ways_out import way_to_python, ways_out
 
 Why = Literal["time", "memory", "processes", "output", "ended"]
-WAYS_OUT = (
-    "On Ubuntu 24.04 and newer, allow it with `sysctl kernel.apparmor_restrict_unprivileged_userns=0`; in a container,"
-    " start it with profiles that permit unshare and mount (docker: --security-opt seccomp=unconfined --security-opt"
-    " apparmor=unconfined); elsewhere, raise user.max_user_namespaces"
-)
 MOUNT_POINTS = ("/mnt", "/tmp", "/var")
 """Folders to mount the new root on, in a namespace of its own; the first that the interpreter does not lie below."""
 START_LIMIT_S = 30.0
 END_LIMIT_S = 10.0
 """Seconds in which a run or the sandbox that is to end must have ended."""
+FLUSH_S = 0.2
+"""Seconds that code has, once its time is up, to write what it has printed so far."""
+LOOK_S = 0.02
+"""Shortest time between two looks at the CPU time of a run."""
+DROPPED_BYTES = 1 << 26
+"""What code may print for one request where this is not looked at."""
+PART_BYTES = 1 << 16
+"""Output that is read at once."""
 
 
 class SandboxError(ValueError):
@@ -44,10 +48,12 @@ class SandboxError(ValueError):
 class Ended(Exception):
     """A run ended without the answer that was waited for."""
 
-    def __init__(self, why: Why, output: str) -> None:
+    def __init__(self, why: Why, output: str, exit_status: int = 0) -> None:
         super().__init__(why)
         self.why: Why = why
         self.output = output
+        self.exit_status = exit_status
+        """For `ended`: as a shell has it, 128 and the number of the signal if one has ended the process."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +62,10 @@ class Limits:
 
     wall_s: float = 5.0
     """Seconds for each request."""
-    cpu_s: int = 10
-    """Seconds of CPU time of each process, over all requests."""
+    cpu_s: float = 10.0
+    """Seconds of CPU time for each request, of all processes together."""
+    life_cpu_s: int = 60
+    """Seconds of CPU time of each process over all requests, and between them."""
     memory_mib: int = 512
     """Address space of each process, and resident memory of all together."""
     disk_mib: int = 32
@@ -80,7 +88,8 @@ class Result:
     error: str
     """The exception that it ended with; empty: none."""
     exit_status: int = 0
-    """What it called sys.exit with, from 0 to 255; 0 if it did not."""
+    """As a shell has it: what it exited with, from 0 to 255; 128 and the number of the signal that ended it; 1 if it
+    raised an exception; 0 if a limit ended it."""
 
 
 class Sandbox:
@@ -89,6 +98,8 @@ class Sandbox:
     def __init__(self, limits: Limits | None = None, *, without: Sequence[str] = ()) -> None:
         """Nothing is started before the first run. `without` names layers to leave out, for tests of the others."""
         self.limits = limits or Limits()
+        self.has_proc = True
+        """Whether runs have a /proc of their own processes; known once the first has begun."""
         self._without = tuple(without)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -103,17 +114,18 @@ class Sandbox:
     def __del__(self) -> None:
         self.close()
 
-    def run(self, code: str, stdin: str = "") -> Result:
-        """Run a program to its end. SandboxError if it cannot begin."""
+    def run(self, code: str, stdin: str = "", *, program: bool = False) -> Result:
+        """Run code to its end. SandboxError if it cannot begin. `program`: as in `Run.execute`."""
         with self.open(stdin) as run:
             try:
-                output, answer = run.execute(code)
+                output, answer = run.execute(code, program=program)
             except Ended as ended:
-                return Result(output=ended.output, why=ended.why, error="")
-        status = answer.get("exit", 0)
+                return Result(output=ended.output, why=ended.why, error="", exit_status=ended.exit_status)
+        error = str(answer.get("error", ""))
+        status = answer.get("exit", int(bool(error)))
         if not isinstance(status, int) or not 0 <= status <= 255:  # the code has forged it
             status = 1
-        return Result(output=output, why=None, error=str(answer.get("error", "")), exit_status=status)
+        return Result(output=output, why=None, error=error, exit_status=status)
 
     @contextlib.contextmanager
     def open(self, stdin: str = "") -> Iterator["Run"]:
@@ -132,17 +144,18 @@ class Sandbox:
         os.lseek(given, 0, os.SEEK_SET)
         output, output_end = os.pipe()
         requests_end, requests = os.pipe()
-        report, report_end = os.pipe()
-        theirs = (given, output_end, requests_end, report_end)
+        report, report_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs = (given, output_end, requests_end, report_end.detach())
         limits = dataclasses.asdict(self.limits)
-        job = {name: limits[name] for name in ("cpu_s", "memory_mib", "disk_mib", "processes")}
+        job = {name: limits[name] for name in ("life_cpu_s", "memory_mib", "disk_mib", "processes")}
         try:
             with self._lock:
                 control = self._started()
                 socket.send_fds(control, [json.dumps({**job, "without": self._without}).encode()], theirs)
                 handle = _answered(control)
         except (OSError, SandboxError) as error:
-            for descriptor in (output, requests, report):
+            report.close()
+            for descriptor in (output, requests):
                 os.close(descriptor)
             self.close()
             raise error if isinstance(error, SandboxError) else SandboxError(f"a run cannot begin: {error}") from error
@@ -185,20 +198,24 @@ class Sandbox:
             cwd="/",
         )
         theirs.close()
-        try:
-            _answered(self._control)
-        except SandboxError as error:
-            raise SandboxError(f"this machine permits no sandbox: {error}. {WAYS_OUT}") from None
+        answer, _ = _received(self._control)
+        if error := answer.get("error"):
+            way = way_to_python(answer["unreadable"]) if answer.get("unreadable") else ways_out()
+            raise SandboxError(f"this machine permits no sandbox: {error}. {way}")
+        self.has_proc = answer["proc"]
         return self._control
 
 
-def _answered(control: socket.socket) -> int | None:
-    """The zygote's answer: a handle of the first process of a run, if one was begun. SandboxError if it could not."""
+def _received(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """The zygote's answer, and descriptors that came with it."""
     message, handles, _, _ = socket.recv_fds(control, 4096, 1)
-    if not message:
-        raise SandboxError("its process ended")
-    error = json.loads(message).get("error")
-    if error:
+    return json.loads(message or b'{"error": "its process ended"}'), handles
+
+
+def _answered(control: socket.socket) -> int | None:
+    """A handle of the first process of a run, if one was begun. SandboxError if it could not."""
+    answer, handles = _received(control)
+    if error := answer.get("error"):
         raise SandboxError(error)
     return handles[0] if handles else None
 
@@ -206,10 +223,11 @@ def _answered(control: socket.socket) -> int | None:
 class Run:
     """A process in the sandbox, which is asked one thing after another."""
 
-    def __init__(self, limits: Limits, output: int, requests: int, report: int, handle: int) -> None:
-        self.wall_s = limits.wall_s
-        """Limit of time of each request from now on."""
-        self._output_bytes = limits.output_bytes
+    def __init__(self, limits: Limits, output: int, requests: int, report: socket.socket, handle: int) -> None:
+        self.limits = limits
+        """Limits of each request from now on, `wall_s`, `cpu_s` and `output_bytes`."""
+        self.spent_s = 0.0
+        """CPU time of all processes of the run until the last answer."""
         self._output = output
         self._requests = requests
         self._report = report
@@ -218,51 +236,80 @@ class Run:
         os.set_blocking(requests, False)
 
     def execute(
-        self, code: str, *, name: str = "__main__", shown: bool = False, errors: bool = True
+        self,
+        code: str,
+        *,
+        name: str = "__main__",
+        others: Sequence[str] = (),
+        shown: bool = False,
+        errors: bool = True,
+        program: bool = False,
     ) -> tuple[str, Answer]:
         """Run code as a module of this name; names are kept. Returns what it printed, and the answer.
 
         Args:
             code: text of the module.
             name: its `__name__`.
+            others: texts whose definitions it gets, of names that it uses and does not make.
             shown: print the value of a last expression, as an interactive session does.
             errors: whether what it writes to stderr, and the traceback of an exception, are output too.
+            program: end it as the interpreter ends a program: wait for its threads, run its hooks, close its files.
         """
-        return self.ask({"do": "run", "code": code, "name": name, "shown": shown, "errors": errors})
+        return self.ask(_run_request(code, name, others, shown=shown, errors=errors, program=program))
 
-    def call(self, name: str, arguments: Sequence[object]) -> Answer:
-        """Call a function with arguments that `podium.sandbox.child.written` wrote; returns `value` or `error`."""
-        return self.ask({"do": "call", "name": name, "arguments": arguments})[1]
+    def define(self, code: str, name: str, others: Sequence[str] = ()) -> Answer:
+        """Run code as a module of this name, for what it defines; what it prints is dropped. See `execute`."""
+        return self.ask(_run_request(code, name, others, shown=False, errors=True, program=False), kept=False)[1]
 
-    def ask(self, request: dict[str, object]) -> tuple[str, Answer]:
-        """Send a request. Returns what was printed, and the answer. Ended if none comes within the limits."""
+    def call(self, name: str, arguments: Sequence[object], keywords: Mapping[str, object] | None = None) -> Answer:
+        """Call a function; returns `value` or `error`, and with a value of None the `arguments` after the call.
+
+        Args:
+            name: of the function, or of a method of a class `Solution`.
+            arguments: as `podium.sandbox.values.written` writes them.
+            keywords: likewise.
+        """
+        return self.ask({"do": "call", "name": name, "arguments": arguments, "keywords": keywords or {}}, kept=False)[1]
+
+    def next_items(self, number: object) -> Answer:
+        """The next items of an iterator that the code has sent: `value`, a list of them and whether there are more."""
+        return self.ask({"do": "next", "number": number}, kept=False)[1]
+
+    def ask(self, request: dict[str, object], *, kept: bool = True) -> tuple[str, Answer]:
+        """Send a request. Returns what was printed, and the answer. Ended if none comes within the limits.
+
+        `kept`: whether what is printed is returned, and counts as output. Else only its amount is limited.
+        """
         nonce = secrets.token_hex(16).encode()
         waiting = memoryview(json.dumps({**request, "nonce": nonce.decode()}).encode() + b"\n")
-        deadline = time.monotonic() + self.wall_s
-        found = bytearray()
+        found = _Output(nonce, self.limits.output_bytes, kept=kept)
+        deadline = time.monotonic() + self.limits.wall_s
+        look = time.monotonic() + self.limits.cpu_s
         poll = select.poll()
         poll.register(self._output, select.POLLIN)
         poll.register(self._requests, select.POLLOUT)
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise self._ended("time", found, deadline)
-            ready = dict(poll.poll(1000 * left))
+        while found.answer is None:
+            now = time.monotonic()
+            if now >= look:
+                left = self.limits.cpu_s - (self._cpu_s(deadline) - self.spent_s)
+                look = now + max(LOOK_S, left) if left > 0 else now
+            if now >= min(look, deadline):
+                raise self._late(found)
+            ready = dict(poll.poll(1000 * (min(look, deadline) - now)))
             if self._requests in ready:
                 with contextlib.suppress(BrokenPipeError, BlockingIOError):
                     waiting = waiting[os.write(self._requests, waiting) :]
                 if not waiting or ready[self._requests] & select.POLLERR:
                     poll.unregister(self._requests)
             if self._output in ready:
-                part = os.read(self._output, 1 << 16)
+                part = os.read(self._output, PART_BYTES)
                 if not part:
-                    raise self._ended("ended", found, deadline)
-                found += part
-                if len(found) > self._output_bytes:
-                    raise self._ended("output", found, deadline)
-                before, marked, answer = found.partition(nonce)
-                if marked and b"\n" in answer:
-                    return before.decode("utf-8", "replace"), _read(bytes(answer.partition(b"\n")[0]))
+                    raise self._ended(found, deadline)
+                found.add(part)
+                if found.too_long:
+                    raise Ended("output", found.text())
+        self.spent_s = max(self.spent_s, self._cpu_s(deadline))
+        return found.text(), _read(found.answer)
 
     def close(self) -> None:
         """End the run and wait until the kernel has removed all of it."""
@@ -274,21 +321,98 @@ class Run:
         poll = select.poll()
         poll.register(self._handle, select.POLLIN)
         poll.poll(1000 * END_LIMIT_S)
-        for descriptor in (self._output, self._requests, self._report, self._handle):
+        self._report.close()
+        for descriptor in (self._output, self._requests, self._handle):
             os.close(descriptor)
 
-    def _ended(self, why: Why, found: bytearray, deadline: float) -> Ended | SandboxError:
-        """What to raise for a run that has ended or must end; its own first process may report the reason."""
-        if why == "ended":
-            poll = select.poll()
-            poll.register(self._report, select.POLLIN)
-            if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-                return self._ended("time", found, deadline)  # it has closed its output, and goes on
-            said = os.read(self._report, 4096).decode("utf-8", "replace")
-            if said.startswith("failed"):
-                return SandboxError(f"a run could not be set up ({said})")
-            why = said or why  # pyright: ignore[reportAssignmentType]
-        return Ended(why, bytes(found[: self._output_bytes]).decode("utf-8", "replace"))
+    def _cpu_s(self, deadline: float) -> float:
+        """CPU time that the run has taken, as its first process says; what it took before if that has ended."""
+        with contextlib.suppress(OSError):
+            self._report.settimeout(max(LOOK_S, deadline - time.monotonic()))
+            self._report.send(b"cpu")
+            said = json.loads(self._report.recv(4096, socket.MSG_PEEK) or b"{}")
+            if "cpu_s" in said:  # else the report of its end, which `_ended` reads
+                self._report.recv(4096)
+                return said["cpu_s"]
+        return self.spent_s
+
+    def _late(self, found: "_Output") -> Ended:
+        """What to raise for a run whose time is up; it may still write what it has printed."""
+        with contextlib.suppress(OSError):
+            self._report.send(b"flush")
+        poll = select.poll()
+        poll.register(self._output, select.POLLIN)
+        until = time.monotonic() + FLUSH_S
+        while not found.too_long and poll.poll(1000 * max(0.0, until - time.monotonic())):
+            part = os.read(self._output, PART_BYTES)
+            if not part:
+                break
+            found.add(part)
+        return Ended("time", found.text())
+
+    def _ended(self, found: "_Output", deadline: float) -> Ended | SandboxError:
+        """What to raise for a run that has closed its output; its own first process reports the reason."""
+        self._report.settimeout(max(LOOK_S, deadline - time.monotonic()))
+        try:
+            said = json.loads(self._report.recv(4096) or b"{}")
+        except TimeoutError:
+            return Ended("time", found.text())  # it has closed its output, and goes on
+        if "failed" in said:
+            return SandboxError(f"a run could not be set up ({said['failed']})")
+        return Ended(said.get("why") or "ended", found.text(), said.get("status", 1))
+
+
+def _run_request(
+    code: str, name: str, others: Sequence[str], *, shown: bool, errors: bool, program: bool
+) -> dict[str, object]:
+    asked = {"code": code, "name": name, "others": others, "shown": shown, "errors": errors, "program": program}
+    return {"do": "run", **asked}
+
+
+class _Output:
+    """What a run writes for one request: what its code prints, a nonce, and the answer, a line."""
+
+    def __init__(self, nonce: bytes, limit: int, *, kept: bool) -> None:
+        self.answer: bytes | None = None
+        """The answer, once all of it has come."""
+        self._nonce = nonce
+        self._limit = limit
+        self._kept = kept
+        self._printed = bytearray()
+        self._dropped = 0
+        self._answer: bytearray | None = None
+        """What has come of the answer, once the nonce has."""
+
+    @property
+    def too_long(self) -> bool:
+        """Whether more has come than may."""
+        dropped = self._dropped > DROPPED_BYTES
+        return dropped or len(self._printed) > self._limit or len(self._answer or b"") > self._limit
+
+    def add(self, part: bytes) -> None:
+        """Take what has come."""
+        if self._answer is None:
+            start = max(0, len(self._printed) - len(self._nonce) + 1)
+            self._printed += part
+            place = self._printed.find(self._nonce, start)
+            if place < 0:
+                if not self._kept:
+                    self._drop(len(self._printed) - len(self._nonce) + 1)
+                return
+            self._answer, part = bytearray(), bytes(self._printed[place + len(self._nonce) :])
+            del self._printed[place:]
+        self._answer += part
+        if b"\n" in part:
+            self.answer = bytes(self._answer.partition(b"\n")[0])
+
+    def text(self) -> str:
+        """What was printed."""
+        return bytes(self._printed[: self._limit]).decode("utf-8", "replace") if self._kept else ""
+
+    def _drop(self, count: int) -> None:
+        if count > 0:
+            self._dropped += count
+            del self._printed[:count]
 
 
 def _read(text: bytes) -> Answer:

@@ -29,15 +29,28 @@ STANDARD_LIBRARY = os.path.dirname(os.__file__)
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 WATCH_MS = 20
 """Time between two looks at the memory and the processes of a run."""
-FAILED = "failed: "
-"""Begins the report of a run that could not be set up."""
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/box", "OPENBLAS_NUM_THREADS": "1"}
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/box", "USER": "nobody", "OPENBLAS_NUM_THREADS": "1"}
+
+
+class UnreadablePython(OSError):
+    """The user that the sandbox runs as may not read this Python."""
+
+
+class Home(NamedTuple):
+    """What the zygote keeps open for the first processes of runs."""
+
+    space: int
+    """Its own pid space, to come back to."""
+    machine_proc: int | None
+    """The /proc of the machine, if the kernel refuses a new one because parts of the old one are masked, as container
+    engines do. Runs then have no /proc, and the code never gets this one."""
 
 
 class Job(NamedTuple):
     """What the zygote knows of a run; the code itself comes to the run's own process, by a pipe."""
 
-    cpu_s: int
+    life_cpu_s: int
     memory_mib: int
     disk_mib: int
     processes: int
@@ -55,43 +68,45 @@ def main(control_fd: int, root: str) -> None:
             os.waitpid(first, 0)
             os._exit(0)
         kernel.prctl(kernel.PDEATHSIG, signal.SIGKILL)
-        change_root(root)
-        own_space = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        home = change_root(root)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)  # of these, the first process of a space dies by none
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # runs that have ended leave nothing
         gc.freeze()
-        control.send(b"{}")
+        control.send(json.dumps({"proc": home.machine_proc is None}).encode())
         while True:
             message, descriptors, _, _ = socket.recv_fds(control, 4096, 4)
             if not message:
                 os._exit(0)
-            _serve(control, Job(**json.loads(message)), descriptors, own_space)
+            _serve(control, Job(**json.loads(message)), descriptors, home)
     except Exception as error:
         with contextlib.suppress(OSError):
             _refuse(control, error)
 
 
 def _refuse(control: socket.socket, error: Exception) -> None:
-    control.send(json.dumps({"error": (isinstance(error, OSError) and error.strerror) or repr(error)}).encode())
+    said = {"error": (isinstance(error, OSError) and error.strerror) or repr(error), "unreadable": ""}
+    if isinstance(error, UnreadablePython):
+        said["unreadable"] = STANDARD_LIBRARY
+    control.send(json.dumps(said).encode())
 
 
-def _serve(control: socket.socket, job: Job, descriptors: Sequence[int], own_space: int) -> None:
+def _serve(control: socket.socket, job: Job, descriptors: Sequence[int], home: Home) -> None:
     """Fork the first process of a run, and answer with a handle of it."""
     try:
         kernel.call("unshare", kernel.NEWPID)
         first = os.fork()
         if first == 0:
             control.close()
-            os.close(own_space)
-            first_process(job, descriptors)
+            os.close(home.space)
+            first_process(job, descriptors, home.machine_proc)
         handle = os.pidfd_open(first)
         socket.send_fds(control, [b"{}"], [handle])
         os.close(handle)
     except OSError as error:
         _refuse(control, error)
     finally:
-        kernel.call("setns", own_space, kernel.NEWPID)
+        kernel.call("setns", home.space, kernel.NEWPID)
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -115,17 +130,19 @@ def enter(root: str) -> None:
         kernel.prctl(kernel.DUMPABLE, 1)  # else the files of this process in /proc stay root's
     user, group = os.geteuid(), os.getegid()
     kernel.call("unshare", kernel.NEWUSER | kernel.NEWPID | SPACES)
-    kernel.map_user(NOBODY, user, group)
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+    kernel.map_user(NOBODY, user, group, proc)
+    os.close(proc)
     if not built:
         if not os.access(STANDARD_LIBRARY, os.R_OK | os.X_OK):
-            raise OSError(errno.EACCES, f"user {user} may not read {STANDARD_LIBRARY}, where this Python lies")
+            raise UnreadablePython(errno.EACCES, f"user {user} may not read {STANDARD_LIBRARY}, where this Python lies")
         build_root(root)
 
 
 def libraries() -> list[str]:
-    """The folders that code needs: the standard library, shared libraries, programs."""
+    """The folders that code needs: the standard library, shared libraries, programs, time zones."""
     prefix = sys.base_prefix
-    folders = ("/usr/lib", "/usr/lib64", "/usr/bin", "/lib", "/lib64", "/bin", f"{prefix}/lib", f"{prefix}/bin")
+    folders = ("/usr/share/zoneinfo", "/usr/lib", "/usr/lib64", "/usr/bin", "/lib", "/lib64", "/bin", f"{prefix}/lib", f"{prefix}/bin")
     return [path for path in dict.fromkeys((*folders, STANDARD_LIBRARY)) if os.path.isdir(path)]
 
 
@@ -152,22 +169,31 @@ def build_root(root: str) -> None:
         kernel.mount(device, root + device, None, kernel.BIND)
 
 
-def change_root(root: str) -> None:
-    """Leave the machine's files behind."""
-    mount_processes(f"{root}/proc")
+def change_root(root: str) -> Home:
+    """Leave the machine's files behind. Returns what is kept of them."""
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+    space = os.open("self/ns/pid", os.O_RDONLY, dir_fd=proc)
+    if mount_processes(f"{root}/proc"):
+        os.close(proc)
+        proc = None
     kernel.mount(root, root, None, kernel.BIND | kernel.REC)  # a mount of another namespace cannot be the root
     os.chdir(root)
     kernel.call("pivot_root", b".", b".")
     kernel.call("umount2", b".", kernel.DETACH)
     os.chdir("/")
+    return Home(space, proc)
 
 
-def mount_processes(path: str) -> None:
-    """Mount a /proc that shows the processes of this pid space, and nothing of the kernel."""
-    kernel.mount("proc", path, "proc", kernel.NOSUID | kernel.NODEV | kernel.NOEXEC, "hidepid=2,subset=pid")
+def mount_processes(path: str) -> bool:
+    """Mount a /proc that shows the processes of this pid space, and nothing of the kernel; False if that is refused."""
+    try:
+        kernel.mount("proc", path, "proc", kernel.NOSUID | kernel.NODEV | kernel.NOEXEC, "hidepid=2,subset=pid")
+    except PermissionError:
+        return False
+    return True
 
 
-def first_process(job: Job, descriptors: Sequence[int]) -> NoReturn:
+def first_process(job: Job, descriptors: Sequence[int], machine_proc: int | None) -> NoReturn:
     """Make a run's own spaces, start its code, and watch it; the run ends with this process."""
     stdin, output, requests, report = (fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 64) for each in descriptors)
     try:
@@ -175,74 +201,132 @@ def first_process(job: Job, descriptors: Sequence[int]) -> NoReturn:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         kernel.call("unshare", SPACES)
-        mount_processes("/proc")
+        if machine_proc is None:
+            mount_processes("/proc")
+            proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+        else:  # opened anew, because a place in a folder that is being listed is shared by all that have inherited it
+            proc = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=machine_proc)
+            os.close(machine_proc)
         size = f"size={job.disk_mib}m,nr_inodes=4096,mode=700"
         kernel.mount("tmpfs", "/box", "tmpfs", kernel.NOSUID | kernel.NODEV, size)
         code = os.fork()
         if code == 0:
-            code_process(job, (stdin, output, output, requests), report)
+            code_process(job, (stdin, output, output, requests), report, proc)
         kernel.prctl(kernel.DUMPABLE, 0)
-        os.closerange(0, report)
-        why = watch(code, job)
+        os.closerange(0, proc)
+        os.closerange(proc + 1, report)
+        said = watch(code, job, Processes(proc, shared=machine_proc is not None), socket.socket(fileno=os.dup(report)))
     except BaseException as error:  # whatever it is, the run ends here
-        why = f"{FAILED}{error}"
-    os.write(report, why.encode())
+        said = {"failed": str(error)}
+    os.write(report, json.dumps(said).encode())
     os._exit(0)
 
 
-def code_process(job: Job, descriptors: Sequence[int], report: int) -> NoReturn:
+def code_process(job: Job, descriptors: Sequence[int], report: int, proc: int) -> NoReturn:
     """Give up everything, and then do what is asked."""
     try:
+        kernel.call("unshare", kernel.NEWUSER)  # with its own count of processes, and no rights in the spaces around it
+        kernel.map_user(NOBODY, NOBODY, NOBODY, proc)
+        os.close(proc)
         for place, descriptor in enumerate(descriptors):
             os.dup2(descriptor, place)
         os.chdir("/box")
         os.environ.clear()
         os.environ.update(ENVIRONMENT)
-        kernel.call("unshare", kernel.NEWUSER)  # with its own count of processes, and no rights in the spaces around it
-        kernel.map_user(NOBODY, NOBODY, NOBODY)
         if "landlock" not in job.without and kernel.landlock_version():
             folders = [path for path in libraries() if not os.path.islink(path)]
             kernel.landlock(readable=[*folders, "/proc"], writable=["/box"], devices=["/dev"])
         memory, file = job.memory_mib << 20, job.disk_mib << 20
-        kernel.limit(cpu_s=job.cpu_s, memory_bytes=memory, file_bytes=file, processes=job.processes)
+        kernel.limit(cpu_s=job.life_cpu_s, memory_bytes=memory, file_bytes=file, processes=job.processes)
         kernel.drop_capabilities()
         os.closerange(len(descriptors), report)
         if "seccomp" not in job.without:
             kernel.seccomp()
     except BaseException as error:
-        os.write(report, f"{FAILED}{error}".encode())
+        os.write(report, json.dumps({"failed": str(error)}).encode())
         os._exit(1)
     os.close(report)
     child.serve(requests=3)
 
 
-def watch(code: int, job: Job) -> str:
-    """Wait for the end of the code; returns which limit it exceeded, or nothing."""
-    ended = select.poll()
-    ended.register(os.pidfd_open(code), select.POLLIN)
+class Processes:
+    """The processes of this pid space beside its first, which is this one."""
+
+    def __init__(self, proc: int, *, shared: bool) -> None:
+        """`proc` is an open /proc; `shared`: of the machine, with processes of other spaces."""
+        self._proc = proc
+        self._own = os.readlink("self", dir_fd=proc)
+        self._space = self._space_of("self") if shared else None
+        if shared and not self._names():
+            raise OSError(errno.EACCES, "the /proc of this machine does not show the processes of a run")
+
+    def usage(self) -> tuple[int, int]:
+        """Their resident memory in bytes, and their number."""
+        found = [self._read(name, "statm") for name in self._names()]
+        pages = sum(int(fields.split()[1]) for fields in found if fields)
+        return pages * resource.getpagesize(), sum(map(bool, found))
+
+    def cpu_s(self) -> float:
+        """Seconds of CPU time that they have taken, those that have ended included."""
+        found = [self._read(name, "stat").rpartition(")")[2].split() for name in self._names()]
+        ticks = sum(int(field) for fields in found for field in fields[11:15])  # utime, stime, cutime, cstime
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return ticks / TICKS_PER_S + ended.ru_utime + ended.ru_stime
+
+    def _names(self) -> list[str]:
+        names = [name for name in os.listdir(self._proc) if name.isdigit() and name != self._own]
+        return names if self._space is None else [name for name in names if self._space_of(name) == self._space]
+
+    def _space_of(self, name: str) -> int:
+        """The number of a process's pid space; 0 if it may not be asked."""
+        try:
+            return os.stat(f"{name}/ns/pid", dir_fd=self._proc).st_ino
+        except OSError:  # it has just ended, or is another user's
+            return 0
+
+    def _read(self, name: str, file: str) -> str:
+        try:
+            descriptor = os.open(f"{name}/{file}", os.O_RDONLY, dir_fd=self._proc)
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            return ""
+        with open(descriptor) as opened, contextlib.suppress(ProcessLookupError):
+            return opened.read()
+        return ""
+
+
+def watch(code: int, job: Job, processes: Processes, report: socket.socket) -> dict[str, object]:
+    """Wait for the end of the code, and answer what `podium.sandbox.runs` asks by `report` meanwhile.
+
+    Returns which limit it exceeded, `why`, if any, and its exit `status`.
+    """
+    poll = select.poll()
+    poll.register(os.pidfd_open(code), select.POLLIN)
+    poll.register(report, select.POLLIN)
     while True:
-        ended.poll(WATCH_MS)
+        poll.poll(WATCH_MS)
         reaped = 1
         while reaped:
             reaped, status = os.waitpid(-1, os.WNOHANG)
             if reaped == code:
                 spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-                used_s = spent.ru_utime + spent.ru_stime  # the limit counts ticks, which may be shorter
-                return "time" if os.WIFSIGNALED(status) and used_s > 0.5 * job.cpu_s else ""
-        memory_bytes, processes = usage()
+                killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+                # the kernel's limit counts ticks, which may be shorter
+                late = killed and spent.ru_utime + spent.ru_stime > 0.5 * job.life_cpu_s
+                return {"why": "time" if late else "", "status": status_of_shell(status)}
+        with contextlib.suppress(BlockingIOError):
+            asked = report.recv(64, socket.MSG_DONTWAIT)
+            if asked == b"cpu":
+                report.send(json.dumps({"cpu_s": processes.cpu_s()}).encode())
+            elif asked == b"flush":
+                os.kill(code, child.FLUSH)
+        memory_bytes, count = processes.usage()
         if memory_bytes > job.memory_mib << 20:
-            return "memory"
-        if processes > job.processes:
-            return "processes"
+            return {"why": "memory", "status": 0}
+        if count > job.processes:
+            return {"why": "processes", "status": 0}
 
 
-def usage() -> tuple[int, int]:
-    """Resident memory of all processes of this pid space beside its first, and their number."""
-    pages = count = 0
-    for name in os.listdir("/proc"):
-        if name.isdigit() and name != "1":
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-                with open(f"/proc/{name}/statm") as file:
-                    pages += int(file.read().split()[1])
-                count += 1
-    return pages * resource.getpagesize(), count
+def status_of_shell(status: int) -> int:
+    """The exit status as a shell has it: 128 and the number of the signal for a process that a signal has ended."""
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code

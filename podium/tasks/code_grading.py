@@ -1,30 +1,50 @@
 """Grades code that a model wrote, in a sandbox that learns neither what is tested next nor the right result.
 
 A function is called with one test's arguments after the other; a program gets one test's input on stdin. Values and
-output come back and are compared here. Assertions run in a second sandbox (`podium.tasks.referee`), which has only the
-function's values. Whatever else the code prints, raises or exits with decides nothing.
+output come back and are compared here, as JSON, in time that the size of the right result limits. Assertions run in a
+second sandbox (`podium.tasks.referee`), which has only the function's values. Whatever else the code prints, raises or
+exits with decides nothing.
+
+Time is CPU time, so that a verdict does not depend on what else the machine does; the wall's clock only ends code that
+waits.
 """
 
+import dataclasses
+import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
-from podium.sandbox.child import Answer, read
+from podium.sandbox.child import Answer
 from podium.sandbox.runs import Ended, Run, Sandbox
+from podium.sandbox.values import written
+from podium.tasks.code_blocks import Code
 
-BLOCK = re.compile(r"```[ \t]*[\w+-]*[ \t]*\n(.*?)(?:\n[ \t]*```|$)", re.DOTALL)
 REFEREE = Path(__file__).with_name("referee.py")
+WALL_PER_CPU = 10.0
+"""Seconds by the clock for each second of CPU time that code may take; it is enough to get a tenth of a core."""
+OUTPUT_BYTES = 4 << 20
+"""What code may write beyond twice the size of what is right."""
+SPACES = re.compile("( +)")
+DECIMAL = re.compile(r"[+-]?(?:0|[1-9]\d*)(?:\.(?P<places>\d*))?(?P<exponent>[eE][+-]?\d{1,4})?", re.ASCII)
+MOST_DIGITS = 400
+"""Longer numbers are compared as text."""
+ROUNDED_DIGITS = 6
+"""Digits, and places behind the point, from which on a number counts as rounded to what is written."""
 
 
 class Call(NamedTuple):
     """A test of a function."""
 
     arguments: Sequence[object]
-    """As `podium.sandbox.child.written` writes values."""
+    """As `podium.sandbox.values.written` writes values."""
     expected: object
+    in_place: bool = False
+    """Whether the result is the first argument after the call, instead of the value that is returned."""
 
 
 class Program(NamedTuple):
@@ -44,6 +64,30 @@ class Assertions(NamedTuple):
 Tests = Sequence[Call] | Sequence[Program] | Assertions
 
 
+class Solution(NamedTuple):
+    """Code that is tested."""
+
+    code: Code
+    name: str = ""
+    """Of the function that is called; empty for programs."""
+    before: str = ""
+    """Code that runs before it in the same module, as imports that a question gives."""
+
+
+class TimeLimits(NamedTuple):
+    """CPU time in seconds."""
+
+    test_s: float
+    """Of each test; the first that takes longer is the last that is run."""
+    all_s: float
+    """Of all tests together."""
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds by the clock in which grading has ended, apart from the sandbox's own work."""
+        return WALL_PER_CPU * self.all_s
+
+
 class Verdict(NamedTuple):
     """The result of running a solution against its tests."""
 
@@ -53,30 +97,15 @@ class Verdict(NamedTuple):
     """Whether it was ended because it took too long; what it had passed by then counts."""
 
 
-def code_of(completion: str) -> str:
-    """The code in an answer: its last block between fences, or all of it; nothing of what was thought before it."""
-    answer = completion.rpartition("</think>")[2]
-    blocks = BLOCK.findall(answer)
-    return blocks[-1] if blocks else answer
-
-
-def grade(sandbox: Sandbox, code: str, name: str, tests: Tests, timeout_s: float) -> Verdict:
-    """Run code against tests.
-
-    Args:
-        sandbox: where to run it.
-        code: of the solution.
-        name: of the function that is called; empty for programs.
-        tests: all of one kind.
-        timeout_s: limit of all tests together.
-    """
-    clock = _Clock(time.monotonic() + timeout_s)
+def grade(sandbox: Sandbox, solution: Solution, tests: Tests, times: TimeLimits) -> Verdict:
+    """Run code against tests, which are all of one kind."""
+    budget = _Budget(times)
     if isinstance(tests, Assertions):
-        return _by_referee(sandbox, code, name, tests, clock)
+        return _by_referee(sandbox, solution, tests, budget)
     passed, late = 0, False
     programs = [test for test in tests if isinstance(test, Program)]
     for test in programs:
-        ok, late = _program(sandbox, code, test, clock)
+        ok, late = _program(sandbox, solution, test, budget)
         passed += ok
         if late:
             break
@@ -84,102 +113,181 @@ def grade(sandbox: Sandbox, code: str, name: str, tests: Tests, timeout_s: float
     if calls:
         with sandbox.open() as run:
             try:
-                clock.limit(run)
-                run.execute(code, name="solution")
+                _define(run, solution, budget)
                 for test in calls:
-                    clock.limit(run)
-                    passed += _is(run.call(name, test.arguments), test.expected)
+                    expected = written(test.expected)
+                    budget.limit(run, len(json.dumps(expected)))
+                    passed += _is(run.call(solution.name, test.arguments), expected, in_place=test.in_place)
             except Ended as ended:
                 late = ended.why == "time"
     return Verdict(passed, len(tests), late)
 
 
 def same(found: object, expected: object) -> bool:
-    """Whether two values are equal and of the same types throughout; floats up to rounding."""
-    if type(found) is not type(expected):
-        return False
-    if isinstance(found, float) and isinstance(expected, float):
-        return found == expected or math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-12)
-    if isinstance(found, list | tuple) and isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(map(same, found, expected))
-    if isinstance(found, dict) and isinstance(expected, dict):
-        return _sorted(found) == _sorted(expected) and all(same(found[key], expected[key]) for key in found)
-    if isinstance(found, set | frozenset) and isinstance(expected, set | frozenset):
-        return _sorted(found) == _sorted(expected)
-    return found == expected
+    """Whether two values, as `podium.sandbox.values.written` writes them, are equal and of the same types throughout.
+
+    Floats may differ by rounding; an int is accepted for a float, a tuple for a list, and any dict for a plain one.
+    Neither value is made again, so that no set or dict is built of what the code may have chosen: that takes quadratic
+    time.
+
+    Raises RecursionError if `found` is nested too deeply.
+    """
+    if isinstance(expected, dict) and len(expected) == 1:
+        return isinstance(found, dict) and len(found) == 1 and _same_form(found, expected)
+    if isinstance(expected, list):
+        elements = found["tuple"] if isinstance(found, dict) and found.keys() == {"tuple"} else found
+        return isinstance(elements, list) and len(elements) == len(expected) and all(map(same, elements, expected))
+    if isinstance(expected, float) and type(found) in (int, float):
+        return found == expected or math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-12)  # pyright: ignore[reportArgumentType]
+    return type(found) is type(expected) and found == expected
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Whether two outputs are equal but for spaces at the ends of lines, and empty lines at the end."""
-    return _lines(found) == _lines(expected)
+    """Whether two outputs are equal but for spaces at the ends of lines, empty lines at the end, and how a line writes
+    numbers with a decimal point: these may differ by rounding.
+    """
+    these, those = _lines(found), _lines(expected)
+    return len(these) == len(those) and all(map(_same_line, these, those))
 
 
-class _Clock(NamedTuple):
+class _Budget:
     """The time that is left for a solution."""
 
-    until: float
+    def __init__(self, times: TimeLimits) -> None:
+        self._times = times
+        self._left_s = times.all_s
+        self._until = time.monotonic() + times.wall_s
+        self._run: Run | None = None
+        self._spent_s = 0.0
 
-    def limit(self, run: Run) -> None:
-        run.wall_s = self.until - time.monotonic()
+    def limit(self, run: Run, right_bytes: int = 0) -> None:
+        """Set the limits of a run's next request; `right_bytes`: the size of the right result."""
+        if self._run is not None:
+            self._left_s -= self._run.spent_s - self._spent_s  # by the request before
+        self._run, self._spent_s = run, run.spent_s
+        cpu_s = max(0.0, min(self._times.test_s, self._left_s))
+        wall_s = min(WALL_PER_CPU * cpu_s, self._until - time.monotonic())
+        size = 2 * right_bytes + OUTPUT_BYTES
+        run.limits = dataclasses.replace(run.limits, cpu_s=cpu_s, wall_s=wall_s, output_bytes=size)
 
 
-def _is(answer: Answer, expected: object) -> bool:
+def _define(run: Run, solution: Solution, budget: _Budget) -> None:
+    """Run the module of a function, in which what runs before it leaves no function of its name."""
+    before = f"{solution.before}\nglobals().pop({solution.name!r}, None)"
+    for code, others in ((before, ()), (solution.code.text, solution.code.others)):
+        budget.limit(run)
+        run.define(code, "solution", others)
+
+
+def _is(answer: Answer, expected: object, *, in_place: bool) -> bool:
     """Whether an answer has the expected value; answers may be forged, and be anything."""
+    found = answer.get("value", ...)
+    arguments = answer.get("arguments")
+    if in_place and found is None and isinstance(arguments, list) and arguments:
+        found = arguments[0]
     try:
-        return same(read(answer["value"]), expected)
-    except (LookupError, ValueError, TypeError, RecursionError):
+        return same(found, expected)
+    except (RecursionError, OverflowError):
         return False
 
 
-def _program(sandbox: Sandbox, code: str, test: Program, clock: _Clock) -> tuple[bool, bool]:
+def _program(sandbox: Sandbox, solution: Solution, test: Program, budget: _Budget) -> tuple[bool, bool]:
     """Whether a program passed a test, and whether it was too late."""
     with sandbox.open(test.stdin) as run:
-        clock.limit(run)
         try:
-            output, answer = run.execute(code, errors=False)
+            budget.limit(run)
+            run.define(solution.before, "__main__")
+            budget.limit(run, len(test.stdout.encode()))
+            code, others = solution.code
+            output, answer = run.execute(code, others=others, errors=False, program=True)
         except Ended as ended:
             return ended.why == "ended" and same_output(ended.output, test.stdout), ended.why == "time"
     return "error" not in answer and same_output(output, test.stdout), False
 
 
-def _by_referee(sandbox: Sandbox, code: str, name: str, tests: Assertions, clock: _Clock) -> Verdict:
+def _by_referee(sandbox: Sandbox, solution: Solution, tests: Assertions, budget: _Budget) -> Verdict:
     """Run assertions in a sandbox of their own, which asks for the function's values."""
-    judging = f"{REFEREE.read_text('utf-8')}\njudge({tests.setup!r}, {tests.code!r}, {name!r}, exchange)\n"
+    text = REFEREE.read_text("utf-8")
+    judging = f"{text}\njudge({tests.setup!r}, {tests.code!r}, {solution.name!r}, exchange)\n"
     with sandbox.open() as run, sandbox.open() as referee:
-        late = dead = False
-
-        def called(ask: Callable[[], Answer]) -> Answer:
-            nonlocal late, dead
-            if dead:
-                return {"error": "it has ended"}
-            try:
-                clock.limit(run)
-                return ask()
-            except Ended as ended:
-                late, dead = late or ended.why == "time", True
-                return {"error": ended.why}
-
-        called(lambda: run.execute(code, name="solution")[1])
+        ended: Ended | None = None
         try:
-            said = referee.execute(judging, name="referee")[1]
+            _define(run, solution, budget)
+        except Ended as error:
+            ended = error
+        try:
+            budget.limit(referee)
+            said = referee.define(judging, "referee")
             while True:
-                match said.get("asks"):
-                    case ["done", int(held), int(asserted)]:
-                        return Verdict(held, asserted, late)
-                    case ["call", list(arguments)]:
-                        answer = called(lambda arguments=arguments: run.call(name, arguments))
-                    case _:
-                        break
-                key = "value" if "value" in answer else "error"
-                said = referee.ask({"value": {"dict": [[key, answer.get(key)]]}})[1]
-        except Ended as ended:
-            late = late or ended.why == "time"
-        return Verdict(0, 1, late)
+                asked = said.get("asks")
+                if isinstance(asked, list) and asked[0] == "done":
+                    return Verdict(asked[1], asked[2], ended is not None and ended.why == "time")
+                if not isinstance(asked, list):
+                    return Verdict(0, 1)
+                answer: Answer = {"error": "RuntimeError: its process has ended"}
+                if ended is None:
+                    budget.limit(run)
+                    try:
+                        if asked[0] == "next":
+                            answer = run.next_items(asked[1])
+                        else:
+                            answer = run.call(solution.name, asked[1], dict(asked[2]["dict"]))
+                    except Ended as error:
+                        ended = error
+                budget.limit(referee)
+                told = [[key, answer[key]] for key in ("value", "arguments", "error") if key in answer]
+                said = referee.ask({"value": {"dict": told}}, kept=False)[1]
+        except Ended as error:
+            return Verdict(0, 1, error.why == "time")
 
 
-def _sorted(values: Iterable[object]) -> list[str]:
-    return sorted(map(repr, values))
+DICTS = ("dict", "OrderedDict", "Counter", "defaultdict")
+SETS = ("set", "frozenset")
+
+
+def _same_form(found: dict[str, object], expected: dict[str, object]) -> bool:
+    """Whether two values that are no plain JSON are equal, each an object with the name of the type as its only key."""
+    ((kind, parts),) = expected.items()
+    ((found_kind, found_parts),) = found.items()
+    alike = kind == found_kind or (kind in DICTS and found_kind in DICTS)
+    if not alike or kind not in (*DICTS, *SETS):
+        return alike and same(found_parts, parts)
+    if not isinstance(found_parts, list) or not isinstance(parts, list) or len(found_parts) != len(parts):
+        return False
+    return all(map(same, sorted(found_parts, key=json.dumps), sorted(parts, key=json.dumps)))
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _same_line(found: str, expected: str) -> bool:
+    """Whether two lines are equal; numbers that have a decimal point may be written differently."""
+    if found == expected:
+        return True
+    these, those = SPACES.split(found), SPACES.split(expected)
+    numbers = all(map(DECIMAL.fullmatch, (*these[::2], *those[::2])))
+    spaced = these[1::2] == those[1::2] or numbers
+    return spaced and len(these) == len(those) and all(map(_same_word, these[::2], those[::2]))
+
+
+def _same_word(found: str, expected: str) -> bool:
+    """Whether two words are equal, or the same decimal number up to rounding."""
+    if found == expected:
+        return True
+    if max(len(found), len(expected)) > MOST_DIGITS:
+        return False
+    this, that = DECIMAL.fullmatch(found), DECIMAL.fullmatch(expected)
+    if not this or not that or not (set(".eE") & {*found, *expected}):
+        return False
+    distance = abs(Decimal(found) - Decimal(expected))
+    close = max(Decimal("1e-15"), Decimal("1e-9") * abs(Decimal(expected)))
+    return distance <= close or any(_rounds(each, distance) for each in (this, that))
+
+
+def _rounds(number: re.Match[str], distance: Decimal) -> bool:
+    """Whether a number at a distance from this one is this one when it is rounded to the digits that are written."""
+    places = len(number["places"] or "")
+    digits = number[0].lstrip("+-").replace(".", "").lstrip("0")
+    written_out = not number["exponent"] and min(places, len(digits)) >= ROUNDED_DIGITS
+    return written_out and distance <= Decimal("0.5000001").scaleb(-places)

@@ -1,24 +1,58 @@
 """The task `code`: functions and programs to write, run against tests in the sandbox."""
 
+import ast
+import builtins
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from podium.sandbox.check import check_machine
-from podium.sandbox.child import read, written
 from podium.sandbox.runs import Limits, Sandbox
-from podium.tasks.code_grading import Assertions, Call, Program, Tests, code_of, grade
+from podium.sandbox.values import read, written
+from podium.tasks.code_blocks import code_of, defines
+from podium.tasks.code_grading import Assertions, Call, Program, Solution, Tests, TimeLimits, grade
 from podium.tasks.data import HubDataset, read_rows
 from podium.tasks.small_functions import small_functions
 from podium.tasks.task import OutOfTime, Prompt, TaskSource
 
 Row = Mapping[str, Any]
+SANDBOX_S = 60.0
+"""Seconds by the clock, beyond those of an answer's code, in which the sandbox has started and ended all runs."""
 FORMS = (
     "an own row has `question`, `tests` and for functions `name`; HumanEval's `prompt`, `test`, `entry_point`; MBPP's"
     " `text` or `prompt` and `test_list`; LiveCodeBench's `question_content` and `public_test_cases`"
 )
+STAR_IMPORTS = (
+    "bisect", "collections", "copy", "datetime", "functools", "heapq", "io", "itertools", "json", "math", "operator",
+    "random", "re", "statistics", "string", "sys", "typing", "builtins",
+)  # fmt: skip
+MODULES = (*STAR_IMPORTS[:-2], "array", "decimal", "fractions", "os", "time")
+COMPETITION = "\n".join(
+    (
+        *(f"from {name} import *" for name in STAR_IMPORTS),
+        f"import {', '.join(MODULES)}",
+        "sys.setrecursionlimit(50_000)",
+    )
+)
+"""What LiveCodeBench's own harness runs before an answer: names that starter code uses without importing them, and a
+limit of recursion for depth-first searches. Of equal names, those of builtins win, and over all those of modules."""
+
+
+class Question(NamedTuple):
+    """A row as this task reads it."""
+
+    text: str
+    name: str
+    """Of the function to write; empty: a program."""
+    tests: Tests
+    before: str = ""
+    """Code that runs before an answer, as in the harness that the row's form comes from."""
+    beginning: str = ""
+    """The beginning of the function, which an answer may continue instead of writing all of it."""
 
 
 class Code:
@@ -28,8 +62,8 @@ class Code:
     `eval_size` are held out. Rows of files are in the form of HumanEval, MBPP or LiveCodeBench, or your own
     (docs/tasks.md).
 
-    `reward: share` pays the share of tests passed; `all` pays 1 if all are, else 0. All tests of an answer together may
-    take `timeout_s` seconds, less than `grading.timeout_s`, after which an answer earns nothing at all.
+    `reward: share` pays the share of tests passed; `all` pays 1 if all are, else 0. Each test may take `timeout_s`
+    seconds of CPU time, and all tests of an answer `total_timeout_s`; after one that takes longer no other is run.
     """
 
     system_prompt: str | None = "Write the solution in Python, in one block between ```python and ```."
@@ -40,6 +74,7 @@ class Code:
         *,
         reward: Literal["share", "all"] = "share",
         timeout_s: Annotated[float, Field(gt=0.0)] = 3.0,
+        total_timeout_s: Annotated[float, Field(gt=0.0)] = 30.0,
         memory_mib: Annotated[int, Field(ge=64)] = 512,
         eval_size: Annotated[int, Field(ge=1, le=100)] = 50,
         dataset: str | None = None,
@@ -47,11 +82,11 @@ class Code:
     ) -> None:
         self.source = source
         self.reward = reward
-        self.timeout_s = timeout_s
         self.eval_size = eval_size
+        self._times = TimeLimits(test_s=min(timeout_s, total_timeout_s), all_s=total_timeout_s)
         self._dataset = HubDataset(dataset, subset) if dataset else None
-        limits = Limits(wall_s=timeout_s, cpu_s=int(timeout_s) + 1, memory_mib=memory_mib)
-        self._sandbox = Sandbox(limits)
+        self._sandbox = Sandbox(Limits(life_cpu_s=math.ceil(total_timeout_s) + 1, memory_mib=memory_mib))
+        self.grading_limit_s = self._times.wall_s + SANDBOX_S
 
     check_machine = staticmethod(check_machine)
 
@@ -66,15 +101,17 @@ class Code:
 
     def grade(self, prompt: Prompt, completion: str) -> float:
         """The share of tests passed, or whether all are. OutOfTime if the code took too long."""
-        _, name, tests, before = parsed(prompt.metadata)
-        code = code_of(completion)
-        if before and f"def {name}" not in code:
-            code = before + code
-        verdict = grade(self._sandbox, code, name, tests, self.timeout_s)
+        question = parsed(prompt.metadata)
+        code = code_of(completion, question.name)
+        if question.beginning and not defines(code.text, question.name):
+            code = code._replace(text=question.beginning + code.text)
+        solution = Solution(code, question.name, question.before)
+        verdict = grade(self._sandbox, solution, question.tests, self._times)
         passed = verdict.passed / max(1, verdict.tests)
         correct = float(passed == 1) if self.reward == "all" else passed
         if verdict.late:
-            raise OutOfTime(f"the code took longer than {self.timeout_s:g} s", correct)
+            limits = f"{self._times.test_s:g} s for a test, or {self._times.all_s:g} s for all"
+            raise OutOfTime(f"the code took longer than {limits}, of CPU time", correct)
         return correct
 
 
@@ -91,24 +128,15 @@ def generated() -> list[Row]:
     ]
 
 
-def parsed(row: Row) -> tuple[str, str, Tests, str]:
-    """The question of a row, the function's name, the tests, and the beginning of the code that the question holds.
-
-    Raises KeyError, ValueError or TypeError if the row has none of the forms.
-    """
+def parsed(row: Row) -> Question:
+    """The question of a row. Raises KeyError, ValueError or TypeError if the row has none of the forms."""
     if "question_content" in row:
         return _live_code_bench(row)
     if "entry_point" in row:
-        name = row["entry_point"]
-        return (
-            row["prompt"],
-            name,
-            Assertions(row["prompt"] + "\n    pass", f"{row['test']}\ncheck(candidate)"),
-            row["prompt"],
-        )
+        return _human_eval(row)
     if "test_list" in row:
         return _mbpp(row)
-    return row["question"], row.get("name", ""), _own_tests(row["tests"]), ""
+    return Question(row["question"], row.get("name", ""), _own_tests(row["tests"]))
 
 
 def _own_tests(tests: Sequence[Row]) -> Tests:
@@ -119,20 +147,31 @@ def _own_tests(tests: Sequence[Row]) -> Tests:
     return [Call(each["arguments"], read(each["expected"])) for each in tests]
 
 
-def _mbpp(row: Row) -> tuple[str, str, Tests, str]:
+def _human_eval(row: Row) -> Question:
+    prompt, name = row["prompt"], row["entry_point"]
+    head = re.search(rf"^(?:async )?def {re.escape(name)}\b", prompt, re.MULTILINE)
+    tests = Assertions(prompt + "\n    pass", f"{row['test']}\ncheck(candidate)")
+    return Question(prompt, name, tests, before=prompt[: head.start()] if head else "", beginning=prompt)
+
+
+def _mbpp(row: Row) -> Question:
     tests: list[str] = list(row["test_list"])
-    setup = "\n".join([*row.get("test_imports", []), row.get("test_setup_code", "")])
-    name = tests[0].partition("(")[0].split()[-1] if tests[0].startswith("assert ") else ""
-    for wrapped in (
-        text for text in tests[0].replace("assert", " ").replace("(", " ( ").split() if text.isidentifier()
-    ):
-        if f"def {wrapped}(" in row.get("code", ""):
-            name = wrapped
+    imports = "\n".join(row.get("test_imports", []))
+    setup = f"{imports}\n{row.get('test_setup_code') or ''}"
     question = f"{row.get('text') or row['prompt']}\nFor example, this holds: {tests[0].removeprefix('assert ')}"
-    return question, name, Assertions(setup, "\n".join(tests)), ""
+    return Question(question, _tested(tests, row.get("code", "")), Assertions(setup, "\n".join(tests)), before=imports)
 
 
-def _live_code_bench(row: Row) -> tuple[str, str, Tests, str]:
+def _tested(tests: Sequence[str], code: str) -> str:
+    """The name of the function that assertions are about: one that `code` makes, or else one that Python has not."""
+    calls = [node.func for node in ast.walk(ast.parse("\n".join(tests))) if isinstance(node, ast.Call)]
+    names = [each.id for each in calls if isinstance(each, ast.Name)]
+    made = [name for name in names if re.search(rf"^def {re.escape(name)}\b", code, re.MULTILINE)]
+    others = [name for name in names if not hasattr(builtins, name)]
+    return (made or others or names)[0]
+
+
+def _live_code_bench(row: Row) -> Question:
     tests: list[Row] = []
     for column in ("public_test_cases", "private_test_cases"):
         value = row.get(column) or "[]"
@@ -144,22 +183,25 @@ def _live_code_bench(row: Row) -> tuple[str, str, Tests, str]:
             ) from None
     metadata = row.get("metadata") or {}
     name = (metadata if isinstance(metadata, dict) else json.loads(metadata)).get("func_name", "")
-    question = "\n".join(filter(None, (row["question_content"], row.get("starter_code"))))
+    starter = row.get("starter_code") or ""
+    question = "\n".join(filter(None, (row["question_content"], starter)))
     if not tests:
         raise ValueError("there are no tests")
     if tests[0].get("testtype") != "functional":
-        return question, "", [Program(each["input"], each["output"]) for each in tests], ""
+        return Question(question, "", [Program(each["input"], each["output"]) for each in tests], COMPETITION)
+    in_place = re.search(rf"def {re.escape(name)}\b[^#]*?->\s*None\s*:", starter) is not None
     calls = [
-        Call([json.loads(line) for line in each["input"].splitlines()], json.loads(each["output"])) for each in tests
+        Call([json.loads(line) for line in each["input"].splitlines()], json.loads(each["output"]), in_place)
+        for each in tests
     ]
-    return question, name, calls, ""
+    return Question(question, name, calls, COMPETITION)
 
 
 def _prompt(prompt_id: str, place: str, row: Row) -> Prompt:
     try:
-        question, _, _, before = parsed(row)
-    except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+        question = parsed(row)
+    except (KeyError, ValueError, TypeError, AttributeError, IndexError, SyntaxError) as error:
         raise ValueError(f"code: {place}: not a question with tests ({error!r}); {FORMS}") from error
     solution = row.get("solution") or row.get("canonical_solution") or row.get("code") or ""
-    answer = f"```python\n{before}{solution}\n```" if solution else ""
-    return Prompt(id=prompt_id, question=question, answer=answer, metadata=row)
+    answer = f"```python\n{question.beginning}{solution}\n```" if solution else ""
+    return Prompt(id=prompt_id, question=question.text, answer=answer, metadata=row)

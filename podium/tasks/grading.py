@@ -295,8 +295,8 @@ class _Worker:
     """
 
     def __init__(self, configs: list[TaskConfig], timeout_s: float, variables: Mapping[str, str]) -> None:
-        self._timeout_s = timeout_s
-        self._ready = False
+        self._limits_s: list[float] = []
+        """Seconds for an answer of each task, which the process says once it is ready."""
         self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", f"from podium.tasks.worker import main; main({theirs.fileno()})"],
@@ -315,10 +315,11 @@ class _Worker:
         outcomes: list[Outcome] = []
         try:
             self._connection.send(items)
-            for _ in items:
-                if not self._connection.poll(self._timeout_s):
+            for item in items:
+                limit_s = self._limits_s[item.task]
+                if not self._connection.poll(limit_s):
                     self.stop()
-                    return [*outcomes, Outcome("stopped", message=f"it took longer than {self._timeout_s:g} s")]
+                    return [*outcomes, Outcome("stopped", message=f"it took longer than {limit_s:g} s")]
                 outcomes.append(self._connection.recv())
         except (EOFError, OSError):
             self.stop()
@@ -342,13 +343,12 @@ class _Worker:
         self._connection.close()
 
     def _wait_until_ready(self) -> None:
-        if self._ready:
+        if self._limits_s:
             return
-        try:
-            self._ready = self._connection.poll(START_LIMIT_S) and self._connection.recv() == "ready"
-        except (EOFError, OSError):
-            self._ready = False
-        if not self._ready:
+        with contextlib.suppress(EOFError, OSError):
+            if self._connection.poll(START_LIMIT_S):
+                self._limits_s = self._connection.recv()
+        if not self._limits_s:
             self.stop()
             raise RuntimeError(
                 f"a grading process did not create its tasks: it ended (see above), or took {START_LIMIT_S:g} s"

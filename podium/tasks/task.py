@@ -140,8 +140,10 @@ class Task(Protocol):
     def grade(self, prompt: Prompt, completion: str) -> float:
         """The `correct` part of the reward, 0 to 1; must handle anything that a model may write.
 
-        An exception is a bug of the grader and stops the run, but for OutOfTime. Runs in a worker process with a time
-        limit. A static method `check_machine() -> str` of the task, of its environment or of a tool, if there is one,
-        is called before a run begins: it says how code runs here, or raises ValueError if this machine cannot do it.
+        An exception is a bug of the grader and stops the run, but for OutOfTime. Runs in a worker process with the time
+        limit `grading.timeout_s`; a task that ends by itself, but may take longer, has an attribute `grading_limit_s`,
+        the seconds in which it has ended. A static method `check_machine() -> str` of the task, of its environment or
+        of a tool, if there is one, is called before a run begins: it says how code runs here, or raises ValueError if
+        this machine cannot do it.
         """
         ...

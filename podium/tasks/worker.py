@@ -52,6 +52,11 @@ def grade_item(task: Task, item: Item) -> Outcome:
     return Outcome("graded", correct=float(correct))
 
 
+def grading_limit_s(task: Task, timeout_s: float) -> float:
+    """Seconds in which a task must have graded an answer: `timeout_s`, or more if the task limits itself to that."""
+    return max(timeout_s, getattr(task, "grading_limit_s", 0.0))
+
+
 def main(file_descriptor: int) -> None:
     """Grade until the parent closes the connection."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -63,11 +68,12 @@ def main(file_descriptor: int) -> None:
     if symbolic:  # loaded by a task that compares formulas
         symbolic.load()
     _limit_memory()
-    connection.send("ready")
+    limits_s = [grading_limit_s(task, timeout_s) for task in tasks]
+    connection.send(limits_s)
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             for item in connection.recv():
-                signal.setitimer(signal.ITIMER_REAL, timeout_s + ORPHAN_S)
+                signal.setitimer(signal.ITIMER_REAL, limits_s[item.task] + ORPHAN_S)
                 outcome = grade_item(tasks[item.task], item)
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 connection.send(outcome)

@@ -12,9 +12,9 @@ import attacks
 import pytest
 from sandboxes import need_sandbox
 
-from podium.sandbox.child import read
 from podium.sandbox.kernel import landlock_version
 from podium.sandbox.runs import Limits, Sandbox
+from podium.sandbox.values import read
 
 ROOT = Path(__file__).parents[2]
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -71,13 +71,11 @@ def test_a_symbolic_link_is_gone_with_its_run(sandbox: Sandbox):
     assert sandbox.run("import os; print(os.listdir('/box'))").output == "[]\n"
 
 
-def test_a_value_that_is_no_json_is_an_error(sandbox: Sandbox):
+def test_a_value_that_is_not_plain_is_an_error(sandbox: Sandbox):
     with sandbox.open() as run:
-        run.execute(
-            "class P(int):\n  def __reduce__(self): return (print, (1,))\ndef f(): return P()\ndef g(): return 10**9999"
-        )
+        run.execute("class P:\n  def __reduce__(self): return (print, (1,))\ndef f(): return P()\ndef g(): return P")
         assert "cannot be sent" in run.call("f", [])["error"]
-        assert "ValueError" in run.call("g", [])["error"]
+        assert "cannot be sent" in run.call("g", [])["error"]
 
 
 def script(

@@ -1,0 +1,119 @@
+"""Finds the code in an answer: which of its fenced blocks is the solution, and what else it may need.
+
+Fences are Markdown's: three or more backticks or tildes, closed by at least as many of the same, at any indentation.
+Beyond Markdown, a fence may follow text on its line, and close behind the last line of code; the last may be missing.
+"""
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+OPENING = re.compile(r"(?P<before>[ \t>]*(?:[-*+] |\d+[.)] )?[ \t]*)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)")
+OPENING_BEHIND_TEXT = re.compile(r"(?P<before>.*\S[ \t]*?)(?P<fence>`{3,})(?P<info>[\w+#.-]+)[ \t]*")
+PYTHON = re.compile(r"[{.]*(?:i?python|py|pypy)[\d.]*(?![\w+#-])", re.IGNORECASE)
+ANSWER = "<answer>"
+
+
+class Code(NamedTuple):
+    """The code of an answer."""
+
+    text: str
+    others: Sequence[str] = ()
+    """Its other blocks in Python, which may hold functions that `text` uses."""
+
+
+class _Block(NamedTuple):
+    language: str
+    text: str
+
+    def rank(self) -> int:
+        """2 for Python, 1 for a block without a language, 0 for another language or a session with prompts."""
+        if self.text.lstrip().startswith(">>> "):
+            return 0
+        return 2 if PYTHON.match(self.language) else int(not self.language)
+
+
+def code_of(completion: str, name: str = "") -> Code:
+    """The code in an answer.
+
+    What was thought before the answer is not looked at, and of an answer with `<answer>` only what stands there, if it
+    has code. Of several blocks those in Python are meant, else those without a language, else all; of these the last
+    one, and for a function the last one that defines it. Without blocks all of the answer is code.
+
+    Args:
+        completion: the answer.
+        name: of the function, which may be a method of a class `Solution`; empty for a program.
+    """
+    answer = completion.rpartition("</think>")[2]
+    if answer == completion and "<think>" in answer:
+        answer = answer.partition("<think>")[0]  # it was cut off within its thought
+    _, tag, inner = answer.rpartition(ANSWER)
+    inner = inner.partition("</answer>")[0]
+    if tag and inner.strip():
+        code = _code(inner, name)
+        if not name or defines(code.text, name):
+            return code
+    return _code(answer, name)
+
+
+def defines(code: str, name: str) -> bool:
+    """Whether code makes a function of this name, or a class `Solution` that may have it as a method."""
+    word = re.escape(name)
+    function = rf"(?:async[ \t]+)?def[ \t]+{word}\b"
+    value = rf"{word}[ \t]*(?::[^=\n]*)?=(?!=)"
+    return re.search(rf"^(?:{function}|{value}|class[ \t]+Solution\b)", code, re.MULTILINE) is not None
+
+
+def _code(answer: str, name: str) -> Code:
+    blocks = [_Block(block.language, _dedented(block.text, name)) for block in _blocks(answer)]
+    blocks = [block for block in blocks if block.text.strip()]
+    if not blocks:
+        return Code(_dedented(answer, name))
+    best = max(block.rank() for block in blocks)
+    meant = [block for block in blocks if block.rank() == best]
+    if name:
+        defining = [block for block in sorted(blocks, key=_Block.rank) if defines(block.text, name)]
+        meant = defining or meant
+    chosen = meant[-1]
+    return Code(chosen.text, [block.text for block in blocks if block is not chosen and block.rank() == chosen.rank()])
+
+
+def _dedented(text: str, name: str) -> str:
+    """Text without the indentation of all its lines, unless it is the body of a function that is still to be named."""
+    dedented = textwrap.dedent(text)
+    return dedented if not name or defines(dedented, name) else text
+
+
+def _blocks(text: str) -> list[_Block]:
+    """The fenced blocks of a text, in order."""
+    found: list[_Block] = []
+    lines = iter(re.split(r"\r?\n", text))
+    for line in lines:
+        opening = OPENING.fullmatch(line)
+        margin = opening.end("before") if opening else len(line) - len(line.lstrip())
+        opening = opening or OPENING_BEHIND_TEXT.fullmatch(line)
+        if opening:
+            quoted = opening["before"].lstrip().startswith(">")
+            found.append(
+                _Block(opening["info"].strip(), _inside(lines, opening["fence"], 0 if quoted else margin, quoted))
+            )
+    return found
+
+
+def _inside(lines: Iterator[str], fence: str, margin: int, quoted: bool) -> str:
+    """The lines up to the end of a block, without its margin or the marks of a quotation."""
+    inside: list[str] = []
+    for line in lines:
+        if quoted:
+            line = re.sub(r"^[ \t]*> ?", "", line)
+        indented = len(line) - len(line.lstrip(" \t"))
+        end = line.strip()
+        if set(end) == {fence[0]} and len(end) >= len(fence) and indented <= margin + 3:
+            break
+        line = line[min(margin, indented) :]
+        if set(end) != {fence[0]} and end.endswith(fence) and end[-len(fence) - 1] != fence[0]:
+            inside.append(line.rstrip()[: -len(fence)])
+            break
+        inside.append(line)
+    return "\n".join(inside)
