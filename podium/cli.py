@@ -24,6 +24,7 @@ from podium.compat.hints import offer_hints
 from podium.malloc import keep_freed_memory
 from podium.plan.cli import plan
 from podium.pods.cli import pod_app
+from podium.terminal import guard_errors, harmless
 
 if TYPE_CHECKING:
     from podium.observe.run_dir import Fork
@@ -51,6 +52,7 @@ Settings = Annotated[
 
 def main() -> None:
     """Run the command line; errors that a user can cause are printed without a traceback."""
+    guard_errors()
     keep_freed_memory()
     offer_hints()
     try:
@@ -65,7 +67,7 @@ def main() -> None:
 
 
 def _fail(error: Exception | str, *, status: int) -> NoReturn:
-    print(f"error: {error}", file=sys.stderr)
+    print(harmless(f"error: {error}"), file=sys.stderr)
     sys.exit(status)
 
 
@@ -521,7 +523,6 @@ def sandbox_run(
     Exit status: the file's own, 128 and the number of the signal if one ends it, 1 if it raises or exceeds a limit, 2
     if it cannot be read. On a terminal, control characters that it writes are shown, not obeyed.
     """
-    from podium.observe.text import harmless
     from podium.sandbox.runs import Limits, Sandbox, SandboxError
 
     try:
@@ -554,7 +555,7 @@ def _try_task(target: str | None, seed: int, number: int, say: list[str] | None)
     try:
         if target is None:
             raise ValueError("name a task or an environment: podium tasks try calculator")
-        play(target, say or lines(), print, seed=seed, number=number)
+        play(target, say or lines(), lambda line: print(harmless(line)), seed=seed, number=number)
     except ValueError as error:
         _fail(error, status=2)
 

@@ -21,6 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "chips",
         "files",
         "malloc",
+        "terminal",
         "rollout.request",
         "sandbox",
     ),

@@ -15,10 +15,10 @@ from podium.files import as_path
 from podium.models.chat_format import Message
 from podium.models.source import read_architecture, resolve
 from podium.observe.run_dir import read_config
-from podium.observe.text import printable
 from podium.rollout.request import Key, Request
 from podium.rollout.turn_format import TurnFormat, TurnFormatError
 from podium.run.answering import Answering, Asked
+from podium.terminal import harmless, printable
 from podium.train.feed import request_seed
 from podium.train.generate import Rollouts
 
@@ -145,7 +145,10 @@ def chat(model: str, *, asked: Asked, seed: int, console: Console, lines: Iterab
     with open_model(model, asked=asked, slots=1, context=context, settings=shown) as opened:
         rollouts = opened.rollouts
         conversation = Conversation(
-            rollouts, opened.answering, seed=seed, notice=lambda line: console.print(Text(line, style="dim"))
+            rollouts,
+            opened.answering,
+            seed=seed,
+            notice=lambda line: console.print(Text(harmless(line), style="dim")),
         )
         console.print(Text(HELP, style="dim"))
         for line in lines:
@@ -176,12 +179,7 @@ def _say(conversation: Conversation, text: str, console: Console) -> None:
             console.print(Text(harmless(piece), style="cyan"), end="", soft_wrap=True)
         console.print()
     except ValueError as error:
-        console.print(Text(str(error), style="red"))
-
-
-def harmless(text: str) -> str:
-    """Escape everything that could move the cursor or change colours of a terminal, except line ends."""
-    return "\n".join(printable(line) for line in text.split("\n"))
+        console.print(Text(harmless(str(error)), style="red"))
 
 
 def shaded(pieces: Sequence[str], logprobs: Sequence[float]) -> Text:

@@ -19,6 +19,7 @@ from rich.text import Text
 from podium.observe.metrics import HELD_OUT_PAIRS, MARGIN, UPDATES
 from podium.observe.notebook import NotebookView, StepRow, in_notebook
 from podium.observe.text import clock, shown, sparkline
+from podium.terminal import harmless
 
 TURNS = "env/turns/mean"
 PHASES = ("rollout", "reward", "score", "update", "sync")
@@ -183,7 +184,7 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Print a permanent line: a warning, a saved checkpoint, how to resume."""
-        self.console.print(Text(text), soft_wrap=True)
+        self.console.print(Text(harmless(text)), soft_wrap=True)
         self.console.file.flush()
 
     def notice(self, text: str) -> None:
@@ -231,7 +232,7 @@ class Progress:
                 rows += [Text(), _last_sample(self._sample, room)]
         title = Text.assemble(("podium ", "bold"), f"{shown(self._name, 40)} ", (clock(now - self._started), "dim"))
         if self._notice is not None:
-            rows += [Text(), Text(self._notice, style="bold yellow")]
+            rows += [Text(), Text(harmless(self._notice), style="bold yellow")]
         return Panel(
             Group(*rows),
             title=title,

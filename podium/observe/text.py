@@ -1,34 +1,14 @@
-"""Text for terminals: escapes what a model wrote, draws values as bars, formats seconds."""
+"""Text for terminals: one printable line of what a model wrote, values as bars, seconds."""
 
 import itertools
 import math
-import unicodedata
 from collections.abc import Sequence
+
+from podium.terminal import printable
 
 BARS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 """A blank, and one to eight eighths of a cell."""
-LINE_END = "\u21b5"
 ELLIPSIS = " [...] "
-_HARMFUL = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-"""Unicode categories to escape: control, format (text direction), surrogate, private, unassigned, separator."""
-
-
-def printable(text: str) -> str:
-    """Escape everything in the text that could move the cursor, change colours or confuse a terminal."""
-    return "".join(_visible(character) for character in text)
-
-
-def harmless(text: str) -> str:
-    """Text as `printable` makes it, but with its line ends and tabs: for what is shown as it was written."""
-    return "".join(each if each in "\n\t" else _visible(each) for each in text)
-
-
-def _visible(character: str) -> str:
-    if character == "\n":
-        return LINE_END
-    if unicodedata.category(character) in _HARMFUL:
-        return character.encode("unicode_escape").decode("ascii")
-    return character
 
 
 def cut(text: str, length: int) -> str:

@@ -200,7 +200,7 @@ class Sandbox:
         theirs.close()
         answer, _ = _received(self._control)
         if error := answer.get("error"):
-            way = way_to_python(answer["unreadable"]) if answer.get("unreadable") else ways_out()
+            way = way_to_python() if answer.get("unreadable") else ways_out()
             raise SandboxError(f"this machine permits no sandbox: {error}. {way}")
         self.has_proc = answer["proc"]
         return self._control

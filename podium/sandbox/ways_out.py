@@ -38,8 +38,8 @@ def ways_out(proc: str = "/proc") -> str:
     return "; ".join(found) or UNKNOWN
 
 
-def way_to_python(folder: str) -> str:
-    """How to make the Python in a folder readable for the sandbox."""
+def way_to_python() -> str:
+    """What to do if the user that the sandbox runs as may not read this Python."""
     instead = "install Python and Podium where all users may read them (below /usr or /opt, not in a home folder)"
     if os.geteuid() == 0:
         return (

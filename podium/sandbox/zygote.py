@@ -30,7 +30,13 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 WATCH_MS = 20
 """Time between two looks at the memory and the processes of a run."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/box", "USER": "nobody", "OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "HOME": "/box",
+    "USER": "nobody",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 
 
 class UnreadablePython(OSError):
@@ -85,10 +91,8 @@ def main(control_fd: int, root: str) -> None:
 
 
 def _refuse(control: socket.socket, error: Exception) -> None:
-    said = {"error": (isinstance(error, OSError) and error.strerror) or repr(error), "unreadable": ""}
-    if isinstance(error, UnreadablePython):
-        said["unreadable"] = STANDARD_LIBRARY
-    control.send(json.dumps(said).encode())
+    said = (isinstance(error, OSError) and error.strerror) or repr(error)
+    control.send(json.dumps({"error": said, "unreadable": isinstance(error, UnreadablePython)}).encode())
 
 
 def _serve(control: socket.socket, job: Job, descriptors: Sequence[int], home: Home) -> None:
@@ -142,7 +146,17 @@ def enter(root: str) -> None:
 def libraries() -> list[str]:
     """The folders that code needs: the standard library, shared libraries, programs, time zones."""
     prefix = sys.base_prefix
-    folders = ("/usr/share/zoneinfo", "/usr/lib", "/usr/lib64", "/usr/bin", "/lib", "/lib64", "/bin", f"{prefix}/lib", f"{prefix}/bin")
+    folders = (
+        "/usr/share/zoneinfo",
+        "/usr/lib",
+        "/usr/lib64",
+        "/usr/bin",
+        "/lib",
+        "/lib64",
+        "/bin",
+        f"{prefix}/lib",
+        f"{prefix}/bin",
+    )
     return [path for path in dict.fromkeys((*folders, STANDARD_LIBRARY)) if os.path.isdir(path)]
 
 

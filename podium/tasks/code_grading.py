@@ -29,8 +29,13 @@ WALL_PER_CPU = 10.0
 """Seconds by the clock for each second of CPU time that code may take; it is enough to get a tenth of a core."""
 OUTPUT_BYTES = 4 << 20
 """What code may write beyond twice the size of what is right."""
+MOST_PARTS = 4_096
+"""Parts of iterators, of a solution, that assertions may read: of 32 items each."""
 SPACES = re.compile("( +)")
 DECIMAL = re.compile(r"[+-]?(?:0|[1-9]\d*)(?:\.(?P<places>\d*))?(?P<exponent>[eE][+-]?\d{1,4})?", re.ASCII)
+RELATIVE = 1e-9
+ABSOLUTE = 1e-15
+"""Differences of floats that are rounding: of the right result, and of what is left of others that cancel out."""
 MOST_DIGITS = 400
 """Longer numbers are compared as text."""
 ROUNDED_DIGITS = 6
@@ -137,8 +142,10 @@ def same(found: object, expected: object) -> bool:
     if isinstance(expected, list):
         elements = found["tuple"] if isinstance(found, dict) and found.keys() == {"tuple"} else found
         return isinstance(elements, list) and len(elements) == len(expected) and all(map(same, elements, expected))
-    if isinstance(expected, float) and type(found) in (int, float):
-        return found == expected or math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-12)  # pyright: ignore[reportArgumentType]
+    if isinstance(expected, float) and isinstance(found, float):
+        return found == expected or math.isclose(found, expected, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    if isinstance(expected, float) and type(found) is int:
+        return found == expected
     return type(found) is type(expected) and found == expected
 
 
@@ -187,7 +194,7 @@ def _is(answer: Answer, expected: object, *, in_place: bool) -> bool:
         found = arguments[0]
     try:
         return same(found, expected)
-    except (RecursionError, OverflowError):
+    except RecursionError:
         return False
 
 
@@ -211,6 +218,7 @@ def _by_referee(sandbox: Sandbox, solution: Solution, tests: Assertions, budget:
     judging = f"{text}\njudge({tests.setup!r}, {tests.code!r}, {solution.name!r}, exchange)\n"
     with sandbox.open() as run, sandbox.open() as referee:
         ended: Ended | None = None
+        parts = 0
         try:
             _define(run, solution, budget)
         except Ended as error:
@@ -224,13 +232,14 @@ def _by_referee(sandbox: Sandbox, solution: Solution, tests: Assertions, budget:
                     return Verdict(asked[1], asked[2], ended is not None and ended.why == "time")
                 if not isinstance(asked, list):
                     return Verdict(0, 1)
-                answer: Answer = {"error": "RuntimeError: its process has ended"}
+                answer: Answer = {"error": "RuntimeError: its process has ended, or its iterators do not end"}
                 if ended is None:
                     budget.limit(run)
                     try:
-                        if asked[0] == "next":
+                        if asked[0] == "next" and parts < MOST_PARTS:
+                            parts += 1
                             answer = run.next_items(asked[1])
-                        else:
+                        elif asked[0] == "call":
                             answer = run.call(solution.name, asked[1], dict(asked[2]["dict"]))
                     except Ended as error:
                         ended = error
@@ -281,7 +290,7 @@ def _same_word(found: str, expected: str) -> bool:
     if not this or not that or not (set(".eE") & {*found, *expected}):
         return False
     distance = abs(Decimal(found) - Decimal(expected))
-    close = max(Decimal("1e-15"), Decimal("1e-9") * abs(Decimal(expected)))
+    close = max(Decimal(ABSOLUTE), Decimal(RELATIVE) * abs(Decimal(expected)))
     return distance <= close or any(_rounds(each, distance) for each in (this, that))
 
 

@@ -50,6 +50,7 @@ from typing import Any, NamedTuple, Protocol, SupportsFloat, TypeVar
 
 from podium.config.imports import imported
 from podium.tasks.task import Graded, Prompt
+from podium.terminal import harmless
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,9 @@ class CallSettings(NamedTuple):
 
 class FunctionError(ValueError):
     """A reward function raised, or did not return a finite number; the message has its traceback."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(harmless(message))  # it may quote what a model wrote
 
 
 class Part(NamedTuple):

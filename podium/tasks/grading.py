@@ -29,6 +29,7 @@ from podium.tasks.registry import make_task, task_labels
 from podium.tasks.rewards import LengthLimits, label, make_reward, named_parts, own_functions
 from podium.tasks.task import Graded, Reward
 from podium.tasks.worker import Item, Outcome, grade_item
+from podium.terminal import harmless
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,9 @@ NOT_ASKED = Outcome("graded")
 
 class GradingError(ValueError):
     """A task's grader has a bug; the message has the task, the prompt, the completion and the traceback."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(harmless(message))  # it may quote what a model wrote
 
 
 class Grading:
@@ -270,12 +274,13 @@ class Grader:
                 continue
             name = f"{self._labels[asked.task]}, prompt {asked.prompt.id}"
             if outcome.kind == "bug":
-                raise GradingError(
+                message = (
                     f"the grader of {name} failed; fix it, then continue the run.\n"
-                    f"--- question\n{_shown(asked.prompt.question)}\n"
-                    f"--- reference answer\n{_shown(asked.prompt.answer)}\n--- completion\n{_shown(graded.text)}\n"
+                    f"--- question\n{_cut(asked.prompt.question)}\n"
+                    f"--- reference answer\n{_cut(asked.prompt.answer)}\n--- completion\n{_cut(graded.text)}\n"
                     f"--- {outcome.message}"
                 )
+                raise GradingError(message)
             if not self._warned:
                 self._warned = True
                 logger.warning(
@@ -366,8 +371,8 @@ def _item(submission: Submission) -> Item:
     return Item(prompt.task, prompt.prompt, graded.text)
 
 
-def _shown(text: str) -> str:
-    """A text as errors show it: printable, and without its middle if it is very long."""
+def _cut(text: str) -> str:
+    """A text as errors show it: without its middle if it is very long."""
     if len(text) > 2 * SHOWN_CHARS:
         text = f"{text[:SHOWN_CHARS]}\n[... {len(text) - 2 * SHOWN_CHARS} characters ...]\n{text[-SHOWN_CHARS:]}"
-    return text.encode("utf-8", "backslashreplace").decode()
+    return text

@@ -8,10 +8,10 @@ from podium.tasks.conversation import Reply, Turn
 from podium.tasks.task import Prompt
 from podium.tasks.tools import answer_calls
 
-LIMITS = Limits(wall_s=10.0, cpu_s=30)
+LIMITS = Limits(wall_s=30.0, cpu_s=10.0)
 MAX_CHARACTERS = 4_000
 WHY = {
-    "time": f"the code took longer than {LIMITS.wall_s:g} s",
+    "time": f"the code took longer than {LIMITS.cpu_s:g} s",
     "memory": f"the code took more than {LIMITS.memory_mib} MiB of memory",
     "processes": f"the code had more than {LIMITS.processes} processes",
     "output": "the code printed too much",

@@ -35,6 +35,7 @@ from podium.tasks.environments import Environments
 from podium.tasks.grading import Grader, Grading
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import FAILED, Graded, Reward, with_turns
+from podium.terminal import harmless
 from podium.train.carry import Pending, Position, chosen, drawn_lengths
 from podium.train.distributed import AgreedStop, HostFailedError, Interrupted, host_mesh, make_localize, share
 from podium.train.episode import Episode
@@ -137,6 +138,9 @@ class AnswerSettings:
 
 class FailingEnvironmentError(ValueError):
     """More conversations failed than `environments.max_failed` allows; the message has the first traceback."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(harmless(message))  # it may quote what a model wrote
 
 
 class _Answer(NamedTuple):

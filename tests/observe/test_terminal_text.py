@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from podium.observe.text import BARS, ago, bucket_means, clock, cut, printable, shown, sparkline
+from podium.observe.text import BARS, ago, bucket_means, clock, cut, shown, sparkline
+from podium.terminal import printable
 
 
 def test_control_sequences_are_written_out():

@@ -126,6 +126,68 @@ def test_attacks_fail_as_root_that_may_not_mount(speed: str):
     assert script(speed, python=SYSTEM_PYTHON, within=within) == {"user": 0, "through": []}
 
 
+MASKS = (
+    "set -e; mount --make-rprivate /; mount -t tmpfs -o ro tmpfs /proc/acpi; mount --bind /proc/sys /proc/sys;"
+    ' mount -o remount,bind,ro /proc/sys; exec "$@"'
+)
+"""Masks parts of /proc as container engines do; the kernel then refuses a new one."""
+MASKED = ("unshare", "--mount", "sh", "-c", MASKS, "sh")
+MAY_NOT_MOUNT = ("setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-all")
+AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
+
+
+def need_masks() -> None:
+    """Skip the test where /proc cannot be masked."""
+    if os.getuid() != 0 or subprocess.run([*MASKED, "true"], capture_output=True).returncode:
+        pytest.skip("only root may mask parts of /proc")
+
+
+@pytest.mark.parametrize("speed", ["quick", pytest.param("slow", marks=pytest.mark.long)])
+@pytest.mark.parametrize("layer", ["all", "landlock"])
+def test_attacks_fail_where_proc_is_masked(speed: str, layer: str):
+    need_sandbox()
+    need_masks()
+    assert script(speed, layer, within=MASKED)["through"] == []
+
+
+@pytest.mark.parametrize("user", [MAY_NOT_MOUNT, AS_NOBODY], ids=["root without rights", "nobody"])
+def test_attacks_fail_where_proc_is_masked_for_other_users(user: tuple[str, ...]):
+    need_sandbox()
+    need_masks()
+    need_system_python()
+    assert script("quick", python=SYSTEM_PYTHON, within=(*MASKED, *user))["through"] == []
+
+
+def test_memory_is_watched_and_the_check_says_so_where_proc_is_masked():
+    need_sandbox()
+    need_masks()
+    code = (
+        "from podium.sandbox.check import check_machine; from podium.sandbox.runs import *; print(check_machine())\n"
+        "many = 'import os, time\\nfor _ in range(4):\\n  if os.fork() == 0:\\n    x = bytearray(80 << 20);"
+        " x[::4096] = bytes(len(x[::4096])); time.sleep(60)\\ntime.sleep(60)'\n"
+        "with Sandbox(Limits(wall_s=60, memory_mib=200)) as sandbox: print(sandbox.run(many).why)\n"
+        "with Sandbox(Limits(wall_s=60, cpu_s=0.2)) as sandbox: print(sandbox.run('while True: pass').why)\n"
+        "with Sandbox() as sandbox: print(sandbox.run('import os; print(os.listdir(\"/proc\"))').output)"
+    )
+    done = subprocess.run([*MASKED, sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("sandbox: namespaces without /proc (this machine's is masked), ")
+    assert done.stdout.split("\n")[1:4] == ["memory", "time", "[]"]
+
+
+@pytest.mark.skipif(not sys.base_prefix.startswith("/root"), reason="this Python is not below /root")
+def test_a_python_that_only_root_may_read_is_named_with_its_way_out():
+    need_sandbox()
+    if os.getuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("only root without rights runs as another user")
+    command = [*MAY_NOT_MOUNT, sys.executable, "-m", "podium.cli", "sandbox", "check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"user {NOBODY} may not read {sys.base_prefix}" in done.stderr
+    assert "install Python and Podium where all users may read them" in done.stderr
+    assert "CAP_SYS_ADMIN" in done.stderr
+    assert "sysctl" not in done.stderr
+
+
 @pytest.mark.parametrize("speed", ["quick", pytest.param("slow", marks=pytest.mark.long)])
 def test_attacks_fail_without_landlock(speed: str):
     need_sandbox()

@@ -15,6 +15,7 @@ from podium.cli import app
 from podium.sandbox import check, kernel
 from podium.sandbox.runs import Ended, Limits, Sandbox, SandboxError
 from podium.sandbox.values import read, written
+from podium.sandbox.ways_out import way_to_python, ways_out
 
 ROOT = Path(__file__).parents[2]
 HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
@@ -234,9 +235,138 @@ def test_a_command_that_cannot_run_a_file_says_why(words, content, said, tmp_pat
     assert "Traceback" not in done.output
 
 
-@pytest.mark.parametrize(("code", "status"), [("1", 0), ("import sys; sys.exit(3)", 3), ("1 / 0", 1)])
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("1", 0), ("import sys; sys.exit(3)", 3), ("exit(4)", 4), ("quit()", 0), ("1 / 0", 1),
+        ("import os; os._exit(3)", 3), ("import os; os.abort()", 134), ("import os; os.kill(os.getpid(), 9)", 137),
+        ("import os\nif os.fork() == 0: os._exit(5)\nos.wait()", 0), ("import os\nif os.fork(): os._exit(6)", 6),
+        ("import atexit; atexit.register(print, 'bye'); exit(7)", 7), ("import os; print('x'); os._exit(0)", 0),
+    ],
+)  # fmt: skip
 def test_the_command_exits_as_the_file_does(code, status, tmp_path):
     need_sandbox()
     file = tmp_path / "code.py"
     file.write_text(code)
     assert CliRunner().invoke(app, ["sandbox", "run", str(file)], input="").exit_code == status
+
+
+def test_what_code_writes_to_a_terminal_is_shown_and_not_obeyed(tmp_path):
+    need_sandbox()
+    (tmp_path / "code.py").write_text("print('\\x1b[2Jred\\x1b]0;title\\x07 \\u202e\\tand so on')")
+    command = [sys.executable, "-m", "podium.cli", "sandbox", "run", str(tmp_path / "code.py")]
+    ours, theirs = os.openpty()
+    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=theirs, cwd=ROOT, check=True)
+    os.close(theirs)
+    with open(ours, "rb") as terminal:
+        said = terminal.read1(4096).decode()
+    assert said.rstrip() == "\\x1b[2Jred\\x1b]0;title\\x07 \\u202e\tand so on"
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, cwd=ROOT, check=True)
+    assert done.stdout.startswith(b"\x1b[2Jred")  # into a file or a pipe it goes as it is
+
+
+def test_a_program_ends_as_in_the_interpreter(sandbox: Sandbox):
+    hooks = "import atexit\natexit.register(print, 'hook')\nprint('main')"
+    threads = (
+        "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.05), print('thread'))).start()\n"
+        "print('main')"
+    )
+    replaced = (
+        "import io, sys, atexit\nkept = sys.stdout = io.StringIO()\n"
+        "atexit.register(lambda: sys.__stdout__.write(kept.getvalue()))\nprint('kept')"
+    )
+    forked = "import os\nif os.fork() == 0: print('child')\nelse:\n  os.wait(); print('parent')"
+    left_open = "file = open(1, 'w')\nfile.write('left open')"
+    for code, output in (
+        (hooks, "main\nhook\n"), (threads, "main\nthread\n"), (replaced, "kept\n"), (forked, "child\nparent\n"),
+        (left_open, "left open"),
+    ):  # fmt: skip
+        assert sandbox.run(code, program=True).output == output
+    assert sandbox.run(f"{hooks}\nimport atexit; atexit.register(exit)", program=True).why is None
+
+
+def test_what_is_printed_is_written_in_large_parts_as_into_any_pipe(sandbox: Sandbox):
+    assert sandbox.run("import os\nprint('printed')\nos.write(1, b'written ')").output == "written printed\n"
+
+
+def test_what_was_printed_before_a_limit_is_output(sandbox: Sandbox):
+    for code in ("while True: pass", "import time; time.sleep(600)"):
+        with Sandbox(Limits(wall_s=0.5, cpu_s=0.2)) as quick:
+            result = quick.run(f"print('begun')\n{code}")
+            assert (result.why, result.output) == ("time", "begun\n")
+
+
+def test_cpu_time_is_counted_for_each_request_and_over_all_processes(sandbox: Sandbox):
+    busy = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
+    with Sandbox(Limits(wall_s=60.0, cpu_s=0.4)) as limited, limited.open() as run:
+        for _ in range(4):
+            assert run.execute(busy)[1] == {}
+        assert run.spent_s >= 0.7
+        run.execute("import time; time.sleep(0.8)")
+        with pytest.raises(Ended, match="time"):
+            run.execute("import subprocess; subprocess.run('while :; do :; done', shell=True)")
+    with Sandbox(Limits(wall_s=60.0, cpu_s=30, life_cpu_s=1)) as limited:
+        assert limited.run("while True: pass").why == "time"
+
+
+def test_names_of_the_interpreter_are_there(sandbox: Sandbox):
+    assert (
+        sandbox.run("print(*[callable(each) for each in (exit, quit, help, copyright, credits, license)])").output
+        == ("True " * 6).strip() + "\n"
+    )
+    assert sandbox.run("import sys; print(sys.argv[1:], __name__, bool(__file__))").output == "[] __main__ True\n"
+
+
+STANDARD_LIBRARY = [
+    "import shutil; shutil.copy2('a', 'b'); shutil.copystat('a', 'b'); shutil.move('b', 'c')",
+    "import shutil; shutil.copytree('.', 'd')",
+    "import tempfile; tempfile.TemporaryDirectory(); tempfile.NamedTemporaryFile(); tempfile.mkdtemp()",
+    "import os; os.utime('a'); os.chmod('a', 0o600); os.link('a', 'l'); os.symlink('a', 's'); os.truncate('a', 1)",
+    "import sqlite3; c = sqlite3.connect('x.db'); c.execute('create table t(a)'); c.commit()",
+    "import zipfile, tarfile; zipfile.ZipFile('z.zip', 'w').write('a'); tarfile.open('t.tgz', 'w:gz').add('a')",
+    "from concurrent.futures import ThreadPoolExecutor; list(ThreadPoolExecutor(4).map(abs, [1]))",
+    "import subprocess; subprocess.run('echo hi | cat', shell=True, check=True)",
+    "import signal; signal.signal(signal.SIGALRM, print); signal.alarm(1); signal.setitimer(signal.ITIMER_REAL, 0)",
+    "import resource; resource.setrlimit(resource.RLIMIT_STACK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))",
+    "import threading; threading.stack_size(1 << 28); t = threading.Thread(target=print); t.start(); t.join()",
+    "import sys; sys.setrecursionlimit(10**6); f = lambda n: n and f(n - 1); f(20_000)",
+    "import uuid, getpass, platform, locale; uuid.uuid1(); getpass.getuser(); platform.platform(); locale.getlocale()",
+    "import fcntl; fcntl.flock(open('a'), fcntl.LOCK_EX); import mmap; mmap.mmap(-1, 4096)",
+]
+
+
+@pytest.mark.parametrize("code", STANDARD_LIBRARY)
+def test_the_standard_library_works(code: str, sandbox: Sandbox):
+    result = sandbox.run(f"open('a', 'w').write('x')\n{code}")
+    assert (result.error, result.why) == ("", None), result.output
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (
+            {"sys/kernel/apparmor_restrict_unprivileged_userns": "1\n"},
+            "sysctl kernel.apparmor_restrict_unprivileged_userns=0",
+        ),
+        ({"sys/user/max_user_namespaces": "0"}, "sysctl user.max_user_namespaces=15000"),
+        ({"sys/kernel/unprivileged_userns_clone": "0"}, "sysctl kernel.unprivileged_userns_clone=1"),
+        ({"self/status": "Name:\tx\nSeccomp:\t2\nSeccomp_filters:\t1\n"}, "seccomp=unconfined"),
+        ({"self/attr/current": "docker-default (enforce)\n"}, "is active, docker-default (enforce): in a container"),
+        ({"self/attr/current": "unconfined\n", "self/status": "Seccomp:\t0\n"}, "no setting that forbids it was found"),
+        ({}, "no setting that forbids it was found"),
+    ],
+)
+def test_advice_is_about_what_this_machine_forbids(files: dict[str, str], says: str, tmp_path: Path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    way = ways_out(str(tmp_path))
+    assert says in way
+    assert ("sysctl" in way) == ("sysctl" in says)
+
+
+def test_advice_for_a_python_that_the_sandbox_may_not_read_is_about_python():
+    assert "may not read" not in ways_out()
+    for word in ("/opt", "install Python"):
+        assert word in way_to_python()
+    assert "sysctl" not in way_to_python()

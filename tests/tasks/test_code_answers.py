@@ -2,15 +2,16 @@
 
 import functools
 import json
+import random
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import yaml
 
-from podium.sandbox.runs import Limits, Sandbox
+from podium.tasks.code_blocks import code_of
 from podium.tasks.code_task import Code
-from podium.tasks.task import OutOfTime, TaskSource
+from podium.tasks.task import OutOfTime, Prompt, TaskSource
 from tests.sandbox.sandboxes import need_sandbox
 
 DATA = Path(__file__).parent / "data"
@@ -30,12 +31,13 @@ def pairs() -> list[Pair]:
     found = []
     for part in f"\n{text}".split(f"\n{HEAD}")[1:]:
         head, _, answer = part.partition("\n")
-        found.append(Pair(*head.split(" | "), answer))
+        task, verdict, note = head.split(" | ")
+        found.append(Pair(task, verdict, note, answer))
     return found
 
 
 @functools.cache
-def tasks(folder: Path) -> dict[str, tuple[Code, object]]:
+def tasks(folder: Path) -> dict[str, tuple[Code, Prompt]]:
     """A task of one row for each row of the corpus, and its prompt."""
     rows = yaml.safe_load((DATA / "code_tasks.yaml").read_text("utf-8"))
     made = {}
@@ -70,3 +72,47 @@ def test_an_answer_gets_the_verdict_of_a_careful_reader(pair: Pair, folder: Path
     except OutOfTime as late:
         earned = late.correct
     assert earned == float(pair.verdict == "right")
+
+
+def test_the_solution_of_each_row_passes_its_tests(folder: Path):
+    with_solution = {name: pair for name, pair in tasks(folder).items() if pair[1].answer}
+    assert len(with_solution) >= 10
+    earned = {name: task.grade(prompt, prompt.answer) for name, (task, prompt) in with_solution.items()}
+    assert earned == dict.fromkeys(with_solution, 1.0)
+
+
+def test_no_arrangement_of_fences_stops_the_grader():
+    parts = [
+        "```",
+        "```python",
+        "~~~",
+        "````",
+        "def f(x):",
+        "    return x",
+        "> ",
+        "- ",
+        "   ",
+        "\n",
+        "\r\n",
+        "text ",
+        "<answer>",
+    ]
+    parts += [
+        "<answer>",
+        "</answer>",
+        "<think>",
+        "</think>",
+        "`",
+        "~",
+        "\t",
+        ">>> f(1)",
+        "class Solution:",
+        "\x0c",
+        "\ud800",
+    ]
+    generator = random.Random("fences")
+    for _ in range(2_000):
+        text = "".join(generator.choices(parts, k=generator.randint(0, 30)))
+        for name in ("", "f"):
+            code = code_of(text, name)
+            assert all(isinstance(each, str) for each in (code.text, *code.others))

@@ -1,6 +1,7 @@
 """The task code: right and wrong solutions, forged verdicts, the forms of rows, and time that is up."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from podium.sandbox.runs import Limits, Sandbox
 from podium.sandbox.values import written
 from podium.tasks import python_tool
 from podium.tasks.code_blocks import Code as CodeText
-from podium.tasks.code_blocks import code_of
 from podium.tasks.code_grading import (
     Assertions,
     Call,
@@ -66,6 +66,17 @@ FORGED = {
     "not a number": "def f(x): return float('nan')",
     "a function that is none": "f = 9",
     "code that cannot be read": "def f(x: return 9",
+    "an iterator that is none": "import os, sys\ndef f(x):\n  nonce = sys._getframe(1).f_locals['self']._nonce\n"
+    "  os.write(1, (nonce + '{\"value\": {\"iterator\": 0}}\\n').encode())",
+    "a generator without end": "import itertools\ndef f(x): return itertools.repeat(9)",
+    "arguments that are none": "import os, sys\ndef f(x):\n  nonce = sys._getframe(1).f_locals['self']._nonce\n"
+    "  os.write(1, (nonce + '{\"value\": null, \"arguments\": [9]}\\n').encode())",
+    "the end functions replaced": "import builtins, site\nbuiltins.exit = builtins.quit = lambda *a: 9\n"
+    "site.setquit = lambda: 9\ndef f(x): return exit(9) and 0",
+    "names that the sandbox has": "x = 1",
+    "a number that equals all": "class E(float):\n  def __eq__(s, o): return True\n  def __pos__(s): return 9\n"
+    "  __hash__ = float.__hash__\ndef f(x): return E(0)",
+    "an evil hash": "class E(str):\n  def __hash__(s): return exit()\ndef f(x): return {E('a'): E('b')}",
     "tests that are exchanged": "def f(x):\n  return exchange(['done', 3, 3])",
 }  # fmt: skip
 
@@ -105,6 +116,40 @@ def test_a_forged_verdict_is_no_output(name: str, sandbox: Sandbox):
     assert grade(sandbox, FORGED[name], "", ECHO[:1], 60.0).passed == 0
 
 
+def test_what_a_signal_prints_after_the_time_is_no_output(sandbox: Sandbox):
+    late = "import signal\nsignal.signal(signal.SIGXCPU, lambda *_: print(9, flush=True))\nwhile True: pass"
+    assert grade(sandbox, late, "", ECHO[:1], 0.3) == (0, 1, True)
+
+
+def test_names_that_run_before_an_answer_are_no_answer(sandbox: Sandbox):
+    tests = [Call([1, 2], 3)]
+    times = TimeLimits(60.0, 60.0)
+    before = "from operator import *\ndef exchange(a, b): return 3"
+    for name in ("add", "exchange"):
+        assert graded(sandbox, Solution(CodeText("x = 1"), name, before), tests, times).passed == 0
+    assert graded(sandbox, Solution(CodeText("from operator import add"), "add", before), tests, times).passed == 1
+
+
+def test_values_made_to_be_slow_cost_the_grader_little():
+    """Sets of integers with one hash: 40,000 of them in a set take about 10 s."""
+    colliding = [number * (2**61 - 1) for number in range(40_000)]
+    begun = time.process_time()
+    assert not same({"set": colliding}, written({1, 2}))
+    assert not same({"set": colliding}, {"set": [0, *colliding[:-1]]})
+    assert same({"dict": [[each, 0] for each in colliding]}, {"dict": [[each, 0] for each in reversed(colliding)]})
+    assert time.process_time() - begun < 3.0
+    assert not same(10**308 * 10, 1.0)
+
+
+def test_time_is_that_of_the_processor_and_each_test_has_its_own(sandbox: Sandbox):
+    work = "import time\ndef f(x):\n  end = time.process_time() + 0.2\n  while time.process_time() < end: pass\n  return x * x"
+    wait = "import time\ndef f(x):\n  time.sleep(0.5)\n  return x * x"
+    limits = TimeLimits(test_s=0.45, all_s=60.0)
+    assert graded(sandbox, Solution(CodeText(work), "f"), SQUARES, limits) == (3, 3, False)
+    assert graded(sandbox, Solution(CodeText(wait), "f"), SQUARES, limits) == (3, 3, False)
+    assert graded(sandbox, Solution(CodeText(work), "f"), SQUARES, TimeLimits(test_s=0.45, all_s=0.45)) == (2, 3, True)
+
+
 def test_what_is_partly_right_gets_its_share(sandbox: Sandbox):
     wrong_below = "def f(x): return x * x if x > 0 else None"
     assert grade(sandbox, wrong_below, "f", SQUARES, 60.0) == (2, 3, False)
@@ -114,15 +159,15 @@ def test_what_is_partly_right_gets_its_share(sandbox: Sandbox):
 
 def test_time_that_is_up_is_told_apart_from_a_wrong_answer(sandbox: Sandbox):
     slow = "def f(x):\n  while x == -2: pass\n  return x * x"
-    assert grade(sandbox, slow, "f", SQUARES, 1.0) == (2, 3, True)
-    assert grade(sandbox, "while True: pass", "", ECHO, 0.5).late
-    task = Code(TaskSource(), timeout_s=1.0)
+    assert grade(sandbox, slow, "f", SQUARES, 0.3) == (2, 3, True)
+    assert grade(sandbox, "while True: pass", "", ECHO, 0.3).late
+    task = Code(TaskSource(), timeout_s=0.3)
     row = {"question": "?", "name": "f", "tests": [{"arguments": [x], "expected": x * x} for x in (3, -2)]}
     prompt = Prompt(id="a", question="?", answer="", metadata=row)
-    with pytest.raises(OutOfTime, match="longer than 1 s for a test") as late:
+    with pytest.raises(OutOfTime, match=r"longer than 0\.3 s for a test") as late:
         task.grade(prompt, slow)
     assert late.value.correct == 0.5
-    config = TaskConfig(name="code", options={"timeout_s": 1.5})
+    config = TaskConfig(name="code", options={"timeout_s": 0.3})
     grader = Grader([config], GradingConfig(workers=0), max_new_tokens=8)
     asked = TaskPrompt(task=0, prompt=prompt, system_prompt=None)
     texts = (slow, "def f(x): return 0", "def f(x): return x * x")
@@ -236,19 +281,6 @@ def test_a_row_that_cannot_be_read_is_named(row: dict[str, object], message: str
 
 
 @pytest.mark.parametrize(
-    ("completion", "code"),
-    [
-        ("x = 1", "x = 1"),
-        ("a\n```python\nx = 1\n```\nb\n```py\nx = 2\n```\nc", "x = 2"),
-        ("```\nx = 1", "x = 1"),
-        ("<think>\n```python\nx = 1\n```\n</think>\nno code", "\nno code"),
-    ],
-)
-def test_the_code_of_an_answer_is_its_last_block(completion: str, code: str):
-    assert code_of(completion).text == code
-
-
-@pytest.mark.parametrize(
     ("found", "expected", "equal"),
     [
         (1, 1, True), (1, True, False), (1.0, 1, False), (1, 1.0, True), (True, 1.0, False), (0.1 + 0.2, 0.3, True), (float("nan"), float("nan"), False),
@@ -259,6 +291,23 @@ def test_the_code_of_an_answer_is_its_last_block(completion: str, code: str):
 )  # fmt: skip
 def test_values_are_compared_with_their_types(found: object, expected: object, equal: bool):
     assert same(written(found), written(expected)) is equal
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "equal"),
+    [
+        ("0.30000000000000004", "0.3", True), ("2.50", "2.5", True), ("1e-05", "0.00001", True), ("3.0", "3", True),
+        ("-0.0", "0.0", True), ("0.5 x 1.0", "0.50 x 1", True), ("1.0  2", "1.0 2", True), ("1.2246e-16", "0.0", True),
+        ("0.333333", "0.3333333333333333", True), ("0.3333333333333333", "0.333333", True),
+        ("3.14", "3.14159", False), ("0.3", "0.333333", False), ("1e-10", "2e-10", False), ("0.000000", "0.0000001", False),
+        ("1234568.0", "1234567.123456789", False), ("1000001.00", "1000000.25", False), ("0.333334", "0.333333", False),
+        ("7", "007", False), ("11", "0011", False), ("1_0", "10", False), ("nan", "nan", True), ("nan", "0.5", False),
+        ("inf", "1e999", False), ("1.0", "1.0 2.0", False), ("a  b", "a b", False), ("YES", "Yes", False),
+        ("9" * 500 + ".0", "9" * 500, False), ("1e9999", "1e9998", False), ("\uff11.0", "1.0", False),
+    ],
+)  # fmt: skip
+def test_numbers_of_outputs_may_be_written_differently(found: str, expected: str, equal: bool):
+    assert same_output(found, expected) is equal
 
 
 def test_outputs_are_compared_but_for_spaces_at_ends():

@@ -1,0 +1,48 @@
+"""Text that a terminal may be sent, whoever wrote it: a model, code of its, a data set, an error that quotes them.
+
+Everything that Podium prints and did not write itself goes through `printable` or `harmless`.
+"""
+
+import logging
+import sys
+import traceback
+import types
+import unicodedata
+
+LINE_END = "\u21b5"
+_HARMFUL = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+"""Unicode categories to escape: control, format (text direction), surrogate, private, unassigned, separator."""
+
+
+def printable(text: str) -> str:
+    """Escape everything in the text that could move the cursor, change colours or confuse a terminal; line ends too."""
+    return "".join(LINE_END if each == "\n" else _visible(each) for each in text)
+
+
+def harmless(text: str) -> str:
+    """Text as `printable` makes it, but with its line ends and tabs: for what is shown as it was written."""
+    return "".join(each if each in "\n\t" else _visible(each) for each in text)
+
+
+def guard_errors() -> None:
+    """From now on, print warnings and uncaught exceptions `harmless`: they may quote what a model wrote."""
+    if logging.lastResort is not None:  # prints warnings where nothing else has been set up
+        logging.lastResort.setFormatter(_Harmless())
+    sys.excepthook = _print_exception
+
+
+class _Harmless(logging.Formatter):
+    """The message of a log record and its traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return harmless(super().format(record))
+
+
+def _print_exception(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    print(harmless("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+
+
+def _visible(character: str) -> str:
+    if unicodedata.category(character) in _HARMFUL:
+        return character.encode("unicode_escape").decode("ascii")
+    return character
