@@ -121,7 +121,8 @@ class Sandbox:
                 output, answer = run.execute(code, program=program)
             except Ended as ended:
                 return Result(output=ended.output, why=ended.why, error="", exit_status=ended.exit_status)
-        error = str(answer.get("error", ""))
+        error = answer.get("error", "")
+        error = error if isinstance(error, str) else "the answer is forged"
         status = answer.get("exit", int(bool(error)))
         if not isinstance(status, int) or not 0 <= status <= 255:  # the code has forged it
             status = 1

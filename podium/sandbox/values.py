@@ -43,6 +43,7 @@ FORMS = {
         Form(OrderedDict, _pairs, OrderedDict),
         Form(Counter, _pairs, lambda pairs: Counter(dict(pairs))),
         Form(defaultdict, _pairs, lambda pairs: defaultdict(None, pairs)),
+        Form(type(iter([])), list, iter),
         Form(type({}.keys()), list, lambda keys: dict.fromkeys(keys).keys()),
         Form(type({}.values()), list, lambda values: dict(enumerate(values)).values()),
         Form(type({}.items()), lambda items: [[key, each] for key, each in items], lambda items: dict(items).items()),

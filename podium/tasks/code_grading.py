@@ -202,8 +202,9 @@ def _program(sandbox: Sandbox, solution: Solution, test: Program, budget: _Budge
     """Whether a program passed a test, and whether it was too late."""
     with sandbox.open(test.stdin) as run:
         try:
-            budget.limit(run)
-            run.define(solution.before, "__main__")
+            if solution.before:
+                budget.limit(run)
+                run.define(solution.before, "__main__")
             budget.limit(run, len(test.stdout.encode()))
             code, others = solution.code
             output, answer = run.execute(code, others=others, errors=False, program=True)
@@ -244,10 +245,19 @@ def _by_referee(sandbox: Sandbox, solution: Solution, tests: Assertions, budget:
                     except Ended as error:
                         ended = error
                 budget.limit(referee)
-                told = [[key, answer[key]] for key in ("value", "arguments", "error") if key in answer]
-                said = referee.ask({"value": {"dict": told}}, kept=False)[1]
+                said = _told(referee, answer)
         except Ended as error:
             return Verdict(0, 1, error.why == "time")
+
+
+def _told(referee: Run, answer: Answer) -> Answer:
+    """Tell the referee what came of its question; returns its next."""
+    told = [[key, answer[key]] for key in ("value", "arguments", "error") if key in answer]
+    try:
+        return referee.ask({"value": {"dict": told}}, kept=False)[1]
+    except RecursionError:  # when it is written, the answer was nested deeply enough to be read, but no deeper
+        told = [["error", "RecursionError: the value is nested too deeply"]]
+        return referee.ask({"value": {"dict": told}}, kept=False)[1]
 
 
 DICTS = ("dict", "OrderedDict", "Counter", "defaultdict")

@@ -27,10 +27,10 @@ FORMS = (
     " `text` or `prompt` and `test_list`; LiveCodeBench's `question_content` and `public_test_cases`"
 )
 STAR_IMPORTS = (
-    "bisect", "collections", "copy", "datetime", "functools", "heapq", "io", "itertools", "json", "math", "operator",
-    "random", "re", "statistics", "string", "sys", "typing", "builtins",
+    "typing", "bisect", "collections", "copy", "datetime", "functools", "heapq", "io", "itertools", "json", "math",
+    "operator", "random", "re", "statistics", "string", "sys", "builtins",
 )  # fmt: skip
-MODULES = (*STAR_IMPORTS[:-2], "array", "decimal", "fractions", "os", "time")
+MODULES = (*STAR_IMPORTS[:-1], "array", "decimal", "fractions", "os", "time")
 COMPETITION = "\n".join(
     (
         *(f"from {name} import *" for name in STAR_IMPORTS),

@@ -8,7 +8,7 @@ import ast
 import builtins
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -37,7 +37,8 @@ def judge(setup: str, tests: str, name: str, exchange: Callable[[object], Any]) 
     held = asserted = 0
 
     def candidate(*arguments: object, **keywords: object) -> object:
-        answer = exchange(["call", list(arguments), keywords])
+        sent = [iter(list(each)) if isinstance(each, Iterator) else each for each in arguments]
+        answer = exchange(["call", sent, keywords])
         if "value" not in answer:
             raise _error(answer.get("error"))
         for before, after in zip(arguments, answer.get("arguments", ()), strict=False):

@@ -1,6 +1,7 @@
 """The task code: right and wrong solutions, forged verdicts, the forms of rows, and time that is up."""
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -139,6 +140,16 @@ def test_values_made_to_be_slow_cost_the_grader_little():
     assert same({"dict": [[each, 0] for each in colliding]}, {"dict": [[each, 0] for each in reversed(colliding)]})
     assert time.process_time() - begun < 3.0
     assert not same(10**308 * 10, 1.0)
+
+
+@pytest.mark.parametrize("tests", [SQUARES[:1], Assertions("", "assert f(3) == 9")], ids=["calls", "assertions"])
+def test_values_as_deep_as_can_be_read_stop_no_grader(tests: Tests, sandbox: Sandbox):
+    forged = (
+        "import os, sys\ndef f(x):\n  nonce = sys._getframe(1).f_locals['self']._nonce\n"
+        "  os.write(1, (nonce + '{\"value\": ' + '[' * DEPTH + ']' * DEPTH + '}\\n').encode())"
+    )
+    for depth in range(sys.getrecursionlimit() - 200, sys.getrecursionlimit(), 3):
+        assert grade(sandbox, f"DEPTH = {depth}\n{forged}", "f", tests, 60.0).passed == 0
 
 
 def test_time_is_that_of_the_processor_and_each_test_has_its_own(sandbox: Sandbox):
