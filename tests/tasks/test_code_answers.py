@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from podium.tasks.code_blocks import code_of
-from podium.tasks.code_task import Code
+from podium.tasks.code_task import Code, parsed
 from podium.tasks.task import OutOfTime, Prompt, TaskSource
 from tests.sandbox.sandboxes import need_sandbox
 
@@ -79,6 +79,30 @@ def test_the_solution_of_each_row_passes_its_tests(folder: Path):
     assert len(with_solution) >= 10
     earned = {name: task.grade(prompt, prompt.answer) for name, (task, prompt) in with_solution.items()}
     assert earned == dict.fromkeys(with_solution, 1.0)
+
+
+def solutions() -> list[dict[str, object]]:
+    """The rows with solutions of all kinds."""
+    forms = yaml.safe_load((DATA / "code_solutions.yaml").read_text("utf-8"))
+    return [{"text": "?", **row} if form == "mbpp" else row for form, rows in forms.items() for row in rows]
+
+
+def test_solutions_of_the_kinds_of_known_sets_pass_and_others_do_not(folder: Path):
+    rows = solutions()
+    assert len(rows) >= 30
+    path = folder / "solutions.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    task = Code(TaskSource(path=str(path)), reward="all")
+    prompts = task.prompts("train")
+    assert [prompt.answer for prompt in prompts if task.grade(prompt, prompt.answer) != 1.0] == []
+    for prompt in prompts:
+        name = parsed(prompt.metadata).name
+        for wrong in (
+            f"def {name}(*a, **k): pass",
+            f"def {name}(*a, **k): return a",
+            f"def {name}(*a, **k): return 10**400",
+        ):
+            assert task.grade(prompt, wrong) == 0.0, (name, wrong)
 
 
 def test_no_arrangement_of_fences_stops_the_grader():
