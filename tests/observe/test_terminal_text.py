@@ -1,3 +1,4 @@
+import subprocess
 import sys
 import unicodedata
 
@@ -6,11 +7,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.observe.text import BARS, ago, bucket_means, clock, cut, shown, sparkline
-from podium.terminal import printable
+from podium.tasks.functions import FunctionError
+from podium.tasks.grading import GradingError
+from podium.terminal import harmless, printable
+from podium.train.generate import FailingEnvironmentError
 
 
 def test_control_sequences_are_written_out():
     assert printable("\x1b[2J\r\x07a\tb\nc") == "\\x1b[2J\\r\\x07a\\tb\u21b5c"
+
+
+def test_text_of_several_lines_keeps_them():
+    assert harmless("a\n\tb\x1b[31m\r\n\x9b2J") == "a\n\tb\\x1b[31m\\r\n\\x9b2J"
+
+
+@pytest.mark.parametrize("error", [GradingError, FunctionError, FailingEnvironmentError])
+def test_errors_that_quote_a_model_are_harmless(error: type[Exception]):
+    assert str(error("it wrote \x1b]0;title\x07\nand more")) == "it wrote \\x1b]0;title\\x07\nand more"
+
+
+def test_warnings_and_exceptions_of_the_command_are_harmless():
+    code = (
+        "import logging\nfrom podium.terminal import guard_errors\nguard_errors()\n"
+        "logging.getLogger('x').warning('warned of %s', '\\x1b[2J')\nclass E(Exception): pass\nraise E('\\x1b[1m')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "\x1b" not in done.stderr
+    assert "warned of \\x1b[2J\nTraceback" in done.stderr
+    assert done.stderr.endswith("E: \\x1b[1m\n")
 
 
 def test_bidirectional_overrides_and_surrogates_are_written_out():

@@ -48,6 +48,16 @@ class Echo:
         return float(completion == prompt.answer)
 
 
+class Patient(Echo):
+    """Ends by itself, but may take longer than other tasks."""
+
+    grading_limit_s = 60.0
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        time.sleep(1.0)
+        return super().grade(prompt, completion)
+
+
 class NeedsOption:
     system_prompt = None
 

@@ -96,6 +96,12 @@ def test_an_answer_past_its_limit_is_wrong_and_warned_of_once(closed, caplog):
     ]
 
 
+def test_a_task_that_limits_itself_has_its_own_limit(closed):
+    grader = closed(TaskConfig(name="tests.tasks.sample_tasks:Patient"), ECHO, timeout_s=0.5)
+    slow, right = grader.grade(answers("7")), grader.grade(answers("sleep", task=1))
+    assert [(each.total, each.timed_out) for each in (*slow, *right)] == [(1.0, False), (0.0, True)]
+
+
 @pytest.mark.parametrize(("text", "message"), [("crash", "ended with code 3"), ("memory", "2 GiB of memory")])
 def test_an_answer_that_kills_its_process_or_fills_memory_is_wrong(closed, caplog, text, message):
     rewards = closed().grade(answers("7", text, "7"))
