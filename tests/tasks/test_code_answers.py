@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,3 +137,14 @@ def test_no_arrangement_of_fences_stops_the_grader():
         for name in ("", "f"):
             code = code_of(text, name)
             assert all(isinstance(each, str) for each in (code.text, *code.others))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["a" + "`" * 10**5, " " * 10**5 + "x", "> " * 10**5, "1" * 10**5, "```" * 50_000, "```a " * 30_000, "~" * 10**5],
+)
+def test_code_is_found_in_linear_time(line: str):
+    begun = time.process_time()
+    for name in ("", "f"):
+        code_of(f"{line}\n{line}\ny\n{line}", name)
+    assert time.process_time() - begun < 2.0
