@@ -6,7 +6,8 @@ Beyond Markdown, a fence may follow text on its line, and close behind the last 
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 OPENING = re.compile(r"(?P<before>[ \t>]*+(?:(?:[-*+]|\d{1,9}[.)]) [ \t]*+)?)(?P<fence>`{3,}+|~{3,}+)(?P<info>[^`]*+)$")
@@ -82,6 +83,8 @@ def _code(answer: str, name: str) -> Code:
 
 def _dedented(text: str, name: str) -> str:
     """Text without the indentation of all its lines, unless it is the body of a function that is still to be named."""
+    if not re.match(r"\s*^[ \t]", text, re.MULTILINE):
+        return text  # nothing to take away, and lines of spaces in strings stay as they are
     dedented = textwrap.dedent(text)
     return dedented if not name or defines(dedented, name) else text
 
@@ -89,8 +92,9 @@ def _dedented(text: str, name: str) -> str:
 def _blocks(text: str) -> list[_Block]:
     """The fenced blocks of a text, in order."""
     found: list[_Block] = []
-    lines = iter(re.split(r"\r?\n", text))
-    for line in lines:
+    lines = deque(re.split(r"\r?\n", text))
+    while lines:
+        line = lines.popleft()
         quoted = line.lstrip().startswith(">")
         margin = 0 if quoted else len(line) - len(line.lstrip())
         opening = OPENING.match(line)
@@ -102,15 +106,22 @@ def _blocks(text: str) -> list[_Block]:
     return found
 
 
-def _inside(lines: Iterator[str], fence: str, margin: int, quoted: bool) -> str:
-    """The lines up to the end of a block, without its margin or the marks of a quotation."""
+def _inside(lines: deque[str], fence: str, margin: int, quoted: bool) -> str:
+    """Take the lines up to the end of a block, without its margin or the marks of a quotation.
+
+    A fence that begins a block in Python ends one that has none.
+    """
     inside: list[str] = []
-    for line in lines:
+    while lines:
+        original = line = lines.popleft()
         if quoted:
             line = re.sub(r"^[ \t]*> ?", "", line)
         indented = len(line) - len(line.lstrip(" \t"))
         end = line.strip()
         if set(end) == {fence[0]} and len(end) >= len(fence) and indented <= margin + 3:
+            break
+        if end.startswith(fence) and PYTHON.match(end.lstrip(fence[0]).lstrip()) and indented <= margin + 3:
+            lines.appendleft(original)
             break
         line = line[min(margin, indented) :]
         if set(end) != {fence[0]} and end.endswith(fence) and end[-len(fence) - 1] != fence[0]:

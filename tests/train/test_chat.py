@@ -8,10 +8,11 @@ from rich.console import Console
 import podium
 from podium.api import chat as chat_module
 from podium.api.answers import open_model
-from podium.api.chat import STEPS_SHOWN, Conversation, chat, harmless, shaded
+from podium.api.chat import STEPS_SHOWN, Conversation, chat, shaded
 from podium.rollout.request import Request, SamplingParams
 from podium.rollout.turn_format import TurnFormat
 from podium.run.answering import Answering, Asked
+from podium.terminal import harmless
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
