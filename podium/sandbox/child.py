@@ -1,7 +1,7 @@
 """What a process in the sandbox does once it has given up everything: it runs code, and answers what it is asked.
 
-A request is a line of JSON on a pipe. Its answer is written to the output after a nonce that came with the request,
-which separates it from what the code prints. The code can forge answers, so callers must check them.
+A request is a line on a pipe: a nonce, and JSON. Its answer is written to the output after the same nonce, which
+separates it from what the code prints. The code can forge answers, so callers must check them.
 """
 
 import ast
@@ -39,6 +39,7 @@ for make_names in (site.setquit, site.setcopyright, site.sethelper):  # builtins
     make_names()
 SENT_AT_ONCE = 32
 """Items of an iterator that are sent together."""
+NONCE_CHARACTERS = 32
 FLUSH = signal.SIGXCPU
 """Sent to code whose time is up, for it to write what it has printed so far."""
 Answer = dict[str, object]
@@ -86,9 +87,8 @@ class Child:
         line = self._requests.readline()
         if not line:
             os._exit(0)
-        request = json.loads(line)
-        self._nonce = request["nonce"]
-        return request
+        self._nonce = line[:NONCE_CHARACTERS]  # kept even if the rest, which others may have made, cannot be read
+        return json.loads(line[NONCE_CHARACTERS:])
 
     def _answer(self, value: Mapping[str, object]) -> None:
         _flush()

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from podium.sandbox.child import Answer
+from podium.sandbox.child import NONCE_CHARACTERS, Answer
 from podium.sandbox.ways_out import way_to_python, ways_out
 
 Why = Literal["time", "memory", "processes", "output", "ended"]
@@ -281,8 +281,8 @@ class Run:
 
         `kept`: whether what is printed is returned, and counts as output. Else only its amount is limited.
         """
-        nonce = secrets.token_hex(16).encode()
-        waiting = memoryview(json.dumps({**request, "nonce": nonce.decode()}).encode() + b"\n")
+        nonce = secrets.token_hex(NONCE_CHARACTERS // 2).encode()
+        waiting = memoryview(nonce + json.dumps(request).encode() + b"\n")
         found = _Output(nonce, self.limits.output_bytes, kept=kept)
         deadline = time.monotonic() + self.limits.wall_s
         look = time.monotonic() + self.limits.cpu_s

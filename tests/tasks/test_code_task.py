@@ -117,6 +117,17 @@ def test_a_forged_verdict_is_no_output(name: str, sandbox: Sandbox):
     assert grade(sandbox, FORGED[name], "", ECHO[:1], 60.0).passed == 0
 
 
+def test_output_of_megabytes_is_right_or_wrong_as_any(sandbox: Sandbox):
+    expected = "\n".join(str(number) for number in range(400_000))
+    tests = [Program("400000", expected)]
+    assert len(expected) > 2 << 20
+    loop = "for number in range(int(input())): print(number)"
+    assert grade(sandbox, loop, "", tests, 60.0).passed == 1
+    assert grade(sandbox, f"{loop}\nprint(0)", "", tests, 60.0) == (0, 1, False)
+    assert grade(sandbox, "while True: print('x' * 1000)", "", tests, 60.0) == (0, 1, False)
+    assert grade(sandbox, "def f(x):\n  print('x' * 3_000_000)\n  return x * x", "f", SQUARES, 60.0).passed == 3
+
+
 def test_what_a_signal_prints_after_the_time_is_no_output(sandbox: Sandbox):
     late = "import signal\nsignal.signal(signal.SIGXCPU, lambda *_: print(9, flush=True))\nwhile True: pass"
     assert grade(sandbox, late, "", ECHO[:1], 0.3) == (0, 1, True)
@@ -148,8 +159,8 @@ def test_values_as_deep_as_can_be_read_stop_no_grader(tests: Tests, sandbox: San
         "import os, sys\ndef f(x):\n  nonce = sys._getframe(1).f_locals['self']._nonce\n"
         "  os.write(1, (nonce + '{\"value\": ' + '[' * DEPTH + ']' * DEPTH + '}\\n').encode())"
     )
-    for depth in range(sys.getrecursionlimit() - 200, sys.getrecursionlimit(), 3):
-        assert grade(sandbox, f"DEPTH = {depth}\n{forged}", "f", tests, 60.0).passed == 0
+    for depth in range(sys.getrecursionlimit() - 60, sys.getrecursionlimit()):  # the last that can be sent, and read
+        assert grade(sandbox, f"DEPTH = {depth}\n{forged}", "f", tests, 0.5)[::2] == (0, False)
 
 
 def test_time_is_that_of_the_processor_and_each_test_has_its_own(sandbox: Sandbox):
