@@ -2,7 +2,8 @@ r"""Extracts the result that a completion states.
 
 The final answer is the first of these that exists: the last `\boxed{}`, the last `<answer>`, the last `####` line, the
 text after the last "answer is". It is extracted without knowing the reference, and so is its number: a completion has
-one answer, and cannot be right for two different references.
+one answer, and cannot be right for two different references. What was taken back ("5. Wait, that is wrong") does not
+count, and neither does what is denied ("not \boxed{5}").
 """
 
 import re
@@ -14,12 +15,26 @@ from podium.tasks.quantities import restated_quantity
 
 MAX_ANSWER_CHARS = 500
 """A longer final answer counts as wrong, because no reference is as long."""
+MAX_BOXES = 20
+"""Maximum number of boxes that are one list: `\\boxed{1}, \\boxed{2} and \\boxed{3}`."""
+BEFORE_CHARS = 120
+"""Number of characters in front of an answer that are searched for what denies it."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>-?[0-9][^\s{}$\\]*))")
-_PHRASE = re.compile(r"\banswer\W{0,8}(?:is|are)\b[\s:*=]*|\banswer[\s*]{0,4}[:=][\s:*=]*", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"\n|(?<!\\)[.!?](?=\s|\**$)|$")
+_BETWEEN_BOXES = re.compile(
+    r"[\s$.]*(?:,|;|\b(?:and|or)\b|\\text\{\s*(?:and|or)\s*\})[\s$,]*(?:(?:and|or|maybe|perhaps|possibly|even)\b[\s$,]*)*"
+    r"(?:[A-Za-z]\s*=[\s$]*)?"
+)
+_PHRASE = re.compile(
+    r"\banswers?\W{0,8}(?:is|are|would be|will be|must be|should be)\b[\s:*=]*|\banswers?[\s*]{0,4}[:=][\s:*=]*"
+    r"|\u7b54\u6848\s*(?:\u5e94?(?:\u8be5|\u5f53)?[\u662f\u4e3a]|[:\uff1a])\s*[:\uff1a]?\s*"
+    r"|\u7b54\u3048\s*(?:\u306f|[:\uff1a])\s*",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"\n|(?<!\\)[.!?](?=\s|\**$)|\u3002|$")
 _EXPLANATION = re.compile(
-    r"(?<=\S)[,;]?\s+(?:since|because|as|so|given|which|where|when|thus|hence|therefore|that is|i\.e\.)\s",
+    r"(?<=\S)[,;]?\s+(?:since|because|as|so|given|which|where|when|thus|hence|therefore|that is|i\.e\.)\s"
+    r"|(?<=\S),\s+(?:but )?(?:not|rather than|instead of)\s",
     re.IGNORECASE,
 )
 _ASIDE = re.compile(  # 12 apples (after giving 5 away).
@@ -27,7 +42,41 @@ _ASIDE = re.compile(  # 12 apples (after giving 5 away).
     r"[^()\n]{1,200}\)(?=[\s.!*$]*$)",
     re.IGNORECASE,
 )
+_TEXT_COMMAND = re.compile(r"\\(?:text|mbox|textbf|textrm)\s?\{([^{}]*)\}")
 _MATH_SPAN = re.compile(r"(?<!\\)\$\$?(?![\s$])((?:[^$\\]|\\.)++)(?<!\s)\$|\\\(([^$]+?)\\\)|\\\[([^$]+?)\\\]")
+
+_TAKEN_BACK = re.compile(
+    r"\bwait\b(?=\s*[,.!:;\u2026\u2014\u2013-]|\s+(?:no|actually)\b)|\bscratch that\b|\bcorrection\s*:"
+    r"|\b(?:that|this|it|which|answer)(?:'s|\u2019s| is| was) (?:wrong|incorrect|false|a mistake|not (?:right|correct))"
+    r"(?! that)"
+    r"|\bI (?:have )?(?:made|found) an? (?:\w{1,20} )?(?:mistake|error)|\bI was wrong|\bon second thought"
+    r"|\bnever ?mind\b"
+    r"|\bI take (?:that|it) back|\bsorry\b|\boops\b|\?\s*No\b(?![,.]? of)|\bno, (?:it|the|that|actually|make)\b"
+    r"|\blet me (?:redo|correct|recompute|recalculate|reconsider|fix|rethink|start over)\b"
+    r"|\u4e0d\u5bf9|\u7b49\u7b49|\u7b49\u4e00\u4e0b",
+    re.IGNORECASE,
+)
+_DENIED_BEFORE = re.compile(
+    r"(?:\b(?:not|never|neither|nor|except|cannot be|other than|rather than|instead of)|n['\u2019]t"
+    r"|\b(?:anything|everything|all|any|any (?:number|value)) but|\\neq?|\u2260|\u4e0d\u662f|\u4e0d\u7b49\u4e8e)\s*"
+    r"(?:(?:be|equal|equals|to|the|really|actually|certainly|definitely|simply|just|exactly|=)\s+){0,4}[\s$*({]*$",
+    re.IGNORECASE,
+)
+_DENIED_AFTER = re.compile(
+    r"[\s$}*]*(?:(?:is|was|are) (?:not|wrong|incorrect|false|never|impossible)|isn['\u2019]t|cannot|\u4e0d)\b",
+    re.IGNORECASE,
+)
+_DENIED_CLAIM = re.compile(
+    r"(?:\b(?:not|never|doubt|nobody|no one|if|suppose|assume|assuming|unless|false|wrong|whether)|n['\u2019]t)\s+"
+    r"(?:(?:think|thinks|believe|believes|say|says|claim|true|the case|sure|certain|clear|whether|mean|conclude|that|if"
+    r"|it|is|would|know)\s+){0,6}(?:(?:the|my|our|its)\s+)?(?:(?:final|correct|right)\s+)?$",
+    re.IGNORECASE,
+)
+_NOT_PLAIN = re.compile(
+    r"\b(?:or|not|never|neither|nor|except|cannot|but)\b|n['\u2019]t\b|\\neq?|\u2260|[\u4e0d\u6216\u975e]",
+    re.IGNORECASE,
+)
+_VERB = re.compile(r"\b(?:is|are|was|were|equals)\b\s*:?|[:\uff1a](?!\S*[0-9])|\u662f|\u4e3a", re.IGNORECASE)
 
 
 def answer_text(completion: str) -> str:
@@ -35,25 +84,49 @@ def answer_text(completion: str) -> str:
     return completion.rpartition("</think>")[2]
 
 
+def stated_text(completion: str) -> str:
+    """The part of a completion that its final answer is read from: what follows the last "wait" or "that is wrong"."""
+    text = answer_text(completion)
+    end = 0
+    for found in _TAKEN_BACK.finditer(text):
+        end = found.end()
+    return text[end:]
+
+
 def final_answer(text: str) -> str | None:
-    """The result that a text states; None if it states none, empty if it ends inside a box."""
+    """The result that a text states; None if it states none, empty if it denies it or ends inside a box."""
     boxes = list(_BOX.finditer(text))
     if boxes:
-        start = boxes[-1].end()
-        return boxes[-1]["bare"] or _until_closed(text[start : start + MAX_ANSWER_CHARS + 1])
-    _, tag, rest = text.rpartition("<answer>")
+        return _boxed(text, boxes[-MAX_BOXES:])
+    before, tag, rest = text.rpartition("<answer>")
     if tag:
-        return _only_math(rest.partition("</answer>")[0].strip())
+        return _only_math(rest.partition("</answer>")[0].strip()) if not _is_joined(before) else ""
     _, hashes, rest = text.rpartition("####")
     if hashes:
         return rest.strip().partition("\n")[0]
     tail = text[-TAIL_CHARS:]
     phrases = list(_PHRASE.finditer(tail))
     if phrases:
+        if _DENIED_CLAIM.search(tail[max(phrases[-1].start() - BEFORE_CHARS, 0) : phrases[-1].start()]):
+            return ""
         rest = tail[phrases[-1].end() :]
         end = _SENTENCE_END.search(rest)
-        return _only_math(_EXPLANATION.split(rest[: end.start()] if end else rest, maxsplit=1)[0])
+        return _only_math(_EXPLANATION.split(rest[: end.start()] if end else rest, maxsplit=1)[0].strip(" *"))
     return None
+
+
+def closing_statement(text: str) -> str:
+    """What a text without a final answer ends with: its last line, the one formula in it, or what follows its `is`."""
+    line = text[-TAIL_CHARS:].strip(" \n*#").rpartition("\n")[2].strip(" *")
+    sentences = re.split(r"(?<=[^\W\d])[.!?]\s+|\u3002(?=.)", line)
+    sentence = sentences[-1]
+    formula = _only_math(sentence)
+    if formula != sentence:
+        return formula
+    verbs = list(_VERB.finditer(sentence))
+    if len(verbs) == 1 and not _NOT_PLAIN.search(sentence[: verbs[0].start()]):
+        return sentence[verbs[0].end() :].strip(" *")
+    return line
 
 
 def final_number(completion: str) -> Number | None:
@@ -61,7 +134,7 @@ def final_number(completion: str) -> Number | None:
 
     A completion that states no answer gives the number at its end.
     """
-    text = answer_text(completion)
+    text = stated_text(completion)
     answer = final_answer(text)
     if answer is None:
         text = without_aside(text[-TAIL_CHARS:].rstrip())
@@ -71,7 +144,7 @@ def final_number(completion: str) -> Number | None:
         return None
     answer = without_aside(answer)
     choice = read_choice(plain_notation(answer))
-    answer = answer if choice is None else choice.value
+    answer = choice.value if choice is not None and choice.value else answer
     return read_number(restated_quantity(answer) or answer)
 
 
@@ -80,17 +153,62 @@ def without_aside(text: str) -> str:
     return _ASIDE.sub("", text)
 
 
-def _until_closed(text: str) -> str:
-    """The text up to its closing brace; empty if there is none."""
+def _boxed(text: str, boxes: list[re.Match[str]]) -> str:
+    """The content of the last box, or of the last boxes if they are one list; empty if that is denied or unfinished."""
+    last = boxes.pop()
+    contents, start = [_content(text, last)], last.start()
+    end = _end(text, last)
+    if contents[0] is None or _DENIED_AFTER.match(text[end : end + BEFORE_CHARS]):
+        return ""
+    while boxes:
+        box = boxes.pop()
+        content = _content(text, box)
+        if content is None or not _BETWEEN_BOXES.fullmatch(text, min(_end(text, box), start), start):
+            break
+        contents.append(content)
+        start = box.start()
+    if _DENIED_BEFORE.search(text[max(start - BEFORE_CHARS, 0) : start]):
+        return ""
+    return _without_phrase(", ".join(content or "" for content in reversed(contents)))
+
+
+def _without_phrase(content: str) -> str:
+    r"""What a box states, if it holds a sentence: `\boxed{\text{The answer is } 5}`."""
+    words = _TEXT_COMMAND.sub(r"\1", content)
+    phrase = _PHRASE.search(words)
+    return words[phrase.end() :].strip(" .*") if phrase else content
+
+
+def _content(text: str, box: re.Match[str]) -> str | None:
+    """The content of a box; None if it is never closed, or not within the length of an answer."""
+    return box["bare"] or _until_closed(text[box.end() : box.end() + MAX_ANSWER_CHARS + 1])
+
+
+def _end(text: str, box: re.Match[str]) -> int:
+    content = _content(text, box)
+    return box.end() + (0 if box["bare"] else len(content or "") + 1)
+
+
+def _until_closed(text: str) -> str | None:
+    """The text up to its closing brace; None if there is none."""
     depth = 1
     for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
         if depth == 0:
             return text[: found.start()]
-    return ""
+    return None
+
+
+def _is_joined(before: str) -> bool:
+    """Whether an `<answer>` in front is one of several: `<answer>5</answer> or <answer>6</answer>`."""
+    return bool(re.search(r"</answer>\s*(?:or|and|,)\s*$", before[-BEFORE_CHARS:], re.IGNORECASE))
 
 
 def _only_math(text: str) -> str:
-    """The formula in a sentence with exactly one formula; otherwise the whole sentence."""
-    spans = _MATH_SPAN.findall(text[: MAX_ANSWER_CHARS + 1])
-    return "".join(spans[0]) if len(spans) == 1 else text
+    """The formula in a sentence with exactly one formula, if the sentence states it; otherwise the whole sentence."""
+    spans = list(_MATH_SPAN.finditer(text[: TAIL_CHARS + 1]))
+    if len(spans) != 1:
+        return text
+    before, after = text[: spans[0].start()], text[spans[0].end() :]
+    plain = not _NOT_PLAIN.search(before) and not _NOT_PLAIN.search(after)
+    return "".join(group or "" for group in spans[0].groups()) if plain else text

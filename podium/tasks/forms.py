@@ -1,4 +1,4 @@
-r"""Answers that are neither a number nor a formula: lettered choices, no solution, numbers in a base, times of day.
+r"""Answers that are neither a number nor a formula: lettered choices, no solution, numbers in a base, times, dates.
 
 Texts come in plain notation (`podium.tasks.notation`). Linear in the length of the text; never raises.
 """
@@ -9,11 +9,14 @@ from typing import NamedTuple
 _TEXT = r"\\(?:text|mbox|textrm|mathrm|textbf)\s?"
 _TEXT_COMMAND = re.compile(_TEXT + r"\{([^{}]*)\}")
 _LABEL = re.compile(
-    rf"\s*\$?\s*(?:{_TEXT}\{{\s*\(([A-J])\)\s*\}}|\(([A-J])\)(?=[\s$])|([A-J])[).:](?=\s))\s*(?:\\?\s)*\$?\s*"
+    r"(?:the )?(?:(?:correct )?(?:option|choice|answer|alternative) (?:is )?)?"
+    r"(?:\(([A-J])\)|([A-J])[).:](?=\s|$)|(?:option|choice) ([A-J])\b)\s*",
+    re.IGNORECASE,
 )
-_LABELLED = re.compile(r"-?\s*(?:\$\s*)?-?\s*(?:[0-9.]|\\frac|\\sqrt|\\pi|\\text|\\mathrm)")
-"""The start of a value after a letter; so `(A) \\cup (B)` is not read as a choice."""
-_ANOTHER_LABEL = re.compile(r"\([A-J]\)|\b[B-J][).:](?:\s|$)|\bor\b|\bnot\b")
+_NAMED_LETTER = re.compile(r"(?:the )?(?:correct )?(?:option|choice|alternative) \(?([A-J])\)?[.:]?", re.IGNORECASE)
+_NO_VALUE = re.compile(r"[=<>+*/^_]|\\(?:cup|cap|le|ge|lt|gt|ne|times|cdot|setminus|in|to|and|or)\b")
+"""How no value after a letter begins, so that `(A) \\cup (B)` is not read as a choice."""
+_ANOTHER_LABEL = re.compile(r"\([A-J]\)|\b[B-J][).:](?:\s|$)|\b(?:or|and) [A-J]\b|\bor\b|\bnot\b")
 
 _EMPTY = re.compile(
     r"\\(?:emptyset|varnothing)|\\\{\s*\\\}|(?:the )?empty set"
@@ -35,6 +38,24 @@ _TIME = re.compile(
     re.IGNORECASE,
 )
 
+_MONTHS = "janfebmaraprmayjunjulaugsepoctnovdec"
+_MONTH = (
+    r"(?P<month>jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?"
+    r"|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\.?"
+)
+_DAY = r"(?P<day>[0-9]{1,2})(?:st|nd|rd|th)?"
+_YEAR = r"(?:,? (?P<year>[0-9]{4}))?"
+_DATES = tuple(
+    re.compile(form, re.IGNORECASE)
+    for form in (
+        r"(?P<year>[0-9]{4})([-/.])(?P<month>[0-9]{1,2})\2(?P<day>[0-9]{1,2})",
+        rf"(?:on )?{_MONTH} {_DAY}{_YEAR}",
+        rf"(?:on )?(?:the )?{_DAY} (?:of )?{_MONTH}{_YEAR}",
+        r"(?P<year>[0-9]{4}) ?\u5e74 ?(?P<month>[0-9]{1,2}) ?\u6708 ?(?P<day>[0-9]{1,2}) ?\u65e5?",
+    )
+)
+_WEEKDAY = re.compile(r"^(?:mon|tues|wednes|thurs|fri|satur|sun)day,? ", re.IGNORECASE)
+
 
 class Choice(NamedTuple):
     """A lettered choice with what it says: `(B) 12`."""
@@ -53,15 +74,29 @@ class ClockTime(NamedTuple):
     """`a` for a.m., `p` for p.m.; empty if the text does not say."""
 
 
+class Date(NamedTuple):
+    """A date; the year is empty if the text does not say."""
+
+    year: str
+    month: int
+    day: int
+
+
 def read_choice(text: str) -> Choice | None:
-    r"""Read letter and value of `\textbf{(B) } 12`, `(B) 12`, `B. 12`; None for a bare letter or other text."""
-    found = _LABEL.match(text)
-    if not found:
+    r"""Read letter and value of `\textbf{(B) } 12`, `(B) Paris`, `B. 12`, `option B`; None of anything else."""
+    words = _TEXT_COMMAND.sub(r"\1", text).strip(" $*")
+    named = _NAMED_LETTER.fullmatch(words)
+    if named:
+        return Choice(named[1].upper(), "")
+    found = _LABEL.match(words)
+    label = found and (found[1] or found[2] or found[3])
+    if not found or not label or not label.isupper():
         return None
-    value = text[found.end() :].strip(" $")
-    if not _LABELLED.match(value) or _ANOTHER_LABEL.search(value):
+    value = words[found.end() :].strip(" $*")
+    if not value or _NO_VALUE.match(value) or _ANOTHER_LABEL.search(value):
         return None
-    return Choice(found[1] or found[2] or found[3], value)
+    original = text.strip(" $*")[-len(value) :]  # with its commands
+    return Choice(label, original if original.endswith(value) else value)
 
 
 def is_empty_set(text: str) -> bool:
@@ -87,8 +122,22 @@ def read_time(text: str) -> ClockTime | None:
 
 
 def same_time(reference: ClockTime, answer: ClockTime) -> bool:
-    """Whether two times are equal: where the reference says a.m. or p.m., the answer must say the same."""
+    """Whether two times are equal: where the reference says a.m. or p.m., the answer must, or count 24 hours."""
+    if reference.half == "p" and not answer.half and answer.hour > 12:
+        return (reference.hour % 12 + 12, *reference[1:3]) == answer[:3]
     return reference[:3] == answer[:3] and reference.half in ("", answer.half)
+
+
+def read_date(text: str) -> Date | None:
+    """A date as `2024-03-05`, `March 5, 2024`, `5 March`; None of anything else: `3/5/2024` may be in May."""
+    words = _WEEKDAY.sub("", _words(text))
+    for form in _DATES:
+        found = form.fullmatch(words)
+        if found:
+            month = found["month"].lower()
+            number = int(month) if month.isdigit() else _MONTHS.index(month[:3]) // 3 + 1
+            return Date(found["year"] or "", number, int(found["day"]))
+    return None
 
 
 def _words(text: str) -> str:

@@ -6,10 +6,13 @@ whatever their value; `13/2` and `1 1/2` are numbers. Units, currencies and the 
 """
 
 import re
+import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
 from podium.tasks.notation import plain_notation
+from podium.tasks.number_words import SCALES, in_figures
+from podium.tasks.units import Unit, is_unit, read_unit, split_unit
 
 TAIL_CHARS = 2_000
 """Number of characters at the end of a text that are searched for its last number."""
@@ -25,52 +28,78 @@ _NUMBER = re.compile(
     rf"|(?P<decimal>{_WHOLE}(?:\.[0-9]++)?|\.[0-9]++)(?:[eE](?P<e>[-+]?[0-9]{{1,3}}+)(?![0-9A-Za-z])|{_TIMES_TEN})?)"
 )
 
-_LETTER_UNIT = re.compile(  # inside \text a letter is a unit; outside it is a variable
-    r"\\(?:text|mbox|textrm|mathrm)\s?\{\s*[a-z]?[ACFJLNVWcghlms](?:/(?:h|hr|min|s))?\s*\}(?:\s?\^\s?\{?[-0-9]{1,2}\}?)?"
-)
-_TEXT_COMMAND = re.compile(r"\\(?:text|mbox|textrm|mathrm)\s?\{([^{}]*)\}")
-_DEGREES = re.compile(r"(?:\s?\^\s?\{?\s?\\circ\s?\}?|\s?\u00b0)(?:\s?[CFK]\b)?")
-_CURRENCY = re.compile(r"([-+]?)[$\u00a3\u20ac\u20b9\u00a5]\s?")
-_UNIT_POWER = re.compile(r"(?<![A-Za-z\\])([A-Za-z]{2,20})\s?\^\s?\{?[23]\}?")
+_LETTER_UNIT = re.compile(r"\\(?:text|mbox|textrm|mathrm)\s?\{\s*[ACFKBcdtb]\s*\}")
+"""A letter that is a unit inside `\\text`, where it is no variable, but is not one outside of it."""
+_TEXT_COMMAND = re.compile(r"\\(?:text|mbox|textrm|mathrm|operatorname)\s?\{([^{}]*)\}")
+_DEGREES = re.compile(r"\s?\^\s?\{?\s?\\circ\s?\}?|\s?\u00b0\s?(?=[CF]?\b)")
+_SYMBOLS = (("\\pounds", "\u00a3"), ("\\Omega", " ohms "), ("\\approx", "="), ("\\mu", "u"))
+_CURRENCY = re.compile(r"([-+]?)([$\u00a3\u20ac\u20b9\u00a5])\s?(?=[-+.0-9])")
+_NO_CURRENCY = re.compile(r"(?<![0-9])\s?\$(?![0-9])|(?<=[0-9])\$")
 _SPELLED_OUT = re.compile(  # `5 (five)`
     r"\(\s*(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
     r"|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety)\b[a-z\s-]{0,60}\)",
     re.IGNORECASE,
 )
+_SIGN_WORD = re.compile(r"\b(?:negative|minus)\s+(?=[0-9.\\$])", re.IGNORECASE)
+_POWER_OF_TEN = re.compile(r"((?:^|=)\s*[-+]?\s?)10\s?(?=\^)")
 
 _COMMAND = re.compile(r"\\[A-Za-z]{1,20}")
 _NAME = re.compile(r"\s*[A-Za-z]\w{0,20}\s*")
 _NAME_OR_SUM = re.compile(r"\s*(?:[A-Za-z]\w{0,20}\s*(?:\(\w*\)\s*)?|[^A-Za-z]*)")  # left of the last `=`
 _LEADING_SIGN = re.compile(r"^\s*([-+])\s+")
-_PROSE = re.compile(r"[A-Za-z\s.,:;'\"/()-]*")
+_PROSE = re.compile(r"[^\d_#&@\\|<>^={}\[\]!?*+~\u00ac]*")
 _NO_HYPHEN = re.compile(r"-(?![A-Za-z]{2})|\s-")
-_SHORT_UNIT_LIST = (
-    "am cm cl dl ft gb hr hrs in kb kg kl km kw lb lbs mb mg mi ml mm mph ms oz pm pt qt rs sec sq us st nd rd th yd"
-    " a an at by is it of on"
+_SHORT_WORD_LIST = "am pm us st nd rd th a an at by is it of on in to sq fl we he so my"
+_SHORT_WORDS = frozenset(_SHORT_WORD_LIST.split())
+_ATTACHED_LIST = "gb kb mb tb st nd rd th rs am pm"
+_ATTACHED = frozenset(_ATTACHED_LIST.split())
+"""Letters that may stand right behind a number, besides units: `5GB`, `5th`."""
+_CHANGING_LIST = (  # of the value that stands beside them
+    "hundreds thousands millions billions trillions half halves third thirds quarter quarters fourth fourths fifth"
+    " fifths tenth tenths hundredths thousandths squared cubed and or not nor plus times over divided multiplied base"
+    " pi sqrt sin cos tan log exp infty infinity factorial twice double triple choose mod modulo power root between"
+    " maybe either unknown cannot never no except anything wrong incorrect false impossible neither instead rather"
+    " minus negative"
 )
-_SCALE_LIST = (
-    "dozen hundred hundreds thousand thousands million millions billion billions trillion trillions half halves third"
-    " thirds quarter quarters fourth fourths fifth fifths tenth tenths hundredths thousandths squared cubed"
+_CHANGING = frozenset((*_CHANGING_LIST.split(), *SCALES))
+_CHANGING_WIDE = re.compile(
+    "[\u4e0d\u975e\u6216\u548c\u6ca1\u65e0\u4e07\u4ebf\u5343\u767e\u534a\u5230\u81f3\u4e8e\u9664]"
 )
-_NO_UNIT_LIST = (
-    "and or not nor plus minus times over divided multiplied base to pi sqrt sin cos tan log exp infty infinity"
-    " factorial twice double triple choose two three four five six seven eight nine ten mod modulo power root between"
-    " negative except maybe either unknown"
+"""Chinese for not, or, and, none, ten thousand, hundred million, thousand, hundred, half, to, than, except."""
+_BOUND_LIST = (
+    "least most than above below over under almost nearly except without but within exceeds exceeding up beyond"
 )
-_SHORT_UNITS, _SCALES = frozenset(_SHORT_UNIT_LIST.split()), frozenset(_SCALE_LIST.split())
-_NO_UNITS = _SCALES | frozenset(_NO_UNIT_LIST.split())
+_BOUNDS = frozenset(_BOUND_LIST.split())
+"""A number right after them is a bound or an exception, not the answer: `at least 5`, `anything but 5`."""
+_VERB_LIST = (
+    "is are was were be been being has have had equals equal = gives give leaves leave makes make left get gets"
+    " remains remain becomes becomes pays paid costs cost es ist sind est sont son \u662f \u4e3a"
+)
+_VERBS = frozenset(_VERB_LIST.split())
+_DENIAL_LIST = (
+    "not cannot never neither nor no without except between than least most above below under almost nearly"
+    " beyond within doubt nicht kein keine pas non \u043d\u0435 impossible false wrong unless if suppose assuming"
+)
+_DENIALS = frozenset(_DENIAL_LIST.split())
+"""What in front of a number at the end of a text says that it is not the answer, where no verb stands between."""
+_CONTRASTS = (("not",), ("rather", "than"), ("instead", "of"))
+"""How a clause begins that says what the answer is not: `It is 6, not 5.`"""
 _OPERATORS = frozenset(("+", "-", "*", "/", "^", r"\times", r"\cdot"))
 _LETTERS = frozenset("bcdefghjklmnopqrstuvwxyzBCDEFGHJKLMNOPQRSTUVWXYZ")  # `a`, `A` and `I` are words
-_JOINS = _SCALES | _OPERATORS | _LETTERS | {"=", "(", ")", "or"}
+_JOINS = _OPERATORS | _LETTERS | {"=", "(", ")", "or"} | set(SCALES)
 """Words that continue a formula: `16 - 3`, `x = 5`, `3 million`, `5 or 6`."""
 
 
 class Number(NamedTuple):
-    """A number and its written precision."""
+    """A number, its written precision, and what is written beside it."""
 
     value: Fraction
     places: int
     """Decimal places as written; 0 for integers, fractions and powers of ten."""
+    unit: Unit | None = None
+    """Its unit, if that is a known one."""
+    name: str = ""
+    """The letter that it is the value of: `x` of `x = 5`."""
 
 
 def read_number(text: str) -> Number | None:
@@ -78,92 +107,201 @@ def read_number(text: str) -> Number | None:
 
     None if the answer is something else: a calculation, several numbers, or words that change the value.
     """
-    return _read(_without_units(text))
+    return _read(text if _has_digit(text) else in_figures(text)) if len(text) <= TAIL_CHARS else None
 
 
 def last_number(text: str) -> Number | None:
-    """The number at the end of a text that states no answer; None if the text ends in a formula.
+    """The number at the end of a text that states no answer; None if the text ends in a formula or denies the number.
 
-    `She sells 9 * 2 = 18 eggs.` ends with 18; `So 16 - 3.` ends with no number, neither 13 nor 3.
+    `She sells 9 * 2 = 18 eggs.` ends with 18; `So 16 - 3.` ends with no number, neither 13 nor 3, and neither does
+    `It is not 5.`
     """
     for line in reversed(text[-TAIL_CHARS:].splitlines()):
-        if _has_digit(line) and (figures := _last_figures(_without_units(line).split())):
-            return None if figures[0] in _OPERATORS else _read(" ".join(figures))  # 18 eggs - 3
+        figures = _last_figures(_SIGN_WORD.sub("-", _plain(line)).split()) if _has_digit(line) else None
+        if figures is not None:
+            return None if not figures or figures[0] in _OPERATORS else _read(" ".join(figures))  # 18 eggs - 3
     return None
 
 
 def same_number(reference: Number, answer: Number) -> bool:
-    """Whether two numbers are equal: exactly, or as a decimal with 4 or more places that truncates or rounds a
-    fraction.
+    """Whether two numbers are equal: exactly, or one is a decimal of four or more places that truncates or rounds the
+    other, a fraction; in the same unit, if both have one.
 
-    0.3333 equals 1/3; 0.33 does not, and 17.9999 is not 18.
+    0.3333 equals 1/3; 0.33 does not, and 17.9999 is not 18. 5000 m is 5 km; 5 m is not, and 5 is both.
     """
+    if reference.name and answer.name and reference.name != answer.name:
+        return False
+    if reference.unit and answer.unit:
+        if reference.unit.dimensions != answer.unit.dimensions:
+            return False
+        if reference.unit.factor != answer.unit.factor:
+            return reference.value * reference.unit.factor == answer.value * answer.unit.factor
     if reference.value == answer.value:
         return True
     rounded, exact = (reference, answer) if reference.places else (answer, reference)
-    if rounded.places < 4 or exact.places or exact.value.denominator == 1:
+    return not exact.places and rounds_to(exact.value, rounded.value, rounded.places)
+
+
+def rounds_to(exact: Fraction, decimal: Fraction, places: int) -> bool:
+    """Whether a decimal of at least four places and four significant digits is a fraction, rounded or cut off there."""
+    if places < 4 or abs(decimal) * 10**places < 1_000 or exact.denominator == 1 or (exact < 0) != (decimal < 0):
         return False
-    return abs(rounded.value - exact.value) < Fraction(1, 10**rounded.places)
+    above = (abs(exact) - abs(decimal)) * 10**places
+    return abs(above) * 2 <= 1 or 0 <= above < 1
 
 
-def _without_units(text: str) -> str:
-    """The text in plain notation, without units and currencies written as symbols."""
-    text = _LETTER_UNIT.sub(" ", plain_notation(text))
-    text = _DEGREES.sub(" ", _TEXT_COMMAND.sub(r" \1 ", text)).replace("%", " ").replace(r"\approx", "=")
-    return _SPELLED_OUT.sub("", _UNIT_POWER.sub(r"\1", _CURRENCY.sub(r" \1", text)))
+def _plain(text: str) -> str:
+    r"""The text in plain notation, without `\text{}`."""
+    text = _TEXT_COMMAND.sub(r" \1 ", _LETTER_UNIT.sub(" ", plain_notation(text)))
+    for symbol, written in _SYMBOLS:
+        text = text.replace(symbol, written)
+    return _SPELLED_OUT.sub("", _DEGREES.sub(" \u00b0", text))
 
 
 def _read(text: str) -> Number | None:
     """The number in a text; None if it has several, or if other parts of the text would change the number's value."""
-    left, equals, right = text.rpartition("=")
+    text = _POWER_OF_TEN.sub(r"\g<1>1*10", _SIGN_WORD.sub("-", _plain(text)))
+    currency = _CURRENCY.search(text)
+    left, equals, right = _NO_CURRENCY.sub(" ", _CURRENCY.sub(r" \1", text)).rpartition("=")
     if equals and _NAME.fullmatch(right):  # 5 = x
         left, right = right, left
     if not _NAME_OR_SUM.fullmatch(_COMMAND.sub(" ", left)):
         return None
     right = _LEADING_SIGN.sub(r"\1", right)
-    found = list(_NUMBER.finditer(right))
-    if len(found) != 1:
+    found = _NUMBER.search(right)
+    number = _value(found) if found else None
+    if found is None or number is None:
         return None
-    before, after = right[: found[0].start()], right[found[0].end() :]
-    return _value(found[0]) if _are_units(before, after) else None
+    before, after = right[: found.start()], right[found.end() :]
+    unit, rest = split_unit(after)
+    rest, times = _without_scale(rest if unit else after)
+    if not _is_prose(before, rest, attached=not unit) or (
+        times > 1 and number.places == 0 and number.value.denominator > 1
+    ):
+        return None
+    unit = unit or (read_unit(currency[2]) if currency else None)
+    name = left.strip() if equals and len(left.strip()) == 1 and left.strip().isalpha() else ""
+    return number._replace(value=number.value * times, places=number.places * (times == 1), unit=unit, name=name)
 
 
-def _last_figures(words: list[str]) -> list[str]:
-    """The trailing words of a line that belong to one formula or number; empty if the line has no digit."""
-    last: list[str] = []
-    formula: list[str] = []
+def _without_scale(after: str) -> tuple[str, int]:
+    """What follows `3 million`, and a million; 1 where no such word follows."""
+    found = re.match(r"\s+([a-z]+)\b", after)
+    if found and found[1] in SCALES:
+        return after[found.end() :], SCALES[found[1]]
+    return after, 1
+
+
+def _last_figures(words: list[str]) -> list[str] | None:
+    """The last words of a line that belong to one formula or number, and are not denied.
+
+    Empty if those are denied and the line states nothing else; None if it has no digit.
+    """
     if words and words[0] in ("-", "+", "*"):
         words = words[1:]  # a list item's number
+    found = _all_figures(words)
+    for figures in reversed(found):
+        if not figures.denied():
+            return figures.without_dash()
+        if not figures.is_contrast():
+            break
+    return [] if found else None
+
+
+def _all_figures(words: list[str]) -> "list[_Figures]":
+    """The numbers and formulas of a line, each with the words around it up to the next comma, stop or `but`."""
+    found = list[_Figures]()
+    formula, clause = list[str](), list[str]()
     for word in [*words, "."]:
         bare = word.rstrip(",;:.!?")
         belongs = _has_digit(bare) or bare in _JOINS
         if belongs:
             formula.append(bare)
-        if bare != word or not belongs:  # the formula ends here
-            last = formula if _has_digit("".join(formula)) else last
+        if formula and (not belongs or bare != word):
+            if _has_digit("".join(formula)):
+                found.append(_Figures(formula, clause, len(clause)))
+            else:
+                clause.extend(formula)
             formula = []
-    while last and last[-1] == "-":  # a dash: 18 - she sells them
-        last.pop()
-    return last
+        if bare == "but" and not (clause and clause[-1].lower() in _ALL_WORDS):
+            clause = []
+        elif not belongs:
+            clause.append(bare)
+        if bare != word:
+            clause = []
+    return found
+
+
+_ALL_LIST = "anything everything all any nothing none whatever number numbers value"
+_ALL_WORDS = frozenset(_ALL_LIST.split())
+
+
+class _Figures(NamedTuple):
+    """A number or formula with the words of its clause."""
+
+    formula: list[str]
+    clause: list[str]
+    position: int
+    """Number of words in front of it."""
+
+    def without_dash(self) -> list[str]:
+        """The formula without a dash at its end: `18 - she sells them`."""
+        end = len(self.formula)
+        while end and self.formula[end - 1] == "-":
+            end -= 1
+        return self.formula[:end]
+
+    def is_contrast(self) -> bool:
+        """Whether the clause says what the answer is not, and another clause what it is."""
+        return any(
+            tuple(word.lower() for word in self.clause[: self.position][: len(start)]) == start for start in _CONTRASTS
+        )
+
+    def denied(self) -> bool:
+        """Whether the clause says that the number is not the answer, or no more than a bound of it."""
+        words = [_lower(word) for word in self.clause[: self.position]]
+        verb = max((index for index, word in enumerate(words) if word in _VERBS), default=-1)
+        last = words[-1] if words else ""
+        if last in _BOUNDS or words[-2:] == ["up", "to"]:
+            return True
+        governing = words[max(verb - 1, 0) :] if verb >= 0 else words
+        if any(word in _DENIALS or word.endswith("n't") or _denies_wide(word) for word in governing):
+            return True
+        after = [_lower(word) for word in self.clause[self.position : self.position + 2]]
+        return bool(after) and (after[0].endswith("n't") or (after[0] in _VERBS and after[-1] in _DENIALS))
+
+
+def _lower(word: str) -> str:
+    return word.lower().strip("\"'*_()")
+
+
+def _denies_wide(word: str) -> bool:
+    return bool(re.search("[\u4e0d\u975e]", word))
 
 
 def _has_digit(text: str) -> bool:
-    return any(character.isdigit() for character in text)
+    return any(character.isdigit() or unicodedata.category(character) == "No" for character in text)
 
 
-def _are_units(before: str, after: str) -> bool:
-    """Whether the text around a number leaves its value unchanged: units, plain words, punctuation."""
+def _is_prose(before: str, after: str, *, attached: bool) -> bool:
+    """Whether the text around a number and its unit leaves its value unchanged: plain words, punctuation.
+
+    `attached`: letters right behind the number must be a short unit: `5 GB` is one, and `5x` is not.
+    """
     if not (_PROSE.fullmatch(before) and _PROSE.fullmatch(after)) or "/" in before:
         return False
     if _NO_HYPHEN.search(f"{before}|{after}") or before[-1:].isalpha() or before.rstrip()[-1:] in ("-", ")"):
         return False
-    if re.search(r"[A-Za-z]\($", before):
+    if re.search(r"[A-Za-z]\($", before) or _CHANGING_WIDE.search(before + after):
         return False  # a function: f(5)
-    attached = re.match(r"[A-Za-z]*", after)
-    if attached and attached[0] and attached[0].lower() not in _SHORT_UNITS:
+    beside = re.match(r"[A-Za-z]*", after)
+    if attached and beside and beside[0] and beside[0].lower() not in _ATTACHED:
         return False
-    words = [word.lower() for word in re.findall(r"[A-Za-z]+", f"{before} {after}")]
-    return all(word not in _NO_UNITS and (len(word) > 2 or word in _SHORT_UNITS) for word in words)
+    leading = [word.lower() for word in re.findall(r"[A-Za-z]+", before)]
+    if leading and (leading[-1] in _BOUNDS or leading[-2:] == ["up", "to"]):
+        return False
+    words = [*leading, *(word.lower() for word in re.findall(r"[A-Za-z]+", after))]
+    return all(word not in _CHANGING and (len(word) > 2 or word in _SHORT_WORDS or is_unit(word)) for word in words)
 
 
 def _value(found: re.Match[str]) -> Number | None:

@@ -7,7 +7,6 @@ no time limit of its own: the parent kills it if necessary.
 import contextlib
 import math
 import signal
-import sys
 import traceback
 from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple
@@ -64,9 +63,6 @@ def main(file_descriptor: int) -> None:
     connection = Connection(file_descriptor)
     configs, timeout_s = connection.recv()
     tasks = [make_task(config) for config in configs]
-    symbolic = sys.modules.get("podium.tasks.symbolic")
-    if symbolic:  # loaded by a task that compares formulas
-        symbolic.load()
     _limit_memory()
     limits_s = [grading_limit_s(task, timeout_s) for task in tasks]
     connection.send(limits_s)

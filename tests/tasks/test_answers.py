@@ -71,6 +71,7 @@ def test_the_final_answer_is_the_box_then_the_tag_then_the_hashes_then_the_phras
         ("52_8", "\\boxed{52_{8}}"),
         ("90^\\circ", "\\boxed{90}"),
         ("x^2", "The answer is x\u00b2."),
+        ("12", "\u0661\u0662"),
     ],
 )
 def test_equal_answers_are_correct_however_they_are_written(reference, completion):
@@ -97,7 +98,7 @@ def test_equal_answers_are_correct_however_they_are_written(reference, completio
         ("(3,4]", "\\boxed{(3,4)}"),
         ("2k", "\\boxed{2}"),
         ("x=5", "\\boxed{6}"),
-        ("12", "\u0661\u0662"),
+        ("12", "\u0661\u0663"),
         ("5", ""),
     ],
 )

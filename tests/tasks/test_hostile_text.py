@@ -1,12 +1,18 @@
 import subprocess
 import sys
 import time
+from fractions import Fraction
 
 import pytest
 from hostile import hostile_texts
+from hypothesis import given
+from hypothesis import strategies as st
 
 from podium.config.schema import GradingConfig, TaskConfig
 from podium.tasks import answers
+from podium.tasks.equality import same_answer
+from podium.tasks.formula import Number, read_formula
+from podium.tasks.formula_values import constant
 from podium.tasks.grading import Grader
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Graded, Prompt
@@ -46,46 +52,32 @@ def test_hostile_texts_are_graded_within_their_limits(count):
     assert all(reward.parts["correct"] == 0 for reward in rewards if reward.timed_out)
 
 
-def test_the_time_limit_holds_for_each_answer_and_the_others_are_graded():
-    slow = "\\boxed{(a+b+c+d+x+y)^{40}}"  # is multiplied out
+def test_what_a_computer_algebra_system_would_multiply_out_is_graded_like_any_other():
+    slow = "\\boxed{(a+b+c+d+x+y)^{40}}"
     texts = ["\\boxed{x+5}", slow, "x + 5", slow, "6"]
     items = [
         (TaskPrompt(task=0, prompt=Prompt(id="0", question="?", answer="x+5"), system_prompt=None), text)
         for text in texts
     ]
-    grader = Grader([TaskConfig(name="gsm8k")], GradingConfig(workers=1, timeout_s=1.5), max_new_tokens=8)
+    grader = Grader([TaskConfig(name="gsm8k")], GradingConfig(workers=1, timeout_s=LIMIT_S), max_new_tokens=8)
     try:
         rewards = grader.grade([(p, Graded(text=t, tokens=(0,))) for p, t in items])
     finally:
         grader.close()
     assert [reward.total for reward in rewards] == [1, 0, 1, 0, 0]
-    assert [reward.timed_out for reward in rewards] == [False, True, False, True, False]
+    assert not any(reward.timed_out for reward in rewards)
 
 
 AUDITED = r"""
-import os, random, re, signal, sys, sysconfig
-import sympy.physics.units  # evaluates the names of its units when it is imported
+import os, random, signal, sys
 import hostile
-from podium.tasks import answers, symbolic
+from podium.tasks import answers
 
-PACKAGES = sysconfig.get_paths()["purelib"]
-NUMBER = re.compile(r"\s*(Integer|Float|Rational)\s*\(\s*['\"]?[0-9.e+-]*['\"]?\s*\)\s*")
 grading = False
-
-def allowed(event, arguments):
-    if event == "compile":  # sympy makes numbers by evaluating them; nothing else may get there
-        source = arguments[0].decode() if isinstance(arguments[0], bytes) else str(arguments[0])
-        own = source == "from sympy import *" or source.startswith("def monomial_")  # templates of sympy
-        return own or NUMBER.fullmatch(source)
-    if event == "exec":
-        return arguments[0].co_filename == "<string>" or arguments[0].co_filename.startswith(PACKAGES)
-    if event == "open":
-        return arguments[1] == "r" and str(arguments[0]).startswith(PACKAGES)
-    return not event.startswith(("os.", "subprocess.", "socket.", "ctypes.", "shutil.")) or event in ("os.listdir",)
 
 def audit(event, arguments):
     global grading
-    if grading and not allowed(event, arguments):
+    if grading and event.startswith(("compile", "exec", "open", "import", "os.", "subprocess.", "socket.", "ctypes.")):
         grading = False
         print(f"{event} {arguments!r}"[:500], file=sys.stderr, flush=True)
         os._exit(7)
@@ -97,7 +89,8 @@ def late(*_):
     raise Late
 
 signal.signal(signal.SIGALRM, late)
-symbolic.load()
+for formula in (r"\sin 1+\ln 2+n!+\binom{n}{2}", r"\arctan x^{1/3}"):  # what mpmath imports later
+    answers.is_correct(rf"\boxed{{{formula}}}", formula + "+1")
 texts = sorted({hostile._code(random.Random(i)) for i in range(200)})
 texts += [f"{a}+{b}" for a in texts for b in ("1", "x_{1}")] + hostile.hostile_texts(100, seed=1)
 sys.addaudithook(audit)
@@ -108,7 +101,6 @@ for text in texts:
             try:
                 grading = True
                 answers.is_correct(frame.format(text), reference)
-                symbolic._parse.__wrapped__(text[:80])  # also what the guard refuses
             except Late:
                 pass
             finally:
@@ -132,13 +124,43 @@ def test_no_text_is_executed_or_opens_a_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "answer",
-    ["9^{9^{9^{9}}}", "9**9**9**9", "(99!)!", "2^{999999}", "(x+y+z)^{999}", "{" * 50 + "1" + "}" * 50, "1" * 100],
-)
-def test_what_would_fill_memory_or_time_is_refused_before_it_is_read(answer, monkeypatch):
-    def fail(formula):
-        raise AssertionError(f"{formula} was read")
+UNBOUNDED = [
+    "9^{9^{9^{9}}}", "9**9**9**9", "(99!)!", "2^{999999}+1", "e^{e^{e^{e^{10}}}}", "{" * 50 + "1" + "}" * 50,
+    "9999999!", "\\sin(10^{9999})", "\\binom{10^9}{5 \\cdot 10^8}", "(1+1/(10^{400}+1))^{10^{5000}}", "10^{500}+\\pi",
+]  # fmt: skip
 
-    monkeypatch.setattr(answers.symbolic, "_parse", fail)
+
+@pytest.mark.parametrize("answer", UNBOUNDED)
+def test_what_would_fill_memory_or_time_has_no_value_and_equals_only_itself(answer):
+    formula = read_formula(answer)
+    assert formula is None or constant(formula) is None
     assert not answers.is_correct(f"\\boxed{{{answer}}}", "p - q")
+    assert not answers.is_correct(f"\\boxed{{{answer}}}", answer + "+1")
+    assert answers.is_correct(f"\\boxed{{{answer}}}", answer)
+
+
+PIECES = [
+    "\\boxed{", "\\boxed 5, ", "\\boxed{5} or ", "$", "$5$ ", "wait, ", "no, it ", "that is wrong ", "answer is ",
+    "not ", "not the ", "n't think that ", "1 ", "1 000 ", "12", "1/", "5,", "5 or ", "\n5", "\\frac{1}{", "(", "{",
+    "\\over", "9!", "e^", "\\sqrt{", "2^", "\\pm", "|", "\\{", "x=", "5 km ", "five ", "one hundred ", "--",
+    "\\left(", "*", "\t", "a'", "(after ", "3 hours ", "3 hours 30 minutes, or ", "\\text{", "A. ", "(A) ",
+    "\u7b54\u6848\u662f", "\u0663", "\u00bd", "0.33", "3\\overline", "<answer>", "</answer> or ", "#### ", "1.", "\\ ",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [10_000, pytest.param(100_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("reference", ["18", "3\\sqrt{13}", "C"])
+def test_many_characters_of_anything_are_wrong(reference, length):
+    """That takes a second or ten for all of them; if time grew with the square of the length, it would be hours."""
+    texts = [piece * (length // len(piece)) for piece in PIECES]
+    assert [text[:20] for text in texts if answers.is_correct(text, reference)] == []
+    assert [text[:20] for text in texts if answers.is_correct(f"The answer is {text}", reference)] == []
+
+
+@given(st.text(alphabet="0123456789xe!^{}()+-*/\\frac sqrtlogni|,.=<>_pi", max_size=80))
+def test_no_text_makes_reading_or_comparing_formulas_fail(text):
+    formula = read_formula(text)
+    if formula is not None:
+        assert same_answer(formula, formula)
+        same_answer(formula, Number(Fraction(3)))
+        same_answer(Number(Fraction(3)), formula)
