@@ -206,6 +206,8 @@ def _is_name(node: Node) -> bool:
             return bool(variables(node)) and not node.name[:1].isdigit()
         case Apply("()", names):
             return all(map(_is_name, names))
+        case Apply("frac", (Apply("*", (Symbol("d"), Symbol())), Apply("*", (Symbol("d"), Symbol())))):
+            return True  # dy/dx
         case Apply(name, (argument,)) if name.startswith("function "):
             return _is_name(argument) or _is(argument, "()")
     return False

@@ -28,7 +28,13 @@ _BETWEEN_BOXES = re.compile(
 _PHRASE = re.compile(
     r"\banswers?\W{0,8}(?:is|are|would be|will be|must be|should be)\b[\s:*=]*|\banswers?[\s*]{0,4}[:=][\s:*=]*"
     r"|\u7b54\u6848\s*(?:\u5e94?(?:\u8be5|\u5f53)?[\u662f\u4e3a]|[:\uff1a])\s*[:\uff1a]?\s*"
-    r"|\u7b54\u3048\s*(?:\u306f|[:\uff1a])\s*",
+    r"|\u9009\u62e9?\s*(?=[A-J(])|\u7b54\u3048\s*(?:\u306f|[:\uff1a])\s*",
+    re.IGNORECASE,
+)
+_CORRECTED = re.compile(r"not\s[^\n]{1,60}?,?\s+but\s+(?:rather\s+)?", re.IGNORECASE)
+_CONFIRMED = re.compile(
+    r"(?:(?:so|thus|hence|therefore|then),?\s+)?(.{1,100}?)\s+(?:is|are)\s+(?:(?:the|clearly|indeed)\s+){0,2}"
+    r"(?:correct|right|answer|(?:correct|right|best|final) (?:answer|option|choice|one))[.!]?",
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"\n|(?<!\\)[.!?](?=\s|\**$)|\u3002|$")
@@ -51,7 +57,9 @@ _TAKEN_BACK = re.compile(
     r"(?! that)"
     r"|\bI (?:have )?(?:made|found) an? (?:\w{1,20} )?(?:mistake|error)|\bI was wrong|\bon second thought"
     r"|\bnever ?mind\b"
-    r"|\bI take (?:that|it) back|\bsorry\b|\boops\b|\?\s*No\b(?![,.]? of)|\bno, (?:it|the|that|actually|make)\b"
+    r"|\bI take (?:that|it) back|\bsorry\b|\boops\b|\?\s*No\b(?![,.]? of)"
+    r"|\bno, (?=it\b|the\b|that\b|actually\b|make\b|[-$0-9\\])"
+    r"|\b(?:it|this|that) should (?:be|have been)\b|\bhold on\b"
     r"|\blet me (?:redo|correct|recompute|recalculate|reconsider|fix|rethink|start over)\b"
     r"|\u4e0d\u5bf9|\u7b49\u7b49|\u7b49\u4e00\u4e0b",
     re.IGNORECASE,
@@ -111,7 +119,10 @@ def final_answer(text: str) -> str | None:
             return ""
         rest = tail[phrases[-1].end() :]
         end = _SENTENCE_END.search(rest)
-        return _only_math(_EXPLANATION.split(rest[: end.start()] if end else rest, maxsplit=1)[0].strip(" *"))
+        said = rest[: end.start()] if end else rest
+        if end and end[0] == "?":
+            return ""
+        return _only_math(_EXPLANATION.split(_CORRECTED.sub("", said, count=1), maxsplit=1)[0].strip(" *"))
     return None
 
 
@@ -120,6 +131,9 @@ def closing_statement(text: str) -> str:
     line = text[-TAIL_CHARS:].strip(" \n*#").rpartition("\n")[2].strip(" *")
     sentences = re.split(r"(?<=[^\W\d])[.!?]\s+|\u3002(?=.)", line)
     sentence = sentences[-1]
+    confirmed = _CONFIRMED.fullmatch(sentence)
+    if confirmed:
+        return confirmed[1]
     formula = _only_math(sentence)
     if formula != sentence:
         return formula

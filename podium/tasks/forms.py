@@ -10,7 +10,7 @@ _TEXT = r"\\(?:text|mbox|textrm|mathrm|textbf)\s?"
 _TEXT_COMMAND = re.compile(_TEXT + r"\{([^{}]*)\}")
 _LABEL = re.compile(
     r"(?:the )?(?:(?:correct )?(?:option|choice|answer|alternative) (?:is )?)?"
-    r"(?:\(([A-J])\)|([A-J])[).:](?=\s|$)|(?:option|choice) ([A-J])\b)\s*",
+    r"(?:\(([A-J])\)|([A-J])(?:[).:](?=\s|$)| - (?=[A-Za-z]{2}))|(?:option|choice) ([A-J])\b)\s*",
     re.IGNORECASE,
 )
 _NAMED_LETTER = re.compile(r"(?:the )?(?:correct )?(?:option|choice|alternative) \(?([A-J])\)?[.:]?", re.IGNORECASE)

@@ -135,7 +135,7 @@ def is_list(node: Node) -> TypeGuard[Apply]:
     return isinstance(node, Apply) and node.name in (LIST, ALL, ANY)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=512)
 def read_formula(text: str) -> Node | None:
     """The tree of an answer, or None if it is no formula. Dollar signs are read as spaces."""
     if len(text) > MAX_CHARS:
@@ -324,7 +324,7 @@ class _Reader:
     def _unit_sign(self) -> bool:
         """Whether the unit goes on: `/s`, `^2`."""
         following = self._tokens[min(self._position + 1, len(self._tokens) - 1)]
-        return self._next.text == "^" or (self._next.text == "/" and following.kind == "text")
+        return self._next.text == "^" or (self._next.text in _TIMES and following.kind == "text")
 
     def _exponent_of_unit(self) -> str:
         braced = self._takes("{")
@@ -480,7 +480,7 @@ class _Reader:
 
     def _root(self) -> Node:
         degree: Node = Number(Fraction(2))
-        if self._takes("["):
+        if self._takes("[") and not self._takes("]"):
             degree = self._list("]")
             self._expect("]")
         return Apply("root", (degree, self._argument()))

@@ -92,7 +92,7 @@ def rational(value: Value) -> Fraction | None:
     return Fraction(int(_REALS.floor(value * (1 << 400))), 1 << 400)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=512)
 def variables(node: Node) -> frozenset[str]:
     """The names in a formula that are not constants."""
     names, left = set[str](), [node]
@@ -127,7 +127,7 @@ def _same(reference: Node, answer: Node, log_is_decimal: bool) -> bool:
     return all(others) if len(on_reals) < 2 else True
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=512)
 def _point(name: str, number: int) -> Fraction:
     """The value of a variable at a point: the same in every formula."""
     draw = random.Random(int.from_bytes(hashlib.sha256(f"{number} {name}".encode()).digest()[:8]))
@@ -137,7 +137,7 @@ def _point(name: str, number: int) -> Fraction:
     return sign * Fraction(draw.randrange(3, 4_000), draw.choice((101, 211, 307, 401, 503)))
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=512)
 def _cached_value(node: Node, number: int, log_is_decimal: bool) -> Value | None:
     """The value of a formula at a point; None if it has none."""
     try:

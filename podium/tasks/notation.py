@@ -37,6 +37,9 @@ _CHARACTERS = str.maketrans(
         "\u3002": ". ",
         "\u3001": ", ",
         "\u2019": "'",
+        **{chr(code): f"\\{unicodedata.name(chr(code)).split()[-1].lower()} " for code in range(0x3B1, 0x3CA)},
+        "\u03bb": r"\lambda ",
+        "\u03c2": r"\sigma ",
         **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # full width
         "`": " ",
     }

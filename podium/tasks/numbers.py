@@ -31,7 +31,9 @@ _NUMBER = re.compile(
 _LETTER_UNIT = re.compile(r"\\(?:text|mbox|textrm|mathrm)\s?\{\s*[ACFKBcdtb]\s*\}")
 """A letter that is a unit inside `\\text`, where it is no variable, but is not one outside of it."""
 _TEXT_COMMAND = re.compile(r"\\(?:text|mbox|textrm|mathrm|operatorname)\s?\{([^{}]*)\}")
-_DEGREES = re.compile(r"\s?\^\s?\{?\s?\\circ\s?\}?|\s?\u00b0\s?(?=[CF]?\b)")
+_DEGREES = re.compile(
+    r"(?:\s?\^\s?\{?\s?\\circ\s?\}?|\s?\u00b0)\s?(?:\\(?:text|mathrm|mbox)\s?\{\s?([CF])\s?\}|([CF])\b)?"
+)
 _SYMBOLS = (("\\pounds", "\u00a3"), ("\\Omega", " ohms "), ("\\approx", "="), ("\\mu", "u"))
 _CURRENCY = re.compile(r"([-+]?)([$\u00a3\u20ac\u20b9\u00a5])\s?(?=[-+.0-9])")
 _NO_CURRENCY = re.compile(r"(?<![0-9])\s?\$(?![0-9])|(?<=[0-9])\$")
@@ -45,7 +47,7 @@ _POWER_OF_TEN = re.compile(r"((?:^|=)\s*[-+]?\s?)10\s?(?=\^)")
 
 _COMMAND = re.compile(r"\\[A-Za-z]{1,20}")
 _NAME = re.compile(r"\s*[A-Za-z]\w{0,20}\s*")
-_NAME_OR_SUM = re.compile(r"\s*(?:[A-Za-z]\w{0,20}\s*(?:\(\w*\)\s*)?|[^A-Za-z]*)")  # left of the last `=`
+_NAME_OR_SUM = re.compile(r"\s*(?:\|[A-Z]\|\s*|[A-Za-z]\w{0,20}\s*(?:\(\w*\)\s*)?|[^A-Za-z]*)")  # left of the last `=`
 _LEADING_SIGN = re.compile(r"^\s*([-+])\s+")
 _PROSE = re.compile(r"[^\d_#&@\\|<>^={}\[\]!?*+~\u00ac]*")
 _NO_HYPHEN = re.compile(r"-(?![A-Za-z]{2})|\s-")
@@ -58,7 +60,8 @@ _CHANGING_LIST = (  # of the value that stands beside them
     "hundreds thousands millions billions trillions half halves third thirds quarter quarters fourth fourths fifth"
     " fifths tenth tenths hundredths thousandths squared cubed and or not nor plus times over divided multiplied base"
     " pi sqrt sin cos tan log exp infty infinity factorial twice double triple choose mod modulo power root between"
-    " maybe either unknown cannot never no except anything wrong incorrect false impossible neither instead rather"
+    " maybe either unknown cannot never no except anything wrong incorrect false impossible neither instead rather none"
+    " different differs far unlikely"
     " minus negative"
 )
 _CHANGING = frozenset((*_CHANGING_LIST.split(), *SCALES))
@@ -67,7 +70,8 @@ _CHANGING_WIDE = re.compile(
 )
 """Chinese for not, or, and, none, ten thousand, hundred million, thousand, hundred, half, to, than, except."""
 _BOUND_LIST = (
-    "least most than above below over under almost nearly except without but within exceeds exceeding up beyond"
+    "least most than above below over under almost nearly except without but within exceeds exceeding up beyond < >"
+    r" <= >= \lt \gt \le \leq \leqslant \ge \geq \geqslant"
 )
 _BOUNDS = frozenset(_BOUND_LIST.split())
 """A number right after them is a bound or an exception, not the answer: `at least 5`, `anything but 5`."""
@@ -78,7 +82,8 @@ _VERB_LIST = (
 _VERBS = frozenset(_VERB_LIST.split())
 _DENIAL_LIST = (
     "not cannot never neither nor no without except between than least most above below under almost nearly"
-    " beyond within doubt nicht kein keine pas non \u043d\u0435 impossible false wrong unless if suppose assuming"
+    " beyond within doubt impossible false wrong incorrect mistake none different differs far unlike unlikely unless"
+    " if suppose assuming nicht kein keine pas non \u043d\u0435 \\ne \\neq \\not != \\lnot"
 )
 _DENIALS = frozenset(_DENIAL_LIST.split())
 """What in front of a number at the end of a text says that it is not the answer, where no verb stands between."""
@@ -152,10 +157,11 @@ def rounds_to(exact: Fraction, decimal: Fraction, places: int) -> bool:
 
 def _plain(text: str) -> str:
     r"""The text in plain notation, without `\text{}`."""
-    text = _TEXT_COMMAND.sub(r" \1 ", _LETTER_UNIT.sub(" ", plain_notation(text)))
+    text = _DEGREES.sub(lambda found: f" \u00b0{found[1] or found[2] or ''} ", plain_notation(text))
+    text = _TEXT_COMMAND.sub(r" \1 ", _LETTER_UNIT.sub(" ", text))
     for symbol, written in _SYMBOLS:
         text = text.replace(symbol, written)
-    return _SPELLED_OUT.sub("", _DEGREES.sub(" \u00b0", text))
+    return _SPELLED_OUT.sub("", text)
 
 
 def _read(text: str) -> Number | None:
@@ -259,7 +265,7 @@ class _Figures(NamedTuple):
 
     def denied(self) -> bool:
         """Whether the clause says that the number is not the answer, or no more than a bound of it."""
-        words = [_lower(word) for word in self.clause[: self.position]]
+        words = [lower for word in self.clause[: self.position] if not (lower := _lower(word)).endswith("ly")]
         verb = max((index for index, word in enumerate(words) if word in _VERBS), default=-1)
         last = words[-1] if words else ""
         if last in _BOUNDS or words[-2:] == ["up", "to"]:
@@ -267,8 +273,10 @@ class _Figures(NamedTuple):
         governing = words[max(verb - 1, 0) :] if verb >= 0 else words
         if any(word in _DENIALS or word.endswith("n't") or _denies_wide(word) for word in governing):
             return True
-        after = [_lower(word) for word in self.clause[self.position : self.position + 2]]
-        return bool(after) and (after[0].endswith("n't") or (after[0] in _VERBS and after[-1] in _DENIALS))
+        after = [_lower(word) for word in self.clause[self.position : self.position + 3]]
+        return bool(after) and (
+            after[0].endswith("n't") or (after[0] in _VERBS and not _DENIALS.isdisjoint(after)) or after[0] == "cannot"
+        )
 
 
 def _lower(word: str) -> str:
@@ -292,8 +300,8 @@ def _is_prose(before: str, after: str, *, attached: bool) -> bool:
         return False
     if _NO_HYPHEN.search(f"{before}|{after}") or before[-1:].isalpha() or before.rstrip()[-1:] in ("-", ")"):
         return False
-    if re.search(r"[A-Za-z]\($", before) or _CHANGING_WIDE.search(before + after):
-        return False  # a function: f(5)
+    if re.search(r"[A-Za-z]\($", before) or re.search(r"^\s*a\W*$", after) or _CHANGING_WIDE.search(before + after):
+        return False  # f(5), 5a
     beside = re.match(r"[A-Za-z]*", after)
     if attached and beside and beside[0] and beside[0].lower() not in _ATTACHED:
         return False

@@ -5,7 +5,7 @@ from typing import Literal
 
 from podium.tasks.answers import is_correct
 from podium.tasks.data import Columns, HubDataset, QuestionSet, read_messages, read_rows
-from podium.tasks.final_answer import answer_text, final_answer
+from podium.tasks.final_answer import final_answer, stated_text
 from podium.tasks.task import Prompt, TaskSource
 
 
@@ -137,7 +137,7 @@ def math_equal(completion: str, answer: str) -> float:
 
 def text_equal(completion: str, answer: str) -> float:
     """1 if the final answer (or else the whole completion) equals the reference up to case, punctuation and spacing."""
-    text = answer_text(completion)
+    text = stated_text(completion)
     found = final_answer(text)
     return float(_bare(text if found is None else found) == _bare(answer))
 

@@ -80,7 +80,7 @@ LETTERS = frozenset("mgshLlNJWV")
 
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _PIECE = re.compile(
-    r"\s*(?:([A-Za-z]+|\u00b0[CF]?(?![A-Za-z])|[%$\u20ac\u00a3\u00a5\u20b9])|(/)|\^\s*\{?\s*([+-]?[1-9])\s*\}?|([*\u00b7.-]))"
+    r"\s*(?:([A-Za-z]+|\u00b0[CF]?(?![A-Za-z])|[%$\u20ac\u00a3\u00a5\u20b9])|(/)|\^\s*\{?\s*([+-]?[1-9])\s*\}?|(\\cdot|[*\u00b7.-]))"
 )
 _MAX_PIECES = 12
 
