@@ -45,9 +45,13 @@ _POWER_OF_TEN = re.compile(r"\s*[-+]?\s*10\s?\^")
 _LETTER = re.compile(r"\(?([A-J])\)?\.?")
 _IN_WORDS = (
     (re.compile(r"([0-9]+) to ([0-9]+)"), r"\1:\2"),
+    (
+        re.compile(r"(?:the )?(?:limit|value|sum|integral|derivative) does not exist|DNE", re.IGNORECASE),
+        "does not exist",
+    ),
     (re.compile(r"(?:the set of )?(?:all|any) reals?(?: numbers?)?", re.IGNORECASE), r"\\mathbb{R}"),
 )
-"""Formulas that are said in words."""
+"""What is said in several ways, and as what it is compared."""
 
 
 def is_correct(completion: str, reference: str) -> bool:
@@ -74,7 +78,7 @@ def same_formula(reference: str, answer: str) -> bool:
         return True
     letter, choice = _LETTER.fullmatch(_words(reference)), read_choice(found)
     if letter:
-        return letter[1].lower() == (choice.label if choice else _words(found).strip("()")).lower()
+        return letter[1].lower() == (choice.label if choice else _words(found).strip("()[]\"'")).lower()
     if choice is not None and choice.value:
         return _same(reference, choice.value)
     decided = _same_form(expected, found)

@@ -112,7 +112,9 @@ def _same_measured(expected: Node, found: Node) -> bool:
         if unit.dimensions != other.dimensions:
             return False
         if unit.factor != other.factor:
-            given = Apply("*", (Number(other.factor / unit.factor), given))
+            times = other.factor / unit.factor
+            number = _decimal(given)
+            given = Number(number.value * times) if number else Apply("*", (Number(times), given))
     elif "degree" in (_outermost(expected), _outermost(found)) and not (unit and other):
         return _same_ordered(wanted, given) or same_scalar(expected, found)  # 90 degrees are \pi/2
     return _same_ordered(wanted, given)
@@ -335,7 +337,7 @@ def _matched(expected: Sequence[Node], found: Sequence[Node], same: Callable[[No
 
 def _signs_apart(node: Node) -> Node:
     r"""A formula with `\pm` as the list of its two values."""
-    if is_list(node) or not _has_both_signs(node):
+    if is_list(node) or _is(node, SET) or not _has_both_signs(node):
         return node
     name, value = _assigned(node)
     if _is(value, CHAIN):

@@ -37,6 +37,7 @@ _CONFIRMED = re.compile(
     r"(?:correct|right|answer|(?:correct|right|best|final) (?:answer|option|choice|one))[.!]?",
     re.IGNORECASE,
 )
+_LETTER = re.compile(r"\s*[A-J]\s*")
 _SENTENCE_END = re.compile(r"\n|(?<!\\)[.!?](?=\s|\**$)|\u3002|$")
 _EXPLANATION = re.compile(
     r"(?<=\S)[,;]?\s+(?:since|because|as|so|given|which|where|when|thus|hence|therefore|that is|i\.e\.)\s"
@@ -60,12 +61,14 @@ _TAKEN_BACK = re.compile(
     r"|\bI take (?:that|it) back|\bsorry\b|\boops\b|\?\s*No\b(?![,.]? of)"
     r"|\bno, (?=it\b|the\b|that\b|actually\b|make\b|[-$0-9\\])"
     r"|\b(?:it|this|that) should (?:be|have been)\b|\bhold on\b"
+    r"|(?:^|[.!?;,]\s|\n)\s*actually\b|\bbut (?:it|that|this) (?:is|was)(?:n['\u2019]t| not)\b"
     r"|\blet me (?:redo|correct|recompute|recalculate|reconsider|fix|rethink|start over)\b"
     r"|\u4e0d\u5bf9|\u7b49\u7b49|\u7b49\u4e00\u4e0b",
     re.IGNORECASE,
 )
 _DENIED_BEFORE = re.compile(
-    r"(?:\b(?:not|never|neither|nor|except|cannot be|other than|rather than|instead of)|n['\u2019]t"
+    r"(?:\b(?:not|never|neither|nor|except|cannot be|(?:other|rather|more|less|greater|fewer) than|instead of|at least"
+    r"|at most|up to|almost|nearly|between)|n['\u2019]t"
     r"|\b(?:anything|everything|all|any|any (?:number|value)) but|\\neq?|\u2260|\u4e0d\u662f|\u4e0d\u7b49\u4e8e)\s*"
     r"(?:(?:be|equal|equals|to|the|really|actually|certainly|definitely|simply|just|exactly|=)\s+){0,4}[\s$*({]*$",
     re.IGNORECASE,
@@ -122,6 +125,8 @@ def final_answer(text: str) -> str | None:
         said = rest[: end.start()] if end else rest
         if end and end[0] == "?":
             return ""
+        if _LETTER.fullmatch(said):
+            return rest.partition("\n")[0]  # C. Paris
         return _only_math(_EXPLANATION.split(_CORRECTED.sub("", said, count=1), maxsplit=1)[0].strip(" *"))
     return None
 

@@ -10,7 +10,7 @@ _TEXT = r"\\(?:text|mbox|textrm|mathrm|textbf)\s?"
 _TEXT_COMMAND = re.compile(_TEXT + r"\{([^{}]*)\}")
 _LABEL = re.compile(
     r"(?:the )?(?:(?:correct )?(?:option|choice|answer|alternative) (?:is )?)?"
-    r"(?:\(([A-J])\)|([A-J])(?:[).:](?=\s|$)| - (?=[A-Za-z]{2}))|(?:option|choice) ([A-J])\b)\s*",
+    r"(?:\(([A-J])\)|([A-J])(?:[).:](?=\s|$)| - (?=[A-Za-z]{2})| +(?=\([A-Za-z]{3}))|(?:option|choice) ([A-J])\b)\s*",
     re.IGNORECASE,
 )
 _NAMED_LETTER = re.compile(r"(?:the )?(?:correct )?(?:option|choice|alternative) \(?([A-J])\)?[.:]?", re.IGNORECASE)
@@ -20,7 +20,8 @@ _ANOTHER_LABEL = re.compile(r"\([A-J]\)|\b[B-J][).:](?:\s|$)|\b(?:or|and) [A-J]\
 
 _EMPTY = re.compile(
     r"\\(?:emptyset|varnothing)|\\\{\s*\\\}|(?:the )?empty set"
-    r"|(?:there (?:is|are) )?no (?:real )?solutions?(?: exists?)?|no (?:real )?values? of [a-z]",
+    r"|(?:(?:there (?:is|are)|(?:the|this) (?:equation|system|inequality|problem) has) )?"
+    r"no (?:real )?solutions?(?: exists?)?|no (?:real )?values? of [a-z]",
     re.IGNORECASE,
 )
 

@@ -358,9 +358,9 @@ class _Reader:
             if self._next.kind == "sign" and self._next.text in _TIMES:
                 name = _TIMES[self._take().text]
                 node = Apply(name, (node, self._factor()))
-            elif self._next.text == r"\over" and self._next.kind == "sign":
-                self._take()
-                return Apply("/", (node, self._product()))
+            elif self._next.text in (r"\over", r"\choose") and self._next.kind == "sign":
+                name = "/" if self._take().text == r"\over" else "binom"
+                return Apply(name, (node, self._product()))
             elif self._starts_primary():
                 if isinstance(node, Number) and self._next.kind == "number":
                     raise NotAFormulaError  # 5 6

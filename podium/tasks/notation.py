@@ -58,6 +58,7 @@ _REPEATING = re.compile(r"(?<![0-9.])([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|b
 _CONTINUED = re.compile(
     r"(?<![0-9.])([0-9]{0,20})\.([0-9]{0,20}?)(?:([0-9]{1,6}?)\3{2,20})(?:\.\.\.|\\(?:l|c)?dots(?![A-Za-z]))"
 )
+_NOT_EQUAL = re.compile(r"\\not\s?=")
 _OVER = re.compile(r"\{?\s*(-?(?<![0-9])[0-9]+)\s*\\over\s*([0-9]+)\s*\}?")
 _SPACED_THOUSANDS = re.compile(r"(?<![0-9.,/] )(?<![0-9.,/])[0-9]{1,3}(?:[ ~][0-9]{3})+(?![0-9/]| ?[0-9])")
 _SPLIT_THOUSANDS = re.compile(
@@ -96,7 +97,14 @@ def plain_notation(text: str) -> str:
     text = _ROOT.sub(r"\\sqrt{\1\2}", text).translate(_CHARACTERS)
     text = _OTHER_DIGIT.sub(lambda found: str(unicodedata.digit(found[0])), text)
     text = _BESIDE_WIDE.sub(" ", text)
-    text = text.replace(r"\$", "$").replace(r"\%", "%").replace(r"\!", "").replace(r"\colon", ":")
+    text = (
+        text.replace(r"\$", "$")
+        .replace(r"\%", "%")
+        .replace(r"\!", "")
+        .replace(r"\colon", ":")
+        .replace(r"\degree", "\u00b0")
+    )
+    text = _NOT_EQUAL.sub(r"\\ne ", text)
     text = _BRACED_COLON.sub(":", text)
     text = _DELIMITER.sub(" ", _SMALL_SPACE.sub(" ", text))
     for _ in range(2):  # styles may be nested once

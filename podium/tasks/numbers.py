@@ -34,6 +34,8 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|mbox|textrm|mathrm|operatorname)\s?\{([^{
 _DEGREES = re.compile(
     r"(?:\s?\^\s?\{?\s?\\circ\s?\}?|\s?\u00b0)\s?(?:\\(?:text|mathrm|mbox)\s?\{\s?([CF])\s?\}|([CF])\b)?"
 )
+_UNITS_AS_FRACTION = re.compile(r"\\frac\s?\{\s*([A-Za-z]{1,5})\s*\}\{\s*([A-Za-z]{1,5})\s*(\^\s?\{?[0-9]\}?)?\s*\}")
+_POWER_OF_WORD = re.compile(r"^(\s*[A-Za-z]{2,20})\s?\^\s?\{?[23]\}?")
 _SYMBOLS = (("\\pounds", "\u00a3"), ("\\Omega", " ohms "), ("\\approx", "="), ("\\mu", "u"))
 _CURRENCY = re.compile(r"([-+]?)([$\u00a3\u20ac\u20b9\u00a5])\s?(?=[-+.0-9])")
 _NO_CURRENCY = re.compile(r"(?<![0-9])\s?\$(?![0-9])|(?<=[0-9])\$")
@@ -80,13 +82,23 @@ _VERB_LIST = (
     " remains remain becomes becomes pays paid costs cost es ist sind est sont son \u662f \u4e3a"
 )
 _VERBS = frozenset(_VERB_LIST.split())
+_MODALS = frozenset(("would", "could", "should", "must", "can", "might", "will"))
 _DENIAL_LIST = (
     "not cannot never neither nor no without except between than least most above below under almost nearly"
     " beyond within doubt impossible false wrong incorrect mistake none different differs far unlike unlikely unless"
-    " if suppose assuming nicht kein keine pas non \u043d\u0435 \\ne \\neq \\not != \\lnot"
+    " if suppose assuming refuse avoid reject deny exclude way nicht kein keine pas non n\u00e3o nao nunca"
+    " jamais ni niet"
+    " nie inte \u043d\u0435 \\ne \\neq \\not != \\lnot"
 )
 _DENIALS = frozenset(_DENIAL_LIST.split())
 """What in front of a number at the end of a text says that it is not the answer, where no verb stands between."""
+_DENIAL_WIDE = re.compile(
+    "[\u4e0d\u975e]|\u81f3[\u5c11\u591a]|\u6700\u591a|[\u5927\u5c0f\u591a\u5c11]\u4e8e|\u8d85\u8fc7|\u4ee5[\u4e0a\u4e0b]"
+)
+"""Chinese for not, at least, at most, more or less than, over, and up or down."""
+_NO_WAY = re.compile(
+    r"\b(?:no (?:way|chance)|not (?:true|the case|possible)|(?:false|wrong|mistake|unlikely|impossible) (?:to|that))\b"
+)
 _CONTRASTS = (("not",), ("rather", "than"), ("instead", "of"))
 """How a clause begins that says what the answer is not: `It is 6, not 5.`"""
 _OPERATORS = frozenset(("+", "-", "*", "/", "^", r"\times", r"\cdot"))
@@ -158,7 +170,7 @@ def rounds_to(exact: Fraction, decimal: Fraction, places: int) -> bool:
 def _plain(text: str) -> str:
     r"""The text in plain notation, without `\text{}`."""
     text = _DEGREES.sub(lambda found: f" \u00b0{found[1] or found[2] or ''} ", plain_notation(text))
-    text = _TEXT_COMMAND.sub(r" \1 ", _LETTER_UNIT.sub(" ", text))
+    text = _UNITS_AS_FRACTION.sub(r" \1/\2\3", _TEXT_COMMAND.sub(r" \1 ", _LETTER_UNIT.sub(" ", text)))
     for symbol, written in _SYMBOLS:
         text = text.replace(symbol, written)
     return _SPELLED_OUT.sub("", text)
@@ -180,7 +192,7 @@ def _read(text: str) -> Number | None:
         return None
     before, after = right[: found.start()], right[found.end() :]
     unit, rest = split_unit(after)
-    rest, times = _without_scale(rest if unit else after)
+    rest, times = _without_scale(rest if unit else _POWER_OF_WORD.sub(r"\1", after))
     if not _is_prose(before, rest, attached=not unit) or (
         times > 1 and number.places == 0 and number.value.denominator > 1
     ):
@@ -268,15 +280,16 @@ class _Figures(NamedTuple):
         words = [lower for word in self.clause[: self.position] if not (lower := _lower(word)).endswith("ly")]
         verb = max((index for index, word in enumerate(words) if word in _VERBS), default=-1)
         last = words[-1] if words else ""
-        if last in _BOUNDS or words[-2:] == ["up", "to"]:
+        if last in _BOUNDS or words[-2:] == ["up", "to"] or _NO_WAY.search(" ".join(words)):
             return True
         governing = words[max(verb - 1, 0) :] if verb >= 0 else words
         if any(word in _DENIALS or word.endswith("n't") or _denies_wide(word) for word in governing):
             return True
         after = [_lower(word) for word in self.clause[self.position : self.position + 3]]
-        return bool(after) and (
-            after[0].endswith("n't") or (after[0] in _VERBS and not _DENIALS.isdisjoint(after)) or after[0] == "cannot"
-        )
+        if not after:
+            return False
+        denied = after[0] in _VERBS | _MODALS and not _DENIALS.isdisjoint(after)
+        return denied or after[0].endswith("n't") or after[0] == "cannot" or _denies_wide(after[0])
 
 
 def _lower(word: str) -> str:
@@ -284,7 +297,7 @@ def _lower(word: str) -> str:
 
 
 def _denies_wide(word: str) -> bool:
-    return bool(re.search("[\u4e0d\u975e]", word))
+    return bool(_DENIAL_WIDE.search(word))
 
 
 def _has_digit(text: str) -> bool:

@@ -53,6 +53,8 @@ def describes_reals(node: Node) -> bool:
             return not set(signs.split()).isdisjoint(_OPPOSITE) or any(map(describes_reals, sides))
         case Apply("where"):
             return True
+        case Apply("-", (first, Apply("set"))):
+            return describes_reals(first)
         case Apply(name, (first, *_)) if name in (UNION, DIFFERENCE):
             return describes_reals(first) or _is_interval(first)
         case Apply(name, (first, *_)) if name in (ALL, ANY):
@@ -73,7 +75,7 @@ def read_set(node: Node) -> RealSet | None:
             return _where(variable, read_set(condition))
         case Apply("chain", (Symbol(signs), *sides)):
             return _inequality(signs.split(), sides)
-        case Apply("difference", (whole, Apply("set", points))):
+        case Apply("difference" | "-", (whole, Apply("set", points))):
             return _without(read_set(whole), points)
         case Apply(name, parts) if name in (UNION, ANY):
             return _union(map(read_set, parts))

@@ -32,7 +32,7 @@ TAGGED = re.compile(f"{OPEN}(.*?)(?:{CLOSE}|(?={OPEN})|$)", re.DOTALL)
 EXAMPLE = '{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}'
 BAR = "\uff5c"  # DeepSeek's upright bar
 BEGIN, SEPARATOR, END = (f"<{BAR}tool▁{name}{BAR}>" for name in ("call▁begin", "sep", "call▁end"))
-BLOCK = re.compile(f"(?:function)?{SEPARATOR}(.*?)\n```json\n(.*?)\n```", re.DOTALL)
+BLOCK = re.compile(f"(?:function)?{SEPARATOR}([^\n]*)\n```json\n(.*?)\n```", re.DOTALL)
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>\s*)?", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 KEY = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
