@@ -8,7 +8,7 @@ reference is compared as what it is: a choice, a date, a time, words, or a formu
 
 import re
 
-from podium.tasks.equality import same_answer
+from podium.tasks.equality import is_written_out, same_answer
 from podium.tasks.final_answer import (
     MAX_ANSWER_CHARS,
     closing_statement,
@@ -109,8 +109,10 @@ def _is_number(expected: Number, number: Number | None, said: str) -> bool:
     """Whether an answer is the number of the reference; or an irrational formula that rounds to it; or `3 h 30 min`."""
     if number is not None:
         return same_number(expected, number)
+    formula = read_formula(said)
+    if formula is not None and is_written_out(formula):
+        return constant(formula) == expected.value
     if expected.places >= 4:
-        formula = read_formula(said)
         value = None if formula is None else constant(formula)
         exact = rational(value) if value is not None and rational(value) != value else None
         return exact is not None and rounds_to(exact, expected.value, expected.places)

@@ -58,7 +58,11 @@ def same_scalar(expected: Node, found: Node) -> bool:
 
     A number wants a number that is written out, in a list or an interval as alone: `6/2` is not 3.
     """
-    if is_written_out(expected) and not is_written_out(found) and isinstance(constant(found), Fraction):
+    if (
+        is_written_out(expected, powers_of_ten=False)
+        and not is_written_out(found)
+        and isinstance(constant(found), Fraction)
+    ):
         return expected == found
     if same_value(expected, found):
         return True
@@ -84,21 +88,24 @@ def _decimal(node: Node) -> Number | None:
     return None
 
 
-def is_written_out(node: Node) -> bool:
+def is_written_out(node: Node, *, powers_of_ten: bool = True) -> bool:
     r"""Whether it is a number and no calculation: `-3`, `\frac{3}{4}`, `1\frac12`, `5 \cdot 10^3`, but not `6/2`."""
     match node:
+        case Apply("-", (value,)) if not (isinstance(value, Apply) and value.name == "-"):
+            return is_written_out(value, powers_of_ten=powers_of_ten)
         case Number():
             return True
-        case Apply("-", (value,)):
-            return is_written_out(value)
+        case Apply("^", (Number(value=base), exponent)):
+            return powers_of_ten and base == 10 and _decimal(exponent) is not None
+        case Apply("*" | "frac" | "/", (Number(), Apply("^") as power)):
+            return is_written_out(power, powers_of_ten=powers_of_ten)
         case Apply("frac" | "/", (above, below)):
             top, bottom = _decimal(above), _decimal(below)
-            whole = (top.value / bottom.value).denominator == 1 if top and bottom and bottom.value else True
-            return not whole and not (top and top.places) and not (bottom and bottom.places)
-        case Apply("+", (Number(value=value), Apply("frac", _) as part)):
-            return value.denominator == 1 and is_written_out(part)
-        case Apply("*", (Number(), Apply("^", (Number(value=base), exponent)))):
-            return base == 10 and _decimal(exponent) is not None
+            if not top or not bottom or top.places or bottom.places or not bottom.value:
+                return False
+            return (top.value / bottom.value).denominator != 1
+        case Apply("+", (Number(value=value), Apply("frac") as part)):
+            return value.denominator == 1 and is_written_out(part, powers_of_ten=False)
     return False
 
 
@@ -145,6 +152,8 @@ def _same_ordered(expected: Node, found: Node) -> bool:
             return False
         case (Apply(name), _) | (_, Apply(name)) if name in _ORDERED_BY_POSITION:
             return False
+        case Apply("union" | "intersection" as name, wanted), Apply(other, given) if name == other:
+            return _matched(wanted, given, same_answer)
         case (Apply("ratio"), _) | (_, Apply("ratio")):
             return _same_ratio(_parts(expected), _parts(found))
     return same_scalar(expected, found)

@@ -22,7 +22,7 @@ BEFORE_CHARS = 120
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>-?[0-9][^\s{}$\\]*))")
 _BETWEEN_BOXES = re.compile(
-    r"[\s$.]*(?:,|;|\b(?:and|or)\b|\\text\{\s*(?:and|or)\s*\})[\s$,]*(?:(?:and|or|maybe|perhaps|possibly|even)\b[\s$,]*)*"
+    r"[\s$.]*(?:[,;/|&]|\b(?:and|or)\b|\\text\{\s*(?:and|or)\s*\})[\s$,]*(?:(?:and|or|maybe|perhaps|possibly|even)\b[\s$,]*)*"
     r"(?:[A-Za-z]\s*=[\s$]*)?"
 )
 _PHRASE = re.compile(
@@ -41,11 +41,11 @@ _LETTER = re.compile(r"\s*[A-J]\s*")
 _SENTENCE_END = re.compile(r"\n|(?<!\\)[.!?](?=\s|\**$)|\u3002|$")
 _EXPLANATION = re.compile(
     r"(?<=\S)[,;]?\s+(?:since|because|as|so|given|which|where|when|thus|hence|therefore|that is|i\.e\.)\s"
-    r"|(?<=\S),\s+(?:but )?(?:not|rather than|instead of)\s",
+    r"|(?<=\S),\s+(?:but )?not\s|(?<=\S),?\s+(?:rather than|instead of)\s",
     re.IGNORECASE,
 )
 _ASIDE = re.compile(  # 12 apples (after giving 5 away).
-    r"\s\((?:after|before|since|because|as|when|once|given|(?:not )?(?:including|counting)|excluding|with|without)\s"
+    r"\s\((?:not|after|before|since|because|as|when|once|given|including|counting|excluding|with|without)\s"
     r"[^()\n]{1,200}\)(?=[\s.!*$]*$)",
     re.IGNORECASE,
 )
@@ -87,7 +87,9 @@ _NOT_PLAIN = re.compile(
     r"\b(?:or|not|never|neither|nor|except|cannot|but)\b|n['\u2019]t\b|\\neq?|\u2260|[\u4e0d\u6216\u975e]",
     re.IGNORECASE,
 )
-_VERB = re.compile(r"\b(?:is|are|was|were|equals)\b\s*:?|[:\uff1a](?!\S*[0-9])|\u662f|\u4e3a", re.IGNORECASE)
+_VERB = re.compile(
+    r"\b(?:is|are|was|were|equals|choose|pick|select)\b\s*:?|[:\uff1a](?!\S*[0-9])|\u662f|\u4e3a", re.IGNORECASE
+)
 
 
 def answer_text(completion: str) -> str:

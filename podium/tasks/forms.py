@@ -13,7 +13,9 @@ _LABEL = re.compile(
     r"(?:\(([A-J])\)|([A-J])(?:[).:](?=\s|$)| - (?=[A-Za-z]{2})| +(?=\([A-Za-z]{3}))|(?:option|choice) ([A-J])\b)\s*",
     re.IGNORECASE,
 )
-_NAMED_LETTER = re.compile(r"(?:the )?(?:correct )?(?:option|choice|alternative) \(?([A-J])\)?[.:]?", re.IGNORECASE)
+_NAMED_LETTER = re.compile(
+    r"(?:the )?(?:correct )?(?:option|choice|alternative|letter) \(?([A-J])\)?[.:]?", re.IGNORECASE
+)
 _NO_VALUE = re.compile(r"[=<>+*/^_]|\\(?:cup|cap|le|ge|lt|gt|ne|times|cdot|setminus|in|to|and|or)\b")
 """How no value after a letter begins, so that `(A) \\cup (B)` is not read as a choice."""
 _ANOTHER_LABEL = re.compile(r"\([A-J]\)|\b[B-J][).:](?:\s|$)|\b(?:or|and) [A-J]\b|\bor\b|\bnot\b")
@@ -85,7 +87,7 @@ class Date(NamedTuple):
 
 def read_choice(text: str) -> Choice | None:
     r"""Read letter and value of `\textbf{(B) } 12`, `(B) Paris`, `B. 12`, `option B`; None of anything else."""
-    words = _TEXT_COMMAND.sub(r"\1", text).strip(" $*")
+    words = " ".join(_TEXT_COMMAND.sub(r"\1", text).split()).strip(" $*")
     named = _NAMED_LETTER.fullmatch(words)
     if named:
         return Choice(named[1].upper(), "")

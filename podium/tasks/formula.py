@@ -94,7 +94,16 @@ _RELATIONS = {
     r"\implies": "=>", r"\Rightarrow": "=>",
 }  # fmt: skip
 _SIGNS = {"+": "+", "-": "-", r"\pm": "pm", r"\mp": "mp"}
-_TIMES = {"*": "*", r"\cdot": "*", r"\times": "*", r"\ast": "*", "/": "/", r"\div": "/"}
+_TIMES = {
+    "*": "*",
+    r"\cdot": "*",
+    r"\times": "*",
+    r"\ast": "*",
+    "/": "/",
+    r"\div": "/",
+    r"\bmod": "mod",
+    r"\pmod": "mod",
+}
 _SEPARATORS = {",": LIST, ";": LIST, "and": ALL, r"\land": ALL, r"\wedge": ALL, "or": ANY, r"\lor": ANY, r"\vee": ANY}
 _SET_OPERATIONS = {r"\cup": UNION, r"\cap": "intersection", r"\setminus": DIFFERENCE, r"\backslash": DIFFERENCE}
 _CONSTANTS = {

@@ -34,9 +34,10 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|mbox|textrm|mathrm|operatorname)\s?\{([^{
 _DEGREES = re.compile(
     r"(?:\s?\^\s?\{?\s?\\circ\s?\}?|\s?\u00b0)\s?(?:\\(?:text|mathrm|mbox)\s?\{\s?([CF])\s?\}|([CF])\b)?"
 )
+_NUMBERS_ALONE = re.compile(r"\s*[-+.0-9]+(?:\s*[,;&]\s+[-+.0-9]+)+\s*")
 _UNITS_AS_FRACTION = re.compile(r"\\frac\s?\{\s*([A-Za-z]{1,5})\s*\}\{\s*([A-Za-z]{1,5})\s*(\^\s?\{?[0-9]\}?)?\s*\}")
 _POWER_OF_WORD = re.compile(r"^(\s*[A-Za-z]{2,20})\s?\^\s?\{?[23]\}?")
-_SYMBOLS = (("\\pounds", "\u00a3"), ("\\Omega", " ohms "), ("\\approx", "="), ("\\mu", "u"))
+_SYMBOLS = (("\\pounds", "\u00a3"), ("\\Omega", " ohms "), ("\\approx", "="))
 _CURRENCY = re.compile(r"([-+]?)([$\u00a3\u20ac\u20b9\u00a5])\s?(?=[-+.0-9])")
 _NO_CURRENCY = re.compile(r"(?<![0-9])\s?\$(?![0-9])|(?<=[0-9])\$")
 _SPELLED_OUT = re.compile(  # `5 (five)`
@@ -63,7 +64,7 @@ _CHANGING_LIST = (  # of the value that stands beside them
     " fifths tenth tenths hundredths thousandths squared cubed and or not nor plus times over divided multiplied base"
     " pi sqrt sin cos tan log exp infty infinity factorial twice double triple choose mod modulo power root between"
     " maybe either unknown cannot never no except anything wrong incorrect false impossible neither instead rather none"
-    " different differs far unlikely"
+    " different differs far unlikely nowhere"
     " minus negative"
 )
 _CHANGING = frozenset((*_CHANGING_LIST.split(), *SCALES))
@@ -82,9 +83,12 @@ _VERB_LIST = (
     " remains remain becomes becomes pays paid costs cost es ist sind est sont son \u662f \u4e3a"
 )
 _VERBS = frozenset(_VERB_LIST.split())
-_MODALS = frozenset(("would", "could", "should", "must", "can", "might", "will"))
+_MODALS = frozenset(
+    ("does", "do", "did", "fails", "fail", "failed", "would", "could", "should", "must", "can", "might", "will")
+)
 _DENIAL_LIST = (
-    "not cannot never neither nor no without except between than least most above below under almost nearly"
+    "nowhere apart besides excludes excluded excluding extraneous rejected fails fail failed invalid excepting"
+    " not cannot never neither nor no without except between than least most above below under almost nearly"
     " beyond within doubt impossible false wrong incorrect mistake none different differs far unlike unlikely unless"
     " if suppose assuming refuse avoid reject deny exclude way nicht kein keine pas non n\u00e3o nao nunca"
     " jamais ni niet"
@@ -134,6 +138,8 @@ def last_number(text: str) -> Number | None:
     `It is not 5.`
     """
     for line in reversed(text[-TAIL_CHARS:].splitlines()):
+        if _NUMBERS_ALONE.fullmatch(line):
+            return None
         figures = _last_figures(_SIGN_WORD.sub("-", _plain(line)).split()) if _has_digit(line) else None
         if figures is not None:
             return None if not figures or figures[0] in _OPERATORS else _read(" ".join(figures))  # 18 eggs - 3
@@ -171,6 +177,7 @@ def _plain(text: str) -> str:
     r"""The text in plain notation, without `\text{}`."""
     text = _DEGREES.sub(lambda found: f" \u00b0{found[1] or found[2] or ''} ", plain_notation(text))
     text = _UNITS_AS_FRACTION.sub(r" \1/\2\3", _TEXT_COMMAND.sub(r" \1 ", _LETTER_UNIT.sub(" ", text)))
+    text = re.sub(r"\\mu\s*", "u", re.sub(r"(?<=[A-Za-z])\s+(?=\^)", "", text))
     for symbol, written in _SYMBOLS:
         text = text.replace(symbol, written)
     return _SPELLED_OUT.sub("", text)
