@@ -9,8 +9,8 @@ count, and neither does what is denied ("not \boxed{5}").
 import re
 
 from podium.tasks.forms import read_choice
-from podium.tasks.notation import plain_notation
-from podium.tasks.numbers import TAIL_CHARS, Number, last_number, read_number
+from podium.tasks.notation import MATH_SPAN, plain_notation
+from podium.tasks.numbers import TAIL_CHARS, Number, last_number, read_number, same_number
 from podium.tasks.quantities import restated_quantity
 
 MAX_ANSWER_CHARS = 500
@@ -50,25 +50,29 @@ _ASIDE = re.compile(  # 12 apples (after giving 5 away).
     re.IGNORECASE,
 )
 _TEXT_COMMAND = re.compile(r"\\(?:text|mbox|textbf|textrm)\s?\{([^{}]*)\}")
-_MATH_SPAN = re.compile(r"(?<!\\)\$\$?(?![\s$])((?:[^$\\]|\\.)++)(?<!\s)\$|\\\(([^$]+?)\\\)|\\\[([^$]+?)\\\]")
 
 _TAKEN_BACK = re.compile(
     r"\bwait\b(?=\s*[,.!:;\u2026\u2014\u2013-]|\s+(?:no|actually)\b)|\bscratch that\b|\bcorrection\s*:"
-    r"|\b(?:that|this|it|which|answer)(?:'s|\u2019s| is| was) (?:wrong|incorrect|false|a mistake|not (?:right|correct))"
-    r"(?! that)"
+    r"|(?:^|[.!?}\n]\s*|\b(?:actually|no|sorry|but),? )(?:that|this|it|(?:my|the) answer)(?:'s|\u2019s| is| was)"
+    r" (?:wrong|incorrect|false|a mistake|not (?:right|correct))(?! that)"
     r"|\bI (?:have )?(?:made|found) an? (?:\w{1,20} )?(?:mistake|error)|\bI was wrong|\bon second thought"
     r"|\bnever ?mind\b"
     r"|\bI take (?:that|it) back|\bsorry\b|\boops\b|\?\s*No\b(?![,.]? of)"
     r"|\bno, (?=it\b|the\b|that\b|actually\b|make\b|[-$0-9\\])"
-    r"|\b(?:it|this|that) should (?:be|have been)\b|\bhold on\b"
+    r"|\b(?:it|this|that) should (?:be|have been) (?=[-$0-9\\])|\bhold on\b"
     r"|(?:^|[.!?;,]\s|\n)\s*actually\b|\bbut (?:it|that|this) (?:is|was)(?:n['\u2019]t| not)\b"
     r"|\blet me (?:redo|correct|recompute|recalculate|reconsider|fix|rethink|start over)\b"
     r"|\u4e0d\u5bf9|\u7b49\u7b49|\u7b49\u4e00\u4e0b",
     re.IGNORECASE,
 )
+_CONFIRMS = re.compile(
+    r"\b(?:is|was|are|looks|seems|that['\u2019]s) (?:indeed |still |all )?"
+    r"(?:correct|right|fine|consistent|confirmed|verified)\b"
+    r"|\bchecks out\b",
+    re.IGNORECASE,
+)
 _DENIED_BEFORE = re.compile(
-    r"(?:\b(?:not|never|neither|nor|except|cannot be|(?:other|rather|more|less|greater|fewer) than|instead of|at least"
-    r"|at most|up to|almost|nearly|between)|n['\u2019]t"
+    r"(?:\b(?:not|never|neither|nor|except|cannot be|(?:other|rather) than|instead of)|n['\u2019]t"
     r"|\b(?:anything|everything|all|any|any (?:number|value)) but|\\neq?|\u2260|\u4e0d\u662f|\u4e0d\u7b49\u4e8e)\s*"
     r"(?:(?:be|equal|equals|to|the|really|actually|certainly|definitely|simply|just|exactly|=)\s+){0,4}[\s$*({]*$",
     re.IGNORECASE,
@@ -98,12 +102,16 @@ def answer_text(completion: str) -> str:
 
 
 def stated_text(completion: str) -> str:
-    """The part of a completion that its final answer is read from: what follows the last "wait" or "that is wrong"."""
+    """The part of a completion that its final answer is read from: what follows the last "wait" or "that is wrong".
+
+    Where all that follows is a check that confirms the answer, the answer stands.
+    """
     text = answer_text(completion)
     end = 0
     for found in _TAKEN_BACK.finditer(text):
         end = found.end()
-    return text[end:]
+    confirms = _CONFIRMS.search(text, end) and not _BOX.search(text, end)
+    return text if confirms else text[end:]
 
 
 def final_answer(text: str) -> str | None:
@@ -186,11 +194,18 @@ def _boxed(text: str, boxes: list[re.Match[str]]) -> str:
         content = _content(text, box)
         if content is None or not _BETWEEN_BOXES.fullmatch(text, min(_end(text, box), start), start):
             break
-        contents.append(content)
+        if not _is_same_number(content, contents[-1] or ""):
+            contents.append(content)
         start = box.start()
     if _DENIED_BEFORE.search(text[max(start - BEFORE_CHARS, 0) : start]):
         return ""
     return _without_phrase(", ".join(content or "" for content in reversed(contents)))
+
+
+def _is_same_number(first: str, second: str) -> bool:
+    """Whether two boxes say one number, perhaps in two ways."""
+    numbers = read_number(first), read_number(second)
+    return numbers[0] is not None and numbers[1] is not None and same_number(numbers[0], numbers[1])
 
 
 def _without_phrase(content: str) -> str:
@@ -227,7 +242,7 @@ def _is_joined(before: str) -> bool:
 
 def _only_math(text: str) -> str:
     """The formula in a sentence with exactly one formula, if the sentence states it; otherwise the whole sentence."""
-    spans = list(_MATH_SPAN.finditer(text[: TAIL_CHARS + 1]))
+    spans = list(MATH_SPAN.finditer(text[: TAIL_CHARS + 1]))
     if len(spans) != 1:
         return text
     before, after = text[: spans[0].start()], text[spans[0].end() :]

@@ -9,6 +9,9 @@ import re
 import unicodedata
 from fractions import Fraction
 
+MATH_SPAN = re.compile(r"(?<!\\)\$\$?(?![\s$])((?:[^$\\]|\\.)++)(?<!\s)\$|\\\(([^$]+?)\\\)|\\\[([^$]+?)\\\]")
+"""A formula between dollar signs that are no currency, or brackets with backslashes; one of its groups has the text."""
+
 _CHARACTERS = str.maketrans(
     {
         **dict.fromkeys("\u2212\u2012\u2013\u2014\uff0d\ufe63", "-"),

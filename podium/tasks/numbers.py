@@ -10,7 +10,7 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-from podium.tasks.notation import plain_notation
+from podium.tasks.notation import MATH_SPAN, plain_notation
 from podium.tasks.number_words import SCALES, in_figures
 from podium.tasks.units import Unit, is_unit, read_unit, split_unit
 
@@ -73,7 +73,7 @@ _CHANGING_WIDE = re.compile(
 )
 """Chinese for not, or, and, none, ten thousand, hundred million, thousand, hundred, half, to, than, except."""
 _BOUND_LIST = (
-    "least most than above below over under almost nearly except without but within exceeds exceeding up beyond < >"
+    "least most than above below over under almost nearly except without but within exceeds exceeding beyond < >"
     r" <= >= \lt \gt \le \leq \leqslant \ge \geq \geqslant"
 )
 _BOUNDS = frozenset(_BOUND_LIST.split())
@@ -87,12 +87,11 @@ _MODALS = frozenset(
     ("does", "do", "did", "fails", "fail", "failed", "would", "could", "should", "must", "can", "might", "will")
 )
 _DENIAL_LIST = (
-    "nowhere apart besides excludes excluded excluding extraneous rejected fails fail failed invalid excepting"
-    " not cannot never neither nor no without except between than least most above below under almost nearly"
-    " beyond within doubt impossible false wrong incorrect mistake none different differs far unlike unlikely unless"
-    " if suppose assuming refuse avoid reject deny exclude way nicht kein keine pas non n\u00e3o nao nunca"
-    " jamais ni niet"
-    " nie inte \u043d\u0435 \\ne \\neq \\not != \\lnot"
+    "not cannot never neither nor no without except excepting besides apart doubt impossible false wrong incorrect"
+    " mistake none unlike unlikely refuse avoid reject rejected deny exclude excludes excluded excluding extraneous"
+    " invalid nowhere fails fail failed nicht kein keine pas non n\u00e3o nao nunca jamais ni niet nie inte"
+    " \u043d\u0435"
+    " \\ne \\neq \\not != \\lnot"
 )
 _DENIALS = frozenset(_DENIAL_LIST.split())
 """What in front of a number at the end of a text says that it is not the answer, where no verb stands between."""
@@ -101,7 +100,8 @@ _DENIAL_WIDE = re.compile(
 )
 """Chinese for not, at least, at most, more or less than, over, and up or down."""
 _NO_WAY = re.compile(
-    r"\b(?:no (?:way|chance)|not (?:true|the case|possible)|(?:false|wrong|mistake|unlikely|impossible) (?:to|that))\b"
+    r"\b(?:no (?:way|chance)|not (?:true|the case|possible)|far from|nowhere near"
+    r"|differ(?:s|ent) from|between\b.* and$|(?:false|wrong|mistake|unlikely|impossible) (?:to|that))\b"
 )
 _CONTRASTS = (("not",), ("rather", "than"), ("instead", "of"))
 """How a clause begins that says what the answer is not: `It is 6, not 5.`"""
@@ -175,6 +175,7 @@ def rounds_to(exact: Fraction, decimal: Fraction, places: int) -> bool:
 
 def _plain(text: str) -> str:
     r"""The text in plain notation, without `\text{}`."""
+    text = MATH_SPAN.sub(lambda found: f" {found[1] or found[2] or found[3]} ", text)
     text = _DEGREES.sub(lambda found: f" \u00b0{found[1] or found[2] or ''} ", plain_notation(text))
     text = _UNITS_AS_FRACTION.sub(r" \1/\2\3", _TEXT_COMMAND.sub(r" \1 ", _LETTER_UNIT.sub(" ", text)))
     text = re.sub(r"\\mu\s*", "u", re.sub(r"(?<=[A-Za-z])\s+(?=\^)", "", text))
@@ -329,7 +330,9 @@ def _is_prose(before: str, after: str, *, attached: bool) -> bool:
     if leading and (leading[-1] in _BOUNDS or leading[-2:] == ["up", "to"]):
         return False
     words = [*leading, *(word.lower() for word in re.findall(r"[A-Za-z]+", after))]
-    return all(word not in _CHANGING and (len(word) > 2 or word in _SHORT_WORDS or is_unit(word)) for word in words)
+    return all(
+        word not in _CHANGING and (len(word) > 2 or word in _SHORT_WORDS | _ATTACHED or is_unit(word)) for word in words
+    )
 
 
 def _value(found: re.Match[str]) -> Number | None:

@@ -162,3 +162,13 @@ def test_every_math500_answer_equals_itself_also_by_its_meaning():
         for old, new in spellings:
             other = other.replace(old, new) if "\\left" not in answer and "\\\\" not in answer else other
         assert is_correct(f"\\boxed{{{other}}}", answer), (answer, other)
+
+
+def test_every_solution_of_math500_and_gsm8k_is_a_right_answer():
+    path = DATA / "math500" / "test.jsonl"
+    if not path.is_file():
+        pytest.skip("needs ../shared/data/math500")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["answer"] for row in rows if not is_correct(row["solution"], row["answer"])] == []
+    pairs = zip(solutions("gsm8k"), references("gsm8k"), strict=True)
+    assert [answer for solution, answer in pairs if not is_correct(solution, answer)] == []
