@@ -26,8 +26,8 @@ from podium.tasks.units import Unit, is_unit, read_unit
 
 MAX_CHARS = 500
 """Maximum length of a formula: the longest reference in MATH has 60 characters."""
-MAX_TOKENS = 300
-"""Maximum number of numbers, letters and signs."""
+MAX_TOKENS = 200
+"""Maximum number of numbers, letters and signs; a tree is at most as deep, and some functions follow it recursively."""
 MAX_DEPTH = 25
 """Maximum nesting of brackets, powers and fractions."""
 

@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import pytest
 
+from podium.tasks.answers import is_correct
 from podium.tasks.equality import same_answer
 from podium.tasks.formula import Apply, Number, Symbol, read_formula
 from podium.tasks.formula_values import constant, same_value
@@ -178,3 +179,14 @@ def test_a_letter_is_a_unit_only_behind_a_space(text, rest):
 )
 def test_numbers_in_words_are_written_in_figures(words, figures):
     assert in_figures(words) == figures
+
+
+@pytest.mark.parametrize(
+    "text", ["x+" * 99 + "x", "2x" * 99, "x<" * 99 + "x", "\\pm x+" * 66 + "x", "1:" * 99 + "1", "-" * 24 + "x"]
+)
+def test_the_deepest_formulas_are_compared_far_down_the_stack(text):
+    def deep(frames: int) -> bool:
+        return deep(frames - 1) if frames else is_correct(f"\\boxed{{{text}}}", "x + 1")
+
+    assert read_formula(text) is not None
+    assert not deep(250)
