@@ -12,6 +12,7 @@ Prints one JSON line and writes benches/results/serve-PLATFORM.json; exit status
 
 import concurrent.futures
 import contextlib
+import functools
 import http.client
 import json
 import socket
@@ -32,7 +33,8 @@ from podium.api.answers import open_model
 from podium.observe.access import LOOPBACK
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
-from podium.serve.app import make_app
+from podium.run.answering import Asked
+from podium.serve.app import Server, make_app
 from podium.serve.command import STEPS_SHOWN, model_of
 from podium.serve.prepare import Model
 from podium.serve.worker import EngineThread
@@ -50,7 +52,7 @@ def served(model: Model, engine: RolloutEngine) -> Iterator[int]:
     worker = EngineThread(engine, max_queue=PROMPTS)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        app = make_app(model, worker, token=None, hosts=LOOPBACK)
+        app = make_app(Server(model, worker), token=None, hosts=LOOPBACK)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
@@ -76,15 +78,12 @@ def ask(port: int, prompt: tuple[int, ...], tokens: int, seed: int, *, stream: b
 
 def measure(model: str | Path, dtype: str, *, prompts: int, rounds: int, tokens: int) -> dict[str, Any]:
     """Tokens per second of each way, the medians of `rounds`, and their ratios to those of `generate`."""
-    sizes = {
-        "rollout__max_prompt_tokens": CONTEXT - 1,
-        "rollout__refill_steps": STEPS_SHOWN,
-        "rollout__dtype": dtype,
-    }
-    with open_model(model, max_new_tokens=1, slots=SLOTS, **sizes) as rollouts:
-        engine = rollouts.engine
+    settings = {"rollout.refill_steps": STEPS_SHOWN, "rollout.dtype": dtype}
+    open_it = functools.partial(open_model, asked=Asked(), slots=SLOTS, context=CONTEXT, new_tokens=CONTEXT)
+    with open_it(model, settings=settings) as opened:
+        engine = opened.rollouts.engine
         engine.warm_up()
-        known = model_of(rollouts, "bench", max_queue=PROMPTS)
+        known = model_of(opened, "bench", max_queue=PROMPTS)
         texts = [f"What is {1 + n % 19} + {1 + n % 7} ?" for n in range(prompts)]
         encoded = [known.tokenizer.encode_prompt(text) for text in texts]
         sampling = SamplingParams(max_new_tokens=tokens)

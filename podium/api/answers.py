@@ -10,8 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-import jax
-
 from podium.api.data import Rewards, overrides, rewards_of, task_settings
 from podium.api.rows import Data, data_file, is_task
 from podium.config.document import Plain
@@ -27,6 +25,7 @@ from podium.observe.text import shown
 from podium.rollout.request import Completion, Request
 from podium.run.answering import Answering, Asked, resolve_answering
 from podium.settings import load_settings
+from podium.sharding import find_devices
 from podium.tasks.question_sets import math_equal
 from podium.train.evaluate import evaluate_weights
 from podium.train.feed import request_seed
@@ -181,7 +180,7 @@ def open_model(
     fork = run_of(model)
     prepare_platform()
     files = [] if fork is None else [as_path(fork.run) / CONFIG]
-    devices = jax.local_device_count()  # slots and rows are split over all of them
+    devices = len(find_devices())  # slots and rows are split over all of them
     rounded = {"slots": slots, "prefill_rows": min(4, slots)}
     sizes: dict[str, Plain] = {f"rollout.{key}": -(-n // devices) * devices for key, n in rounded.items()}
     bare: dict[str, Plain] = {"model": str(model), "tasks": [{"name": "arithmetic"}]}
