@@ -11,7 +11,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -133,11 +133,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def parse_object(line: bytes, where: str) -> dict[str, Any]:
-    """Parse the JSON object of a line. For anything else, raises RunFileError, which names `where`."""
+def parse_object(
+    line: bytes, where: str, made_of: Callable[[list[tuple[str, Any]]], dict[str, Any]] = dict
+) -> dict[str, Any]:
+    """Parse the JSON object of a line. For anything else, raises RunFileError, which names `where`.
+
+    `made_of` makes each object of its names and values, and may raise ValueError.
+    """
     try:
-        record = json.loads(line)
-    except ValueError as error:
+        record = json.loads(line, object_pairs_hook=None if made_of is dict else made_of)
+    except (ValueError, RecursionError) as error:
         raise RunFileError(f"{where}: not a line of JSON: {error}; repair it or delete the line") from error
     if not isinstance(record, dict):
         raise RunFileError(f"{where}: expected a JSON object, got {line[:40]!r}; repair it or delete the line")

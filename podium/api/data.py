@@ -8,7 +8,9 @@ from podium.config.document import Plain
 from podium.config.imports import SESSION, is_path, name_of
 from podium.config.load import Override
 from podium.config.schema import Config, TaskConfig
+from podium.tasks.data import holds_code
 from podium.tasks.environment_forms import conversing
+from podium.tasks.known_sets import ANSWER, CODE_SETS
 from podium.tasks.question_sets import math_equal, text_equal
 
 Reward = Callable[..., object] | str
@@ -61,7 +63,7 @@ def task_settings(
 
     Rows are written to files below `folder`.
     """
-    _check(data, environment, question)
+    _check(data, environment)
     parts, match = reward_parts(rewards)
     if environment is not None and match is None and _pays(environment):
         parts, match = {"correct": 1.0, **parts}, "math"
@@ -83,15 +85,32 @@ def task_settings(
     dataset = hub_id(data)
     if dataset is None and subset is not None:
         raise ValueError(f"subset: {subset!r} names a part of a data set of the hub, and data is none; leave it out")
-    options: dict[str, Plain] = {"question": question, "answer": answer if match else None, "match": match or "math"}
-    options = options if environment is None else {}
-    name = "jsonl" if environment is None else "environment"
+    path = None if dataset else data_file(data, folder, "data", TRAIN_SPLITS)
+    options: dict[str, Plain] = {} if question is None else {"question": question}
+    if environment is not None:
+        name = "environment"
+    elif match == "math" and question is None and answer == ANSWER and _is_code(dataset, path):
+        name = "code"
+    else:
+        name = "jsonl"
+        options |= {"answer": answer if match else None, "match": match or "math"}
     task |= {"name": name, "options": options | ({"dataset": dataset, "subset": subset} if dataset else {})}
-    if dataset is None:
-        task["path"] = data_file(data, folder, "data", TRAIN_SPLITS)
+    if path is not None:
+        task["path"] = path
     if eval_data is not None:
         task["eval_path"] = data_file(eval_data, folder, "eval_data", subset=subset)
     return [Override("tasks", [task], "argument data"), *threads]
+
+
+def _check(data: Data | None, environment: object) -> None:
+    """Raise ValueError if there is nothing to ask."""
+    if data is None and environment is None:
+        raise ValueError("data: none given; only an environment can do without")
+
+
+def _is_code(dataset: str | None, path: str | None) -> bool:
+    """Whether a set of the hub, or else a file, has code to write instead of answers to compare."""
+    return dataset in CODE_SETS if path is None else holds_code(path)
 
 
 def _held(
@@ -109,14 +128,6 @@ def _held(
 def _converses(task: object) -> bool:
     """Whether a task's class has conversations or tools of its own."""
     return hasattr(task, "open") or hasattr(task, "tools")
-
-
-def _check(data: Data | None, environment: object, question: str | None) -> None:
-    """Raise ValueError for arguments that do not go together."""
-    if data is None and environment is None:
-        raise ValueError("data: none given; only an environment can do without")
-    if environment is not None and question is not None:
-        raise ValueError("question: an environment's rows have it in `question` or `prompt`; rename the column")
 
 
 def _pays(environment: Callable[..., object] | str) -> bool:

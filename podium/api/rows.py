@@ -1,5 +1,6 @@
 """Converts `data=` arguments: rows become a .jsonl file in the run's folder; paths and hub ids are kept."""
 
+import decimal
 import hashlib
 import json
 import re
@@ -7,11 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeGuard
 
+import numpy as np
+
 from podium.files import write_atomically
-from podium.tasks.data import READERS, any_of
+from podium.tasks.data import NARROW, READERS, any_of, floats_as_written, kinds_of, refuse_repeated
+from podium.tasks.known_sets import SUBSETS
 
 Rows = Iterable[Mapping[str, object]]
-"""Dicts, a datasets.Dataset, or a pandas or polars DataFrame."""
+"""Dicts, a dict of columns, a datasets.Dataset, or a pandas or polars DataFrame."""
 Data = Rows | Mapping[str, Rows] | str | Path | Callable[..., object]
 """Rows, a datasets.DatasetDict, a file or folder of rows, a hub id, or a task's class."""
 
@@ -54,15 +58,7 @@ def data_file(
         data = _hub_splits(name, subset, what)
     if isinstance(data, str | Path):
         return _existing(str(data), what)
-    lines = []
-    for index, row in enumerate(_rows(data, what, splits)):
-        if not isinstance(row, Mapping):
-            expected = "a dict, such as {'question': ..., 'answer': ...}"
-            raise ValueError(f"{what}: row {index} is {row!r:.80}; expected {expected}")
-        try:
-            lines.append(json.dumps(dict(row), ensure_ascii=False, default=_scalar) + "\n")
-        except TypeError as error:
-            raise ValueError(f"{what}: row {index} cannot be written as JSON ({error}); drop that column") from None
+    lines = [_line(row, f"{what}: row {index}") + "\n" for index, row in enumerate(_rows(data, what, splits))]
     if not lines:
         raise ValueError(f"{what}: it has no rows")
     text = "".join(lines)
@@ -83,29 +79,82 @@ def _existing(path: str, what: str) -> str:
     return path
 
 
+def _line(row: object, where: str) -> str:
+    """A row as a line of JSON. Raises ValueError, which begins with `where`, if it is not a row that JSON can hold."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where} is {row!r:.80}; expected a dict, such as {{'question': ..., 'answer': ...}}")
+    if unnamed := [name for name in row if not isinstance(name, str)]:
+        raise ValueError(f"{where}: a column's name is {unnamed[0]!r}; names must be text")
+    try:
+        return json.dumps(dict(row), ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where} cannot be written as JSON ({error}); drop that column") from None
+
+
 def _rows(data: object, what: str, splits: Sequence[str]) -> Iterable[object]:
     """Iterate over the rows of a table, or of one split of a DatasetDict."""
     if isinstance(data, Mapping):
-        found = next((name for name in splits if name in data), None)
-        if found is None:
-            raise ValueError(
-                f"{what}: it has the splits {', '.join(map(str, data)) or 'none'}, and {' or '.join(splits)} is read;"
-                f" give one split: {what}=data[{next(iter(data), splits[0])!r}]"
-            )
-        return data[found]
+        return _split(data, what, splits) if _has_splits(data) else _transposed(data, what)
     if callable(to_dicts := getattr(data, "to_dicts", None)):  # polars
         return to_dicts()  # pyright: ignore[reportReturnType]  # polars is no dependency
     if _is_pandas(data):
+        refuse_repeated(what, list(data.columns))
+        narrow = [name for name, kind in data.dtypes.items() if str(kind) in NARROW]
+        data = data.astype(dict.fromkeys(narrow, str)).astype(dict.fromkeys(narrow, float))
         return data.astype(object).where(data.notna(), None).to_dict("records")  # a value that is missing is NaN
     if not isinstance(data, Iterable):
         raise ValueError(f"{what}: {data!r:.80} has no rows; give dicts, a datasets.Dataset, a DataFrame or a file")
-    return data
+    kinds = kinds_of(data)
+    return (floats_as_written(dict(row), kinds) for row in data) if kinds else data
+
+
+def _has_splits(data: Mapping[object, object]) -> bool:
+    """Whether a mapping is of splits, which hold rows, rather than of columns, which hold values."""
+    return all(not isinstance(each, str) and isinstance(_first(each), Mapping | None) for each in data.values())
+
+
+def _first(values: object) -> object:
+    """The first element; None if there is none or if it cannot be looked at. What is no collection is returned."""
+    if isinstance(values, Sequence) or hasattr(values, "__getitem__"):
+        return next(iter(values), None)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return None if isinstance(values, Iterable) else values
+
+
+def _split(data: Mapping[object, object], what: str, splits: Sequence[str]) -> Iterable[object]:
+    """The rows of the first of these splits that there is. Raises ValueError if there is none of them."""
+    found = next((name for name in splits if name in data), None)
+    if found is None:
+        first = next(iter(data), splits[0])
+        raise ValueError(
+            f"{what}: it has the splits {', '.join(map(str, data)) or 'none'}, and {' or '.join(splits)} is read;"
+            f" give one split: {what}=data[{first!r}]"
+        )
+    return _rows(data[found], what, splits)
+
+
+def _transposed(data: Mapping[object, object], what: str) -> Iterable[object]:
+    """The rows of a mapping from columns to lists of values. Raises ValueError if the lists differ in length."""
+    columns: dict[object, list[object]] = {}
+    for name, values in data.items():
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise ValueError(f"{what}: it is one row, {dict(data)!r:.80}; give a list of rows: {what}=[...]")
+        if isinstance(values, Mapping):
+            raise ValueError(f"{what}: its entry {name!r} is a dict; expected rows of a split, or a column's values")
+        columns[name] = list(values)
+    lengths = {name: len(values) for name, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ValueError(f"{what}: it is a dict of columns, and these differ in length: {listed}")
+    return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
 
 
 class _DataFrame(Protocol):
     """The part of pandas' DataFrame that this module uses; Podium does not require pandas."""
 
-    def astype(self, dtype: type) -> "_DataFrame": ...
+    columns: Iterable[object]
+    dtypes: Mapping[object, object]
+
+    def astype(self, dtype: type | Mapping[object, type]) -> "_DataFrame": ...
 
     def notna(self) -> object: ...
 
@@ -115,7 +164,7 @@ class _DataFrame(Protocol):
 
 
 def _is_pandas(data: object) -> TypeGuard[_DataFrame]:
-    return hasattr(data, "notna")
+    return hasattr(data, "notna") and hasattr(data, "columns")
 
 
 def _hub_splits(name: str, subset: str | None, what: str) -> object:
@@ -125,13 +174,19 @@ def _hub_splits(name: str, subset: str | None, what: str) -> object:
     except ImportError as error:
         raise ValueError(f"{what}: data sets of the hub need `datasets`: pip install 'podium-rl[data]'") from error
     try:
-        return datasets.load_dataset(name, subset)
+        return datasets.load_dataset(name, subset or SUBSETS.get(name))
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"{what}: could not load {name} from the hub: {error}") from error
 
 
-def _scalar(value: object) -> object:
-    """Convert numpy values to Python's."""
+def _plain(value: object) -> object:
+    """Convert values of numpy and decimals to Python's. Raises TypeError for values that JSON cannot represent."""
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    if isinstance(value, np.floating) and value.dtype.itemsize < 8:
+        return float(str(value))  # the number that was written, 0.1 and not 0.10000000149011612
     if callable(tolist := getattr(value, "tolist", None)):
         return tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
     raise TypeError(f"{type(value).__name__} {value!r:.40}")

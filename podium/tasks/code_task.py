@@ -16,6 +16,7 @@ from podium.sandbox.values import read, written
 from podium.tasks.code_blocks import code_of, defines
 from podium.tasks.code_grading import Assertions, Call, Program, Solution, Tests, TimeLimits, grade
 from podium.tasks.data import HubDataset, read_rows
+from podium.tasks.packed_tests import unpacked
 from podium.tasks.small_functions import small_functions
 from podium.tasks.task import OutOfTime, Prompt, TaskSource
 
@@ -171,16 +172,19 @@ def _tested(tests: Sequence[str], code: str) -> str:
     return (made or others or names)[0]
 
 
+def _tests_in(column: str, text: str) -> list[Row]:
+    """The tests in a column's text: JSON, or packed as LiveCodeBench publishes private tests."""
+    try:
+        return json.loads(text if text.lstrip().startswith("[") else unpacked(text))
+    except ValueError as error:
+        raise ValueError(f"{column}: {error}") from None
+
+
 def _live_code_bench(row: Row) -> Question:
     tests: list[Row] = []
     for column in ("public_test_cases", "private_test_cases"):
         value = row.get(column) or "[]"
-        try:
-            tests += value if isinstance(value, list) else json.loads(value)
-        except ValueError:
-            raise ValueError(
-                f"{column} is no JSON; decompress it first: it may be a pickle, which is not read"
-            ) from None
+        tests += value if isinstance(value, list) else _tests_in(column, value)
     metadata = row.get("metadata") or {}
     name = (metadata if isinstance(metadata, dict) else json.loads(metadata)).get("func_name", "")
     starter = row.get("starter_code") or ""

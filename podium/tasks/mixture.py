@@ -86,6 +86,20 @@ class TaskMixture:
         if self._filter is not None:
             self._pass_rates().check_model(files)
 
+    def check_answers(self, *, trains: bool, evaluates: bool) -> None:
+        """Raise ValueError if a question compares answers with a reference that none can equal; reads the data.
+
+        `trains` and `evaluates` say which questions are asked.
+        """
+        splits = [split for split, asked in (("train", trains), ("eval", evaluates)) if asked]
+        for index, (config, task) in enumerate(zip(self.levels, self._tasks, strict=True)):
+            check = getattr(task, "check_answer", None)
+            if config.correct != "correct" or check is None:
+                continue
+            for prompt in itertools.chain.from_iterable(self._prompts(index, split) for split in splits):
+                if prompt.answer:  # else only functions grade
+                    check(prompt)
+
     def num_prompts(self) -> dict[str, int]:
         """The number of training prompts of each task, by label; reads the data if it has not been read."""
         return {label: len(self._prompts(task, "train")) for task, label in enumerate(self.labels)}

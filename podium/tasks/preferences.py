@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from podium.tasks.data import HubDataset, read_messages, read_rows
+from podium.tasks.data import HubDataset, is_missing, question_of, read_rows, refuse_written_messages
+from podium.tasks.messages import Message, read_messages, refuse_tools, said_by_assistant, text_of
 from podium.tasks.task import Prompt, TaskSource
 
-Messages = list[dict[str, str]]
+Messages = list[Message]
 SIDES = ("chosen", "rejected")
 
 
@@ -68,7 +69,11 @@ class Labelled:
 
 def _labelled(prompt_id: str, location: str, row: Mapping[str, object]) -> list[Prompt]:
     """The prompts of one row: one with its label, or of a pair two."""
-    if "label" not in row and any(side in row for side in SIDES):
+    refuse_tools(location, row)
+    paired, labelled = (any(not is_missing(row.get(name)) for name in names) for names in (SIDES, ("label",)))
+    if paired and labelled:
+        raise ValueError(f"{location}: the row is a pair and has a label too, so it can be read in two ways; drop one")
+    if paired:
         pair = _prompt(prompt_id, location, row)
         chosen, rejected = (str(pair.metadata[side]) for side in SIDES)
         before = pair.messages or []
@@ -85,61 +90,56 @@ def _labelled(prompt_id: str, location: str, row: Mapping[str, object]) -> list[
         raise ValueError(f"{location}: the label is {label!r:.80}; it must be true or false")
     before = _conversation(f"{location}: column 'prompt'", row["prompt"])
     text = _answer(f"{location}: column 'completion'", row["completion"])
-    _check_prompt(location, before)
     if not text.strip():
         raise ValueError(f"{location}: the completion is empty; drop the row")
     return [_with_label(prompt_id, before, text, text if label else "", desirable=label)]
 
 
 def _with_label(
-    prompt_id: str, before: Sequence[Mapping[str, str]], text: str, answer: str, *, desirable: bool
+    prompt_id: str, before: Sequence[Mapping[str, object]], text: str, answer: str, *, desirable: bool
 ) -> Prompt:
     data = {"completion": text, "label": desirable}
-    return Prompt(id=prompt_id, question=before[-1]["content"], answer=answer, messages=before, metadata=data)
-
-
-def _check_prompt(location: str, before: Messages) -> None:
-    """Raise ValueError if a prompt ends with an answer."""
-    if before[-1]["role"] == "assistant":
-        raise ValueError(f"{location}: the prompt ends with a message of the assistant's, and another one follows")
+    return Prompt(id=prompt_id, question=text_of(before[-1]), answer=answer, messages=before, metadata=data)
 
 
 def _prompt(prompt_id: str, location: str, row: Mapping[str, object]) -> Prompt:
+    refuse_tools(location, row)
     for side in SIDES:
         if side not in row:
             raise ValueError(
                 f"{location}: no column {side!r}; a pair has chosen and rejected, the row {', '.join(row)}"
             )
-    if "prompt" in row:
+    if not is_missing(row.get("prompt")):
         before = _conversation(f"{location}: column 'prompt'", row["prompt"])
         answers = [_answer(f"{location}: column {side!r}", row[side]) for side in SIDES]
     else:
         before, answers = _split(location, row)
-    _check_prompt(location, before)
+        if before[-1]["role"] == "assistant":
+            raise ValueError(f"{location}: an assistant's message follows another one of the assistant's")
     for side, answer in zip(SIDES, answers, strict=True):
         if not answer.strip():
             raise ValueError(f"{location}: the {side} answer is empty; drop the row")
     if answers[0] == answers[1]:
         raise ValueError(f"{location}: the chosen and the rejected answer are equal, {answers[0]!r:.80}; drop the row")
     pair = {"chosen": answers[0], "rejected": answers[1]}
-    return Prompt(id=prompt_id, question=before[-1]["content"], answer=answers[0], messages=before, metadata=pair)
+    return Prompt(id=prompt_id, question=text_of(before[-1]), answer=answers[0], messages=before, metadata=pair)
 
 
 def _conversation(what: str, value: object) -> Messages:
     """A prompt's messages; text is a message of the user's."""
-    if isinstance(value, str) and value.strip():
-        return [{"role": "user", "content": value}]
-    return read_messages(what, value)
+    question, messages = question_of(what, value)
+    return messages or [{"role": "user", "content": question}]
 
 
 def _answer(what: str, value: object) -> str:
     """The text of an answer: text, or one message of the assistant's."""
     if isinstance(value, str):
+        refuse_written_messages(what, value)
         return value
     messages = read_messages(what, value)
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         raise ValueError(f"{what} is {value!r:.200}; beside a prompt it must be text or one message of the assistant's")
-    return messages[0]["content"]
+    return said_by_assistant(what, messages[0])
 
 
 def _split(location: str, row: Mapping[str, object]) -> tuple[Messages, list[str]]:
@@ -151,4 +151,5 @@ def _split(location: str, row: Mapping[str, object]) -> tuple[Messages, list[str
     if chosen[:-1] != rejected[:-1] or len(chosen) < 2 or any(each["role"] != "assistant" for each in lasts):
         rule = "without a column 'prompt', chosen and rejected must be conversations that differ in the last message"
         raise ValueError(f"{location}: {rule} alone, which is the assistant's")
-    return chosen[:-1], [each["content"] for each in lasts]
+    named = zip(SIDES, lasts, strict=True)
+    return chosen[:-1], [said_by_assistant(f"{location}: column {side!r}", each) for side, each in named]

@@ -1,11 +1,13 @@
 """Tasks with questions and answers from data: GSM8K, MATH, your own files, and chats."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from podium.tasks.answers import is_correct
-from podium.tasks.data import Columns, HubDataset, QuestionSet, read_messages, read_rows
+from podium.tasks.data import Columns, HubDataset, QuestionSet, read_rows
 from podium.tasks.final_answer import final_answer, stated_text
+from podium.tasks.known_sets import QUESTIONS, after_hashes, boxed
+from podium.tasks.messages import Message, read_messages, refuse_tools, said_by_assistant, text_of
 from podium.tasks.task import Prompt, TaskSource
 
 
@@ -17,14 +19,8 @@ class Gsm8k(QuestionSet):
 
     def __init__(self, source: TaskSource) -> None:
         rule = "has no '#### result' line"
-        columns = Columns(question=("question",), answer="answer", reference=_after_hashes, rule=rule)
+        columns = Columns(question=("question",), answer="answer", reference=after_hashes, rule=rule)
         super().__init__("gsm8k", source, columns, HubDataset("openai/gsm8k", "main"))
-
-
-def _after_hashes(answer: str) -> str | None:
-    """The text after the last `####`."""
-    _, hashes, result = answer.rpartition("####")
-    return result.strip() if hashes else None
 
 
 class Math(QuestionSet):
@@ -46,7 +42,7 @@ class Math(QuestionSet):
         question: str = "problem",
         answer: str = "answer",
     ) -> None:
-        columns = Columns(question=(question,), answer=answer, reference=_boxed, rule="holds no answer")
+        columns = Columns(question=(question,), answer=answer, reference=boxed, rule="holds no answer")
         super().__init__("math", source, columns, HubDataset(dataset, subset))
 
 
@@ -55,16 +51,13 @@ def math500(source: TaskSource) -> Math:
     return Math(source, dataset="HuggingFaceH4/MATH-500")
 
 
-def _boxed(answer: str) -> str | None:
-    """The content of the answer's last box, or the whole answer."""
-    return final_answer(answer) if "\\boxed" in answer else answer.strip()
-
-
 class Jsonl(QuestionSet):
     """Rows with a question and an answer; options set the columns, and how answers are compared.
 
-    The question is in column `question`, or else `prompt`: text, or a conversation as a list of `{role, content}` whose
-    last message is to be answered.
+    The question is in column `question`, `prompt` or `problem`: text, or a conversation as a list of `{role, content}`
+    whose last message is to be answered. If a set has several of these, the option says which one.
+    The answer is in column `answer`. Published sets are read as they are: GSM8K's result behind `####`, the box that
+    ends MATH's and NuminaMath's `solution`, DAPO's `reward_model.ground_truth`.
 
     `match: math` compares numbers and formulas; `match: text` compares the final answer's words, ignoring case and
         outer spaces. With `answer: null` rows need no answer; functions then compute the reward, and one of them is the
@@ -81,7 +74,7 @@ class Jsonl(QuestionSet):
         dataset: str | None = None,
         subset: str | None = None,
     ) -> None:
-        names = ("question", "prompt") if question is None else (question,)
+        names = QUESTIONS if question is None else (question,)
         columns = Columns(question=names, answer=answer)
         super().__init__("jsonl", source, columns, HubDataset(dataset, subset) if dataset else None)
         self.match = match
@@ -110,9 +103,9 @@ class Chat:
         """One prompt per assistant message: the messages before it, with the message as the answer."""
         rows = read_rows("chat", self.source, self.dataset, split)
         return [
-            Prompt(id=f"chat/{split}/{index}/{turn}", question=before[-1]["content"], answer=answer, messages=before)
+            Prompt(id=f"chat/{split}/{index}/{turn}", question=text_of(before[-1]), answer=answer, messages=before)
             for index, (location, row) in enumerate(rows)
-            for turn, (before, answer) in enumerate(_turns(f"chat: {location}", self.column, row.get(self.column)))
+            for turn, (before, answer) in enumerate(_turns(f"chat: {location}", self.column, row))
         ]
 
     def grade(self, prompt: Prompt, completion: str) -> float:
@@ -120,14 +113,15 @@ class Chat:
         return float(_bare(completion) == _bare(prompt.answer))
 
 
-def _turns(location: str, column: str, messages: object) -> Iterator[tuple[list[dict[str, str]], str]]:
+def _turns(location: str, column: str, row: Mapping[str, object]) -> Iterator[tuple[list[Message], str]]:
     """Yield (messages before, text) for each assistant message. Raises ValueError for invalid messages."""
-    conversation = read_messages(f"{location}: column {column!r}", messages)
+    refuse_tools(location, row)
+    conversation = read_messages(f"{location}: column {column!r}", row.get(column))
     found = [index for index, each in enumerate(conversation) if index and each["role"] == "assistant"]
     if not found:
-        raise ValueError(f"{location}: column {column!r} is {messages!r:.200}; an assistant must answer in it")
+        raise ValueError(f"{location}: column {column!r} is {conversation!r:.200}; an assistant must answer in it")
     for index in found:
-        yield conversation[:index], conversation[index]["content"]
+        yield conversation[:index], said_by_assistant(f"{location}: column {column!r}", conversation[index])
 
 
 def math_equal(completion: str, answer: str) -> float:

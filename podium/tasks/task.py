@@ -29,10 +29,13 @@ class Prompt:
     question: str
     answer: str
     """The reference answer, as the grader reads it."""
+    within: str = ""
+    """The column of which the reference is only a part, such as GSM8K's solution; empty if it is a whole value."""
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The row that the prompt was made from, for reward functions."""
-    messages: Sequence[Mapping[str, str]] | None = None
-    """The conversation to continue, as messages with `role` and `content`; None: only the question."""
+    messages: Sequence[Mapping[str, object]] | None = None
+    """The conversation to continue, as messages with `role`, `content` and what else they have; None: only the
+    question."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -125,12 +125,19 @@ def labelled_text(prompt: Prompt) -> tuple[str, bool]:
 def completion_text(prompt: Prompt, column: str | None) -> str:
     """A row's completion: the named column, or else `completion`, or else the reference answer.
 
-    Raises ValueError if the column does not exist, or is not text.
+    Raises ValueError if the column does not exist, or is not text, or if the reference is only a part of a longer text.
     """
     row = {"answer": prompt.answer, **prompt.metadata}
     if column is not None and column not in row:
         raise ValueError(f"tasks.completion: prompt {prompt.id} has no column {column!r}; its row has {', '.join(row)}")
-    text = row[column] if column is not None else row.get("completion", prompt.answer)
+    text = row[column] if column is not None else row.get("completion")
+    if column is None and text is None:
+        if prompt.within:
+            raise ValueError(
+                f"prompt {prompt.id}: its reference {prompt.answer!r:.80} is a part of column {prompt.within!r}; set"
+                f" tasks.completion to {prompt.within} to learn the whole text, or to a column with the completion"
+            )
+        text = prompt.answer
     if not isinstance(text, str) or not text.strip():
         raise ValueError(
             f"prompt {prompt.id}: its completion is {text!r}, and must be text; set tasks.completion to its column"

@@ -1,6 +1,7 @@
 """How a task's conversations are written in a model's chat format: prompts with tools, replies, calls."""
 
 import contextlib
+import functools
 import itertools
 import json
 import re
@@ -197,7 +198,43 @@ class Dialogue:
         return {**message, "content": f"{head}{CUT_MARK}{tail}"}
 
     def _with_tools(self, messages: Sequence[Message]) -> list[Message]:
-        return list(messages) if self._format is None else self._format.with_tools(messages, self._tools)
+        read = with_calls(self.tokenizer.chat_format, messages)
+        return read if self._format is None else self._format.with_tools(read, self._tools)
+
+
+def with_calls(chat: ChatFormat, messages: Sequence[Message]) -> list[Message]:
+    """The messages with the arguments of their calls in the form that the chat template reads.
+
+    Raises ValueError if there are calls and the template leaves them out.
+    """
+    if not any(message.get("tool_calls") for message in messages):
+        return list(messages)
+    written = _written_call(chat)
+    if not written.text:
+        raise ValueError(
+            "a message has tool_calls, and the model's chat template writes none, so the model would not see them;"
+            " write the calls into the message's content, or set chat_template to a template that writes them"
+        )
+    if isinstance(written.arguments, dict):
+        return list(messages)
+    return [_with_text_arguments(message) for message in messages]
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """The message with the arguments of its calls as JSON text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    functions = [dict(call["function"]) for call in calls]
+    texts = [
+        each["arguments"] if isinstance(each["arguments"], str) else json.dumps(each["arguments"], ensure_ascii=False)
+        for each in functions
+    ]
+    written = [
+        {**call, "function": {**function, "arguments": text}}
+        for call, function, text in zip(calls, functions, texts, strict=True)
+    ]
+    return {**message, "tool_calls": written}
 
 
 def _renders_tools(chat: ChatFormat) -> bool:
@@ -213,6 +250,7 @@ class _Written(NamedTuple):
     """In the form that it takes."""
 
 
+@functools.lru_cache(maxsize=8)
 def _written_call(chat: ChatFormat) -> _Written:
     """What the template writes for a call, with arguments as an object if it takes these, or else as JSON text."""
     user: Message = {"role": "user", "content": QUESTION}

@@ -138,6 +138,7 @@ def evaluate_weights(config: Config, run: Fork | None) -> tuple[Evaluation, int 
     models = load_reward_models(config, spec, model.mesh)
     with contextlib.closing(Rollouts(spec, model.decoder, model.tokenizer, model.mesh, scorers=models)) as rollouts:
         rollouts.check([prompts[0] for prompts in rollouts.feed.tasks.eval_prompts(1).values()])
+        rollouts.feed.tasks.check_answers(trains=False, evaluates=True)
         rollouts.compile_ahead()
         rollouts.load(*load_parts(model, run))
         return evaluate(rollouts), None if run is None else run.step

@@ -2,14 +2,15 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from podium.config.teacher import template_names
+from podium.models.chat_format import Message
 from podium.models.tokenizer import Tokenizer
 from podium.run.spec import PromptSpec
 from podium.tasks.environment_forms import Conversing, conversing
 from podium.tasks.mixture import TaskMixture, TaskPrompt
-from podium.train.dialogue import Dialogue
+from podium.train.dialogue import Dialogue, with_calls
 from podium.train.privileged import privileged_messages
 
 PRIVILEGED = "teacher.max_prompt_tokens"
@@ -121,12 +122,15 @@ class Feed:
         for prompt in self.tasks.first_prompts() if self.spec.privileged is not None else ():
             self.privileged(prompt)
 
-    def _tokens(self, prompt: TaskPrompt, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    def _tokens(self, prompt: TaskPrompt, messages: Sequence[Message]) -> tuple[int, ...]:
         dialogue = self.dialogues[prompt.task]
-        if dialogue is None:
-            return tuple(self.tokenizer.encode_messages(messages))
-        # The first message may still come from the environment.
-        return dialogue.prompt(messages) if any(each["role"] == "user" for each in messages) else ()
+        try:
+            if dialogue is None:
+                return tuple(self.tokenizer.encode_messages(with_calls(self.tokenizer.chat_format, messages)))
+            # The first message may still come from the environment.
+            return dialogue.prompt(messages) if any(each["role"] == "user" for each in messages) else ()
+        except ValueError as error:
+            raise ValueError(f"prompt {prompt.prompt.id}: {error}") from error
 
     def _fits(self, prompt: TaskPrompt, tokens: tuple[int, ...], key: str, limit: int) -> bool:
         """Whether a prompt is at most this long. Raises ValueError if not, unless long prompts are dropped."""
@@ -138,13 +142,15 @@ class Feed:
         return len(tokens) <= limit
 
 
-def prompt_messages(prompt: TaskPrompt, first: str | None = None) -> list[Mapping[str, str]]:
+def prompt_messages(prompt: TaskPrompt, first: str | None = None) -> list[Message]:
     """The conversation for the model to continue; starts with the task's system prompt unless the row has its own.
 
     Without a question it has no message of the user: the environment begins. `first` is what the environment adds.
     """
     question = prompt.prompt.question
-    messages = list(prompt.prompt.messages or ([{"role": "user", "content": question}] if question else []))
+    messages: list[Message] = list(
+        prompt.prompt.messages or ([{"role": "user", "content": question}] if question else [])
+    )
     if prompt.system_prompt and not (messages and messages[0]["role"] == "system"):
         messages.insert(0, {"role": "system", "content": prompt.system_prompt})
     if first is not None and messages and messages[-1].get("role") == "user":

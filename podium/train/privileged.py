@@ -1,15 +1,14 @@
 """The messages of a teacher that reads more than the policy: the user's last one is made from a template."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from podium.config.teacher import ANSWER, QUESTION, template_names
+from podium.models.chat_format import Message
 from podium.tasks.task import Prompt
 
 
-def privileged_messages(
-    template: str, prompt: Prompt, messages: Sequence[Mapping[str, str]]
-) -> list[Mapping[str, str]]:
+def privileged_messages(template: str, prompt: Prompt, messages: Sequence[Message]) -> list[Message]:
     """The messages with another text in the last one of the user.
 
     Args:

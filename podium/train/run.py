@@ -156,20 +156,23 @@ def open_run(
             on_progress=progress.advance,
         )
         resources.callback(rollouts.close)
+        evaluates = bool(spec.evaluation.at_start or spec.evaluation.every_steps or spec.evaluation.at_end)
         check_same_inputs(
             model.source,
             None if config.lora is None else config.lora.adapter,
             {"teacher": taught_by and taught_by.source, "critic": valued_by and valued_by.source}
             | {f"reward model {each.spec.name}": each.source for each in scorers},
             rollouts.feed.tasks,
-            evaluates=bool(spec.evaluation.at_start or spec.evaluation.every_steps or spec.evaluation.at_end),
+            evaluates=evaluates,
             columns=rollouts.feed.columns,
         )
         rollouts.feed.tasks.check_model(model_files(model.source.path))
-        frozen = load_frozen(model)
-        # Before the first compilation, so that bad data is reported early.
+        # Before the weights are read and anything is compiled, so that bad data is reported early.
         if spec.recipe.demonstrations:
             check_demonstrations(rollouts.feed.tasks, spec.rollout, model.tokenizer, form=spec.recipe.data_form)
+        else:
+            rollouts.feed.tasks.check_answers(trains=True, evaluates=evaluates)
+        frozen = load_frozen(model)
         rollouts.feed.check()
         for line in rollouts.check(rollouts.feed.tasks.first_prompts()):
             progress.message(line)

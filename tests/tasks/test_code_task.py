@@ -293,7 +293,10 @@ def test_rows_of_each_form_are_asked_and_graded(form: str, tmp_path: Path):
     [
         ({"question": "?"}, r"rows.jsonl:1: not a question with tests \(KeyError\('tests'\)\); an own row has"),
         ({"question": "?", "tests": []}, "there are no tests"),
-        ({"question_content": "?", "private_test_cases": "eJxr"}, "it may be a pickle, which is not read"),
+        (
+            {"question_content": "?", "private_test_cases": "eJxr"},
+            "private_test_cases: neither JSON nor LiveCodeBench's packed tests",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_read_is_named(row: dict[str, object], message: str, tmp_path: Path):

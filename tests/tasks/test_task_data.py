@@ -60,15 +60,13 @@ def test_a_prompt_column_is_text_or_a_conversation(tmp_path):
     text, conversation = read(path=path)
     assert (text.question, text.answer, text.messages) == ("2+2?", "4", None)
     assert (conversation.question, conversation.messages) == ("1+1?", [system, user])
-    both = write(tmp_path / "b.jsonl", {"prompt": "p", "question": "q", "answer": 1})
-    assert read(path=both)[0].question == "q" and read(path=both, options={"question": "prompt"})[0].question == "p"
 
 
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
         ([], "expected a list of {role: system"),
-        ([{"role": "user"}], "expected a list of {role: system"),
+        ([{"role": "user"}], "message 1: its content is None; expected {role, content: text}"),
         ([{"role": "robot", "content": "a"}], "expected a list of {role: system"),
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "ends with a message of the assis"),
     ],
@@ -217,7 +215,9 @@ def test_a_data_set_of_the_hub_is_read_by_split(monkeypatch):
     datasets = pytest.importorskip("datasets")
     rows = {"train": [qa("t", "#### 1")], "test": [qa("e", "x #### 2"), qa("e2", "3")]}
     monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, *, split: rows[split])
-    assert read(name="gsm8k") == [Prompt(id="gsm8k/train/0", question="t", answer="1", metadata=rows["train"][0])]
+    assert read(name="gsm8k") == [
+        Prompt(id="gsm8k/train/0", question="t", answer="1", within="answer", metadata=rows["train"][0])
+    ]
     with pytest.raises(ValueError, match=r"openai/gsm8k \(test\) row 2: the answer .* has no '#### result' line"):
         read("eval", name="gsm8k")
 

@@ -108,7 +108,7 @@ def test_a_run_has_its_metrics_and_its_evaluations(run, heard):
 
 def test_the_rows_are_in_the_runs_folder(run):
     task = run.config.tasks[0]
-    assert task.path and task.path.startswith(str(run.path)) and task.eval_path and len(task.options) == 3
+    assert task.path and task.path.startswith(str(run.path)) and task.eval_path and len(task.options) == 2
 
 
 def test_its_weights_answer_and_are_evaluated_and_exported(run, tmp_path):
@@ -237,8 +237,8 @@ def test_an_id_of_the_hub_is_a_data_set(tmp_path, monkeypatch):
 
 def test_a_path_that_exists_is_no_id_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("data").mkdir()
-    Path("data/train").write_text("{}")
+    Path("data/train").mkdir(parents=True)
+    Path("data/train/train.jsonl").write_text('{"question": "?", "answer": 1}')
     assert task_of("data/train", folder=tmp_path)[0]["path"] == "data/train"
 
 

@@ -89,12 +89,25 @@ def test_each_message_of_an_assistant_is_learned(tmp_path):
     assert [list(each.messages) for each in found] == [CHAT[:2], CHAT[:4]]
 
 
+def test_a_reference_out_of_a_longer_text_is_not_learned_alone_without_a_word(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"question": "6x7?", "answer": "6*7=42\n#### 42"}) + "\n")
+    for name in ("gsm8k", "jsonl"):
+        (found,) = TaskMixture([TaskConfig(name=name, path=str(path))], seed=0).next(1)
+        with pytest.raises(
+            ValueError, match=r"reference '42' is a part of column 'answer'; set tasks\.completion to answ"
+        ):
+            completion_text(found.prompt, None)
+        assert completion_text(found.prompt, "answer") == "6*7=42\n#### 42"
+
+
 @pytest.mark.parametrize("messages", [None, [], "hi", CHAT[:2], [{"role": "bot", "content": "x"}], [{"role": "user"}]])
 def test_rows_that_are_no_conversation_are_named(messages, tmp_path):
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"messages": messages}) + "\n")
     with pytest.raises(
-        ValueError, match=r"chat.jsonl:1: column 'messages' is .*(expected a list of|an assistant must answer)"
+        ValueError,
+        match=r"chat.jsonl:1: column 'messages'.* is .*(expected a list of|expected {role, cont|an assistant must)",
     ):
         TaskMixture([TaskConfig(name="chat", path=str(path))], seed=0).next(1)
 
