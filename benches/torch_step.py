@@ -111,7 +111,7 @@ class Torch:
         )
         self.task = make_task(config.tasks[0])
         rollout = config.rollout
-        self.sampler = Sampler(self.trainer.model, rollout.max_prompt_tokens + rollout.max_new_tokens)
+        self.sampler = Sampler(self.trainer.model, rollout.prompt_tokens + rollout.max_new_tokens)
         self.generator = torch.Generator().manual_seed(config.seed)
 
     def step(self, groups: list[Group]) -> tuple[int, float]:

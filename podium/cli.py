@@ -127,9 +127,7 @@ def train(
         from podium.train.profile import parse_window
 
         window = parse_window(profile) if profile is not None else None
-        status = run(
-            loaded.config, fork=fork, plain=plain, job=job, check=RunCheck(loaded.config, force=force), profile=window
-        )
+        status = run(loaded.config, fork=fork, plain=plain, job=job, check=RunCheck(force=force), profile=window)
     raise typer.Exit(status)
 
 

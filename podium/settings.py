@@ -21,7 +21,7 @@ from podium.config.errors import ConfigError, Contradiction, nearest, not_in
 from podium.config.imports import imported, is_path
 from podium.config.load import Loaded, Override, load
 from podium.config.optimizer import OPTIMIZER_COPIES
-from podium.config.schema import Config, RolloutConfig, TaskConfig
+from podium.config.schema import ASSUMED_PROMPT_TOKENS, Config, RolloutConfig, TaskConfig
 from podium.config.sizes import too_long, too_long_to_score
 from podium.config.teacher import template_names
 from podium.files import as_path
@@ -124,8 +124,7 @@ def _fitting_lengths(model: str) -> list[Override]:
 
     Empty if the default limits fit, or if the model is not on disk.
     """
-    fields = RolloutConfig.model_fields
-    prompt, new = fields["max_prompt_tokens"].default, fields["max_new_tokens"].default
+    prompt, new = ASSUMED_PROMPT_TOKENS, RolloutConfig.model_fields["max_new_tokens"].default
     try:
         folder = on_disk(model)
         longest = read_architecture(resolve(folder)).max_positions if folder is not None else prompt + new
@@ -195,7 +194,7 @@ def _pairs(config: Config) -> Iterator[Contradiction]:
     if config.train.packing != "shared_prompts":
         rule = f"{config.train.packing} puts the completions of a pair in different rows; set it to shared_prompts"
         yield Contradiction(("train.packing", "algorithm.recipe"), rule)
-    whole = config.rollout.max_prompt_tokens + 2 * config.rollout.max_new_tokens
+    whole = (config.rollout.max_prompt_tokens or 1) + 2 * config.rollout.max_new_tokens
     if config.train.row_tokens is not None and config.train.row_tokens < whole:
         rule = f"{config.train.row_tokens} is less than a prompt with both completions, {whole}"
         yield Contradiction(("train.row_tokens", "algorithm.recipe"), f"{rule}; set that or more, or leave it unset")
@@ -599,6 +598,9 @@ def _models(config: Config) -> Iterator[Contradiction]:
         except ModelError as error:
             yield Contradiction((key,), str(error))
             continue
+        new = config.rollout.max_new_tokens
+        if config.rollout.max_prompt_tokens is None and new < positions:
+            continue  # the longest prompt is then chosen to fit
         if found := too_long(config.rollout, positions, model):
             yield found
 

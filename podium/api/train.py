@@ -125,7 +125,7 @@ def _train(config: Config, fork: Fork | None, on_step: "OnStep | None") -> Run:
     from podium.train.recorder import unheard
 
     with giving_back_memory():
-        status = train_run(config, fork=fork, check=RunCheck(config, force=False), on_step=on_step or unheard)
+        status = train_run(config, fork=fork, check=RunCheck(force=False), on_step=on_step or unheard)
     if status == 128 + signal.SIGTERM:  # the machine will disappear soon: a script must not begin what comes next
         sys.exit(status)
     return Run(as_path(config.runs_dir) / str(config.name))

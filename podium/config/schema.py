@@ -146,11 +146,16 @@ class LimitsConfig(Section):
     limit, a run is no longer determined by its seed alone."""
 
 
+ASSUMED_PROMPT_TOKENS = 512
+"""The longest prompt, where it is unset and no data is read; enough for GSM8K and most of MATH."""
+
+
 class RolloutConfig(Section):
     """How completions are generated: lengths, sampling, and how many are decoded at once."""
 
-    max_prompt_tokens: Positive = 512
-    """Longest prompt in tokens, chat template included."""
+    max_prompt_tokens: Positive | None = None
+    """Longest prompt in tokens, chat template included. Unset: the longest of the data, rounded up to a multiple of 32,
+    which a run says at its start; what reads no data, such as a plan, takes 512."""
     long_prompts: Literal["drop", "error"] = "drop"
     """What to do with longer prompts. drop: skip them, counted in `rollout/dropped_prompts`; error: stop the run."""
     max_new_tokens: Positive = 1024
@@ -222,9 +227,14 @@ class RolloutConfig(Section):
     """Strings that end a completion; the string stays in the completion and is trained on."""
 
     @property
+    def prompt_tokens(self) -> int:
+        """The longest prompt in tokens; while it is unset, what is assumed."""
+        return self.max_prompt_tokens or ASSUMED_PROMPT_TOKENS
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence: an answer with its prompt, or a conversation."""
-        return self.max_episode_tokens or self.max_prompt_tokens + self.max_new_tokens
+        return self.max_episode_tokens or self.prompt_tokens + self.max_new_tokens
 
 
 class AlgorithmConfig(Section):
@@ -535,7 +545,9 @@ def _mesh(config: Config) -> Iterator[Contradiction]:
 
 def _rows(config: Config) -> Iterator[Contradiction]:
     train, rollout = config.train, config.rollout
-    longest, shortest = rollout.longest, rollout.max_prompt_tokens + rollout.max_new_tokens
+    if rollout.max_prompt_tokens is None:  # it is then what these settings leave, or less
+        rollout = rollout.model_copy(update={"max_prompt_tokens": 1})
+    longest, shortest = rollout.longest, rollout.prompt_tokens + rollout.max_new_tokens
     lengths = ("rollout.max_prompt_tokens", "rollout.max_new_tokens")
     summed = f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}"
     if rollout.max_episode_tokens is not None:

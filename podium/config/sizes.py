@@ -22,7 +22,7 @@ def check_split(rollout: RolloutConfig, shards: int, over: str = "devices") -> N
 def too_long(rollout: RolloutConfig, positions: int, model: str) -> Contradiction | None:
     """The conflict of the rollout's lengths with a model's number of positions; None if the longest sequence fits."""
     new = rollout.max_new_tokens
-    prompt = rollout.max_prompt_tokens
+    prompt = rollout.prompt_tokens
     whole = rollout.max_episode_tokens
     if whole is not None and whole > positions:
         rule = f"{whole} is more than the {positions} positions of {model}; set {positions} or less"
@@ -77,7 +77,7 @@ def cache_pages(rollout: RolloutConfig, shards: int) -> int:
     Raises ValueError if a shard cannot hold the longest sequence plus its prompt's partial page.
     """
     if rollout.cache_tokens is None:
-        prompt = -(-rollout.max_prompt_tokens // rollout.page_tokens)
+        prompt = -(-rollout.prompt_tokens // rollout.page_tokens)
         return rollout.slots * table_pages(rollout) + rollout.prefill_rows * prompt
     each, least = rollout.cache_tokens // rollout.page_tokens // shards, table_pages(rollout) + 1
     if each < least:
@@ -128,7 +128,7 @@ def slot_sizes(rollout: RolloutConfig, shards: int) -> tuple[int, ...]:
 
 def prompt_buckets(rollout: RolloutConfig) -> list[int]:
     """Lengths that prompts are padded to: 32, 64, ... up to the longest prompt; only one of them if reproducible."""
-    longest, buckets = rollout.max_prompt_tokens, [SMALLEST_BUCKET]
+    longest, buckets = rollout.prompt_tokens, [SMALLEST_BUCKET]
     while buckets[-1] < longest:
         buckets.append(2 * buckets[-1])
     buckets = [*buckets[:-1], min(buckets[-1], longest)]

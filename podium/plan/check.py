@@ -65,16 +65,17 @@ def compare_with_measured(plan: Plan, measured: Mapping[str, float]) -> tuple[di
 class RunCheck:
     """Plan a training run and check the plan: call `begin` before the first step and `after_step` after each step."""
 
-    def __init__(self, config: Config, *, force: bool) -> None:
+    def __init__(self, *, force: bool) -> None:
         """Do nothing yet; with `force`, `begin` accepts a run that is far too large for the machine."""
-        self.config, self.force = config, force
+        self.force = force
         self._plan: Plan | None = None
         self._steps, self._compared = 0, False
 
-    def begin(self, decoder: DecoderConfig, folder: Path | None) -> str | None:
+    def begin(self, config: Config, decoder: DecoderConfig, folder: Path | None) -> str | None:
         """Plan the run, or refuse one that cannot fit. Returns a line to print; None if no plan can be made.
 
         Args:
+            config: the run's settings.
             decoder: the model's architecture.
             folder: where to write plan.json; None in processes that do not write it.
 
@@ -83,9 +84,9 @@ class RunCheck:
         """
         if (accelerator := this_accelerator()) is None:
             return None
-        if not self.force and (reason := far_too_large(self.config, decoder, accelerator)):
+        if not self.force and (reason := far_too_large(config, decoder, accelerator)):
             raise ValueError(reason)
-        self._plan = make_plan(self.config, accelerator, fast=True, decoder=decoder)
+        self._plan = make_plan(config, accelerator, fast=True, decoder=decoder)
         if folder is not None:
             write_atomically(
                 folder / PLAN, to_json(plan_object(Outcome(case=Case(accelerator), known=self._plan)), indent=2) + "\n"

@@ -109,7 +109,7 @@ def _range_of_prompts(config: Config, _: RunSizes) -> SearchRange:
 def _range_of_new_tokens(config: Config, run: RunSizes) -> SearchRange:
     rows = config.train.row_tokens or config.train.tokens_per_device
     longest = min(run.decoder.max_positions, rows or run.decoder.max_positions)
-    most = (longest - config.rollout.max_prompt_tokens) // TOKENS_TOGETHER * TOKENS_TOGETHER
+    most = (longest - config.rollout.prompt_tokens) // TOKENS_TOGETHER * TOKENS_TOGETHER
     why = f"sequences of {longest} tokens are the longest that {'a row holds' if rows else 'the model knows'}"
     return SearchRange(TOKENS_TOGETHER, most, why)
 

@@ -161,7 +161,7 @@ def draw_lengths(
     rng = np.random.default_rng(seed)
     if source == "gsm8k":
         return SequenceLengths(
-            prompts=_gsm8k_prompts(rng, prompts, rollout.max_prompt_tokens),
+            prompts=_gsm8k_prompts(rng, prompts, rollout.prompt_tokens),
             completions=_gsm8k_completions(rng, prompts, completions, rollout.max_new_tokens),
         )
     if (fixed := re.fullmatch(r"fixed:(\d+)", source)) is not None:
@@ -169,7 +169,7 @@ def draw_lengths(
         if not 1 <= tokens <= longest:
             raise ValueError(f"lengths {source!r}: must be 1 to rollout.max_new_tokens, {longest}; raise that")
         return SequenceLengths(
-            prompts=_gsm8k_prompts(rng, prompts, rollout.max_prompt_tokens),
+            prompts=_gsm8k_prompts(rng, prompts, rollout.prompt_tokens),
             completions=np.full((prompts, completions), tokens),
         )
     path = Path(source)
@@ -178,7 +178,7 @@ def draw_lengths(
     found = _from_run(rng, path / LENGTHS if path.is_dir() else path, prompts, completions)
     longest = rollout.max_new_tokens if rollout.max_episode_tokens is None else rollout.longest - 1
     return SequenceLengths(
-        prompts=np.clip(found.prompts, 1, rollout.max_prompt_tokens),
+        prompts=np.clip(found.prompts, 1, rollout.prompt_tokens),
         completions=np.clip(found.completions, 1, longest),
     )
 

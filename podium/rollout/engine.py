@@ -154,7 +154,7 @@ class RolloutEngine:
             RuntimeError: no weights are loaded.
         """
         prompt, sampling = request.prompt, request.sampling
-        self._check(prompt, sampling, self.config.max_prompt_tokens, "rollout.max_prompt_tokens")
+        self._check(prompt, sampling, self.config.prompt_tokens, "rollout.max_prompt_tokens")
         if len(prompt) + sampling.max_new_tokens > self.config.longest:
             raise ValueError(
                 f"prompt has {len(prompt)} tokens and max_new_tokens is {sampling.max_new_tokens}: together more than"

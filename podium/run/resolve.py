@@ -284,25 +284,32 @@ def resolve_optimizer(config: Config) -> OptimizerSpec:
     )
 
 
+def resolve_prompts(config: Config) -> PromptSpec:
+    """Resolve the source of a run's prompts, and their maximum length."""
+    return PromptSpec(
+        tasks=tuple(config.tasks),
+        data=config.data,
+        seed=config.seed,
+        max_tokens=config.rollout.prompt_tokens,
+        long_prompts=config.rollout.long_prompts,
+        privileged=resolve_privileged(config),
+    )
+
+
 def resolve_rollout(config: Config, decoder: DecoderConfig, machine: Machine) -> RolloutSpec:
     """Resolve how prompts are completed and graded on a machine; evaluation needs the same.
 
-    Raises ValueError if the layout does not fit the model or the machine.
+    Raises ValueError if the layout does not fit the model or the machine, or a sequence the model's positions.
     """
     rollout, recipe = config.rollout, resolve_recipe(config)
+    if found := too_long(rollout, decoder.max_positions, config.model):
+        raise ValueError(f"{found.keys[0]}: {found.message}")
     assert decoder.rollout_weights == rollout.weights, "the decoder is a run's (`decoder_of_run`)"
     return RolloutSpec(
         settings=rollout,
         layout=resolve_layout(config, decoder, machine),
         dtype=resolve_format(rollout.dtype, machine),
-        prompts=PromptSpec(
-            tasks=tuple(config.tasks),
-            data=config.data,
-            seed=config.seed,
-            max_tokens=rollout.max_prompt_tokens,
-            long_prompts=rollout.long_prompts,
-            privileged=resolve_privileged(config),
-        ),
+        prompts=resolve_prompts(config),
         grading=config.grading,
         reward_models=resolve_reward_models(config),
         environments=config.environments,

@@ -18,7 +18,7 @@ def row_tokens(config: Config) -> int:
 def privileged_tokens(config: Config) -> int:
     """The longest prompt of a teacher that reads another prompt than the policy."""
     given = None if config.teacher is None else config.teacher.max_prompt_tokens
-    return given or config.rollout.max_prompt_tokens
+    return given or config.rollout.prompt_tokens
 
 
 def privileged_row_tokens(config: Config) -> int:
@@ -27,7 +27,7 @@ def privileged_row_tokens(config: Config) -> int:
     A conversation may begin with a prompt of any length and fill a row, so there it is the whole longest prompt.
     """
     longest = privileged_tokens(config)
-    shorter = 0 if config.rollout.max_episode_tokens is not None else config.rollout.max_prompt_tokens
+    shorter = 0 if config.rollout.max_episode_tokens is not None else config.rollout.prompt_tokens
     return row_tokens(config) + max(0, longest - shorter)
 
 

@@ -23,6 +23,7 @@ from podium.run.answering import evaluation_sampling
 from podium.tasks.mixture import TaskPrompt
 from podium.train.feed import request_seed
 from podium.train.generate import AnswerSettings, FailingEnvironmentError, Group, Rollouts
+from podium.train.prompt_lengths import check_prompt_lengths, with_prompt_tokens
 from podium.train.reward_models import load_reward_models
 from podium.train.setup import load_parts, make_model, rollout_spec
 
@@ -131,6 +132,9 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
 
 def evaluate_weights(config: Config, run: Fork | None) -> tuple[Evaluation, int | None]:
     """Evaluate a run's weights (None: the config's model) on the config's tasks; also returns the weights' step."""
+    config, measured = with_prompt_tokens(config, trains=False, evaluates=True)
+    if measured is not None:
+        print(measured, file=sys.stderr)
     model = make_model(config)
     if run is not None and run.step is None:
         run = run._replace(step=max(saved_steps(run.checkpoints), default=None))
@@ -139,6 +143,9 @@ def evaluate_weights(config: Config, run: Fork | None) -> tuple[Evaluation, int 
     with contextlib.closing(Rollouts(spec, model.decoder, model.tokenizer, model.mesh, scorers=models)) as rollouts:
         rollouts.check([prompts[0] for prompts in rollouts.feed.tasks.eval_prompts(1).values()])
         rollouts.feed.tasks.check_answers(trains=False, evaluates=True)
+        questions = rollouts.feed.tasks.eval_prompts(spec.evaluation.questions)
+        for line in check_prompt_lengths(rollouts.feed, questions, "questions", "count as wrong"):
+            print(line, file=sys.stderr)
         rollouts.compile_ahead()
         rollouts.load(*load_parts(model, run))
         return evaluate(rollouts), None if run is None else run.step
@@ -156,10 +163,6 @@ def evaluate_command(config: Config, *, run: Fork | None, as_json: bool, show: i
         write_atomically(out, "".join(to_json(record) + "\n" for record in records))
     for record in evaluation.records(step or 0, questions=show):
         _print_answer(record)
-    for task, scores in evaluation.stats.tasks.items():
-        if scores.too_long:
-            unasked = f"{scores.too_long} of {scores.questions} questions of {task} do not fit in"
-            print(f"{unasked} rollout.max_prompt_tokens: they count as wrong", file=sys.stderr)
     target = config.model if run is None else f"{run.run}@{step}"
     result = {"target": target, "step": step, **evaluation_metrics(evaluation.stats)}
     if as_json:

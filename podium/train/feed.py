@@ -103,6 +103,10 @@ class Feed:
             return None
         return EncodedPrompt(prompt=prompt, tokens=tokens, seed=seed)
 
+    def num_tokens(self, prompt: TaskPrompt) -> int:
+        """Tokens of a prompt, chat template and tools included, however many there are."""
+        return len(self._tokens(prompt, prompt_messages(prompt)))
+
     def privileged(self, prompt: TaskPrompt) -> tuple[int, ...]:
         """The tokens of a prompt as a teacher with prompts of its own reads it.
 

@@ -38,6 +38,7 @@ from podium.train.feed import EncodedPrompt, Feed
 from podium.train.generate import Group, Rollouts
 from podium.train.platform import devices_line, machine_text, prepare_platform, this_machine
 from podium.train.profile import Profiler, Window
+from podium.train.prompt_lengths import check_prompt_lengths, with_prompt_tokens
 from podium.train.recorder import OnStep, PlanCheck, Recorder
 from podium.train.reward_models import load_reward_models
 from podium.train.same_inputs import check_same_inputs, model_files
@@ -120,6 +121,9 @@ def open_run(
         stack.enter_context(joined(job))
         run_dir = stack.enter_context(_open_run_dir(run_home(config.runs_dir, config.name), config.document(), fork))
         config = config.model_copy(update={DATE: run_dir.settings[DATE]})
+        evaluates = _evaluates(config)
+        with failing_fast(job):
+            config, measured = with_prompt_tokens(config, trains=True, evaluates=evaluates)
         progress = stack.enter_context(Progress(run_dir.path.name, config.steps, console))
         stop = AgreedStop(stack.enter_context(StopSignal(progress.notice)))
         stack.enter_context(job.watchdog.watching() if job.watched else contextlib.nullcontext())
@@ -141,7 +145,7 @@ def open_run(
         valued_by = make_critic_model(config, model)
         run_dir.write_machine(machine_text())
         spec = run_spec(config, model.decoder, model.mesh)
-        _plan(check, model.decoder, run_dir, progress)
+        _plan(check, config, model.decoder, run_dir, progress)
         optimizer = make_run_optimizer(spec.optimizer, model.decoder)
         scorers = load_reward_models(config, spec.rollout, model.mesh)
         rollouts = Rollouts(
@@ -156,7 +160,6 @@ def open_run(
             on_progress=progress.advance,
         )
         resources.callback(rollouts.close)
-        evaluates = bool(spec.evaluation.at_start or spec.evaluation.every_steps or spec.evaluation.at_end)
         check_same_inputs(
             model.source,
             None if config.lora is None else config.lora.adapter,
@@ -168,14 +171,9 @@ def open_run(
         )
         rollouts.feed.tasks.check_model(model_files(model.source.path))
         # Before the weights are read and anything is compiled, so that bad data is reported early.
-        if spec.recipe.demonstrations:
-            check_demonstrations(rollouts.feed.tasks, spec.rollout, model.tokenizer, form=spec.recipe.data_form)
-        else:
-            rollouts.feed.tasks.check_answers(trains=True, evaluates=evaluates)
-        frozen = load_frozen(model)
-        rollouts.feed.check()
-        for line in rollouts.check(rollouts.feed.tasks.first_prompts()):
+        for line in _checked_data(spec, rollouts, evaluates=evaluates, first=measured):
             progress.message(line)
+        frozen = load_frozen(model)
         if not spec.recipe.demonstrations:  # else only evaluations sample, if there are any
             rollouts.compile_ahead()
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, job.watchdog.beat))
@@ -277,13 +275,37 @@ class Valuing(NamedTuple):
         return abstract_state(abstract_params(specs, jnp.float32, self.model.rules), self.optimizer)
 
 
-def _plan(check: PlanCheck | None, decoder: DecoderConfig, run_dir: RunDir, progress: Progress) -> None:
+def _plan(check: PlanCheck | None, config: Config, decoder: DecoderConfig, run_dir: RunDir, progress: Progress) -> None:
     """Print the run's plan. Raises ValueError if the run is far too large."""
     if check is None:
         return
-    line = check.begin(decoder, run_dir.path if jax.process_index() == 0 else None)
+    line = check.begin(config, decoder, run_dir.path if jax.process_index() == 0 else None)
     if line is not None:
         progress.message(line)
+
+
+def _evaluates(config: Config) -> bool:
+    """Whether a run evaluates at all."""
+    return bool(config.eval.at_start or config.eval.every_steps or config.eval.at_end)
+
+
+def _checked_data(spec: RunSpec, rollouts: Rollouts, *, evaluates: bool, first: str | None) -> list[str]:
+    """Check that a run's data can be asked, and graded or learned from; returns lines about it, `first` before others.
+
+    Raises ValueError if it cannot.
+    """
+    feed = rollouts.feed
+    if spec.recipe.demonstrations:
+        check_demonstrations(feed.tasks, spec.rollout, feed.tokenizer, form=spec.recipe.data_form)
+    else:
+        feed.tasks.check_answers(trains=True, evaluates=evaluates)
+    feed.check()
+    lines = [] if first is None else [first]
+    lines += check_prompt_lengths(feed, feed.tasks.train_prompts(), "training prompts", "are left out")
+    if evaluates:
+        held_out = feed.tasks.eval_prompts(spec.evaluation.questions)
+        lines += check_prompt_lengths(feed, held_out, "evaluation questions", "count as wrong")
+    return lines + rollouts.check(feed.tasks.first_prompts())
 
 
 def _say_what_was_chosen(spec: RunSpec, progress: Progress) -> None:

@@ -87,7 +87,7 @@ class Turns:
             live.first = first
             live.before = list(prompt_messages(prompt.prompt, first))
             live.tokens = prompt.tokens if first is None else self.dialogue_of(live).prompt(live.before)
-        limit = self._rollout.max_prompt_tokens
+        limit = self._rollout.prompt_tokens
         if len(live.tokens) > limit or not (live.before or live.asking):
             what = f"has {len(live.tokens)} tokens and rollout.max_prompt_tokens is {limit}; raise it"
             what = what if live.before else "is empty: reset() must return its first message, or rows hold a prompt"

@@ -157,14 +157,16 @@ def test_prompts_that_are_too_long_are_skipped_and_counted(run_of, tmp_path):
 
 def test_no_prompt_that_fits_is_an_error(tiny_model, tmp_path):
     config = make_config(tiny_model, tmp_path, **questions_in(tmp_path, [17, 20, 30]))
-    with pytest.raises(ValueError, match=r"no prompt fits in rollout\.max_prompt_tokens 16; raise it"):
+    with pytest.raises(
+        ValueError, match=r"none of the 3 training prompts of jsonl fits: .*17 to 30 tokens; set it to 32"
+    ):
         train(config, plain=True)
 
 
 def test_a_prompt_that_is_too_long_is_an_error_where_the_config_says_so(tiny_model, tmp_path):
     task = questions_in(tmp_path, [20, 20])
     config = make_config(tiny_model, tmp_path, **task, rollout={"long_prompts": "error"})
-    with pytest.raises(ValueError, match=r"prompt jsonl/train/\d has 20 tokens and rollout\.max_prompt_tokens is 16"):
+    with pytest.raises(ValueError, match=r"none of the 2 training prompts of jsonl fits: .* 20 tokens"):
         train(config, plain=True)
 
 

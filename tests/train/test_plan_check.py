@@ -23,7 +23,7 @@ def on(monkeypatch, **changed) -> None:
 def test_a_run_leaves_its_plan_and_how_wrong_it_was(tiny_model, tmp_path, monkeypatch, capsys):
     on(monkeypatch)
     config = make_config(tiny_model, tmp_path)
-    assert train(config, plain=True, check=RunCheck(config, force=False)) == 0
+    assert train(config, plain=True, check=RunCheck(force=False)) == 0
     (run,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert json.loads((run / "plan.json").read_text())["tpu"] == "v6e-1"
     steps = [line for line in read_records(run / "metrics.jsonl") if "time/train/step_s" in line]
@@ -37,4 +37,4 @@ def test_a_run_that_is_far_too_large_does_not_begin(tiny_model, tmp_path, monkey
     on(monkeypatch, hbm_bytes=1000)
     config = make_config(tiny_model, tmp_path)
     with pytest.raises(ValueError, match="--on v6e-1 --fit` finds the fastest settings that fit; --force trains any"):
-        train(config, plain=True, check=RunCheck(config, force=False))
+        train(config, plain=True, check=RunCheck(force=False))
