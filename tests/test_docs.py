@@ -1,6 +1,8 @@
 """What README and docs/ show works: Python and YAML blocks are executed, what they point to is there.
 
-Runs of Python blocks are short ones of a tiny model. Commands: tests/train/test_shown_commands.py.
+Python blocks run as they are printed, but for one step: the models that they name are there under their names, with
+published vocabularies and chat templates and tiny random weights (tests/published.py). Those that train take up to a
+minute each, so only the README's is run always. Commands: tests/train/test_shown_commands.py.
 """
 
 import re
@@ -14,7 +16,6 @@ from made_once import made_once
 from shown_commands import PAGES, ROOT, fenced
 
 import podium
-from benches.recipes import write_tiny_model
 from podium.config.load import load
 from podium.sharding import make_mesh
 
@@ -23,21 +24,6 @@ NOT_RUN = {
     "Sandbox(": "needs namespaces; tests/sandbox",
     "from trl import": "TRL's own code, to compare with: needs torch",
 }
-TINY: dict[str, Any] = {
-    "steps": 1,
-    "prompts_per_step": 2,
-    "group_size": 4,
-    "grading": {"workers": 0},
-    "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 3, "slots": 8},
-}
-
-
-CONTINUED = (
-    "{% for tool in tools or () %}{{ tool.function.name }} {% endfor %}"
-    "{% for message in messages %}{{ message.content }}"
-    "{{ ' <end> ' if message.role == 'assistant' else ' ' }}{% endfor %}"
-)
-"""A chat template by which conversations can be continued."""
 
 
 def blocks(language: str) -> list[Any]:
@@ -45,7 +31,9 @@ def blocks(language: str) -> list[Any]:
     found = []
     for page in PAGES:
         name, texts = str(page.relative_to(ROOT)), fenced(page, language)
-        found += [pytest.param(text, id=f"{name}-{number}") for number, text in enumerate(texts)]
+        for number, text in enumerate(texts):
+            marks = [pytest.mark.long] if "podium.grpo(" in text and name != "README.md" else []
+            found.append(pytest.param(text, id=f"{name}-{number}", marks=marks))
     return found
 
 
@@ -71,27 +59,25 @@ def test_a_yaml_block_is_settings(text, tmp_path):
 
 
 @pytest.fixture
-def tiny(tmp_path, monkeypatch) -> Path:
-    """Calls of the API take a tiny model, few steps and one device, in an empty folder."""
+def printed(published_models: Path, small_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The models of the pages are there; runs have one step and one device, in an empty folder."""
     monkeypatch.setattr("podium.train.setup.make_mesh", lambda text: make_mesh(text, jax.devices()[:1]))
-    write_tiny_model(tmp_path / "model")
-    grpo, answers = podium.grpo, podium.Run.generate
-    model = str(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "chat.jinja").write_text(CONTINUED)
+    grpo = podium.grpo
 
-    def tiny_grpo(_: str, *data: Any, **options: Any) -> podium.Run:
-        talks = {"chat_template": "chat.jinja"} if {"tools", "environment"} & options.keys() or data else {}
-        return grpo(model, *data, **{**options, **TINY, **talks})
+    def one_step(*arguments: Any, **options: Any) -> podium.Run:
+        return grpo(*arguments, **{**options, "steps": 1})
 
-    monkeypatch.setattr(podium, "grpo", tiny_grpo, raising=False)
-    monkeypatch.setattr(podium.Run, "generate", lambda run, asked: answers(run, asked, max_new_tokens=3))
+    monkeypatch.setattr(podium, "grpo", one_step, raising=False)
     return tmp_path
 
 
 @pytest.mark.parametrize("text", blocks("python"))
-def test_a_python_block_runs(text, tiny):
+def test_a_python_block_runs(text, request):
     code = compile(textwrap.dedent(text), "block", "exec")
-    if not any(mark in text for mark in NOT_RUN):
-        with made_once():
-            exec(code, {"__name__": "block"})
+    if any(mark in text for mark in NOT_RUN):
+        return
+    if "podium.grpo(" in text:
+        request.getfixturevalue("printed")
+    with made_once():
+        exec(code, {"__name__": "block"})

@@ -249,7 +249,7 @@ def evaluate(
         data: as `eval_data` of `podium.grpo`, or a task's class; unset: the run's held-out questions.
         rewards: the first one decides what is correct; unset: the run's, or `podium.math_equal`.
         subset: configuration of a hub data set.
-        question: column of the question; unset: `question`, or else `prompt`.
+        question: column of the question; unset: `question`, `prompt` or `problem`, of which rows then have one.
         answer: column of the answer.
         system_prompt: first message of every conversation; unset: the run's.
         settings: settings of the config, such as `eval={"samples": 8, "greedy": False, "questions": 100}`.

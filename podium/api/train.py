@@ -43,9 +43,9 @@ def grpo(
 
     Args:
         model: a Hugging Face id, a folder, a .gguf file, or `demo`.
-        data: rows, each a question: dicts, a datasets.Dataset or DatasetDict (its `train` split), or a DataFrame; a
-            .jsonl, .json, .csv or .parquet file; a hub data set as `owner/name`; or a task's class. An environment can
-            do without.
+        data: rows, each a question: dicts, a dict of columns, a datasets.Dataset or DatasetDict (its `train` split), or
+            a DataFrame; a .jsonl, .json, .csv or .parquet file; a hub data set as `owner/name`; or a task's class. An
+            environment can do without.
         eval_data: held-out rows of the same kinds (the `test` or `validation` split); unset: no evaluation.
         rewards: the parts of the reward: functions (TRL's work too) or names of built-in parts (`format`, `tags`,
             `length`), each alone or as `(reward, weight)`. `podium.math_equal` and `podium.text_equal` compare the
@@ -55,9 +55,10 @@ def grpo(
         environment: a class that the model talks to, in TRL's form or gym's (docs/environments.md). What it pays is the
             `correct` part of the reward.
         on_step: called after each step with the number of steps done, the step's metrics, and its samples.
-        subset: configuration of a hub data set, such as `main` of `openai/gsm8k`.
-        question: column of the question, text or a list of messages; unset: `question`, or else `prompt`.
-        answer: column of the answer.
+        subset: configuration of a hub data set; unset: its default, and `main` of `openai/gsm8k`.
+        question: column of the question, text or a list of messages; unset: `question`, `prompt` or `problem`, of which
+            rows then have one.
+        answer: column of the answer; of published sets, such as GSM8K and MATH, what is the reference in it.
         system_prompt: first message of every conversation without a system message.
         name: name of the run's folder in `runs_dir`; an existing run with this name and the same settings is continued.
             Unset: start a new run.

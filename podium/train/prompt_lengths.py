@@ -137,8 +137,8 @@ def _room(config: Config, positions: int) -> int:
     rollout, train = config.rollout, config.train
     new = rollout.max_new_tokens
     behind = 2 * new if pairs_of_data(config) else new  # in a row of the update
-    given = ((rollout.max_episode_tokens, new), (train.row_tokens, behind), (train.tokens_per_device, behind))
-    return max(1, min(positions - new, *(whole - rest for whole, rest in given if whole is not None)))
+    whole = (rollout.max_episode_tokens, new), (train.row_tokens, behind), (train.tokens_per_device, behind)
+    return max(1, min([positions - new, *(most - rest for most, rest in whole if most is not None)]))
 
 
 @contextmanager

@@ -1,7 +1,4 @@
-"""The examples of docs/from-trl.md run as they stand: a tiny model lies where they name one, in the reader's folder.
-
-The environment makes runs short, as it may for any run. tests/test_docs.py runs the Python code for a step, always.
-"""
+"""The examples of docs/from-trl.md run as they stand, for one step, with published vocabularies and templates."""
 
 import json
 import re
@@ -10,17 +7,17 @@ from pathlib import Path
 
 import pytest
 from made_once import made_once
-from scripted import TEMPLATE
 from shown_commands import FENCE, ROOT
-from tiny_runs import write_tiny_model
 
 from podium import cli
 
 PAGE = ROOT / "docs" / "from-trl.md"
-SHORT = {"STEPS": "1", "PROMPTS_PER_STEP": "2", "ROLLOUT__SLOTS": "8", "GRADING__WORKERS": "0", "EVAL__QUESTIONS": "2"}
+ALWAYS = ("GRPO",)
+"""Sections that are run always; the others take as long, 7 to 25 s each."""
 SECTIONS = [
-    pytest.param(text, id=title)
+    pytest.param(text, id=title, marks=[] if title in ALWAYS else [pytest.mark.long])
     for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
+    if FENCE.search(text)
 ]
 ROWS = {
     "conversations.jsonl": {"messages": [{"role": "user", "content": "2 + 1"}, {"role": "assistant", "content": "3"}]},
@@ -30,19 +27,15 @@ ROWS = {
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The reader's folder, with data and with models under the names of the page."""
-    for model in set(re.findall(r"Qwen/[\w.-]+", PAGE.read_text())):
-        write_tiny_model(tmp_path / model, template=TEMPLATE, longest=256)
+    """The reader's folder, with data; runs have one step."""
     for name, row in ROWS.items():
         (tmp_path / name).write_text(4 * f"{json.dumps(row)}\n")
-    for name, value in SHORT.items():
-        monkeypatch.setenv(f"PODIUM_{name}", value)
+    monkeypatch.setenv("PODIUM_STEPS", "1")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("one_device")
+@pytest.mark.usefixtures("one_device", "published_models")
 @pytest.mark.parametrize("text", SECTIONS)
 def test_what_a_section_shows_is_run(text, reader, monkeypatch):
     for kind, code in FENCE.findall(text):
