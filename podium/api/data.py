@@ -98,7 +98,8 @@ def task_settings(
     if path is not None:
         task["path"] = path
     if eval_data is not None:
-        task["eval_path"] = data_file(eval_data, folder, "eval_data", subset=subset)
+        of_both = subset if hub_id(eval_data) == dataset else None  # another set has other configurations
+        task["eval_path"] = data_file(eval_data, folder, "eval_data", subset=of_both)
     return [Override("tasks", [task], "argument data"), *threads]
 
 

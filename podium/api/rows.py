@@ -110,14 +110,18 @@ def _rows(data: object, what: str, splits: Sequence[str]) -> Iterable[object]:
 
 def _has_splits(data: Mapping[object, object]) -> bool:
     """Whether a mapping is of splits, which hold rows, rather than of columns, which hold values."""
-    return all(not isinstance(each, str) and isinstance(_first(each), Mapping | None) for each in data.values())
+    return all(map(_may_be_rows, data.values()))
 
 
-def _first(values: object) -> object:
-    """The first element; None if there is none or if it cannot be looked at. What is no collection is returned."""
-    if isinstance(values, Sequence) or hasattr(values, "__getitem__"):
-        return next(iter(values), None)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    return None if isinstance(values, Iterable) else values
+def _may_be_rows(values: object) -> bool:
+    """Whether an entry is a table, a list that begins with a row, or a collection that cannot be looked at."""
+    if _is_pandas(values) or hasattr(values, "to_dicts"):
+        return True
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        return False
+    if not hasattr(values, "__getitem__"):  # a generator, which has its rows once
+        return True
+    return isinstance(next(iter(values), None), Mapping | None)
 
 
 def _split(data: Mapping[object, object], what: str, splits: Sequence[str]) -> Iterable[object]:

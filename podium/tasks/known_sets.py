@@ -87,12 +87,12 @@ def published_form(task: str, column: str, rows: Sequence[Row]) -> AnswerForm:
             f"{task}: these are rows of code with tests (columns {', '.join(first)}), which have no answer to compare;"
             " read them with task `code`"
         )
-    if column != ANSWER or any(ANSWER in row for row in rows):
+    if column != ANSWER or any(row.get(ANSWER) is not None for row in rows):
         return _in_answers(task, column, rows)
-    if "reward_model" in first:
+    if first.get("reward_model") is not None:
         logger.warning("%s: the reference is `reward_model.ground_truth`", task)
         return AnswerForm("reward_model", str.strip, "has no ground_truth", key="ground_truth")
-    if "solution" in first:
+    if first.get("solution") is not None:
         return _in_solutions(task, rows)
     return AnswerForm(column, str.strip)
 

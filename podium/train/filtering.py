@@ -11,6 +11,7 @@ from podium.tasks.mixture import TaskPrompt
 from podium.tasks.pass_rates import Measured, PassRate, PassRates, digest_of, read_pass_rates
 from podium.train.feed import request_seed
 from podium.train.generate import AnswerSettings, FailingEnvironmentError, Rollouts
+from podium.train.prompt_lengths import with_prompt_tokens
 from podium.train.reward_models import load_reward_models
 from podium.train.same_inputs import model_files
 from podium.train.setup import load_parts, make_model, rollout_spec
@@ -50,6 +51,9 @@ def measure(config: Config, path: Path, announce: Callable[[str], None]) -> Pass
     assert config.data.filter is not None, "the config says how many answers to draw"
     samples = config.data.filter.samples
     config = config.model_copy(update={"data": config.data.model_copy(update={"filter": None})})
+    config, line = with_prompt_tokens(config, trains=True, evaluates=False)
+    if line is not None:
+        announce(line)
     model = make_model(config)
     spec = rollout_spec(config, model)
     models = load_reward_models(config, spec, model.mesh)

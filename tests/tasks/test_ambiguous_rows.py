@@ -11,6 +11,7 @@ import pytest
 
 import podium
 from podium.api.data import task_settings
+from podium.config.imports import name_of
 from podium.config.schema import TaskConfig
 from podium.tasks.functions import RewardFunction
 from podium.tasks.registry import make_task
@@ -63,9 +64,7 @@ def test_reward_functions_get_the_messages_of_the_prompt_that_is_named(tmp_path)
 
     rows = [{"question": "6x7", "prompt": [SYSTEM, USER], "answer": "42"}]
     (prompt,) = given(rows, tmp_path, question="prompt")
-    function = RewardFunction.__new__(RewardFunction)
-    vars(function).update(name="r", like_trl=True, of_group=True, takes_all=True, parameters={})
-    (call,) = function.arguments(prompt, [Graded(text="42", tokens=(1,))])
+    (call,) = RewardFunction(name_of(reward)).arguments(prompt, [Graded(text="42", tokens=(1,))])
     assert call["prompts"] == [[SYSTEM, USER]] and call["completions"] == [[{"role": "assistant", "content": "42"}]]
 
 
@@ -180,7 +179,8 @@ def test_a_dict_of_columns_is_rows_and_a_dict_of_splits_is_splits(tmp_path):
         ([USER], "43", {"a": 2}),
     ]
     rows = [{"question": "a", "answer": "1"}]
-    for splits in ({"train": rows, "test": []}, {"train": (row for row in rows)}):
+    frame = pytest.importorskip("pandas").DataFrame(rows)
+    for splits in ({"train": rows, "test": []}, {"train": (row for row in rows)}, {"train": frame, "test": frame}):
         assert [each.question for each in given(splits, tmp_path)] == ["a"]
 
 

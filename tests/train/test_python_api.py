@@ -233,6 +233,8 @@ def test_an_id_of_the_hub_is_a_data_set(tmp_path, monkeypatch):
     (task,) = task_of("openai/gsm8k", "openai/gsm8k", folder=tmp_path, subset="main")
     assert (task["options"]["dataset"], task["options"]["subset"]) == ("openai/gsm8k", "main") and "path" not in task
     assert rows_at(task["eval_path"]) == ROWS[:2] and asked == [("openai/gsm8k", "main")]
+    task_of("openai/gsm8k", "HuggingFaceH4/MATH-500", folder=tmp_path, subset="socratic")
+    assert asked[1:] == [("HuggingFaceH4/MATH-500", None)]
 
 
 def test_a_path_that_exists_is_no_id_of_the_hub(tmp_path, monkeypatch):
