@@ -136,7 +136,8 @@ def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, 
     """Two steps with refills, a question too long for its prompt, evaluations, checkpoints and a metric service."""
     short, long = tmp_path / "short.jsonl", tmp_path / "long.jsonl"
     for file, times in ((short, 1), (long, 9)):
-        file.write_text(json.dumps({"question": "What is 1 + 2 ? " * times, "answer": "3"}) + "\n")
+        rows = ({"question": "What is 1 + 2 ? " * each, "answer": "3"} for each in {1, times})
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     correction = {"correction": "mask", "correction_low": 0.5, "correction_high": 2.0, "old_logprobs": "trainer"}
     targets = {"kl_target": 0.1, "entropy_target": 100.0}
     changes = {
