@@ -198,12 +198,11 @@ class Dialogue:
         return {**message, "content": f"{head}{CUT_MARK}{tail}"}
 
     def _with_tools(self, messages: Sequence[Message]) -> list[Message]:
-        read = with_calls(self.tokenizer.chat_format, messages)
-        return read if self._format is None else self._format.with_tools(read, self._tools)
+        return list(messages) if self._format is None else self._format.with_tools(messages, self._tools)
 
 
 def with_calls(chat: ChatFormat, messages: Sequence[Message]) -> list[Message]:
-    """The messages with the arguments of their calls in the form that the chat template reads.
+    """A prompt's messages with the arguments of their calls in the form that the chat template reads.
 
     Raises ValueError if there are calls and the template leaves them out.
     """

@@ -129,10 +129,11 @@ class Feed:
     def _tokens(self, prompt: TaskPrompt, messages: Sequence[Message]) -> tuple[int, ...]:
         dialogue = self.dialogues[prompt.task]
         try:
+            read = with_calls(self.tokenizer.chat_format, messages)
             if dialogue is None:
-                return tuple(self.tokenizer.encode_messages(with_calls(self.tokenizer.chat_format, messages)))
+                return tuple(self.tokenizer.encode_messages(read))
             # The first message may still come from the environment.
-            return dialogue.prompt(messages) if any(each["role"] == "user" for each in messages) else ()
+            return dialogue.prompt(read) if any(each["role"] == "user" for each in read) else ()
         except ValueError as error:
             raise ValueError(f"prompt {prompt.prompt.id}: {error}") from error
 

@@ -11,7 +11,7 @@ from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import SamplingParams, StopReason
 from podium.rollout.sequence import check_sampling, check_tokens
 from podium.tasks.conversation import Asking, Reply
-from podium.train.dialogue import Dialogue
+from podium.train.dialogue import Dialogue, with_calls
 from podium.train.feed import EncodedPrompt, prompt_messages, request_seed
 from podium.train.live import Live
 
@@ -85,7 +85,8 @@ class Turns:
             live.tokens = self._whole_prompt(live, first)
         else:
             live.first = first
-            live.before = list(prompt_messages(prompt.prompt, first))
+            messages = prompt_messages(prompt.prompt, first)
+            live.before = with_calls(self.dialogue_of(live).tokenizer.chat_format, messages)
             live.tokens = prompt.tokens if first is None else self.dialogue_of(live).prompt(live.before)
         limit = self._rollout.prompt_tokens
         if len(live.tokens) > limit or not (live.before or live.asking):
