@@ -22,6 +22,7 @@ from podium import __version__
 from podium.bench.cli import bench_app
 from podium.compat.hints import offer_hints
 from podium.malloc import keep_freed_memory
+from podium.plain import message_of
 from podium.plan.cli import plan
 from podium.pods.cli import pod_app
 from podium.terminal import guard_errors, harmless
@@ -67,7 +68,8 @@ def main() -> None:
 
 
 def _fail(error: Exception | str, *, status: int) -> NoReturn:
-    print(harmless(f"error: {error}"), file=sys.stderr)
+    said = message_of(error) if isinstance(error, Exception) else error
+    print(harmless(f"error: {said}"), file=sys.stderr)
     sys.exit(status)
 
 

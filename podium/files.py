@@ -86,16 +86,19 @@ def to_json(record: Record, *, indent: int | None = None) -> str:
 
 def _plain(value: object) -> object:
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {_encodable(str(key)): _plain(item) for key, item in value.items()}
     if callable(tolist := getattr(value, "tolist", None)):  # a numpy scalar or array
         return _plain(tolist())
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    if isinstance(value, str):  # a lone surrogate has no UTF-8 form
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")
-    return value
+    return _encodable(value) if isinstance(value, str) else value
+
+
+def _encodable(text: str) -> str:
+    """The text with lone surrogates, which have no UTF-8 form, as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def open_file(path: Path) -> BinaryIO:

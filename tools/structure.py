@@ -20,6 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "accelerators",
         "chips",
         "files",
+        "plain",
         "malloc",
         "terminal",
         "rollout.request",

@@ -16,6 +16,7 @@ from podium.models.chat_format import ChatFormat, Message
 from podium.models.folder import read_json
 from podium.models.source import ModelSource
 from podium.models.template import ChatTemplate
+from podium.plain import clean
 
 # Pre-tokenisation of llama.cpp's `tokenizer.ggml.pre`: the regular expressions of the models' own tokenizer.json.
 LLAMA3_SPLIT = (
@@ -149,7 +150,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encode plain text, without beginning- or end-of-sequence tokens."""
-        return self._backend.encode(text, add_special_tokens=False)
+        return self._backend.encode(clean(text), add_special_tokens=False)
 
     def ends(self, text: str) -> list[tuple[int, int]]:
         """Where the characters of each token begin and end in a text, which is encoded as a tool's message is."""
@@ -163,7 +164,7 @@ class Tokenizer:
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         """Encode a text as it is, with what the model expects before it, such as Llama's BOS."""
-        return tuple(self._backend.encode(text))
+        return tuple(self._backend.encode(clean(text)))
 
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens to text, omitting special tokens."""

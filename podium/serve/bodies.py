@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from podium.models.chat_format import Message, ToolSchema
+from podium.plain import clean_texts, plain
 from podium.rollout.request import SamplingParams
 
 MAX_FIELDS = 64
@@ -36,6 +37,8 @@ TEMPLATES_OWN = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of chat templates that are a request's other fields."""
 SMALLEST = 1e-6
 """Of a temperature, a penalty and top_p: below it, 32 bits hold no quotient by it."""
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Half of a pair of surrogates, as JSON escapes it."""
 SHOWN = 60
 """Characters of a wrong value in a message."""
 
@@ -473,7 +476,7 @@ Body = TypeVar("Body", bound=BaseModel)
 def read_body(kind: type[Body], raw: bytes) -> Body:
     """Parse and check a body. Raises RequestError, with the first wrong field by name."""
     try:
-        return kind.model_validate_json(raw)
+        return kind.model_validate_json(_with_whole_characters(raw))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
     param = ".".join(str(each) for each in first["loc"]) or None
@@ -488,10 +491,20 @@ def read_body(kind: type[Body], raw: bytes) -> Body:
     raise RequestError(f"{param or 'body'}: {reason[:1].lower()}{reason[1:]}; found {found}", param)
 
 
+def _with_whole_characters(raw: bytes) -> bytes:
+    """A body in which lone surrogates, which pydantic refuses and clients send of a model's text, are U+FFFD."""
+    if SURROGATE.search(raw) is None:
+        return raw
+    try:
+        return json.dumps(clean_texts(json.loads(raw))).encode()
+    except (ValueError, RecursionError):  # pydantic says what is wrong with it
+        return raw
+
+
 def _arguments(call: FunctionCall) -> dict[str, object]:
     """A call's arguments, which OpenAI has as JSON text. Raises RequestError if they are no object."""
     try:
-        found = json.loads(call.arguments)
+        found = plain(json.loads(call.arguments))
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

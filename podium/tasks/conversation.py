@@ -18,11 +18,18 @@ nothing but its prompt, its seed and the answers, or else a run is not determine
 """
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol, TypeAlias
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol, SupportsFloat, TypeAlias
 
 from podium.models.chat_format import Message, ToolSchema
+from podium.plain import clean, plain
 from podium.tasks.task import Prompt
+
+CUT_MARK = "\n[... cut ...]\n"
+LONGEST_TEXT = 1 << 22
+"""Characters of a message of an environment; more fit into no model's context, so the middle of a longer one is cut
+out before it is sent, tokenised and recorded."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,3 +160,72 @@ def as_reply(replied: object) -> Reply:
     if not replied.messages and not replied.done and replied.asking is None:
         raise TypeError("reply() returned a Reply without messages that does not end; set done, or give a message")
     return replied
+
+
+def plain_first(value: object) -> "str | Asking | None":
+    """What `begin` returned, with clean texts and plain messages, as another process and JSON can hold it.
+
+    Raises:
+        TypeError: it is none of what `begin` may return.
+        ValueError: a message cannot be written as JSON.
+    """
+    if isinstance(value, Asking):
+        tools = tuple(_plain_object("a tool", each) for each in value.tools)
+        return dataclasses.replace(value, messages=_plain_messages(value.messages), tools=tools)
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"begin() returned {value!r:.80}; it must return a text, or None")
+    return None if value is None else _shortened(value)
+
+
+def plain_reply(reply: Reply) -> Reply:
+    """A reply with clean texts, plain messages and a finite reward, as another process and JSON can hold it.
+
+    Raises:
+        TypeError: a message has no role, or the reward is no number.
+        ValueError: a message cannot be written as JSON.
+    """
+    asking = plain_first(reply.asking)
+    assert asking is None or isinstance(asking, Asking), "it stays what it is"
+    return Reply(
+        messages=_plain_messages(reply.messages),
+        reward=finite(reply.reward, "the reward of a reply"),
+        done=bool(reply.done),
+        ran=tuple(dataclasses.replace(each, name=clean(each.name)) for each in reply.ran),
+        asking=asking,
+    )
+
+
+def finite(value: object, what: str) -> float:
+    """A reward as a float. Raises TypeError, which begins with `what`, if it is no finite number."""
+    number = float(value) if isinstance(value, SupportsFloat) else math.nan
+    if not math.isfinite(number):
+        raise TypeError(f"{what} is {value!r:.80}; it must be a finite number")
+    return number
+
+
+def _plain_messages(messages: object) -> tuple[Message, ...]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise TypeError(f"the messages of a reply are {messages!r:.80}; they must be a tuple of messages")
+    found: list[Message] = []
+    for message in messages:
+        made = _plain_object("a message", message)
+        if not isinstance(made.get("role"), str):
+            raise TypeError(f"a message of a reply is {message!r:.80}; it needs a role, such as user or tool")
+        content = made.get("content")
+        found.append({**made, "content": _shortened(content)} if isinstance(content, str) else made)
+    return tuple(found)
+
+
+def _plain_object(what: str, value: object) -> dict[str, object]:
+    made = plain(value)
+    if not isinstance(made, dict):
+        raise TypeError(f"{what} of a reply is {value!r:.80}; it must be a dict")
+    return made
+
+
+def _shortened(text: str) -> str:
+    text = clean(text)
+    if len(text) <= LONGEST_TEXT:
+        return text
+    half = (LONGEST_TEXT - len(CUT_MARK)) // 2
+    return f"{text[:half]}{CUT_MARK}{text[-half:]}"

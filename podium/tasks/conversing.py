@@ -7,7 +7,6 @@ time limit: the trainer's side has.
 import asyncio
 import contextlib
 import inspect
-import math
 import os
 import resource
 import signal
@@ -19,9 +18,10 @@ from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple
 
 from podium.config.schema import TaskConfig
-from podium.tasks.conversation import Asking, Reply, Turn
+from podium.tasks.conversation import Asking, Reply, Turn, finite, plain_first, plain_reply
 from podium.tasks.environment_copy import Copied
 from podium.tasks.environment_forms import Conversing, Running, conversing
+from podium.tasks.event_loop import start_loop
 from podium.tasks.task import Prompt
 
 
@@ -90,9 +90,9 @@ class Host:
         start = time.perf_counter()
         try:
             answered = self._answered(asked)
-        except BaseException:  # a user's environment may raise anything
+        except BaseException:  # a user's environment may raise anything, also as it is closed
             answered = Answered(asked.number, "failed", traceback.format_exc())
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(BaseException):
                 self._answered(Close(asked.number, graded=False))
         if isinstance(asked, Close) and not asked.graded:
             return
@@ -106,15 +106,16 @@ class Host:
                 assert held is not None, "the task has conversations"
                 running = held.open(asked.prompt, asked.seed, self._resolve)
                 self._open[asked.number] = running
-                return Answered(asked.number, "opened", running.begin())
+                return Answered(asked.number, "opened", plain_first(running.begin()))
             case Say():
-                return Answered(asked.number, "replied", self._open[asked.number].reply(asked.turn))
+                return Answered(asked.number, "replied", plain_reply(self._open[asked.number].reply(asked.turn)))
             case Close():
                 running = self._open.pop(asked.number, None)
                 if running is None:
                     return Answered(asked.number, "graded")
                 try:
-                    final = _number(running.grade()) if asked.graded else None
+                    final = running.grade() if asked.graded else None
+                    final = None if final is None else finite(final, "the final reward")
                     kept = running.environment if asked.keep else None
                     return Answered(asked.number, "graded", final, environment=kept)
                 finally:
@@ -133,14 +134,8 @@ class Host:
     def _started(self) -> asyncio.AbstractEventLoop:
         with self._starting:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_run, args=(self._loop,), name="environments", daemon=True).start()
+                self._loop = start_loop("environments")
         return self._loop
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
-    loop.close()
 
 
 def _allow_open_files() -> None:
@@ -148,16 +143,6 @@ def _allow_open_files() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # a system may refuse its own limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _number(value: float | None) -> float | None:
-    """A final reward. Raises TypeError if it is no finite number."""
-    if value is None:
-        return None
-    number = float(value)
-    if not math.isfinite(number):
-        raise TypeError(f"the final reward is {value!r}; it must be a finite number")
-    return number
 
 
 def main(file_descriptor: int) -> None:

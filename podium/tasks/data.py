@@ -18,6 +18,7 @@ import numpy as np
 
 from podium.config.errors import suggestion
 from podium.files import parse_object
+from podium.plain import clean_texts
 from podium.tasks.answers import is_correct
 from podium.tasks.final_answer import final_answer
 from podium.tasks.known_sets import SUBSETS, AnswerForm, is_code, published_form
@@ -154,7 +155,7 @@ def read_rows(
     if not rows:
         origin = path or (dataset and f"{dataset.name} ({split_name})")
         raise ValueError(f"{task}: {origin} has no questions; an empty data set cannot be trained or evaluated on")
-    return rows
+    return [(location, clean_texts(row)) for location, row in rows]
 
 
 def _prompt(prompt_id: str, location: str, row: dict[str, object], column: str, answers: AnswerForm | None) -> Prompt:

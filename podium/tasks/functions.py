@@ -33,22 +33,25 @@ sum of its other parts.
 A config names a function by import path (`rewards: {correct: 1.0, mypackage.rewards:short: 0.1}`). Functions run in the
 trainer's process while other prompts are still being answered: each call in a thread, or on an event loop if it is
 async. A call that exceeds its time limit counts as 0 and in `grading/timeouts`, but a plain function's thread cannot be
-ended: code that may hang on a model's text belongs in a task's `grade`, which runs in its own process.
+ended: code that may hang on a model's text belongs in a task's `grade`, which runs in its own process. Whatever else a
+function raises stops the run with its traceback, also SystemExit, KeyboardInterrupt and a TimeoutError of its own.
 """
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import logging
 import math
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, SupportsFloat, TypeVar
 
 from podium.config.imports import imported
+from podium.tasks.event_loop import start_loop
 from podium.tasks.task import Graded, Prompt
 from podium.terminal import harmless
 
@@ -56,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.5
 """Seconds before the first retry of a call; doubled for each further retry."""
+STUCK_S = 1.0
+"""Seconds in which the loop of async functions must respond after a call was too slow."""
 SHOWN_CHARS = 2_000
 """Characters of the question and of a completion shown in an error."""
 
@@ -84,6 +89,10 @@ class FunctionError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(harmless(message))  # it may quote what a model wrote
+
+
+class _RaisedError(Exception):
+    """What a function raised, as a traceback."""
 
 
 class Part(NamedTuple):
@@ -279,6 +288,8 @@ class FunctionGrader:
             [judges.get(name) or RewardFunction(name) for name in names] for names in rewards
         ]
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._users_loop: asyncio.AbstractEventLoop | None = None
+        """Runs functions that are async; what blocks it stops no clock of `_loop`."""
         self._limits: dict[str, asyncio.Semaphore] = {}
         self._warned: set[str] = set()
 
@@ -300,15 +311,40 @@ class FunctionGrader:
 
     def close(self) -> None:
         """Cancel running calls and end the thread."""
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.call_soon_threadsafe(_cancel_and_stop)
+        for loop in (self._loop, self._users_loop):
+            if loop is not None:
+                loop.call_soon_threadsafe(_cancel_and_stop)
+        self._loop = self._users_loop = None
 
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_run, args=(self._loop,), name="rewards", daemon=True).start()
+            self._loop = start_loop("rewards")
         return self._loop
+
+    def _begun(
+        self, function: GroupFunction, arguments: Mapping[str, object], completions: int
+    ) -> "asyncio.Future[list[Part]]":
+        """Begin a call, whose result is its values. Nothing of the user's runs on the grader's own loop."""
+        if not function.is_async:
+            # numbers are read there too: a generator, or a number's own conversion, is the user's code as well
+            return _in_thread(lambda: _parts(function, function.call(**arguments), completions))
+
+        async def awaited() -> list[Part]:
+            with _named_errors():
+                return _parts(function, await function.call(**arguments), completions)
+
+        if self._users_loop is None:
+            self._users_loop = start_loop("async rewards")
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(awaited(), self._users_loop))
+
+    async def _replace_stuck_loop(self) -> None:
+        """Use another loop for later calls if a function that is async blocks the loop instead of awaiting."""
+        if (loop := self._users_loop) is None:
+            return
+        alive = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
+        await asyncio.wait((alive,), timeout=STUCK_S)
+        if not alive.done() and self._users_loop is loop:
+            self._users_loop = None
 
     async def _group(self, task: int, prompt: Prompt, group: Sequence[Graded]) -> list[dict[str, Part]]:
         functions = self._functions[task]
@@ -341,17 +377,18 @@ class FunctionGrader:
         for attempt in range(settings.retries + 1):
             if attempt:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
-            try:
-                begun = function.call(**arguments) if function.is_async else _in_thread(function.call, arguments)
-                result = await asyncio.wait_for(begun, settings.timeout_s)
-            except FunctionError:
-                raise
-            except TimeoutError:
-                problem = None
-            except Exception:
-                problem = traceback.format_exc()
+            begun = self._begun(function, arguments, completions)
+            begun.add_done_callback(_ignore_late_errors)
+            await asyncio.wait((begun,), timeout=settings.timeout_s)
+            if begun.done():
+                try:
+                    return begun.result()
+                except _RaisedError as raised:
+                    problem = str(raised)
             else:
-                return _parts(function, result, completions)
+                problem = None
+                begun.cancel()
+                await self._replace_stuck_loop()
         if problem is not None:
             raise FunctionError(f"reward {function.name} failed:\n{problem}")
         if function.name not in self._warned:
@@ -388,34 +425,43 @@ def _number(function: GroupFunction, value: object) -> float:
     return number
 
 
-def _in_thread(call: Callable[..., object], arguments: Mapping[str, object]) -> "asyncio.Future[object]":
+@contextlib.contextmanager
+def _named_errors() -> Iterator[None]:
+    """Turn whatever a user's function raises into an error that threads and loops pass on; FunctionErrors stay."""
+    try:
+        yield
+    except FunctionError:
+        raise
+    except BaseException as error:  # SystemExit, KeyboardInterrupt, StopIteration, and a CancelledError of its own
+        raise _RaisedError("".join(traceback.format_exception(error))) from None
+
+
+def _in_thread(call: Callable[[], list[Part]]) -> "asyncio.Future[list[Part]]":
     """Run the call in a daemon thread (ThreadPoolExecutor's threads would keep the process alive)."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[object] = loop.create_future()
+    future: asyncio.Future[list[Part]] = loop.create_future()
 
-    def set_result(value: object, error: BaseException | None) -> None:
+    def give(pass_on: Callable[[], None]) -> None:
         if not future.done():  # otherwise it has timed out
-            future.set_result(value) if error is None else future.set_exception(error)
+            pass_on()
 
     def run() -> None:
-        value, error = None, None
         try:
-            value = call(**arguments)
-        except StopIteration as stopped:  # futures do not accept it
-            error = RuntimeError(f"it raised {stopped!r}")
-        except BaseException as raised:
-            error = raised
+            with _named_errors():
+                pass_on = functools.partial(future.set_result, call())
+        except Exception as error:
+            pass_on = functools.partial(future.set_exception, error)
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(set_result, value, error)
+            loop.call_soon_threadsafe(give, pass_on)
 
     threading.Thread(target=run, name="reward", daemon=True).start()
     return future
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    loop.run_forever()
-    loop.close()
+def _ignore_late_errors(call: "asyncio.Future[list[Part]]") -> None:
+    """Keep asyncio from logging what a call raises after its time limit."""
+    if not call.cancelled():
+        call.exception()
 
 
 def _cancel_and_stop() -> None:

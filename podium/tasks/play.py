@@ -11,7 +11,7 @@ from typing import Any
 from podium.config.imports import imported, is_path
 from podium.config.schema import TaskConfig
 from podium.models.chat_format import Message, ToolSchema
-from podium.tasks.conversation import Asking, Reply, ToolCall, Turn
+from podium.tasks.conversation import Asking, Reply, ToolCall, Turn, plain_first, plain_reply
 from podium.tasks.environment_forms import conversing, form_of
 from podium.tasks.registry import TASKS, in_family, make_task
 from podium.tasks.task import Prompt
@@ -49,7 +49,7 @@ def play(target: str, answers: Iterable[str], say: Callable[[str], None], *, see
         runner = stack.enter_context(asyncio.Runner())
         running = held.open(prompt, seed, functools.partial(_resolved, runner))
         stack.callback(running.close)
-        _show(say, _first(prompt, running.begin()))
+        _show(say, _first(prompt, plain_first(running.begin())))
         for tool in held.tools:
             say(f"[tool] {json.dumps(tool['function'], ensure_ascii=False)}")
         say(f"({HELP})" if held.tools else "(an answer a line; an empty line ends)")
@@ -59,7 +59,8 @@ def play(target: str, answers: Iterable[str], say: Callable[[str], None], *, see
                 break
             last = text
             read = _read(text, held.tools)
-            reply = running.reply(Turn(text=text, number=turn, calls=read.calls, problem=read.problem, said=read.said))
+            asked = Turn(text=text, number=turn, calls=read.calls, problem=read.problem, said=read.said)
+            reply = plain_reply(running.reply(asked))
             paid += reply.reward
             _show(say, _told(reply))
             if reply.reward:

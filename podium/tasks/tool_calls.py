@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from podium.models.chat_format import ToolSchema
+from podium.plain import clean, plain
 from podium.tasks.conversation import ToolCall
 
 CallForm = Literal[
@@ -137,9 +138,18 @@ def instructions(tools: Sequence[ToolSchema], form: CallForm = "tags") -> str:
 
 def _json(text: str) -> object:
     try:
-        return json.loads(text, strict=False)
+        return _loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the call is not valid JSON ({error})") from None
+
+
+def _loads(text: str) -> object:
+    """JSON, with line breaks in texts as models write them. Raises ValueError, also for NaN and Infinity."""
+    return json.loads(text, strict=False, parse_constant=_refuse)
+
+
+def _refuse(name: str) -> object:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _call(value: object) -> ToolCall:
@@ -152,11 +162,17 @@ def _call(value: object) -> ToolCall:
 
 
 def _named(name: str, arguments: object) -> ToolCall:
+    name = clean(name)
     if not name:
         raise ValueError("the call has no name")
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {name} are no object")
-    return ToolCall(name=name, arguments=arguments)
+    try:
+        made = {clean(str(key)): plain(value) for key, value in arguments.items()}
+        json.dumps(made, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(f"the arguments of {name} cannot be used: {error}") from None
+    return ToolCall(name=name, arguments=made)
 
 
 def _object(text: str, types: Types) -> list[ToolCall]:
@@ -188,7 +204,7 @@ def _of_texts(name: str, pattern: re.Pattern[str], text: str, types: Types) -> T
         key, value = found.groups()
         arguments[key] = value if _is_text(types.get(f"{name}\n{key}", {})) else _value(value)
         place = _behind_spaces(text, found.end())
-    return ToolCall(name=name, arguments=arguments)
+    return _named(name, arguments)
 
 
 def _behind_spaces(text: str, place: int) -> int:
@@ -200,7 +216,7 @@ def _behind_spaces(text: str, place: int) -> int:
 def _value(text: str) -> object:
     """A value as JSON, or as Python writes it where templates do; or else the text."""
     try:
-        return json.loads(text, strict=False)
+        return _loads(text)
     except (ValueError, RecursionError):
         return IN_PYTHON.get(text, text)
 
@@ -263,7 +279,7 @@ def _python(text: str, types: Types) -> list[ToolCall]:
     try:
         found = ast.parse(lines, mode="eval").body
         return [_of_node(each, types) for each in (found.elts if isinstance(found, ast.List) else [found])]
-    except (SyntaxError, RecursionError, MemoryError) as error:
+    except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError(f"the calls are not Python ({error})") from None
 
 
@@ -276,7 +292,7 @@ def _of_node(node: ast.expr, types: Types) -> ToolCall:
     if len(node.args) > len(known) or any(each.arg is None for each in node.keywords):
         raise ValueError(f"each argument of {name} needs its name before it")
     given = {key: _literal(value) for key, value in zip(known, node.args, strict=False)}
-    return ToolCall(name=name, arguments=given | {str(each.arg): _literal(each.value) for each in node.keywords})
+    return _named(name, given | {str(each.arg): _literal(each.value) for each in node.keywords})
 
 
 def _literal(node: ast.expr) -> object:

@@ -9,6 +9,7 @@ A call whose arguments do not fit, or that raises, is answered with the error, s
 import inspect
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints
@@ -18,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from podium.config.errors import suggestion
 from podium.config.imports import imported, is_path
 from podium.models.chat_format import Message, ToolSchema
+from podium.plain import message_of, plain
 from podium.tasks.conversation import Reply, ToolCall, ToolRun, Turn, call_id
 
 Tool = Callable[..., object]
@@ -47,7 +49,7 @@ def find_tool(name: str) -> Tool:
 def tool_schema(tool: Tool) -> ToolSchema:
     """The JSON schema of a tool, as chat templates read it.
 
-    Raises ValueError if it has no docstring, or a parameter without a type.
+    Raises ValueError if it has no docstring, or a parameter without a type, or with one that JSON cannot hold.
     """
     name = tool_name(tool)
     text = inspect.cleandoc(tool.__doc__ or "")
@@ -56,13 +58,16 @@ def tool_schema(tool: Tool) -> ToolSchema:
     described = _descriptions(text)
     properties: dict[str, object] = {}
     required: list[str] = []
+    definitions: dict[str, object] = {}
     for parameter, hint in _parameters(tool):
-        schema = TypeAdapter(hint).json_schema()
+        schema = _schema_of(f"tool {name}: parameter {parameter.name}", hint)
+        definitions |= schema.pop("$defs", {})  # its references begin at the root of the whole schema
         properties[parameter.name] = {**schema, **_described(described.get(parameter.name))}
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     summary = SECTION.split(f"\n{text}\n")[0].strip()
     parameters = {"type": "object", "properties": properties, "required": required}
+    parameters |= {"$defs": definitions} if definitions else {}
     function = {"name": name, "description": summary, "parameters": parameters}
     return {"type": "function", "function": function}
 
@@ -105,11 +110,12 @@ def run_call(tools: Mapping[str, Tool], call: ToolCall, resolve: Resolve) -> tup
     if tool is None:
         return f"Error: there is no tool {call.name!r}; the tools are {', '.join(tools)}", True
     try:
-        arguments = _checked(tool, call.arguments)
-        result = resolve(tool(**arguments))
-    except Exception as error:  # whatever the model's arguments lead to is an observation
-        return f"Error: {error or type(error).__name__}", True
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str), False
+        result = plain(resolve(tool(**_checked(tool, call.arguments))))
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), False
+    except BaseException as error:  # whatever the model's arguments lead to is an observation, SystemExit included
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise  # Ctrl-C of `podium tasks try`
+        return f"Error: {message_of(error)}", True
 
 
 def _message(name: str, content: str, call: str) -> Message:
@@ -119,15 +125,35 @@ def _message(name: str, content: str, call: str) -> Message:
 def _parameters(tool: Tool) -> list[tuple[inspect.Parameter, Any]]:
     """The parameters of a tool with their types."""
     name = tool_name(tool)
-    hints = get_type_hints(tool if inspect.isroutine(tool) else type(tool).__call__)
+    try:
+        hints = get_type_hints(tool if inspect.isroutine(tool) else type(tool).__call__)
+        signature = inspect.signature(tool)
+    except Exception as error:  # types as text are evaluated
+        raise ValueError(
+            f"tool {name}: the types of its parameters cannot be read ({type(error).__name__}: {error}); import them in"
+            " the module of the function, not only for type checking"
+        ) from None
     found: list[tuple[inspect.Parameter, Any]] = []
-    for parameter in inspect.signature(tool).parameters.values():
+    for parameter in signature.parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ValueError(f"tool {name}: {parameter} cannot be passed by name; a model passes arguments by name")
         if parameter.name not in hints:
             raise ValueError(f"tool {name}: parameter {parameter.name} has no type; write `{parameter.name}: str`")
         found.append((parameter, hints[parameter.name]))
     return found
+
+
+def _schema_of(what: str, hint: Any) -> dict[str, Any]:
+    """The JSON schema of a type. Raises ValueError, which begins with `what`, if it has none."""
+    try:
+        return TypeAdapter(hint).json_schema()
+    except Exception as error:  # pydantic's errors, and those of a type's own hooks
+        reason = message_of(error).splitlines()[0]
+        raise ValueError(
+            f"{what} has the type {hint!r:.80}, of which no JSON schema can be made ({reason}); use str, int, float,"
+            " bool, Literal, lists and dicts of these, a data class, pydantic's BaseModel, or TypedDict of"
+            " typing_extensions"
+        ) from None
 
 
 def _checked(tool: Tool, arguments: Mapping[str, object]) -> dict[str, object]:

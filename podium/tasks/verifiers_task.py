@@ -15,12 +15,13 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated, ClassVar, Protocol, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from podium.tasks.event_loop import start_loop
 from podium.tasks.generated import PaidByEnvironment, held_out
 from podium.tasks.loopback import MODEL, Line, server
 from podium.tasks.program import Led
@@ -198,8 +199,7 @@ class _Serving:
         self.environment = environment
         self.role = role
         self.context = v1.ModelContext(model=MODEL, client=config)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True).start()
+        self._loop = start_loop("verifiers")
         self._stack = contextlib.AsyncExitStack()
         self.run(self._stack.enter_async_context(environment.serving())).result()
 
@@ -224,7 +224,7 @@ class _Playing:
         """The sum of the rewards of its traces, of the role that is trained. Raises RuntimeError if it failed."""
         try:
             episode = self._episode.result()
-        except (Exception, CancelledError) as error:  # code of others
+        except BaseException as error:  # code of others
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         if not episode.ok:
             raise RuntimeError(_errors(episode))

@@ -44,7 +44,9 @@ def grade_item(task: Task, item: Item) -> Outcome:
         return Outcome("stopped", correct=late.correct, message=str(late))
     except MemoryError:
         return Outcome("stopped", message=f"it took more than {MEMORY_BYTES >> 30} GiB of memory")
-    except (Exception, SystemExit):
+    except BaseException as error:  # SystemExit and CancelledError are bugs as well
+        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            raise  # Ctrl-C, where grading has no process of its own
         return Outcome("bug", message=traceback.format_exc())
     if not isinstance(correct, int | float) or not math.isfinite(correct) or not 0 <= correct <= 1:
         return Outcome("bug", message=f"grade() returned {correct!r}; it must return a number from 0 to 1")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from podium.models.chat_format import ChatFormat, Message, ToolSchema, any_of
 from podium.models.tokenizer import Tokenizer
 from podium.rollout.turn_format import MADE_UP, TurnFormat
-from podium.tasks.conversation import call_id
+from podium.tasks.conversation import CUT_MARK, call_id
 from podium.tasks.tool_calls import (
     CLOSE,
     FORMS,
@@ -37,7 +37,6 @@ BEGUN_ARGUMENTS = re.compile(r"(?:<|(?<=[:>\]\n])[ ]?\{)$")
 """What only begins a call's arguments: the model writes it together with what follows."""
 OPENING_TOKENS = 16
 """Most tokens of the opening of a thought, with the spaces behind it."""
-CUT_MARK = "\n[... cut ...]\n"
 
 
 class ToolFormat:

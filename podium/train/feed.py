@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from podium.config.teacher import template_names
 from podium.models.chat_format import Message
 from podium.models.tokenizer import Tokenizer
+from podium.plain import clean_texts
 from podium.run.spec import PromptSpec
 from podium.tasks.environment_forms import Conversing, conversing
 from podium.tasks.mixture import TaskMixture, TaskPrompt
@@ -162,7 +163,7 @@ def prompt_messages(prompt: TaskPrompt, first: str | None = None) -> list[Messag
         messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{first}"}
     elif first is not None:
         messages.append({"role": "user", "content": first})
-    return messages
+    return clean_texts([dict(message) for message in messages])
 
 
 def request_seed(seed: int, purpose: str, index: int) -> int:

@@ -1,0 +1,26 @@
+"""An event loop on a thread of its own, which runs coroutines that users have written."""
+
+import asyncio
+import contextlib
+import threading
+
+
+def start_loop(name: str) -> asyncio.AbstractEventLoop:
+    """Start an event loop on a daemon thread of this name; `loop.stop`, called on that thread, ends it.
+
+    SystemExit and KeyboardInterrupt in a task leave asyncio's loop after the task has them as its exception. They are
+    an error of that task alone: here the loop continues.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=_run, args=(loop,), name=name, daemon=True).start()
+    return loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    stopped = False
+    while not stopped:
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
+            stopped = True
+    loop.close()

@@ -1,0 +1,166 @@
+"""Reward functions that raise what ends threads and loops, block, or never give up: the run goes on or says why."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from test_reward_functions import graded, group
+
+from podium.config.imports import name_of
+from podium.config.schema import GradingConfig, TaskConfig
+from podium.tasks import functions
+from podium.tasks.functions import FunctionError, reward
+from podium.tasks.grading import Grader
+
+RAISED = [
+    SystemExit(0),
+    KeyboardInterrupt(),
+    GeneratorExit(),
+    asyncio.CancelledError(),
+    TimeoutError(),
+    StopIteration(),
+    BaseException("own"),
+]
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(functions, "STUCK_S", 0.2)
+
+
+def plain(error: BaseException) -> Callable[..., Any]:
+    def raising(completion: str) -> float:
+        raise error
+
+    return raising
+
+
+def coroutine(error: BaseException) -> Callable[..., Any]:
+    async def raising(completion: str) -> float:
+        await asyncio.sleep(0)
+        raise error
+
+    return raising
+
+
+def in_a_task(error: BaseException) -> Callable[..., Any]:
+    async def child() -> float:
+        raise error
+
+    async def raising(completion: str) -> float:
+        return await asyncio.create_task(child())
+
+    return raising
+
+
+def lazy(error: BaseException) -> Callable[..., Any]:
+    def raising(completions: list[str]) -> Iterator[float]:
+        for _ in completions:
+            raise error
+            yield 0.0
+
+    return raising
+
+
+def in_a_number(error: BaseException) -> Callable[..., Any]:
+    class Number:
+        def __float__(self) -> float:
+            raise error
+
+    def raising(completion: str) -> Any:
+        return Number()
+
+    return raising
+
+
+@pytest.mark.parametrize("make", [plain, coroutine, in_a_task, lazy, in_a_number])
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+def test_whatever_a_function_raises_stops_the_run_with_its_traceback(error, make):
+    start = time.monotonic()
+    with pytest.raises(FunctionError) as raised:
+        graded(make(error))
+    message = str(raised.value)
+    assert "took longer" not in message and "then continue the run" in message
+    assert type(error).__name__ in message and "raise error" in message
+    assert time.monotonic() - start < PATIENCE_S
+
+
+def test_other_functions_are_still_called_after_one_has_ended_its_loop():
+    async def leaving(completion: str) -> float:
+        await asyncio.gather(asyncio.create_task(coroutine(SystemExit(3))(completion)))
+        return 1.0
+
+    async def well(completion: str) -> float:
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    names = [name_of(leaving), name_of(well)]
+    tasks = [TaskConfig(name="arithmetic", rewards={name: 1.0}, correct=name) for name in names]
+    grader = Grader(tasks, GradingConfig(workers=0), max_new_tokens=64)
+    try:
+        with pytest.raises(FunctionError, match="SystemExit: 3"):
+            grader.grade(group("a"))
+        ((prompt, answer),) = group("a")
+        (found,) = grader.grade([(dataclasses.replace(prompt, task=1), answer)])
+    finally:
+        grader.close()
+    assert found.total == 1.0
+
+
+def test_a_timeout_that_a_function_raises_is_tried_again_and_named():
+    calls: list[str] = []
+
+    @reward(retries=2)
+    async def refused(completion: str) -> float:
+        calls.append(completion)
+        raise TimeoutError("the judge is down")
+
+    with pytest.raises(FunctionError, match="TimeoutError: the judge is down"):
+        graded(refused, texts=("a",))
+    assert len(calls) == 3
+
+
+def test_an_async_function_that_blocks_its_loop_is_too_slow_and_others_go_on():
+    @reward(timeout_s=0.5)
+    async def blocking(completion: str) -> float:
+        if completion == "block":
+            time.sleep(60)
+        return 1.0
+
+    rewards = graded(blocking, texts=("block",))
+    assert [each.timed_out for each in rewards] == [True]
+
+    async def well(completion: str) -> float:
+        await asyncio.sleep(0.001)
+        return 2.0
+
+    name, other = name_of(blocking), name_of(well)
+    tasks = [TaskConfig(name="arithmetic", rewards={each: 1.0}, correct=each) for each in (name, other)]
+    grader = Grader(tasks, GradingConfig(workers=0), max_new_tokens=64)
+    start = time.monotonic()
+    try:
+        assert grader.grade(group("block"))[0].timed_out
+        ((prompt, answer),) = group("a")
+        (found,) = grader.grade([(dataclasses.replace(prompt, task=1), answer)])
+    finally:
+        grader.close()
+    assert (found.total, found.timed_out) == (2.0, False)
+    assert time.monotonic() - start < PATIENCE_S
+
+
+def test_an_async_function_that_does_not_let_itself_be_cancelled_is_too_slow():
+    @reward(timeout_s=0.3)
+    async def stubborn(completion: str) -> float:
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                continue
+
+    start = time.monotonic()
+    assert [each.timed_out for each in graded(stubborn, texts=("a",))] == [True]
+    assert time.monotonic() - start < PATIENCE_S
