@@ -31,7 +31,7 @@ def imported(path: str, *, what: str, known: Iterable[str] = ()) -> Any:
         known: built-in names that would be valid too, for messages.
 
     Raises:
-        ValueError: it is not an import path, or the module or name does not exist.
+        ValueError: it is not an import path, the module or name does not exist, or the module calls `sys.exit`.
     """
     module_name, colon, attribute = path.partition(":")
     if module_name == SESSION:
@@ -53,6 +53,11 @@ def imported(path: str, *, what: str, known: Iterable[str] = ()) -> Any:
             raise
         raise ValueError(
             f"{path!r}: no module {error.name!r} here; install its package, or start podium in the folder that holds it"
+        ) from error
+    except SystemExit as error:
+        raise ValueError(
+            f"{path!r}: module {module_name} ends the program as it is imported (sys.exit({error.code!r})); put what it"
+            " runs as a script behind `if __name__ == '__main__':`"
         ) from error
     if not hasattr(module, attribute):
         defined = [key for key, value in vars(module).items() if callable(value)]

@@ -117,7 +117,8 @@ class EnvironmentsConfig(Section):
     """Processes that run tools and environments, many conversations each; 0: threads of the trainer's process, where a
     call that hangs cannot be ended."""
     timeout_s: PositiveFloat = 60.0
-    """Time limit in seconds of each reply of an environment or its tools; a slower one has failed.""" ""
+    """Time limit in seconds of each reply of an environment or its tools; a slower one has failed. A process that does
+    not respond either is replaced, and its other conversations go on in another one."""
     retries: NotNegative = 1
     """Times that a conversation begins again, with the same seed, after its environment has failed: by an exception, a
     dead process, or the time limit. After that it is left out of the update and of its group's mean."""

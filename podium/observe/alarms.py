@@ -38,8 +38,8 @@ class RewardAlarm:
 
     def after_step(self, stats: StepStats, metrics: Mapping[str, float]) -> list[str]:
         """Return the lines to print after a step."""
-        reward = metrics[REWARD]
-        if self._said or stats.batched.equal_groups < stats.batched.groups or reward >= SOLVED:
+        reward = metrics.get(REWARD)
+        if reward is None or self._said or stats.batched.equal_groups < stats.batched.groups or reward >= SOLVED:
             return []
         self._said = True
         cut = metrics[TRUNCATED]

@@ -83,7 +83,7 @@ class Mirror:
         if self._closed.is_set():
             return
         self._closed.set()
-        self._thread.join()
+        self._thread.join(LEASE_S)  # a request to the bucket may hang; the lease then expires by itself
         try:
             self.push()
         finally:

@@ -64,7 +64,8 @@ def named(values: Iterable[tuple[Metric, Value]]) -> dict[str, float]:
             found |= dict(zip(metric.names, value, strict=True))
         elif metric.parts:
             array = np.asarray(value, np.float64)
-            found |= {f"{metric.name}/{part}": float(STATISTICS[part](array)) for part in metric.parts}
+            if array.size:  # of a step whose conversations all failed, some have no values
+                found |= {f"{metric.name}/{part}": float(STATISTICS[part](array)) for part in metric.parts}
         else:
             assert isinstance(value, float | int), metric.name
             found[metric.name] = value

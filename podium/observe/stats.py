@@ -27,8 +27,8 @@ class CompletionStats:
     ungraded: int
     """Number of completions that no reward function could grade."""
     greedy: np.ndarray | None = None  # [m], rewards of greedy completions that did not fail; None: there are none
-    entropy: float
-    """Nats per token, estimated as the mean of -log p of the sampled tokens."""
+    entropy: float | None
+    """Nats per token, estimated as the mean of -log p of the sampled tokens; None if none were sampled."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,8 @@ class EnvironmentStats:
     """The traceback of each failure of an environment, retried or not, in the order of the prompts."""
     changed: int = 0
     """Number of environments that, opened anew in a continued run, answered otherwise than before."""
+    moved: int = 0
+    """How often a conversation went on in another process because its own was lost through no fault of it."""
     reply_s: tuple[float, ...] = ()
     """Seconds of each reply."""
     begin_s: tuple[float, ...] = ()
@@ -56,6 +58,7 @@ class EnvironmentStats:
         return EnvironmentStats(
             failures=self.failures + other.failures,
             changed=self.changed + other.changed,
+            moved=self.moved + other.moved,
             reply_s=self.reply_s + other.reply_s,
             begin_s=self.begin_s + other.begin_s,
             ran=self.ran + other.ran,

@@ -83,8 +83,8 @@ class Reader:
     ) -> None:
         try:
             result, error = function(), None
-        except Exception as raised:
-            result, error = None, raised
+        except BaseException as raised:  # whatever ends the call ends its callers' wait; a future takes Exceptions
+            result, error = None, raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
 
         def give() -> None:
             del self._calls[key]

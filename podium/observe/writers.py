@@ -73,7 +73,7 @@ class MetricWriter:
         except ServiceError:
             self.close()
             raise
-        except Exception as error:  # any exception of a third-party package: network, server, version
+        except (Exception, SystemExit) as error:  # whatever a third-party package raises: network, server, version
             self._announce(_failure(name, error))
             return
         self._services.append(service)
@@ -84,7 +84,7 @@ class MetricWriter:
         """Run `action`; if it fails, report that once and drop the service."""
         try:
             action()
-        except Exception as error:  # any exception of a third-party package: network, server, full disk
+        except (Exception, SystemExit) as error:  # whatever a third-party package raises: network, server, full disk
             self._services.remove(service)
             self._announce(_failure(service.name, error))
 
@@ -95,7 +95,7 @@ class MetricWriter:
         self.close(failed=kind is not None)
 
 
-def _failure(name: str, error: Exception) -> str:
+def _failure(name: str, error: BaseException) -> str:
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     return f"{name} failed ({reason}); nothing more is sent to it; {METRICS} continues"
 

@@ -8,13 +8,13 @@ import asyncio
 import contextlib
 import inspect
 import os
+import pickle
 import resource
 import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple
 
 from podium.config.schema import TaskConfig
@@ -23,6 +23,7 @@ from podium.tasks.environment_copy import Copied
 from podium.tasks.environment_forms import Conversing, Running, conversing
 from podium.tasks.event_loop import start_loop
 from podium.tasks.task import Prompt
+from podium.tasks.worker_process import join_parent
 
 
 class Open(NamedTuple):
@@ -33,12 +34,22 @@ class Open(NamedTuple):
     prompt: Prompt
     seed: int
 
+    @property
+    def answers(self) -> bool:
+        """Whether it is answered."""
+        return True
+
 
 class Say(NamedTuple):
     """An answer of the model, to reply to."""
 
     number: int
     turn: Turn
+
+    @property
+    def answers(self) -> bool:
+        """Whether it is answered."""
+        return True
 
 
 class Close(NamedTuple):
@@ -49,20 +60,41 @@ class Close(NamedTuple):
     keep: bool = False
     """Whether to return the environment too."""
 
+    @property
+    def answers(self) -> bool:
+        """Whether it is answered."""
+        return self.graded
+
 
 Asked = Open | Say | Close
+PING = None
+"""Asks a process to respond, sent in place of a request; its response is the same, and so is what it sends first."""
+
+
+class Begun(NamedTuple):
+    """Says that a request of a conversation is being carried out."""
+
+    number: int
 
 
 class Answered(NamedTuple):
     """The answer to a request."""
 
     number: int
-    kind: Literal["opened", "replied", "graded", "failed"]
+    kind: Literal["opened", "replied", "graded", "failed", "lost"]
+    """lost: its process ended, or does not respond, and it is not known to be the reason."""
     value: str | Asking | Reply | float | None = None
-    """The text to append to the prompt or what a program asks first, the reply, the final reward, or a traceback."""
+    """The text to append to the prompt or what a program asks first, the reply, the final reward, a traceback, or why
+    it was lost."""
     seconds: float = 0.0
     environment: object = None
     """The environment after its end, if it was asked for: itself, or from another process a copy."""
+    apart: bool = False
+    """Whether it is to go on, or begin again, in a process with one call at a time, because it may end others."""
+
+
+Sent = Answered | Begun | None
+"""What a process sends."""
 
 
 class Host:
@@ -81,6 +113,13 @@ class Host:
         """Answer a request on a thread of its own."""
         threading.Thread(target=self._handle, args=(asked,), name="conversation", daemon=True).start()
 
+    def respond(self, respond: Callable[[], None]) -> None:
+        """Call a function where all async code runs, if any does: what blocks the event loop then blocks this too."""
+        if self._loop is None:
+            respond()
+        else:
+            self._loop.call_soon_threadsafe(respond)
+
     def close(self) -> None:
         """End the event loop; threads that hang are left."""
         if self._loop is not None:
@@ -96,7 +135,7 @@ class Host:
                 self._answered(Close(asked.number, graded=False))
         if isinstance(asked, Close) and not asked.graded:
             return
-        with contextlib.suppress(OSError):  # the trainer has ended
+        with contextlib.suppress(EOFError):  # the trainer has ended
             self._answer(answered._replace(seconds=time.perf_counter() - start))
 
     def _answered(self, asked: Asked) -> Answered:
@@ -145,22 +184,38 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def main(file_descriptor: int) -> None:
-    """Hold conversations until the trainer closes the connection, or ends; then end with all that tools started."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the trainer finishes its step, and then closes the connection
-    connection = Connection(file_descriptor)
+def main(connection: int, lifeline: int) -> None:
+    """Hold conversations until the trainer ends this process, or ends itself."""
+    channel = join_parent(connection, lifeline)
     sending = threading.Lock()
 
-    def answer(answered: Answered) -> None:
+    def send(data: bytes) -> None:
         with sending:
-            kept = answered.environment
-            connection.send(answered if kept is None else answered._replace(environment=Copied(kept)))
+            channel.send(data)
 
-    with contextlib.suppress(EOFError, OSError):
-        host = Host(connection.recv(), answer)
+    def answer(answered: Answered) -> None:
+        kept = answered.environment
+        try:
+            data = pickle.dumps(answered if kept is None else answered._replace(environment=Copied(kept)))
+        except BaseException:  # the environment's own code takes part
+            data = pickle.dumps(Answered(answered.number, "failed", traceback.format_exc()))
+        send(data)
+
+    with contextlib.suppress(EOFError):
+        host = Host(pickle.loads(channel.receive()), answer)
+        send(pickle.dumps(PING))
         while True:
-            host.take(connection.recv())
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)  # whatever threads still do, and processes that tools have started
-    os._exit(0)
+            asked = pickle.loads(channel.receive())
+            if asked is PING:
+                host.respond(lambda: send(pickle.dumps(PING)))
+                continue
+            number, answers, data = asked
+            if answers:
+                send(pickle.dumps(Begun(number)))
+            try:
+                request = pickle.loads(data)
+            except BaseException:  # classes in a row of the data that are not importable here
+                answer(Answered(number, "failed", traceback.format_exc()))
+            else:
+                host.take(request)
+    os.killpg(0, signal.SIGKILL)  # whatever threads still do, and processes that tools have started

@@ -23,7 +23,7 @@ class Copied:
         if pickled_kind is None:  # a class inside a function: what its properties say is kept instead
             names = [name for name in dir(kind) if isinstance(getattr(kind, name), property)]
             for name in names:
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(BaseException):
                     values[name] = getattr(self._environment, name)
         sent = {name: text for name, value in values.items() if (text := _pickled(value)) is not None}
         return _arrived, (pickled_kind, sent)
@@ -32,7 +32,7 @@ class Copied:
 def _pickled(value: object) -> bytes | None:
     try:
         return pickle.dumps(value)
-    except Exception:  # objects of others raise what they like
+    except BaseException:  # objects of others raise what they like
         return None
 
 
@@ -40,9 +40,9 @@ def _arrived(kind: bytes | None, attributes: Mapping[str, bytes]) -> object:
     """The copy of an environment."""
     made: object = types.SimpleNamespace()
     if kind is not None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):
             made = object.__new__(pickle.loads(kind))
     for name, text in attributes.items():
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):
             made.__dict__[name] = pickle.loads(text)
     return made

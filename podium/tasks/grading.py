@@ -8,18 +8,15 @@ import contextlib
 import functools
 import itertools
 import logging
-import os
+import pickle
 import queue
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
-from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
 from podium.config.schema import GradingConfig, TaskConfig
+from podium.plain import message_of
 from podium.tasks.child_environment import child_environment
 from podium.tasks.environment_forms import machine_checks
 from podium.tasks.functions import FunctionGrader, Part
@@ -28,15 +25,18 @@ from podium.tasks.mixture import TaskPrompt
 from podium.tasks.registry import make_task, task_labels
 from podium.tasks.rewards import LengthLimits, label, make_reward, named_parts, own_functions
 from podium.tasks.task import Graded, Reward
-from podium.tasks.worker import Item, Outcome, grade_item
+from podium.tasks.worker import BEGUN, Item, Outcome, grade_item
+from podium.tasks.worker_process import START_LIMIT_S, WorkerProcess
 from podium.terminal import harmless
 
 logger = logging.getLogger(__name__)
 
-START_LIMIT_S = 300.0
-"""Seconds in which a worker must import and create its tasks."""
 POLL_S = 0.2
 """Seconds between two calls of `on_poll` while rewards are awaited."""
+BEGIN_LIMIT_S = 5.0
+"""Seconds in which a process that grades nothing must take an item, and begin with it."""
+MOST_LOST = 3
+"""Processes in a row that may end between two answers."""
 CHUNK = 16
 """Maximum number of items sent to a worker at a time."""
 SHOWN_CHARS = 2_000
@@ -223,13 +223,21 @@ class Grader:
 
     def _grade_chunk(self, submissions: Sequence[Submission]) -> list[Outcome]:
         """Grade a chunk; continue on another worker if one is lost. Runs in a thread."""
-        items = [_item(submission) for submission in submissions]
         outcomes: list[Outcome] = []
-        while len(outcomes) < len(items) and not self._closed:
+        lost = 0
+        while len(outcomes) < len(submissions) and not self._closed:
+            left = submissions[len(outcomes) :]
             worker = self._idle.get()
             try:
                 self._check_started()
-                outcomes += worker.grade(items[len(outcomes) :])
+                found = worker.grade(self._pickled(left), [prompt.task for prompt, _ in left])
+                outcomes += found
+                lost = 0 if found else lost + 1
+                if lost == MOST_LOST:
+                    raise GradingError(
+                        f"{lost} grading processes in a row ended or stopped before they began with an answer; what the"
+                        " tasks start as they are made ends them"
+                    )
             except BaseException:
                 worker.stop()  # its remaining answers would not be read
                 if self._closed:  # `close` ended the worker, perhaps before it was ready
@@ -240,6 +248,17 @@ class Grader:
         if self._closed:
             raise CancelledError("the grader was closed before it graded all answers")
         return self._without_bugs(submissions, outcomes)
+
+    def _pickled(self, submissions: Sequence[Submission]) -> bytes:
+        """The parts of submissions that a worker needs. Raises GradingError if another process cannot have them."""
+        try:
+            return pickle.dumps([_item(submission) for submission in submissions])
+        except Exception as error:  # a row of a user's task may hold anything
+            prompt, _ = submissions[0]
+            raise GradingError(
+                f"{self._labels[prompt.task]}, prompt {prompt.prompt.id}: it cannot be sent to a grading process"
+                f" ({message_of(error)}); give its metadata plain values, or set grading.workers to 0"
+            ) from error
 
     def _check_started(self) -> None:
         """Raise GradingError if a process could not be started."""
@@ -293,71 +312,60 @@ class Grader:
 
 
 class _Worker:
-    """A grading process, and the parent's end of the connection.
-
-    A plain subprocess instead of multiprocessing, which would run the caller's main module again (possibly importing
-    jax); and a fork of a process that uses jax may hang.
-    """
+    """A grading process."""
 
     def __init__(self, configs: list[TaskConfig], timeout_s: float, variables: Mapping[str, str]) -> None:
         self._limits_s: list[float] = []
         """Seconds for an answer of each task, which the process says once it is ready."""
-        self._connection, theirs = Pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"from podium.tasks.worker import main; main({theirs.fileno()})"],
-            pass_fds=[theirs.fileno()],
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # output of a grader must not mix with `podium eval --json`
-            start_new_session=True,
-        )
-        theirs.close()
-        self._connection.send((configs, timeout_s))
+        self._process = WorkerProcess("podium.tasks.worker", variables)
+        with contextlib.suppress(EOFError, TimeoutError):  # `grade` says so
+            self._process.channel.send(pickle.dumps((configs, timeout_s)), START_LIMIT_S)
 
-    def grade(self, items: list[Item]) -> list[Outcome]:
-        """One outcome per item; fewer, of which the last is `stopped`, if the worker was killed or died."""
+    def grade(self, items: bytes, tasks: Sequence[int]) -> list[Outcome]:
+        """One outcome per item of a pickled list, whose tasks are given; fewer if the process was lost.
+
+        The last of them is then `stopped` if the process was lost while it graded that item, and not between two.
+        """
         self._wait_until_ready()
-        outcomes: list[Outcome] = []
+        channel, outcomes, begun, limit_s = self._process.channel, list[Outcome](), False, 0.0
         try:
-            self._connection.send(items)
-            for item in items:
-                limit_s = self._limits_s[item.task]
-                if not self._connection.poll(limit_s):
-                    self.stop()
-                    return [*outcomes, Outcome("stopped", message=f"it took longer than {limit_s:g} s")]
-                outcomes.append(self._connection.recv())
-        except (EOFError, OSError):
+            channel.send(pickle.dumps((len(tasks), items)), BEGIN_LIMIT_S)
+            for task in tasks:
+                limit_s = self._limits_s[task]
+                begun = channel.receive(BEGIN_LIMIT_S) == BEGUN
+                outcomes.append(pickle.loads(channel.receive(limit_s)))
+                begun = False
+        except (TimeoutError, EOFError) as error:
+            late = isinstance(error, TimeoutError)
             self.stop()
-            message = f"its process ended with code {self._process.returncode}"
-            return [*outcomes, Outcome("stopped", message=message)]
+            if begun:
+                ended = f"its process ended with code {self._process.exit_code}"
+                message = f"it took longer than {limit_s:g} s" if late else ended
+                outcomes.append(Outcome("stopped", message=message))
         return outcomes
 
     def alive(self) -> bool:
         """Whether it can still grade."""
-        return self._process.poll() is None
+        return self._process.exit_code is None
 
     def stop(self) -> None:
         """End the process and its children; can be called from any thread."""
-        with contextlib.suppress(ProcessLookupError):  # none is left
-            os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own
-        self._process.wait()
+        self._process.stop()
 
     def discard(self) -> None:
         """End the process and close our end of the connection."""
-        self.stop()
-        self._connection.close()
+        self._process.close()
 
     def _wait_until_ready(self) -> None:
         if self._limits_s:
             return
-        with contextlib.suppress(EOFError, OSError):
-            if self._connection.poll(START_LIMIT_S):
-                self._limits_s = self._connection.recv()
-        if not self._limits_s:
+        try:
+            self._limits_s = pickle.loads(self._process.channel.receive(START_LIMIT_S))
+        except (EOFError, TimeoutError):
             self.stop()
             raise RuntimeError(
                 f"a grading process did not create its tasks: it ended (see above), or took {START_LIMIT_S:g} s"
-            )
+            ) from None
 
 
 def _prompt_key(submission: Submission) -> tuple[int, str]:

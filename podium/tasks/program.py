@@ -5,13 +5,15 @@ turn like those of other environments, with the same limits, seeds and failures.
 so far extends it; another one begins a segment of it. What is trained are the tokens that were drawn.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Protocol
+from typing import Annotated, BinaryIO, Protocol
 
 from pydantic import Field
 
@@ -23,6 +25,8 @@ from podium.tasks.loopback import Call, Line, Prompts, server
 from podium.tasks.task import Prompt, TaskSource
 
 Count = Annotated[int, Field(ge=1)]
+END_BYTES = 1 << 16
+"""Bytes that are read of what a program prints: its last line is its reward."""
 SHOWN = 2000
 """Characters of a program's errors in a message."""
 
@@ -160,16 +164,17 @@ class Process:
             "NO_PROXY": ",".join(filter(None, ("127.0.0.1", os.environ.get("NO_PROXY")))),
         }
         self._name = " ".join(command)
-        self._process = subprocess.Popen(
-            list(command),
-            env={**os.environ, **local, **told},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
-        self._said = self._errors = ""
+        # Files, not pipes: a process that the program leaves behind would hold a pipe open, and its end not come.
+        with contextlib.ExitStack() as files:
+            self._said, self._errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            self._process = subprocess.Popen(
+                list(command),
+                env={**os.environ, **local, **told},
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=self._errors,
+            )
+            self._files = files.pop_all()
         self._ended = threading.Event()
         threading.Thread(target=self._watch, args=(line,), name="program", daemon=True).start()
 
@@ -177,19 +182,26 @@ class Process:
         """The number on the last line that it has printed. Raises RuntimeError if it failed, or printed none."""
         self._ended.wait()
         if self._process.returncode:
-            errors = self._errors.strip()[-SHOWN:]
+            errors = _end_of(self._errors).strip()[-SHOWN:]
             raise RuntimeError(f"{self._name} ended with code {self._process.returncode}: {errors}")
-        last = self._said.strip().rpartition("\n")[2]
+        last = _end_of(self._said).strip().rpartition("\n")[2]
         try:
             return float(last)
         except ValueError:
             raise RuntimeError(f"{self._name}: the last line it prints must be the reward, not {last!r:.80}") from None
 
     def stop(self) -> None:
-        """Kill it if it still runs."""
+        """Kill it if it still runs, and drop what it has printed."""
         self._process.kill()
+        self._files.close()
 
     def _watch(self, line: Line) -> None:
-        self._said, self._errors = self._process.communicate()
+        self._process.wait()
         self._ended.set()
         line.end()
+
+
+def _end_of(file: BinaryIO) -> str:
+    """The end of what a program has written to a file."""
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), END_BYTES, max(0, size - END_BYTES)).decode("utf-8", "replace")

@@ -1,23 +1,26 @@
 """The grading process: started by `podium.tasks.grading`, which calls `main` in it.
 
-It reads task configs and then lists of items from its connection, and answers each item as soon as it is graded. It has
-no time limit of its own: the parent kills it if necessary.
+It reads task configs, answers with the seconds that an answer of each task may take, and then reads lists of items. Of
+each item it says that it begins with it, and then how grading ended. It has no time limit of its own: the parent kills
+it if necessary.
 """
 
 import contextlib
 import math
+import pickle
 import signal
 import traceback
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from podium.tasks.registry import make_task
 from podium.tasks.task import OutOfTime, Prompt, Task
+from podium.tasks.worker_process import join_parent
 
 MEMORY_BYTES = 2 << 30
 """Memory that one grade may allocate beyond what the process has once its tasks are made."""
-ORPHAN_S = 60.0
-"""A worker that is still busy with one item this long after its time limit has lost its parent, and exits."""
+BEGUN = b"begun"
+"""Sent before each item is graded."""
 
 
 class Item(NamedTuple):
@@ -58,23 +61,30 @@ def grading_limit_s(task: Task, timeout_s: float) -> float:
     return max(timeout_s, getattr(task, "grading_limit_s", 0.0))
 
 
-def main(file_descriptor: int) -> None:
-    """Grade until the parent closes the connection."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent finishes its step, and then closes the connection
-    connection = Connection(file_descriptor)
-    configs, timeout_s = connection.recv()
+def main(connection: int, lifeline: int) -> None:
+    """Grade until the parent ends this process, or ends itself."""
+    channel = join_parent(connection, lifeline)
+    configs, timeout_s = pickle.loads(channel.receive())
     tasks = [make_task(config) for config in configs]
     _limit_memory()
-    limits_s = [grading_limit_s(task, timeout_s) for task in tasks]
-    connection.send(limits_s)
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    channel.send(pickle.dumps([grading_limit_s(task, timeout_s) for task in tasks]))
+    with contextlib.suppress(EOFError):
         while True:
-            for item in connection.recv():
-                signal.setitimer(signal.ITIMER_REAL, limits_s[item.task] + ORPHAN_S)
-                outcome = grade_item(tasks[item.task], item)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                connection.send(outcome)
+            count, items = pickle.loads(channel.receive())
+            for outcome in _outcomes(tasks, count, items):
+                channel.send(BEGUN if outcome is None else pickle.dumps(outcome))
+
+
+def _outcomes(tasks: Sequence[Task], count: int, data: bytes) -> Iterator[Outcome | None]:
+    """For each of `count` items, which are pickled: None as it begins, and its outcome."""
+    try:
+        items: list[Item] = pickle.loads(data)
+    except BaseException:  # classes in a row of the data that are not importable here
+        yield from [None, Outcome("bug", message=traceback.format_exc())] * count
+        return
+    for item in items:
+        yield None
+        yield grade_item(tasks[item.task], item)
 
 
 def _limit_memory() -> None:

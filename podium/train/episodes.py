@@ -10,6 +10,9 @@ is taken out of the engine and goes on in the next call of `hold`, under newer w
 environment that is not there any more, because the run was continued or another host held it, is opened anew with the
 same seed and told the same answers. If it replies otherwise than before, its conversation has failed and begins again.
 
+The same is done at once for conversations whose process was lost through no fault of theirs. They have not failed: one
+whose new environment replies otherwise begins again, as often as that happens.
+
 A program that leads its conversation (`podium.tasks.program`) asks with messages or tokens. What follows the last
 answer extends the conversation; any other prompt begins a segment. Since programs are not replayed, their conversations
 begin again when a run is continued.
@@ -189,7 +192,7 @@ class _Rollout:
         self._reply_s: list[float] = []
         self._begin_s: list[float] = []
         self._ran: list[ToolRun] = []
-        self._unread_calls = self._extend_tokens = self._changed = 0
+        self._unread_calls = self._extend_tokens = self._changed = self._moved = 0
         self._idle_s = 0.0
 
     @property
@@ -204,6 +207,7 @@ class _Rollout:
         return EnvironmentStats(
             failures=tuple(text for *_, text in sorted(self._failures)),
             changed=self._changed,
+            moved=self._moved,
             reply_s=tuple(self._reply_s),
             begin_s=tuple(self._begin_s),
             ran=tuple(self._ran),
@@ -227,8 +231,6 @@ class _Rollout:
         while self._replays:
             self._on_poll()
             self._receive(self._patience)
-            for number in [number for number in self._replays if number in owner.early]:
-                self._take_replay(self._replays[number], owner.early.pop(number))
         self._submit_drawing()
 
     def run(self, enough: Enough | None) -> None:
@@ -295,8 +297,12 @@ class _Rollout:
         """Continue a conversation, with its environment if that is still open."""
         live = Live.of(episode, index, sample)
         number = self._open.pop(self._place(live), None)
+        early = None if number is None else self._owner.early.get(number)
+        if early is not None and early.kind == "lost":
+            del self._owner.early[early.number]
+            live.apart, number = early.apart, None
         if number is None and (episode.state == "beginning" or self._is_led(index)):
-            self._begin(Live(index=index, sample=sample, attempt=episode.attempt))
+            self._begin(Live(index=index, sample=sample, attempt=episode.attempt, apart=live.apart))
             return
         if episode.asking is not None:
             live.tokens = tuple(episode.transcript.prompt.tolist())
@@ -320,30 +326,52 @@ class _Rollout:
         self._turns.set_prompt(live, episode.first)
         self._reopen(live, episode)
 
-    def _reopen(self, live: Live, episode: Episode) -> None:
+    def _reopen(self, live: Live, episode: Episode, *, moved: bool = False) -> None:
         """Open an environment anew, to tell it what it was told before."""
         live.number = self._owner.new_number()
         self._live[live.number] = live
         dialogue = self._turns.dialogue(live.index)
         assert dialogue is not None, "single answers have no environment"
-        self._replays[live.number] = Replay(live=live, episode=episode, dialogue=dialogue)
+        self._replays[live.number] = Replay(live=live, episode=episode, dialogue=dialogue, moved=moved)
         self._open_environment(live)
+
+    def _lost(self, live: Live, answered: Answered) -> None:
+        """Go on with a conversation whose process was lost through no fault that is known."""
+        self._moved += 1
+        live.apart = live.apart or answered.apart
+        replay = self._replays.pop(live.number, None)
+        self._owner.early.pop(live.number, None)
+        if self._is_led(live.index):
+            self._restart(live, live.attempt)
+            return
+        del self._live[live.number]
+        due = live.due
+        if replay is not None:
+            self._reopen(live, replay.episode, moved=replay.moved)
+        elif live.tokens is None:  # it has not begun
+            self._begin(live)
+        else:
+            self._reopen(live, live.episode(live.stop), moved=True)
+        live.due = due
 
     def _take_replay(self, replay: Replay, answered: Answered) -> None:
         """Compare what an environment answers with what it answered before, and tell it the next turn."""
         live, episode = replay.live, replay.episode
-        live.due = None
+        due, live.due = live.due, None
         if answered.kind == "failed":
             del self._replays[live.number]
-            self._failed(live, str(answered.value))
+            self._failed(live, str(answered.value), apart=answered.apart)
             return
         reply = answered.value
         messages = self._turns.fitting(replay.dialogue, reply.messages) if isinstance(reply, Reply) else []
         change = replay.change(answered, messages)
         if change is not None:
             del self._replays[live.number]
-            self._changed += 1
-            self._failed(live, change)
+            if replay.moved:
+                self._restart(live, live.attempt)
+            else:
+                self._changed += 1
+                self._failed(live, change)
         elif answered.kind == "graded":
             del self._replays[live.number], self._live[live.number]
             self._made[live.index][live.sample] = dataclasses.replace(episode, environment=answered.environment)
@@ -354,6 +382,8 @@ class _Rollout:
         else:
             del self._replays[live.number]
             self._wait_again(replay)
+        if replay.moved:  # its answer is due when it would have been
+            live.due = due
 
     def _wait_again(self, replay: Replay) -> None:
         """Ask an environment again what it was asked when the run stopped."""
@@ -411,7 +441,10 @@ class _Rollout:
     def _put_aside(self, live: Live) -> Episode:
         """What there is of a conversation; its environment stays open."""
         self._drop_key(live)
-        self._owner.open[self._place(live)] = live.number
+        if self._replays.pop(live.number, None) is None:
+            self._owner.open[self._place(live)] = live.number
+        else:  # the next call begins with its replay
+            self._environments.drop(live.number)
         if live.state != "beginning":
             reason = live.stop if live.state == "ending" else live.transcript.finish_reason
             return live.episode(reason, timed=self._limits.episode_timeout_s is not None)
@@ -434,7 +467,7 @@ class _Rollout:
         prompt, own = self._prompts[live.index], self._owner._config.group_seed == "own"
         seed = request_seed(prompt.seed, "environment", live.sample if own else 0)
         if live.index in self._own:
-            self._environments.open(live.number, prompt.prompt.task, prompt.prompt.prompt, seed)
+            self._environments.open(live.number, prompt.prompt.task, prompt.prompt.prompt, seed, apart=live.apart)
         self._asked(live)
 
     def _say(self, live: Live, turn: Turn) -> None:
@@ -447,6 +480,10 @@ class _Rollout:
             self._environments.grade(live.number)
         self._asked(live)
 
+    def _is_replayed(self, live: Live) -> bool:
+        """Whether its new environment is still told what the lost one was; the end of that asks what is due."""
+        return live.number in self._replays
+
     def _asked(self, live: Live) -> None:
         live.due = self._steps + REPLY_STEPS
 
@@ -456,25 +493,34 @@ class _Rollout:
         return POLL_S if self._owner.exchange is None else POLL_TOGETHER_S
 
     def _receive(self, wait_s: float) -> None:
-        """Add what environments have answered to `early`, waiting for the first; on all hosts that decode together."""
+        """Add what environments have answered to `early`, waiting for the first; on all hosts that decode together.
+
+        What concerns lost processes, and answers to what is told again, is dealt with at once.
+        """
         found: list[Answered] = []
         while (answered := self._environments.next(wait_s)) is not None:
             wait_s = 0.0
             found.append(answered)
         if self._owner.exchange is not None:
             found = self._owner.exchange(found)
-        self._owner.early |= {answered.number: answered for answered in found}
+        for answered in found:
+            live = self._live.get(answered.number)
+            if live is not None and answered.kind == "lost":
+                self._lost(live, answered)
+            elif live is not None and (replay := self._replays.get(answered.number)) is not None:
+                self._take_replay(replay, answered)
+            else:
+                self._owner.early[answered.number] = answered
 
     def _take_answers(self) -> None:
         """Take what environments have answered; waits for it if the engine has nothing to do, or it is due."""
         early, idle = self._owner.early, not self._engine.busy
         start = time.perf_counter()
         if self._paced:
-            due = [live for live in self._live.values() if live.due is not None and live.due <= self._steps]
-            while any(live.number not in early for live in due):
+            while any(live.number not in early for live in self._due):
                 self._on_poll()
                 self._receive(self._patience)
-            ready = sorted(due, key=_in_order)
+            ready = sorted(self._due, key=_in_order)
             idle = True
         elif self._owner.exchange is not None and not idle and self._steps % STEPS_TOGETHER:
             return
@@ -486,6 +532,11 @@ class _Rollout:
             self._idle_s += time.perf_counter() - start
         for live in ready:
             self._take_answer(live, early.pop(live.number))
+
+    @property
+    def _due(self) -> list[Live]:
+        """Conversations whose answer is to be taken now, where clocks must not decide."""
+        return [live for live in self._live.values() if live.due is not None and live.due <= self._steps]
 
     def _take_answer(self, live: Live, answered: Answered) -> None:
         live.due = None
@@ -503,7 +554,9 @@ class _Rollout:
                 assert answered.value is None or isinstance(answered.value, float)
                 self._end(live, answered.value, answered.environment)
             case "failed":
-                self._failed(live, str(answered.value))
+                self._failed(live, str(answered.value), apart=answered.apart)
+            case "lost":
+                raise AssertionError("it is dealt with as it is received")
 
     def _opened(self, live: Live, first: str | Asking | None) -> None:
         """Submit a conversation whose environment has begun, together with the others of its prompt."""
@@ -598,24 +651,38 @@ class _Rollout:
         live.key = Key(self._engine.submit(request), live.sample)
         self._keys[live.key] = live
 
-    def _failed(self, live: Live, why: str) -> None:
-        """Begin a conversation again that failed through no fault of the model, or give it up."""
+    def _failed(self, live: Live, why: str, *, apart: bool = False) -> None:
+        """Begin a conversation again that failed through no fault of the model, or give it up.
+
+        `apart`: it has ended a process, and begins again in one with one call at a time.
+        """
         self._failures.append((live.index, live.sample, live.attempt, why))
-        self._environments.drop(live.number)
-        del self._live[live.number]
-        self._drop_key(live)
+        live.apart = live.apart or apart
         if live.attempt < self._owner._config.retries:
-            self._begin(Live(index=live.index, sample=live.sample, attempt=live.attempt + 1))
+            self._restart(live, live.attempt + 1)
             return
+        self._give_up(live)
         if not live.transcript.spans:
             live.transcript = live.transcript.add_prompt(live.tokens or self._prompts[live.index].tokens)
         self._add(live, live.episode("failed", ended=True))
+
+    def _restart(self, live: Live, attempt: int) -> None:
+        """Begin a conversation again."""
+        self._give_up(live)
+        self._begin(Live(index=live.index, sample=live.sample, attempt=attempt, apart=live.apart))
+
+    def _give_up(self, live: Live) -> None:
+        """End a conversation as far as it has come."""
+        self._environments.drop(live.number)
+        del self._live[live.number]
+        self._drop_key(live)
+        self._beginning.get(live.index, {}).pop(live.sample, None)
 
     def _finish(self, live: Live, reason: StopReason) -> None:
         """End the turns of a conversation and ask for its grade."""
         live.stop, live.state = reason, "ending"
         self._drop_key(live)
-        self._grade(live)
+        self._asked(live) if self._is_replayed(live) else self._grade(live)
 
     def _end(self, live: Live, final: float | None, environment: object) -> None:
         """Take a conversation's grade."""
@@ -675,7 +742,7 @@ class _Rollout:
                 cut=cut,
                 read=live.transcript.segments[-1].num_tokens - len(completion.tokens),
             )
-        self._say(live, turn)
+        self._asked(live) if self._is_replayed(live) else self._say(live, turn)
 
     def _take_single(self, key: Key, index: int, completion: Completion) -> None:
         made = self._made[index]

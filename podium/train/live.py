@@ -19,6 +19,8 @@ class Live:
     sample: int
     """Index among the prompt's conversations."""
     attempt: int = 0
+    apart: bool = False
+    """Whether its environment is held by a process with one call at a time, because it may have ended another one."""
     state: State = "beginning"
     number: int = -1
     """Its number in `Environments`; another one for each attempt."""

@@ -41,13 +41,20 @@ def train(
 
     Raises:
         ValueError: something named in the config is unusable; the message says what, and the way out.
+        RuntimeError: a user's code called `sys.exit`.
     """
     job = job or alone()
     opened = open_run(config, fork=fork, plain=plain, job=job, check=check, on_step=on_step, profile=profile)
-    with opened as (run, state, done):
-        done = run_steps(run, state, done)
-        summarise(run)
-        status = run.stop.exit_code  # of all processes, which are still connected here
+    try:
+        with opened as (run, state, done):
+            done = run_steps(run, state, done)
+            summarise(run)
+            status = run.stop.exit_code  # of all processes, which are still connected here
+    except SystemExit as error:  # or else the run would seem to be done
+        raise RuntimeError(
+            f"code that the config names, such as a task, a scorer or an advantage, called sys.exit({error.code!r}),"
+            " which would end the run; let it raise an error of its own"
+        ) from error
     why = job.notice.text or f"stopped by signal {status - 128}"
     stopped = f"{why} after step {done}, which is saved"
     job.report.end(*(("stopped", stopped) if status else ("done", f"{done} steps")), status)

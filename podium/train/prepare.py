@@ -222,7 +222,7 @@ def prepare_step(
     scored_at = time.perf_counter()
     advantages, reward_kl = step_advantages(packed, recipe, scored)
     teacher_kl = None
-    if recipe.teacher is not None and recipe.teacher.loss == "sampled" and len(packed.kept):
+    if recipe.teacher is not None and recipe.teacher.loss == "sampled" and packed.minibatches:
         tokens = _token_scores(packed, scored)
         teacher, own = tokens.scores[TEACHER_LOGPROBS], tokens.scores[OLD_LOGPROBS]
         advantages = taught_advantages(advantages, teacher, own, tokens.mask, weight=recipe.teacher.weight)
@@ -320,7 +320,7 @@ def _value_targets(
     packed: PackedStep, recipe: Recipe, scored: Sequence[Batch[jax.Array]], reward_kl: RewardKl | None
 ) -> tuple[np.ndarray | None, ValueStats | None]:
     """What the critic learns from the kept groups, [n, G, T], with its statistics; None without a critic."""
-    if not recipe.learns_values or not len(packed.kept):
+    if not recipe.learns_values or not packed.minibatches:
         return None, None
     tokens = _token_scores(packed, scored)
     bound = recipe.advantage.keywords
@@ -359,6 +359,8 @@ def step_advantages(
         advantage = functools.partial(advantage, baselines=packed.baselines)
     if "tokens" not in inspect.signature(recipe.advantage).parameters:
         return _checked(advantage(rewards, packed.lengths), packed), reward_kl
+    if not packed.minibatches:  # no batch has scores
+        return np.zeros(packed.lengths.shape, np.float32), reward_kl
     tokens = _token_scores(packed, scored)
     found = advantage(rewards, packed.lengths, tokens=tokens)
     return (found if found.ndim == 2 else np.where(tokens.mask, found, np.float32(0))), reward_kl

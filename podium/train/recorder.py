@@ -247,7 +247,7 @@ def completion_stats(groups: Sequence[Group]) -> CompletionStats:
         timeouts=sum(reward.timed_out for reward in rewards),
         ungraded=sum(reward.failed and bool(reward.parts) for group in groups for reward in group.rewards),
         greedy=np.array(greedy) if greedy else None,
-        entropy=-float(np.mean(drawn, dtype=np.float64)),
+        entropy=-float(np.mean(drawn, dtype=np.float64)) if drawn.size else None,
     )
 
 

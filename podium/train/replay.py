@@ -1,7 +1,7 @@
 """Replays a conversation to a newly opened environment by sending the model's earlier answers again. No jax.
 
-An environment is gone if the run was continued, or if another host held it. Its conversation goes on only if the new
-one answers as it did.
+An environment is gone if the run was continued, if another host held it, or if its process was lost. Its conversation
+goes on only if the new one answers as it did.
 """
 
 import dataclasses
@@ -29,6 +29,9 @@ class Replay:
     episode: Episode
     """The conversation as it was."""
     dialogue: Dialogue
+    moved: bool = False
+    """Whether its process was lost while the run went on: the conversation may be waiting for a turn of the model, and
+    if the new environment answers otherwise it begins again, without a failure."""
     told: int = 0
     """Number of answers sent so far."""
 

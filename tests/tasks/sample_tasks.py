@@ -1,7 +1,10 @@
 """Tasks that tests name by import path, some of them broken on purpose."""
 
+import asyncio
 import os
+import signal
 import subprocess
+import threading
 import time
 from typing import Annotated, Literal
 
@@ -39,6 +42,16 @@ class Echo:
                 raise KeyError("a bug")
             case "exit":
                 raise SystemExit(1)
+            case "interrupt":
+                raise KeyboardInterrupt
+            case "cancel":
+                raise asyncio.CancelledError
+            case "leave":
+                raise GeneratorExit
+            case "stop later":
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+            case "exit later":
+                threading.Timer(0.2, os._exit, (3,)).start()
             case "too much":
                 return 2.0
             case "pid":

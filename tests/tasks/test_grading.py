@@ -1,6 +1,8 @@
 import contextlib
+import dataclasses
 import errno
 import os
+import sys
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -118,7 +120,13 @@ def test_parts_that_need_no_grader_are_kept_when_grading_is_stopped(closed):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("bug", "KeyError: 'a bug'"), ("exit", "SystemExit"), ("too much", "returned 2.0; it must return")],
+    [
+        ("bug", "KeyError: 'a bug'"),
+        ("exit", "SystemExit"),
+        ("cancel", "CancelledError"),
+        ("leave", "GeneratorExit"),
+        ("too much", "returned 2.0; it must return"),
+    ],
 )
 def test_a_bug_in_a_grader_is_an_error_that_shows_everything(closed, workers, text, message):
     grader = closed(workers=workers)
@@ -127,6 +135,40 @@ def test_a_bug_in_a_grader_is_an_error_that_shows_everything(closed, workers, te
     for part in ("Echo, prompt a/train/7", "Say 7", f"--- completion\n{text}", message, "--- reference answer\n7"):
         assert part in str(error.value)
     assert [reward.total for reward in grader.grade(answers("7", "8"))] == [1, 0]
+
+
+def test_an_interrupt_that_a_grader_raises_in_its_process_is_a_bug(closed):
+    with pytest.raises(GradingError, match="KeyboardInterrupt"):
+        closed().grade(answers("interrupt"))
+
+
+@pytest.mark.parametrize("act", ["stop later", "exit later"])
+@pytest.mark.parametrize("size", [1, 1_000_000])
+def test_what_an_answer_leaves_behind_costs_no_other_answer(closed, act, size):
+    """Also if what is sent next does not fit into the connection, which nothing reads any more."""
+    grader = closed(timeout_s=1.0)
+    assert [reward.total for reward in grader.grade(answers("7", act))] == [1, 0]
+    time.sleep(0.5)
+    rewards = grader.grade(answers("7", "8" * size, "7"))
+    assert [(reward.total, reward.timed_out) for reward in rewards] == [(1, False), (0, False), (1, False)]
+
+
+class OfThisModule:
+    """A class that grading processes can import, unless it is said to be of a module that is not there."""
+
+
+def test_a_prompt_that_another_process_cannot_have_is_an_error(closed, monkeypatch):
+    monkeypatch.setattr(OfThisModule, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "OfThisModule", OfThisModule, raising=False)
+    prompt = Prompt(id="a/0", question="Say 7", answer="7", metadata={"held": lambda: 1})
+    of_main = dataclasses.replace(prompt, metadata={"held": OfThisModule()})
+    graded = Graded(text="7", tokens=(1,))
+    grader = closed()
+    with pytest.raises(GradingError, match=r"prompt a/0: it cannot be sent to a grading process .*plain values"):
+        grader.grade([(TaskPrompt(task=0, prompt=prompt, system_prompt=None), graded)])
+    with pytest.raises(GradingError, match="OfThisModule"):
+        grader.grade([(TaskPrompt(task=0, prompt=of_main, system_prompt=None), graded)])
+    assert [reward.total for reward in grader.grade(answers("7"))] == [1.0]
 
 
 def test_a_long_completion_is_shortened_and_made_printable_in_the_error(closed):
@@ -170,7 +212,7 @@ def test_close_ends_the_processes_at_once_even_while_they_grade():
     start = time.monotonic()
     grader.close()
     assert time.monotonic() - start < 10
-    assert all(process.poll() is not None for process in processes)
+    assert all(process.exit_code is not None for process in processes)
     assert len(processes) == 2
     with pytest.raises(CancelledError):
         grading.result()
@@ -184,7 +226,7 @@ def test_a_process_that_cannot_be_started_again_is_an_error_and_close_returns(mo
     def refuse(*_: object, **__: object):
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr("podium.tasks.grading.subprocess.Popen", refuse)
+    monkeypatch.setattr("podium.tasks.worker_process.subprocess.Popen", refuse)
     with pytest.raises(GradingError, match=r"could not be started \(.*\); free memory .* lower grading\.workers"):
         grader.grade(answers(*["crash", "7"] * 40))
     closing = threading.Thread(target=grader.close, daemon=True)

@@ -213,7 +213,7 @@ def test_a_judge_s_key_is_hidden_from_the_processes_that_read_answers(server, mo
             seen.append(settings["env"])
             super().__init__(*arguments, **settings)
 
-    monkeypatch.setattr("podium.tasks.grading.subprocess.Popen", Recorded)
+    monkeypatch.setattr("podium.tasks.worker_process.subprocess.Popen", Recorded)
     judges = [config(server, key_env="JUDGE_KEY")]
     Grader([TASK], GradingConfig(workers=1, judges=judges), max_new_tokens=8).close()
     assert [(each.get("JUDGE_KEY"), each["OTHER"]) for each in seen] == [(None, "visible")]

@@ -1,13 +1,16 @@
 """Environments and tools whose replies are written down, for runs with a tiny random model."""
 
 import asyncio
+import json
 import os
 import random
+import re
+import signal
 import time
 from typing import Any
 
 from podium.tasks.conversation import Reply, Turn
-from podium.tasks.task import Prompt
+from podium.tasks.task import Prompt, TaskSource
 
 TEMPLATE = (
     "{% for tool in tools or () %}{{ tool.function.name }} {% endfor %}"
@@ -15,6 +18,8 @@ TEMPLATE = (
     "{{ ' <end> ' if message.role == 'assistant' else ' ' }}{% endfor %}"
 )
 """A chat template by which a conversation can be continued."""
+HOSTILE = "SCRIPTED_HOSTILE"
+"""Environment variable with what some conversations do, by their question and seed, as JSON."""
 LATEST = "SCRIPTED_LATEST_S"
 """Environment variable with the seconds of the slowest replies."""
 ROOMY = {"max_prompt_tokens": 100, "max_new_tokens": 8, "max_episode_tokens": 160, "slots": 8}
@@ -216,3 +221,66 @@ class WildTools(Echo):
         return self.reward
 
     _may_fail = Wild._may_fail
+
+
+class Hostile(Counting):
+    """The same, but at their first reply those that an environment variable names do what it says."""
+
+    def __init__(self, prompt: Prompt, seed: int) -> None:
+        super().__init__(prompt, seed)
+        self.act = json.loads(os.environ[HOSTILE]).get(f"{prompt.question} {seed}")
+
+    def reply(self, turn: Turn) -> Reply | None:
+        if turn.number == 0 and self.act == "surrogate":
+            super().reply(turn)
+            return Reply(messages=({"role": "user", "content": "What is \ud83d ?"},))
+        if turn.number == 0 and self.act:
+            misbehave(self.act)
+        return super().reply(turn)
+
+
+class NoEnd(Counting):
+    """An environment that never ends."""
+
+    def grade(self) -> float:
+        raise RuntimeError("the service is down")
+
+    def reply(self, turn: Turn) -> None:
+        raise RuntimeError("the service is down")
+
+
+class NoBeginning(Counting):
+    """An environment that never begins."""
+
+    def begin(self) -> str:
+        raise RuntimeError("the service is down")
+
+
+def misbehave(act: str) -> None:
+    """What no environment should do."""
+    match act:
+        case "sleep":
+            time.sleep(600)
+        case "hold":  # the interpreter's lock: matching has no end, and no step of Python
+            re.match(r"(a+)+b", "a" * 64)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "exit":
+            os._exit(3)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Leaving:
+    """A task whose data ends the program."""
+
+    system_prompt = None
+
+    def __init__(self, source: TaskSource) -> None:
+        pass
+
+    def prompts(self, split: str) -> list[Prompt]:
+        raise SystemExit(0)
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        return 0.0

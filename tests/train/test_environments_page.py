@@ -60,7 +60,7 @@ def test_the_function_is_called_and_its_mistakes_are_told():
     call = ToolCall(name="population", arguments={"city": "Paris"})
     assert run_call({"population": population}, call, lambda value: value) == ("2100000", False)
     wrong = ToolCall(name="population", arguments={"city": "Bonn"})
-    assert run_call({"population": population}, wrong, lambda value: value) == ("Error: 'Bonn'", True)
+    assert run_call({"population": population}, wrong, lambda value: value) == ("Error: KeyError: 'Bonn'", True)
 
 
 def test_the_guess_is_paid_by_its_nearest_number():

@@ -23,12 +23,11 @@ from podium.plan.workload import Clock, Replies, SequenceLengths, simulate_rollo
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import RolloutStats
 from podium.rollout.transcript import Transcript
-from podium.tasks import environments
 from podium.tasks.conversation import ToolCall, Turn, as_reply
 from podium.tasks.conversing import Answered
-from podium.tasks.environments import ENDED
 from podium.tasks.task import Prompt
 from podium.tasks.tool_calls import Calls
+from podium.tasks.worker_process import WorkerProcess
 from podium.train.dialogue import Dialogue
 from podium.train.feed import prompt_messages
 from podium.train.generate import AnswerSettings, FailingEnvironmentError, Group, Rollouts
@@ -228,7 +227,7 @@ def test_trls_class_form_is_taken_as_it_is(tiny_model, template, tmp_path, one_d
 
 
 def test_an_environment_in_processes_survives_one_that_is_killed(talk):
-    config = talk(environments={"workers": 2, "retries": 3})
+    config = talk(environments={"workers": 2, "retries": 0})
     with opened(config) as rollouts:
         prompts = rollouts.feed.next(4)
         settings = AnswerSettings(sampling=rollouts.spec.sampling, completions=4)
@@ -236,12 +235,12 @@ def test_an_environment_in_processes_survives_one_that_is_killed(talk):
 
         def poll() -> None:
             if rollouts.engine.keys and not killed:  # all environments have begun
-                killed.append(rollouts.environments._workers[0]._process.pid)
+                killed.append(rollouts.environments._pool._shared[0].pid)
                 os.kill(killed[0], signal.SIGKILL)
 
         rollouts._poll = poll
         groups, _ = rollouts.answer(prompts, settings)
-        assert any("its environment ended" in failure for failure in rollouts.held.failures)
+        assert rollouts.held.failures == () and rollouts.held.moved == 8
     expected, _, _ = answered(talk())
     assert tokens_of(groups) == tokens_of(expected)
 
@@ -259,13 +258,13 @@ def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
     failing = {"workers": 2, "retries": 1, "timeout_s": 5.0, "max_failed": 1.0}
     config = talk(tasks=wild, environments=failing, rollout={"cache_tokens": 96, "stop": ["3", "5", "is", "+"]})
     draw, seen, started = random.Random(0), Counter(), list[subprocess.Popen]()
-    begin = environments._Process.__init__
+    begin = WorkerProcess.__init__
 
     def begun(self, *options) -> None:
         begin(self, *options)
         started.append(self._process)
 
-    monkeypatch.setattr(environments._Process, "__init__", begun)
+    monkeypatch.setattr(WorkerProcess, "__init__", begun)
     with opened(config) as rollouts:
         settings = AnswerSettings(sampling=rollouts.spec.sampling, completions=4)
         for number in range(rounds):
@@ -275,19 +274,19 @@ def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
                 left[0] -= bool(rollouts.engine.keys)
                 if left[0] == 0 and breaks:
                     raise KeyboardInterrupt
-                if left[0] == 0 and rollouts.environments._workers:
-                    rollouts.environments._workers[0]._process.kill()
+                if left[0] == 0 and rollouts.environments._pool._shared:
+                    os.kill(rollouts.environments._pool._shared[0].pid, signal.SIGKILL)
 
             rollouts._poll = poll
             with contextlib.suppress(KeyboardInterrupt):
                 groups, stats = rollouts.answer(rollouts.feed.next(10), settings)
                 seen["evicted"] += stats.evicted + stats.preempted
                 seen.update(transcript.finish_reason for group in groups for transcript in group.transcripts)
-                seen["ended"] += sum(ENDED in each for each in rollouts.held.failures)
+                seen["moved"] += rollouts.held.moved
                 seen["wrong"] += sum(ran.error for ran in rollouts.held.ran)
             assert rollouts.engine.keys == [] and rollouts.engine.pages_used == 0 and not rollouts.engine.busy
-            assert not rollouts.environments._homes and not rollouts.environments._deadlines
-    assert all(seen[each] for each in ("evicted", "length", "failed", "ended", "wrong")), seen
+            assert not rollouts.environments._pool._homes and not rollouts.environments._deadlines
+    assert all(seen[each] for each in ("evicted", "length", "failed", "moved", "wrong")), seen
     assert len(started) > failing["workers"]  # some ended and were replaced
     assert all(process.returncode is not None for process in started)
     assert not {process.pid for process in started} & set(below(os.getpid()))
@@ -344,7 +343,7 @@ class Timed:
     def _answer(self, seconds: float, *answered: Any) -> None:
         self.due.append((self.now + seconds, next(self.numbers), Answered(*answered)))
 
-    def open(self, number: int, task: int, prompt: Prompt, seed: int) -> None:
+    def open(self, number: int, task: int, prompt: Prompt, seed: int, *, apart: bool = False) -> None:
         self.talks[number] = Counting(prompt, seed)
         self._answer(0.0, number, "opened")
 

@@ -1,0 +1,183 @@
+"""A process that runs other people's code: graders, environments, tools.
+
+Whatever that code does, it neither blocks the trainer nor outlives it. Messages have deadlines in both directions. The
+process leads a session of its own, and the kernel kills that session's group, with all that tools have started, when
+the trainer ends: no thread of the process, which may wait for the interpreter's lock, is needed.
+"""
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+LENGTH = struct.Struct("!Q")
+"""Precedes each message: its bytes."""
+PART = 1 << 16
+"""Bytes read at a time."""
+START_LIMIT_S = 300.0
+"""Seconds in which a process must import and create its tasks."""
+LOOK_S = 1.0
+"""Longest wait between two looks at whether the process has ended: one that it forked may hold its connection open."""
+
+
+class Channel:
+    """One end of a connection between two processes. Two threads may use it at a time: one sends, one receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        connection.setblocking(False)
+
+    def send(self, message: bytes, timeout_s: float | None = None) -> None:
+        """Send a message. Raises TimeoutError if the other end does not take it in time, EOFError if it is closed."""
+        deadline = _deadline(timeout_s)
+        left = memoryview(LENGTH.pack(len(message)) + message)
+        while left:
+            self._wait(select.POLLOUT, deadline)
+            try:
+                left = left[self._socket.send(left) :]
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise EOFError(f"the connection is closed: {error}") from None
+
+    def receive(self, timeout_s: float | None = None) -> bytes:
+        """Wait for a message. Raises TimeoutError if none has come whole in time, EOFError if the end is closed."""
+        deadline = _deadline(timeout_s)
+        (size,) = LENGTH.unpack(self._exactly(LENGTH.size, deadline))
+        return self._exactly(size, deadline)
+
+    def waits(self, timeout_s: float) -> bool:
+        """Wait for the beginning of a message, or the connection's end; whether there is one."""
+        return bool(_poll(self._socket, select.POLLIN).poll(1000 * timeout_s))
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()
+
+    def _exactly(self, size: int, deadline: float | None) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            self._wait(select.POLLIN, deadline)
+            try:
+                part = self._socket.recv(min(PART, size - len(found)))
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise EOFError(f"the connection is closed: {error}") from None
+            if not part:
+                raise EOFError("the other end is closed")
+            found += part
+        return bytes(found)
+
+    def _wait(self, event: int, deadline: float | None) -> None:
+        left = None if deadline is None else deadline - time.monotonic()
+        if (left is not None and left <= 0) or not _poll(self._socket, event).poll(left and 1000 * left):
+            raise TimeoutError("the other end does not respond")
+
+
+def _poll(connection: socket.socket, event: int) -> select.poll:
+    try:
+        waiting = select.poll()
+        waiting.register(connection, event)
+    except ValueError:  # closed on another thread
+        raise EOFError("the connection is closed") from None
+    return waiting
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+class WorkerProcess:
+    """A process of ours, and this end of its connection.
+
+    A plain subprocess instead of multiprocessing, which would run the caller's main module again (possibly importing
+    jax); and a fork of a process that uses jax may hang.
+    """
+
+    def __init__(self, module: str, variables: Mapping[str, str]) -> None:
+        """Start `main(connection, lifeline)` of a module, which calls `join_parent` with both.
+
+        Raises OSError if this machine has too little memory, or too many processes, for another one.
+        """
+        ours, theirs = socket.socketpair()
+        lifeline, self._lifeline = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", f"from {module} import main; main({theirs.fileno()}, {lifeline})"],
+                pass_fds=[theirs.fileno(), lifeline],
+                env=dict(variables),
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what it prints must not mix with `podium eval --json`
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            os.close(self._lifeline)
+            raise
+        finally:
+            theirs.close()
+            os.close(lifeline)
+        self.channel = Channel(ours)
+        self.pid = self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The code that it ended with, minus the signal's number if it was killed; None while it runs."""
+        return self._process.poll()
+
+    def receive(self) -> bytes:
+        """Wait for a message without a limit of time. Raises EOFError if the process has ended, or closed its end."""
+        while not self.channel.waits(LOOK_S):
+            if self.exit_code is not None:
+                raise EOFError("the process has ended")
+        return self.channel.receive()
+
+    def stop(self) -> None:
+        """End the process and what it has started, and wait for its end; any number of times, from any thread."""
+        with contextlib.suppress(ProcessLookupError):  # none is left
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def close(self) -> None:
+        """End the process, and close the connection."""
+        self.stop()
+        self.channel.close()
+        lifeline, self._lifeline = self._lifeline, -1
+        if lifeline >= 0:
+            os.close(lifeline)
+
+
+def join_parent(connection: int, lifeline: int) -> Channel:
+    """In a worker process: end with the parent, leave signals to it, and return the channel to it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent finishes its step, and then ends this process
+    for descriptor in (connection, lifeline):
+        os.set_inheritable(descriptor, False)
+    _end_with(lifeline)
+    return Channel(socket.socket(fileno=connection))
+
+
+def _end_with(lifeline: int) -> None:
+    """Have the kernel kill this process's group as soon as the other end of a pipe is closed (Linux).
+
+    The parent alone holds that end. Unlike PR_SET_PDEATHSIG, this does not depend on the thread that started us, and it
+    ends what tools have started, too.
+    """
+    if not hasattr(fcntl, "F_SETSIG"):
+        return
+    with contextlib.suppress(OSError):  # a kernel that has none of it; the end of the connection is still noticed
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    ended = select.poll()
+    ended.register(lifeline, select.POLLIN)
+    if ended.poll(0):  # it has ended before
+        os.killpg(0, signal.SIGKILL)
