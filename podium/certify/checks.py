@@ -17,6 +17,7 @@ from podium.accelerators import kernels_of
 from podium.certify.batches import OF_BATCH, batch_checks
 from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
+from podium.certify.long_sequences import long_checks
 from podium.certify.result import Check, largest
 from podium.certify.subject import ROW_TOKENS, Subject, make_group, one_device
 from podium.certify.tiny import tiny_clone
@@ -284,6 +285,7 @@ STAGES: tuple[Stage, ...] = (
     model_checks,
     update_checks,
     form_checks,
+    long_checks,
     training_checks,
 )
 """All checks of a certificate, causes before their consequences."""

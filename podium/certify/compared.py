@@ -29,7 +29,7 @@ from podium.certify.subject import (
     shortest_prompt,
 )
 from podium.certify.talk import is_right, weighted
-from podium.certify.task import STOP, LetterBackend, Numbers, grade, letters
+from podium.certify.task import LetterBackend, Numbers, grade, has_ended, is_open, letters
 from podium.certify.tiny import Arrays
 from podium.certify.training import Step, Training, watch_training, with_other_options
 from podium.certify.updates import Updates, weight_difference
@@ -337,11 +337,9 @@ def _repeated(subject: Subject, training: Training) -> int:
 
 def _ends_rightly(episode: Episode) -> bool:
     """Whether an answer ends at its first stop token, or has none and the maximum length."""
-    *before, last = episode.tokens
-    ended = last == 0 or letters([last]) == STOP
-    open_until_then = 0 not in before and STOP not in letters(before)
-    whole = len(episode.tokens) == MAX_NEW_TOKENS
-    return open_until_then and (ended or whole) and episode.truncated == (not ended) and all(episode.drawn)
+    ended = has_ended(episode.tokens)
+    whole = len(episode.tokens) == MAX_NEW_TOKENS and is_open(episode.tokens)
+    return (ended or whole) and episode.truncated == (not ended) and all(episode.drawn)
 
 
 def _reward(training: Training, asked: str, episode: Episode) -> float:

@@ -18,7 +18,7 @@ from podium.certify.naive import Scores, Sequences, Weights, continuation_values
 from podium.certify.naive_rules import Rules, rules_of
 from podium.certify.naive_step import Episode, Room, optimizer_steps
 from podium.certify.result import BAR, RECURRENT_BAR
-from podium.certify.task import CONVERSATIONS, LONGEST_QUESTION, LONGEST_REPLY, NAME, STOP, TURNS, LetterBackend
+from podium.certify.task import CONVERSATIONS, LONGEST_QUESTION, LONGEST_REPLY, NAME, STOPS, TURNS, LetterBackend
 from podium.certify.tiny import Arrays, other_weights, random_weights, tiny_clone
 from podium.config.data import DataConfig
 from podium.config.imports import is_path
@@ -44,17 +44,18 @@ from podium.train.step import TrainSettings, make_values
 PROMPTS = 4
 COMPLETIONS = 4
 LONGEST_PROMPT = LONGEST_QUESTION
-LONGEST = 10
 MAX_NEW_TOKENS = 16
-"""The setting in the subject's config; completions of `Subject.groups` have at most LONGEST tokens."""
+"""The setting in the subject's config; completions of `Subject.groups` have at most `Lengths.completion` tokens."""
 ROW_TOKENS = 28
 """Tokens per row of a batch; most rows hold several sequences."""
 LONGEST_CONVERSATION = LONGEST_QUESTION + 2 * MAX_NEW_TOKENS + LONGEST_REPLY
 """Tokens of the longest conversation in the run that is watched: some are cut before their last turn."""
 NOISE = 0.3  # nat between a recorded log-probability and the sampler's, so that ratios lie on both sides of a clip
 OTHER_THAN_1 = 0.9  # replaces a temperature of 1, at which a missing division would not show
-IN_FLIGHT = 1.5  # minimum of rollout.in_flight, so that completions span several steps
-TALKS_IN_FLIGHT = 2.0  # the same of conversations, so that updates also come between turns and their replies
+IN_FLIGHT = 2.0  # rollout.in_flight: completions span several steps, and updates come between turns and their replies
+MAX_STALENESS = 1  # so that a step has to wait for prompts that would become too old
+PAGE_TOKENS = 4  # several pages even for short sequences
+CACHE_SHARE = 0.6  # of the cache tokens that all slots need at most, so that sequences are preempted
 OVERLONG_TOKENS = 6  # last tokens before MAX_NEW_TOKENS, over which the length reward falls
 REWARDS = {"correct": 0.8, "length": 0.3}
 RIGHT, RIGHT_FROM = "right", 0.5
@@ -66,6 +67,25 @@ PRIVILEGED = "{question} {answer}"
 ALIKE = 1  # index of the group whose completions all have the same reward
 TALK = 2  # index of the group whose longer episodes contain an environment's replies
 FAILED = 3  # index of the group in which an episode fails, in the checks of batches
+
+
+class Lengths(NamedTuple):
+    """Lengths in tokens of what is made for a subject's step."""
+
+    shortest_prompt: int
+    longest_prompt: int
+    completion: int
+    """Of the longest completion; the shortest has one token."""
+
+    def prompts(self, count: int, least: int) -> list[int]:
+        """Lengths of `count` prompts, of at least `least` tokens."""
+        return np.linspace(max(least, self.shortest_prompt), self.longest_prompt, count).round().astype(int).tolist()
+
+
+SHORT = Lengths(shortest_prompt=1, longest_prompt=LONGEST_PROMPT, completion=10)
+LONG = Lengths(shortest_prompt=58, longest_prompt=250, completion=24)
+"""Completions of these prompts cross 64, 128, 192 and 256 positions."""
+LONG_PAGE_TOKENS = 16
 
 
 class NaiveTeacher(NamedTuple):
@@ -127,6 +147,7 @@ class Subject:
     """None if the config has no teacher."""
     critic: NaiveCritic | None
     """None if the recipe has no critic."""
+    lengths: Lengths = SHORT
 
     def params(self, mesh: jax.sharding.Mesh, weights: Arrays | None = None) -> Params:
         """Copy `weights` (None: the subject's) to a mesh; a new copy in every call, since updates donate theirs."""
@@ -164,22 +185,20 @@ class Subject:
         """Completions of `prompts` by the rollout engine, [N][G], cut to different lengths."""
         random, mesh = np.random.default_rng(1), one_device()
         self.rollouts.load(self.trained(mesh), self.frozen(mesh))
-        settings = dataclasses.replace(sampling_params(self.config.rollout), stop=(), max_new_tokens=LONGEST)
+        settings = dataclasses.replace(sampling_params(self.config.rollout), stop=(), max_new_tokens=self.lengths.completion)
         requests = [
             Request(prompt=prompt, sampling=settings, seed=index, completions=self.config.group_size)
             for index, prompt in enumerate(self.prompts)
         ]
         made, _ = self.rollouts.engine.generate(requests)
-        lengths = iter(random.permutation(np.linspace(1, LONGEST, sum(map(len, made))).round().astype(int)))
+        lengths = iter(random.permutation(np.linspace(1, self.lengths.completion, sum(map(len, made))).round().astype(int)))
         return [[_cut(each, int(next(lengths))) for each in group] for group in made]
 
     @functools.cached_property
     def prompts(self) -> list[tuple[int, ...]]:
-        """Random prompts of 1 to LONGEST_PROMPT tokens; those of pairs have at least two."""
+        """Random prompts; those of pairs have at least two tokens."""
         random = np.random.default_rng(0)
-        lengths = (
-            np.linspace(shortest_prompt(self.recipe), LONGEST_PROMPT, self.config.prompts_per_step).round().astype(int)
-        )
+        lengths = self.lengths.prompts(self.config.prompts_per_step, shortest_prompt(self.recipe))
         return [tuple(random.integers(0, self.decoder.vocab, length).tolist()) for length in lengths]
 
     @functools.cached_property
@@ -229,14 +248,14 @@ class Subject:
     @property
     def longest(self) -> int:
         """The longest completion or conversation, in tokens: the denominator of `mean: constant`."""
-        return self.config.rollout.max_episode_tokens or MAX_NEW_TOKENS
+        return self.config.rollout.max_episode_tokens or self.config.rollout.max_new_tokens
 
     @property
     def room(self) -> Room:
         """Sizes of the naive implementation's padded arrays, for every step."""
         return Room(
             episodes=self.config.prompts_per_step * self.config.group_size,
-            prompt=LONGEST_PROMPT,
+            prompt=self.lengths.longest_prompt,
             continuation=self.longest,
             hint=HINT,
         )
@@ -419,6 +438,21 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
     )
 
 
+def with_long_sequences(subject: Subject) -> Subject:
+    """The same subject with a step of long sequences: of many pages, blocks and chunks of a prompt."""
+    rollout = subject.config.rollout.model_copy(
+        update={
+            "max_prompt_tokens": LONG.longest_prompt,
+            "max_new_tokens": LONG.completion,
+            "max_episode_tokens": None,
+            "page_tokens": LONG_PAGE_TOKENS,
+            "cache_tokens": None,
+            "reproducible": True,  # prompts enter in chunks of 128 tokens
+        }
+    )
+    return dataclasses.replace(subject, config=subject.config.model_copy(update={"rollout": rollout}), lengths=LONG)
+
+
 def shortest_prompt(recipe: Recipe) -> int:
     """The least number of tokens of a prompt: two in pairs, which share all but the last."""
     return 2 if recipe.data_form == "pair" else 1
@@ -491,7 +525,7 @@ def _small_step(config: Config) -> Config:
 
     If a task has conversations, `rollout.max_episode_tokens` is set, and unset otherwise. All computation is in
     float32, including weights that LoRA freezes. Values that would hide a bug are replaced: a temperature of 1, and a
-    `rollout.in_flight` that carries no prompts over to the next step. Weights that the rollout rounds are not rounded,
+    `rollout.in_flight` that carries no prompts over to the next step. Pages are small, and there are too few for all slots. Weights that the rollout rounds are not rounded,
     so that sampler and trainer can be compared; the correction that they have by default stays.
     """
     config = config.model_copy(update={"algorithm": resolve_algorithm(config)})
@@ -518,12 +552,15 @@ def _small_step(config: Config) -> Config:
     algorithm |= {"minibatches": 1, "updates_per_batch": 1 if twice.loss == "reinforce" else 2}
     given = config.rollout
     talks = not twice.demonstrations and any(conversing(task) is not None for task in config.tasks)
-    lengths = {"max_prompt_tokens": LONGEST_PROMPT, "max_new_tokens": MAX_NEW_TOKENS, "stop": [STOP]}
+    lengths = {"max_prompt_tokens": LONGEST_PROMPT, "max_new_tokens": MAX_NEW_TOKENS, "stop": list(STOPS)}
     lengths |= {"max_episode_tokens": LONGEST_CONVERSATION if talks else None, "limits": LimitsConfig(max_turns=TURNS)}
+    longest = LONGEST_CONVERSATION if talks else LONGEST_PROMPT + MAX_NEW_TOKENS
     slots = {"slots": PROMPTS * group, "prefill_rows": PROMPTS, "layout": "replicated", "refill_steps": 2}
+    slots |= {"page_tokens": PAGE_TOKENS, "cache_tokens": round(CACHE_SHARE * PROMPTS * group * longest)}
     visible = {
         "temperature": given.temperature if given.temperature != 1.0 else OTHER_THAN_1,
-        "in_flight": max(given.in_flight, TALKS_IN_FLIGHT if talks else IN_FLIGHT),
+        "in_flight": IN_FLIGHT,
+        "max_staleness": MAX_STALENESS,
         "thinking": "keep",
         "weights": "dtype",
         "reproducible": talks,  # a step is repeated bit for bit

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from podium.certify.subject import MAX_NEW_TOKENS, OVERLONG_TOKENS, Subject
-from podium.certify.task import STOP, TURNS, final_pay, letters, pay, reply_to
+from podium.certify.task import TURNS, final_pay, has_ended, is_open, letters, pay, reply_to
 from podium.certify.training import Training
 from podium.rollout.transcript import Span, Transcript
 from podium.tasks.task import Reward
@@ -25,9 +25,7 @@ def is_right(subject: Subject, training: Training, asked: str, transcript: Trans
 
 def _ended(span: Span) -> bool:
     """Whether a turn ends at its first stop token, and within its limit."""
-    *before, last = span.tokens.tolist()
-    stopped = (last == 0 or letters([last]) == STOP) and 0 not in before and STOP not in letters(before)
-    return stopped and len(span.tokens) <= MAX_NEW_TOKENS
+    return has_ended(span.tokens.tolist()) and len(span.tokens) <= MAX_NEW_TOKENS
 
 
 def _ends(subject: Subject, transcript: Transcript) -> bool:
@@ -40,7 +38,7 @@ def _ends(subject: Subject, transcript: Transcript) -> bool:
     if not _ended(last):  # it was cut in its middle
         room = min(MAX_NEW_TOKENS, subject.longest - transcript.num_tokens + len(last.tokens))
         tokens = last.tokens.tolist()
-        return len(tokens) == room and 0 not in tokens and STOP not in letters(tokens)
+        return len(tokens) == room and is_open(tokens)
     reply = reply_to(transcript.num_turns - 1, letters(last.tokens.tolist()), subject.decoder.vocab)
     return transcript.num_turns < TURNS and transcript.num_tokens + len(reply) >= subject.longest
 

@@ -19,8 +19,8 @@ QUESTIONS = 7
 LONGEST_QUESTION = 12  # tokens
 LONGEST_ANSWER = 9  # tokens of the answers that are written in the data
 LETTERS = 16
-STOP = "a"
-"""One token in `LETTERS` has this text and ends an answer, so that answers differ in length."""
+STOPS = ("a", "f", "bc", "de", "hi", "nm")
+"""Texts that end an answer, so that answers differ in length: about one token in seven completes one of them."""
 NEVER_RIGHT = "2"
 """Id of the question whose answers all get grade 0."""
 
@@ -104,6 +104,17 @@ def final_pay(text: str) -> float:
 def grade(question: str, text: str) -> float:
     """The grade of an answer, 0, 0.5 or 1: the sum of its character codes modulo 3, halved; 0 for `NEVER_RIGHT`."""
     return 0.0 if question == NEVER_RIGHT else sum(map(ord, text)) % 3 / 2
+
+
+def is_open(tokens: Sequence[int]) -> bool:
+    """Whether no token of an answer ends it."""
+    text = letters(tokens)
+    return 0 not in tokens and not any(stop in text for stop in STOPS)
+
+
+def has_ended(tokens: Sequence[int]) -> bool:
+    """Whether the last token of an answer ends it, and none before."""
+    return is_open(tokens[:-1]) and not is_open(tokens)
 
 
 def letters(tokens: Sequence[int]) -> str:

@@ -34,11 +34,11 @@ from podium.certify.naive_rules import Rules
 from podium.certify.result import largest
 from podium.certify.subject import (
     HINT,
-    LONGEST,
     LONGEST_PROMPT,
     MAX_NEW_TOKENS,
     PROMPTS,
     ROW_TOKENS,
+    SHORT,
     NaiveCritic,
     Subject,
     one_device,
@@ -122,7 +122,7 @@ class Form:
         return self.devices or one_device()
 
 
-PAIR_ROW_TOKENS = (LONGEST_PROMPT - 1 + 2 * LONGEST, LONGEST_PROMPT + 2 * MAX_NEW_TOKENS)
+PAIR_ROW_TOKENS = (LONGEST_PROMPT - 1 + 2 * SHORT.completion, LONGEST_PROMPT + 2 * MAX_NEW_TOKENS)
 """Tokens per row for pairs, which must lie in one row: in the simplest form, and in all others."""
 UNPACKED, PACKED = Form(packing="none"), Form()
 """The simplest form, which is compared with the naive update; and the form with which most others are compared."""

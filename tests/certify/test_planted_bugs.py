@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import planted_runs as runs
 import pytest
+from planted_runs import Plant
 
 from podium.algorithms import advantages, controllers, losses, recipes, selection
 from podium.certify import batches
@@ -69,6 +71,8 @@ SUBJECTS: dict[str, dict[str, Any]] = {
         "algorithm": {"old_logprobs": "trainer", "correction": "truncate"},
         "rollout": {"repetition_penalty": 1.5},
     },
+    "cut": {"rollout": {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "temperature": 1.2}},
+    "corrected": {"algorithm": {"old_logprobs": "trainer", "correction": "truncate", "correction_high": 1.5}},
     "talk": {"tasks": [{"name": "calculator"}], "algorithm": {"credit": "turn", "gamma": 0.5}},
 }
 """What the config of a subject has besides."""
@@ -85,10 +89,6 @@ def make_checked_subject(kind: str = "plain") -> Subject:
     assert subject.groups
     assert len(subject.sequences.valid)
     return subject
-
-
-Plant = tuple[Any, str, Any]
-"""Object, attribute, and what the bug puts there."""
 
 
 # What batches say.
@@ -980,6 +980,15 @@ SLOW: dict[Callable[[], Plant], Named] = {
     penalty_forgets_the_prompt: Named(training_checks, "repetition penalty", "penalised"),
     correction_without_the_penalty: Named(formula_checks, "correction"),
     groups_judged_by_their_totals: Named(batch_checks, "every token once"),
+    runs.keys_behind_the_first_page_in_page_0: Named(model_checks, "sampler"),
+    runs.rotations_repeat_after_64_positions: Named(model_checks, "sampler"),
+    runs.neighbours_share_their_random_numbers: Named(training_checks, "draws"),
+    runs.completions_share_random_numbers_at_even_positions: Named(training_checks, "draws"),
+    runs.one_more_than_top_k: Named(training_checks, "draws", "cut"),
+    runs.newest_prompts_first: Named(training_checks, "order"),
+    runs.critic_of_the_first_minibatch: Named(training_checks, "critic", "valued"),
+    runs.critic_never_updated: Named(training_checks, "critic", "valued"),
+    runs.cap_squared: Named(formula_checks, "correction", "corrected"),
 }
 README = Path(__file__).parents[2] / "README.md"
 BUGS = {**QUICK, **SLOW}
