@@ -32,7 +32,7 @@ from podium.algorithms.recipes import (
 from podium.certify.naive import Sequences
 from podium.certify.naive_rules import RULES, Rules
 from podium.certify.naive_step import optimizer_steps
-from podium.certify.result import Check
+from podium.certify.result import Check, largest
 from podium.certify.subject import RIGHT, Subject, episodes_of
 from podium.certify.updates import Form, Updates, privileged_sizes, sizes_of, usable_form
 from podium.sharding import Params
@@ -107,20 +107,20 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
     yield Check(
         name="mask",
         claim="the trained positions are those of completions, not shifted",
-        difference=max(each.shift for each in compared),
+        difference=largest(each.shift for each in compared),
         bar=0,
     )
     yield Check(
         name="every token once",
         claim="no token that the model drew is left out, and each is in the right minibatch",
-        difference=max(each.missing for each in compared),
+        difference=largest(each.missing for each in compared),
         bar=0,
         after=("mask",),
     )
     yield Check(
         name="prompts untrained",
         claim="nothing else is trained: no prompt, no padding, no token twice, none from an environment",
-        difference=max(each.added for each in compared),
+        difference=largest(each.added for each in compared),
         bar=0,
         after=("mask", "every token once"),
     )
@@ -128,15 +128,15 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
     yield Check(
         name="denominators",
         claim="token weights are those of each recipe's mean over its optimizer step",
-        difference=max(each.errors.weight for each in compared),
+        difference=largest(each.errors.weight for each in compared),
         after=placed,
     )
     yield Check(
         name="scores",
         claim="the log-probabilities in the denominators of ratios and in the KL are those of the same token, and so is"
         " the choice of tokens by entropy, and what a teacher says of it",
-        difference=max(
-            max(errors.old, errors.reference, errors.uncertain, errors.drawn, errors.taught)
+        difference=largest(
+            largest((errors.old, errors.reference, errors.uncertain, errors.drawn, errors.taught))
             for errors in (each.errors for each in compared)
         ),
         bar=0,
@@ -146,19 +146,19 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
         yield Check(
             name="reference point",
             claim="KTO's KL is the mean log-ratio of each prompt with the completion of the row before it, at least 0",
-            difference=max(each.errors.point for each in compared),
+            difference=largest(each.errors.point for each in compared),
             after=(*placed, "scores"),
         )
     yield Check(
         name="advantages",
         claim="each token has the advantage, and a critic's target, that the recipe's formula gives it",
-        difference=max(max(each.errors.advantage, each.errors.returned) for each in compared),
+        difference=largest(each for found in compared for each in (found.errors.advantage, found.errors.returned)),
         after=(*placed, "scores"),
     )
     yield Check(
         name="chosen by covariance",
         claim="clip_cov and kl_cov choose the tokens with the largest covariance of log-probability and advantage",
-        difference=max(each.errors.covariant for each in compared),
+        difference=largest(each.errors.covariant for each in compared),
         bar=0,
         after=(*placed, "scores", "advantages"),
     )

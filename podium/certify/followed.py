@@ -18,7 +18,15 @@ from podium.certify.result import largest
 from podium.certify.subject import Subject
 from podium.certify.tiny import Arrays
 from podium.certify.training import Step, Training
-from podium.certify.updates import NaiveUpdate, gradient_difference, loss_difference, naive_update
+from podium.certify.updates import (
+    NaiveUpdate,
+    Update,
+    gradient_difference,
+    loss_difference,
+    naive_update,
+    naive_value_update,
+    relative,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +38,11 @@ class Followed:
     """Those of the step's optimizer steps, from the trainer's weights before each."""
     missing: int
     """How many optimizer steps the trainer made too few, or too many."""
+    criticised: list[Update]
+    """The critic's updates, from its weights before each."""
+    missing_of_critic: int
+    """How many of them were made too few, or too many, and how many of its weights are not what they were after the
+    last one before."""
     coefs: Coefficients
     """Before the step."""
     applied: list[Coefficients]
@@ -46,6 +59,15 @@ class Followed:
         for seen, naive in zip(self.step.updates, self.updates, strict=False):
             errors.append(loss_difference(seen.loss, naive.loss, naive.sizes))
             errors.append(gradient_difference(seen.gradient, naive.gradient, naive.sizes))
+        return largest(errors)
+
+    @property
+    def critic_error(self) -> float:
+        """The largest relative error of the critic's loss or of the gradient of one of its parameters."""
+        errors: list[float] = []
+        for seen, naive in zip(self.step.criticised, self.criticised, strict=False):
+            errors.append(abs(seen.loss - naive.loss) / (abs(naive.loss) or 1.0))
+            errors += [relative(seen.gradient[name], value) for name, value in naive.gradient.items()]
         return largest(errors)
 
     def coefs_error(self, rules: Rules) -> float:
@@ -77,9 +99,11 @@ def follow(subject: Subject, training: Training) -> list[Followed]:
     reference = before = {} if moving is None else _wide(subject.reference or {})
     coefs = Coefficients(kl_coef=rules.kl_coef, entropy_bonus=rules.entropy_bonus)
     found: list[Followed] = []
+    valued = {} if subject.critic is None else subject.critic.weights
     for number, step in enumerate(training.steps):
         own = dataclasses.replace(rules, kl_coef=coefs.kl_coef)
         sequences = subject.naive_steps(step.groups, own, step.weights, step.critic, reference)
+        waits = training.config.critic is not None and number < training.config.critic.warmup_steps
         updates: list[NaiveUpdate] = []
         applied: list[Coefficients] = []
         now = coefs
@@ -94,17 +118,36 @@ def follow(subject: Subject, training: Training) -> list[Followed]:
             Followed(
                 step=step,
                 updates=updates,
-                missing=abs(len(step.updates) - len(sequences) * rules.updates_per_batch),
+                missing=abs(len(step.updates) - (0 if waits else len(sequences) * rules.updates_per_batch)),
+                criticised=_criticised(subject, training, step, sequences),
+                missing_of_critic=abs(len(step.criticised) - len(sequences) * _critic_updates(training))
+                + sum(not np.array_equal(step.critic[name], x) for name, x in valued.items()),
                 coefs=coefs,
                 applied=applied,
                 reference=reference,
                 reference_before=before,
             )
         )
+        valued = step.criticised[-1].after if step.criticised else valued
         coefs = now.after_step(rules, _mean_kl(rules, sequences, updates)) if updates else now
         if moving is not None and (number + 1) % moving.sync_every == 0:
             reference, before = moved_reference(reference, training.version(number + 1), moving.mixup), reference
     return found
+
+
+def _critic_updates(training: Training) -> int:
+    """How often the critic learns from each minibatch; 0 without one."""
+    return 0 if training.spec.critic is None or training.config.critic is None else training.config.critic.updates
+
+
+def _criticised(subject: Subject, training: Training, step: Step, sequences: Sequence[Sequences]) -> list[Update]:
+    """The naive updates of the critic, which learns from each minibatch in turn."""
+    if subject.critic is None or training.config.critic is None:
+        return []
+    return [
+        naive_value_update(batch, subject.critic._replace(weights=seen.before), training.config.critic.clip)
+        for seen, batch in zip(step.criticised, list(sequences) * _critic_updates(training), strict=False)
+    ]
 
 
 def rules_of_run(subject: Subject, training: Training) -> Rules:

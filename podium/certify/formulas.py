@@ -19,7 +19,8 @@ from podium.algorithms.recipes import (
 )
 from podium.certify.naive import Scores, Sequences, in_float64, kl_losses, objective, policy_losses
 from podium.certify.naive_optimizer import Arrays, NaiveOptimizer, gradient_norm, scheduled_rate
-from podium.certify.result import Check
+from podium.certify.naive_rules import Rules
+from podium.certify.result import Check, largest
 from podium.certify.subject import Subject
 from podium.certify.updates import Updates, relative, weight_difference
 from podium.config.optimizer import OPTIMIZER_COPIES, OptimizerConfig
@@ -109,48 +110,62 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
         yield Check(
             name="preferences",
             claim="losses of pairs and of labelled answers, and their gradients, are those of the papers",
-            difference=max(_preference_error(subject, each) for each in _preference_losses(subject)),
+            difference=largest(_preference_error(subject, each) for each in _preference_losses(subject)),
         )
         subject = dataclasses.replace(
             subject,
             recipe=dataclasses.replace(subject.recipe, **LIKE_GRPO),
             rules=dataclasses.replace(subject.rules, **LIKE_GRPO),
         )
-    made: list[Changes] = [{"kl": "none", "kl_coef": 0.0}]
+    own = subject.rules
+    clipped: Changes = {**PLAIN, **_own(own, "clip_low", "clip_high", "dual_clip", "old_logprobs")}
+    made: list[Changes] = [clipped]
     made += [{**UNEVEN, "loss": loss} for loss in ("clipped", "gspo", "cispo", "gmpo", "clip_cov", "reinforce")]
     made += [{**UNEVEN, "loss": loss, "loss_options": options} for loss, options in OPTIONED.items()]
     made += [{**UNEVEN, "loss": "clipped", "dual_clip": 2.0}, {**UNEVEN, "loss": "gspo", "old_logprobs": "trainer"}]
     yield Check(
         name="clip",
         claim="policy terms and their gradients are those of the papers, clipped on the right side",
-        difference=max(_loss_error(subject, each) for each in made),
+        difference=largest(_loss_error(subject, each) for each in made),
     )
-    corrections: list[Changes] = [
-        {**CORRECTED, "correction": "truncate", "correction_high": 1.2},
-        {**CORRECTED, "correction": "mask", "correction_low": 0.8, "correction_high": 1.3},
-        {**CORRECTED, "correction": "mask", "correction_level": "sequence", "correction_high": 3.0},
-        {**CORRECTED, "correction": "truncate", "correction_level": "mean", "correction_high": 1.05},
-        {**CORRECTED, "correction": "reject", "correction_level": "mean", "correction_low": 0.95},
-        {**CORRECTED, "correction": "truncate", "correction_high": 1.2, "penalised": True},
-        {**UNEVEN, "loss": "clipped", "off_policy_threshold": 0.05},
-        {**UNEVEN, "loss": "dppo_tv", "drift_coef": 0.3},
-        {**CORRECTED, "correction": "truncate", "correction_high": 1.2, "top_entropy": 0.4},
-    ]
     yield Check(
         name="correction",
         claim="tokens and sequences are weighted by exp(trainer's - sampler's log-probability), truncated or masked",
-        difference=max(_loss_error(subject, each) for each in corrections),
+        difference=largest(_loss_error(subject, each) for each in _corrections(own)),
         after=("clip",),
     )
+    drifting: list[Changes] = [
+        {**UNEVEN, "loss": "clipped", "off_policy_threshold": 0.05},
+        {**UNEVEN, "loss": "dppo_tv", "drift_coef": 0.3},
+        {**UNEVEN, "loss": "clipped", **_own(own, "off_policy_threshold", "drift_coef")},
+    ]
+    yield Check(
+        name="drift",
+        claim="off_policy_threshold leaves out sequences that became too unlikely, and drift_coef weighs the square",
+        difference=largest(_loss_error(subject, each) for each in drifting),
+        after=("clip",),
+    )
+    uncertain: list[Changes] = [
+        {**UNEVEN, "loss": "clipped", "top_entropy": 0.4},
+        {**CORRECTED, "correction": "truncate", "correction_high": 1.2, "top_entropy": 0.4, "drift_coef": 0.3},
+    ]
+    yield Check(
+        name="uncertain tokens",
+        claim="with top_entropy the policy term is that of the chosen tokens alone",
+        difference=largest(_loss_error(subject, each) for each in uncertain),
+        after=("clip", "correction", "drift"),
+    )
     terms: list[Changes] = [
-        {"kl": kind, "kl_coef": 0.7, "kl_by_ratio": weighed}
+        {**UNEVEN, "loss": "clipped", "kl": kind, "kl_coef": 0.7, "kl_by_ratio": weighed}
         for kind in ("k2", "k3", "k3+")
         for weighed in (False, True)
     ]
+    if not own.preferences:
+        terms.append({**PLAIN, **_own(own, "kl", "kl_coef", "kl_by_ratio", "old_logprobs")})
     yield Check(
         name="kl",
         claim="KL terms k2, k3 and k3+ and their gradients are those of their formulas",
-        difference=max(_loss_error(subject, each, only_kl=True) for each in terms),
+        difference=largest(_loss_error(subject, each, only_kl=True) for each in terms),
     )
     yield Check(
         name="entropy",
@@ -158,14 +173,35 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
         difference=_entropy_error(subject),
     )
     optimizer, steps = subject.user.train.optimizer, optimizer_steps(subject.user)
-    shaped: list[Changes] = [{"schedule": "linear", "warmup_steps": 3}, {"schedule": "cosine", "warmup_steps": 0}]
+    shaped: list[Changes] = [
+        {"schedule": "linear", "warmup_steps": 3, "final_fraction": 0.2},
+        {"schedule": "cosine", "warmup_steps": 0, "final_fraction": 0.1},
+        {"schedule": "constant", "warmup_steps": 4},
+    ]
     cases = [(optimizer, steps), *((optimizer.model_copy(update=dict(each)), 12) for each in shaped)]
     yield Check(
         name="schedule",
         claim="the learning rate of every step is the schedule's",
-        difference=max(_schedule_error(config, total) for config, total in cases),
+        difference=largest(_schedule_error(config, total) for config, total in cases),
     )
     yield from _rule_checks()
+
+
+def _own(rules: Rules, *names: str) -> Changes:
+    """The config's own values of some options."""
+    return {name: getattr(rules, name) for name in names}
+
+
+def _corrections(own: Rules) -> Iterator[Changes]:
+    """Yield every kind of correction at every level, with a bound on either side, and the config's own."""
+    for level, low, high in (("token", 0.8, 1.2), ("sequence", 0.3, 3.0), ("mean", 0.95, 1.05)):
+        for kind in ("truncate", "mask", "reject"):
+            bounds = {"correction_low": low, "correction_high": high}
+            yield {**CORRECTED, "correction": kind, "correction_level": level, **bounds}
+    yield {**CORRECTED, "correction": "truncate", "correction_high": 1.2, "penalised": True}
+    if own.correction != "none":
+        names = ("correction", "correction_level", "correction_low", "correction_high", "penalised", "old_logprobs")
+        yield {**UNEVEN, "loss": "clipped", **_own(own, *names)}
 
 
 def _schedule_error(config: OptimizerConfig, total: int) -> float:
@@ -359,7 +395,7 @@ def _rule_checks() -> Iterator[Check]:
         yield Check(
             name=f"optimizer {name}",
             claim=f"{name}'s updates are optax's on whole arrays, clipped, decayed and scaled by their formulas",
-            difference=max(map(rule_error, cases)),
+            difference=largest(map(rule_error, cases)),
             bar=MUON_BAR if name == "muon" else Check.bar,
             after=("schedule",) if name == "adamw" else ("schedule", "optimizer adamw"),
         )

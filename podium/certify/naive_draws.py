@@ -5,6 +5,7 @@ from a vocabulary of V tokens.
 """
 
 import hashlib
+import statistics
 from typing import NamedTuple
 
 import jax
@@ -18,7 +19,8 @@ NEAR = 1e-5
 
 class Cut(NamedTuple):
     """Which tokens can be drawn: the `top_k` likeliest, of these the likeliest of probability `top_p`, and of those the
-    ones of at least `min_p` times the likeliest one's."""
+    ones of at least `min_p` times the likeliest one's.
+    """
 
     top_k: int = 0
     top_p: float = 1.0
@@ -121,12 +123,15 @@ def draw_errors(
     """
     own, clear = after_cut(table, cut)
     expected = np.take_along_axis(own, tokens[:, None], axis=1)[:, 0]
-    return DrawErrors(np.where(clear, np.abs(logprobs - expected), 0.0), np.where(clear, outside(own, tokens, numbers), 0.0))
+    return DrawErrors(
+        np.where(clear, np.abs(logprobs - expected), 0.0), np.where(clear, outside(own, tokens, numbers), 0.0)
+    )
 
 
 def outside(table: np.ndarray, tokens: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """How far the numbers [n, 2] of tokens [n] lie outside the ranges that draw them from distributions [n, V]; 1 for
-    tokens that cannot be drawn."""
+    tokens that cannot be drawn.
+    """
     n, V = table.shape
     blocks = np.exp(np.pad(table, ((0, 0), (0, -V % BLOCK)), constant_values=-np.inf)).reshape(n, -1, BLOCK)
     block, within = np.divmod(tokens, BLOCK)
@@ -141,6 +146,20 @@ def _outside(weights: np.ndarray, which: np.ndarray, numbers: np.ndarray) -> np.
     end = np.take_along_axis(ends, which[:, None], axis=1)[:, 0]
     begin = end - np.take_along_axis(weights / total, which[:, None], axis=1)[:, 0]
     return np.maximum(np.maximum(begin - numbers, numbers - end), 0.0)
+
+
+def normal_scores(table: np.ndarray, tokens: np.ndarray, evenly: np.ndarray) -> np.ndarray:
+    """Where tokens [n] lie in the distributions [n, V] that they were drawn from, as normal numbers [n].
+
+    If they were drawn independently, these are independent and standard normal, whatever the distributions are.
+    `evenly` [n], from 0 up to 1, says where within its own probability a token lies.
+    """
+    shares = np.exp(table)
+    ends = np.cumsum(shares, axis=1)
+    rows = np.arange(len(table))
+    places = ends[rows, tokens] - shares[rows, tokens] * (1 - evenly)
+    normal = statistics.NormalDist()
+    return np.array([normal.inv_cdf(min(max(place, 1e-9), 1 - 1e-9)) for place in places.tolist()])
 
 
 def prompt_index(seed: int, number: int, count: int, task: int = 0) -> int:

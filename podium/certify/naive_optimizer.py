@@ -42,7 +42,8 @@ def gradient_norm(gradients: Arrays) -> float:
 
 def decays(name: str) -> bool:
     """Whether weight decay applies to the parameter of this name: to matrices, not to norms and vectors."""
-    return "norm" not in name and not name.endswith(("_bias", "sinks", "_taps", "log_decay", "out_scale"))
+    vector = name == "score" or "norm" in name  # a critic's head is one vector
+    return not vector and not name.endswith(("_bias", "sinks", "_taps", "log_decay", "out_scale"))
 
 
 class NaiveOptimizer:

@@ -56,6 +56,8 @@ IN_FLIGHT = 2.0  # rollout.in_flight: completions span several steps, and update
 MAX_STALENESS = 1  # so that a step has to wait for prompts that would become too old
 PAGE_TOKENS = 4  # several pages even for short sequences
 CACHE_SHARE = 0.6  # of the cache tokens that all slots need at most, so that sequences are preempted
+EVAL_SAMPLES = 2  # answers to each evaluation question, besides the greedy one
+EVAL_TEMPERATURE = 0.7  # replaces one of 1
 OVERLONG_TOKENS = 6  # last tokens before MAX_NEW_TOKENS, over which the length reward falls
 REWARDS = {"correct": 0.8, "length": 0.3}
 RIGHT, RIGHT_FROM = "right", 0.5
@@ -185,13 +187,17 @@ class Subject:
         """Completions of `prompts` by the rollout engine, [N][G], cut to different lengths."""
         random, mesh = np.random.default_rng(1), one_device()
         self.rollouts.load(self.trained(mesh), self.frozen(mesh))
-        settings = dataclasses.replace(sampling_params(self.config.rollout), stop=(), max_new_tokens=self.lengths.completion)
+        settings = dataclasses.replace(
+            sampling_params(self.config.rollout), stop=(), max_new_tokens=self.lengths.completion
+        )
         requests = [
             Request(prompt=prompt, sampling=settings, seed=index, completions=self.config.group_size)
             for index, prompt in enumerate(self.prompts)
         ]
         made, _ = self.rollouts.engine.generate(requests)
-        lengths = iter(random.permutation(np.linspace(1, self.lengths.completion, sum(map(len, made))).round().astype(int)))
+        lengths = iter(
+            random.permutation(np.linspace(1, self.lengths.completion, sum(map(len, made))).round().astype(int))
+        )
         return [[_cut(each, int(next(lengths))) for each in group] for group in made]
 
     @functools.cached_property
@@ -308,13 +314,7 @@ class Subject:
             return lambda tokens, starts: (
                 self.naive_scores(tokens, starts, teacher.weights, decoder=teacher.decoder).logprobs
             )
-        table = _naive_distributions(teacher.decoder, self.room.continuation)
-
-        def distributions_of(tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
-            with in_float64():
-                return np.asarray(table(_wide(teacher.weights), tokens, starts, self.config.rollout.temperature))
-
-        return distributions_of
+        return lambda tokens, starts: self.naive_table(tokens, starts, teacher.weights, decoder=teacher.decoder)
 
     def _naive_values(self, tokens: np.ndarray, starts: np.ndarray, critic: NaiveCritic, weights: Arrays) -> np.ndarray:
         """The naive critic's values before the tokens after each prompt, [S, n] float64."""
@@ -345,6 +345,24 @@ class Subject:
             at = self.config.rollout.temperature if temperature is None else temperature
             found = score(_wide(weights), tokens, starts, at, penalty)
             return Scores(*(np.asarray(x) for x in found))
+
+    def naive_table(
+        self,
+        tokens: np.ndarray,
+        starts: np.ndarray,
+        weights: Arrays,
+        temperature: float | None = None,
+        penalty: float = 1.0,
+        decoder: DecoderConfig | None = None,
+    ) -> np.ndarray:
+        """Log-probabilities of the whole vocabulary at the places after each prompt, [S, n, V] float64.
+
+        Arguments as for `naive_scores`.
+        """
+        with in_float64():
+            table = _naive_distributions(decoder or self.decoder, self.room.continuation)
+            at = self.config.rollout.temperature if temperature is None else temperature
+            return np.asarray(table(_wide(weights), tokens, starts, at, penalty))
 
 
 def _wide(weights: Arrays) -> Weights:
@@ -525,8 +543,9 @@ def _small_step(config: Config) -> Config:
 
     If a task has conversations, `rollout.max_episode_tokens` is set, and unset otherwise. All computation is in
     float32, including weights that LoRA freezes. Values that would hide a bug are replaced: a temperature of 1, and a
-    `rollout.in_flight` that carries no prompts over to the next step. Pages are small, and there are too few for all slots. Weights that the rollout rounds are not rounded,
-    so that sampler and trainer can be compared; the correction that they have by default stays.
+    `rollout.in_flight` that carries no prompts over to the next step. Pages are small, and too few for all slots.
+    Weights that the rollout rounds are not rounded, so that sampler and trainer can be compared; the correction that
+    they have by default stays.
     """
     config = config.model_copy(update={"algorithm": resolve_algorithm(config)})
     group = _completions(config)
@@ -568,8 +587,13 @@ def _small_step(config: Config) -> Config:
     row_tokens = LONGEST_PROMPT + 2 * MAX_NEW_TOKENS if twice.data_form == "pair" else ROW_TOKENS
     sizes = {"packing": "shared_prompts", "row_tokens": row_tokens, "rows_per_device": None, "tokens_per_device": None}
     lora = config.lora and config.lora.model_copy(update={"base": "bfloat16", "adapter": None})
+    asked: dict[str, object] = {"at_start": False, "at_end": False, "every_steps": 0, "questions": None}
+    asked |= {"greedy": True, "samples": EVAL_SAMPLES}
+    if config.eval.temperature == 1:
+        asked["temperature"] = EVAL_TEMPERATURE
     parts: dict[str, Any] = {
         "lora": lora,
+        "eval": config.eval.model_copy(update=asked),
         "rollout": given.model_copy(update={**lengths, **slots, **visible, "dtype": "float32"}),
         # The naive form chooses experts anew in a second update.
         "train": config.train.model_copy(update={**sizes, "dtype": "float32", "replay_routing": False}),
@@ -610,15 +634,15 @@ def _naive_scorer(decoder: DecoderConfig, n: int) -> _NaiveScorer:
 
 class _NaiveDistributions(Protocol):
     def __call__(
-        self, weights: Weights, tokens: np.ndarray, starts: np.ndarray, temperature: float, /
+        self, weights: Weights, tokens: np.ndarray, starts: np.ndarray, temperature: float, penalty: float, /
     ) -> jax.Array: ...
 
 
 @functools.cache
 def _naive_distributions(decoder: DecoderConfig, n: int) -> _NaiveDistributions:
     return jax.jit(
-        lambda weights, tokens, starts, temperature: distributions(
-            weights, tokens, starts, decoder, temperature, 1.0, n
+        lambda weights, tokens, starts, temperature, penalty: distributions(
+            weights, tokens, starts, decoder, temperature, penalty, n
         )
     )
 

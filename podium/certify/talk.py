@@ -1,17 +1,34 @@
-"""What a conversation of the watched run must be: replies, ends, and rewards of its turns, computed from its tokens."""
+"""What an answer or conversation of the watched run must be: its end, replies and rewards, computed from tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from podium.certify.subject import MAX_NEW_TOKENS, OVERLONG_TOKENS, Subject
-from podium.certify.task import TURNS, final_pay, has_ended, is_open, letters, pay, reply_to
+from podium.certify.task import TURNS, final_pay, grade, has_ended, is_open, letters, pay, reply_to
 from podium.certify.training import Training
 from podium.rollout.transcript import Span, Transcript
 from podium.tasks.task import Reward
 
 
 def is_right(subject: Subject, training: Training, asked: str, transcript: Transcript, reward: Reward) -> bool:
+    """Whether an answer or a conversation about a question ends where it must, and has its text's reward."""
+    if subject.converses:
+        return _is_right_talk(subject, training, asked, transcript, reward)
+    _, *spans = transcript.spans
+    if len(spans) != 1 or not spans[0].drawn:
+        return False
+    tokens = spans[0].tokens.tolist()
+    ended, whole = has_ended(tokens), len(tokens) == MAX_NEW_TOKENS and is_open(tokens)
+    if not (ended or whole) or (transcript.finish_reason != "stop") != whole:
+        return False
+    parts = parts_of(training, grade(asked, letters(tokens)), len(tokens))
+    paid = {name: reward.parts.get(name) == value for name, value in parts.items()}
+    (task,) = training.config.tasks
+    return all(paid.values()) and reward.weights == task.rewards and _near(reward.total, weighted(training, parts))
+
+
+def _is_right_talk(subject: Subject, training: Training, asked: str, transcript: Transcript, reward: Reward) -> bool:
     """Whether a conversation has its replies in their places, ends where it must, and has its turns' rewards."""
     spans = transcript.spans[1:]
     drawn = spans[::2]
@@ -50,16 +67,27 @@ def _paid(training: Training, asked: str, drawn: Sequence[Span], texts: Sequence
         pay(asked, turn, text) if ended else 0.0 for turn, (text, ended) in enumerate(zip(texts, heard, strict=True))
     ]
     final = final_pay(next((text for text, ended in zip(reversed(texts), reversed(heard), strict=True) if ended), ""))
-    tokens = sum(len(span.tokens) for span in drawn)
-    total = weighted(training, sum(paid) + final, tokens - (MAX_NEW_TOKENS - OVERLONG_TOKENS))
+    parts = parts_of(training, sum(paid) + final, sum(len(span.tokens) for span in drawn))
+    total = weighted(training, parts)
     (task,) = training.config.tasks
     turns = [task.rewards["correct"] * each for each in paid]
     turns[-1] += total - sum(turns)
-    return abs(reward.total - total) < 1e-6 and np.allclose(reward.turns, turns, rtol=0, atol=1e-6)
+    return _near(reward.total, total) and np.allclose(reward.turns, turns, rtol=0, atol=1e-6)
 
 
-def weighted(training: Training, correct: float, over: int) -> float:
-    """The weighted sum of the graded part and DAPO's penalty (arXiv:2503.14476) for `over` tokens too many."""
+def parts_of(training: Training, correct: float, tokens: int) -> dict[str, float]:
+    """The graded part, and if rewards have it DAPO's penalty (arXiv:2503.14476) for this many drawn tokens."""
+    over = tokens - (MAX_NEW_TOKENS - OVERLONG_TOKENS)
     parts = {"correct": correct, "length": -min(1.0, max(0.0, over / OVERLONG_TOKENS))}
     (task,) = training.config.tasks
+    return {name: parts[name] for name in task.rewards}
+
+
+def weighted(training: Training, parts: Mapping[str, float]) -> float:
+    """The weighted sum of the parts of a reward."""
+    (task,) = training.config.tasks
     return sum(weight * parts[name] for name, weight in task.rewards.items())
+
+
+def _near(found: float, expected: float) -> bool:
+    return abs(found - expected) < 1e-6

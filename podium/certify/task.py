@@ -35,7 +35,7 @@ class Numbers:
         self._vocab, self._shortest = vocab, shortest
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """The same questions for every split, of up to LONGEST_QUESTION tokens, each with data to imitate or prefer."""
+        """Questions of up to LONGEST_QUESTION tokens, with data to imitate or prefer; for evaluation in reverse."""
         random, others = np.random.default_rng(3), np.random.default_rng(4)
         lengths = np.linspace(self._shortest, LONGEST_QUESTION, QUESTIONS).round().astype(int)
         answers = random.integers(1, LONGEST_ANSWER + 1, QUESTIONS)
@@ -45,7 +45,7 @@ class Numbers:
             rejected = self._numbers(others, int(others.integers(1, LONGEST_ANSWER + 1)))
             data = {"completion": answer, "label": index % 3 != 0, "chosen": answer, "rejected": rejected}
             found.append(Prompt(id=str(index), question=question, answer=answer, metadata=data))
-        return found
+        return found if split == "train" else found[::-1]
 
     def grade(self, prompt: Prompt, completion: str) -> float:
         """Grade a completion as the function `grade` does, from the prompt's id and the text."""

@@ -9,7 +9,7 @@ by conversations, and what the engine is given of each is recorded.
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -25,9 +25,12 @@ from podium.certify.naive_rules import rules_of
 from podium.certify.subject import Subject, one_device
 from podium.certify.tiny import Arrays, other_weights
 from podium.certify.updates import PLAIN, naive_update
+from podium.config.critic import CriticConfig
 from podium.config.schema import AlgorithmConfig, CheckpointConfig, Config
 from podium.models.adapters import base_of
 from podium.models.params import TRAIN_AXES, trained_specs
+from podium.observe.stats import TaskScores
+from podium.rollout.request import RolloutStats
 from podium.run.resolve import resolve_recipe
 from podium.run.spec import RunSpec
 from podium.sharding import Params, ShardingRules, abstract_params
@@ -36,7 +39,9 @@ from podium.train.carry import Position
 from podium.train.checkpoint import Checkpointer
 from podium.train.critic import make_critic, make_critic_optimizer
 from podium.train.distributed import AgreedStop
-from podium.train.generate import Group
+from podium.train.evaluate import evaluate
+from podium.train.feed import EncodedPrompt
+from podium.train.generate import AnswerSettings, Group, Rollouts
 from podium.train.loop import run_steps
 from podium.train.run import RunParts
 from podium.train.saving import SaveTimer, Saving
@@ -47,7 +52,7 @@ from podium.train.state import TrainState, abstract_coefs, abstract_state, init_
 from podium.train.step import Metrics, TrainStep
 from podium.train.trainer import Trainer
 
-STEPS = 3
+STEPS = 4
 STEPS_OF_A_MOVING_REFERENCE = 5
 SYNC_EVERY = 2
 """Steps between two changes of a moving reference: the last of five steps compares with one that has moved twice."""
@@ -58,11 +63,13 @@ RATE = 1e-3
 SGD_RATE = 0.03
 DECAY = 0.1
 WARMUP = 3  # optimizer steps
+CRITIC_WARMUP = 1  # steps
+CRITIC_UPDATES = 2  # of each minibatch
 CLIPPED = 0.7  # clip_norm as a fraction of the first gradient's norm, so that all gradients are clipped
 
 
 class OptimizerStep(NamedTuple):
-    """The inputs and results of one optimizer step of the trainer."""
+    """The inputs and results of one optimizer step of the policy, or of the critic."""
 
     before: Arrays  # the trained weights before the step
     gradient: Arrays
@@ -80,12 +87,30 @@ class Step:
     """All weights before the step's first update."""
     groups: Sequence[Group]
     updates: list[OptimizerStep]
+    criticised: list[OptimizerStep]
+    """The critic's; empty without one."""
     critic: Arrays
     """The critic's weights before the step; empty without a critic."""
     reference: Arrays
     """Those of a reference that moves; empty if it stays."""
     coefs: Mapping[str, float]
     """The numbers that the run adapts, before the step; empty if it adapts none."""
+    state: Arrays
+    """Every array of the run's state before the step, moments included, by its path."""
+    position: Position
+    """In the run's prompts, after the step's groups were taken."""
+
+
+class Evaluated(NamedTuple):
+    """An evaluation of the last weights."""
+
+    greedy: Sequence[Group]
+    sampled: Sequence[Group]
+    label: str
+    """The task's."""
+    scores: TaskScores
+    undisturbed: bool
+    """Whether it left the run's position as it was."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,8 +124,12 @@ class Training:
     """The last step, run again after resuming from the checkpoint before it."""
     weights: Arrays
     """All weights after the last step."""
+    critic: Arrays
+    """The critic's weights after the last step; empty without a critic."""
     ledgers: Sequence[Ledger]
     """The conversations that the engine held."""
+    evaluation: "Evaluated | None"
+    """None if the run was not evaluated."""
 
     def version(self, version: int) -> Arrays:
         """All weights after `version` steps."""
@@ -125,15 +154,17 @@ def training_config(subject: Subject) -> Config:
     train = {**PLAIN, "optimizer": given.model_copy(update=changed), "offload_optimizer": False, "rows_per_device": 2}
     if subject.converses:
         train["row_tokens"] = subject.longest
-    evaluation = config.eval.model_copy(update={"at_start": False, "at_end": False, "every_steps": 0})
     parts: dict[str, Any] = {
         "algorithm": config.algorithm.model_copy(update=algorithm),
         "train": config.train.model_copy(update=train),
-        "eval": evaluation,
         "steps": STEPS if config.reference is None else STEPS_OF_A_MOVING_REFERENCE,
         "reference": config.reference and config.reference.model_copy(update={"sync_every": SYNC_EVERY}),
         "group_size": 1 if subject.recipe.data_form == "text" and subject.recipe.demonstrations else config.group_size,
     }
+    if subject.recipe.learns_values:
+        own = config.critic or CriticConfig()
+        rate = {"learning_rate": changed["learning_rate"], "warmup_steps": CRITIC_WARMUP}
+        parts["critic"] = own.model_copy(update={**rate, "updates": max(own.updates, CRITIC_UPDATES)})
     return config.model_copy(update=parts)
 
 
@@ -188,8 +219,11 @@ def with_other_options(subject: Subject) -> Subject:
     return other
 
 
-def watch_training(subject: Subject) -> Training:
-    """Train the subject for a few steps and record them; then resume before the last one, and record it again."""
+def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
+    """Train the subject for a few steps and record them; then resume before the last one, and record it again.
+
+    With `evaluated`, evaluate the last weights too.
+    """
     config, mesh = training_config(subject), one_device()
     spec = run_spec(config, subject.decoder, mesh)
     optimizer = keeping_gradient(make_run_optimizer(spec.optimizer, subject.decoder))
@@ -202,7 +236,7 @@ def watch_training(subject: Subject) -> Training:
         settings = make_train_settings(spec.update, subject.decoder, mesh)
         critic, first = None, None
         if spec.critic is not None and subject.critic is not None:
-            learning = make_critic_optimizer(spec.critic, subject.critic.decoder)
+            learning = keeping_gradient(make_critic_optimizer(spec.critic, subject.critic.decoder))
             critic = make_critic(spec.critic, settings, learning, subject.critic.decoder)
             first = init_state(subject.critic.params(settings), learning)
         abstract_first = first and jax.tree.map(
@@ -227,7 +261,8 @@ def watch_training(subject: Subject) -> Training:
                 teacher=subject.teacher and subject.teacher.scorer(spec.recipe, settings, behind),
                 critic=critic,
                 moving=spec.reference,
-            )
+            ),
+            rollouts,
         )
         silent: Any = _Silent()
         saving = CheckpointConfig(every_steps=spec.steps - 1, every_minutes=0.0)
@@ -261,11 +296,56 @@ def watch_training(subject: Subject) -> Training:
         rollouts.position = Position.read(saved, rollouts.feed)
         rollouts.load(state.params, version=spec.steps - 1)
         run_steps(run, state, spec.steps - 1)
-    *steps, resumed = trainer.steps
-    last = steps[-1]
-    trained = last.updates[-1].after if last.updates else last.weights
-    weights = {**last.weights, **trained}
-    return Training(config=config, spec=spec, steps=steps, resumed=resumed, weights=weights, ledgers=ledgers.dropped)
+        *steps, resumed = trainer.steps
+        weights = {**steps[-1].weights, **_last(resumed.updates)}
+        dropped = list(ledgers.dropped)
+        evaluation = None
+        if evaluated:
+            if not run.samples:
+                rollouts.load(subject.params(mesh, weights), frozen, version=spec.steps)
+            evaluation = _evaluated(rollouts)
+    return Training(
+        config=config,
+        spec=spec,
+        steps=steps,
+        resumed=resumed,
+        weights=weights,
+        critic={**steps[-1].critic, **_last(resumed.criticised)},
+        ledgers=dropped,
+        evaluation=evaluation,
+    )
+
+
+def _last(updates: Sequence[OptimizerStep]) -> Arrays:
+    return updates[-1].after if updates else {}
+
+
+def _evaluated(rollouts: Rollouts) -> Evaluated:
+    """Evaluate the loaded weights."""
+    answered: list[list[Group]] = []
+    answer, before = rollouts.answer, rollouts.position.record()
+
+    def recorded(
+        prompts: Sequence[EncodedPrompt], settings: AnswerSettings | None = None
+    ) -> tuple[list[Group], RolloutStats]:
+        found = answer(prompts, settings)
+        answered.append(found[0])
+        return found
+
+    with _replaced(rollouts, "answer", recorded):
+        ((label, scores),) = evaluate(rollouts).stats.tasks.items()
+    greedy, sampled = answered
+    return Evaluated(greedy, sampled, label, scores, undisturbed=rollouts.position.record() == before)
+
+
+@contextlib.contextmanager
+def _replaced(thing: object, name: str, own: object) -> Iterator[None]:
+    """Replace a method of an object within the context."""
+    setattr(thing, name, own)
+    try:
+        yield
+    finally:
+        delattr(thing, name)
 
 
 def keeping_gradient(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -289,10 +369,12 @@ def keeping_gradient(optimizer: optax.GradientTransformation) -> optax.GradientT
 class _Watched:
     """Wraps a trainer, and records the inputs and results of each step and update."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._run: TrainStep = trainer.train_step
-        trainer.train_step = self._train_step
+    def __init__(self, trainer: Trainer, rollouts: Rollouts) -> None:
+        self._trainer, self._rollouts = trainer, rollouts
+        trainer.train_step = self._recording(trainer.train_step, lambda step: step.updates)
+        if trainer.critic is not None:
+            recorded: Any = self._recording(trainer.critic.step, lambda step: step.criticised)
+            trainer.critic = dataclasses.replace(trainer.critic, step=recorded)
         self.steps: list[Step] = []
         self.frozen = trainer.frozen
         self.update = trainer.update
@@ -303,23 +385,29 @@ class _Watched:
             weights=_copied({**state.params, **self.frozen}),
             groups=groups,
             updates=[],
+            criticised=[],
             critic={} if state.critic is None else _copied(state.critic.params),
             reference=_copied(state.reference or {}),
             coefs=_numbers(state.coefs),
+            state={jax.tree_util.keystr(path): np.array(x) for path, x in jax.tree_util.tree_leaves_with_path(state)},
+            position=self._rollouts.position,
         )
         self.steps.append(step)
         return self._trainer.prepare(state, groups)
 
-    def _train_step(
-        self, state: TrainState, batch: Batch, frozen: Params | None = None, /
-    ) -> tuple[TrainState, Metrics]:
-        before = _copied(state.params)
-        state, metrics = self._run(state, batch, frozen)
-        links: Any = state.opt_state
-        after = _copied(state.params)
-        seen = OptimizerStep(before, _copied(links[0]), float(metrics["loss"]), after, _numbers(batch.coefs))
-        self.steps[-1].updates.append(seen)
-        return state, metrics
+    def _recording(self, run: TrainStep, into: Callable[[Step], list[OptimizerStep]]) -> TrainStep:
+        """The same program, which adds what it was given and made to a list of the current step."""
+
+        def recorded(state: TrainState, batch: Batch, frozen: Params | None = None, /) -> tuple[TrainState, Metrics]:
+            before = _copied(state.params)
+            state, metrics = run(state, batch, frozen) if frozen is not None else run(state, batch)
+            links: Any = state.opt_state
+            after = _copied(state.params)
+            seen = OptimizerStep(before, _copied(links[0]), float(metrics["loss"]), after, _numbers(batch.coefs))
+            into(self.steps[-1]).append(seen)
+            return state, metrics
+
+        return recorded
 
 
 class _Silent:

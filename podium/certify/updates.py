@@ -228,7 +228,7 @@ class Updates:
         params = subject.critic.params(settings)
         state, metrics = step(init_state(params, _keeping_gradient(RATE)), placed)
         found = Update(float(metrics["loss"]), _host(state.opt_state), _host(state.params))
-        return found, naive_value_update(subject, subject.critic, clip)
+        return found, naive_value_update(_with_moved_values(subject.sequences), subject.critic, clip)
 
     def programs(self, form: Form) -> tuple[TrainSettings, TrainPrograms]:
         """The trainer's settings and compiled programs for this form."""
@@ -293,23 +293,39 @@ def moved(positions: np.ndarray, targets: np.ndarray) -> np.ndarray:
     return np.sin(1.3 * positions + 0.7 * targets)
 
 
-def naive_value_update(subject: Subject, critic: NaiveCritic, clip: float | None) -> Update:
-    """Loss and gradient of the critic's update on the subject's groups, by the naive objective in float64."""
-    found = subject.sequences
-    starts, tokens, n = np.asarray(found.starts), np.asarray(found.tokens), found.valid.shape[1]
-    positions = starts[:, None] - 1 + np.arange(n)[None]  # [S, n]
-    targets = np.take_along_axis(tokens, np.minimum(positions + 1, tokens.shape[1] - 1), axis=1)
+def naive_value_update(sequences: Sequences, critic: NaiveCritic, clip: float | None) -> Update:
+    """Loss and gradient of a critic's update on an optimizer step, by the naive objective in float64."""
     with in_float64():
-        old = jnp.asarray(np.asarray(found.values) + moved(positions, targets))
-        sequences = dataclasses.replace(found, values=old)
         wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in critic.weights.items()}
-
-        def loss(weights: Weights) -> jax.Array:
-            values = continuation_values(weights, jnp.asarray(tokens), jnp.asarray(starts), critic.decoder, n)
-            return value_objective(values, sequences, clip)
-
-        value, gradient = jax.jit(jax.value_and_grad(loss))(wide)
+        own = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), sequences)
+        value, gradient = _naive_value_gradient(critic.decoder, clip)(wide, own)
         return Update(float(value), _host(gradient), critic.weights)
+
+
+class _NaiveValueGradient(Protocol):
+    def __call__(self, weights: Weights, sequences: Sequences, /) -> tuple[jax.Array, Weights]: ...
+
+
+@functools.cache
+def _naive_value_gradient(decoder: DecoderConfig, clip: float | None) -> _NaiveValueGradient:
+    """Compile a critic's naive loss with its gradient."""
+
+    def loss(weights: Weights, sequences: Sequences) -> jax.Array:
+        n = sequences.valid.shape[1]
+        return value_objective(
+            continuation_values(weights, sequences.tokens, sequences.starts, decoder, n), sequences, clip
+        )
+
+    return jax.jit(jax.value_and_grad(loss))
+
+
+def _with_moved_values(found: Sequences) -> Sequences:
+    """The optimizer step with values before it that are `moved`."""
+    starts, tokens = np.asarray(found.starts), np.asarray(found.tokens)
+    positions = starts[:, None] - 1 + np.arange(found.valid.shape[1])[None]  # [S, n]
+    targets = np.take_along_axis(tokens, np.minimum(positions + 1, tokens.shape[1] - 1), axis=1)
+    values: Any = np.asarray(found.values) + moved(positions, targets)
+    return dataclasses.replace(found, values=values)
 
 
 def sizes_of(form: Form, subject: Subject) -> BatchSizes:

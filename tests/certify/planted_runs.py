@@ -1,12 +1,10 @@
 """Bugs of engine, sampler, order of prompts, critic, evaluation and state, for `test_planted_bugs.py` to plant."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from podium.algorithms import losses
 from podium.models import decoder

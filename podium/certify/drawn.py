@@ -1,0 +1,251 @@
+"""Compares what a watched run drew with the naive form: each token, with its random numbers and log-probabilities."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from podium.certify.naive_draws import (
+    NO_CUT,
+    Cut,
+    DrawErrors,
+    after_cut,
+    draw_errors,
+    normal_scores,
+    random_numbers,
+    request_seed,
+    turn_seed,
+)
+from podium.certify.naive_step import Episode, padded_tokens
+from podium.certify.result import Check, largest
+from podium.certify.subject import Subject, episode_of
+from podium.certify.training import Step, Training
+from podium.rollout.transcript import Transcript
+from podium.tasks.task import FAILED
+from podium.train.generate import Group
+
+OF_MODEL = ("log-probabilities", "temperature")
+DRAW_BAR = 1e-4
+"""How far a random number may lie outside the range of its token: the ends of ranges are sums of probabilities, each as
+far off as its log-probability may be, which is 1e-5 of about 10 nats."""
+DEVIATIONS = 5.0
+"""How many standard deviations a sum over all draws may be from its mean; correct code exceeds it once in a million."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """An episode, and what determines its draws."""
+
+    transcript: Transcript
+    seed: int
+    """Of its prompt."""
+    completion: int
+    """Its index among those of its request."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The distribution that tokens are drawn from."""
+
+    temperature: float
+    penalty: float = 1.0
+    cut: Cut = NO_CUT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """The tokens that one version of the weights drew, and what the naive form says of them, [n] each."""
+
+    recorded: np.ndarray
+    """Log-probabilities by the sampler, before penalty and cuts."""
+    naive: np.ndarray
+    """The same by the naive form."""
+    errors: DrawErrors
+    """Of the distribution drawn from."""
+    behind: np.ndarray
+    """How much less likely than the likeliest, in nats."""
+    scores: np.ndarray
+    """Where each token lies in its distribution, as a normal number: the same for all distributions."""
+    rows: np.ndarray
+    """Index of the episode of each token."""
+    places: np.ndarray
+    """Where in its sequence each token stands."""
+
+
+def sampling_checks(
+    subject: Subject, training: Training, numbers: Sequence[Sequence[Sequence[int]]], talk: tuple[str, ...]
+) -> Iterator[Check]:
+    """Check the tokens of a run; `numbers` are the places of each step's groups, all possible ones."""
+    rollout = training.config.rollout
+    sampling = Sampling(
+        temperature=rollout.temperature,
+        penalty=rollout.repetition_penalty,
+        cut=Cut(rollout.top_k, rollout.top_p, rollout.min_p),
+    )
+    steps = [
+        _of_step(subject, training, step, own, sampling) for step, own in zip(training.steps, numbers, strict=True)
+    ]
+    drawn = [each for step in steps for each in step]
+    highest = max(float(np.abs(each.naive).max()) for each in drawn)
+    yield Check(
+        name="hand-over",
+        claim="after every update, a sampled token's log-probability is that of the weights that drew it",
+        difference=largest(float(np.abs(each.recorded - each.naive).max()) for each in drawn) / highest,
+        after=(*OF_MODEL, "sampler", "long completions", *talk),
+    )
+    if subject.recipe.needs_baseline:
+        behind = [_behind_likeliest(subject, training, step.groups) for step in training.steps]
+        yield Check(
+            name="greedy completions",
+            claim="each token of a greedy completion is the likeliest under the weights that drew it",
+            difference=largest(behind) / highest,
+            after=("hand-over",),
+        )
+    other = ("cuts",) if sampling.cut.cuts else ("repetition penalty",) if sampling.penalty != 1 else ()
+    for name in other:
+        before = "repetition penalty, and the cuts top_k, top_p and min_p," if name == "cuts" else "repetition penalty"
+        yield Check(
+            name=name,
+            claim=f"tokens are drawn from the softmax after the {before} renormalised",
+            difference=largest(float(each.errors.logprobs.max()) for each in drawn) / highest,
+            after=("sampling", "hand-over"),
+        )
+    causes = ("sampling", "hand-over", *other, "order of prompts")
+    yield Check(
+        name="draws",
+        claim="every token is the one that the random number of its seed, completion and position draws",
+        difference=largest(float(each.errors.tokens.max()) for each in drawn),
+        bar=DRAW_BAR,
+        after=causes,
+    )
+    yield Check(
+        name="independent draws",
+        claim="tokens at neighbouring positions, in completions of a prompt and of other prompts are independent",
+        difference=_dependence(steps),
+        bar=DEVIATIONS,
+        after=("sampling", "hand-over", *other),
+    )
+
+
+def _of_step(
+    subject: Subject, training: Training, step: Step, numbers: Sequence[Sequence[int]], sampling: Sampling
+) -> list[Drawn]:
+    """What was drawn of a step's groups, at those of the possible places that fit best."""
+
+    def at(places: Sequence[int]) -> list[Drawn]:
+        drawings = [
+            Drawing(transcript=each, seed=request_seed(training.config.seed, "train", place), completion=index)
+            for place, group in zip(places, step.groups, strict=True)
+            for index, each in enumerate(group.transcripts)
+        ]
+        return list(compared(subject, training, drawings, sampling))
+
+    found = [at(places) for places in numbers]
+    return min(found, key=lambda drawn: largest(float(each.errors.tokens.max()) for each in drawn))
+
+
+def _dependence(steps: Sequence[Sequence[Drawn]]) -> float:
+    """The largest correlation of pairs of tokens, in standard deviations: 0 is expected if they are independent."""
+    found: dict[str, list[float]] = {}
+    for step in steps:
+        scores = {
+            (row, place): score
+            for each in step
+            for row, place, score in zip(each.rows.tolist(), each.places.tolist(), each.scores.tolist(), strict=True)
+        }
+        for (row, place), score in scores.items():
+            for apart in (1, 2):
+                _pair(found, f"{apart} positions apart", score, scores.get((row, place + apart)))
+            for other in range(row + 1, max(row for row, _ in scores) + 1):
+                parity = "even" if place % 2 == 0 else "odd"
+                _pair(found, f"other completions, {parity} positions", score, scores.get((other, place)))
+    return max((abs(sum(each)) / np.sqrt(len(each)) for each in found.values()), default=0.0)
+
+
+def _pair(found: dict[str, list[float]], kind: str, one: float, other: float | None) -> None:
+    if other is not None:
+        found.setdefault(kind, []).append(one * other)
+
+
+def _behind_likeliest(subject: Subject, training: Training, groups: Sequence[Group]) -> float:
+    """How much less likely, in nats, a token of greedy completions is at most than the likeliest one."""
+    greedy = [group.greedy for group in groups if group.greedy is not None]
+    episodes = [episode_of(*each) for each in greedy]
+    tokens, starts = padded_tokens(episodes, subject.room)
+    penalty, worst = training.config.rollout.repetition_penalty, 0.0
+    for row, (episode, each) in enumerate(zip(episodes, greedy, strict=True)):
+        versions = versions_of(each.transcript)[: len(episode.drawn)]
+        for version in np.unique(versions[np.array(episode.drawn)]).tolist():
+            found = subject.naive_scores(tokens, starts, training.version(version), penalty=penalty)
+            used = np.flatnonzero(np.array(episode.drawn) & (versions == version))
+            worst = largest((worst, float((found.highest - found.logprobs)[row, used].max())))
+    return worst
+
+
+def compared(subject: Subject, training: Training, drawings: Sequence[Drawing], sampling: Sampling) -> Iterator[Drawn]:
+    """Yield the tokens of episodes, once for each version of the weights that drew some of them."""
+    size = subject.room.episodes
+    for first in range(0, len(drawings), size):
+        for each in _of_some(subject, training, drawings[first : first + size], sampling):
+            yield dataclasses.replace(each, rows=each.rows + first)
+
+
+def _of_some(subject: Subject, training: Training, drawings: Sequence[Drawing], sampling: Sampling) -> Iterator[Drawn]:
+    """The same of at most as many episodes as fit into the room."""
+    episodes = [episode_of(each.transcript, FAILED) for each in drawings]
+    tokens, starts = padded_tokens(episodes, subject.room)
+    known = [_known(*pair) for pair in zip(drawings, episodes, strict=True)]
+    rows = np.concatenate([np.full(len(each.places), row) for row, each in enumerate(known)])
+    places, seeds, versions, recorded, logprobs = (
+        np.concatenate([getattr(each, name) for each in known])
+        for name in ("places", "seeds", "versions", "recorded", "logprobs")
+    )
+    completions = np.array([each.completion for each in drawings])[rows]
+    numbers = random_numbers(seeds, completions, places)
+    evenly = np.random.default_rng(int(seeds.sum())).uniform(size=len(seeds))
+    drawn = tokens[rows, places]
+    for version in np.unique(versions).tolist():
+        own = versions == version
+        at = rows[own], places[own] - starts[rows[own]]
+        weights = training.version(version)
+        plain = subject.naive_table(tokens, starts, weights, sampling.temperature)[at]
+        table = plain
+        if sampling.penalty != 1:
+            table = subject.naive_table(tokens, starts, weights, sampling.temperature, sampling.penalty)[at]
+        yield Drawn(
+            recorded=recorded[own],
+            naive=np.take_along_axis(plain, drawn[own][:, None], axis=1)[:, 0],
+            errors=draw_errors(table, sampling.cut, drawn[own], logprobs[own], numbers[own]),
+            behind=table.max(axis=1) - np.take_along_axis(table, drawn[own][:, None], axis=1)[:, 0],
+            scores=normal_scores(after_cut(table, sampling.cut)[0], drawn[own], evenly[own]),
+            rows=rows[own],
+            places=places[own],
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """The drawn tokens of an episode, [n] each."""
+
+    places: np.ndarray
+    seeds: np.ndarray
+    versions: np.ndarray
+    recorded: np.ndarray
+    logprobs: np.ndarray
+
+
+def _known(drawing: Drawing, episode: Episode) -> _Known:
+    own = np.flatnonzero(episode.drawn)
+    turns = np.array(episode.turns)[own].tolist()
+    return _Known(
+        places=len(episode.prompt) + own,
+        seeds=np.array([turn_seed(drawing.seed, turn) for turn in turns], np.int64),
+        versions=versions_of(drawing.transcript)[own],
+        recorded=np.array(episode.logprobs)[own],
+        logprobs=np.array(episode.drawn_logprobs)[own],
+    )
+
+
+def versions_of(transcript: Transcript) -> np.ndarray:
+    """The weight version of each token after the prompt, [n]."""
+    return np.concatenate([span.versions for span in transcript.spans[1:]])

@@ -1,0 +1,90 @@
+"""Compares an evaluation of a watched run's last weights with the naive form: questions, answers and scores."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from podium.certify.drawn import DRAW_BAR, OF_MODEL, Drawing, Sampling, compared
+from podium.certify.naive_draws import request_seed
+from podium.certify.result import Check
+from podium.certify.subject import EVAL_SAMPLES, Subject
+from podium.certify.talk import is_right
+from podium.certify.task import QUESTIONS
+from podium.certify.training import Evaluated, Training
+from podium.train.generate import Group
+
+LIKELIEST = 1e-4  # nat by which a greedy token may be less likely than the likeliest, which rounding may exchange
+
+
+def evaluation_check(subject: Subject, training: Training) -> Check:
+    """Count what is wrong in the evaluation: answers, draws, scores, and prompts of the run that it moved."""
+    found = training.evaluation
+    assert found is not None, "this run was evaluated"
+    wrong = [
+        int(not found.undisturbed),
+        _wrong_answers(subject, training, found.greedy, 1),
+        _wrong_answers(subject, training, found.sampled, EVAL_SAMPLES),
+        _wrong_draws(subject, training, found),
+        _wrong_scores(found),
+    ]
+    return Check(
+        name="evaluation",
+        claim="every evaluation question has its greedy and its sampled answers, drawn as eval says, and right scores",
+        difference=float(sum(wrong)),
+        bar=0,
+        after=(*OF_MODEL, "sampling", "hand-over", "order of prompts", "draws", "conversations", "episodes"),
+    )
+
+
+def _wrong_answers(subject: Subject, training: Training, groups: Sequence[Group], each: int) -> int:
+    """How many answers are missing, to another question than that of their place, or wrongly ended or paid."""
+    asked = [str(index) for index in reversed(range(QUESTIONS))]
+    wrong = abs(len(groups) - QUESTIONS)
+    for question, group in zip(asked, groups, strict=False):
+        wrong += (group.prompt.prompt.id, len(group.transcripts)) != (question, each)
+        pairs = zip(group.transcripts, group.rewards, strict=True)
+        wrong += sum(not is_right(subject, training, question, *pair) for pair in pairs)
+    return wrong
+
+
+def _wrong_draws(subject: Subject, training: Training, found: Evaluated) -> int:
+    """How many tokens the last weights would not have drawn, with the seeds of evaluation questions."""
+    settings, version = training.config.eval, len(training.steps)
+    wrong = 0
+    for groups, temperature in ((found.greedy, 0.0), (found.sampled, settings.temperature)):
+        drawings = [
+            Drawing(
+                transcript=transcript,
+                seed=request_seed(training.config.seed, f"eval {found.label}", index),
+                completion=completion,
+            )
+            for index, group in enumerate(groups)
+            for completion, transcript in enumerate(group.transcripts)
+        ]
+        wrong += sum(int(np.any(span.versions != version)) for each in drawings for span in each.transcript.drawn)
+        sampling = Sampling(temperature=temperature or 1.0, penalty=settings.repetition_penalty)
+        for each in compared(subject, training, drawings, sampling):
+            wrong += int(np.sum(each.errors.logprobs > DRAW_BAR))
+            wrong += int(np.sum(each.errors.tokens > DRAW_BAR if temperature else each.behind > LIKELIEST))
+    return wrong
+
+
+def _wrong_scores(found: Evaluated) -> int:
+    """How many scores are not the means of the answers' rewards."""
+    right = [
+        np.array([[min(1.0, max(0.0, reward.parts["correct"])) for reward in group.rewards] for group in groups])
+        for groups in (found.greedy, found.sampled)
+    ]
+    greedy, sampled = right
+    cut = [transcript.finish_reason != "stop" for group in found.greedy for transcript in group.transcripts]
+    whole = greedy[:, 0] * ~np.array(cut)
+    scores = found.scores
+    pairs = (
+        (scores.accuracy, greedy.mean()),
+        (scores.completed_accuracy, whole.mean()),
+        (scores.avg_at_k, sampled.mean()),
+        (scores.pass_at_k, np.mean([any(x >= 1 for x in row) for row in sampled.tolist()])),
+        (scores.truncated_fraction, np.mean(cut)),
+        (scores.questions, QUESTIONS),
+    )
+    return sum(own is None or abs(own - expected) > 1e-9 for own, expected in pairs)

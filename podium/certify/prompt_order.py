@@ -1,0 +1,106 @@
+"""Follows a watched run's queue of prompts: which are drawn when, which a step takes, and which it leaves."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from podium.certify.naive_draws import prompt_index
+from podium.certify.subject import Subject
+from podium.certify.task import QUESTIONS
+from podium.certify.training import Step, Training
+from podium.train.carry import Pending
+from podium.train.generate import Group
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Taken:
+    """The prompts of a step."""
+
+    numbers: Sequence[Sequence[int]]
+    """The place of each of its groups in the run's sequence of prompts: all that are possible, if several ask the same
+    question."""
+    errors: int
+    """How many prompts are wrong: of another question than their place has, lost, drawn twice, too old, left behind
+    newer ones, or left for so long that a later step cannot take them in time."""
+
+
+def taken_prompts(subject: Subject, training: Training) -> list[Taken]:
+    """The prompts of each step of a run."""
+    found: list[Taken] = []
+    before: Mapping[int, Pending] = {}
+    drawn = 0
+    for version, step in enumerate(training.steps):
+        left = {each.prompt.number: each for each in step.position.pending}
+        here = [*before, *range(drawn, step.position.cursor)]
+        numbers, errors = _of_groups(training.config.seed, step.groups, [each for each in here if each not in left])
+        errors += len(set(left) - set(here))
+        errors += sum(each.prompt.prompt.prompt.id != question(training.config.seed, n) for n, each in left.items())
+        if not subject.recipe.demonstrations:
+            errors += _wrongly_left(training, step, numbers, version) + _number_in_flight(training, step, before, drawn)
+        found.append(Taken(numbers=list(_arrangements(step.groups, numbers)), errors=errors))
+        before, drawn = left, step.position.cursor
+    return found
+
+
+def _arrangements(groups: Sequence[Group], numbers: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the places of groups, and again with any two exchanged that ask the same question."""
+    yield list(numbers)
+    asked = [group.prompt.prompt.id for group in groups]
+    for one, other in itertools.combinations(range(len(asked)), 2):
+        if asked[one] == asked[other]:
+            found = list(numbers)
+            found[one], found[other] = found[other], found[one]
+            yield found
+
+
+def question(seed: int, number: int) -> str:
+    """The id of the question at this place in the run's sequence of prompts."""
+    return str(prompt_index(seed, number, QUESTIONS))
+
+
+def _of_groups(seed: int, groups: Sequence[Group], numbers: Sequence[int]) -> tuple[list[int], int]:
+    """The places of groups, which are among `numbers`, and how many of both do not belong together."""
+    free = sorted(numbers)
+    found: list[int] = []
+    missing = 0
+    for group in groups:
+        own = next((number for number in free if question(seed, number) == group.prompt.prompt.id), None)
+        if own is None:
+            missing += 1
+            found.append(-1)
+        else:
+            free.remove(own)
+            found.append(own)
+    return found, missing + len(free)
+
+
+def _number_in_flight(training: Training, step: Step, before: Mapping[int, Pending], drawn: int) -> int:
+    """How many prompts too many or too few are answered at the same time; unknown if some were replaced."""
+    if len(step.groups) > training.config.prompts_per_step:
+        return 0
+    return abs(len(before) + step.position.cursor - drawn - training.spec.rollout.in_flight)
+
+
+def _wrongly_left(training: Training, step: Step, numbers: Sequence[int], version: int) -> int:
+    """How many prompts a step with weights `version` took too late, or should not have left."""
+    stale, per_step = training.config.rollout.max_staleness, training.config.prompts_per_step
+    ages = {n: _first_version(group) for n, group in zip(numbers, step.groups, strict=True)}
+    wrong = sum(not version - stale <= first <= version for first in ages.values())
+    left = {
+        each.prompt.number: version if each.first_version is None else each.first_version
+        for each in step.position.pending
+    }
+    order = sorted((first, number) for number, first in left.items())
+    for place, (first, _) in enumerate(order):  # later steps take the oldest
+        wrong += version + 1 + place // per_step - first > stale
+    complete = [each.prompt.number for each in step.position.pending if each.rewards]
+    if len(step.groups) == per_step:  # else some were taken before others were complete
+        newest = max((first, number) for number, first in ages.items())
+        wrong += sum((left[number], number) < newest for number in complete)
+    return wrong
+
+
+def _first_version(group: Group) -> int:
+    """The version of the weights that drew the first token of one of a group's episodes."""
+    greedy = [] if group.greedy is None else [group.greedy.transcript]
+    return min(int(each.drawn[0].versions[0]) for each in (*group.transcripts, *greedy))
