@@ -21,6 +21,7 @@ from podium.certify.naive import Scores, Sequences, in_float64, kl_losses, objec
 from podium.certify.naive_optimizer import Arrays, NaiveOptimizer, gradient_norm, scheduled_rate
 from podium.certify.naive_rules import Rules
 from podium.certify.result import Check, largest
+from podium.certify.sampler import sampling_check
 from podium.certify.subject import Subject
 from podium.certify.updates import Updates, relative, weight_difference
 from podium.config.optimizer import OPTIMIZER_COPIES, OptimizerConfig
@@ -185,6 +186,7 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
         difference=largest(_schedule_error(config, total) for config, total in cases),
     )
     yield from _rule_checks()
+    yield sampling_check()
 
 
 def _own(rules: Rules, *names: str) -> Changes:

@@ -1,15 +1,21 @@
 """Bugs of engine, sampler, order of prompts, critic, evaluation and state, for `test_planted_bugs.py` to plant."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
-from podium.algorithms import losses
+from podium.algorithms import advantages, losses, recipes
+from podium.certify import batches, formulas, training
 from podium.models import decoder
-from podium.rollout import cache, device, programs, sampling
-from podium.train import generate, trainer
+from podium.rollout import cache, device, engine, programs, sampling, weights
+from podium.rollout.sequence import Sequence
+from podium.tasks import mixture
+from podium.train import carry, checkpoint, evaluate, feed, generate, optimizer, prepare, trainer, turns
 
 Plant = tuple[Any, str, Any]
 """Object, attribute, and what the bug puts there."""
@@ -111,3 +117,463 @@ def cap_squared() -> Plant:
         return original(squared if recipe.correction == "truncate" else recipe, *given)
 
     return losses, "correction_weights", planted
+
+
+# More of the engine.
+
+
+def partial_pages_not_copied() -> Plant:
+    """A prompt's last page, which is not full, is not copied to its completions."""
+    return device.Device, "copy", lambda own, copies: None
+
+
+def cache_kept_over_an_update() -> Plant:
+    """Completions go on with keys and values of the weights before the update."""
+    return engine.RolloutEngine, "_forget_cache", lambda own: own._read_all()
+
+
+def stops_between_tokens_missed() -> Plant:
+    """A stop string is looked for within the tokens of one decode call."""
+    original = Sequence._stop_at_string
+
+    def planted(own, before, tokenizer):
+        whole, own.drawn = own.drawn, own.drawn[before:]
+        names = ("logprobs", "full_logprobs", "versions")
+        kept = {name: getattr(own, name) for name in names}
+        for name in names:
+            setattr(own, name, kept[name][before:])
+        original(own, 0, tokenizer)
+        own.drawn = whole[:before] + own.drawn
+        for name in names:
+            setattr(own, name, kept[name][:before] + getattr(own, name))
+
+    return Sequence, "_stop_at_string", planted
+
+
+def one_token_too_many() -> Plant:
+    return Sequence, "limit", property(lambda own: len(own.context) + own.sampling.max_new_tokens + 1)
+
+
+def drawn_tokens_not_penalised() -> Plant:
+    """A token that is drawn while its sequence keeps its slot is not penalised."""
+    return programs, "with_tokens", lambda seen, tokens, where: seen
+
+
+def window_one_longer() -> Plant:
+    original = cache.seen_in_sequence
+    return cache, "seen_in_sequence", lambda last, at, window: original(last, at, window and window + 1)
+
+
+def recorded_at_temperature_1() -> Plant:
+    """Tokens are drawn at the temperature, and recorded as if it were 1."""
+    original = sampling.sample
+
+    def planted(logits, rows, *others):
+        made = original(logits, rows, *others)
+        plain = jax.nn.log_softmax(logits, axis=1)
+        own = jnp.take_along_axis(plain, made.tokens[:, None], axis=1)[:, 0]
+        return made._replace(logprobs=own, full_logprobs=own)
+
+    return sampling, "sample", planted
+
+
+def seeds_of_16_bits() -> Plant:
+    original = device.fill_row
+    return (
+        device,
+        "fill_row",
+        lambda rows, row, settings, *, seed, completion: original(
+            rows, row, settings, seed=seed % 2**16, completion=completion
+        ),
+    )
+
+
+def one_stream_for_a_group() -> Plant:
+    original = device.fill_row
+    return (
+        device,
+        "fill_row",
+        lambda rows, row, settings, *, seed, completion: original(rows, row, settings, seed=seed, completion=0),
+    )
+
+
+def turns_share_a_seed() -> Plant:
+    return turns.Turns, "seed", lambda own, index, turn: own._prompts[index].seed
+
+
+# More of the order of prompts.
+
+
+def epochs_in_one_order() -> Plant:
+    original = mixture.TaskMixture._epoch_order
+    return mixture.TaskMixture, "_epoch_order", lambda own, task, epoch: original(own, task, 0)
+
+
+def unshuffled() -> Plant:
+    return mixture.TaskMixture, "_epoch_order", lambda own, task, epoch: np.arange(len(own._prompts(task, "train")))
+
+
+def staleness_ignored() -> Plant:
+    """The oldest complete prompts are taken, and none is waited for."""
+    original = generate.chosen
+
+    def planted(first, complete, count, *, per_step, version, max_staleness):
+        return original(first, complete, count, per_step=per_step, version=version, max_staleness=10**6)
+
+    return generate, "chosen", planted
+
+
+def one_step_staler() -> Plant:
+    original = generate.chosen
+
+    def planted(first, complete, count, *, per_step, version, max_staleness):
+        return original(first, complete, count, per_step=per_step, version=version, max_staleness=max_staleness + 1)
+
+    return generate, "chosen", planted
+
+
+def unfinished_prompts_dropped() -> Plant:
+    """What a step leaves is not gone on with."""
+    original = generate.Rollouts.answer
+
+    def planted(own, prompts, settings=None):
+        made = original(own, prompts, settings)
+        own._pending = ()
+        return made
+
+    return generate.Rollouts, "answer", planted
+
+
+def nothing_in_flight() -> Plant:
+    original = generate.Rollouts.__init__
+
+    def planted(own, *given, **options):
+        original(own, *given, **options)
+        own.training = dataclasses.replace(own.training, in_flight=0)
+
+    return generate.Rollouts, "__init__", planted
+
+
+def a_prompt_skipped_each_step() -> Plant:
+    original = feed.Feed.next
+
+    def planted(own, count):
+        own.cursor += 1
+        return original(own, count)
+
+    return feed.Feed, "next", planted
+
+
+# More of what a step prepares.
+
+
+def truncated_episodes_trained() -> Plant:
+    """`mask_truncated` has no effect."""
+    original = prepare.transcript_sample
+
+    def planted(segment, *, masked=False, **options):
+        return original(segment, masked=masked and segment.finish_reason == "failed", **options)
+
+    return prepare, "transcript_sample", planted
+
+
+def rewards_of_the_group_before() -> Plant:
+    original = prepare.pack_step
+
+    def planted(groups, recipe, sizes):
+        moved = [
+            dataclasses.replace(g, rewards=before.rewards)
+            for g, before in zip(groups, [groups[-1], *groups[:-1]], strict=True)
+        ]
+        return original(moved, recipe, sizes)
+
+    return prepare, "pack_step", planted
+
+
+def leave_one_out_by_the_whole_group() -> Plant:
+    rloo = recipes.RECIPES["rloo"]
+    own = dataclasses.replace(rloo, advantage=lambda rewards, lengths: rewards - np.nanmean(rewards, axis=1)[:, None])
+    return batches, "RECIPES", {**recipes.RECIPES, "rloo": own}
+
+
+def lambda_of_1() -> Plant:
+    original = advantages.gae
+    return advantages, "gae", lambda *given, gamma, lam: original(*given, gamma=gamma, lam=1.0)
+
+
+def second_pass_in_reverse() -> Plant:
+    """The last pass over the minibatches is in reverse."""
+    original = trainer.Trainer._update_policy
+
+    def planted(own, state, batches, *others):
+        return original(own, state, _Reversed(batches), *others)
+
+    return trainer.Trainer, "_update_policy", planted
+
+
+class _Reversed(list):
+    """A list that is in reverse the second time."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return super().__iter__() if self.passes % 2 else iter(list(super().__iter__())[::-1])
+
+
+# More formulas.
+
+
+def dual_clip_of_good_tokens_too() -> Plant:
+    original = losses.clipped_policy_loss
+
+    def planted(*given, dual_clip=None, **options):
+        made = original(*given, dual_clip=None, **options)
+        values = made.values if dual_clip is None else jnp.clip(made.values, -dual_clip, dual_clip)
+        return (
+            dataclasses.replace(made, values=values) if dataclasses.is_dataclass(made) else made._replace(values=values)
+        )
+
+    return losses, "POLICY_LOSSES", {**losses.POLICY_LOSSES, "clipped": functools.wraps(original)(planted)}
+
+
+def k3_the_other_way() -> Plant:
+    original = losses.k3_estimate
+    return losses, "k3_estimate", lambda logprobs, other: original(other, logprobs)
+
+
+def kl_without_the_ratio() -> Plant:
+    original = losses.policy_loss
+    return (
+        formulas,
+        "policy_loss",
+        lambda recipe, *given, **options: original(dataclasses.replace(recipe, kl_by_ratio=False), *given, **options),
+    )
+
+
+def mean_correction_of_sums() -> Plant:
+    original = losses.correction_weights
+
+    def planted(recipe, *given):
+        level = "sequence" if recipe.correction_level == "mean" else recipe.correction_level
+        return original(dataclasses.replace(recipe, correction_level=level), *given)
+
+    return losses, "correction_weights", planted
+
+
+def correction_with_a_gradient() -> Plant:
+    """No gradient is stopped in a loss."""
+    return losses, "stop_gradient", lambda x: x
+
+
+def threshold_of_good_sequences_too() -> Plant:
+    original = losses.off_policy_mask
+
+    def planted(logprobs, sampled, advantages, *others, threshold):
+        return original(logprobs, sampled, -jnp.abs(advantages), *others, threshold=threshold)
+
+    return losses, "off_policy_mask", planted
+
+
+# More of the optimizer.
+
+
+def embeddings_not_decayed() -> Plant:
+    original = optimizer.is_matrix
+    return optimizer, "is_matrix", lambda spec: original(spec) and "vocab" not in spec.axes
+
+
+def no_bias_correction() -> Plant:
+    def planted(b1, b2, eps):
+        def init(params):
+            return optax.ScaleByAdamState(
+                jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
+            )
+
+        def update(updates, state, params=None):
+            mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, updates)
+            nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, updates)
+            changes = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu, nu)
+            return changes, optax.ScaleByAdamState(state.count + 1, mu, nu)
+
+        return optax.GradientTransformation(init, update)
+
+    return optimizer.optax, "scale_by_adam", planted
+
+
+def moments_rounded_to_nearest() -> Plant:
+    return optimizer, "round_at_random", lambda x, key: x.astype(jnp.bfloat16)
+
+
+def moments_begin_anew_every_step() -> Plant:
+    original = trainer.Trainer._update_policy
+
+    def planted(own, state, *others):
+        gradient, *links, schedule = state.opt_state
+        fresh = jax.tree.map(jnp.zeros_like, tuple(links))
+        return original(own, dataclasses.replace(state, opt_state=(gradient, *fresh, schedule)), *others)
+
+    return trainer.Trainer, "_update_policy", planted
+
+
+def warm_up_one_step_late() -> Plant:
+    original = optimizer.learning_rate
+
+    def planted(config, total):
+        rate = original(config, total)
+        return lambda count: rate(jnp.maximum(count - 1, 0)) if config.warmup_steps else rate(count)
+
+    return formulas, "learning_rate", planted
+
+
+def final_fraction_ignored() -> Plant:
+    original = optimizer.learning_rate
+    return (
+        formulas,
+        "learning_rate",
+        lambda config, total: original(config.model_copy(update={"final_fraction": 0.0}), total),
+    )
+
+
+# More of the hand-over.
+
+
+def first_layer_stale() -> Plant:
+    """The rollout keeps the first layer of the weights before."""
+    original, given = engine.RolloutEngine.load, []
+
+    def planted(own, params, version=0):
+        given.append(jax.tree.map(jnp.copy, params))
+        before = given[max(0, len(given) - 2)]
+        mixed = {n: x.at[0].set(before[n][0]) if n.startswith("layers.") else x for n, x in params.items()}
+        original(own, mixed, version)
+
+    return engine.RolloutEngine, "load", planted
+
+
+def adapters_unscaled_in_the_rollout() -> Plant:
+    original = weights.merged
+    return weights, "merged", lambda layer, scale: original(layer, 1.0)
+
+
+# More of the critic.
+
+
+def critic_waits_for_nobody() -> Plant:
+    """The policy learns while the critic warms up."""
+    original = trainer.Trainer._update_policy
+
+    def planted(own, *given):
+        kept = own.critic
+        own.critic = None
+        try:
+            return original(own, *given)
+        finally:
+            own.critic = kept
+
+    return trainer.Trainer, "_update_policy", planted
+
+
+def critic_s_rate_of_the_policy() -> Plant:
+    original = training.make_critic_optimizer
+
+    def planted(spec, decoder=None):
+        doubled = spec.optimizer.settings.model_copy(
+            update={"learning_rate": 2 * spec.optimizer.settings.learning_rate}
+        )
+        return original(
+            dataclasses.replace(spec, optimizer=dataclasses.replace(spec.optimizer, settings=doubled)), decoder
+        )
+
+    return training, "make_critic_optimizer", planted
+
+
+def values_after_the_update() -> Plant:
+    """Returns are estimated with a critic that has moved since."""
+    original = trainer.Critic.scorer
+    return trainer.Critic, "scorer", lambda own, params: original(own, {n: 1.01 * x for n, x in params.items()})
+
+
+# More of the reference.
+
+
+def reference_moves_one_step_early() -> Plant:
+    original = trainer.Trainer.update
+
+    def planted(own, state, batches, step, **options):
+        return original(own, state, batches, step + 1 if own.moving is not None and step == 0 else step, **options)
+
+    return trainer.Trainer, "update", planted
+
+
+def teacher_s_weight_squared() -> Plant:
+    original = prepare.taught_advantages
+    return prepare, "taught_advantages", lambda *given, weight: original(*given, weight=weight**2)
+
+
+# Checkpoints.
+
+
+def moments_not_restored() -> Plant:
+    original = checkpoint.restore_state
+
+    def planted(*given, **options):
+        state, saved = original(*given, **options)
+        gradient, *links, schedule = state.opt_state
+        fresh = jax.tree.map(jnp.zeros_like, tuple(links))
+        return dataclasses.replace(state, opt_state=(gradient, *fresh, schedule)), saved
+
+    return checkpoint, "restore_state", planted
+
+
+def prompts_in_flight_not_restored() -> Plant:
+    original = carry.Position.read.__func__
+    read = lambda cls, record, feed: dataclasses.replace(original(cls, record, feed), pending=())  # noqa: E731
+    return carry.Position, "read", classmethod(read)
+
+
+def step_of_the_state_not_restored() -> Plant:
+    original = checkpoint.restore_state
+
+    def planted(*given, **options):
+        state, saved = original(*given, **options)
+        return dataclasses.replace(state, step=jnp.zeros_like(state.step)), saved
+
+    return checkpoint, "restore_state", planted
+
+
+# Evaluation.
+
+
+def evaluated_at_temperature_1() -> Plant:
+    original = evaluate._answers
+
+    def planted(*given, temperature, completions):
+        return original(*given, temperature=temperature and 1.0, completions=completions)
+
+    return evaluate, "_answers", planted
+
+
+def cut_answers_left_out_of_the_accuracy() -> Plant:
+    original = evaluate.task_scores
+
+    def planted(greedy, sampled, *, questions):
+        made = original(greedy, sampled, questions=questions)
+        return dataclasses.replace(made, accuracy=made.completed_accuracy)
+
+    return evaluate, "task_scores", planted
+
+
+def training_questions_evaluated() -> Plant:
+    original = mixture.TaskMixture.eval_prompts
+
+    def planted(own, limit=None):
+        ((label, _),) = original(own, limit).items()
+        return {label: own.train_prompts()[label][:limit]}
+
+    return mixture.TaskMixture, "eval_prompts", planted
+
+
+def evaluation_seeds_alike() -> Plant:
+    original = evaluate.request_seed
+    return evaluate, "request_seed", lambda seed, purpose, index: original(seed, purpose, 0)
