@@ -41,7 +41,7 @@ from podium.models.presets import find_decoder
 from podium.sharding import ShardingRules, make_mesh
 from podium.train.step import make_score, shard_batch
 
-FORMULAS = ("clip", "correction", "kl", "entropy")
+FORMULAS = ("clip", "correction", "drift", "uncertain tokens", "kl", "covariance", "entropy")
 MESHES = (("dp:2,fsdp:2,tp:2", "dp:2,fsdp:4", "dp:2,tp:2", "dp:2"), ("fsdp:8", "fsdp:4", "fsdp:2,tp:2", "fsdp:2"))
 SPLIT_ROWS = (("fsdp:2,sp:4", "sp:4", "fsdp:2,sp:2", "sp:2"),)
 """From each tuple, the first mesh for which there are enough devices and which divides the model is used."""
@@ -79,7 +79,7 @@ def model_checks(updates: Updates) -> Iterator[Check]:
         name="sampler",
         claim="the sampler's log-probabilities are the trainer's",
         difference=_score_error(updates, temperature, sampled),
-        after=("log-probabilities",) if temperature == 1.0 else ("log-probabilities", "temperature"),
+        after=("sampling", "log-probabilities", *(() if temperature == 1.0 else ("temperature",))),
     )
 
 

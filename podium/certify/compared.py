@@ -50,6 +50,7 @@ def training_checks(updates: Updates) -> Iterator[Check]:
         claim="prompts come in the seed's order, each once an epoch, and are trained on oldest first, none too old",
         difference=float(sum(each.errors for each in taken)),
         bar=0,
+        after=("mixture of tasks",),
     )
     if talk:
         yield Check(
@@ -77,7 +78,20 @@ def training_checks(updates: Updates) -> Iterator[Check]:
         bar=0,
         after=("every token once",),
     )
-    causes = (*OF_BATCH, *OF_MODEL, "clip", "correction", "kl", "entropy", "loss", "gradient", "optimizer steps")
+    causes = (
+        *OF_BATCH,
+        *OF_MODEL,
+        "clip",
+        "correction",
+        "drift",
+        "uncertain tokens",
+        "kl",
+        "covariance",
+        "entropy",
+        "loss",
+        "gradient",
+        "optimizer steps",
+    )
     yield from _carried_checks(subject, followed, causes)
     causes = (*causes, *OF_RUN)
     yield Check(
@@ -85,7 +99,7 @@ def training_checks(updates: Updates) -> Iterator[Check]:
         claim="loss and gradient of every optimizer step of a run equal the formulas, computed in float64",
         difference=largest(each.gradient_error for each in followed),
         bar=RUN_BAR,
-        after=causes,
+        after=(*causes, "critic"),
     )
     name = training.config.train.optimizer.name
     yield Check(

@@ -25,6 +25,7 @@ from podium.tasks.task import FAILED
 from podium.train.generate import Group
 
 OF_MODEL = ("log-probabilities", "temperature")
+OF_SAMPLER = ("sampling", "sampler", "long completions")
 DRAW_BAR = 1e-4
 """How far a random number may lie outside the range of its token: the ends of ranges are sums of probabilities, each as
 far off as its log-probability may be, which is 1e-5 of about 10 nats."""
@@ -91,7 +92,7 @@ def sampling_checks(
         name="hand-over",
         claim="after every update, a sampled token's log-probability is that of the weights that drew it",
         difference=largest(float(np.abs(each.recorded - each.naive).max()) for each in drawn) / highest,
-        after=(*OF_MODEL, "sampler", "long completions", *talk),
+        after=(*OF_MODEL, *OF_SAMPLER, *talk),
     )
     if subject.recipe.needs_baseline:
         behind = [_behind_likeliest(subject, training, step.groups) for step in training.steps]
@@ -108,9 +109,9 @@ def sampling_checks(
             name=name,
             claim=f"tokens are drawn from the softmax after the {before} renormalised",
             difference=largest(float(each.errors.logprobs.max()) for each in drawn) / highest,
-            after=("sampling", "hand-over"),
+            after=(*OF_SAMPLER, "hand-over"),
         )
-    causes = ("sampling", "hand-over", *other, "order of prompts")
+    causes = (*OF_SAMPLER, "hand-over", *other, "order of prompts", "mixture of tasks")
     yield Check(
         name="draws",
         claim="every token is the one that the random number of its seed, completion and position draws",
@@ -123,7 +124,7 @@ def sampling_checks(
         claim="tokens at neighbouring positions, in completions of a prompt and of other prompts are independent",
         difference=_dependence(steps),
         bar=DEVIATIONS,
-        after=("sampling", "hand-over", *other),
+        after=(*causes, "draws"),
     )
 
 

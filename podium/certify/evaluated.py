@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from podium.certify.drawn import DRAW_BAR, OF_MODEL, Drawing, Sampling, compared
+from podium.certify.drawn import DRAW_BAR, OF_MODEL, OF_SAMPLER, Drawing, Sampling, compared
 from podium.certify.naive_draws import request_seed
 from podium.certify.result import Check
 from podium.certify.subject import EVAL_SAMPLES, Subject
@@ -13,6 +13,7 @@ from podium.certify.task import QUESTIONS
 from podium.certify.training import Evaluated, Training
 from podium.train.generate import Group
 
+AFTER = ("hand-over", "repetition penalty", "order of prompts", "draws", "conversations", "episodes")
 LIKELIEST = 1e-4  # nat by which a greedy token may be less likely than the likeliest, which rounding may exchange
 
 
@@ -32,7 +33,7 @@ def evaluation_check(subject: Subject, training: Training) -> Check:
         claim="every evaluation question has its greedy and its sampled answers, drawn as eval says, and right scores",
         difference=float(sum(wrong)),
         bar=0,
-        after=(*OF_MODEL, "sampling", "hand-over", "order of prompts", "draws", "conversations", "episodes"),
+        after=(*OF_MODEL, *OF_SAMPLER, *AFTER),
     )
 
 

@@ -17,11 +17,13 @@ from podium.algorithms.recipes import (
     REFERENCE_POINT,
     UNCERTAIN,
 )
+from podium.certify.mixtures import mixture_check
 from podium.certify.naive import Scores, Sequences, in_float64, kl_losses, objective, policy_losses
 from podium.certify.naive_optimizer import Arrays, NaiveOptimizer, gradient_norm, scheduled_rate
 from podium.certify.naive_rules import Rules
 from podium.certify.result import Check, largest
 from podium.certify.sampler import sampling_check
+from podium.certify.small_moments import moments_check
 from podium.certify.subject import Subject
 from podium.certify.updates import Updates, relative, weight_difference
 from podium.config.optimizer import OPTIMIZER_COPIES, OptimizerConfig
@@ -56,7 +58,6 @@ OPTIONED: Mapping[str, Changes] = {
     "vespo": {"k_positive": 1.5, "lambda_positive": 1.0, "k_negative": 0.5, "lambda_negative": 1.2},
     "dppo_tv": {"weight_cap": 1.3},
     "dppo_kl": {"weight_cap": 1.3},
-    "kl_cov": {"kl_weight": 0.4},
 }
 """Losses with options, which the formulas get too."""
 LIKE_GRPO: Changes = {"preferences": False, "loss": "clipped", "loss_options": {}}
@@ -105,7 +106,7 @@ of 2^-24 becomes 3e-5 of the result in each of a few sums."""
 
 
 def formula_checks(updates: Updates) -> Iterator[Check]:
-    """Check the policy terms, the KL terms, the entropy bonus, the learning-rate schedule, and the update rules."""
+    """Check formulas: losses, learning rates, update rules, and what is drawn."""
     subject = updates.subject
     if subject.rules.preferences:
         yield Check(
@@ -121,7 +122,7 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
     own = subject.rules
     clipped: Changes = {**PLAIN, **_own(own, "clip_low", "clip_high", "dual_clip", "old_logprobs")}
     made: list[Changes] = [clipped]
-    made += [{**UNEVEN, "loss": loss} for loss in ("clipped", "gspo", "cispo", "gmpo", "clip_cov", "reinforce")]
+    made += [{**UNEVEN, "loss": loss} for loss in ("clipped", "gspo", "cispo", "gmpo", "reinforce")]
     made += [{**UNEVEN, "loss": loss, "loss_options": options} for loss, options in OPTIONED.items()]
     made += [{**UNEVEN, "loss": "clipped", "dual_clip": 2.0}, {**UNEVEN, "loss": "gspo", "old_logprobs": "trainer"}]
     yield Check(
@@ -168,6 +169,16 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
         claim="KL terms k2, k3 and k3+ and their gradients are those of their formulas",
         difference=largest(_loss_error(subject, each, only_kl=True) for each in terms),
     )
+    chosen: list[Changes] = [
+        {**UNEVEN, "loss": "clip_cov"},
+        {**UNEVEN, "loss": "kl_cov", "loss_options": {"kl_weight": 0.4}},
+    ]
+    yield Check(
+        name="covariance",
+        claim="clip_cov leaves the chosen tokens out, and kl_cov holds them to the policy before the step",
+        difference=largest(_loss_error(subject, each) for each in chosen),
+        after=("clip", "kl"),
+    )
     yield Check(
         name="entropy",
         claim="the entropy bonus is a mean over all tokens of the optimizer step, and lowers the loss",
@@ -186,7 +197,9 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
         difference=largest(_schedule_error(config, total) for config, total in cases),
     )
     yield from _rule_checks()
+    yield moments_check()
     yield sampling_check()
+    yield mixture_check()
 
 
 def _own(rules: Rules, *names: str) -> Changes:

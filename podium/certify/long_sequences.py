@@ -24,7 +24,7 @@ def long_checks(updates: Updates) -> Iterator[Check]:
         name="long completions",
         claim="the sampler's log-probabilities after prompts of up to 250 tokens are those of the naive model",
         difference=float(max(errors) / np.abs(naive).max()),
-        after=("log-probabilities", "temperature", "sampler"),
+        after=("sampling", "log-probabilities", "temperature", "sampler"),
     )
     long = Updates(subject, updates.recipe)
     (found,), expected = long.run(Form(rows=ROWS, row_tokens=ROW_TOKENS, train={})), long.naive(subject.weights)

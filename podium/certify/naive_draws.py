@@ -168,11 +168,12 @@ def prompt_index(seed: int, number: int, count: int, task: int = 0) -> int:
     All are drawn once before one is drawn again, each time in another order, by a hash of seed, task and round.
     """
     epoch, place = divmod(number, count)
-    key = _hash(seed, "order", task, epoch)
+    key = hash_of(seed, "order", task, epoch)
     return sorted(range(count), key=lambda index: (_mixed(_mixed(index) ^ key), index))[place]
 
 
-def _hash(*values: int | str) -> int:
+def hash_of(*values: int | str) -> int:
+    """64 bits of the SHA-256 of Python's text of these values."""
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little")
 
 

@@ -14,7 +14,7 @@ from podium.certify import batches, formulas, training
 from podium.models import decoder
 from podium.rollout import cache, device, engine, programs, sampling, weights
 from podium.rollout.sequence import Sequence
-from podium.tasks import mixture
+from podium.tasks import curriculum, mixture
 from podium.train import carry, checkpoint, evaluate, feed, generate, optimizer, prepare, trainer, turns
 
 Plant = tuple[Any, str, Any]
@@ -127,11 +127,6 @@ def partial_pages_not_copied() -> Plant:
     return device.Device, "copy", lambda own, copies: None
 
 
-def cache_kept_over_an_update() -> Plant:
-    """Completions go on with keys and values of the weights before the update."""
-    return engine.RolloutEngine, "_forget_cache", lambda own: own._read_all()
-
-
 def stops_between_tokens_missed() -> Plant:
     """A stop string is looked for within the tokens of one decode call."""
     original = Sequence._stop_at_string
@@ -150,8 +145,8 @@ def stops_between_tokens_missed() -> Plant:
     return Sequence, "_stop_at_string", planted
 
 
-def one_token_too_many() -> Plant:
-    return Sequence, "limit", property(lambda own: len(own.context) + own.sampling.max_new_tokens + 1)
+def one_token_too_few() -> Plant:
+    return Sequence, "limit", property(lambda own: len(own.context) + max(1, own.sampling.max_new_tokens - 1))
 
 
 def drawn_tokens_not_penalised() -> Plant:
@@ -205,12 +200,31 @@ def turns_share_a_seed() -> Plant:
 
 
 def epochs_in_one_order() -> Plant:
-    original = mixture.TaskMixture._epoch_order
-    return mixture.TaskMixture, "_epoch_order", lambda own, task, epoch: original(own, task, 0)
+    original = mixture._hash
+    return (
+        mixture,
+        "_hash",
+        lambda seed, purpose, *others: original(seed, purpose, *((others[0], 0) if purpose == "order" else others)),
+    )
 
 
 def unshuffled() -> Plant:
-    return mixture.TaskMixture, "_epoch_order", lambda own, task, epoch: np.arange(len(own._prompts(task, "train")))
+    def planted(own, cursor, level=None):
+        prompts = own._prompts(0, "train")
+        return own._task_prompt(0, prompts[cursor % len(prompts)])
+
+    return mixture.TaskMixture, "prompt_at", planted
+
+
+def levels_evenly_drawn() -> Plant:
+    """A curriculum has no effect."""
+    return curriculum.Curriculum, "chances", lambda own: [1 / len(own._last)] * len(own._last)
+
+
+def last_groups_not_restored() -> Plant:
+    """A curriculum begins anew where a run is resumed."""
+    original = mixture.TaskMixture.means
+    return mixture.TaskMixture, "means", property(original.fget, lambda own, means: None)
 
 
 def staleness_ignored() -> Plant:
@@ -245,13 +259,16 @@ def unfinished_prompts_dropped() -> Plant:
 
 
 def nothing_in_flight() -> Plant:
-    original = generate.Rollouts.__init__
+    original = generate.Rollouts.answer
 
-    def planted(own, *given, **options):
-        original(own, *given, **options)
-        own.training = dataclasses.replace(own.training, in_flight=0)
+    def planted(own, prompts, settings=None):
+        kept, own.training = own.training, dataclasses.replace(own.training, in_flight=0)
+        try:
+            return original(own, prompts, settings)
+        finally:
+            own.training = kept
 
-    return generate.Rollouts, "__init__", planted
+    return generate.Rollouts, "answer", planted
 
 
 def a_prompt_skipped_each_step() -> Plant:
@@ -278,16 +295,13 @@ def truncated_episodes_trained() -> Plant:
 
 
 def rewards_of_the_group_before() -> Plant:
-    original = prepare.pack_step
+    original = prepare.step_advantages
 
-    def planted(groups, recipe, sizes):
-        moved = [
-            dataclasses.replace(g, rewards=before.rewards)
-            for g, before in zip(groups, [groups[-1], *groups[:-1]], strict=True)
-        ]
-        return original(moved, recipe, sizes)
+    def planted(packed, *others):
+        rewards = packed.rewards if np.isnan(packed.rewards).any() else np.roll(packed.rewards, 1, axis=0)
+        return original(dataclasses.replace(packed, rewards=rewards), *others)
 
-    return prepare, "pack_step", planted
+    return prepare, "step_advantages", planted
 
 
 def leave_one_out_by_the_whole_group() -> Plant:
@@ -359,11 +373,6 @@ def mean_correction_of_sums() -> Plant:
         return original(dataclasses.replace(recipe, correction_level=level), *given)
 
     return losses, "correction_weights", planted
-
-
-def correction_with_a_gradient() -> Plant:
-    """No gradient is stopped in a loss."""
-    return losses, "stop_gradient", lambda x: x
 
 
 def threshold_of_good_sequences_too() -> Plant:
@@ -501,7 +510,12 @@ def reference_moves_one_step_early() -> Plant:
     original = trainer.Trainer.update
 
     def planted(own, state, batches, step, **options):
-        return original(own, state, batches, step + 1 if own.moving is not None and step == 0 else step, **options)
+        kept = own.moving
+        own.moving = kept and (kept.model_copy(update={"sync_every": 1}) if step == 0 else kept)
+        try:
+            return original(own, state, batches, step, **options)
+        finally:
+            own.moving = kept
 
     return trainer.Trainer, "update", planted
 

@@ -1,0 +1,93 @@
+"""Naive form of a mixture of tasks: which task and level each prompt of a run is drawn from, and which prompt.
+
+A task of weight w takes each prompt at which its share of all draws so far, of those that earlier tasks left, reaches
+another whole number; where it begins is drawn from the seed. A level is drawn by the means of its last groups.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from podium.certify.naive_draws import hash_of, prompt_index
+
+
+class Draw(NamedTuple):
+    """A prompt of the sequence."""
+
+    task: int
+    """Among the levels of all tasks."""
+    place: int
+    """Among its prompts."""
+
+
+@dataclasses.dataclass
+class NaiveMixture:
+    """Draws prompts one after another, and takes how they went."""
+
+    seed: int
+    weights: Sequence[float]
+    levels: Sequence[Sequence[int]]
+    """Number of prompts of each level of each task; a task with one level has no curriculum."""
+    window: int
+    spread: float
+    by_progress: bool = False
+    """Whether tasks are drawn by their progress: then each has one level."""
+
+    def __post_init__(self) -> None:
+        """Start before the first draw."""
+        self.means: list[list[float]] = [[] for own in self.levels for _ in own]
+        """Of the groups of each level, the newest last."""
+        self._weights = [Fraction(1)] if self.by_progress else [Fraction(each) for each in self.weights]
+        self._drawn = [0] * len(self._weights)
+        self._seen = [0] * len(self._weights)
+
+    def draw(self) -> Draw:
+        """The next prompt."""
+        task = next(each for each in range(len(self._weights)) if self._takes(each))
+        draw, self._drawn[task] = self._drawn[task], self._drawn[task] + 1
+        sizes = [own[0] for own in self.levels] if self.by_progress else list(self.levels[task])
+        first = 0 if self.by_progress else sum(map(len, self.levels[:task]))
+        level = 0
+        if len(sizes) > 1:
+            evenly = hash_of(self.seed, "level", task, draw) / 2**64
+            ends = list(itertools.accumulate(self._chances(self.means[first : first + len(sizes)])))
+            level = min(sum(end <= evenly for end in ends), len(sizes) - 1)
+        return Draw(first + level, prompt_index(self.seed, draw, sizes[level], first + level))
+
+    def learn(self, task: int, mean: float) -> None:
+        """Take the share of right answers of a group."""
+        self.means[task] = [*self.means[task], mean][-self.window :]
+
+    def _takes(self, task: int) -> bool:
+        """Whether this task takes a prompt that the tasks before it left."""
+        share = self._weights[task] / sum(self._weights[task:])
+        begin = Fraction(hash_of(self.seed, "phase", task) % 2**32, 2**32)
+        self._seen[task] += 1
+        before, after = (int((self._seen[task] - each) * share + begin) for each in (1, 0))
+        return after > before
+
+    def _chances(self, means: Sequence[Sequence[float]]) -> list[float]:
+        if self.by_progress:
+            whole = [each / sum(self.weights) for each in self.weights]
+            moved = [_progress(each) for each in means]
+            fastest = max((each for each in moved if each is not None), default=1.0)
+            wanted = [w * (fastest if each is None else each) for w, each in zip(self.weights, moved, strict=True)]
+        else:
+            whole = [1 / len(means)] * len(means)
+            solved = [sum(each) / len(each) if each else 0.5 for each in means]
+            wanted = [each * (1 - each) for each in solved]
+        total = sum(wanted)
+        return [
+            self.spread * even + (1 - self.spread) * (own / total if total > 0 else even)
+            for even, own in zip(whole, wanted, strict=True)
+        ]
+
+
+def _progress(means: Sequence[float]) -> float | None:
+    """How far the mean of the newer half is from that of the older; None if fewer than four groups are known."""
+    half = len(means) // 2
+    if half < 2:
+        return None
+    return abs(sum(means[-half:]) / half - sum(means[:half]) / half)
