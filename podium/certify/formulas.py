@@ -72,6 +72,27 @@ PREFERENCES: Mapping[str, Changes] = {
 """Losses of preferences, with options whose terms are all of some size."""
 POINT = 0.8
 CORRECTED: Changes = {**UNEVEN, "loss": "clipped", "old_logprobs": "trainer"}
+CLAIMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "clip": ("policy terms and their gradients are those of the papers, clipped on the right side", ()),
+    "correction": (
+        "tokens and sequences are weighted by exp(trainer's - sampler's log-probability), truncated or masked",
+        ("clip",),
+    ),
+    "drift": (
+        "off_policy_threshold leaves out sequences that became too unlikely, and drift_coef weighs the square",
+        ("clip",),
+    ),
+    "uncertain tokens": (
+        "with top_entropy the policy term is that of the chosen tokens alone",
+        ("clip", "correction", "drift"),
+    ),
+    "kl": ("KL terms k2, k3 and k3+ and their gradients are those of their formulas", ("clip",)),
+    "covariance": (
+        "clip_cov leaves the chosen tokens out, and kl_cov holds them to the policy before the step",
+        ("clip", "kl"),
+    ),
+}
+"""What each check of the loss's formulas says, and the checks that explain it."""
 RULE_STEPS, RULE_TOTAL = 5, 7
 """Number of updates made with each update rule, and the length of the learning-rate schedule."""
 RULE_OPTIONS: Changes = {
@@ -119,66 +140,10 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
             recipe=dataclasses.replace(subject.recipe, **LIKE_GRPO),
             rules=dataclasses.replace(subject.rules, **LIKE_GRPO),
         )
-    own = subject.rules
-    clipped: Changes = {**PLAIN, **_own(own, "clip_low", "clip_high", "dual_clip", "old_logprobs")}
-    made: list[Changes] = [clipped]
-    made += [{**UNEVEN, "loss": loss} for loss in ("clipped", "gspo", "cispo", "gmpo", "reinforce")]
-    made += [{**UNEVEN, "loss": loss, "loss_options": options} for loss, options in OPTIONED.items()]
-    made += [{**UNEVEN, "loss": "clipped", "dual_clip": 2.0}, {**UNEVEN, "loss": "gspo", "old_logprobs": "trainer"}]
-    yield Check(
-        name="clip",
-        claim="policy terms and their gradients are those of the papers, clipped on the right side",
-        difference=largest(_loss_error(subject, each) for each in made),
-    )
-    yield Check(
-        name="correction",
-        claim="tokens and sequences are weighted by exp(trainer's - sampler's log-probability), truncated or masked",
-        difference=largest(_loss_error(subject, each) for each in _corrections(own)),
-        after=("clip",),
-    )
-    drifting: list[Changes] = [
-        {**UNEVEN, "loss": "clipped", "off_policy_threshold": 0.05},
-        {**UNEVEN, "loss": "dppo_tv", "drift_coef": 0.3},
-        {**UNEVEN, "loss": "clipped", **_own(own, "off_policy_threshold", "drift_coef")},
-    ]
-    yield Check(
-        name="drift",
-        claim="off_policy_threshold leaves out sequences that became too unlikely, and drift_coef weighs the square",
-        difference=largest(_loss_error(subject, each) for each in drifting),
-        after=("clip",),
-    )
-    uncertain: list[Changes] = [
-        {**UNEVEN, "loss": "clipped", "top_entropy": 0.4},
-        {**CORRECTED, "correction": "truncate", "correction_high": 1.2, "top_entropy": 0.4, "drift_coef": 0.3},
-    ]
-    yield Check(
-        name="uncertain tokens",
-        claim="with top_entropy the policy term is that of the chosen tokens alone",
-        difference=largest(_loss_error(subject, each) for each in uncertain),
-        after=("clip", "correction", "drift"),
-    )
-    terms: list[Changes] = [
-        {**UNEVEN, "loss": "clipped", "kl": kind, "kl_coef": 0.7, "kl_by_ratio": weighed}
-        for kind in ("k2", "k3", "k3+")
-        for weighed in (False, True)
-    ]
-    if not own.preferences:
-        terms.append({**PLAIN, **_own(own, "kl", "kl_coef", "kl_by_ratio", "old_logprobs")})
-    yield Check(
-        name="kl",
-        claim="KL terms k2, k3 and k3+ and their gradients are those of their formulas",
-        difference=largest(_loss_error(subject, each, only_kl=True) for each in terms),
-    )
-    chosen: list[Changes] = [
-        {**UNEVEN, "loss": "clip_cov"},
-        {**UNEVEN, "loss": "kl_cov", "loss_options": {"kl_weight": 0.4}},
-    ]
-    yield Check(
-        name="covariance",
-        claim="clip_cov leaves the chosen tokens out, and kl_cov holds them to the policy before the step",
-        difference=largest(_loss_error(subject, each) for each in chosen),
-        after=("clip", "kl"),
-    )
+    for name, changes in formula_cases(subject.rules).items():
+        claim, after = CLAIMS[name]
+        errors = (_loss_error(subject, each, only_kl=name == "kl") for each in changes)
+        yield Check(name=name, claim=claim, difference=largest(errors), after=after)
     yield Check(
         name="entropy",
         claim="the entropy bonus is a mean over all tokens of the optimizer step, and lowers the loss",
@@ -202,9 +167,41 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
     yield mixture_check()
 
 
-def _own(rules: Rules, *names: str) -> Changes:
-    """The config's own values of some options."""
-    return {name: getattr(rules, name) for name in names}
+def formula_cases(own: Rules) -> dict[str, list[Changes]]:
+    """The options with which each formula is checked, by the check's name: others' have no effect in them.
+
+    One case of each has the values of the config, whose rules are `own`.
+    """
+    clip: list[Changes] = [{**PLAIN, **_values(own, "clip_low", "clip_high", "dual_clip", "old_logprobs")}]
+    clip += [{**UNEVEN, "loss": loss} for loss in ("clipped", "gspo", "cispo", "gmpo", "reinforce")]
+    clip += [{**UNEVEN, "loss": loss, "loss_options": options} for loss, options in OPTIONED.items()]
+    clip += [{**UNEVEN, "loss": "clipped", "dual_clip": 2.0}, {**UNEVEN, "loss": "gspo", "old_logprobs": "trainer"}]
+    drift: list[Changes] = [
+        {**UNEVEN, "loss": "clipped", "off_policy_threshold": 0.05},
+        {**UNEVEN, "loss": "dppo_tv", "drift_coef": 0.3},
+        {**UNEVEN, "loss": "clipped", **_values(own, "off_policy_threshold", "drift_coef")},
+    ]
+    uncertain: list[Changes] = [
+        {**UNEVEN, "loss": "clipped", "top_entropy": 0.4},
+        {**CORRECTED, "correction": "truncate", "correction_high": 1.2, "top_entropy": 0.4, "drift_coef": 0.3},
+    ]
+    kl: list[Changes] = [
+        {**UNEVEN, "loss": "clipped", "kl": kind, "kl_coef": 0.7, "kl_by_ratio": weighed}
+        for kind in ("k2", "k3", "k3+")
+        for weighed in (False, True)
+    ]
+    kl.append({**PLAIN, **_values(own, "kl", "kl_coef", "kl_by_ratio", "old_logprobs")})
+    return {
+        "clip": clip,
+        "correction": list(_corrections(own)),
+        "drift": drift,
+        "uncertain tokens": uncertain,
+        "kl": kl,
+        "covariance": [
+            {**UNEVEN, "loss": "clip_cov"},
+            {**UNEVEN, "loss": "kl_cov", "loss_options": {"kl_weight": 0.4}},
+        ],
+    }
 
 
 def _corrections(own: Rules) -> Iterator[Changes]:
@@ -216,7 +213,12 @@ def _corrections(own: Rules) -> Iterator[Changes]:
     yield {**CORRECTED, "correction": "truncate", "correction_high": 1.2, "penalised": True}
     if own.correction != "none":
         names = ("correction", "correction_level", "correction_low", "correction_high", "penalised", "old_logprobs")
-        yield {**UNEVEN, "loss": "clipped", **_own(own, *names)}
+        yield {**UNEVEN, "loss": "clipped", **_values(own, *names)}
+
+
+def _values(rules: Rules, *names: str) -> Changes:
+    """The config's own values of some options."""
+    return {name: getattr(rules, name) for name in names}
 
 
 def _schedule_error(config: OptimizerConfig, total: int) -> float:

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from podium.certify.naive_mixture import NaiveMixture
 from podium.certify.result import Check
 from podium.certify.task import NAME, QUESTIONS
-from podium.config.data import DataConfig, ProgressConfig
+from podium.config.data import DataConfig, ProgressConfig, RetireConfig
 from podium.config.schema import CurriculumConfig, TaskConfig
 from podium.tasks.mixture import TaskMixture
 
 DRAWS = 90
 WINDOW, SPREAD = 4, 0.3
+SOLVED, KEPT = 0.9, 4
+"""Share of right answers from which on a prompt is not drawn again, and prompts of a level that are drawn anyway."""
 SEED = 11
 VOCAB = 100
 WEIGHTS = (1.0, 0.75, 2.0)
@@ -20,7 +22,7 @@ def mixture_check() -> Check:
     """Count the prompts that are other ones than those of the naive form."""
     return Check(
         name="mixture of tasks",
-        claim="each prompt is of the task, level and round that weights, curriculum, progress and seed choose",
+        claim="prompts are of the task, level and round that weights, curricula and progress choose, until solved",
         difference=float(_wrong(levels=1) + _wrong(levels=3) + _wrong(levels=1, by_progress=True)),
         bar=0,
     )
@@ -29,10 +31,13 @@ def mixture_check() -> Check:
 def _wrong(*, levels: int, by_progress: bool = False) -> int:
     """How many draws differ in a mixture whose last task has this many levels; half of them after resuming."""
     tasks = _tasks(levels)
-    data = DataConfig(progress=ProgressConfig(window=WINDOW, spread=SPREAD) if by_progress else None)
+    progress = ProgressConfig(window=WINDOW, spread=SPREAD) if by_progress else None
+    data = DataConfig(progress=progress, retire=RetireConfig(pass_rate=SOLVED, keep=KEPT))
     found = TaskMixture(tasks, seed=SEED, data=data)
     sizes = [[QUESTIONS]] * (len(tasks) - 1) + [[QUESTIONS] * levels]
-    naive = NaiveMixture(SEED, WEIGHTS, sizes, WINDOW, SPREAD, by_progress)
+    naive = NaiveMixture(
+        SEED, WEIGHTS, sizes, window=WINDOW, spread=SPREAD, by_progress=by_progress, solved=SOLVED, kept=KEPT
+    )
     wrong = 0
     for number in range(DRAWS):
         if number == DRAWS // 2:
@@ -42,9 +47,10 @@ def _wrong(*, levels: int, by_progress: bool = False) -> int:
         (prompt,) = found.next(1)
         expected = naive.draw()
         wrong += (prompt.task, prompt.prompt.id) != (expected.task, str(expected.place))
+        wrong += found.is_retired(prompt) != (expected in naive.retired)
         mean = (3 * prompt.task + 5 * number) % 8 / 7
         found.learn(prompt, mean)
-        naive.learn(prompt.task, mean)
+        naive.learn(expected, mean)
     return wrong
 
 

@@ -34,11 +34,17 @@ class NaiveMixture:
     spread: float
     by_progress: bool = False
     """Whether tasks are drawn by their progress: then each has one level."""
+    solved: float = 2.0
+    """The share of right answers from which on a prompt is not drawn again; above 1: none is left out."""
+    kept: int = 0
+    """How many prompts of a level are drawn on however well they go."""
 
     def __post_init__(self) -> None:
         """Start before the first draw."""
         self.means: list[list[float]] = [[] for own in self.levels for _ in own]
         """Of the groups of each level, the newest last."""
+        self.retired: set[Draw] = set()
+        self._sizes = [count for own in self.levels for count in own]
         self._weights = [Fraction(1)] if self.by_progress else [Fraction(each) for each in self.weights]
         self._drawn = [0] * len(self._weights)
         self._seen = [0] * len(self._weights)
@@ -56,9 +62,12 @@ class NaiveMixture:
             level = min(sum(end <= evenly for end in ends), len(sizes) - 1)
         return Draw(first + level, prompt_index(self.seed, draw, sizes[level], first + level))
 
-    def learn(self, task: int, mean: float) -> None:
+    def learn(self, draw: Draw, mean: float) -> None:
         """Take the share of right answers of a group."""
-        self.means[task] = [*self.means[task], mean][-self.window :]
+        self.means[draw.task] = [*self.means[draw.task], mean][-self.window :]
+        left = self._sizes[draw.task] - sum(each.task == draw.task for each in self.retired)
+        if mean >= self.solved and left > self.kept:
+            self.retired.add(draw)
 
     def _takes(self, task: int) -> bool:
         """Whether this task takes a prompt that the tasks before it left."""

@@ -51,6 +51,7 @@ ROW_TOKENS = 28
 LONGEST_CONVERSATION = LONGEST_QUESTION + 2 * MAX_NEW_TOKENS + LONGEST_REPLY
 """Tokens of the longest conversation in the run that is watched: some are cut before their last turn."""
 NOISE = 0.3  # nat between a recorded log-probability and the sampler's, so that ratios lie on both sides of a clip
+OTHER_SEED = 7  # replaces a seed of 0
 OTHER_THAN_1 = 0.9  # replaces a temperature of 1, at which a missing division would not show
 IN_FLIGHT = 2.0  # rollout.in_flight: completions span several steps, and updates come between turns and their replies
 MAX_STALENESS = 1  # so that a step has to wait for prompts that would become too old
@@ -608,7 +609,8 @@ def _small_step(config: Config) -> Config:
         parts["teacher"] = config.teacher.model_copy(update=own)
     if config.critic is not None:
         parts["critic"] = config.critic.model_copy(update={"warmup_steps": 0})
-    return config.model_copy(update={**parts, "prompts_per_step": PROMPTS, "group_size": group})
+    parts |= {"prompts_per_step": PROMPTS, "group_size": group, "seed": config.seed or OTHER_SEED}
+    return config.model_copy(update=parts)
 
 
 @functools.cache

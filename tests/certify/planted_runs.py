@@ -12,7 +12,7 @@ import optax
 from podium.algorithms import advantages, losses, recipes
 from podium.certify import batches, formulas, training
 from podium.models import decoder
-from podium.rollout import cache, device, engine, programs, sampling, weights
+from podium.rollout import cache, device, engine, programs, sampling
 from podium.rollout.sequence import Sequence
 from podium.tasks import curriculum, mixture
 from podium.train import carry, checkpoint, evaluate, feed, generate, optimizer, prepare, trainer, turns
@@ -225,6 +225,16 @@ def last_groups_not_restored() -> Plant:
     """A curriculum begins anew where a run is resumed."""
     original = mixture.TaskMixture.means
     return mixture.TaskMixture, "means", property(original.fget, lambda own, means: None)
+
+
+def solved_prompts_not_retired() -> Plant:
+    return mixture.TaskMixture, "is_retired", lambda own, prompt: False
+
+
+def seed_ignored() -> Plant:
+    """Completions of every run are drawn as with seed 0."""
+    original = feed.request_seed
+    return feed, "request_seed", lambda seed, purpose, index: original(0, purpose, index)
 
 
 def staleness_ignored() -> Plant:
@@ -460,9 +470,13 @@ def first_layer_stale() -> Plant:
     return engine.RolloutEngine, "load", planted
 
 
-def adapters_unscaled_in_the_rollout() -> Plant:
-    original = weights.merged
-    return weights, "merged", lambda layer, scale: original(layer, 1.0)
+def adapters_of_half_the_size_in_the_rollout() -> Plant:
+    original = engine.RolloutEngine.load
+
+    def planted(own, params, version=0):
+        original(own, {n: x / 2 if n.endswith("lora_b") else x for n, x in params.items()}, version)
+
+    return engine.RolloutEngine, "load", planted
 
 
 # More of the critic.

@@ -12,8 +12,10 @@ from rich.console import Console
 from podium.algorithms.recipes import LOSSES, RECIPES
 from podium.certify import command
 from podium.certify.batches import batch_checks, variants
+from podium.certify.formulas import formula_cases
 from podium.certify.naive import in_float32, in_float64
 from podium.certify.naive_optimizer import scheduled_rate
+from podium.certify.naive_rules import rules_of
 from podium.certify.report import as_object, print_certificate
 from podium.certify.result import Certificate, Check, largest
 from podium.certify.subject import make_subject
@@ -28,7 +30,7 @@ from podium.certify.updates import (
     weight_difference,
 )
 from podium.config.optimizer import OptimizerConfig
-from podium.config.schema import Config
+from podium.config.schema import AlgorithmConfig, Config
 from podium.models.blocks.delta import DeltaNet
 from podium.models.presets import PRESETS
 from podium.train.optimizer import learning_rate
@@ -188,6 +190,37 @@ def test_a_variant_has_advantages_to_compare(variant):
 def test_a_certificate_has_more_completions_than_a_set_of_pass_at_k():
     options = {"recipe": "pass_at_k", "advantage_options": {"k": 6}}
     assert make_subject(make_config(algorithm=options, group_size=8)).config.group_size == 7
+
+
+OF_OTHERS = {
+    "clip": ("correction", "off_policy_threshold", "drift_coef", "top_entropy", "kl", "kl_by_ratio"),
+    "correction": ("off_policy_threshold", "drift_coef", "top_entropy", "dual_clip", "kl"),
+    "drift": ("correction", "top_entropy", "dual_clip", "kl"),
+    "uncertain tokens": ("correction_high", "off_policy_threshold", "drift_coef", "dual_clip", "kl"),
+    "kl": ("correction", "off_policy_threshold", "drift_coef", "top_entropy", "dual_clip"),
+    "covariance": ("correction", "off_policy_threshold", "drift_coef", "top_entropy", "dual_clip", "kl"),
+}
+
+
+def test_no_formula_is_checked_with_the_config_s_own_values_of_another():
+    """Else a wrong correction would make the clip red, which would explain it."""
+    algorithm = AlgorithmConfig(
+        old_logprobs="trainer",
+        correction="truncate",
+        correction_high=1.7,
+        off_policy_threshold=0.6,
+        drift_coef=0.7,
+        top_entropy=0.8,
+        dual_clip=2.9,
+        kl="k2",
+        kl_coef=0.3,
+        kl_by_ratio=True,
+    )
+    for name, changes in formula_cases(rules_of(algorithm)).items():
+        for each in changes:
+            others = {other: getattr(algorithm, other) for other in OF_OTHERS[name]}
+            kept = [other for other, value in others.items() if each.get(other, value) == value]
+            assert (name, kept) == (name, [])
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

@@ -33,8 +33,9 @@ NAIVE = sorted(name for name in MODULES if name.startswith("podium.certify.naive
 COMPARED_WITH = ("podium.algorithms", "podium.train", "podium.rollout", "podium.sharding", "podium.tasks", "podium.run")
 
 
-def test_the_naive_side_is_five_files():
-    assert [f"podium.certify.naive{part}" for part in ("", "_optimizer", "_rules", "_run", "_step")] == NAIVE
+def test_the_naive_side_is_seven_files():
+    parts = ("", "_draws", "_mixture", "_optimizer", "_rules", "_run", "_step")
+    assert [f"podium.certify.naive{part}" for part in parts] == NAIVE
 
 
 def test_the_questions_of_a_certificate_s_run_are_their_own_numbers():

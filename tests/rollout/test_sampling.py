@@ -165,6 +165,36 @@ def test_positions_and_completions_draw_anew():
     assert np.mean(by_position == by_completion) < 0.2
 
 
+@pytest.mark.parametrize("apart", [1, 2, 3])
+def test_neighbouring_positions_draw_independently(apart):
+    """Each pair of tokens is as frequent as any other, at even and at odd positions."""
+    draws, vocab = 8000, 6
+    tokens, _ = draw_rows(
+        np.zeros((draws, vocab), np.float32), [params()] * draws, positions=np.arange(draws), seeds=[3] * draws
+    )
+    for parity in (0, 1):
+        assert_independent(tokens[parity:-apart:2], tokens[parity + apart :: 2], vocab)
+
+
+def test_completions_of_a_prompt_draw_independently_at_every_position():
+    draws, vocab = 8000, 6
+    logits = np.zeros((draws, vocab), np.float32)
+    places = {"positions": np.arange(draws), "seeds": [3] * draws}
+    one, other, last = (
+        draw_rows(logits, [params()] * draws, completions=[each] * draws, **places)[0] for each in range(3)
+    )
+    for parity in (0, 1):
+        assert_independent(one[parity::2], other[parity::2], vocab)
+        assert_independent(other[parity::2], last[parity::2], vocab)
+
+
+def assert_independent(one, other, vocab):
+    """Whether the pairs of two lists of evenly drawn tokens are evenly drawn, too."""
+    size = min(len(one), len(other))
+    chi_square, cells = chi_square_of(one[:size] * vocab + other[:size], np.full(vocab**2, size / vocab**2))
+    assert chi_square < chi_square_bound(cells)
+
+
 def test_seeds_that_differ_above_32_bits_draw_differently():
     seeds = [7 + (high << 32) for high in range(64)]
     tokens, _ = draw_rows(np.zeros((64, 1000), np.float32), [params()] * 64, seeds=seeds)

@@ -2,10 +2,12 @@
 
 import dataclasses
 from pathlib import Path
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from tiny_decoder import DECODER
 from tiny_runs import (
@@ -37,6 +39,7 @@ from podium.train.critic import Critic, CriticDivergedError, make_critic, make_c
 from podium.train.loop import train
 from podium.train.prepare import prepare_step
 from podium.train.state import TrainState, init_state
+from podium.train.step import CompiledTrainStep, Metrics
 
 pytestmark = pytest.mark.usefixtures("one_device")
 SCORED = scoring_decoder(DECODER)
@@ -148,6 +151,51 @@ def test_an_update_is_the_same_on_four_devices_and_a_tight_clip_holds_what_has_m
         np.testing.assert_allclose(several[name], x, rtol=2e-5, atol=1e-5, err_msg=name)
 
 
+def counted(made: Made, seen: list[tuple[float, int]]) -> Critic:
+    """The critic with a program that writes down its batch and its place in the schedule, and adds 1 to its weights."""
+
+    def step(state: TrainState, batch: Batch[jax.Array], frozen: Params | None = None, /) -> tuple[TrainState, Metrics]:
+        links = state.opt_state
+        assert isinstance(links, tuple)
+        seen.append((float(batch.num_tokens), int(links[-1].count)))
+        metrics = {name: jnp.float32(1) for name in ("loss", "clipped", "gradient_norm")}
+        return dataclasses.replace(
+            state, params={n: x + 1 for n, x in state.params.items()}, step=state.step + 1
+        ), metrics
+
+    return dataclasses.replace(made.critic, step=cast(CompiledTrainStep, step))
+
+
+def test_a_critic_learns_from_each_minibatch_in_turn_and_keeps_what_it_has_learned():
+    made, seen = critic_on(1, updates=2), []
+    (batch,) = made.batches
+    both = [dataclasses.replace(batch, num_tokens=jnp.float32(tokens)) for tokens in (7, 9)]
+    state, _ = update_critic(counted(made, seen), made.state, both, 3, minibatches=2)
+    assert seen == [(7.0, 12), (9.0, 13), (7.0, 14), (9.0, 15)]
+    assert int(state.step) == 4
+    for name, value in weights_on(rules_of(devices=1)).items():
+        np.testing.assert_allclose(state.params[name], value + 4, rtol=1e-6)
+
+
+def test_the_updates_of_a_critic_are_gradient_steps_of_the_squared_error():
+    """The difference that two updates make, beside a difference quotient of the loss along it."""
+    made = critic_on(1, clip=None)
+    (batch,) = made.batches
+    mask, returns = np.asarray(batch.mask) > 0, np.asarray(batch.scores[RETURNS], np.float64)
+
+    def loss(params: Params) -> float:
+        values = np.asarray(made.critic.values(params, batch), np.float64)
+        return float(0.5 * np.sum((values - returns)[mask] ** 2) / mask.sum())
+
+    before = host(made.state.params)
+    state, _ = update_critic(made.critic, made.state, made.batches, 0, minibatches=1)
+    moved = {name: np.asarray(x) - before[name] for name, x in state.params.items()}
+    size = sum(float(np.sum(np.square(x, dtype=np.float64))) for x in moved.values())
+    near = [{name: jnp.asarray(before[name] + side * x) for name, x in moved.items()} for side in (0.005, -0.005)]
+    slope = (loss(near[0]) - loss(near[1])) / 0.01
+    assert slope == pytest.approx(-size / 0.1, rel=2e-2)  # the move is -0.1 times the gradient
+
+
 def test_a_critic_that_diverges_ends_the_run_with_the_way_out():
     made = critic_on(1)
     (batch,) = made.batches
@@ -165,6 +213,12 @@ def test_a_critic_starts_from_the_policy_without_its_adapters_and_has_its_own_sc
     assert spec.optimizer.settings == config.train.optimizer.model_copy(update={"learning_rate": 3e-4})
     assert resolve_critic(make_config(), DECODER) is None
     assert resolve_recipe(config).loss_scores[-2:] == (VALUES, RETURNS)
+
+
+def critic_of(run: Path, step: int) -> dict[str, np.ndarray]:
+    """The critic's weights that a run saved at a step."""
+    saved = ocp.StandardCheckpointer().restore(run / "checkpoints" / str(step) / "optimizer")
+    return {name: np.asarray(x) for name, x in saved.items() if name.startswith("critic.params")}
 
 
 CHANGES = {
@@ -188,6 +242,8 @@ def test_a_run_of_ppo_resumes_bit_for_bit_with_its_critic(run_of, whole):
     assert train(config_of(stopped, steps=4), plain=True) == 0
     assert_same_run(stopped, whole)
     records = trained(whole)
+    one, other = (critic_of(whole, step) for step in (2, 4))
+    assert [name for name, value in one.items() if np.array_equal(other[name], value)] == []
     assert {f"critic/{name}" for name in CRITIC_METRICS} <= set(records[-1])
     assert len({record["critic/loss"] for record in records}) == 4
     assert all(record["optimizer/updates"] == 4 for record in records)
