@@ -14,7 +14,7 @@ from podium.certify.batches import OF_BATCH
 from podium.certify.drawn import OF_MODEL, sampling_checks
 from podium.certify.evaluated import evaluation_check
 from podium.certify.followed import Followed, follow, rules_of_run
-from podium.certify.formulas import BFLOAT16_BAR, MUON_BAR
+from podium.certify.formulas import BFLOAT16_BAR, BFLOAT16_MUON_BAR, MUON_BAR
 from podium.certify.ledgers import Ledger
 from podium.certify.naive import in_float64
 from podium.certify.naive_optimizer import NaiveOptimizer
@@ -32,6 +32,9 @@ from podium.models.params import trained_specs
 from podium.tasks.task import Prompt, TaskSource
 from podium.train.generate import Group
 
+OF_FORMULAS = ("clip", "correction", "drift", "uncertain tokens", "kl", "covariance", "entropy")
+OF_UPDATE = (*OF_BATCH, *OF_MODEL, *OF_FORMULAS, "loss", "gradient", "optimizer steps")
+"""Names of the checks that explain red ones of a run's updates."""
 OF_RUN = ("moving reference", "coefficients")
 
 
@@ -43,6 +46,22 @@ def training_checks(updates: Updates) -> Iterator[Check]:
     """
     subject = make_subject(updates.subject.user) if updates.subject.full else updates.subject
     training = watch_training(subject)
+    yield from _answer_checks(subject, training)
+    yield from _update_checks(subject, training)
+    yield Check(
+        name="resume",
+        claim="a resumed run repeats the step after the checkpoint bit for bit: prompts, answers, weights",
+        difference=float(_other_step(training.resumed, training.steps[-1])),
+        bar=0,
+        after=("hand-over",),
+    )
+    yield evaluation_check(subject, training)
+    if not subject.recipe.demonstrations:
+        yield _with_other_options(subject)
+
+
+def _answer_checks(subject: Subject, training: Training) -> Iterator[Check]:
+    """Check which prompts the run answered, and its episodes."""
     taken = taken_prompts(subject, training)
     talk = ("conversations",) if subject.converses else ()
     yield Check(
@@ -70,6 +89,10 @@ def training_checks(updates: Updates) -> Iterator[Check]:
         bar=0,
         after=talk,
     )
+
+
+def _update_checks(subject: Subject, training: Training) -> Iterator[Check]:
+    """Check the run's optimizer steps, and what they change."""
     followed = follow(subject, training)
     yield Check(
         name="optimizer steps",
@@ -78,28 +101,13 @@ def training_checks(updates: Updates) -> Iterator[Check]:
         bar=0,
         after=("every token once",),
     )
-    causes = (
-        *OF_BATCH,
-        *OF_MODEL,
-        "clip",
-        "correction",
-        "drift",
-        "uncertain tokens",
-        "kl",
-        "covariance",
-        "entropy",
-        "loss",
-        "gradient",
-        "optimizer steps",
-    )
-    yield from _carried_checks(subject, followed, causes)
-    causes = (*causes, *OF_RUN)
+    yield from _carried_checks(subject, followed)
     yield Check(
         name="training",
         claim="loss and gradient of every optimizer step of a run equal the formulas, computed in float64",
         difference=largest(each.gradient_error for each in followed),
         bar=RUN_BAR,
-        after=(*causes, "critic"),
+        after=(*OF_UPDATE, *OF_RUN, "critic"),
     )
     name = training.config.train.optimizer.name
     yield Check(
@@ -110,7 +118,7 @@ def training_checks(updates: Updates) -> Iterator[Check]:
         after=("schedule", f"optimizer {name}", "optimizer steps"),
     )
     if subject.recipe.learns_values:
-        yield from _critic_checks(training, followed, (*causes, "value update"))
+        yield from _critic_checks(training, followed, (*OF_UPDATE, *OF_RUN, "value update"))
     yield Check(
         name="frozen weights",
         claim="only trained weights change, and only in updates",
@@ -118,16 +126,6 @@ def training_checks(updates: Updates) -> Iterator[Check]:
         bar=0,
         after=("critic",),
     )
-    yield Check(
-        name="resume",
-        claim="a resumed run repeats the step after the checkpoint bit for bit: prompts, answers, weights",
-        difference=float(_other_step(training.resumed, training.steps[-1])),
-        bar=0,
-        after=("hand-over",),
-    )
-    yield evaluation_check(subject, training)
-    if not subject.recipe.demonstrations:
-        yield _with_other_options(subject, causes)
 
 
 def _critic_checks(training: Training, followed: Sequence[Followed], causes: tuple[str, ...]) -> Iterator[Check]:
@@ -156,26 +154,27 @@ def _critic_checks(training: Training, followed: Sequence[Followed], causes: tup
 def _weight_bar(optimizer: OptimizerConfig) -> float:
     """Tolerance of new weights."""
     if optimizer.moments == "bfloat16":
-        return BFLOAT16_BAR
+        return BFLOAT16_MUON_BAR if optimizer.name == "muon" else BFLOAT16_BAR
     return MUON_BAR if optimizer.name == "muon" else BAR
 
 
-def _with_other_options(subject: Subject, causes: tuple[str, ...]) -> Check:
+def _with_other_options(subject: Subject) -> Check:
     """Check a run with dropped groups, every term of the loss, and ratios to the trainer's own log-probabilities."""
     other = with_other_options(subject)
     training = watch_training(other, evaluated=False)
     followed = follow(other, training)
     wrong = sum(each.missing for each in followed) + _moved_elsewhere(other, training)
+    weights = _weight_error(other, training) / _weight_bar(training.config.train.optimizer) * RUN_BAR
     return Check(
         name="other options",
         claim="the same holds with a KL, an entropy bonus, a correction, and groups, episodes and sure tokens left out",
-        difference=wrong or largest(each.gradient_error for each in followed),
+        difference=wrong or largest((weights, *(each.gradient_error for each in followed))),
         bar=RUN_BAR,
-        after=(*causes, "training"),
+        after=(*OF_UPDATE, *OF_RUN, "training", "new weights"),
     )
 
 
-def _carried_checks(subject: Subject, followed: Sequence[Followed], causes: tuple[str, ...]) -> Iterator[Check]:
+def _carried_checks(subject: Subject, followed: Sequence[Followed]) -> Iterator[Check]:
     """Check what each step changes for the next: adapted coefficients, and a reference that moves."""
     if subject.config.reference is not None:
         yield Check(
@@ -191,7 +190,7 @@ def _carried_checks(subject: Subject, followed: Sequence[Followed], causes: tupl
             name="coefficients",
             claim="weights of KL and entropy bonus follow what the run measures as their formulas say, step after step",
             difference=largest(each.coefs_error(rules) for each in followed),
-            after=(*causes, "moving reference"),
+            after=(*OF_UPDATE, "moving reference"),
         )
 
 

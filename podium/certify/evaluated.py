@@ -88,4 +88,4 @@ def _wrong_scores(found: Evaluated) -> int:
         (scores.truncated_fraction, np.mean(cut)),
         (scores.questions, QUESTIONS),
     )
-    return sum(own is None or abs(own - expected) > 1e-9 for own, expected in pairs)
+    return sum(1 for own, expected in pairs if own is None or abs(own - expected) > 1e-9)

@@ -55,10 +55,10 @@ def _wrong(*, levels: int, by_progress: bool = False) -> int:
 
 
 def _tasks(levels: int) -> Sequence[TaskConfig]:
-    options = {"vocab": VOCAB}
+    options: dict[str, object] = {"vocab": VOCAB}
     tasks = [TaskConfig(name=NAME, weight=weight, options=options) for weight in WEIGHTS]
     if levels > 1:
-        own = [{"shortest": 1 + level} for level in range(levels)]
+        own: list[dict[str, object]] = [{"shortest": 1 + level} for level in range(levels)]
         curriculum = CurriculumConfig(levels=own, window=WINDOW, spread=SPREAD)
         tasks[-1] = tasks[-1].model_copy(update={"curriculum": curriculum})
     return tasks

@@ -87,9 +87,10 @@ def _precise_cpu() -> Iterator[None]:
         yield
 
 
-def logits(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.Array:
-    """Logits [T, V] for the token after each token of one sequence [T]."""
-    return hidden_states(weights, tokens, decoder) @ weights["embed" if decoder.tied else "head"].T
+def logits(weights: Weights, tokens: jax.Array, decoder: DecoderConfig, places: jax.Array | None = None) -> jax.Array:
+    """Logits [n, V] for the token after each of those at `places` [n] in one sequence [T]; None: after each of all."""
+    states = hidden_states(weights, tokens, decoder)
+    return (states if places is None else states[places]) @ weights["embed" if decoder.tied else "head"].T
 
 
 def values(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.Array:
@@ -285,11 +286,12 @@ def distributions(
     """
 
     def of_one(tokens: jax.Array, start: jax.Array) -> jax.Array:
-        every = logits(weights, tokens, decoder)  # [T, V]
-        said = jnp.cumsum(jax.nn.one_hot(tokens, every.shape[1]), axis=0) > 0
+        places = _before(start, len(tokens), n)
+        every = logits(weights, tokens, decoder, places)  # [n, V]
+        first = jnp.full(every.shape[1], len(tokens)).at[tokens].min(jnp.arange(len(tokens)))  # place of each token [V]
+        said = first[None] <= places[:, None]
         every = jnp.where(said & (every > 0), every / penalty, jnp.where(said, every * penalty, every)) / temperature
-        table = every - jax.nn.logsumexp(every, axis=-1, keepdims=True)
-        return table[_before(start, len(tokens), n)]
+        return every - jax.nn.logsumexp(every, axis=-1, keepdims=True)
 
     return jax.vmap(of_one)(tokens, starts)
 

@@ -28,12 +28,11 @@ from podium.certify.updates import PLAIN, naive_update
 from podium.config.critic import CriticConfig
 from podium.config.schema import AlgorithmConfig, CheckpointConfig, Config
 from podium.models.adapters import base_of
-from podium.models.params import TRAIN_AXES, trained_specs
 from podium.observe.stats import TaskScores
 from podium.rollout.request import RolloutStats
 from podium.run.resolve import resolve_recipe
 from podium.run.spec import RunSpec
-from podium.sharding import Params, ShardingRules, abstract_params
+from podium.sharding import Params
 from podium.train.batch import Batch
 from podium.train.carry import Position
 from podium.train.checkpoint import Checkpointer
@@ -48,7 +47,7 @@ from podium.train.saving import SaveTimer, Saving
 from podium.train.scorers import OwnPrompts
 from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
 from podium.train.signals import StopSignal
-from podium.train.state import TrainState, abstract_coefs, abstract_state, init_state, with_coefs
+from podium.train.state import TrainState, init_state, with_coefs
 from podium.train.step import Metrics, TrainStep
 from podium.train.trainer import Trainer
 
@@ -124,8 +123,6 @@ class Training:
     """The last step, run again after resuming from the checkpoint before it."""
     weights: Arrays
     """All weights after the last step."""
-    critic: Arrays
-    """The critic's weights after the last step; empty without a critic."""
     ledgers: Sequence[Ledger]
     """The conversations that the engine held."""
     evaluation: "Evaluated | None"
@@ -226,78 +223,25 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
     """
     config, mesh = training_config(subject), one_device()
     spec = run_spec(config, subject.decoder, mesh)
-    optimizer = keeping_gradient(make_run_optimizer(spec.optimizer, subject.decoder))
     frozen, rollouts = subject.frozen(mesh), subject.rollouts
     rollouts.position = Position(cursor=0)
     rollouts.load(subject.trained(mesh), frozen, version=0)
     ledgers = Ledgers()
     with tempfile.TemporaryDirectory(prefix="podium-certify-") as folder, contextlib.ExitStack() as stack:
         stack.enter_context(ledgers.recording(rollouts.engine))
-        settings = make_train_settings(spec.update, subject.decoder, mesh)
-        critic, first = None, None
-        if spec.critic is not None and subject.critic is not None:
-            learning = keeping_gradient(make_critic_optimizer(spec.critic, subject.critic.decoder))
-            critic = make_critic(spec.critic, settings, learning, subject.critic.decoder)
-            first = init_state(subject.critic.params(settings), learning)
-        abstract_first = first and jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), first
-        )
-        behind = None
-        if spec.teacher_batch is not None:
-            behind = OwnPrompts(of=rollouts.feed.privileged, sizes=spec.teacher_batch)
-        moving, anchor = None, None if subject.reference is None else subject.params(mesh, subject.reference)
-        if spec.reference is not None:
-            moving, anchor = anchor, None
-        trainer = _Watched(
-            Trainer(
-                spec.recipe,
-                settings,
-                optimizer,
-                sizes=spec.batch,
-                schedule=spec.optimizer,
-                reference=anchor,
-                folder=Path(folder),
-                frozen=frozen,
-                teacher=subject.teacher and subject.teacher.scorer(spec.recipe, settings, behind),
-                critic=critic,
-                moving=spec.reference,
-            ),
-            rollouts,
-        )
-        silent: Any = _Silent()
+        trainer, begun = _make_trainer(subject, spec, Path(folder))
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), begun)
         saving = CheckpointConfig(every_steps=spec.steps - 1, every_minutes=0.0)
         checkpointer = Checkpointer(Path(folder) / "checkpoints", saving, base_of(frozen))
         stack.callback(checkpointer.close)
-        stop = AgreedStop(StopSignal())
-        run = RunParts(
-            spec=spec,
-            run_dir=silent,
-            progress=silent,
-            phase=lambda name: None,
-            stop=stop,
-            rollouts=rollouts,
-            trainer=cast(Trainer, trainer),
-            recorder=silent,
-            saving=Saving(checkpointer, SaveTimer(0.0), stop, to_continue=lambda: ""),
-            profiler=silent,
-            resources=stack,
-        )
-        coefs = first_coefs(spec.recipe)
-        begun = dataclasses.replace(init_state(subject.trained(mesh), optimizer), critic=first, reference=moving)
-        run_steps(run, with_coefs(begun, coefs), 0)
-        abstract = abstract_params(trained_specs(subject.decoder), jnp.float32, ShardingRules(mesh, TRAIN_AXES))
-        restored = dataclasses.replace(
-            abstract_state(abstract, optimizer),
-            critic=abstract_first,
-            reference=None if moving is None else abstract,
-            coefs=abstract_coefs(abstract, coefs),
-        )
-        state, saved = checkpointer.restore(spec.steps - 1, restored)
+        run = _make_run(spec, rollouts, trainer, checkpointer, stack)
+        run_steps(run, begun, 0)
+        state, saved = checkpointer.restore(spec.steps - 1, abstract)
         rollouts.position = Position.read(saved, rollouts.feed)
         rollouts.load(state.params, version=spec.steps - 1)
         run_steps(run, state, spec.steps - 1)
         *steps, resumed = trainer.steps
-        weights = {**steps[-1].weights, **_last(resumed.updates)}
+        weights = {**steps[-1].weights, **(resumed.updates[-1].after if resumed.updates else {})}
         dropped = list(ledgers.dropped)
         evaluation = None
         if evaluated:
@@ -310,14 +254,63 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
         steps=steps,
         resumed=resumed,
         weights=weights,
-        critic={**steps[-1].critic, **_last(resumed.criticised)},
         ledgers=dropped,
         evaluation=evaluation,
     )
 
 
-def _last(updates: Sequence[OptimizerStep]) -> Arrays:
-    return updates[-1].after if updates else {}
+def _make_trainer(subject: Subject, spec: RunSpec, folder: Path) -> tuple["_Watched", TrainState]:
+    """The run's trainer, which records what it does, and the state before the first step."""
+    mesh, rollouts = one_device(), subject.rollouts
+    optimizer = keeping_gradient(make_run_optimizer(spec.optimizer, subject.decoder))
+    settings = make_train_settings(spec.update, subject.decoder, mesh)
+    critic, valued = None, None
+    if spec.critic is not None and subject.critic is not None:
+        learning = keeping_gradient(make_critic_optimizer(spec.critic, subject.critic.decoder))
+        critic = make_critic(spec.critic, settings, learning, subject.critic.decoder)
+        valued = init_state(subject.critic.params(settings), learning)
+    behind = None
+    if spec.teacher_batch is not None:
+        behind = OwnPrompts(of=rollouts.feed.privileged, sizes=spec.teacher_batch)
+    moving, anchor = None, None if subject.reference is None else subject.params(mesh, subject.reference)
+    if spec.reference is not None:
+        moving, anchor = anchor, None
+    trainer = Trainer(
+        spec.recipe,
+        settings,
+        optimizer,
+        sizes=spec.batch,
+        schedule=spec.optimizer,
+        reference=anchor,
+        folder=folder,
+        frozen=subject.frozen(mesh),
+        teacher=subject.teacher and subject.teacher.scorer(spec.recipe, settings, behind),
+        critic=critic,
+        moving=spec.reference,
+    )
+    begun = dataclasses.replace(init_state(subject.trained(mesh), optimizer), critic=valued, reference=moving)
+    return _Watched(trainer, rollouts), with_coefs(begun, first_coefs(spec.recipe))
+
+
+def _make_run(
+    spec: RunSpec, rollouts: Rollouts, trainer: "_Watched", checkpointer: Checkpointer, resources: contextlib.ExitStack
+) -> RunParts:
+    """A run without displays and records."""
+    silent: Any = _Silent()
+    stop = AgreedStop(StopSignal())
+    return RunParts(
+        spec=spec,
+        run_dir=silent,
+        progress=silent,
+        phase=lambda name: None,
+        stop=stop,
+        rollouts=rollouts,
+        trainer=cast(Trainer, trainer),
+        recorder=silent,
+        saving=Saving(checkpointer, SaveTimer(0.0), stop, to_continue=lambda: ""),
+        profiler=silent,
+        resources=resources,
+    )
 
 
 def _evaluated(rollouts: Rollouts) -> Evaluated:
