@@ -16,7 +16,7 @@ import numpy as np
 from podium.accelerators import kernels_of
 from podium.certify.batches import OF_BATCH, batch_checks
 from podium.certify.compared import training_checks
-from podium.certify.formulas import formula_checks
+from podium.certify.formulas import CLAIMS, formula_checks
 from podium.certify.long_sequences import long_checks
 from podium.certify.result import Check, largest
 from podium.certify.subject import ROW_TOKENS, Subject, make_group, one_device
@@ -41,12 +41,13 @@ from podium.models.presets import find_decoder
 from podium.sharding import ShardingRules, make_mesh
 from podium.train.step import make_score, shard_batch
 
-FORMULAS = ("clip", "correction", "drift", "uncertain tokens", "kl", "covariance", "entropy")
 MESHES = (("dp:2,fsdp:2,tp:2", "dp:2,fsdp:4", "dp:2,tp:2", "dp:2"), ("fsdp:8", "fsdp:4", "fsdp:2,tp:2", "fsdp:2"))
 SPLIT_ROWS = (("fsdp:2,sp:4", "sp:4", "fsdp:2,sp:2", "sp:2"),)
 """From each tuple, the first mesh for which there are enough devices and which divides the model is used."""
 OTHER_TEMPERATURE = 0.7
 CHUNK_TOKENS = 7 * 16  # 7 positions of 16 rows: they do not divide a row
+AS_CONFIGURED = "as configured"
+"""The form that may have what is wrong in any other."""
 BESIDE_UNPACKED = ("packing", "shared prompts")
 LONG_ROW = 160  # tokens: more than two blocks of attention
 
@@ -118,7 +119,7 @@ def update_checks(updates: Updates) -> Iterator[Check]:
     subject, (first, second) = updates.subject, updates.unpacked
     naive, again = updates.naive(subject.weights), updates.naive(first.weights)
     own = () if subject.config.rollout.temperature == 1.0 else ("temperature",)
-    causes = (*OF_BATCH, *FORMULAS, "log-probabilities", *own)
+    causes = (*OF_BATCH, *CLAIMS, "entropy", "log-probabilities", *own)
     yield Check(
         name="loss",
         claim="the loss equals the recipe's formula, computed in float64",
@@ -190,7 +191,7 @@ def _value_check(updates: Updates, causes: tuple[str, ...]) -> Check:
 
 def form_checks(updates: Updates) -> Iterator[Check]:
     """Compare forms of an update (packing, meshes, kernels, ...) that must give the same result."""
-    sizes = updates.naive(updates.subject.weights).sizes
+    sizes, before = updates.naive(updates.subject.weights).sizes, list[str]()
     for name, how, after, form in _forms(updates.subject):
         (other, *_) = updates.unpacked if name in BESIDE_UNPACKED or form.packing == "none" else (updates.packed,)
         found = updates.packed if form == PACKED else updates.run(form)[0]
@@ -201,8 +202,9 @@ def form_checks(updates: Updates) -> Iterator[Check]:
             claim=f"loss and gradient are the same {how}",
             difference=difference,
             bar=updates.bar(difference),
-            after=(*OF_BATCH, "log-probabilities", *after),
+            after=(*OF_BATCH, "log-probabilities", *(before if name == AS_CONFIGURED else after)),
         )
+        before.append(name)
 
 
 def _forms(subject: Subject) -> Iterator[tuple[str, str, tuple[str, ...], Form]]:
@@ -231,7 +233,7 @@ def _forms(subject: Subject) -> Iterator[tuple[str, str, tuple[str, ...], Form]]
     if jax.devices()[0].platform == "tpu" and subject.rules.teacher_loss == "sampled":
         yield "head fused", "with the head as a kernel", packed, Form(train={**chunks, "head": "fused"})
     yield "layer chunks", "with layers that compute some rows at a time", packed, Form(train=groups)
-    yield "as configured", "with the config's own settings of train", packed, Form(train={})
+    yield AS_CONFIGURED, "with the config's own settings of train", packed, Form(train={})
 
 
 def usable_attention() -> list[Attention]:

@@ -14,7 +14,7 @@ from podium.certify.batches import OF_BATCH
 from podium.certify.drawn import OF_MODEL, sampling_checks
 from podium.certify.evaluated import evaluation_check
 from podium.certify.followed import Followed, follow, rules_of_run
-from podium.certify.formulas import BFLOAT16_BAR, BFLOAT16_MUON_BAR, MUON_BAR
+from podium.certify.formulas import BFLOAT16_BAR, BFLOAT16_MUON_BAR, CLAIMS, MUON_BAR
 from podium.certify.ledgers import Ledger
 from podium.certify.naive import in_float64
 from podium.certify.naive_optimizer import NaiveOptimizer
@@ -32,8 +32,7 @@ from podium.models.params import trained_specs
 from podium.tasks.task import Prompt, TaskSource
 from podium.train.generate import Group
 
-OF_FORMULAS = ("clip", "correction", "drift", "uncertain tokens", "kl", "covariance", "entropy")
-OF_UPDATE = (*OF_BATCH, *OF_MODEL, *OF_FORMULAS, "loss", "gradient", "optimizer steps")
+OF_UPDATE = (*OF_BATCH, *OF_MODEL, *CLAIMS, "entropy", "loss", "gradient", "long sequences", "optimizer steps")
 """Names of the checks that explain red ones of a run's updates."""
 OF_RUN = ("moving reference", "coefficients")
 

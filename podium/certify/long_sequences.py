@@ -5,12 +5,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from podium.certify.batches import OF_BATCH
+from podium.certify.formulas import CLAIMS
 from podium.certify.result import Check, largest
 from podium.certify.subject import LONG, with_long_sequences
 from podium.certify.updates import Form, Updates, gradient_difference, loss_difference
 
 ROW_TOKENS = LONG.longest_prompt + 2 * LONG.completion
 ROWS = 2
+OF_FORMS = ("packing", "shared prompts", "micro-batches", "as configured")
 
 
 def long_checks(updates: Updates) -> Iterator[Check]:
@@ -39,5 +41,5 @@ def long_checks(updates: Updates) -> Iterator[Check]:
         claim="loss and gradient of sequences of up to 274 tokens, in rows of several blocks, equal the formula's",
         difference=difference,
         bar=long.bar(difference),
-        after=(*OF_BATCH, "log-probabilities", "gradient", "as configured", "shared prompts"),
+        after=(*OF_BATCH, *CLAIMS, "log-probabilities", "temperature", "loss", "gradient", *OF_FORMS),
     )

@@ -25,6 +25,7 @@ def moments_check() -> Check:
         claim="moments in bfloat16 are rounded up or down by a chance that keeps the mean, in standard deviations",
         difference=_moments_error(),
         bar=DEVIATIONS,
+        after=("optimizer adamw",),
     )
 
 
