@@ -19,6 +19,7 @@ from podium.certify.compared import training_checks
 from podium.certify.formulas import CLAIMS, formula_checks
 from podium.certify.long_sequences import long_checks
 from podium.certify.result import Check, largest
+from podium.certify.rollout_devices import DEVICES, device_mesh, rollout_device_checks
 from podium.certify.subject import ROW_TOKENS, Subject, make_group, one_device
 from podium.certify.tiny import tiny_clone
 from podium.certify.updates import (
@@ -272,6 +273,8 @@ def skipped(subject: Subject) -> Iterator[str]:
     """Yield a line for each check that this machine cannot make, with the reason."""
     if not meshes_of(subject, MESHES):
         yield "devices: there is one device, and no mesh of simulated CPU devices divides the model"
+    if device_mesh(subject) is None:
+        yield f"rollout devices: there are fewer than {DEVICES} devices, or they do not divide the model"
     if "kernel" not in usable_attention():
         yield f"attention kernel: needs {' or '.join(KERNELS)}, and this machine has {jax.devices()[0].platform}"
     if subject.rules.teacher_loss == "full":
@@ -288,6 +291,7 @@ STAGES: tuple[Stage, ...] = (
     update_checks,
     form_checks,
     long_checks,
+    rollout_device_checks,
     training_checks,
 )
 """All checks of a certificate, causes before their consequences."""

@@ -192,6 +192,7 @@ def formula_cases(own: Rules) -> dict[str, list[Changes]]:
         for kind in ("k2", "k3", "k3+")
         for weighed in (False, True)
     ]
+    kl.append({**UNEVEN, "loss": "gspo", "kl": "k3", "kl_coef": 0.7, "kl_by_ratio": True})
     kl.append({**PLAIN, **_values(own, "kl", "kl_coef", "kl_by_ratio", "old_logprobs")})
     return {
         "clip": clip,

@@ -188,18 +188,22 @@ class Subject:
         """Completions of `prompts` by the rollout engine, [N][G], cut to different lengths."""
         random, mesh = np.random.default_rng(1), one_device()
         self.rollouts.load(self.trained(mesh), self.frozen(mesh))
-        settings = dataclasses.replace(
-            sampling_params(self.config.rollout), stop=(), max_new_tokens=self.lengths.completion
-        )
-        requests = [
-            Request(prompt=prompt, sampling=settings, seed=index, completions=self.config.group_size)
-            for index, prompt in enumerate(self.prompts)
-        ]
-        made, _ = self.rollouts.engine.generate(requests)
+        made, _ = self.rollouts.engine.generate(self.requests)
         lengths = iter(
             random.permutation(np.linspace(1, self.lengths.completion, sum(map(len, made))).round().astype(int))
         )
         return [[_cut(each, int(next(lengths))) for each in group] for group in made]
+
+    @property
+    def requests(self) -> list[Request]:
+        """What the engine is asked for `sampled`."""
+        settings = dataclasses.replace(
+            sampling_params(self.config.rollout), stop=(), max_new_tokens=self.lengths.completion
+        )
+        return [
+            Request(prompt=prompt, sampling=settings, seed=index, completions=self.config.group_size)
+            for index, prompt in enumerate(self.prompts)
+        ]
 
     @functools.cached_property
     def prompts(self) -> list[tuple[int, ...]]:

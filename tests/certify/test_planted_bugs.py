@@ -968,7 +968,7 @@ SLOW: dict[Callable[[], Plant], Named] = {
     reply_given_twice_after_an_update: Named(training_checks, "conversations", "talk"),
     turns_paid_in_reverse: Named(training_checks, "episodes", "talk"),
     reward_weights_ignored: Named(training_checks, "episodes"),
-    seeds_reused: Named(training_checks, "episodes"),
+    seeds_reused: Named(training_checks, "draws"),
     schedule_counts_twice: Named(training_checks, "new weights"),
     last_minibatch_skipped: Named(training_checks, "optimizer steps"),
     half_of_the_adapters_frozen: Named(training_checks, "new weights", "lora"),

@@ -1,0 +1,77 @@
+"""Checks an engine on several devices: groups of two that share one copy of the weights, and split the sequences."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from podium.certify.drawn import DRAW_BAR, OF_MODEL, OF_SAMPLER
+from podium.certify.naive_draws import Cut, draw_errors, random_numbers
+from podium.certify.result import Check, largest
+from podium.certify.subject import Subject, one_device
+from podium.certify.task import LetterBackend
+from podium.certify.updates import Updates
+from podium.models.layouts import Layout
+from podium.models.params import TRAIN_AXES, indivisible, param_specs
+from podium.models.tokenizer import Tokenizer
+from podium.rollout.request import Completion
+from podium.run.resolve import resolve_rollout
+from podium.sharding import ShardingRules, make_mesh
+from podium.train.generate import Rollouts
+from podium.train.platform import machine_of
+
+DEVICES, GROUP = 4, 2
+
+
+def rollout_device_checks(updates: Updates) -> Iterator[Check]:
+    """Compare the log-probabilities and draws of such an engine with the naive ones, if there are enough devices."""
+    subject, mesh = updates.subject, device_mesh(updates.subject)
+    if mesh is None:
+        return
+    spec = resolve_rollout(subject.config, subject.decoder, machine_of(one_device()))
+    spec = dataclasses.replace(spec, layout=Layout(name="hybrid", group=GROUP))
+    rollouts = Rollouts(spec, subject.decoder, Tokenizer(LetterBackend(), eos_tokens=()), mesh)
+    rollouts.load(subject.trained(mesh), subject.frozen(mesh))
+    made, _ = rollouts.engine.generate(subject.requests)
+    rollouts.close()
+    yield Check(
+        name="rollout devices",
+        claim=f"log-probabilities and draws are the same on {DEVICES} devices in groups of {GROUP}",
+        difference=_error(subject, made),
+        after=(*OF_MODEL, *OF_SAMPLER),
+    )
+
+
+def device_mesh(subject: Subject) -> jax.sharding.Mesh | None:
+    """The devices, simulated ones of the CPU if there is only one; None if they are too few for this model."""
+    devices = jax.devices() if len(jax.devices()) > 1 else jax.devices("cpu")
+    if len(devices) < DEVICES:
+        return None
+    mesh = make_mesh(f"fsdp:{DEVICES}", devices[:DEVICES])
+    unfit = any(indivisible(param_specs(subject.decoder), ShardingRules(mesh, TRAIN_AXES).num_shards))
+    return None if unfit or subject.decoder.heads % GROUP else mesh
+
+
+def _error(subject: Subject, made: list[list[Completion]]) -> float:
+    """The largest error of a log-probability, relative to the largest; infinite if another token had to be drawn."""
+    room, settings = subject.room, subject.config.rollout
+    tokens, starts = np.zeros((room.episodes, room.prompt + room.continuation), np.int32), np.ones(room.episodes, int)
+    flat = [(index, place, each) for index, group in enumerate(made) for place, each in enumerate(group)]
+    for row, (index, _, each) in enumerate(flat):
+        prompt = subject.prompts[index]
+        tokens[row, : len(prompt) + len(each.tokens)] = (*prompt, *each.tokens.tolist())
+        starts[row] = len(prompt)
+    given = tokens, starts.astype(np.int32), subject.weights, settings.temperature
+    plain, after = subject.naive_table(*given), subject.naive_table(*given, settings.repetition_penalty)
+    cut = Cut(settings.top_k, settings.top_p, settings.min_p)
+    errors, highest = [], 0.0
+    for row, (index, place, each) in enumerate(flat):
+        count = len(each.tokens)
+        expected = plain[row, np.arange(count), each.tokens]
+        highest = max(highest, float(np.abs(expected).max()))
+        numbers = random_numbers(np.full(count, index), np.full(count, place), starts[row] + np.arange(count))
+        own = draw_errors(after[row, :count], cut, each.tokens, each.sampled_logprobs, numbers)
+        errors += [float(np.abs(each.full_logprobs - expected).max()), float(own.logprobs.max())]
+        errors += [np.inf] * bool((own.tokens > DRAW_BAR).any())
+    return largest(errors) / highest
