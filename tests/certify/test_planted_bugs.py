@@ -25,6 +25,7 @@ from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
 from podium.certify.long_sequences import long_checks
 from podium.certify.result import Certificate
+from podium.certify.rollout_devices import rollout_device_checks
 from podium.certify.subject import Subject, make_subject
 from podium.certify.updates import Updates
 from podium.config.schema import Config
@@ -1004,6 +1005,7 @@ SLOW: dict[Callable[[], Plant], Named] = {
     runs.drawn_tokens_not_penalised: Named(training_checks, "repetition penalty", "penalised"),
     runs.window_one_longer: Named(long_checks, "long completions", "windowed"),
     runs.recorded_at_temperature_1: Named(formula_checks, "sampling"),
+    runs.every_device_is_the_first: Named(rollout_device_checks, "rollout devices"),
     runs.seeds_of_16_bits: Named(training_checks, "draws"),
     runs.one_stream_for_a_group: Named(training_checks, "draws"),
     runs.turns_share_a_seed: Named(training_checks, "draws", "talk"),
