@@ -50,7 +50,7 @@ def device_mesh(subject: Subject) -> jax.sharding.Mesh | None:
         return None
     mesh = make_mesh(f"fsdp:{DEVICES}", devices[:DEVICES])
     unfit = any(indivisible(param_specs(subject.decoder), ShardingRules(mesh, TRAIN_AXES).num_shards))
-    return None if unfit or subject.decoder.heads % GROUP else mesh
+    return None if unfit else mesh
 
 
 def _error(subject: Subject, made: list[list[Completion]]) -> float:

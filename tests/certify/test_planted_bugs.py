@@ -26,7 +26,7 @@ from podium.certify.formulas import formula_checks
 from podium.certify.long_sequences import long_checks
 from podium.certify.result import Certificate
 from podium.certify.rollout_devices import rollout_device_checks
-from podium.certify.subject import Subject, make_subject
+from podium.certify.subject import LONGEST_CONVERSATION, MAX_NEW_TOKENS, Subject, make_subject
 from podium.certify.updates import Updates
 from podium.config.schema import Config
 from podium.models import architecture, logprobs
@@ -703,7 +703,9 @@ def reply_given_twice_after_an_update() -> Plant:
     original = episodes._Rollout._submit_turn
 
     def planted(rollout, live, tokens):
-        return original(rollout, live, (*tokens, *live.transcript.spans[-1].tokens.tolist()))
+        again = live.transcript.spans[-1].tokens.tolist()
+        fits = len(tokens) + len(again) <= LONGEST_CONVERSATION - MAX_NEW_TOKENS
+        return original(rollout, live, (*tokens, *again) if fits else tokens)
 
     return episodes._Rollout, "_submit_turn", planted
 
