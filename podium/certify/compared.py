@@ -68,7 +68,7 @@ def _answer_checks(subject: Subject, training: Training) -> Iterator[Check]:
         claim="prompts come in the seed's order, each once an epoch, and are trained on oldest first, none too old",
         difference=float(sum(each.errors for each in taken)),
         bar=0,
-        after=("mixture of tasks",),
+        after=("mixture of tasks", "choice of prompts"),
     )
     if talk:
         yield Check(

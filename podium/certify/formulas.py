@@ -17,7 +17,7 @@ from podium.algorithms.recipes import (
     REFERENCE_POINT,
     UNCERTAIN,
 )
-from podium.certify.mixtures import mixture_check
+from podium.certify.mixtures import choice_check, mixture_check
 from podium.certify.naive import Scores, Sequences, in_float64, kl_losses, objective, policy_losses
 from podium.certify.naive_optimizer import Arrays, NaiveOptimizer, gradient_norm, scheduled_rate
 from podium.certify.naive_rules import Rules
@@ -167,6 +167,7 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
     yield moments_check()
     yield sampling_check()
     yield mixture_check()
+    yield choice_check()
 
 
 def formula_cases(own: Rules) -> dict[str, list[Changes]]:

@@ -1,6 +1,8 @@
-"""Checks which prompts a mixture of tasks draws: by weights, curricula and progress, also where a run is resumed."""
+"""Checks which prompts are drawn: by weights, curricula and progress; and which a step takes of those in flight."""
 
 from collections.abc import Sequence
+
+import numpy as np
 
 from podium.certify.naive_mixture import NaiveMixture
 from podium.certify.result import Check
@@ -8,8 +10,10 @@ from podium.certify.task import NAME, QUESTIONS
 from podium.config.data import DataConfig, ProgressConfig, RetireConfig
 from podium.config.schema import CurriculumConfig, TaskConfig
 from podium.tasks.mixture import TaskMixture
+from podium.train.carry import chosen
 
 DRAWS = 90
+STEPS = 60
 WINDOW, SPREAD = 4, 0.3
 SOLVED, KEPT = 0.9, 4
 """Share of right answers from which on a prompt is not drawn again, and prompts of a level that are drawn anyway."""
@@ -62,3 +66,41 @@ def _tasks(levels: int) -> Sequence[TaskConfig]:
         curriculum = CurriculumConfig(levels=own, window=WINDOW, spread=SPREAD)
         tasks[-1] = tasks[-1].model_copy(update={"curriculum": curriculum})
     return tasks
+
+
+def choice_check() -> Check:
+    """Let made-up queues of prompts run for many steps, and count the steps that take or leave wrong ones."""
+    return Check(
+        name="choice of prompts",
+        claim="a step takes the oldest complete prompts, and waits only where one would become too old",
+        difference=float(sum(_wrong_choices(*each) for each in ((4, 1), (3, 2), (2, 3), (2, 0)))),
+        bar=0,
+    )
+
+
+def _wrong_choices(per_step: int, max_staleness: int) -> int:
+    """How many steps of a queue are wrong, whose prompts are completed in a random order."""
+    random = np.random.default_rng(per_step)
+    firsts: list[int] = []  # version of the first token of each prompt in flight
+    wrong = 0
+    for version in range(STEPS):
+        new = per_step * (max_staleness + 1) - len(firsts)
+        given = [*firsts, *[None] * new]
+        firsts = [*firsts, *[version] * new]
+        oldest = sorted(range(len(firsts)), key=lambda index: (firsts[index], index))
+        complete = [False] * len(firsts)
+        for index in random.permutation(len(firsts)).tolist():
+            complete[index] = True
+            ready = [each for each in oldest if complete[each]][:per_step]
+            sizes = {"per_step": per_step, "version": version, "max_staleness": max_staleness}
+            taken = chosen(given, complete, per_step, **sizes)
+            if taken is not None:
+                break
+            wrong += len(ready) == per_step and complete[oldest[0]] and ready == oldest[:per_step]
+        else:
+            return STEPS  # it waits although all are complete
+        left = [firsts[index] for index in oldest if index not in taken]
+        late = [version + 1 + place // per_step - first > max_staleness for place, first in enumerate(left)]
+        wrong += taken != ready or any(late)
+        firsts = [first for index, first in enumerate(firsts) if index not in taken]
+    return wrong

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from podium.certify.drawn import DRAW_BAR, OF_MODEL, OF_SAMPLER
 from podium.certify.naive_draws import Cut, draw_errors, random_numbers
@@ -32,7 +33,9 @@ def rollout_device_checks(updates: Updates) -> Iterator[Check]:
     spec = resolve_rollout(subject.config, subject.decoder, machine_of(one_device()))
     spec = dataclasses.replace(spec, layout=Layout(name="hybrid", group=GROUP))
     rollouts = Rollouts(spec, subject.decoder, Tokenizer(LetterBackend(), eos_tokens=()), mesh)
-    rollouts.load(subject.trained(mesh), subject.frozen(mesh))
+    whole = NamedSharding(mesh, PartitionSpec())
+    trained, frozen = (jax.device_put(each(one_device()), whole) for each in (subject.trained, subject.frozen))
+    rollouts.load(trained, frozen)
     made, _ = rollouts.engine.generate(subject.requests)
     rollouts.close()
     yield Check(

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from podium.algorithms import advantages, losses, recipes
-from podium.certify import batches, formulas, training
+from podium.certify import batches, formulas, mixtures, training
 from podium.models import decoder
 from podium.rollout import cache, device, engine, programs, sampling
 from podium.rollout.sequence import Sequence
@@ -259,6 +259,12 @@ def one_step_staler() -> Plant:
         return original(first, complete, count, per_step=per_step, version=version, max_staleness=max_staleness + 1)
 
     return generate, "chosen", planted
+
+
+def any_complete_prompts_taken() -> Plant:
+    """The oldest complete prompts are taken, and none is waited for, where choices are checked by themselves."""
+    _, _, planted = staleness_ignored()
+    return mixtures, "chosen", planted
 
 
 def unfinished_prompts_dropped() -> Plant:

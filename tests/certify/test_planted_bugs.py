@@ -1016,6 +1016,7 @@ SLOW: dict[Callable[[], Plant], Named] = {
     runs.last_groups_not_restored: Named(formula_checks, "mixture of tasks"),
     runs.unshuffled: Named(formula_checks, "mixture of tasks"),
     runs.staleness_ignored: Named(training_checks, "order of prompts"),
+    runs.any_complete_prompts_taken: Named(formula_checks, "choice of prompts"),
     runs.one_step_staler: Named(training_checks, "order of prompts"),
     runs.solved_prompts_not_retired: Named(formula_checks, "mixture of tasks"),
     runs.seed_ignored: Named(training_checks, "draws"),
