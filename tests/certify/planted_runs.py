@@ -585,12 +585,13 @@ def step_of_the_state_not_restored() -> Plant:
 
 
 def evaluated_at_temperature_1() -> Plant:
-    original = evaluate._answers
+    original = evaluate.evaluation_sampling
 
-    def planted(*given, temperature, completions):
-        return original(*given, temperature=temperature and 1.0, completions=completions)
+    def planted(*given, greedy):
+        made = original(*given, greedy=greedy)
+        return made if greedy else dataclasses.replace(made, temperature=1.0)
 
-    return evaluate, "_answers", planted
+    return evaluate, "evaluation_sampling", planted
 
 
 def cut_answers_left_out_of_the_accuracy() -> Plant:
