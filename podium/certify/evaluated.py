@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from podium.certify.drawn import DRAW_BAR, OF_MODEL, OF_SAMPLER, Drawing, Sampling, compared
-from podium.certify.naive_draws import request_seed
+from podium.certify.naive_draws import NO_CUT, Cut, request_seed
 from podium.certify.result import Check
 from podium.certify.subject import EVAL_SAMPLES, Subject
 from podium.certify.talk import is_right
@@ -13,7 +13,7 @@ from podium.certify.task import QUESTIONS
 from podium.certify.training import Evaluated, Training
 from podium.train.generate import Group
 
-AFTER = ("hand-over", "repetition penalty", "order of prompts", "draws", "conversations", "episodes")
+AFTER = ("hand-over", "repetition penalty", "cuts", "order of prompts", "draws", "conversations", "episodes")
 LIKELIEST = 1e-4  # nat by which a greedy token may be less likely than the likeliest, which rounding may exchange
 
 
@@ -50,7 +50,7 @@ def _wrong_answers(subject: Subject, training: Training, groups: Sequence[Group]
 
 def _wrong_draws(subject: Subject, training: Training, found: Evaluated) -> int:
     """How many tokens the last weights would not have drawn, with the seeds of evaluation questions."""
-    settings, version = training.config.eval, len(training.steps)
+    settings, rollout, version = training.config.eval, training.config.rollout, len(training.steps)
     wrong = 0
     for groups, temperature in ((found.greedy, 0.0), (found.sampled, settings.temperature)):
         drawings = [
@@ -63,7 +63,8 @@ def _wrong_draws(subject: Subject, training: Training, found: Evaluated) -> int:
             for completion, transcript in enumerate(group.transcripts)
         ]
         wrong += sum(int(np.any(span.versions != version)) for each in drawings for span in each.transcript.drawn)
-        sampling = Sampling(temperature=temperature or 1.0, penalty=settings.repetition_penalty)
+        cut = Cut(rollout.top_k, rollout.top_p, rollout.min_p) if temperature else NO_CUT
+        sampling = Sampling(temperature=temperature or 1.0, penalty=settings.repetition_penalty, cut=cut)
         for each in compared(subject, training, drawings, sampling):
             wrong += int(np.sum(each.errors.logprobs > DRAW_BAR))
             wrong += int(np.sum(each.errors.tokens > DRAW_BAR if temperature else each.behind > LIKELIEST))
