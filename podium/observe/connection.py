@@ -1,12 +1,13 @@
-"""A client's connection to one of Podium's servers, which is closed if the client takes too long. Needs uvicorn.
-
-No jax.
-"""
+"""A client's connection to one of Podium's servers, which is closed if the client takes too long. No jax."""
 
 import asyncio
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from uvicorn.protocols.http.h11_impl import H11Protocol  # it bounds the size of a head; httptools does not
+if TYPE_CHECKING:  # uvicorn comes with an extra
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+else:
+    H11Protocol = object
 
 HEAD_S = 10.0
 """Seconds in which the head of a request must arrive, from the connection or from the last answer on."""
@@ -20,7 +21,7 @@ REFUSAL = (
 
 
 class Connection(H11Protocol):
-    """A connection that is closed if its client takes too long."""
+    """A connection that is closed if its client takes too long; a base class beside uvicorn's H11Protocol."""
 
     def __init__(self, silent: "dict[Connection, None]", most: int, *arguments: object, **named: object) -> None:
         """`silent` are all connections without a request in progress, oldest first."""

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from podium.config.errors import UsageError
+from podium.observe.connection import Connection
 
 if TYPE_CHECKING:  # an extra
     import uvicorn
@@ -64,8 +65,10 @@ def run(
 def make_server(app: "ASGIApp", *, ready: Callable[[], None], ending: Ending | None = None) -> "uvicorn.Server":
     """The server that `run` runs."""
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol  # it bounds the size of a head; httptools does not
 
-    from podium.observe.connection import Connection
+    class Client(Connection, H11Protocol):
+        pass
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -80,7 +83,7 @@ def make_server(app: "ASGIApp", *, ready: Callable[[], None], ending: Ending | N
     most = most_connections()
     config = uvicorn.Config(
         app,
-        http=functools.partial(Connection, {}, most),  # pyright: ignore[reportArgumentType]  # called like a class
+        http=functools.partial(Client, {}, most),  # pyright: ignore[reportArgumentType]  # called like a class
         ws="none",
         log_level="warning",
         timeout_graceful_shutdown=LINGER_S,

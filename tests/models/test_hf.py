@@ -228,7 +228,7 @@ def test_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError("No space left on device")
 
     monkeypatch.setattr(hf, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ModelError, match="export: cannot be written: No space left on device; free some space"):
         save_model(load(source), read_architecture(source), None, tmp_path / "export")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

@@ -133,7 +133,7 @@ class Programs:
         batch = Batch(**fields, scores={}, ages=None)
         held = abstract_params(specs, dtype, rollout)
         cache = abstract_engine_cache(config.rollout, model, rollout, dtype)
-        slots = abstract_slots(config.rollout, model, config.rollout.slots, rollout)
+        slots = abstract_slots(config.rollout, model, config.rollout.slots, rollout, penalised=False)
         chunk = abstract_chunk(config.rollout, max(run.buckets), rollout)
         self.calls: dict[str, tuple[Any, tuple]] = {
             "update": (make_train_step(settings, recipe, optimizer), (abstract_state(params, optimizer), batch)),

@@ -190,7 +190,10 @@ FAST = ("run.yaml", "--tpu", "v6e-8", "--fast")
             "lengths 'nowhere': no such file; write gsm8k, fixed:N, or the path of a run",
         ),
         ((*FAST, "--prices", "none.yaml"), "prices none.yaml: cannot be read (No such file or directory)"),
-        ((*FAST, "--html", "none/plan.html"), "--html none/plan.html: cannot be written: there is no folder none;"),
+        (
+            (*FAST, "--html", "none/plan.html"),
+            "--html none/plan.html: there is no folder none; make it, or name another",
+        ),
         ((*FAST, "--search", "seed"), "--search seed: cannot be searched; search one of train.rows_per_device, "),
         ((*FAST, "--search", "rollout.slots", "--compare", "seed=1,2"), "--search and --compare cannot be combined"),
         ((*FAST, "--compare", "seed"), "--compare seed: write KEY=a,b,c, as rollout.layout=replicated,legacy;"),

@@ -60,7 +60,9 @@ def copies(machine: str, model: str) -> dict[str, dict[str, float]]:
     values = cache.places[0].kv.values
     pages = values.sharding.shard_shape(values.shape)[1]  # of a device; no weight has such a dimension
     lowered = {
-        "decode": programs.decode.lower(weights, cache, *abstract_slots(CONFIG, decoder, CONFIG.slots, rules)),
+        "decode": programs.decode.lower(
+            weights, cache, *abstract_slots(CONFIG, decoder, CONFIG.slots, rules, penalised=False)
+        ),
         "prefill": programs.extend.lower(weights, cache, abstract_chunk(CONFIG, 128, rules)),
     }
     found: dict[str, dict[str, float]] = {}

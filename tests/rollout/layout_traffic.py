@@ -59,7 +59,9 @@ def traffic(layout: str, mesh: Mesh, dtype: jnp.dtype) -> dict[str, dict[str, fl
     cache = abstract_engine_cache(CONFIG, DECODER, rules, dtype)
     decode = make_decode(DECODER, rules, dtype, steps=STEPS)
     module = parse(
-        decode.lower(weights, cache, *abstract_slots(CONFIG, DECODER, CONFIG.slots, rules)).compile().as_text()
+        decode.lower(weights, cache, *abstract_slots(CONFIG, DECODER, CONFIG.slots, rules, penalised=False))
+        .compile()
+        .as_text()
     )
     rounds = STEPS // steps_at_once(STEPS, rules.num_shards("batch"))
     found: dict[str, dict[str, float]] = {"sent": {}, "calls": {}}

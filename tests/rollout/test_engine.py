@@ -110,7 +110,7 @@ def lowered_decode(engine):
     config, rules = engine.config, engine.rules
     cache = abstract_engine_cache(config, DECODER, rules, engine.dtype)
     return engine.device.programs.decode.lower(
-        engine.device.params, cache, *abstract_slots(config, DECODER, config.slots, rules)
+        engine.device.params, cache, *abstract_slots(config, DECODER, config.slots, rules, penalised=False)
     )
 
 

@@ -147,7 +147,11 @@ def lowered_decode(decoder, rules):
     programs = make_engine_programs(ONE_BUCKET, decoder, rules, jnp.dtype(jnp.bfloat16))
     cache = abstract_engine_cache(ONE_BUCKET, decoder, rules, jnp.dtype(jnp.bfloat16))
     weights = abstract_weights(decoder, rules, jnp.dtype(jnp.bfloat16))
-    return programs.decode.lower(weights, cache, *abstract_slots(ONE_BUCKET, decoder, 8, rules)).as_text().splitlines()
+    return (
+        programs.decode.lower(weights, cache, *abstract_slots(ONE_BUCKET, decoder, 8, rules, penalised=False))
+        .as_text()
+        .splitlines()
+    )
 
 
 def dots_of(decoder, rules):

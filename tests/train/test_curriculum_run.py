@@ -94,12 +94,12 @@ def test_a_run_broken_off_in_a_rollout_goes_on_as_if_nothing_had_happened(tiny_m
     assert_same_run(tmp_path / "run", unbroken)
 
 
-def test_conversations_of_a_level_are_held_with_its_options(tiny_model, template, tmp_path):
+def test_conversations_of_a_level_are_held_with_its_options(roomy_model, template, tmp_path):
     """A game of level 1 is lost after one guess, and one of level 2 after two."""
     levels = [{"turns": 1}, {"turns": 2}]
     game = {"name": "guess", "options": {"largest": 10**6}, "curriculum": {"levels": levels}}
     config = make_config(
-        tiny_model,
+        roomy_model,
         tmp_path,
         chat_template=template,
         steps=1,

@@ -204,7 +204,7 @@ def test_a_run_prefers_what_was_chosen_and_resumes_bit_for_bit(run_of, tmp_path,
         (["algorithm.loss_options={beta: 0}"], "beta 0 must be above 0"),
         (["algorithm.loss_options={label_smoothing: 0.5}"], "0.5 must be 0 or more, and below 0.5"),
         (["train.packing=sequences"], "in different rows; set it to shared_prompts"),
-        (["train.row_tokens=1600"], "1600 is less than a prompt with both completions, 2560"),
+        (["train.row_tokens=1600"], "1600 is less than a prompt with both completions, 2049"),
         (
             ["algorithm.recipe=grpo", "algorithm.loss=ipo"],
             "ipo learns from pairs of the data, and recipe grpo does not use them",

@@ -7,15 +7,16 @@ configs as small. `SHORTER` lists what is not done whole, and why; a line for wh
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
-import uvicorn
 import yaml
 from scripted import TEMPLATE
 from shown_commands import ROOT, documented, mentioned
@@ -187,7 +188,7 @@ class Desk:
                 self.monkeypatch.setattr(function, lambda config, **options: 0)
         self.monkeypatch.chdir(folder)
         self.monkeypatch.setenv("XDG_CACHE_HOME", str(self.own.parent / "cache"))
-        self.monkeypatch.setattr(uvicorn, "run", asked)
+        self.monkeypatch.setattr("podium.observe.listening.make_server", OneClient)
         self.monkeypatch.setattr("podium.api.chat.typed", lambda console: iter(["What is 2 + 3?"]))
         self.monkeypatch.setattr(sys, "argv", ["podium", *words])
         with pytest.raises(SystemExit) as stopped:
@@ -200,10 +201,18 @@ def desk(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     return Desk(made, tmp_path / "desk", monkeypatch, capsys)
 
 
-def asked(app: Any, **options: Any) -> None:
+class OneClient:
     """Instead of a server: one client looks at its first page, or whether it lives, and goes."""
-    client = TestClient(app, base_url="http://localhost")
-    assert 200 in [client.get(path).status_code for path in ("/", "/health")]
+
+    def __init__(self, app: Any, *, ready: Callable[[], None], ending: object = None) -> None:
+        self.app, self.ready = app, ready
+
+    def run(self, sockets: list[socket.socket]) -> None:
+        self.ready()
+        client = TestClient(self.app, base_url="http://localhost")
+        assert 200 in [client.get(path).status_code for path in ("/", "/health")]
+        for each in sockets:
+            each.close()
 
 
 def check_pip(words: list[str]) -> None:

@@ -40,6 +40,7 @@ def test_a_closed_terminal_is_a_request_as_sigterm_unless_it_is_ignored():
     """As for `nohup`, and for a shell that is left with running jobs."""
     done = run(
         """
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 with StopSignal() as stop:
     os.kill(os.getpid(), signal.SIGHUP)
     print(stop.requested == signal.SIGTERM)

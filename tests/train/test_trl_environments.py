@@ -157,7 +157,7 @@ def test_functions_ask_for_environments_by_name():
             function.check(asked)
 
 
-def read_by_length(self: Dialogue, text: str, tokens: list[int]) -> Calls:
+def read_by_length(self: Dialogue, text: str, tokens: list[int], **context: Any) -> Calls:
     """Reads a call of a tool into each answer, where the real reader wants a call's text."""
     functions: list[Any] = [tool["function"] for tool in self._tools]
     function = functions[len(text) % len(functions)]
