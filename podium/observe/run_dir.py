@@ -65,7 +65,7 @@ MARK = "commit_success.txt"
 """File that orbax adds to a step in a bucket when it is complete."""
 DATA = "data"
 
-DATE = "chat_template_date"
+DATE, LONGEST = "chat_template_date", "max_prompt_tokens"
 Settings = Mapping[str, JsonValue]
 """All settings of a run by section, as returned by `Config.document`."""
 
@@ -216,7 +216,7 @@ class RunDir:
         try:
             mirror = Mirror(path, home) if in_bucket(home) else None
             continued = (path / CONFIG).exists() and _has_begun(path, home)
-            settings = _dated(settings, path if continued else None)
+            settings = _with_kept(settings, path if continued else None)
             notice = other_version(path) if continued else None
             if continued:
                 _check_steps(home, settings)
@@ -440,12 +440,18 @@ def _parsed(path: Path) -> object:
         return str(error)
 
 
-def _dated(settings: Settings, begun: Path | None) -> Settings:
-    """The settings with the date that prompts show: the given one, or that of the run in `begun`, or today's."""
-    if settings[DATE] is not None:
-        return settings
-    kept = None if begun is None else read_config(begun).chat_template_date
-    return {**settings, DATE: kept or datetime.date.today().isoformat()}
+def _with_kept(settings: Settings, begun: Path | None) -> Settings:
+    """The settings, with those that are unset and that the run in `begun` has chosen.
+
+    These are the date that prompts show, which is today's in a new run, and the longest prompt, which versions of
+    Podium that did not look at the data stored as a number.
+    """
+    kept = None if begun is None else read_config(begun)
+    date = settings[DATE] or (kept and kept.chat_template_date) or datetime.date.today().isoformat()
+    rollout = settings["rollout"]
+    if kept is not None and isinstance(rollout, Mapping) and rollout[LONGEST] is None:
+        rollout = {**rollout, LONGEST: kept.rollout.max_prompt_tokens}
+    return {**settings, DATE: date, "rollout": rollout}
 
 
 def _check_steps(home: Path, settings: Settings) -> None:

@@ -120,7 +120,8 @@ def open_run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(joined(job))
         run_dir = stack.enter_context(_open_run_dir(run_home(config.runs_dir, config.name), config.document(), fork))
-        config = config.model_copy(update={DATE: run_dir.settings[DATE]})
+        chosen = {key: run_dir.settings[key] for key in (DATE, "rollout")}  # when the run began
+        config = Config.model_validate({**config.document(), **chosen})
         evaluates = _evaluates(config)
         with failing_fast(job):
             config, measured = with_prompt_tokens(config, trains=True, evaluates=evaluates)

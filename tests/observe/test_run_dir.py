@@ -347,6 +347,22 @@ def test_a_doubled_record_is_removed(tmp_path):
     assert (path / LENGTHS).read_text() == "".join(lines[:3])
 
 
+@pytest.mark.parametrize(("begun", "again", "kept"), [(512, None, 512), (None, None, None), (256, 256, 256)])
+def test_an_unset_prompt_length_is_the_one_that_a_run_has_stored(tmp_path, begun, again, kept):
+    """Older versions stored 512 where none was set."""
+    for length in (begun, again):
+        run = open_and_close(make_config(tmp_path, rollout={"max_prompt_tokens": length}))
+        rollout = run.settings["rollout"]
+    assert isinstance(rollout, dict) and rollout["max_prompt_tokens"] == kept
+    assert read_config(run.path).rollout.max_prompt_tokens == kept
+
+
+def test_a_prompt_length_other_than_the_stored_one_is_another_config(tmp_path):
+    open_and_close(make_config(tmp_path, rollout={"max_prompt_tokens": 256}))
+    with pytest.raises(RunFileError, match=r"rollout\.max_prompt_tokens: 256 there, 128 now"):
+        open_run(make_config(tmp_path, rollout={"max_prompt_tokens": 128}))
+
+
 def test_a_run_of_a_version_without_dates_is_continued_and_has_one_from_then_on(tmp_path):
     run = open_and_close(make_config(tmp_path))
     path = run.path / "config.yaml"
