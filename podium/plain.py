@@ -92,7 +92,7 @@ def _key(key: object) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """What an exception says, with its type where that alone would mean little: without a message, or for KeyError."""
+    """The message of an exception, preceded by its type if it is empty, and for KeyError, which has only the key."""
     try:
         text = clean(str(error)).strip()
     except Exception:  # an exception of others may fail to describe itself

@@ -1,8 +1,8 @@
 """Listens for Podium's servers, so that no client can hold one, and ends them without breaking answers. No jax.
 
 The port is taken first, before anything slow. A client has a limited time for the head of a request and for reading its
-answer, and where there are too many connections those that ask nothing make room. A server that is told to end says so
-to its clients before it does.
+answer; when there are too many connections, idle ones are closed to make room. On shutdown, a server tells its clients
+before it closes their connections.
 """
 
 import errno
@@ -25,8 +25,8 @@ KEPT_FILES = 128
 LINGER_S = 2
 """Seconds in which answers must be on their way after the end, before their connections are closed."""
 Ending = Callable[[Callable[[], bool]], Awaitable[None]]
-"""What a server does when it is told to end, before it accepts no more connections. Its argument says whether the user
-insists, so that it must not wait."""
+"""Called on shutdown, before the server stops accepting connections. Its argument returns whether the user has pressed
+Ctrl-C again, after which it must not wait."""
 
 
 def take_port(host: str, port: int) -> list[socket.socket]:

@@ -37,7 +37,7 @@ BODY_S = 30.0
 GONE = 499
 """Status of a request whose client has left, which nothing reads."""
 GRACE_S = 20.0
-"""Seconds in which answers may end after the server is told to end; orchestrators wait 30 before they kill."""
+"""Seconds that answers in progress get to finish on shutdown; orchestrators wait 30 before they kill a process."""
 
 
 class Stream(NamedTuple):

@@ -116,7 +116,7 @@ class EngineThread:
         self.failure = ""
         """Why the thread ended, if it did by itself."""
         self._ending = False
-        """Whether the server is told to end."""
+        """Whether the server is shutting down."""
         self._open: set[Ticket] = set()
         """Requests with answers that have not ended; of the event loop."""
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
@@ -180,7 +180,7 @@ class EngineThread:
             self._inbox.put(lambda: self._cancel(ticket))
 
     def check_alive(self) -> None:
-        """Raises RequestError if the engine has failed, or the server is told to end."""
+        """Raises RequestError if the engine has failed, or the server is shutting down."""
         if self._ending:
             raise _ending()
         self._check_engine()
@@ -344,5 +344,5 @@ class EngineThread:
 
 
 def _ending() -> RequestError:
-    """What clients are told while the server ends."""
+    """The reply to requests during shutdown."""
     return RequestError("the server is ending; ask again", status=503, code="ending", retry_after_s=RETRY_AFTER_END_S)

@@ -39,9 +39,9 @@ class _Block(NamedTuple):
 def code_of(completion: str, name: str = "") -> Code:
     """The code in an answer.
 
-    What was thought before the answer is not looked at, and of an answer with `<answer>` only what stands there, if it
-    has code. Of several blocks those in Python are meant, else those without a language, else all; of these the last
-    one, and for a function the last one that defines it. Without blocks all of the answer is code.
+    The model's thoughts are skipped, and if the answer has an `<answer>` element with code, only that is read. Of
+    several blocks, those in Python count, or else those without a language, or else all. The last of them is the code;
+    for a function, the last one that defines it. An answer without blocks is code as a whole.
 
     Args:
         completion: the answer.

@@ -22,8 +22,8 @@ from podium.tasks.worker_process import WorkerProcess
 
 ENDED = "the process of its environment ended"
 MOST_ENDS = 3
-"""Processes in a row that may end without a call in progress and without a conversation that ended well; the
-conversations of further ones have failed."""
+"""Processes in a row that may end with neither a call in progress nor a conversation that ended well. Conversations of
+further such processes count as failed."""
 
 
 class Event(NamedTuple):
@@ -51,12 +51,12 @@ class Threads:
         self._host = Host(tasks, lambda answered: events.put(Event(self, answered)))
 
     def ask(self, asked: Asked) -> bool:
-        """Begin a request; whether it was begun at once."""
+        """Begin a request; returns whether it began at once."""
         self._host.take(asked)
         return True
 
     def next(self, ended: int) -> int | None:
-        """Nothing waits for the request that has ended."""
+        """Return None: no request waits for another to end."""
 
     def close(self) -> None:
         """End the event loop."""
@@ -80,7 +80,7 @@ class Process:
         self.why = ""
         """Why it was killed."""
         self._turns: deque[Asked] | None = deque() if serial else None
-        """The request in progress, and those that wait for it; None: requests do not wait for each other."""
+        """The request in progress and those queued behind it; None if requests run at the same time."""
         self.began = time.monotonic()
         self._questions, self._responses = 0, -1
         self._closed = False
@@ -92,7 +92,7 @@ class Process:
         threading.Thread(target=self._read, args=(ended,), name="from environments", daemon=True).start()
 
     def ask(self, asked: Asked) -> bool:
-        """Send a request, or have it wait for its turn; whether it was sent. Never blocks."""
+        """Send a request or queue it; returns whether it was sent. Never blocks."""
         if self._turns is not None and asked.answers:
             self._turns.append(asked)
             if len(self._turns) > 1:
@@ -101,7 +101,10 @@ class Process:
         return True
 
     def next(self, ended: int) -> int | None:
-        """Send the request that waited for one that has ended, or was dropped; its conversation, if there is one."""
+        """Send the next queued request, after one has ended or was dropped.
+
+        Returns its conversation; None if the queue is empty.
+        """
         if not self._turns:
             return None
         waited = self._turns[0].number == ended
@@ -112,22 +115,22 @@ class Process:
         return self._turns[0].number
 
     def question(self) -> int:
-        """Ask it to respond; the number of this question for `responded`."""
+        """Ask the process to respond; returns the number of this question, for `responded`."""
         self._questions += 1
         self._outbox.put(pickle.dumps(PING))
         return self._questions
 
     def responded(self, question: int) -> bool:
-        """Whether it has responded since a question; 0: whether it has started."""
+        """Whether the process has answered this question; 0: whether it has started."""
         return self._responses >= question
 
     def kill(self, why: str) -> None:
-        """End it because it does not respond; `ended` is called with it."""
+        """Kill the process because it does not respond; `ended` is called with it."""
         self.why = why
         self._process.stop()
 
     def close(self) -> None:
-        """End it, and what it has started; `ended` is not called."""
+        """Kill the process and its children; `ended` is not called."""
         self._closed = True
         self._outbox.put(None)
         self._process.stop()
@@ -212,11 +215,11 @@ class Pool:
         return worker
 
     def home(self, number: int) -> Worker | None:
-        """Where a conversation is held; None if it is not."""
+        """The worker that holds a conversation; None if it has none."""
         return self._homes.get(number)
 
     def forget(self, number: int) -> Worker | None:
-        """Take a conversation from its home, which is returned; a retired one without others is ended."""
+        """Remove a conversation from its worker, which is returned; a retired worker without conversations is ended."""
         with self._lock:
             worker = self._homes.pop(number, None)
             if worker is None:
@@ -230,7 +233,7 @@ class Pool:
         return worker
 
     def retire(self, worker: Worker) -> None:
-        """Give a worker no further conversations, and end it when those that it has have ended."""
+        """Give a worker no more conversations, and end it after its last one."""
         with self._lock:
             for workers in (self._shared, self._serial):
                 if worker in workers:
@@ -242,7 +245,7 @@ class Pool:
         self._unexplained = 0
 
     def close(self) -> None:
-        """End all."""
+        """End all workers."""
         with self._lock:
             workers = (*self._shared, *self._serial, *self._retired)
             for each in (self._shared, self._serial, self._retired, self._homes):
@@ -262,7 +265,7 @@ class Pool:
             ) from error
 
     def _ended(self, process: Process, code: int | None) -> None:
-        """Say what became of a process's conversations. Called on its reading thread."""
+        """Report the loss of a process's conversations. Called on its reading thread."""
         with self._lock:
             for workers in (self._shared, self._serial, self._retired):
                 if process in workers:

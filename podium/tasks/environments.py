@@ -24,7 +24,7 @@ from podium.tasks.task import Prompt
 from podium.tasks.worker_process import START_LIMIT_S
 
 RESPONSE_SHARE, RESPONSE_S = 0.1, 1.0
-"""A process must respond within this share of the time limit, and has at least so many seconds."""
+"""A process must respond within this share of the time limit, or within this number of seconds if that is longer."""
 STARTED = 0
 """The question that a process answers without being asked, once its tasks are made."""
 

@@ -35,7 +35,7 @@ class Channel:
         connection.setblocking(False)
 
     def send(self, message: bytes, timeout_s: float | None = None) -> None:
-        """Send a message. Raises TimeoutError if the other end does not take it in time, EOFError if it is closed."""
+        """Send a message. Raises TimeoutError if the other end does not read it in time, EOFError if that is closed."""
         deadline = _deadline(timeout_s)
         left = memoryview(LENGTH.pack(len(message)) + message)
         while left:
@@ -54,7 +54,7 @@ class Channel:
         return self._exactly(size, deadline)
 
     def waits(self, timeout_s: float) -> bool:
-        """Wait for the beginning of a message, or the connection's end; whether there is one."""
+        """Wait for the beginning of a message or the end of the connection; returns whether either came."""
         return bool(_poll(self._socket, select.POLLIN).poll(1000 * timeout_s))
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The code that it ended with, minus the signal's number if it was killed; None while it runs."""
+        """The exit code, or minus the number of the signal that killed the process; None while it runs."""
         return self._process.poll()
 
     def receive(self) -> bytes:

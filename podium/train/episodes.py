@@ -493,9 +493,10 @@ class _Rollout:
         return POLL_S if self._owner.exchange is None else POLL_TOGETHER_S
 
     def _receive(self, wait_s: float) -> None:
-        """Add what environments have answered to `early`, waiting for the first; on all hosts that decode together.
+        """Wait for an answer of the environments, and add all that have arrived to `early`; the same on all hosts that
+        decode together.
 
-        What concerns lost processes, and answers to what is told again, is dealt with at once.
+        Losses of processes, and answers during a replay, are handled at once instead.
         """
         found: list[Answered] = []
         while (answered := self._environments.next(wait_s)) is not None:
