@@ -41,7 +41,7 @@ _LETTER = re.compile(r"\s*[A-J]\s*")
 _SENTENCE_END = re.compile(r"\n|(?<!\\)[.!?](?=\s|\**$)|\u3002|$")
 _EXPLANATION = re.compile(
     r"(?<=\S)[,;]?\s+(?:since|because|as|so|given|which|where|when|thus|hence|therefore|that is|i\.e\.)\s"
-    r"|(?<=\S),\s+(?:but )?not\s|(?<=\S),?\s+(?:rather than|instead of)\s",
+    r"|(?<=\S),\s+(?:but |obviously |certainly |clearly |definitely )?not\s|(?<=\S),?\s+(?:rather than|instead of)\s",
     re.IGNORECASE,
 )
 _ASIDE = re.compile(  # 12 apples (after giving 5 away).
@@ -91,6 +91,7 @@ _NOT_PLAIN = re.compile(
     r"\b(?:or|not|never|neither|nor|except|cannot|but)\b|n['\u2019]t\b|\\neq?|\u2260|[\u4e0d\u6216\u975e]",
     re.IGNORECASE,
 )
+_YES_NO = re.compile(r"(yes|no)\b\s*[,.:;\u2014-]", re.IGNORECASE)
 _VERB = re.compile(
     r"\b(?:is|are|was|were|equals|choose|pick|select)\b\s*:?|[:\uff1a](?!\S*[0-9])|\u662f|\u4e3a", re.IGNORECASE
 )
@@ -142,13 +143,17 @@ def final_answer(text: str) -> str | None:
 
 
 def closing_statement(text: str) -> str:
-    """What a text without a final answer ends with: its last line, the one formula in it, or what follows its `is`."""
+    """What a text without a final answer ends with: its last line, or the formula in it, its yes or no, or what follows
+    its `is`.
+    """
     line = text[-TAIL_CHARS:].strip(" \n*#").rpartition("\n")[2].strip(" *")
     sentences = re.split(r"(?<=[^\W\d])[.!?]\s+|\u3002(?=.)", line)
     sentence = sentences[-1]
     confirmed = _CONFIRMED.fullmatch(sentence)
     if confirmed:
         return confirmed[1]
+    if decided := _YES_NO.match(line):
+        return decided[1]
     formula = _only_math(sentence)
     if formula != sentence:
         return formula
@@ -167,6 +172,8 @@ def final_number(completion: str) -> Number | None:
     answer = final_answer(text)
     if answer is None:
         text = without_aside(text[-TAIL_CHARS:].rstrip())
+        if text.endswith("?"):  # a question states nothing
+            return None
         restated = restated_quantity(text.rpartition("\n")[2])
         return last_number(text) if restated is None else read_number(restated)
     if len(answer) > MAX_ANSWER_CHARS:
