@@ -337,6 +337,13 @@ class RunDir:
             self._lines[name] = JsonLines(self.path / name)
         self._lines[name].write(record)
 
+    def with_chosen(self, config: Config) -> Config:
+        """The config with the date and the longest prompt that this run has, where the config leaves them unset."""
+        own = self.settings["rollout"]
+        assert isinstance(own, Mapping)
+        rollout = config.rollout.model_copy(update={LONGEST: own[LONGEST]})
+        return config.model_copy(update={DATE: self.settings[DATE], "rollout": rollout})
+
     def write_machine(self, text: str) -> None:
         """Record the devices that the run now trains on."""
         if self.writes:

@@ -22,7 +22,7 @@ from podium.models.hf import load_params
 from podium.models.linear import kept
 from podium.models.params import count, frozen_specs, trained_specs
 from podium.observe.progress import Progress, run_console
-from podium.observe.run_dir import DATE, Fork, RunDir, Settings, recipe_of, run_home
+from podium.observe.run_dir import Fork, RunDir, Settings, recipe_of, run_home
 from podium.observe.summary import how_to_continue, versions
 from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
@@ -120,8 +120,7 @@ def open_run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(joined(job))
         run_dir = stack.enter_context(_open_run_dir(run_home(config.runs_dir, config.name), config.document(), fork))
-        chosen = {key: run_dir.settings[key] for key in (DATE, "rollout")}  # when the run began
-        config = Config.model_validate({**config.document(), **chosen})
+        config = run_dir.with_chosen(config)
         evaluates = _evaluates(config)
         with failing_fast(job):
             config, measured = with_prompt_tokens(config, trains=True, evaluates=evaluates)
