@@ -1,15 +1,21 @@
-"""Who imports whom, which is tested, and how large each part is, which is only printed.
+"""Who imports whom and counts that may only fall, which are tested; how large each part is, which is only printed.
 
-    python -m tools.structure      # exit status 1 if an import points upward or closes a circle
+    python -m tools.structure             # exit status 1 if an import points upward, or a count has risen
+    python -m tools.structure --record    # records the counts, unless one has risen
+    python -m tools.structure --way       # also runs the first example, and counts what it runs: minutes
 
 Floors are the parts of Podium from the ground up: a module imports from lower floors, or from its own package. Imports
 inside functions and for type checking count like all others.
 """
 
+import argparse
 import ast
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from tools.example_way import follow_example
+from tools.structure_counts import count_all, read_golden, record, risen, totals
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "podium"
@@ -157,7 +163,11 @@ def reached(edges: Mapping[str, set[str]], start: str) -> set[str]:
 
 
 def main() -> int:
-    """Print sizes, and the imports that break a rule."""
+    """Print sizes and counts, and what breaks a rule."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="record the counts, unless one has risen")
+    parser.add_argument("--way", action="store_true", help="run the first example and count what it runs")
+    arguments = parser.parse_args()
     modules = read_modules()
     lines = {name: text.count("\n") for name, text in modules.items()}
     edges = imports(modules)
@@ -170,6 +180,11 @@ def main() -> int:
     print(f"a training step and all that it imports: {len(path)} files, {sum(lines[name] for name in path):,} lines")
     broken = [f"upward import: {each}" for each in upward_imports(edges)]
     broken += [f"circle: {each}" for each in circles(edges)]
+    for name, total in totals(count_all()).items():
+        print(f"{total:5} {name}")
+    if arguments.way:
+        print("the first example runs", ", ".join(f"{n:,} {name}" for name, n in follow_example()._asdict().items()))
+    broken += [f"risen: {each}" for each in (record() if arguments.record else risen(read_golden(), count_all()))]
     print(*broken, sep="\n", end="\n" if broken else "")
     return 1 if broken else 0
 
