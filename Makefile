@@ -1,9 +1,11 @@
 # make install       installs Podium, what draws reports and serves, and the demo's model into .venv
 # make demo          trains a small model on sums, 6 minutes of CPU time; 4 to 11 minutes on 2 CPU cores, old or new;
 #                    CONFIG=FILE trains another config instead, FROM=RUN starts from a run's weights
-# make test          the tests, 13 to 25 minutes on 2 CPU cores
-# make test-long     these and the long ones (every recipe learns, the wheel alone in an empty environment): before a
-#                    change is called done
+# make test          the tests that take up to 2 CPU seconds each, and some of each capability: 9 minutes on 2 CPU cores
+#                    with AVX512-BF16, more on older ones
+# make test-slow     those that take over 2 CPU seconds each; make test-all is both, before a change is called done
+# make test-long     these and the long ones (every recipe learns, the wheel alone in an empty environment)
+# make test-changed  the tests whose imports reach what has changed since BASE (HEAD)
 # make parity        installs torch, PEFT, TRL, bitsandbytes into .venv-parity, and runs what compares with their code
 # make check         format, lint, types, imports
 # make format        puts right what can be put right by itself
@@ -36,7 +38,7 @@ OTHERS := torch==2.13.0 peft==0.21.2 bitsandbytes==0.50.2 $(TRL)
 # The extra `docs`, without Podium: the site is built from docs/ alone.
 DOCS := mkdocs-material
 
-.PHONY: install demo test test-long parity check format docs seeds plan-accuracy pictures clean
+.PHONY: install demo test test-slow test-all test-changed test-long parity check format docs seeds plan-accuracy pictures clean
 
 install: $(VENV)/demo.installed
 
@@ -45,6 +47,14 @@ demo: $(VENV)/demo.installed
 
 test: $(VENV)/dev.installed
 	$(PYTEST)
+
+test-slow: $(VENV)/dev.installed
+	$(PYTEST) -m "slow and not long"
+
+test-all: test test-slow
+
+test-changed: $(VENV)/dev.installed
+	$(PYTEST) $$($(BIN)/python -m tools.changed_tests $(BASE))
 
 test-long: $(VENV)/dev.installed
 	$(PYTEST) -m ""

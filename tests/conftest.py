@@ -1,3 +1,5 @@
+"""The environment of all tests: processes, devices, memory, and which tests are slow (`tiers`)."""
+
 import ctypes
 import gc
 import importlib.util
@@ -15,6 +17,8 @@ import hypothesis
 import pytest
 
 from podium.compiler import add_xla_flags, quick_flags
+
+pytest_plugins = ["tiers"]
 
 if threading.current_thread() is threading.main_thread():
     # What a shell runs in the background ignores Ctrl-C, and so would all processes that tests start.
