@@ -21,6 +21,8 @@ from podium.tasks.conversing import PING, Answered, Asked, Begun, Host, Sent
 from podium.tasks.worker_process import WorkerProcess
 
 ENDED = "the process of its environment ended"
+READ_S = 1.0
+"""Seconds in which what a killed process has sent must be read: that may run a user's code, as it makes objects."""
 MOST_ENDS = 3
 """Processes in a row that may end with neither a call in progress nor a conversation that ended well. Conversations of
 further such processes count as failed."""
@@ -38,7 +40,7 @@ class Event(NamedTuple):
 
 Events = queue.SimpleQueue[Event]
 Ended = Callable[["Process", int | None], None]
-"""Called on another thread with a process that has ended by itself or was killed, and its exit code."""
+"""Called, on any thread, with a process that has ended by itself or was killed, and its exit code."""
 
 
 class Threads:
@@ -83,13 +85,15 @@ class Process:
         """The request in progress and those queued behind it; None if requests run at the same time."""
         self.began = time.monotonic()
         self._questions, self._responses = 0, -1
-        self._closed = False
+        self._ended = [ended]
+        """What to call once, as it ends; empty as soon as it is called, or need not be."""
         self._events = events
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._process = WorkerProcess("podium.tasks.conversing", variables)
         self._outbox.put(pickle.dumps(list(tasks)))
         threading.Thread(target=self._send, name="to environments", daemon=True).start()
-        threading.Thread(target=self._read, args=(ended,), name="from environments", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="from environments", daemon=True)
+        self._reader.start()
 
     def ask(self, asked: Asked) -> bool:
         """Send a request or queue it; returns whether it was sent. Never blocks."""
@@ -128,10 +132,14 @@ class Process:
         """Kill the process because it does not respond; `ended` is called with it."""
         self.why = why
         self._process.stop()
+        self._reader.join(READ_S)
+        if self._reader.is_alive():
+            self.why = f"{why}, or an object that it sent cannot be made here: its class blocks as it is unpickled"
+            self._end()
 
     def close(self) -> None:
         """Kill the process and its children; `ended` is not called."""
-        self._closed = True
+        self._ended.clear()
         self._outbox.put(None)
         self._process.stop()
 
@@ -154,7 +162,7 @@ class Process:
             while (data := self._outbox.get()) is not None:
                 self._process.channel.send(data)  # as long as it takes: requests have deadlines, and then it is killed
 
-    def _read(self, ended: Ended) -> None:
+    def _read(self) -> None:
         try:
             while True:
                 self._take(pickle.loads(self._process.receive()))
@@ -162,10 +170,17 @@ class Process:
             pass
         except Exception as error:  # a class that is not importable here, say
             self.why = f"what the process of its environment sent cannot be read ({message_of(error)})"
+        self._end()
+
+    def _end(self) -> None:
+        """Free what is left of a process that has ended, and say so once."""
         self._process.close()
         self._outbox.put(None)
-        if not self._closed:
-            ended(self, self._process.exit_code)
+        try:
+            ended = self._ended.pop()
+        except IndexError:
+            return
+        ended(self, self._process.exit_code)
 
     def _take(self, sent: Sent) -> None:
         if isinstance(sent, Begun):
@@ -265,7 +280,7 @@ class Pool:
             ) from error
 
     def _ended(self, process: Process, code: int | None) -> None:
-        """Report the loss of a process's conversations. Called on its reading thread."""
+        """Report the loss of a process's conversations."""
         with self._lock:
             for workers in (self._shared, self._serial, self._retired):
                 if process in workers:

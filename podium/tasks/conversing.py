@@ -21,7 +21,7 @@ from podium.config.schema import TaskConfig
 from podium.tasks.conversation import Asking, Reply, Turn, finite, plain_first, plain_reply
 from podium.tasks.environment_copy import Copied
 from podium.tasks.environment_forms import Conversing, Running, conversing
-from podium.tasks.event_loop import start_loop
+from podium.tasks.event_loop import UsersLoop, start_loop
 from podium.tasks.task import Prompt
 from podium.tasks.worker_process import join_parent
 
@@ -106,7 +106,7 @@ class Host:
         self._tasks: list[Conversing | None] = [conversing(config) for config in configs]
         self._answer = answer
         self._open: dict[int, Running] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: UsersLoop | None = None
         self._starting = threading.Lock()
 
     def take(self, asked: Asked) -> None:
@@ -123,7 +123,7 @@ class Host:
     def close(self) -> None:
         """End the event loop; threads that hang are left."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._loop.end)
 
     def _handle(self, asked: Asked) -> None:
         start = time.perf_counter()
@@ -170,7 +170,7 @@ class Host:
 
         return asyncio.run_coroutine_threadsafe(awaited(), self._started()).result()
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _started(self) -> UsersLoop:
         with self._starting:
             if self._loop is None:
                 self._loop = start_loop("environments")

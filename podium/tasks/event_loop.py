@@ -5,13 +5,24 @@ import contextlib
 import threading
 
 
-def start_loop(name: str) -> asyncio.AbstractEventLoop:
-    """Start an event loop on a daemon thread of this name; `loop.stop`, called on that thread, ends it.
+class UsersLoop(asyncio.SelectorEventLoop):
+    """A loop that coroutines share: `stop`, which one of them may call, does nothing."""
+
+    def stop(self) -> None:
+        """Go on: others' coroutines run here too."""
+
+    def end(self) -> None:
+        """Stop; called on the loop's thread."""
+        super().stop()
+
+
+def start_loop(name: str) -> UsersLoop:
+    """Start an event loop on a daemon thread of this name; its `end`, called on that thread, ends it.
 
     SystemExit and KeyboardInterrupt in a task leave asyncio's loop after the task has them as its exception. They are
     an error of that task alone: here the loop continues.
     """
-    loop = asyncio.new_event_loop()
+    loop = UsersLoop()
     threading.Thread(target=_run, args=(loop,), name=name, daemon=True).start()
     return loop
 

@@ -51,7 +51,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, SupportsFloat, TypeVar
 
 from podium.config.imports import imported
-from podium.tasks.event_loop import start_loop
+from podium.tasks.event_loop import UsersLoop, start_loop
 from podium.tasks.task import Graded, Prompt
 from podium.terminal import harmless
 
@@ -287,8 +287,8 @@ class FunctionGrader:
         self._functions: Sequence[Sequence[GroupFunction]] = [
             [judges.get(name) or RewardFunction(name) for name in names] for names in rewards
         ]
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._users_loop: asyncio.AbstractEventLoop | None = None
+        self._loop: UsersLoop | None = None
+        self._users_loop: UsersLoop | None = None
         """Runs functions that are async; what blocks it stops no clock of `_loop`."""
         self._limits: dict[str, asyncio.Semaphore] = {}
         self._warned: set[str] = set()
@@ -313,10 +313,10 @@ class FunctionGrader:
         """Cancel running calls and end the thread."""
         for loop in (self._loop, self._users_loop):
             if loop is not None:
-                loop.call_soon_threadsafe(_cancel_and_stop)
+                loop.call_soon_threadsafe(_cancel_and_end, loop)
         self._loop = self._users_loop = None
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _started(self) -> UsersLoop:
         if self._loop is None:
             self._loop = start_loop("rewards")
         return self._loop
@@ -464,12 +464,11 @@ def _ignore_late_errors(call: "asyncio.Future[list[Part]]") -> None:
         call.exception()
 
 
-def _cancel_and_stop() -> None:
-    loop = asyncio.get_running_loop()
+def _cancel_and_end(loop: UsersLoop) -> None:
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
     ended = asyncio.gather(*tasks, return_exceptions=True)
-    ended.add_done_callback(lambda _: loop.stop())
+    ended.add_done_callback(lambda _: loop.end())
     if not tasks:
-        loop.stop()
+        loop.end()

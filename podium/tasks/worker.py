@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from podium.tasks.registry import make_task
 from podium.tasks.task import OutOfTime, Prompt, Task
-from podium.tasks.worker_process import join_parent
+from podium.tasks.worker_process import join_parent, leave_to_parent
 
 MEMORY_BYTES = 2 << 30
 """Memory that one grade may allocate beyond what the process has once its tasks are made."""
@@ -48,7 +48,7 @@ def grade_item(task: Task, item: Item) -> Outcome:
     except MemoryError:
         return Outcome("stopped", message=f"it took more than {MEMORY_BYTES >> 30} GiB of memory")
     except BaseException as error:  # SystemExit and CancelledError are bugs as well
-        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not leave_to_parent:
             raise  # Ctrl-C, where grading has no process of its own
         return Outcome("bug", message=traceback.format_exc())
     if not isinstance(correct, int | float) or not math.isfinite(correct) or not 0 <= correct <= 1:

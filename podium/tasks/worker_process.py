@@ -14,8 +14,10 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
+from types import FrameType
 
 LENGTH = struct.Struct("!Q")
 """Precedes each message: its bytes."""
@@ -23,6 +25,8 @@ PART = 1 << 16
 """Bytes read at a time."""
 START_LIMIT_S = 300.0
 """Seconds in which a process must import and create its tasks."""
+END_LIMIT_S = 5.0
+"""Seconds for which a killed process is waited for: the kernel may hold it, as it does while a disk does not respond."""
 LOOK_S = 1.0
 """Longest wait between two looks at whether the process has ended: one that it forked may hold its connection open."""
 
@@ -58,7 +62,9 @@ class Channel:
         return bool(_poll(self._socket, select.POLLIN).poll(1000 * timeout_s))
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end; threads that wait for it have an EOFError."""
+        with contextlib.suppress(OSError):  # it is closed
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _exactly(self, size: int, deadline: float | None) -> bytes:
@@ -127,6 +133,8 @@ class WorkerProcess:
             os.close(lifeline)
         self.channel = Channel(ours)
         self.pid = self._process.pid
+        self._stopping = threading.Lock()
+        self._stopped = False
 
     @property
     def exit_code(self) -> int | None:
@@ -141,10 +149,15 @@ class WorkerProcess:
         return self.channel.receive()
 
     def stop(self) -> None:
-        """End the process and what it has started, and wait for its end; any number of times, from any thread."""
-        with contextlib.suppress(ProcessLookupError):  # none is left
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        """End the process and what it has started; any number of times, from any thread. Waits for its end."""
+        with self._stopping:
+            if self._stopped:  # its number may be another process's by now
+                return
+            with contextlib.suppress(ProcessLookupError):  # none is left
+                os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_LIMIT_S)
+                self._stopped = True
 
     def close(self) -> None:
         """End the process, and close the connection."""
@@ -158,11 +171,18 @@ class WorkerProcess:
 def join_parent(connection: int, lifeline: int) -> Channel:
     """In a worker process: end with the parent, leave signals to it, and return the channel to it."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent finishes its step, and then ends this process
+        signal.signal(number, leave_to_parent)
     for descriptor in (connection, lifeline):
         os.set_inheritable(descriptor, False)
     _end_with(lifeline)
     return Channel(socket.socket(fileno=connection))
+
+
+def leave_to_parent(number: int, frame: FrameType | None) -> None:
+    """Handle a signal by doing nothing: the parent finishes its step, and then ends this process.
+
+    Unlike SIG_IGN, programs that are started from here do not inherit it, so that `terminate` ends them.
+    """
 
 
 def _end_with(lifeline: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 from processes import runs
 
 from podium.config.schema import EnvironmentsConfig, TaskConfig
-from podium.tasks import conversation_processes, program
+from podium.tasks import conversation_processes, program, worker_process
 from podium.tasks.conversation import Reply, Turn
 from podium.tasks.conversing import Answered
 from podium.tasks.environments import Environments
@@ -25,6 +25,16 @@ from podium.tasks.task import Prompt
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
 """Far above what anything here takes on a busy machine."""
+
+
+class Blocks:
+    """Its copies block as they are made."""
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"any": 1}
+
+    def __setstate__(self, state: object) -> None:
+        time.sleep(600)
 
 
 class Talk:
@@ -55,6 +65,14 @@ class Talk:
                 return Reply(messages=({"role": "user", "content": "x", "more": lambda: 1},))
             case ["leave"]:
                 raise SystemExit(0)
+            case ["stop", "loop"]:
+                return self._stop_loop()
+            case ["terminate"]:
+                with subprocess.Popen(["sleep", "600"]) as child:
+                    child.terminate()
+                    return f"ended with {child.wait()}"
+            case ["copy"]:
+                self.held = Blocks()
             case ["task"]:
                 return self._leave_in_a_task()
         return f"{self.count} of {os.getpid()}"
@@ -62,6 +80,11 @@ class Talk:
     async def _block(self) -> str:
         time.sleep(600)
         return ""
+
+    async def _stop_loop(self) -> str:
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0.01)
+        return "goes on"
 
     async def _leave_in_a_task(self) -> str:
         async def leave() -> None:
@@ -200,6 +223,67 @@ def test_a_conversation_that_exits_has_failed_and_its_process_goes_on(talks, act
     assert found[0].kind == "failed" and "SystemExit" in str(found[0].value)
     say(talks, 1)
     assert f"1 of {pid}" in str(answers(talks, 1)[1].value)
+
+
+def test_a_conversation_that_stops_the_loop_stops_it_for_nobody(talks):
+    begin(talks, 0, 1)
+    for number in range(2):
+        say(talks, number, "stop loop")
+        assert "goes on" in str(answers(talks, 1)[number].value)
+
+
+def test_what_a_conversation_starts_is_ended_by_terminate(talks):
+    """Ignored signals are inherited by programs."""
+    begin(talks, 0)
+    say(talks, 0, "terminate")
+    (replied,) = answers(talks, 1).values()
+    assert replied.kind == "replied" and f"ended with {-signal.SIGTERM}" in str(replied.value)
+
+
+def test_an_environment_whose_copy_blocks_fails_alone_and_others_go_on(talks, monkeypatch):
+    """A reward function asks for it, so that it is unpickled in the trainer, on the thread that reads all answers."""
+    monkeypatch.setattr(talks, "keeps", lambda task: True)
+    begin(talks, 0, 1)
+    say(talks, 0, "copy")
+    assert answers(talks, 1)[0].kind == "replied"
+    talks.grade(0)
+    found = answers(talks, 2)
+    assert (found[0].kind, found[1].kind) == ("failed", "lost")
+    assert "blocks as it is unpickled" in str(found[0].value)
+    begin(talks, 2)
+    talks.grade(2)
+    assert answers(talks, 1)[2].kind == "graded"
+
+
+def test_what_a_killed_process_does_not_end_by_is_not_waited_for(monkeypatch):
+    """The kernel holds a process whose disk does not respond."""
+    monkeypatch.setattr(worker_process, "END_LIMIT_S", 0.1)
+    process = worker_process.WorkerProcess("no_such_module", os.environ)
+    held, waited = process._process.wait, []
+
+    def wait(timeout: float | None = None) -> int:
+        waited.append(timeout)
+        raise subprocess.TimeoutExpired("it", timeout or 0)
+
+    monkeypatch.setattr(process._process, "wait", wait)
+    process.stop()
+    process.stop()
+    assert waited == [0.1, 0.1]
+    monkeypatch.setattr(process._process, "wait", held)
+    process.close()
+    assert process.exit_code is not None
+
+
+def test_a_process_that_has_ended_is_killed_once(monkeypatch):
+    """Its number may be another group's later."""
+    process = worker_process.WorkerProcess("no_such_module", os.environ)
+    killed = []
+    monkeypatch.setattr(os, "killpg", lambda *group: killed.append(group))
+    process._process.wait()
+    for _ in range(3):
+        process.stop()
+    process.close()
+    assert killed == [(process.pid, signal.SIGKILL)]
 
 
 def test_a_reply_that_cannot_be_sent_is_sent_as_far_as_it_can(talks):
