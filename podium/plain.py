@@ -6,11 +6,17 @@ are made plain before they leave the process of the code that made them.
 
 import dataclasses
 import json
+import math
+import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import TypeVar
+from typing import SupportsFloat, TypeVar
 
 LEVELS = 64
 """Deepest nesting of a plain value. JSON parsers, templates and pickles allow more, each a number of its own."""
+MOST_ITEMS = 1_000_000
+"""Items of a list, or another sequence, as part of a plain value: a range, say, may have any number."""
+LONGEST_TRACEBACK = 20_000
+"""Characters of a traceback that are kept: an error may quote all that a function was given."""
 DIGITS_BITS = 14_000
 """Bits of the largest plain integer: Python refuses to write more than 4,300 digits, of 3.32 bits each."""
 
@@ -51,7 +57,8 @@ def plain(value: object, levels: int = LEVELS) -> object:
     classes and pydantic's models dicts, arrays lists, and other objects their `str`. Numbers that are not finite stay.
 
     Raises:
-        ValueError: it has more than `levels` levels, or an integer of more than 4,300 digits.
+        ValueError: it has more than `levels` levels, a sequence of more than a million items, or an integer of more
+            than 4,300 digits.
     """
     if value is None or isinstance(value, bool | str):
         return clean(value) if isinstance(value, str) else value
@@ -74,6 +81,10 @@ def _container(value: object, levels: int) -> object:
     if isinstance(value, Set):
         return sorted((plain(item, levels - 1) for item in value), key=repr)  # their order differs between processes
     if isinstance(value, Sequence):
+        if len(value) > MOST_ITEMS:
+            raise ValueError(
+                f"it contains a {type(value).__name__} of {len(value):,} items; {MOST_ITEMS:,} are allowed"
+            )
         return [plain(item, levels - 1) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
@@ -89,6 +100,37 @@ def _key(key: object) -> str:
     if isinstance(key, str):
         return clean(key)
     return json.dumps(key) if key is None or isinstance(key, bool | int | float) else clean(str(key))
+
+
+def copied(value: Value) -> Value:
+    """The value with copies of the lists and dicts that it consists of; all else is shared."""
+    return _with_copies(value)  # pyright: ignore[reportReturnType]  # of the same type
+
+
+def _with_copies(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _with_copies(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_copies(item) for item in value]
+    return value
+
+
+def number_of(value: object) -> float | None:
+    """The value as a finite float; None if it is no number, or not finite. Text is no number."""
+    try:
+        number = float(value) if isinstance(value, SupportsFloat) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback of an error as clean text; of a very long one the beginning and the end."""
+    text = "".join(traceback.format_exception(error))
+    if len(text) > LONGEST_TRACEBACK:
+        half = LONGEST_TRACEBACK // 2
+        text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
+    return clean(text)
 
 
 def message_of(error: BaseException) -> str:

@@ -18,12 +18,11 @@ nothing but its prompt, its seed and the answers, or else a run is not determine
 """
 
 import dataclasses
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol, SupportsFloat, TypeAlias
+from typing import Protocol, TypeAlias
 
 from podium.models.chat_format import Message, ToolSchema
-from podium.plain import clean, plain
+from podium.plain import clean, number_of, plain
 from podium.tasks.task import Prompt
 
 CUT_MARK = "\n[... cut ...]\n"
@@ -197,8 +196,8 @@ def plain_reply(reply: Reply) -> Reply:
 
 def finite(value: object, what: str) -> float:
     """A reward as a float. Raises TypeError, which begins with `what`, if it is no finite number."""
-    number = float(value) if isinstance(value, SupportsFloat) else math.nan
-    if not math.isfinite(number):
+    number = number_of(value)
+    if number is None:
         raise TypeError(f"{what} is {value!r:.80}; it must be a finite number")
     return number
 

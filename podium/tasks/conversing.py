@@ -6,6 +6,7 @@ time limit: the trainer's side has.
 
 import asyncio
 import contextlib
+import dataclasses
 import inspect
 import os
 import pickle
@@ -13,11 +14,11 @@ import resource
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from podium.config.schema import TaskConfig
+from podium.plain import copied, traceback_of
 from podium.tasks.conversation import Asking, Reply, Turn, finite, plain_first, plain_reply
 from podium.tasks.environment_copy import Copied
 from podium.tasks.environment_forms import Conversing, Running, conversing
@@ -129,8 +130,8 @@ class Host:
         start = time.perf_counter()
         try:
             answered = self._answered(asked)
-        except BaseException:  # a user's environment may raise anything, also as it is closed
-            answered = Answered(asked.number, "failed", traceback.format_exc())
+        except BaseException as error:  # a user's environment may raise anything, also as it is closed
+            answered = Answered(asked.number, "failed", traceback_of(error))
             with contextlib.suppress(BaseException):
                 self._answered(Close(asked.number, graded=False))
         if isinstance(asked, Close) and not asked.graded:
@@ -143,7 +144,10 @@ class Host:
             case Open():
                 held = self._tasks[asked.task]
                 assert held is not None, "the task has conversations"
-                running = held.open(asked.prompt, asked.seed, self._resolve)
+                prompt = dataclasses.replace(
+                    asked.prompt, metadata=copied(dict(asked.prompt.metadata))
+                )  # as in a process
+                running = held.open(prompt, asked.seed, self._resolve)
                 self._open[asked.number] = running
                 return Answered(asked.number, "opened", plain_first(running.begin()))
             case Say():
@@ -197,8 +201,8 @@ def main(connection: int, lifeline: int) -> None:
         kept = answered.environment
         try:
             data = pickle.dumps(answered if kept is None else answered._replace(environment=Copied(kept)))
-        except BaseException:  # the environment's own code takes part
-            data = pickle.dumps(Answered(answered.number, "failed", traceback.format_exc()))
+        except BaseException as error:  # the environment's own code takes part
+            data = pickle.dumps(Answered(answered.number, "failed", traceback_of(error)))
         send(data)
 
     with contextlib.suppress(EOFError):
@@ -214,8 +218,8 @@ def main(connection: int, lifeline: int) -> None:
                 send(pickle.dumps(Begun(number)))
             try:
                 request = pickle.loads(data)
-            except BaseException:  # classes in a row of the data that are not importable here
-                answer(Answered(number, "failed", traceback.format_exc()))
+            except BaseException as error:  # classes in a row of the data that are not importable here
+                answer(Answered(number, "failed", traceback_of(error)))
             else:
                 host.take(request)
     os.killpg(0, signal.SIGKILL)  # whatever threads still do, and processes that tools have started

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol, cast
 from podium.config.imports import imported
 from podium.config.schema import TaskConfig
 from podium.models.chat_format import ToolSchema
-from podium.tasks.conversation import Asking, Opener, Reply, Turn, as_reply
+from podium.tasks.conversation import Asking, Opener, Reply, Turn, as_reply, finite
 from podium.tasks.registry import find_task, make_task
 from podium.tasks.task import Prompt
 from podium.tasks.tools import Resolve, Tool, answer_calls, by_name, find_tool, tool_schema
@@ -260,7 +260,9 @@ class _Gym:
         if not isinstance(made, tuple) or len(made) not in (4, 5):
             raise TypeError(f"step() returned {made!r:.80}; it must return (text, reward, terminated, truncated, info)")
         message = {"role": "user", "content": str(made[0])}
-        return Reply(messages=(message,), reward=float(made[1]), done=any(map(bool, made[2:-1])))
+        return Reply(
+            messages=(message,), reward=finite(made[1], "the reward of step()"), done=any(map(bool, made[2:-1]))
+        )
 
     def grade(self) -> float:
         return 0.0

@@ -25,7 +25,7 @@ called as TRL calls it: once for a prompt's group, with lists that have one elem
                      conversations with tools or an environment all messages after the prompt
     completion_ids   the completions' tokens
     environments     the environments of the completions' conversations after their ends
-    every column     the row's value, repeated; in `**kwargs` those that no parameter names
+    every column     copies of the row's value; in `**kwargs` those that no parameter names
 
 A list of values may contain None if the function does not apply to a prompt: that completion's reward is then the
 sum of its other parts.
@@ -41,16 +41,16 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
-import math
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, SupportsFloat, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from podium.config.imports import imported
+from podium.plain import copied, number_of, traceback_of
 from podium.tasks.event_loop import UsersLoop, start_loop
 from podium.tasks.task import Graded, Prompt
 from podium.terminal import harmless
@@ -190,10 +190,10 @@ def _row(prompt: Prompt) -> dict[str, object]:
 
 def _known(prompt: Prompt, group: Sequence[Graded], *, of_group: bool) -> dict[str, object]:
     """The values that parameters can name: the prompt's columns, and its completions or the single completion."""
-    row = _row(prompt)
+    row = copied(_row(prompt))
     texts = [each.text for each in group]
     counts = [each.num_tokens for each in group]
-    transcripts = [list(each.transcript) for each in group]
+    transcripts = [copied(list(each.transcript)) for each in group]
     of_each: dict[str, object] = {"completion": texts[0], "num_tokens": counts[0], "transcript": transcripts[0]}
     if group[0].environment is not None:
         of_each["environment"] = group[0].environment
@@ -204,18 +204,19 @@ def _known(prompt: Prompt, group: Sequence[Graded], *, of_group: bool) -> dict[s
 def _known_to_trl(prompt: Prompt, group: Sequence[Graded]) -> Mapping[str, object]:
     """The arguments that TRL's trainer would pass: lists with one element per completion."""
     row = _row(prompt)
-    messages = None if prompt.messages is None else list(prompt.messages)
+    messages = None if prompt.messages is None else [dict(each) for each in prompt.messages]
     columns = {"row": row} | {name: value for name, value in row.items() if name != "prompt"}
     environments = [each.environment for each in group]
     of_environments = {} if environments[0] is None else {"environments": environments}
     return (
-        {name: [value] * len(group) for name, value in columns.items()}
+        {name: [copied(value) for _ in group] for name, value in columns.items()}
         | of_environments
         | {
             "num_tokens": [each.num_tokens for each in group],
-            "prompts": [prompt.question if messages is None else messages] * len(group),
+            "prompts": [prompt.question if messages is None else copied(messages) for _ in group],
             "completions": [
-                list(each.transcript) or (each.text if messages is None else [_answer(each.text)]) for each in group
+                copied(list(each.transcript)) or (each.text if messages is None else [_answer(each.text)])
+                for each in group
             ],
             "completion_ids": [list(each.tokens) for each in group],
         }
@@ -380,7 +381,12 @@ class FunctionGrader:
             begun = self._begun(function, arguments, completions)
             begun.add_done_callback(_ignore_late_errors)
             await asyncio.wait((begun,), timeout=settings.timeout_s)
-            if begun.done():
+            if begun.cancelled():
+                problem = (
+                    "the call was cancelled: some code on the event loop that all async functions share cancels the"
+                    " tasks of others, such as those of asyncio.all_tasks()"
+                )
+            elif begun.done():
                 try:
                     return begun.result()
                 except _RaisedError as raised:
@@ -408,20 +414,18 @@ def _parts(function: GroupFunction, result: object, completions: int) -> list[Pa
             f"reward {function.name} returned {result!r:.80} for {completions} completions; return a list with a"
             " number, or None, for each"
         )
-    values = list(result)
+    values = list(itertools.islice(result, completions + 1))
     if len(values) != completions:
-        raise FunctionError(f"reward {function.name} returned {len(values)} numbers for {completions} completions")
+        count = f"more than {completions}" if len(values) > completions else len(values)
+        raise FunctionError(f"reward {function.name} returned {count} numbers for {completions} completions")
     return [Part(None if value is None else _number(function, value)) for value in values]
 
 
 def _number(function: GroupFunction, value: object) -> float:
     """Convert a value to a finite float. Raises FunctionError for anything else, including numbers as text."""
-    try:
-        number = float(value) if isinstance(value, SupportsFloat) else math.nan
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise FunctionError(f"reward {function.name} returned {value!r}; a reward is a finite number")
+    number = number_of(value)
+    if number is None:
+        raise FunctionError(f"reward {function.name} returned {value!r:.80}; a reward is a finite number")
     return number
 
 
@@ -433,7 +437,7 @@ def _named_errors() -> Iterator[None]:
     except FunctionError:
         raise
     except BaseException as error:  # SystemExit, KeyboardInterrupt, StopIteration, and a CancelledError of its own
-        raise _RaisedError("".join(traceback.format_exception(error))) from None
+        raise _RaisedError(traceback_of(error)) from None
 
 
 def _in_thread(call: Callable[[], list[Part]]) -> "asyncio.Future[list[Part]]":

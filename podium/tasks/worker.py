@@ -6,13 +6,12 @@ it if necessary.
 """
 
 import contextlib
-import math
 import pickle
 import signal
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from podium.plain import number_of, traceback_of
 from podium.tasks.registry import make_task
 from podium.tasks.task import OutOfTime, Prompt, Task
 from podium.tasks.worker_process import join_parent, leave_to_parent
@@ -42,7 +41,7 @@ class Outcome(NamedTuple):
 def grade_item(task: Task, item: Item) -> Outcome:
     """Grade one completion. Never raises: a bug is returned as its traceback."""
     try:
-        correct = task.grade(item.prompt, item.completion)
+        correct = _paid(task.grade(item.prompt, item.completion))
     except OutOfTime as late:
         return Outcome("stopped", correct=late.correct, message=str(late))
     except MemoryError:
@@ -50,10 +49,16 @@ def grade_item(task: Task, item: Item) -> Outcome:
     except BaseException as error:  # SystemExit and CancelledError are bugs as well
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not leave_to_parent:
             raise  # Ctrl-C, where grading has no process of its own
-        return Outcome("bug", message=traceback.format_exc())
-    if not isinstance(correct, int | float) or not math.isfinite(correct) or not 0 <= correct <= 1:
-        return Outcome("bug", message=f"grade() returned {correct!r}; it must return a number from 0 to 1")
-    return Outcome("graded", correct=float(correct))
+        return Outcome("bug", message=traceback_of(error))
+    if isinstance(correct, float):
+        return Outcome("graded", correct=correct)
+    return Outcome("bug", message=f"grade() returned {correct}; it must return a number from 0 to 1")
+
+
+def _paid(value: object) -> float | str:
+    """A grade, or the text of what is none."""
+    number = number_of(value)
+    return number if number is not None and 0 <= number <= 1 else f"{value!r:.80}"
 
 
 def grading_limit_s(task: Task, timeout_s: float) -> float:
@@ -79,8 +84,8 @@ def _outcomes(tasks: Sequence[Task], count: int, data: bytes) -> Iterator[Outcom
     """For each of `count` items, which are pickled: None as it begins, and its outcome."""
     try:
         items: list[Item] = pickle.loads(data)
-    except BaseException:  # classes in a row of the data that are not importable here
-        yield from [None, Outcome("bug", message=traceback.format_exc())] * count
+    except BaseException as error:  # classes in a row of the data that are not importable here
+        yield from [None, Outcome("bug", message=traceback_of(error))] * count
         return
     for item in items:
         yield None

@@ -26,7 +26,7 @@ PART = 1 << 16
 START_LIMIT_S = 300.0
 """Seconds in which a process must import and create its tasks."""
 END_LIMIT_S = 5.0
-"""Seconds for which a killed process is waited for: the kernel may hold it, as it does while a disk does not respond."""
+"""Seconds for which a killed process is waited for: the kernel holds one whose disk does not respond."""
 LOOK_S = 1.0
 """Longest wait between two looks at whether the process has ended: one that it forked may hold its connection open."""
 

@@ -250,6 +250,8 @@ def test_what_refers_to_itself_is_an_error_of_the_tool_and_a_huge_text_is_cut():
     around.append(around)
     with pytest.raises(ValueError, match=f"more than {LEVELS} levels"):
         plain(around)
+    with pytest.raises(ValueError, match="a range of 1,000,000,000,000 items"):
+        plain({"all": range(10**12)})
     content = plain_reply(Reply(messages=({"role": "user", "content": "a" * LONGEST_TEXT + "end"},))).messages[0][
         "content"
     ]

@@ -4,16 +4,20 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 from test_reward_functions import graded, group
 
 from podium.config.imports import name_of
 from podium.config.schema import GradingConfig, TaskConfig
 from podium.tasks import functions
-from podium.tasks.functions import FunctionError, reward
+from podium.tasks.functions import FunctionError, RewardFunction, reward
 from podium.tasks.grading import Grader
+from podium.tasks.task import Prompt
+from podium.tasks.worker import Item, grade_item
 
 RAISED = [
     SystemExit(0),
@@ -164,3 +168,99 @@ def test_an_async_function_that_does_not_let_itself_be_cancelled_is_too_slow():
     start = time.monotonic()
     assert [each.timed_out for each in graded(stubborn, texts=("a",))] == [True]
     assert time.monotonic() - start < PATIENCE_S
+
+
+def cancel_all() -> Callable[..., Any]:
+    async def cancelling(completion: str) -> float:
+        for task in asyncio.all_tasks():
+            task.cancel()
+        await asyncio.sleep(0)
+        return 1.0
+
+    return cancelling
+
+
+async def stop_loop(completion: str) -> float:
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0.01)
+    return 1.0
+
+
+def endless(completions: list[str]) -> Iterator[float]:
+    while True:
+        yield 1.0
+
+
+def quoting(completion: str) -> float:
+    raise ValueError("x" * 3_000_000 + "the end")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (cancel_all(), "all_tasks"),
+        (endless, "returned more than 2 numbers for 2 completions"),
+        (quoting, "the end"),
+        (lambda completion: 10**400, "a reward is a finite number"),
+    ],
+)
+def test_what_has_no_end_or_no_message_is_a_short_clear_error(function, said):
+    with pytest.raises(FunctionError, match=said) as raised:
+        graded(function)
+    assert len(str(raised.value)) < 30_000
+
+
+def test_a_function_that_stops_the_loop_stops_it_for_nobody():
+    for _ in range(2):
+        assert [each.total for each in graded(stop_loop)] == [1.0, 1.0]
+
+
+def takes_the_first(tests: list[Any], row: dict[str, Any]) -> float:
+    tests[0]["asked"].append("more")
+    row["answer"] = "changed"
+    return float(len(tests.pop()["asked"]))
+
+
+def takes_the_first_of_each(prompts, completions, tests, **kwargs) -> list[float]:
+    prompts[0][0]["content"] = "changed"
+    return [takes_the_first(each, {"tests": []}) for each in tests]
+
+
+@pytest.mark.parametrize("function", [takes_the_first, takes_the_first_of_each])
+def test_what_a_function_does_to_its_row_no_other_call_sees(function):
+    asked = {"role": "user", "content": "why"}
+    prompt = Prompt(id="p", question="why", answer="", metadata={"tests": [{"asked": ["a"]}]}, messages=[asked])
+    part = RewardFunction(name_of(function))
+    answers = [answer for _, answer in group("a", "b")]
+    for _ in range(2):
+        found = [part.call(**arguments) for arguments in part.arguments(prompt, answers)]
+        assert found in ([2.0, 2.0], [[2.0, 2.0]])
+    assert prompt.metadata == {"tests": [{"asked": ["a"]}]} and prompt.messages == [{"role": "user", "content": "why"}]
+
+
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise SystemExit(1)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "said"),
+    [
+        (np.float32(0.5), "graded", ""),
+        (np.bool_(True), "graded", ""),
+        (Fraction(1, 2), "graded", ""),
+        (10**400, "bug", "must return a number from 0 to 1"),
+        ("1", "bug", "returned '1'"),
+        (np.ones(2), "bug", "must return a number from 0 to 1"),
+        (Unspeakable(), "bug", "SystemExit: 1"),
+    ],
+)
+def test_a_grade_is_any_number_from_0_to_1_and_nothing_else_ends_its_process(value, kind, said):
+    class Returns:
+        def grade(self, prompt: Prompt, completion: str) -> Any:
+            return value
+
+    outcome = grade_item(Returns(), Item(0, Prompt(id="p", question="", answer=""), ""))  # pyright: ignore
+    assert outcome.kind == kind and said in outcome.message
+    if kind == "graded":
+        assert outcome.correct == float(value)
