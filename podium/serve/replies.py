@@ -214,7 +214,14 @@ class ChatForm:
         completion = piece.completion
         if completion is None or self.format is None:
             return text, [], None if completion is None else completion.finish_reason
-        found = self.format.read(text, completion.tokens.tolist(), self.tools, begun=self.begun, thinking=self.thinking)
+        found = self.format.read(
+            text,
+            completion.tokens.tolist(),
+            self.tools,
+            begun=self.begun,
+            thinking=self.thinking,
+            cut=completion.finish_reason == "length",
+        )
         if not found.calls:
             return self.begun + text, [], completion.finish_reason
         called = found.calls if self.parallel else found.calls[:1]

@@ -85,13 +85,17 @@ class Form(NamedTuple):
     read: Callable[[str, Types], list[ToolCall]]
     """The calls in it. Raises ValueError, for the model, if it cannot be read."""
     example: str
+    ends: tuple[str, ...] = ()
+    """Texts at which a call ends, where its beginning can be read as a call with fewer arguments; otherwise none."""
 
 
-def read_calls(text: str, form: CallForm, tools: Sequence[ToolSchema] = (), *, thinking: bool = False) -> Calls:
+def read_calls(
+    text: str, form: CallForm, tools: Sequence[ToolSchema] = (), *, thinking: bool = False, cut: bool = False
+) -> Calls:
     """The calls in an answer; calls inside a thought, closed or not, are none.
 
     `tools` say which arguments are texts, where the form does not. `thinking`: the answer begins inside a thought,
-    which the prompt has opened.
+    which the prompt has opened. `cut`: a limit ended the answer, so that its last call may lack arguments.
     """
     begin, end = _beyond_thoughts(text, thinking=thinking)
     answer, shape = text[begin:], FORMS[form]
@@ -101,6 +105,8 @@ def read_calls(text: str, form: CallForm, tools: Sequence[ToolSchema] = (), *, t
         rest, last = rest + answer[last : match.start()], match.end()
     said = text[:begin] + (rest + answer[last:]).strip()
     try:
+        if cut and found and shape.ends and not found[-1].group().rstrip().endswith(shape.ends):
+            raise ValueError("the answer was cut within a call")
         types = _types(tools)
         calls = [call for match in found for call in shape.read(match.group(1), types)]
     except ValueError as error:
@@ -332,12 +338,14 @@ FORMS: dict[CallForm, Form] = {
         TAGGED,
         _parameters,
         f"{OPEN}\n<function=NAME>\n<parameter=ARGUMENT>\nVALUE\n</parameter>\n</function>\n{CLOSE}",
+        ends=("</function>", CLOSE),
     ),
     "keys": Form(
         (OPEN, CLOSE, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         TAGGED,
         _keys,
         f"{OPEN}NAME\n<arg_key>ARGUMENT</arg_key>\n<arg_value>VALUE</arg_value>\n{CLOSE}",
+        ends=(CLOSE,),
     ),
     "harmony": Form(
         ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|end|>", "<|return|>"),
@@ -379,6 +387,7 @@ FORMS: dict[CallForm, Form] = {
         _invoke,
         '<atem:function_calls>\n<atem:invoke name="NAME">\n<atem:parameter name="ARGUMENT">VALUE</atem:parameter>\n'
         "</atem:invoke>\n</atem:function_calls>",
+        ends=("</atem:invoke>", "</atem:function_calls>"),
     ),
     "object": Form(
         (),

@@ -90,17 +90,25 @@ class ToolFormat:
         return BEGUN_ARGUMENTS.sub("", one[: _alike(one, none)])
 
     def read(
-        self, text: str, tokens: Sequence[int], tools: Sequence[ToolSchema], *, begun: str = "", thinking: bool = False
+        self,
+        text: str,
+        tokens: Sequence[int],
+        tools: Sequence[ToolSchema],
+        *,
+        begun: str = "",
+        thinking: bool = False,
+        cut: bool = False,
     ) -> Calls:
         """The calls in an answer, of which `text` is what it says without special tokens.
 
-        `begun` is the beginning that was given to it, if any; `thinking`: the prompt has opened a thought.
+        `begun` is the beginning that was given to it, if any; `thinking`: the prompt has opened a thought; `cut`: a
+        limit ended the answer.
         """
         if not self._whole:
-            return read_calls(begun + text, self.form, tools, thinking=thinking)
+            return read_calls(begun + text, self.form, tools, thinking=thinking, cut=cut)
         ended = bool(tokens) and tokens[-1] in self.tokenizer.eos_tokens
         spelled = begun + self.tokenizer.spelled(list(tokens[: len(tokens) - ended]))
-        found = read_calls(spelled, self.form, tools, thinking=thinking)
+        found = read_calls(spelled, self.form, tools, thinking=thinking, cut=cut)
         special = any_of(list(self.tokenizer.special_tokens))
         assert special is not None, "the form's marks are among them"
         return found._replace(said=special.sub("", found.said).strip() if found.calls else text)
@@ -171,16 +179,18 @@ class Dialogue:
         """The tokens that follow an answer, as `TurnFormat.reply` makes them; `history` begins with the prompt's."""
         return self.turns.reply(messages, history=self._with_tools(history), drawn_end=drawn_end)
 
-    def read(self, text: str, tokens: Sequence[int], *, before: Sequence[int] = (), begun: str = "") -> Calls:
+    def read(
+        self, text: str, tokens: Sequence[int], *, before: Sequence[int] = (), begun: str = "", cut: bool = False
+    ) -> Calls:
         """The calls in an answer, of which `text` is what it says without special tokens.
 
         `before` are the tokens that the model read before it, which may open a thought; `begun` is the beginning of the
-        answer among them, if it was given.
+        answer among them, if it was given; `cut`: a limit ended the answer.
         """
         if self._format is None:
             return Calls(said=text)
         thinking = opens_thought(self.tokenizer.spelled(list(before[-OPENING_TOKENS:])))
-        return self._format.read(text, tokens, self._tools, begun=begun, thinking=thinking)
+        return self._format.read(text, tokens, self._tools, begun=begun, thinking=thinking, cut=cut)
 
     def fitting(self, message: Message, limit: int | None) -> Message:
         """A message of at most `limit` tokens; the middle of a longer one is cut out."""

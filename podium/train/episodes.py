@@ -720,12 +720,12 @@ class _Rollout:
         live.rewards.append(0.0)
         live.state = "replying"
         begun, tokens = self._turns.begun(live), completion.tokens.tolist()
-        read = self._turns.dialogue_of(live).read(completion.text, tokens, before=before, begun=begun)
+        cut = completion.finish_reason == "length"
+        read = self._turns.dialogue_of(live).read(completion.text, tokens, before=before, begun=begun, cut=cut)
         if live.asking is not None and not live.asking.parallel:
             read = read._replace(calls=read.calls[:1])
         live.messages.append(_answer(number, completion.text, read))
         self._unread_calls += bool(read.problem)
-        cut = completion.finish_reason == "length"
         if cut and live.asking is None:
             self._finish(live, self._turns.why_cut(live))
             return

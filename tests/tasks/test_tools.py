@@ -14,7 +14,7 @@ import yaml
 from podium.models.tokenizer import Tokenizer
 from podium.tasks.calculator import calculator
 from podium.tasks.conversation import Reply, ToolCall, Turn, as_reply
-from podium.tasks.tool_calls import BEGIN, FORMS, instructions, read_calls
+from podium.tasks.tool_calls import BEGIN, END, FORMS, SEPARATOR, instructions, read_calls
 from podium.tasks.tools import answer_calls, by_name, find_tool, tool_schema
 from podium.train.dialogue import Dialogue
 from tests.chat_formats import FORMATS, TOOLS, backend_of, stop_tokens_of
@@ -129,6 +129,50 @@ CALL = ToolCall(name="search", arguments={"query": "a<b"})
 )
 def test_calls_are_read_in_both_forms(text, form, calls, said):
     assert read_calls(text, form) == (calls, "", said)
+
+
+SENT = {"to": "bob", "n": 12}
+SENT_IN_JSON = '{"to": "bob", "n": 12}'
+SEND = {
+    "type": "function",
+    "function": {"name": "send", "parameters": {"properties": {"to": {"type": "string"}, "n": {"type": "integer"}}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("tags", f'<tool_call>{{"name": "send", "arguments": {SENT_IN_JSON}}}</tool_call>'),
+        (
+            "parameters",
+            "<tool_call>\n<function=send>\n<parameter=to>\nbob\n</parameter>\n<parameter=n>\n12\n</parameter>\n"
+            "</function>\n</tool_call>",
+        ),
+        (
+            "keys",
+            "<tool_call>send\n<arg_key>to</arg_key>\n<arg_value>bob</arg_value>\n<arg_key>n</arg_key>\n"
+            "<arg_value>12</arg_value>\n</tool_call>",
+        ),
+        ("harmony", f"<|channel|>commentary to=functions.send <|constrain|>json<|message|>{SENT_IN_JSON}<|call|>"),
+        ("mistral", f'[TOOL_CALLS] [{{"name": "send", "arguments": {SENT_IN_JSON}}}]'),
+        ("mistral", f"[TOOL_CALLS]send[ARGS]{SENT_IN_JSON}"),
+        ("deepseek", f"{BEGIN}function{SEPARATOR}send\n```json\n{SENT_IN_JSON}\n```{END}"),
+        ("braces", '<|tool_call>call:send{n:12,to:<|"|>bob<|"|>}<tool_call|>'),
+        ("python", "<|tool_call_start|>[send(to='bob', n=12)]<|tool_call_end|>"),
+        (
+            "invoke",
+            '<atem:function_calls>\n<atem:invoke name="send">\n<atem:parameter name="to">bob</atem:parameter>\n'
+            '<atem:parameter name="n">12</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
+        ),
+        ("object", f'{{"name": "send", "parameters": {SENT_IN_JSON}}}'),
+    ],
+)
+def test_a_cut_answer_has_its_whole_call_or_none(form, text):
+    """Never one with a part of its name or its arguments."""
+    found = [read_calls(text[:end], form, [SEND], cut=True).calls for end in range(len(text) + 1)]
+    whole = (ToolCall(name="send", arguments=SENT),)
+    assert found[-1] == whole and set(map(len, found)) == {0, 1}
+    assert all(calls in ((), whole) for calls in found)
 
 
 QUERY = "<parameter=query>\na<b\n</parameter>"
