@@ -104,6 +104,11 @@ def _are_tokens(values: Sequence[object]) -> bool:
     return all(isinstance(each, int) and not isinstance(each, bool) for each in values)
 
 
+def _or_none(arguments: str) -> str:
+    """A call's arguments, of which some clients say nothing if there are none."""
+    return arguments if arguments.strip() else "{}"
+
+
 def _zero_or_more(value: float) -> float:
     if 0 < value < SMALLEST:
         raise ValueError(f"a value above 0 must be at least {SMALLEST:g}")
@@ -207,6 +212,11 @@ NOTES = (
     *("verbosity", "prediction"),
 )
 """Fields that are read by nothing: notes of the client, and hints."""
+MESSAGE_NOTES = (
+    *("type", "refusal", "annotations", "audio", "reasoning_details", "thinking_blocks"),
+    *("provider_specific_fields", "cache_control"),
+)
+"""Fields of a message that are read by nothing; clients repeat most of them from answers."""
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
 """Fields that say how to draw, which a run that trains does in its own way."""
 
@@ -248,7 +258,8 @@ class FunctionCall(_Object):
     """A call that an earlier answer made."""
 
     name: str
-    arguments: str
+    arguments: Annotated[str, AfterValidator(_or_none)]
+    """JSON; what is empty is no arguments."""
 
 
 class CallBody(_Object):
@@ -258,7 +269,8 @@ class CallBody(_Object):
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None
-    """Read by nothing; clients repeat it that put an answer together from its stream."""
+    """Read by nothing, as is the next; clients repeat them from answers."""
+    provider_specific_fields: object = None
 
 
 class MessageBody(_Object):
@@ -271,16 +283,30 @@ class MessageBody(_Object):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     """What the model thought, as templates read it that show it."""
+    reasoning: str | None = None
+    """The same, as other servers call it."""
+    type: object = None
+    """Read by nothing, as are the others of MESSAGE_NOTES."""
     refusal: object = None
-    """Read by nothing, as is the next; clients repeat them from answers."""
     annotations: object = None
+    audio: object = None
+    reasoning_details: object = None
+    thinking_blocks: object = None
+    provider_specific_fields: object = None
+    cache_control: object = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields that are given and change nothing; a name is read of tools' messages only."""
+        names = MESSAGE_NOTES if self.role == "tool" else ("name", *MESSAGE_NOTES)
+        return [name for name in names if getattr(self, name)]
 
     def message(self, known: "_Calls", *, arguments_as_text: bool) -> Message:
         """The message as chat templates read it; `known` are the calls before it, to which its own are added."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, object] = {"role": role, "content": self.content or ""}
-        if self.reasoning_content:
-            message["reasoning_content"] = self.reasoning_content
+        if thought := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = thought
         if role == "tool":
             answered = known.answered(self.tool_call_id)
             message |= {"tool_call_id": answered.id, "name": self.name or answered.name}
@@ -394,8 +420,25 @@ class ChatBody(_Asked):
     prediction: object = None
 
     @model_validator(mode="after")
+    def _says_one_thing(self) -> "ChatBody":
+        for place, message in enumerate(self.messages):
+            if message.content is None and message.role in ("system", "developer", "user"):
+                where = f"messages.{place}.content"
+                raise RequestError(f"{where}: is required of a message whose role is {message.role}", where)
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise RequestError(
+                f"max_tokens: is {self.max_tokens}, and max_completion_tokens, its newer name,"
+                f" {self.max_completion_tokens}; give one of them",
+                "max_tokens",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _names_its_tools(self) -> "ChatBody":
         names = [tool.function.name for tool in self.tools]
+        twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+        if twice is not None:
+            raise RequestError(f"tools: two of them are called {twice!r}; give each a name of its own", "tools")
         if self.tool_choice == "required" and not names:
             raise RequestError("tool_choice: required needs tools, and there are none", "tool_choice")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.name not in names:
@@ -443,7 +486,8 @@ class ChatBody(_Asked):
     def hints(self) -> list[str]:
         """The fields that change nothing with any chat template."""
         strict = [f"tools.{place}.function.strict" for place, tool in enumerate(self.tools) if tool.function.strict]
-        return [*self.notes, *strict]
+        messages = dict.fromkeys(f"messages.{name}" for message in self.messages for name in message.ignored)
+        return [*self.notes, *strict, *messages]
 
     def conversation(self, *, arguments_as_text: bool) -> list[Message]:
         """The messages as chat templates read them."""

@@ -103,6 +103,38 @@ def test_what_clients_always_send_is_answered_and_what_changes_nothing_is_listed
     assert status == 200 and IGNORED not in answer.headers
 
 
+def test_what_clients_repeat_of_answers_is_read_or_listed(served):
+    """Messages as LiteLLM, AutoGen, lm-evaluation-harness and clients of other servers send them."""
+    call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": ""}}
+    answer = {
+        **{"role": "assistant", "content": None, "tool_calls": [{**call, "provider_specific_fields": {"a": 1}}]},
+        **{"reasoning": "hm", "thinking_blocks": [{"thinking": "hm"}], "provider_specific_fields": {"refusal": None}},
+        **{"audio": None, "annotations": []},
+    }
+    reply = {"role": "tool", "tool_call_id": "a", "name": "now", "content": "1"}
+    messages = [{**USER, "name": "me", "type": "text"}, answer, reply]
+    status, document, got = post(served, CHAT, {"messages": messages, "max_tokens": 1})
+    assert status == 200, document
+    listed = {"messages.name", "messages.type", "messages.thinking_blocks", "messages.provider_specific_fields"}
+    assert set(got.headers[IGNORED].split(", ")) == listed
+    body = read_body(ChatBody, json.dumps({"messages": messages}).encode())
+    _, calling, _ = body.conversation(arguments_as_text=True)
+    assert (calling["reasoning_content"], calling["tool_calls"][0]["function"]["arguments"]) == ("hm", "{}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"messages": [USER, {"role": "user", "content": None}]}, "messages.1.content", "is required of a message"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "give one of them"),
+        ({"tools": [TOOL, OTHER, TOOL]}, "tools", "two of them are called 'calculator'"),
+    ],
+)
+def test_of_two_readings_none_is_taken(served, fields, param, message):
+    status, document, _ = post(served, CHAT, {"messages": [USER], **fields})
+    assert (status, document["error"]["param"]) == (400, param) and message in document["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "form", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}]
 )
@@ -284,7 +316,26 @@ def test_a_thought_that_a_published_template_opens_or_the_model_holds_no_calls(n
     assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "length"
 
 
-# Replies that are cut.
+# Answers and replies that are cut.
+
+
+@needs_demo
+@pytest.mark.parametrize("name", [name for name in WITH_TOOLS if name not in ("llama3.2", "deepseek-v3")])
+def test_an_answer_that_is_cut_within_a_call_has_no_part_of_it(name):
+    """Of a call with two arguments: never one with the first alone."""
+    model = served_by(name)
+    form = prepared(model).form
+    tokens = model.tokenizer.encode(by_template(model, {"x": "12", "y": "34"}))
+    sizes = set()
+    for end in range(1, len(tokens) + 1):
+        text = model.tokenizer.decode(tokens[:end])
+        cut = completion_of(tokens[:end], text, "length")
+        message = form.choice(Piece(0, True, tokens[:end], [0.0] * end, cut), text)["message"]
+        for call in message.get("tool_calls", ()):
+            found = json.loads(call["function"]["arguments"])
+            assert (call["function"]["name"], set(found)) == ("calculator", {"x", "y"}), text
+            sizes.add(len(found))
+    assert sizes == {2}
 
 
 @needs_demo
