@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # an extra
 MAX_CONNECTIONS = 2048
 KEPT_FILES = 128
 """Open files that are not connections, of those that the process may have."""
+ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT)
+"""Errors of an address, or a kind of address, that this machine does not have."""
 LINGER_S = 2
 """Seconds in which answers must be on their way after the end, before their connections are closed."""
 Ending = Callable[[Callable[[], bool]], Awaitable[None]]
@@ -32,18 +34,22 @@ Ctrl-C again, after which it must not wait."""
 def take_port(host: str, port: int) -> list[socket.socket]:
     """Sockets that are bound to an address and listen, so that no other process can take it.
 
+    Of a name's addresses those are left out that this machine does not have, such as `::1` in containers without IPv6.
     Raises UsageError if the address is in use, is not this machine's, or may not be used.
     """
     taken: list[socket.socket] = []
+    absent: OSError | None = None
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in dict.fromkeys(found):
-            taken.append(socket.socket(family, kind, protocol))
-            taken[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                taken[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            taken[-1].bind(address)
-            taken[-1].listen(MAX_CONNECTIONS)
+            try:
+                taken.append(_listener(family, kind, protocol, address))
+            except OSError as error:
+                if error.errno not in ABSENT:
+                    raise
+                absent = error
+        if absent is not None and not taken:
+            raise absent
     except OSError as error:
         for each in taken:
             each.close()
@@ -53,6 +59,21 @@ def take_port(host: str, port: int) -> list[socket.socket]:
             ) from None
         raise UsageError(f"--host {host} --port {port}: cannot listen there ({error.strerror or error})") from None
     return taken
+
+
+def _listener(family: int, kind: int, protocol: int, address: tuple[object, ...]) -> socket.socket:
+    """A socket that listens at an address. Raises OSError."""
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(address)
+        made.listen(MAX_CONNECTIONS)
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 def run(

@@ -36,6 +36,11 @@ BODY_S = 30.0
 """Seconds in which a body must arrive."""
 GONE = 499
 """Status of a request whose client has left, which nothing reads."""
+ROUTES = (
+    *("/health", "/metrics", "/v1/models"),
+    *("/v1/completions", "/v1/chat/completions", "/inference/v1/generate"),
+)
+"""For clients that ask another."""
 GRACE_S = 20.0
 """Seconds that answers in progress get to finish on shutdown; orchestrators wait 30 before they kill a process."""
 
@@ -168,7 +173,12 @@ def make_app(server: Server, *, token: str | None, hosts: tuple[str, ...]) -> "S
     def guarded(handler: Handler) -> Callable[["Request"], Awaitable["Response"]]:
         async def checked(request: "Request") -> "Response":
             if not knows_host(request.headers.get("host", ""), hosts):
-                raise RequestError("this server answers to localhost only", status=421)
+                host = request.headers.get("host", "")
+                raise RequestError(
+                    f"Host {host!r:.80}: without a token this server answers to {', '.join(hosts)} only; for other"
+                    " names start it with --host and --token-file",
+                    status=421,
+                )
             given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
             if token is not None and handler != server.health and not is_token(given, token):
                 raise RequestError("give the server's token: Authorization: Bearer TOKEN", status=401)
@@ -224,7 +234,8 @@ def _refused(request: "Request", error: Exception) -> "Response":
     from starlette.responses import JSONResponse
 
     if isinstance(error, HTTPException):
-        error = RequestError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+        missing = f"there is no such route; there are {', '.join(ROUTES)}" if error.status_code == 404 else error.detail
+        error = RequestError(f"{request.method} {request.url.path:.80}: {missing}", status=error.status_code)
     if not isinstance(error, RequestError):
         error = RequestError("the server failed; its log says why", status=500)
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}

@@ -229,8 +229,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """The only model."""
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "podium"}
-        known = self.path.partition("/v1/")[2] == "models"
-        self._send(200 if known else 404, {"object": "list", "data": [model]} if known else {"error": {}})
+        if self.path.partition("/v1/")[2] == "models":
+            self._send(200, {"object": "list", "data": [model]})
+            return
+        missing = RequestError(f"GET {self.path:.80}: there is no such route; there is KEY/v1/models", status=404)
+        self._send(missing.status, missing.document)
 
     def do_POST(self) -> None:
         """Answer a request."""
@@ -248,6 +251,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _length(self) -> int:
         """The body's bytes. Raises RequestError, and closes the connection, if they are unknown or too many."""
         said = self.headers.get("Content-Length", "0")
+        if "Transfer-Encoding" in self.headers:
+            self.close_connection = True
+            raise RequestError("Transfer-Encoding: a body in chunks is not read; send its Content-Length", status=411)
         if said.isdecimal() and int(said) <= MAX_BODY:
             return int(said)
         self.close_connection = True  # the body is still to be read

@@ -160,6 +160,16 @@ def test_a_port_in_use_is_an_error_before_anything_is_opened(monkeypatch, tmp_pa
         listening.take_port("203.0.113.1", 0)
 
 
+def test_an_address_that_this_machine_lacks_is_left_out_if_the_name_has_another(monkeypatch):
+    """A container without IPv6 calls ::1 localhost too."""
+    found = socket.getaddrinfo("203.0.113.1", 0, type=socket.SOCK_STREAM)
+    found += socket.getaddrinfo("127.0.0.1", 0, type=socket.SOCK_STREAM)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    (taken,) = listening.take_port("localhost", 0)
+    assert taken.getsockname()[0] == "127.0.0.1"
+    taken.close()
+
+
 # The end.
 
 

@@ -477,16 +477,18 @@ def test_a_bad_field_is_named(served, path, body, param, message):
 
 
 def test_what_is_no_request_is_refused_in_the_same_form(served):
+    long = b'{"prompt": "' + b"1 " * (MAX_BODY // 2) + b'"}'
     asks = [
-        (415, "/v1/completions", "POST", b"{}", {"Content-Type": "text/plain"}),
-        (404, "/v1/edits", "POST", b"{}", JSON),
-        (405, "/v1/completions", "GET", None, {}),
-        (421, "/v1/models", "GET", None, {"Host": "evil.example"}),
-        (413, "/v1/completions", "POST", b'{"prompt": "' + b"1 " * (MAX_BODY // 2) + b'"}', JSON),
+        (415, "/v1/completions", "POST", b"{}", {"Content-Type": "text/plain"}, "send the header"),
+        (404, "/chat/completions", "POST", b"{}", JSON, "there are /health, /metrics, /v1/models, /v1/completions, "),
+        (405, "/v1/completions", "GET", None, {}, "Method Not Allowed"),
+        (421, "/v1/models", "GET", None, {"Host": "evil.example"}, "'evil.example': without a token this server"),
+        (413, "/v1/completions", "POST", long, JSON, "larger than"),
     ]
-    for expected, path, method, raw, headers in asks:
+    for expected, path, method, raw, headers, message in asks:
         status, text, _ = served.server.ask(path, method, raw, **headers)
-        assert (status, json.loads(text)["error"]["type"]) == (expected, "invalid_request_error"), text
+        error = json.loads(text)["error"]
+        assert (status, error["type"]) == (expected, "invalid_request_error") and message in error["message"], text
 
 
 def test_elsewhere_than_on_loopback_a_token_is_needed(served, tmp_path):

@@ -260,6 +260,20 @@ def test_a_body_of_unknown_length_is_refused_and_not_waited_for(said, status):
     connection.close()
 
 
+def test_a_body_in_chunks_and_an_unknown_route_are_refused_by_name():
+    address = urllib.parse.urlsplit(server().open(Line()))
+    asks = [
+        ("POST", "chat/completions", {"Transfer-Encoding": "chunked"}, 411, "send its Content-Length"),
+        ("GET", "models/gpt-4", {}, 404, "there is no such route"),
+    ]
+    for method, route, headers, status, message in asks:
+        connection = http.client.HTTPConnection(address.netloc, timeout=10)
+        connection.request(method, f"{address.path}/{route}", None, headers)
+        answer = connection.getresponse()
+        assert (answer.status, message in json.loads(answer.read())["error"]["message"]) == (status, True)
+        connection.close()
+
+
 def test_a_program_is_played_from_the_keyboard_without_a_model(monkeypatch):
     lines: list[str] = []
     monkeypatch.setattr("podium.tasks.play._config", lambda target: TaskConfig(**program("counting")))
