@@ -526,7 +526,7 @@ def sandbox_run(
     from podium.sandbox.runs import Limits, Sandbox, SandboxError
 
     try:
-        code = file.read_text("utf-8")
+        code = file.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         _fail(f"{file} cannot be read: {error}", status=2)
     stdin = "" if sys.stdin.isatty() else sys.stdin.read()

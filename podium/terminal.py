@@ -5,9 +5,11 @@ Everything that Podium prints and did not write itself goes through `printable` 
 
 import logging
 import sys
+import threading
 import traceback
 import types
 import unicodedata
+import warnings
 
 LINE_END = "\u21b5"
 _HARMFUL = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
@@ -25,10 +27,13 @@ def harmless(text: str) -> str:
 
 
 def guard_errors() -> None:
-    """From now on, print warnings and uncaught exceptions `harmless`: they may quote what a model wrote."""
+    """Print warnings and uncaught exceptions `harmless` from now on, threads' too: they may quote what a model wrote."""
     if logging.lastResort is not None:  # prints warnings where nothing else has been set up
         logging.lastResort.setFormatter(_Harmless())
     sys.excepthook = _print_exception
+    threading.excepthook = _print_from_thread
+    written = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **keywords: harmless(written(*args, **keywords))
 
 
 class _Harmless(logging.Formatter):
@@ -40,6 +45,12 @@ class _Harmless(logging.Formatter):
 
 def _print_exception(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
     print(harmless("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+
+
+def _print_from_thread(args: threading.ExceptHookArgs) -> None:
+    if args.exc_type is not SystemExit and args.exc_value is not None:
+        print(f"Exception in thread {args.thread.name if args.thread else '?'}:", file=sys.stderr)
+        _print_exception(args.exc_type, args.exc_value, args.exc_traceback)
 
 
 def _visible(character: str) -> str:

@@ -175,7 +175,7 @@ class Child:
                     answer["arguments"] = [written(each) for each in arguments]
             return answer
         except BaseException as error:
-            return {"error": f"{type(error).__name__}: {error}"[:1000]}
+            return _raised(error)
 
     def _next_items(self, request: dict[str, int]) -> Answer:
         """The next items of an iterator that was sent, and whether there may be more."""
@@ -183,7 +183,13 @@ class Child:
             items = list(itertools.islice(self._iterators[request["number"]], SENT_AT_ONCE))
             return {"value": [[written(each, self._iterators) for each in items], len(items) == SENT_AT_ONCE]}
         except BaseException as error:
-            return {"error": f"{type(error).__name__}: {error}"[:1000]}
+            return _raised(error)
+
+
+def _raised(error: BaseException) -> Answer:
+    """The answer of a function that raised: Python's own class of the exception, which its caller has too."""
+    known = next(each for each in type(error).__mro__ if each.__module__ == "builtins")
+    return {"error": f"{known.__name__}: {error}"[:1000]}
 
 
 def _flush() -> None:
@@ -213,6 +219,8 @@ def serve(requests: int) -> NoReturn:
     output = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8", "replace")
     sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = output  # one, so that lines keep their order
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0)), "utf-8", "replace")
+    for stream, mode in ((sys.stdin, "r"), (output, "w")):
+        vars(stream)["mode"] = mode  # as the interpreter does; programs with fast input and output of their own read it
     sys.argv = [FILE]
     signal.signal(FLUSH, lambda *_: _flush())
     random.seed(0)

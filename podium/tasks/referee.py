@@ -13,19 +13,27 @@ from typing import Any
 
 
 class _Counted(ast.NodeTransformer):
-    """Makes a call of each assertion, which counts it and goes on; `assert True` says nothing, and is left as it is."""
+    """Counts each assertion instead of raising, where it stands, so that its names are those around it.
+
+    `assert True` says nothing, and is left as it is.
+    """
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         if isinstance(node.test, ast.Constant) and node.test.value:
             return node
-        none = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-        test = ast.Lambda(args=none, body=node.test)
-        call = ast.Call(func=ast.Name("_holds", ast.Load()), args=[test], keywords=[])
-        return ast.copy_location(ast.Expr(call), node)
+        failed = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [_counts(ast.Constant(False))])
+        return ast.copy_location(ast.Try([_counts(node.test)], [failed], [], []), node)
+
+
+def _counts(value: ast.expr) -> ast.stmt:
+    return ast.Expr(ast.Call(ast.Name("_holds", ast.Load()), [value], []))
 
 
 def judge(setup: str, tests: str, name: str, exchange: Callable[[object], Any]) -> None:
     """Count the assertions of `tests` that hold. An exception outside an assertion counts as one that does not.
+
+    Tests that come to their end without reaching an assertion are one that holds if the function has raised what they
+    expect, or if they have no assertions and have called it. A loop over what it returns may not be empty.
 
     Args:
         setup: code before the tests.
@@ -34,31 +42,35 @@ def judge(setup: str, tests: str, name: str, exchange: Callable[[object], Any]) 
         exchange: sends a value and returns the answer: for `["call", arguments, keywords]` a dict with `value` or
             `error`, and for a value of None with the `arguments` after the call.
     """
-    held = asserted = 0
+    held = asserted = calls = raised = 0
 
     def candidate(*arguments: object, **keywords: object) -> object:
+        nonlocal calls, raised
+        calls += 1
         sent = [iter(list(each)) if isinstance(each, Iterator) else each for each in arguments]
         answer = exchange(["call", sent, keywords])
         if "value" not in answer:
+            raised += 1
             raise _error(answer.get("error"))
         for before, after in zip(arguments, answer.get("arguments", ()), strict=False):
             _change(before, after)
         return answer["value"]
 
-    def holds(test: Callable[[], object]) -> None:
+    def holds(value: object) -> None:
         nonlocal held, asserted
+        held += bool(value)
         asserted += 1
-        try:
-            held += bool(test())
-        except Exception:
-            return
 
     names: dict[str, object] = {"__name__": "tests"}
     try:
         exec(compile(setup, "setup", "exec"), names)
         names.update({name: candidate, "candidate": candidate, "_holds": holds})
-        counted = ast.fix_missing_locations(_Counted().visit(ast.parse(tests)))
+        tree = ast.parse(tests)
+        asserts = any(isinstance(node, ast.Assert) for node in ast.walk(tree))
+        counted = ast.fix_missing_locations(_Counted().visit(tree))
         exec(compile(counted, "tests", "exec"), names)
+        if not asserted and (raised if asserts else calls):
+            held = asserted = 1
     except Exception:
         asserted += 1
     exchange(["done", held, asserted])

@@ -38,6 +38,19 @@ def test_warnings_and_exceptions_of_the_command_are_harmless():
     assert done.stderr.endswith("E: \\x1b[1m\n")
 
 
+def test_warnings_of_libraries_and_exceptions_of_threads_are_harmless():
+    code = (
+        "import threading, warnings\nfrom podium.terminal import guard_errors\nguard_errors()\n"
+        "warnings.warn('warned of \\x1b[2J')\ndef f(): raise ValueError('\\x1b[1m')\n"
+        "t = threading.Thread(target=f, name='t')\nt.start()\nt.join()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "\x1b" not in done.stderr
+    assert "UserWarning: warned of \\x1b[2J" in done.stderr
+    assert "Exception in thread t:\nTraceback" in done.stderr
+    assert done.stderr.endswith("ValueError: \\x1b[1m\n")
+
+
 def test_bidirectional_overrides_and_surrogates_are_written_out():
     assert printable("a\u202eb\ud800\u2028") == "a\\u202eb\\ud800\\u2028"
 

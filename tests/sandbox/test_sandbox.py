@@ -251,6 +251,14 @@ def test_the_command_exits_as_the_file_does(code, status, tmp_path):
     assert CliRunner().invoke(app, ["sandbox", "run", str(file)], input="").exit_code == status
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path):
+    need_sandbox()
+    file = tmp_path / "code.py"
+    file.write_bytes(b"\xef\xbb\xbfprint(1)")
+    done = CliRunner().invoke(app, ["sandbox", "run", str(file)], input="")
+    assert (done.exit_code, done.output) == (0, "1\n")
+
+
 def test_what_code_writes_to_a_terminal_is_shown_and_not_obeyed(tmp_path):
     need_sandbox()
     (tmp_path / "code.py").write_text("print('\\x1b[2Jred\\x1b]0;title\\x07 \\u202e\\tand so on')")

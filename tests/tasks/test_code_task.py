@@ -288,6 +288,37 @@ def test_rows_of_each_form_are_asked_and_graded(form: str, tmp_path: Path):
         assert task.grade(prompt, "def sort(t): return sorted(t)") == 0.0
 
 
+RAISES = "def f(x):\n    if x < 0: raise ValueError('neg')\n    return 2 * x"
+OWN_CLASS = f"class Neg(ValueError): pass\n{RAISES.replace('ValueError', 'Neg')}"
+EXPECTS = "try:\n    f(-1)\n    assert False\nexcept ValueError as error:\n    held = str(error) == 'neg'\n"
+LOOPS = "for each in f(1):\n    assert each > 0"
+WALRUS = "assert (y := f(2)) == 4\nassert y == 4\nclass C:\n    z = f(1)\n    assert z == 2"
+UNSAID = "if f(2) != 4:\n    raise AssertionError"
+
+
+@pytest.mark.parametrize(
+    ("tests", "code", "passed", "number"),
+    [
+        (EXPECTS, RAISES, 1, 1), (EXPECTS, OWN_CLASS, 1, 1), (f"{EXPECTS}assert held", OWN_CLASS, 1, 1),
+        (EXPECTS, "def f(x): return 0", 0, 1), (EXPECTS, "def f(x): raise TypeError", 0, 1),
+        (LOOPS, "def f(x): return []", 0, 0), (LOOPS, "def f(x): return [1]", 1, 1), (LOOPS, RAISES, 0, 1),
+        (WALRUS, RAISES, 3, 3), (WALRUS, "def f(x): return 4", 2, 3), (UNSAID, RAISES, 1, 1), (UNSAID, "def f(x): return 0", 0, 1),
+        ("pass", RAISES, 0, 0),
+    ],
+)  # fmt: skip
+def test_assertions_mean_what_they_mean_where_they_stand(tests: str, code: str, passed: int, number: int):
+    need_sandbox()
+    with Sandbox(Limits(life_cpu_s=20)) as sandbox:
+        verdict = graded(sandbox, Solution(CodeText(code), "f"), Assertions("", tests), TimeLimits(5.0, 20.0))
+    assert verdict == Verdict(passed, number)
+
+
+def test_streams_of_a_program_have_the_modes_that_the_interpreter_gives_them():
+    need_sandbox()
+    with Sandbox(Limits(life_cpu_s=20)) as sandbox:
+        assert sandbox.run("import sys\nprint(sys.stdin.mode, sys.stdout.mode, sys.stderr.mode)").output == "r w w\n"
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
