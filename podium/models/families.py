@@ -64,8 +64,8 @@ class Family:
 IGNORED: Mapping[str, tuple[str, ...]] = {
     "names and versions, which describe the files": (
         "_commit_hash", "_name_or_path", "architectures", "finetuning_task", "is_llama_config", "model_max_length",
-        "model_type", "name_or_path", "task_specific_params", "max_sequence_length", "transformers.js_config",
-        "transformers_version", "unsloth_fixed", "unsloth_version",
+        "max_sequence_length", "model_name", "model_type", "name_or_path", "task_specific_params",
+        "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
     ),
     "code in the repository, which is not run, as in transformers without trust_remote_code": (
         "auto_map", "custom_pipelines",
@@ -257,6 +257,10 @@ ACTIVATIONS: Mapping[Named, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu
 """Names of each activation in config.json; the first is written."""
 SILU: Allowed = {"hidden_act": ACTIVATIONS["silu"]}
 NO_BIAS: Allowed = {"attention_bias": (False,)}
+NORMED: Allowed = {"use_qk_norm": (True,)}
+"""Of a family that norms queries and keys, whatever this key says."""
+OUTPUT_GATES: Allowed = {"attn_output_gate": (True,), "output_gate_type": ("swish", "silu", None)}
+"""Of attention and of delta nets; the latter's has two names of one activation."""
 BIASES = frozenset({"attention_bias", "mlp_bias"})
 UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
 """Keys that count where `use_sliding_window` is true."""
@@ -286,7 +290,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(
         transformers_class="Qwen3ForCausalLM",
         reads={**QWEN2, "head_dim": 128},
-        only={**SILU, **NO_BIAS},
+        only={**SILU, **NO_BIAS, **NORMED},
         ignored=frozenset({"mlp_bias"}) | UNUSED_WINDOW,
         qk_norm=True,
         layer_kinds=(FULL,),
@@ -294,7 +298,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(
         transformers_class="Qwen3MoeForCausalLM",
         reads=QWEN3_MOE,
-        only={**SILU, **NO_BIAS},
+        only={**SILU, **NO_BIAS, **NORMED},
         ignored=frozenset({"mlp_bias"}) | UNUSED_WINDOW,
         qk_norm=True,
         experts=True,
@@ -302,7 +306,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_text": Family(
         transformers_class="Qwen3_5ForCausalLM",
         reads=QWEN35,
-        only={**SILU, **NO_BIAS, "attn_output_gate": (True,), "mlp_only_layers": ([], None)},
+        only={**SILU, **NO_BIAS, **OUTPUT_GATES, "mlp_only_layers": ([], None)},
         ignored=frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
         qk_norm=True,
         layer_kinds=(FULL, LINEAR),
@@ -314,7 +318,7 @@ FAMILIES: Mapping[str, Family] = {
         only={
             **SILU,
             **NO_BIAS,
-            "attn_output_gate": (True,),
+            **OUTPUT_GATES,
             "mlp_only_layers": ([], None),
             "decoder_sparse_step": (1,),
         },
@@ -388,7 +392,7 @@ class Wrapper:
 
 
 IMAGES = frozenset({"vision_config", "image_token_id", "image_token_index"})
-QWEN_IMAGES = IMAGES | {"video_token_id", "vision_start_token_id", "vision_end_token_id"}
+QWEN_IMAGES = IMAGES | {"language_model_only", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
 WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper(
         text_types=("gemma3_text",),

@@ -165,6 +165,29 @@ def test_keys_that_change_nothing_change_nothing(model_type: str):
     assert decoder_of(model_type, unknown=None, other=False, more={}, text="") == plain
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        *((model_type, {"model_name": "unsloth/Some-Model"}) for model_type in FAMILIES),
+        ("qwen3_5_text", {"output_gate_type": "swish"}),
+        ("qwen3_5_text", {"output_gate_type": "silu"}),
+        ("qwen3_5_moe_text", {"output_gate_type": "swish"}),
+        ("qwen3", {"use_qk_norm": True}),
+        ("qwen3_moe", {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}),
+    ],
+)
+def test_keys_of_published_models_that_say_what_is_computed_anyway_are_read(model_type: str, changes: dict):
+    assert decoder_of(model_type, **changes) == decoder_of(model_type)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("said", [{"language_model_only": True}, {"model_name": "unsloth/Some-Model"}])
+def test_keys_of_published_models_beside_a_text_config_are_read(model_type: str, said: dict):
+    text = hf_config(CASE[WRAPPERS[model_type].text_types[0]])
+    raw = {"model_type": model_type, "text_config": text, "vision_config": {"depth": 1}}
+    assert from_hf_config(raw | said, "config.json") == from_hf_config(raw, "config.json")
+
+
 def test_what_the_types_of_transformers_ignore_is_not_obeyed():
     biased = {"attention_bias": True}
     assert decoder_of("qwen2", **biased) == decoder_of("qwen2")
@@ -204,6 +227,13 @@ def test_rope_scaling_counts_where_rope_parameters_differ():
         ("qwen3_moe", {"num_local_experts": 4}, r"num_local_experts 4 and num_experts 8 differ; remove one"),
         ("gpt_oss", {"num_experts": 4}, r"num_local_experts 8 and num_experts 4 differ; remove one"),
         ("qwen3_5_moe_text", {"num_local_experts": 4}, r"num_local_experts 4 is not supported"),
+        (
+            "qwen3_5_text",
+            {"output_gate_type": "sigmoid"},
+            r"output_gate_type 'sigmoid' .* it must be 'swish' or absent",
+        ),
+        ("qwen3_moe", {"use_qk_norm": False}, r"use_qk_norm False is not supported; it must be True or absent"),
+        ("llama", {"use_qk_norm": True}, r"use_qk_norm True is not supported: Podium does not know whether"),
         ("mistral", {"layer_types": [FULL, SLIDING, FULL]}, r"only sliding_attention is supported, in every layer"),
         ("gemma3_text", {"sliding_window": None}, r"only full_attention is supported without a sliding_window"),
         ("gpt_oss", {"sliding_window": None}, r"only full_attention is supported without a sliding_window"),
@@ -341,6 +371,9 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (True,),
     "is_causal": (False, True),
     "attn_output_gate": (False,),
+    "output_gate_type": ("swish", "sigmoid"),
+    "use_qk_norm": (True, False),
+    "model_name": ("unsloth/Some-Model",),
     "attention_dropout": (0.5,),
     "pretraining_tp": (2,),
     "output_router_logits": (True,),
