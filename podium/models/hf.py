@@ -6,6 +6,7 @@ whole model or tensor. `podium.models.folder` reads safetensors, `podium.models.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -85,14 +86,15 @@ def load_params(
         _leave_out(tensors, source, config)
         apart = any(map(FIRST_APART.fullmatch, tensors.entries))
         kind = "mxfp4" if tensors.packed else "apart" if apart else "folder"
-    parts = list(file_parts(config, kind))
+    parts = _tied_parts(list(file_parts(config, kind)), tensors, config)
     new: Params = {}
     if config.scores != "none" and own_scores(source) == "none":
         parts = [part for part in parts if part.param not in SCORE_HEAD]
         drawn = init_params(0, {name: specs[name] for name in SCORE_HEAD if name in specs}, rules)
         specs = {name: spec for name, spec in specs.items() if name not in SCORE_HEAD}
         new = {name: x.astype(dtype) for name, x in drawn.items() if only is None or name in only}
-    _check_tensors(tensors, parts, spare=_spare(tensors, source, config), where=source.path)
+    spare = _spare(tensors, source, config) - {part.tensor for part in parts}
+    _check_tensors(tensors, parts, spare=spare, where=source.path)
     specs = {name: spec for name, spec in specs.items() if only is None or name in only}
 
     def zeros() -> Params:
@@ -102,6 +104,16 @@ def load_params(
     for part in (each for each in parts if each.param in specs):
         params[part.param] = _fill(params[part.param], part, tensors, specs[part.param], rules)
     return params | new
+
+
+def _tied_parts(parts: list[FilePart], tensors: Tensors, config: DecoderConfig) -> list[FilePart]:
+    """The parts of a model's files, with the embedding under the head's name where files hold a tied one only there.
+
+    transformers ties in that direction too; what writes each shared tensor once may keep either name.
+    """
+    if not config.tied or EMBEDDING in tensors.entries or HEAD not in tensors.entries:
+        return parts
+    return [dataclasses.replace(part, tensor=HEAD) if part.tensor == EMBEDDING else part for part in parts]
 
 
 def _leave_out(tensors: SafetensorsFolder, source: ModelSource, config: DecoderConfig) -> None:
@@ -134,7 +146,7 @@ def _spare(tensors: Tensors, source: ModelSource, config: DecoderConfig) -> set[
             " which they are one; read the decoder from the folder itself"
         )
     spare = heads if config.tied or config.scores != "none" else set[str]()
-    if heads and config.scores != "none":
+    if heads and config.scores != "none" and (source.kind == "gguf" or EMBEDDING in tensors.entries):
         logger.warning("%s: %s is left out: the head of scores takes its place", source.path, *heads)
     if source.kind == "gguf":
         return spare | ({ROPE_FACTORS} & tensors.entries.keys())  # compared by `_check_rope`
@@ -179,13 +191,17 @@ def _check_tensors(tensors: Tensors, parts: list[FilePart], *, spare: set[str], 
             wrong = f"expected dtype {', '.join(FLOATS)}, found {entry.dtype}"
             problems.append(f"tensor {part.tensor} in {entry.file}: {wrong}")
     known = {part.tensor for part in parts} | spare
-    for name, entry in tensors.entries.items():
-        if name not in known:
-            problems.append(f"tensor {name} in {entry.file} is unexpected: this decoder has no such weight")
-    if problems:
-        more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
-        head = f"{where}: the weights do not match its config:"
-        raise ModelError("\n".join([head, *problems[:5], *more]))
+    beyond = [
+        f"tensor {name} in {entry.file} is unexpected: this decoder has no such weight"
+        for name, entry in tensors.entries.items()
+        if name not in known
+    ]
+    if problems or beyond:
+        told = problems[: max(3, 5 - len(beyond))]  # both kinds: names with a prefix are missing, and unexpected
+        told += beyond[: 5 - len(told)]
+        left = len(problems) + len(beyond) - len(told)
+        more = [f"and {left} more"] if left else []
+        raise ModelError("\n".join([f"{where}: the weights do not match its config:", *told, *more]))
 
 
 def _missing(name: str, tensors: Tensors, expected: Sequence[int], where: Path) -> str:

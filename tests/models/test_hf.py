@@ -269,6 +269,18 @@ def test_several_wrong_tensors_are_one_error(tmp_path: Path):
         load(source)
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
+def test_names_with_a_prefix_are_shown_beside_those_that_are_missing(prefix: str, tmp_path: Path):
+    source = write_model(tmp_path, "llama")
+    save_file({prefix + name: each for name, each in hf_tensors("llama").items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError) as failure:
+        load(source)
+    lines = str(failure.value).splitlines()
+    assert [" is missing from " in line for line in lines] == [False, True, True, True, False, False, False]
+    assert [f"tensor {prefix}" in line for line in lines] == [False, False, False, False, True, True, False]
+    assert lines[-1] == f"and {2 * len(hf_tensors('llama')) - 5} more"
+
+
 def test_copies_of_what_the_config_and_the_embedding_say_are_left_out(tmp_path: Path):
     source = write_model(tmp_path, "llama_tied")  # a theta of 500, heads of 8
     expected = load(source)

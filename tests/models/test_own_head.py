@@ -183,6 +183,32 @@ def test_a_critic_leaves_the_head_out_by_name(tmp_path: Path, caplog: pytest.Log
     assert "lm_head.weight is left out: the head of scores takes its place" in caplog.text
 
 
+@pytest.mark.parametrize("case", ["llama_tied", "gemma3_tied"])
+def test_a_tied_embedding_under_the_head_s_name_is_read(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """What writes each shared tensor once may keep the head's name."""
+    expected = logits_of(write_model(tmp_path / "both", case), tokens_of(case))
+    source = write_model(tmp_path / "head", case)
+    tensors = hf_tensors(case)
+    save_file(
+        {HEAD if name == EMBED else name: each for name, each in tensors.items()}, source.path / "model.safetensors"
+    )
+    with caplog.at_level(logging.WARNING):
+        assert read_architecture(source).tied
+        np.testing.assert_array_equal(logits_of(source, tokens_of(case)), expected)
+        scorer = load_params(source, read_scorer(source), rules_on("auto", 1))
+    np.testing.assert_array_equal(scorer["embed"], tensors[EMBED])
+    assert "left out" not in caplog.text
+
+
+def test_an_untied_embedding_is_not_taken_from_the_head(tmp_path: Path):
+    source = write_model(tmp_path, "llama")
+    tensors = hf_tensors("llama")
+    del tensors[EMBED]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"tensor model\.embed_tokens\.weight is missing"):
+        load_params(source, read_architecture(source), rules_on("auto", 1))
+
+
 def test_a_missing_head_names_the_key_that_ties_it(tmp_path: Path):
     source = write_model(tmp_path, "llama_tied", tie_word_embeddings=False)
     with pytest.raises(ModelError, match=r"lm_head\.weight is missing .* set tie_word_embeddings to true"):
@@ -242,6 +268,16 @@ def test_an_adapter_s_folder_is_no_model(tmp_path: Path):
     (tmp_path / "config.json").unlink()
     with pytest.raises(ModelError, match=r"has adapter_config\.json, so it is an adapter; set model to its base"):
         resolve(str(tmp_path))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("case", ["llama_tied", "gemma3_tied"])
+def test_transformers_reads_a_tied_embedding_under_the_head_s_name(case: str, tmp_path: Path):
+    source = write_model(tmp_path, case)
+    tensors = {HEAD if name == EMBED else name: each for name, each in hf_tensors(case).items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected = torch_logits(tmp_path, tokens_of(case))
+    assert error_of_scale(logits_of(source, tokens_of(case)), expected) <= LOGITS_TOLERANCE
 
 
 @pytest.mark.parity
