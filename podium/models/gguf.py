@@ -37,6 +37,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 IN_PAIRS = ("llama", "mistral3")
 """Architectures in whose files queries and keys are permuted: llama.cpp rotates neighbours in a head together."""
 IN_BLOCK = re.compile(r"^blk\.(\d+)\.")
+AHEAD = ".nextn."
+"""In the names of tensors that only a block which predicts tokens after the next has."""
 BEHIND_KEYS = ("attn_qkv.weight", "ssm_conv1d.weight")
 """Tensors of a delta net whose rows of values come behind those of queries and keys."""
 DECAYS, OUT = "ssm_a", "ssm_out.weight"
@@ -183,7 +185,8 @@ class GgufTensors:
         self._norm_offset = config.norm_offset
         self._net = next((block.mixer for block in config.blocks if isinstance(block.mixer, DeltaNet)), None)
         self._size = header.path.stat().st_size
-        ahead = {name for name in header.tensors if _block_number(name) >= config.layers} if self._net else set[str]()
+        blocks = _blocks_ahead(header, config) if self._net else set[int]()
+        ahead = {name for name in header.tensors if _block_number(name) in blocks}
         if ahead:
             logger.warning("%s: %d tensors that predict tokens after the next are left out", header.path, len(ahead))
         self._tensors = {name: _as_matrix(name, each) for name, each in header.tensors.items() if name not in ahead}
@@ -252,6 +255,12 @@ def _as_matrix(name: str, tensor: GgufTensor) -> GgufTensor:
     """The gate of a shared expert, [1, D], as a matrix: llama.cpp's quantiser drops the dimension of one row."""
     vector = name.endswith("ffn_gate_inp_shexp.weight") and len(tensor.shape) == 1
     return dataclasses.replace(tensor, shape=(1, *tensor.shape)) if vector else tensor
+
+
+def _blocks_ahead(header: GgufHeader, config: DecoderConfig) -> set[int]:
+    """The blocks behind the decoder's layers that predict tokens after the next: those with tensors for that alone."""
+    found = {_block_number(name) for name in header.tensors if AHEAD in name}
+    return {number for number in found if number >= config.layers}
 
 
 def _block_number(name: str) -> int:

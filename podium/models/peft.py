@@ -23,9 +23,9 @@ from safetensors.numpy import save_file
 from podium.models.adapters import fingerprint
 from podium.models.architecture import DecoderConfig, Lora, ModelError
 from podium.models.blocks.spec import ParamSpec
-from podium.models.folder import ADAPTER_CONFIG, read_json
+from podium.models.folder import ADAPTER_CONFIG, FLOATS, read_json
 from podium.models.hf import new_folder, write_json
-from podium.models.names import LANE, Layout, layers_of, layout_of
+from podium.models.names import LANE, Layout, layers_of, layout_of, text_name
 from podium.models.params import LORA_A, LORA_B, own_name, param_specs, trained_specs
 from podium.sharding import Params, ShardingRules, param_shardings
 
@@ -39,8 +39,6 @@ ANY = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_alpha", "lora_dropout", "megatron_core",
     "peft_version", "qalora_group_size", "r", "revision", "target_modules", "task_type",
 }  # fmt: skip
-OF_WHOLE_MODULES = {"modules_to_save", "trainable_token_indices"}
-"""Keys of an adapter that holds whole modules, or rows of them, beside its factors."""
 MERGE = (
     "merge the adapter into its base model with PEFT (merge_and_unload, save_pretrained), and set model to the result"
 )
@@ -213,8 +211,7 @@ def _check_described(
             allowed = " or ".join(map(repr, ONLY[key]))
             raise ModelError(f"{where}: {key} {value!r} is not supported; it must be {allowed}")
         if key not in ONLY and key not in ANY and value not in (None, False, {}, [], ""):
-            way_out = f"; {MERGE}" if key in OF_WHOLE_MODULES else ""
-            raise ModelError(f"{where}: {key} {value!r} is not supported; it must be absent, false or empty{way_out}")
+            raise ModelError(f"{where}: {key} {value!r} is not supported; {MERGE}")
     for key, ours, name in (("r", lora.rank, "lora.rank"), ("lora_alpha", lora.alpha, "lora.alpha")):
         if raw.get(key) != ours:
             raise ModelError(f"{where}: {key} is {raw.get(key)!r} and {name} is {ours:g}; set {name} to the adapter's")
@@ -254,10 +251,14 @@ def _read(
     found = {name: np.empty(spec.shape, np.float32) for name, spec in specs.items()}
     try:
         with safe_open(path, framework="flax") as file:
-            stored = {_plain(name): name for name in file.keys()}  # noqa: SIM118 (not a dict)
+            stored = _by_plain_name(list(file.keys()), path)
             _check_names(wanted, set(stored), path)
 
             def read(tensor: str, shape: tuple[int, int]) -> np.ndarray:
+                if (dtype := file.get_slice(stored[tensor]).get_dtype()) not in FLOATS:
+                    raise ModelError(
+                        f"tensor {stored[tensor]} in {path}: expected dtype {', '.join(FLOATS)}, found {dtype}"
+                    )
                 value = np.asarray(file.get_tensor(stored[tensor]).astype(jnp.float32))
                 if value.shape != shape:
                     raise ModelError(
@@ -302,9 +303,23 @@ def _taken_apart(
     return not rest.any()
 
 
+def _by_plain_name(stored: Sequence[str], path: Path) -> dict[str, str]:
+    """The names of a file's tensors by their plain ones. Raises ModelError if two have the same."""
+    found: dict[str, str] = {}
+    for name in stored:
+        if (plain := _plain(name)) in found:
+            raise ModelError(
+                f"tensor {name} in {path}: there is another one of this name, {found[plain]}; remove the one that does"
+                " not belong to the adapter"
+            )
+        found[plain] = name
+    return found
+
+
 def _plain(name: str) -> str:
-    """A tensor's name without the adapter's name: `lora_A.default.weight` becomes `lora_A.weight`."""
-    return name.replace(".default.weight", ".weight")
+    """A tensor's name beside a text-only model and without the adapter's name, as in `lora_A.default.weight`."""
+    plain = name.replace(".default.weight", ".weight")
+    return PREFIX + text_name(plain.removeprefix(PREFIX)) if plain.startswith(PREFIX) else plain
 
 
 def _is_factor_of_layer(name: str) -> bool:

@@ -256,6 +256,15 @@ def test_blocks_that_predict_tokens_after_the_next_are_left_out(tmp_path: Path, 
     assert "2 tensors that predict tokens after the next are left out" in caplog.text
 
 
+@pytest.mark.parametrize("said", [0, 1])
+def test_a_block_without_what_predicts_ahead_is_not_left_out(said: int, tmp_path: Path):
+    """Whether or not the file counts it among those that predict tokens after the next."""
+    tensors = converted("qwen3_5", hf_tensors("qwen3_5")) | {"blk.4.attn_norm.weight": np.ones(32, np.float32)}
+    source = write(tmp_path / "model.gguf", "qwen3_5", tensors, nextn_predict_layers=said)
+    with pytest.raises(ModelError, match=r"tensor blk\.4\.attn_norm\.weight in .* is unexpected"):
+        load_params(source, read_architecture(source), rules_on("auto", 1))
+
+
 def test_the_gate_of_a_shared_expert_may_be_a_vector(tmp_path: Path):
     tensors = converted("qwen3_5_moe", hf_tensors("qwen3_5_moe"))
     whole = write(tmp_path / "whole.gguf", "qwen3_5_moe", tensors)

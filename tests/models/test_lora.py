@@ -233,6 +233,60 @@ def test_a_trained_head_or_embedding_beside_adapters_is_refused_by_name(name, sa
         load_adapter(folder, ADAPTED, rules_on("auto", 1), base)
 
 
+Q_FACTOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.layers", "language_model.model.layers"])
+def test_names_of_a_model_with_a_vision_tower_are_read(prefix, saved):
+    """As PEFT saves an adapter beside the text model of one."""
+    folder, adapters, base = saved
+    path = folder / "adapter_model.safetensors"
+    save_file({name.replace("model.layers", prefix): each for name, each in load_file(path).items()}, path)
+    found = load_adapter(folder, ADAPTED, rules_on("auto", 1), base)
+    for name, value in adapters.items():
+        np.testing.assert_array_equal(found[name], value)
+
+
+def test_names_that_peft_would_not_load_are_refused(saved):
+    folder, _, base = saved
+    path = folder / "adapter_model.safetensors"
+    save_file({name.removeprefix("base_model.model."): each for name, each in load_file(path).items()}, path)
+    with pytest.raises(ModelError, match=r"is missing from .*, and 27 more"):
+        load_adapter(folder, ADAPTED, rules_on("auto", 1), base)
+
+
+def test_of_two_factors_of_one_name_none_is_taken(saved):
+    folder, _, base = saved
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {Q_FACTOR.replace(".weight", ".default.weight"): tensors[Q_FACTOR] + 1}, path)
+    with pytest.raises(
+        ModelError, match=r"q_proj\.lora_A\.(default\.)?weight in .*: there is another one of this name"
+    ):
+        load_adapter(folder, ADAPTED, rules_on("auto", 1), base)
+
+
+def test_a_factor_that_is_not_floating_point_is_refused(saved):
+    folder, _, base = saved
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {Q_FACTOR: (10 * tensors[Q_FACTOR]).astype(np.int8)}, path)
+    with pytest.raises(ModelError, match=r"q_proj\.lora_A\.weight in .*: expected dtype F32, F16, BF16, found I8"):
+        load_adapter(folder, ADAPTED, rules_on("auto", 1), base)
+
+
+@pytest.mark.parametrize("option", [{"use_rslora": True}, {"use_dora": True}, {"alpha_pattern": {"q_proj": 8}}])
+def test_the_way_out_of_an_option_that_we_lack_keeps_what_the_adapter_computes(option, saved):
+    folder, _, base = saved
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | option))
+    with pytest.raises(
+        ModelError, match=r"is not supported; merge the adapter into its base model with PEFT"
+    ) as failure:
+        load_adapter(folder, ADAPTED, rules_on("auto", 1), base)
+    assert "false" not in str(failure.value)
+
+
 def test_a_base_that_is_stored_otherwise_is_said_to_be_unchecked(saved, caplog):
     folder, _, base = saved
     path = folder / "podium.json"
