@@ -266,7 +266,10 @@ def _room(folder: Path, size: int | None, *, quota: bool) -> str:
     if quota:
         return f"your quota of space or of files is used up: delete files in {folder} ({free} are free for all{need})"
     if disk.f_files and not disk.f_favail:
-        counted = f"all {disk.f_files:,} files (inodes) that it can hold are there; that {free} are free does not help"
+        counted = (
+            f"all of its {disk.f_files:,} inodes are in use; each file needs one, so its {free} of free space cannot be"
+            " used"
+        )
         return f"delete files in {folder}: its file system cannot hold another ({counted})"
     files = f" and {disk.f_favail:,} files (inodes)" if disk.f_files else ""
     return f"free some space in {folder} ({free}{files} are free{need})"

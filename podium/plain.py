@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import SupportsFloat, TypeVar
 
 LEVELS = 64
-"""Deepest nesting of a plain value. JSON parsers, templates and pickles allow more, each a number of its own."""
+"""Deepest nesting of a plain value. JSON parsers, templates and pickles allow more, each up to a different depth."""
 MOST_ITEMS = 1_000_000
 """Items of a list, or another sequence, as part of a plain value: a range, say, may have any number."""
 LONGEST_TRACEBACK = 20_000

@@ -1,4 +1,4 @@
-"""Text that a terminal may be sent, whoever wrote it: a model, code of its, a data set, an error that quotes them.
+"""Escapes what a terminal would obey in texts of models, their code, data sets, and errors that quote them.
 
 Everything that Podium prints and did not write itself goes through `printable` or `harmless`.
 """

@@ -202,7 +202,7 @@ def test_a_full_table_of_inodes_is_no_lack_of_space(few_files):
             write_atomically(few_files / f"{number}.json", "{}")
     message = str(caught.value)
     assert f"cannot be written: No space left on device; delete files in {few_files}: its file system cannot" in message
-    assert "all 4 files (inodes) that it can hold are there; that 67.1" in message
+    assert "all of its 4 inodes are in use; each file needs one, so its 67.1" in message
     assert "free some space" not in message
 
 

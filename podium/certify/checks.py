@@ -48,7 +48,7 @@ SPLIT_ROWS = (("fsdp:2,sp:4", "sp:4", "fsdp:2,sp:2", "sp:2"),)
 OTHER_TEMPERATURE = 0.7
 CHUNK_TOKENS = 7 * 16  # 7 positions of 16 rows: they do not divide a row
 AS_CONFIGURED = "as configured"
-"""The form that may have what is wrong in any other."""
+"""The form with the config's own settings: its check comes last, since a bug in any other form may show here too."""
 BESIDE_UNPACKED = ("packing", "shared prompts")
 LONG_ROW = 160  # tokens: more than two blocks of attention
 

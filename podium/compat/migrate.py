@@ -72,7 +72,7 @@ def _of_the_seed(path: Path, environ: Mapping[str, str]) -> dict[str, tuple[str,
         for key, (spelling, _) in written.items()
         if key not in seed_keys() and nearest(key, spellings(), TYPING_ERROR) is None
     ]
-    if 2 * len(strange) >= len(written):  # some keys, such as `steps`, are those of everybody
+    if 2 * len(strange) >= len(written):  # other formats share some keys, such as `steps`
         listed = f": {', '.join(strange[:SHOWN])}{', ...' if len(strange) > SHOWN else ''}" if strange else ""
         many = f"{len(strange)} of its {len(written)} keys are not the seed system's" if written else "it has no keys"
         hint = "; the names of TRL's settings here are in docs/from-trl.md" if trl_keys().keys() & set(strange) else ""

@@ -461,8 +461,8 @@ class Config(Section):
     """Variables for the chat template: `{enable_thinking: false}` is Qwen3 without thinking. An exported model does not
     keep them."""
     chat_template_date: str | None = None
-    """Date that chat templates show which show one (Llama 3.2, SmolLM3), as 2026-01-31; unset: the day on which the run
-    begins, which stays when it is resumed, evaluated and asked."""
+    """Date, as 2026-01-31, for chat templates that show one (Llama 3.2, SmolLM3). Unset: the day on which the run
+    begins, also when it is resumed, evaluated or asked later."""
     seed: int = 0
     """Seed of prompt order and sampling."""
     steps: Positive = 100

@@ -115,7 +115,7 @@ NULLABLE = ("num_key_value_heads", "rope_parameters", "rope_theta", "sliding_win
 """Keys whose null has a meaning of its own, in a family in which a missing key means something else: as many heads as
 queries have, rotary settings as if missing, a base that the rotary settings have, no window."""
 EMPTY = (None, False, {}, [], "")
-"""Values of unknown keys that ask for nothing."""
+"""Values with which an unknown key is accepted: they switch nothing on."""
 ROPE: Keys = {
     "rope_theta": 10_000.0,
     "rope_scaling": None,
@@ -438,7 +438,9 @@ def text_config(raw: Keys, where: str) -> Keys:
         return raw
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
-        raise ModelError(f"{where}: a {raw['model_type']} has its text model's numbers in text_config; there is none")
+        raise ModelError(
+            f"{where}: a {raw['model_type']} needs its text model's settings in text_config, which is missing"
+        )
     model_type = text.get("model_type") or wrapper.text_types[0]
     if model_type not in wrapper.text_types:
         expected = " or ".join(wrapper.text_types)

@@ -155,7 +155,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 """Keys of which only these values are computed, in an architecture that does not read them. Without a type of scaling,
 llama.cpp divides by a factor."""
 NOTHING = (0, False, "", [])
-"""Values of other keys that ask for nothing."""
+"""Values with which any other key is accepted: they switch nothing on."""
 
 
 def _check_file(said: _Said) -> None:

@@ -25,7 +25,7 @@ KEPT_FILES = 128
 ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT)
 """Errors of an address, or a kind of address, that this machine does not have."""
 LINGER_S = 2
-"""Seconds in which answers must be on their way after the end, before their connections are closed."""
+"""Seconds after shutdown in which answers must be sent, before their connections are closed."""
 Ending = Callable[[Callable[[], bool]], Awaitable[None]]
 """Called on shutdown, before the server stops accepting connections. Its argument returns whether the user has pressed
 Ctrl-C again, after which it must not wait."""

@@ -272,7 +272,7 @@ def engine_calls(
 def penalised_calls(
     programs: EnginePrograms, config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> dict[str, Call]:
-    """The decode calls, with abstract arguments, of sequences with a repetition penalty that the config has not."""
+    """The decode calls, with abstract arguments, of sequences with a repetition penalty, where the config has none."""
     if config.repetition_penalty != 1:
         return {}
     given = abstract_weights(decoder, rules, dtype), abstract_engine_cache(config, decoder, rules, dtype)

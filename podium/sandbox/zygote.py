@@ -218,7 +218,7 @@ def first_process(job: Job, descriptors: Sequence[int], machine_proc: int | None
         if machine_proc is None:
             mount_processes("/proc")
             proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
-        else:  # opened anew, because a place in a folder that is being listed is shared by all that have inherited it
+        else:  # opened again: processes that inherit a descriptor share its position in the folder's list
             proc = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=machine_proc)
             os.close(machine_proc)
         size = f"size={job.disk_mib}m,nr_inodes=4096,mode=700"

@@ -440,7 +440,7 @@ class ChatBody(_Asked):
         if twice is not None:
             raise RequestError(f"tools: two of them are called {twice!r}; give each a name of its own", "tools")
         if self.tool_choice == "required" and not names:
-            raise RequestError("tool_choice: required needs tools, and there are none", "tool_choice")
+            raise RequestError("tool_choice: required needs tools, and the request has none", "tool_choice")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.name not in names:
             known = ", ".join(names) or "none"
             message = f"tool_choice: {self.tool_choice.name!r} is not one of the tools, which are {known}"

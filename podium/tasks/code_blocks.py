@@ -1,7 +1,8 @@
 """Finds the code in an answer: which of its fenced blocks is the solution, and what else it may need.
 
 Fences are Markdown's: three or more backticks or tildes, closed by at least as many of the same, at any indentation.
-Beyond Markdown, a fence may follow text on its line, and close behind the last line of code; the last may be missing.
+Beyond Markdown, a fence may follow text on its line, a closing fence may end the last line of code, and the last one
+may be missing.
 """
 
 import re

@@ -28,18 +28,18 @@ REFEREE = Path(__file__).with_name("referee.py")
 WALL_PER_CPU = 10.0
 """Seconds by the clock for each second of CPU time that code may take; it is enough to get a tenth of a core."""
 OUTPUT_BYTES = 4 << 20
-"""What code may write beyond twice the size of what is right."""
+"""Bytes that code may write beyond twice the size of the right output."""
 MOST_PARTS = 4_096
-"""Parts of iterators, of a solution, that assertions may read: of 32 items each."""
+"""Most parts, of 32 items each, that assertions may read of a solution's iterators."""
 SPACES = re.compile("( +)")
 DECIMAL = re.compile(r"[+-]?(?:0|[1-9]\d*)(?:\.(?P<places>\d*))?(?P<exponent>[eE][+-]?\d{1,4})?", re.ASCII)
 RELATIVE = 1e-9
 ABSOLUTE = 1e-15
-"""Differences of floats that are rounding: of the right result, and of what is left of others that cancel out."""
+"""Differences of floats that count as rounding: RELATIVE to the right result, or ABSOLUTE where terms cancel out."""
 MOST_DIGITS = 400
 """Longer numbers are compared as text."""
 ROUNDED_DIGITS = 6
-"""Digits, and places behind the point, from which on a number counts as rounded to what is written."""
+"""Least digits and decimal places of a number that may be a rounded one."""
 
 
 class Call(NamedTuple):
@@ -305,7 +305,7 @@ def _same_word(found: str, expected: str) -> bool:
 
 
 def _rounds(number: re.Match[str], distance: Decimal) -> bool:
-    """Whether a number at a distance from this one is this one when it is rounded to the digits that are written."""
+    """Whether a number at this distance rounds to `number`, which must have enough digits written out."""
     places = len(number["places"] or "")
     digits = number[0].lstrip("+-").replace(".", "").lstrip("0")
     written_out = not number["exponent"] and min(places, len(digits)) >= ROUNDED_DIGITS

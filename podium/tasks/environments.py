@@ -3,7 +3,7 @@
 Requests return at once; `next` returns their answers one by one, and may wait. If a request is not answered within the
 time limit, its process is asked to respond. If it does, that request alone hangs, and has failed; the process gets no
 further conversations, and ends with those that it has. If it does not, it is killed. `conversation_processes` says who
-is to blame; the other conversations are lost, and are to be opened anew.
+is to blame; the other conversations are lost, and must be opened again.
 """
 
 import functools

@@ -235,8 +235,8 @@ class Grader:
                 lost = 0 if found else lost + 1
                 if lost == MOST_LOST:
                     raise GradingError(
-                        f"{lost} grading processes in a row ended or stopped before they began with an answer; what the"
-                        " tasks start as they are made ends them"
+                        f"{lost} grading processes in a row ended or stopped before they began to grade: code that"
+                        " runs when the tasks are created ends them"
                     )
             except BaseException:
                 worker.stop()  # its remaining answers would not be read

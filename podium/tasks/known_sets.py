@@ -51,7 +51,7 @@ class AnswerForm:
     rule: str = "is empty"
     """End of the error message for a row without a reference."""
     key: str | None = None
-    """The entry that holds the answer, of a column of objects."""
+    """In a column of objects, the name of the entry that holds the answer."""
     is_without: Callable[[Row], bool] = lambda row: False
     """Whether a row is left out, because its publisher gives no answer to compare with."""
     without: str = ""

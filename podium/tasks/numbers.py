@@ -58,7 +58,7 @@ _SHORT_WORD_LIST = "am pm us st nd rd th a an at by is it of on in to sq fl we h
 _SHORT_WORDS = frozenset(_SHORT_WORD_LIST.split())
 _ATTACHED_LIST = "gb kb mb tb st nd rd th rs am pm"
 _ATTACHED = frozenset(_ATTACHED_LIST.split())
-"""Letters that may stand right behind a number, besides units: `5GB`, `5th`."""
+"""Letters that may follow a number directly, besides units: `5GB`, `5th`."""
 _CHANGING_LIST = (  # of the value that stands beside them
     "hundreds thousands millions billions trillions half halves third thirds quarter quarters fourth fourths fifth"
     " fifths tenth tenths hundredths thousandths squared cubed and or not nor plus times over divided multiplied base"
@@ -315,7 +315,7 @@ def _has_digit(text: str) -> bool:
 def _is_prose(before: str, after: str, *, attached: bool) -> bool:
     """Whether the text around a number and its unit leaves its value unchanged: plain words, punctuation.
 
-    `attached`: letters right behind the number must be a short unit: `5 GB` is one, and `5x` is not.
+    `attached`: letters directly after the number must be a short unit: `5 GB` is one, and `5x` is not.
     """
     if not (_PROSE.fullmatch(before) and _PROSE.fullmatch(after)) or "/" in before:
         return False

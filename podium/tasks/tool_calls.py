@@ -120,7 +120,7 @@ def opens_thought(text: str) -> bool:
 
 
 def _beyond_thoughts(text: str, *, thinking: bool) -> tuple[int, int]:
-    """Where the answer begins behind the last thought, and where a thought begins in it that is not closed."""
+    """Where the answer begins after the last closed thought, and where a thought begins that is not closed."""
     begin, closed = 0, False
     for _, closing in THOUGHTS:
         place = text.rfind(closing)

@@ -127,7 +127,7 @@ def read_unit(text: str) -> Unit | None:
 
 
 def split_unit(text: str) -> tuple[Unit | None, str]:
-    """The unit that the text after a number begins with, and the text behind it: gram and ` of sugar`.
+    """The unit that the text after a number begins with, and the rest of the text: gram and ` of sugar`.
 
     A single letter is a unit only after a space, and only if it is one of LETTERS; None and the text if there is none.
     """

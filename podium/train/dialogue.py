@@ -36,7 +36,7 @@ SCHEMA: ToolSchema = {"type": "function", "function": FUNCTION}
 BEGUN_ARGUMENTS = re.compile(r"(?:<|(?<=[:>\]\n])[ ]?\{)$")
 """What only begins a call's arguments: the model writes it together with what follows."""
 OPENING_TOKENS = 16
-"""Most tokens of the opening of a thought, with the spaces behind it."""
+"""Most tokens of the opening of a thought, with the spaces after it."""
 
 
 class ToolFormat:

@@ -7,8 +7,8 @@ schedule.
 
 A step that has enough complete prompts leaves the other conversations where they are (`Episode.state`): what was drawn
 is taken out of the engine and goes on in the next call of `hold`, under newer weights, while environments stay open. An
-environment that is not there any more, because the run was continued or another host held it, is opened anew with the
-same seed and told the same answers. If it replies otherwise than before, its conversation has failed and begins again.
+environment that no longer exists, because the run was continued or another host held it, is opened again with the same
+seed, and gets the model's earlier answers again. If it replies differently, its conversation has failed and restarts.
 
 The same is done at once for conversations whose process was lost through no fault of theirs. They have not failed: one
 whose new environment replies otherwise begins again, as often as that happens.

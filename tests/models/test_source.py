@@ -169,7 +169,7 @@ def test_llama_1_shares_no_heads():
     [
         ({"model_type": "gemma2"}, "'gemma2' is not supported: it caps scores.*; Podium trains llama, mistral"),
         ({"model_type": None}, "None is not supported"),
-        ({"model_type": "gemma3"}, "a gemma3 has its text model's numbers in text_config; there is none"),
+        ({"model_type": "gemma3"}, "a gemma3 needs its text model's settings in text_config, which is missing"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic' is not .*default, llama3, linear, yarn"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type yarn needs factor"),

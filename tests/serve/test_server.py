@@ -415,7 +415,7 @@ BAD = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "type text"),
     (CHAT, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs", "only 0"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", '"type": "text"'),
-    (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice", "required needs tools, and there are none"),
+    (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice", "needs tools, and the request has none"),
     (CHAT, {"messages": HELLO, "tool_choice": "any"}, "tool_choice", "must be 'auto', 'none', 'required'"),
     (
         CHAT,
