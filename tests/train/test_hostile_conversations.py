@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,14 @@ def test_code_of_a_user_that_exits_does_not_make_a_run_seem_done(tiny_model, tmp
         imported("leaving_script:task", what="a task")
 
 
+def wait_without_calls(process):
+    """Wait until a process has no call in progress: a single one would be to blame for the loss of its process."""
+    question, until = process.question(), time.monotonic() + 60
+    while not process.responded(question) or process.begun:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def test_environments_that_are_lost_between_steps_change_nothing_that_is_carried_over(talk):
     """With a schedule that no clock decides, all is as it would have been, to the last position."""
     config = talk(rollout={**CARRIED, "reproducible": True}, environments={"workers": 1, "retries": 0})
@@ -130,7 +139,9 @@ def test_environments_that_are_lost_between_steps_change_nothing_that_is_carried
     with broken.opened() as rollouts:
         for step in range(3):
             broken.run(rollouts, step)
-            os.kill(rollouts.environments._pool._shared[0].pid, signal.SIGKILL)
+            process = rollouts.environments._pool._shared[0]
+            wait_without_calls(process)
+            os.kill(process.pid, signal.SIGKILL)
     assert not broken.failures and sum(held.moved for held in broken.held) > 0
     for one, other in zip(whole.groups, broken.groups, strict=True):
         for group, same in zip(one, other, strict=True):
