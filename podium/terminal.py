@@ -27,7 +27,7 @@ def harmless(text: str) -> str:
 
 
 def guard_errors() -> None:
-    """Print warnings and uncaught exceptions `harmless` from now on, threads' too: they may quote what a model wrote."""
+    """Print warnings and uncaught exceptions `harmless` from now on: they may quote what a model wrote."""
     if logging.lastResort is not None:  # prints warnings where nothing else has been set up
         logging.lastResort.setFormatter(_Harmless())
     sys.excepthook = _print_exception
