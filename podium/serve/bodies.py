@@ -212,11 +212,6 @@ NOTES = (
     *("verbosity", "prediction"),
 )
 """Fields that are read by nothing: notes of the client, and hints."""
-MESSAGE_NOTES = (
-    *("type", "refusal", "annotations", "audio", "reasoning_details", "thinking_blocks"),
-    *("provider_specific_fields", "cache_control"),
-)
-"""Fields of a message that are read by nothing; clients repeat most of them from answers."""
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
 """Fields that say how to draw, which a run that trains does in its own way."""
 
@@ -273,7 +268,20 @@ class CallBody(_Object):
     provider_specific_fields: object = None
 
 
-class MessageBody(_Object):
+class _MessageNotes(_Object):
+    """Fields of a message that are read by nothing; clients repeat most of them from answers."""
+
+    type: object = None
+    refusal: object = None
+    annotations: object = None
+    audio: object = None
+    reasoning_details: object = None
+    thinking_blocks: object = None
+    provider_specific_fields: object = None
+    cache_control: object = None
+
+
+class MessageBody(_MessageNotes):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -285,20 +293,10 @@ class MessageBody(_Object):
     """What the model thought, as templates read it that show it."""
     reasoning: str | None = None
     """The same, as other servers call it."""
-    type: object = None
-    """Read by nothing, as are the others of MESSAGE_NOTES."""
-    refusal: object = None
-    annotations: object = None
-    audio: object = None
-    reasoning_details: object = None
-    thinking_blocks: object = None
-    provider_specific_fields: object = None
-    cache_control: object = None
-
     @property
     def ignored(self) -> list[str]:
         """The fields that are given and change nothing; a name is read of tools' messages only."""
-        names = MESSAGE_NOTES if self.role == "tool" else ("name", *MESSAGE_NOTES)
+        names = _MessageNotes.model_fields if self.role == "tool" else ("name", *_MessageNotes.model_fields)
         return [name for name in names if getattr(self, name)]
 
     def message(self, known: "_Calls", *, arguments_as_text: bool) -> Message:
