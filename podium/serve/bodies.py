@@ -293,6 +293,7 @@ class MessageBody(_MessageNotes):
     """What the model thought, as templates read it that show it."""
     reasoning: str | None = None
     """The same, as other servers call it."""
+
     @property
     def ignored(self) -> list[str]:
         """The fields that are given and change nothing; a name is read of tools' messages only."""
