@@ -297,10 +297,6 @@ class _Rollout:
         """Continue a conversation, with its environment if that is still open."""
         live = Live.of(episode, index, sample)
         number = self._open.pop(self._place(live), None)
-        early = None if number is None else self._owner.early.get(number)
-        if early is not None and early.kind == "lost":
-            del self._owner.early[early.number]
-            live.apart, number = early.apart, None
         if number is None and (episode.state == "beginning" or self._is_led(index)):
             self._begin(Live(index=index, sample=sample, attempt=episode.attempt, apart=live.apart))
             return
@@ -315,6 +311,9 @@ class _Rollout:
         self._live[number] = live
         if live.state != "drawing":
             self._asked(live)
+        early = self._owner.early.get(number)
+        if early is not None and early.kind == "lost":
+            self._lost(live, early)
 
     def _find_environment(self, index: int, sample: int, episode: Episode) -> None:
         """Give a conversation that has ended its environment again, for reward functions."""
