@@ -77,6 +77,12 @@ def test_the_log_s_index_has_a_line_for_each_entry():
     assert set(lines) == entries
 
 
+def test_a_change_is_one_line_of_the_changelog():
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line and not re.match(r"#{1,3} |- ", line)] == []
+    assert [line for line in lines if len(line) > 160] == []
+
+
 @pytest.mark.parametrize("page", LOG, ids=lambda page: page.stem)
 def test_an_entry_of_the_log_is_a_question_a_result_and_a_decision(page):
     for entry in page.read_text(encoding="utf-8").split("\n## ")[1:]:
