@@ -19,6 +19,8 @@ import podium
 from podium.config.load import load
 from podium.sharding import make_mesh
 
+FOR_CONTRIBUTORS = [ROOT / "LOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "log").glob("*.md"))]
+"""Pages for contributors: what they link to is there; the commands in them are not run."""
 NOT_RUN = {
     "PeftModel.from_pretrained": "needs torch, peft and 16 GB of weights; tests/models/test_peft.py",
     "Sandbox(": "needs namespaces; tests/sandbox",
@@ -40,7 +42,7 @@ def blocks(language: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *FOR_CONTRIBUTORS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_points_to_is_there(page):
     """Its links, footnotes, files of benches and tests, and tests by their names."""
     text = page.read_text(encoding="utf-8")
@@ -49,7 +51,7 @@ def test_what_a_page_points_to_is_there(page):
     assert set(re.findall(r"\[\^([\w-]+)\](?!:)", text)) == set(re.findall(r"^\[\^([\w-]+)\]:", text, re.MULTILINE))
     for file, name in re.findall(r"`((?:tests|benches|tools|examples)/[\w/]+\.py)(?:::(\w+))?`", text):
         assert f"def {name}(" in (ROOT / file).read_text() if name else (ROOT / file).exists(), f"{file}::{name}"
-    for result in re.findall(r"\| `([\w-]+-(?:cpu|planned))` \|$", text, re.MULTILINE):
+    for result in re.findall(r"`([\w-]+-(?:cpu|planned))`", text):
         assert (ROOT / "benches" / "results" / f"{result}.json").exists(), result
 
 

@@ -31,7 +31,8 @@ from tools.site_hooks import on_page_content
 
 DOCS = ROOT / "docs"
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-NAMES = sorted(path.name for path in DOCS.glob("*.md"))
+NAMES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+LOG = sorted((DOCS / "log").glob("*.md"))
 SECTIONS = {name.partition("/")[0] for metrics in METRICS.values() for metric in metrics for name in metric.names}
 
 
@@ -54,9 +55,50 @@ def test_every_setting_has_a_row_with_its_value_and_default():
 
 def test_every_page_is_one_click_from_the_first_and_in_the_navigation():
     first = (DOCS / "index.md").read_text()
-    linked = re.findall(r"\]\(([\w-]+\.md)\)", first)
+    linked = re.findall(r"\]\(([\w/-]+\.md)\)", first)
     shown = [page for section in SITE["nav"][1:] for entry in next(iter(section.values())) for page in entry.values()]
     assert sorted(linked) == sorted(shown) == [name for name in NAMES if name != "index.md"]
+
+
+def anchor(heading: str) -> str:
+    """What GitHub and the site link a heading by."""
+    return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading).lower())
+
+
+def test_the_log_s_index_has_a_line_for_each_entry():
+    dates, index = r"20\d\d-\d\d-\d\d", (ROOT / "LOG.md").read_text(encoding="utf-8")
+    entries = {
+        (date, heading, f"docs/log/{page.name}#{anchor(heading)}")
+        for page in LOG
+        for heading, date in re.findall(rf"^## (.+)\n\n({dates})", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    lines = re.findall(rf"^- ({dates}) \[(.+)\]\((.+)\)$", index, re.MULTILINE)
+    assert len(lines) > 150 and len(lines) == len(entries) == sum(page.read_text().count("\n## ") for page in LOG)
+    assert set(lines) == entries
+
+
+def test_a_change_is_one_line_of_the_changelog():
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line and not re.match(r"#{1,3} |- ", line)] == []
+    assert [line for line in lines if len(line) > 160] == []
+
+
+@pytest.mark.parametrize("page", LOG, ids=lambda page: page.stem)
+def test_an_entry_of_the_log_is_a_question_a_result_and_a_decision(page):
+    for entry in page.read_text(encoding="utf-8").split("\n## ")[1:]:
+        said = re.findall(r"^- \*\*(\w+)\.\*\* ", entry, re.MULTILINE)
+        assert said == ["Question", "Result", "Decision"], entry.splitlines()[0]
+
+
+def test_links_within_the_pages_name_headings_that_exist():
+    headings = {
+        page: {anchor(heading) for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)}
+        for page in (DOCS / name for name in NAMES)
+    }
+    for page in (ROOT / "README.md", ROOT / "LOG.md", *headings):
+        for target, name in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+            found = headings.get((page.parent / target).resolve() if target else page, {name})
+            assert name in found, f"{page.name}: {target}#{name}"
 
 
 def names_in(page: str) -> set[str]:
@@ -264,7 +306,7 @@ def test_cells_of_a_wide_table_say_their_column():
 
 @pytest.mark.long
 def test_the_site_loads_nothing_from_elsewhere_and_tables_are_tables(site):
-    for path in site.glob("*.html"):
+    for path in site.rglob("*.html"):
         text = path.read_text(encoding="utf-8")
         assert re.findall(r"<(?:script|link|img)\b[^>]*(?:src|href)=\"https?://[^\"]*", text) == [], path.name
         assert "<p>|" not in text and "\n|---" not in text, path.name
