@@ -14,7 +14,7 @@ import types
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from podium.algorithms.losses import TokenLoss
+    from podium.algorithms.losses import TokenLoss, Tokens
     from podium.algorithms.recipes import Recipe
     from podium.api.answers import Answer, evaluate, generate
     from podium.api.run import Run, load_run
@@ -32,6 +32,7 @@ __all__ = [
     "Run",
     "TaskSource",
     "TokenLoss",
+    "Tokens",
     "evaluate",
     "generate",
     "grpo",
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "podium.algorithms.losses": ("TokenLoss",),
+    "podium.algorithms.losses": ("TokenLoss", "Tokens"),
     "podium.algorithms.recipes": ("Recipe",),
     "podium.api.answers": ("Answer", "evaluate", "generate"),
     "podium.api.run": ("Run", "load_run"),

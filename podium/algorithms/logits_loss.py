@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 from jax.lax import stop_gradient
 
-from podium.algorithms.losses import clipped_policy_loss, kl_loss
+from podium.algorithms.losses import Tokens, clipped_policy_loss, kl_loss
 from podium.kernels.logits import DEFAULTS, LogitsOptions, logprobs_of_logits
 
 
@@ -60,9 +60,8 @@ def grpo_loss_of_logits(
     logprobs, entropy = logprobs_of_logits(logits, targets, options)
     old = stop_gradient(logprobs if old_logprobs is None else old_logprobs)
     every = targets  # placeholders for segments and mask, which this term does not read
-    policy = clipped_policy_loss(
-        logprobs, old, advantages, every, every, clip_low=clip_low, clip_high=clip_high, dual_clip=None
-    )
+    tokens = Tokens(logprobs, old, advantages, every, every)
+    policy = clipped_policy_loss(tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
     losses, kl = policy.values - entropy_bonus * entropy, None
     if reference_logprobs is not None:
         kl = kl_loss("k3", logprobs, reference_logprobs)

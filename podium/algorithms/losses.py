@@ -4,8 +4,7 @@ Every array is [B, T] float32 over packed rows: `segments` numbers the sequences
 padding), `mask` marks the trained tokens, and advantages are already expanded to tokens. No gradient flows through the
 policy's log-probabilities where they are used as data (denominators of ratios, weights, statistics).
 
-A policy term takes `logprobs` of the trained policy, `old_logprobs` of the policy in the ratio's denominator,
-advantages, segments and mask, and returns the loss of each token, not masked and not averaged. Its clip range is 1 -
+A policy term takes `Tokens` and returns the loss of each token, not masked and not averaged. Its clip range is 1 -
 clip_low to 1 + clip_high.
 """
 
@@ -49,115 +48,115 @@ class TokenLoss(NamedTuple):
     """[B, T] by name: further statistics, of which the update reports the mean over its tokens."""
 
 
-# (logprobs, old_logprobs, advantages, segments, mask), each [B, T]
-Loss = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], TokenLoss]
+class Tokens(NamedTuple):
+    """What a policy term reads of the tokens of packed rows, each [B, T]."""
+
+    logprobs: jax.Array
+    """Of the trained policy, with gradient."""
+    old_logprobs: jax.Array
+    """Of the policy in the ratio's denominator."""
+    advantages: jax.Array
+    segments: jax.Array
+    """int32: the number of a token's sequence within its row."""
+    mask: jax.Array
+    scores: Mapping[str, jax.Array] = {}
+    """The batch's scores by name."""
+    prompts: jax.Array | None = None
+    """int32: the segment of a token's prompt, which the two completions of a pair share."""
+
+    @property
+    def log_ratio(self) -> jax.Array:
+        """Of a token's probabilities, logprobs - old_logprobs, within 20 of 0."""
+        return _log_ratio(self.logprobs, self.old_logprobs)
+
+    @property
+    def ratio(self) -> jax.Array:
+        """Of a token's probabilities, exp(logprobs - old_logprobs), at most exp(20)."""
+        return jnp.exp(self.log_ratio)
+
+    @property
+    def sequence_ratio(self) -> jax.Array:
+        """The geometric mean of a sequence's token ratios, at each of its tokens, at most exp(20)."""
+        return jnp.exp(self.means(self.log_ratio))
+
+    @property
+    def share(self) -> jax.Array:
+        """1 / masked tokens of the token's sequence, so that a sequence's shares add up to 1."""
+        return 1 / jnp.maximum(self.sums(jnp.ones_like(self.logprobs)), 1.0)
+
+    def sums(self, x: jax.Array) -> jax.Array:
+        """The sum of `x` over a sequence's masked tokens, at each of its tokens."""
+        return segment_sums(x, self.segments, self.mask)
+
+    def means(self, x: jax.Array) -> jax.Array:
+        """The mean of `x` over a sequence's masked tokens, at each of its tokens."""
+        return segment_means(x, self.segments, self.mask)
 
 
-def clipped_policy_loss(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    segments: jax.Array,
-    mask: jax.Array,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> TokenLoss:
+Loss = Callable[[Tokens], TokenLoss]
+
+
+def clipped_policy_loss(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float | None) -> TokenLoss:
     """PPO's clipped surrogate: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A).
 
     With different widths this is DAPO's clip-higher (arXiv:2503.14476). `dual_clip` c bounds the loss for A < 0 by -c
     A, so that one unlikely token cannot dominate (arXiv:1912.09729); such tokens are the statistic `dual_clipped`, and
     count neither as low nor as high.
     """
-    loss = _clipped(token_ratio(logprobs, old_logprobs), advantages, clip_low=clip_low, clip_high=clip_high)
+    loss = _clipped(tokens.ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
     if dual_clip is None:
         return loss
-    bound = -dual_clip * advantages  # [B, T]
-    bounded = (advantages < 0) & (loss.values > bound)
+    bound = -dual_clip * tokens.advantages  # [B, T]
+    bounded = (tokens.advantages < 0) & (loss.values > bound)
     values = jnp.where(bounded, bound, loss.values)
     return loss._replace(values=values, stats={"dual_clipped": bounded.astype(values.dtype)})
 
 
-def gspo_loss(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    segments: jax.Array,
-    mask: jax.Array,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> TokenLoss:
+def gspo_loss(tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
     """PPO's clipped surrogate with the sequence's ratio, exp(mean_t log ratio_t): GSPO (arXiv:2507.18071).
 
     Advantages must be equal within a sequence. All tokens of a sequence have the same loss, and the gradient flows
     through the mean; with `mean="sequence"` the weighted sum is the paper's objective. The statistics `sequences`,
     `sequences_clipped_low` and `sequences_clipped_high` sum up to numbers of sequences.
     """
-    ratio = sequence_ratio(logprobs, old_logprobs, segments, mask)
-    loss = _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
-    shares = 1 / jnp.maximum(
-        segment_sums(jnp.ones_like(ratio), segments, mask), 1.0
-    )  # 1 / tokens of its sequence, for each token
+    ratio = tokens.sequence_ratio
+    loss = _clipped(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
     return loss._replace(
         stats={
-            "sequences": shares,
-            "sequences_clipped_low": shares * loss.clipped_low,
-            "sequences_clipped_high": shares * loss.clipped_high,
+            "sequences": tokens.share,
+            "sequences_clipped_low": tokens.share * loss.clipped_low,
+            "sequences_clipped_high": tokens.share * loss.clipped_high,
         }
     )
 
 
-def cispo_loss(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    segments: jax.Array,
-    mask: jax.Array,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> TokenLoss:
+def cispo_loss(tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
     """Log-likelihood weighted by a clipped ratio: -sg(clip(ratio, 1 - clip_low, 1 + clip_high)) A logprob.
 
     CISPO (arXiv:2506.13585): the clip bounds a token's weight but never stops its gradient.
     """
-    ratio = stop_gradient(token_ratio(logprobs, old_logprobs))
+    ratio = stop_gradient(tokens.ratio)
     low, high = 1 - clip_low, 1 + clip_high
     return TokenLoss(
-        values=-jnp.clip(ratio, low, high) * advantages * logprobs,
+        values=-jnp.clip(ratio, low, high) * tokens.advantages * tokens.logprobs,
         clipped_low=(ratio < low).astype(ratio.dtype),
         clipped_high=(ratio > high).astype(ratio.dtype),
     )
 
 
-def sapo_loss(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    segments: jax.Array,
-    mask: jax.Array,
-    *,
-    tau_positive: float,
-    tau_negative: float,
-) -> TokenLoss:
+def sapo_loss(tokens: Tokens, *, tau_positive: float, tau_negative: float) -> TokenLoss:
     """A soft gate of the ratio instead of a clip: -(4 / tau) sigmoid(tau (ratio - 1)) A. SAPO (arXiv:2511.20347).
 
     Its gradient is that of the surrogate at ratio 1, and fades as the ratio leaves it. `tau_positive` is tau where A >
     0, `tau_negative` elsewhere; a larger one fades faster.
     """
-    tau = jnp.where(advantages > 0, tau_positive, tau_negative)
-    gate = jax.nn.sigmoid(tau * (token_ratio(logprobs, old_logprobs) - 1)) * 4 / tau
-    return _unclipped(-gate * advantages)
+    tau = jnp.where(tokens.advantages > 0, tau_positive, tau_negative)
+    gate = jax.nn.sigmoid(tau * (tokens.ratio - 1)) * 4 / tau
+    return _unclipped(-gate * tokens.advantages)
 
 
 def vespo_loss(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    segments: jax.Array,
-    mask: jax.Array,
+    tokens: Tokens,
     *,
     k_positive: float,
     lambda_positive: float,
@@ -171,234 +170,137 @@ def vespo_loss(
     which is 1 at w = 1 and falls towards 0 on both sides; k and lambda depend on the advantage's sign (0 counts as
     positive).
     """
-    log_w = segment_sums(_log_ratio(logprobs, old_logprobs), segments, mask)
+    log_w = tokens.sums(tokens.log_ratio)
     log_w = stop_gradient(jnp.clip(log_w, math.log(1e-8), LOG_RATIO_BOUND))
-    good = advantages >= 0
+    good = tokens.advantages >= 0
     k, lambda_ = jnp.where(good, k_positive, k_negative), jnp.where(good, lambda_positive, lambda_negative)
     weight = jnp.exp(k * log_w + lambda_ * (1 - jnp.exp(log_w)))
-    return _unclipped(-weight * advantages * logprobs)
+    return _unclipped(-weight * tokens.advantages * tokens.logprobs)
 
 
-def dppo_tv_loss(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    segments: jax.Array,
-    mask: jax.Array,
-    *,
-    clip_low: float,
-    clip_high: float,
-    weight_cap: float,
-) -> TokenLoss:
+def dppo_tv_loss(tokens: Tokens, *, clip_low: float, clip_high: float, weight_cap: float) -> TokenLoss:
     """Log-likelihood weighted by the ratio, without tokens whose probability moved too far: DPPO by total variation.
 
     -sg(min(ratio, weight_cap)) A logprob (arXiv:2602.04879), or 0 where A > 0 and the probability rose by more than
     `clip_high`, or A <= 0 and it fell by more than `clip_low`.
     """
-    moved = jnp.exp(logprobs) - jnp.exp(old_logprobs)
-    return _masked(logprobs, old_logprobs, advantages, -moved > clip_low, moved > clip_high, weight_cap=weight_cap)
+    moved = jnp.exp(tokens.logprobs) - jnp.exp(tokens.old_logprobs)
+    return _masked(tokens, -moved > clip_low, moved > clip_high, weight_cap=weight_cap)
 
 
-def dppo_kl_loss(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    segments: jax.Array,
-    mask: jax.Array,
-    *,
-    clip_low: float,
-    clip_high: float,
-    weight_cap: float,
-) -> TokenLoss:
+def dppo_kl_loss(tokens: Tokens, *, clip_low: float, clip_high: float, weight_cap: float) -> TokenLoss:
     """DPPO by KL (arXiv:2602.04879): as `dppo_tv_loss`, where the move is the KL between two choices, token or not.
 
     With p the token's probability and q the old one, it is q log(q / p) + (1 - q) log((1 - q) / (1 - p)), with 1e-8
     added to 1 - q and 1 - p. `clip_low` bounds it where the probability fell, `clip_high` where it rose.
     """
-    p, q = jnp.exp(logprobs), jnp.exp(old_logprobs)
+    p, q = jnp.exp(tokens.logprobs), jnp.exp(tokens.old_logprobs)
     others = [jnp.maximum(1 - x, 0.0) + 1e-8 for x in (q, p)]  # rounding can make a probability larger than 1
-    kl = q * (old_logprobs - logprobs) + (1 - q) * jnp.log(others[0] / others[1])
+    kl = q * (tokens.old_logprobs - tokens.logprobs) + (1 - q) * jnp.log(others[0] / others[1])
     low, high = (kl > clip_low) & (p < q), (kl > clip_high) & (p > q)
-    return _masked(logprobs, old_logprobs, advantages, low, high, weight_cap=weight_cap)
+    return _masked(tokens, low, high, weight_cap=weight_cap)
 
 
-def gmpo_loss(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    segments: jax.Array,
-    mask: jax.Array,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> TokenLoss:
+def gmpo_loss(tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
     """The geometric mean of clipped token ratios, times -A: GMPO (arXiv:2507.20673).
 
     Each log-ratio is clipped, as PPO clips ratios, to at most clip_high where A > 0 and at least -clip_low elsewhere.
     Advantages must be equal within a sequence. All tokens of a sequence have the same loss; with `mean="sequence"` the
     weighted sum is the paper's objective.
     """
-    log_ratio = _log_ratio(logprobs, old_logprobs)
-    is_high = (log_ratio > clip_high) & (advantages > 0)
-    is_low = (log_ratio < -clip_low) & (advantages <= 0)
+    log_ratio = tokens.log_ratio
+    is_high = (log_ratio > clip_high) & (tokens.advantages > 0)
+    is_low = (log_ratio < -clip_low) & (tokens.advantages <= 0)
     clipped = jnp.where(is_high, clip_high, jnp.where(is_low, -clip_low, log_ratio))
-    values = -jnp.exp(segment_means(clipped, segments, mask)) * advantages
+    values = -jnp.exp(tokens.means(clipped)) * tokens.advantages
     return TokenLoss(values, is_low.astype(values.dtype), is_high.astype(values.dtype))
 
 
-def clip_cov_loss(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    segments: jax.Array,
-    mask: jax.Array,
-    *,
-    clip_low: float,
-    clip_high: float,
-    scores: Mapping[str, jax.Array],
-) -> TokenLoss:
+def clip_cov_loss(tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
     """PPO's clipped surrogate, but 0 at tokens that would lower the entropy most: Clip-Cov (arXiv:2505.22617).
 
-    `scores` has them as COVARIANT, [B, T]; `podium.algorithms.selection.clip_cov_tokens` chooses them. They are the
+    `tokens.scores` has them as COVARIANT; `podium.algorithms.selection.clip_cov_tokens` chooses them. They are the
     statistic `covariant`.
     """
-    loss = _clipped(token_ratio(logprobs, old_logprobs), advantages, clip_low=clip_low, clip_high=clip_high)
-    chosen = scores[COVARIANT]
+    loss = _clipped(tokens.ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
+    chosen = tokens.scores[COVARIANT]
     return loss._replace(values=loss.values * (1 - chosen), stats={"covariant": chosen})
 
 
-def kl_cov_loss(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    segments: jax.Array,
-    mask: jax.Array,
-    *,
-    scores: Mapping[str, jax.Array],
-    kl_weight: float,
-) -> TokenLoss:
+def kl_cov_loss(tokens: Tokens, *, kl_weight: float) -> TokenLoss:
     """-ratio A, plus kl_weight x KL(old || policy) at tokens that would lower the entropy most: KL-Cov
     (arXiv:2505.22617).
 
-    `scores` has these tokens as COVARIANT, [B, T]; the KL is estimated at each as ratio - 1 - log ratio.
+    `tokens.scores` has these tokens as COVARIANT; the KL is estimated at each as ratio - 1 - log ratio.
     """
-    chosen = scores[COVARIANT]
-    kl = k3_estimate(old_logprobs, logprobs)
-    values = -token_ratio(logprobs, old_logprobs) * advantages + kl_weight * chosen * kl
+    chosen = tokens.scores[COVARIANT]
+    kl = k3_estimate(tokens.old_logprobs, tokens.logprobs)
+    values = -tokens.ratio * tokens.advantages + kl_weight * chosen * kl
     return _unclipped(values)._replace(stats={"covariant": chosen})
 
 
-def reinforce_loss(
-    logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, segments: jax.Array, mask: jax.Array
-) -> TokenLoss:
+def reinforce_loss(tokens: Tokens) -> TokenLoss:
     """Log-likelihood weighted by advantage, -A logprob: REINFORCE (Williams, 1992).
 
     Its gradient equals that of the clipped surrogate at ratio 1, so it is valid only for the first update of a batch.
     """
-    return _unclipped(-advantages * logprobs)
+    return _unclipped(-tokens.advantages * tokens.logprobs)
 
 
-class Pairs(NamedTuple):
-    """What a loss of pairs reads beside its tokens: both completions of a pair lie in one row."""
-
-    reference_logprobs: jax.Array  # [B, T]
-    prompts: jax.Array  # [B, T] int32, the segment of the prompt that the two completions of a pair share
-
-
-def pair_margins(
-    logprobs: jax.Array, advantages: jax.Array, segments: jax.Array, mask: jax.Array, pairs: Pairs, *, by_token: bool
-) -> tuple[jax.Array, jax.Array]:
+def pair_margins(tokens: Tokens, *, by_token: bool) -> tuple[jax.Array, jax.Array]:
     """The log-ratios of policy to reference of a token's pair: of its chosen and its rejected completion, [B, T] each.
 
-    They are summed over the completion's tokens or, `by_token`, averaged. `advantages` are 1 in chosen completions and
-    -1 in rejected ones.
+    They are summed over the completion's tokens or, `by_token`, averaged. Advantages are 1 in chosen completions and -1
+    in rejected ones.
     """
-    ratio = logprobs - stop_gradient(pairs.reference_logprobs)
+    assert tokens.prompts is not None, "a pair is known by its prompt"
+    ratio = tokens.logprobs - stop_gradient(tokens.scores[REFERENCE_LOGPROBS])
     if by_token:
-        ratio = ratio / jnp.maximum(segment_sums(jnp.ones_like(ratio), segments, mask), 1.0)
-    chosen = segment_sums(jnp.where(advantages > 0, ratio, 0.0), pairs.prompts, mask)
-    return chosen, segment_sums(jnp.where(advantages < 0, ratio, 0.0), pairs.prompts, mask)
+        ratio = ratio * tokens.share
+    chosen = segment_sums(jnp.where(tokens.advantages > 0, ratio, 0.0), tokens.prompts, tokens.mask)
+    return chosen, segment_sums(jnp.where(tokens.advantages < 0, ratio, 0.0), tokens.prompts, tokens.mask)
 
 
-def dpo_loss(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    segments: jax.Array,
-    mask: jax.Array,
-    *,
-    pairs: Pairs,
-    beta: float,
-    label_smoothing: float,
-) -> TokenLoss:
+def dpo_loss(tokens: Tokens, *, beta: float, label_smoothing: float) -> TokenLoss:
     """-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m) of a pair: DPO (arXiv:2305.18290), e label_smoothing.
 
     m is the chosen completion's log-ratio of policy to reference minus the rejected one's. All tokens of a pair have
     its loss; with `mean="sequence"` the weighted sum is the mean over pairs, which holds for all losses of pairs.
     """
-    chosen, rejected = pair_margins(logprobs, advantages, segments, mask, pairs, by_token=False)
+    chosen, rejected = pair_margins(tokens, by_token=False)
     margin = beta * (chosen - rejected)
     values = -(1 - label_smoothing) * jax.nn.log_sigmoid(margin) - label_smoothing * jax.nn.log_sigmoid(-margin)
-    return _of_pairs(values, chosen, rejected, segments=pairs.prompts, mask=mask, beta=beta)
+    return _of_pairs(tokens, values, chosen, rejected, beta=beta)
 
 
-def ipo_loss(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    segments: jax.Array,
-    mask: jax.Array,
-    *,
-    pairs: Pairs,
-    beta: float,
-) -> TokenLoss:
+def ipo_loss(tokens: Tokens, *, beta: float) -> TokenLoss:
     """(m - 1 / (2 beta))^2 of a pair, with log-ratios averaged over a completion's tokens: IPO (arXiv:2310.12036)."""
-    chosen, rejected = pair_margins(logprobs, advantages, segments, mask, pairs, by_token=True)
+    chosen, rejected = pair_margins(tokens, by_token=True)
     values = jnp.square(chosen - rejected - 1 / (2 * beta))
-    chosen, rejected = pair_margins(logprobs, advantages, segments, mask, pairs, by_token=False)
-    return _of_pairs(values, chosen, rejected, segments=pairs.prompts, mask=mask, beta=beta)
+    chosen, rejected = pair_margins(tokens, by_token=False)
+    return _of_pairs(tokens, values, chosen, rejected, beta=beta)
 
 
-def dpo_hinge_loss(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    segments: jax.Array,
-    mask: jax.Array,
-    *,
-    pairs: Pairs,
-    beta: float,
-) -> TokenLoss:
+def dpo_hinge_loss(tokens: Tokens, *, beta: float) -> TokenLoss:
     """max(0, 1 - beta m) of a pair: SLiC's hinge (arXiv:2305.10425) on DPO's margin m (arXiv:2309.06657)."""
-    chosen, rejected = pair_margins(logprobs, advantages, segments, mask, pairs, by_token=False)
+    chosen, rejected = pair_margins(tokens, by_token=False)
     values = jnp.maximum(0.0, 1 - beta * (chosen - rejected))
-    return _of_pairs(values, chosen, rejected, segments=pairs.prompts, mask=mask, beta=beta)
+    return _of_pairs(tokens, values, chosen, rejected, beta=beta)
 
 
-def kto_loss(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    segments: jax.Array,
-    mask: jax.Array,
-    *,
-    scores: Mapping[str, jax.Array],
-    beta: float,
-    desirable_weight: float,
-    undesirable_weight: float,
-) -> TokenLoss:
+def kto_loss(tokens: Tokens, *, beta: float, desirable_weight: float, undesirable_weight: float) -> TokenLoss:
     """KTO (arXiv:2402.01306): w (1 - sigmoid(beta s)) of a completion, s = r - z if it is desirable, else z - r.
 
-    r is its log-ratio of policy to reference, and z the KL that `scores` has as REFERENCE_POINT, without gradient.
+    r is its log-ratio of policy to reference, and z the KL that the scores have as REFERENCE_POINT, without gradient.
     `advantages` are 1 in desirable completions and -1 in the others. All tokens of a completion have its loss; with
     `mean="sequence"` the weighted sum is the mean over completions.
     """
-    ratio = segment_sums(logprobs - stop_gradient(scores[REFERENCE_LOGPROBS]), segments, mask)
-    point = stop_gradient(scores[REFERENCE_POINT])
-    desirable = advantages > 0
+    ratio = tokens.sums(tokens.logprobs - stop_gradient(tokens.scores[REFERENCE_LOGPROBS]))
+    point = stop_gradient(tokens.scores[REFERENCE_POINT])
+    desirable = tokens.advantages > 0
     weight = jnp.where(desirable, desirable_weight, undesirable_weight)
     values = weight * jax.nn.sigmoid(-beta * jnp.where(desirable, ratio - point, point - ratio))
-    share = 1 / jnp.maximum(segment_sums(jnp.ones_like(values), segments, mask), 1.0)
+    share = tokens.share
     stats = {
         "chosen": jnp.where(desirable, share, 0.0),
         "rejected": jnp.where(desirable, 0.0, share),
@@ -409,11 +311,10 @@ def kto_loss(
     return _unclipped(values)._replace(stats=stats)
 
 
-def _of_pairs(
-    values: jax.Array, chosen: jax.Array, rejected: jax.Array, *, segments: jax.Array, mask: jax.Array, beta: float
-) -> TokenLoss:
+def _of_pairs(tokens: Tokens, values: jax.Array, chosen: jax.Array, rejected: jax.Array, *, beta: float) -> TokenLoss:
     """The loss, with statistics that sum up to numbers of pairs and to the rewards beta x log-ratio of their sides."""
-    share = 1 / jnp.maximum(segment_sums(jnp.ones_like(values), segments, mask), 1.0)
+    assert tokens.prompts is not None
+    share = 1 / jnp.maximum(segment_sums(jnp.ones_like(values), tokens.prompts, tokens.mask), 1.0)
     stats = {
         "pairs": share,
         "pairs_chosen": share * beta * chosen,
@@ -443,20 +344,15 @@ POLICY_LOSSES: Mapping[str, Callable[..., TokenLoss]] = {
 """By the names of `podium.algorithms.recipes.LOSSES`, which has their options."""
 
 
-def make_loss(
-    recipe: Recipe, scores: Mapping[str, jax.Array] = MappingProxyType({}), prompts: jax.Array | None = None
-) -> Loss:
+def make_loss(recipe: Recipe) -> Loss:
     """The recipe's policy term with its options bound.
 
     To add a loss, write a function above, its line in POLICY_LOSSES, and its options in
-    `podium.algorithms.recipes.LOSSES`. A loss given by import path takes the same arguments as the others and returns a
-    `TokenLoss` or [B, T]. If it has an argument `scores`, it also gets the batch's scores, [B, T] by name.
+    `podium.algorithms.recipes.LOSSES`. A loss given by import path takes `Tokens` too, and returns a `TokenLoss` or
+    [B, T].
     """
     function = POLICY_LOSSES.get(recipe.loss) or _imported_loss(recipe.loss)
-    options = {name: getattr(recipe, name) for name in ("clip_low", "clip_high", "dual_clip")} | {"scores": scores}
-    if recipe.preferences and recipe.data_form == "pair":
-        assert prompts is not None, "a pair is known by its prompt"
-        options["pairs"] = Pairs(scores[REFERENCE_LOGPROBS], prompts)
+    options = {name: getattr(recipe, name) for name in ("clip_low", "clip_high", "dual_clip")}
     options |= LOSSES[recipe.loss].options if recipe.loss in LOSSES else {}
     options |= recipe.loss_options
     known = inspect.signature(function).parameters
@@ -466,14 +362,18 @@ def make_loss(
 def _imported_loss(path: str) -> Callable[..., TokenLoss]:
     """A user's loss, whose result is checked and made a `TokenLoss`."""
     function = imported(path, what="a loss", known=LOSSES)
+    parameters = inspect.signature(function).parameters
+    by_field = "old_logprobs" in parameters  # it takes the fields of `Tokens`, each by itself
 
     @functools.wraps(function)
-    def loss(logprobs: jax.Array, *given: jax.Array, **options: object) -> TokenLoss:
-        found = function(logprobs, *given, **options)
+    def loss(tokens: Tokens, **options: object) -> TokenLoss:
+        if "scores" in parameters:
+            options["scores"] = tokens.scores
+        found = function(*tokens[:5], **options) if by_field else function(tokens, **options)
         found = found if isinstance(found, TokenLoss) else _unclipped(found)
-        if found.values.shape != logprobs.shape:
+        if found.values.shape != tokens.logprobs.shape:
             raise ValueError(
-                f"loss {path} gives {list(found.values.shape)} for log-probabilities of {list(logprobs.shape)};"
+                f"loss {path} gives {list(found.values.shape)} for log-probabilities of {list(tokens.logprobs.shape)};"
                 " it must give the loss of each token, not masked and not averaged"
             )
         return found
@@ -596,7 +496,8 @@ def policy_loss(
     """
     of_this_update = sampled_logprobs if recipe.old_logprobs == "sampler" else logprobs
     old_logprobs = stop_gradient(scores.get(OLD_LOGPROBS, of_this_update))
-    policy = make_loss(recipe, scores, prompts)(logprobs, old_logprobs, advantages, segments, mask)
+    tokens = Tokens(logprobs, old_logprobs, advantages, segments, mask, scores, prompts)
+    policy = make_loss(recipe)(tokens)
     loss = policy.values
     stats = {
         "clip_low": policy.clipped_low,
@@ -624,8 +525,7 @@ def policy_loss(
         weight = recipe.kl_coef if kl_coef is None else kl_coef
         if recipe.kl_by_ratio:
             of_sequences = recipe.loss in LOSSES and LOSSES[recipe.loss].of_sequences
-            ratio = partial(sequence_ratio, segments=segments, mask=mask) if of_sequences else token_ratio
-            kl = kl * ratio(logprobs, old_logprobs)
+            kl = kl * (tokens.sequence_ratio if of_sequences else tokens.ratio)
         loss = loss + weight * kl
     return loss, jax.tree.map(stop_gradient, stats)
 
@@ -683,16 +583,6 @@ def narrow_clip_warning(recipe: Recipe, logprob_gap: float) -> str | None:
     )
 
 
-def token_ratio(logprobs: jax.Array, old_logprobs: jax.Array) -> jax.Array:
-    """The ratio of a token's probabilities, exp(logprobs - old_logprobs): [B, T], at most exp(20)."""
-    return jnp.exp(_log_ratio(logprobs, old_logprobs))
-
-
-def sequence_ratio(logprobs: jax.Array, old_logprobs: jax.Array, segments: jax.Array, mask: jax.Array) -> jax.Array:
-    """The geometric mean of a sequence's token ratios, at each of its tokens: [B, T], at most exp(20)."""
-    return jnp.exp(segment_means(_log_ratio(logprobs, old_logprobs), segments, mask))
-
-
 def segment_means(x: jax.Array, segments: jax.Array, mask: jax.Array) -> jax.Array:
     """The mean of `x` [B, T] over each sequence's masked tokens, at every token of the sequence; 0 without any.
 
@@ -723,19 +613,11 @@ def _clipped(ratio: jax.Array, advantages: jax.Array, *, clip_low: float, clip_h
     return TokenLoss(-bounded * advantages, is_low.astype(ratio.dtype), is_high.astype(ratio.dtype))
 
 
-def _masked(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    low: jax.Array,
-    high: jax.Array,
-    *,
-    weight_cap: float,
-) -> TokenLoss:
+def _masked(tokens: Tokens, low: jax.Array, high: jax.Array, *, weight_cap: float) -> TokenLoss:
     """DPPO's loss: -sg(min(ratio, weight_cap)) A logprob, but 0 where A > 0 and `high`, or A <= 0 and `low`."""
-    is_low, is_high = low & (advantages <= 0), high & (advantages > 0)
-    weight = jnp.where(is_low | is_high, 0.0, jnp.minimum(token_ratio(logprobs, old_logprobs), weight_cap))
-    values = -stop_gradient(weight) * advantages * logprobs
+    is_low, is_high = low & (tokens.advantages <= 0), high & (tokens.advantages > 0)
+    weight = jnp.where(is_low | is_high, 0.0, jnp.minimum(tokens.ratio, weight_cap))
+    values = -stop_gradient(weight) * tokens.advantages * tokens.logprobs
     return TokenLoss(values, is_low.astype(values.dtype), is_high.astype(values.dtype))
 
 

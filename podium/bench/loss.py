@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from podium.accelerators import kernels_of
 from podium.algorithms.logits_loss import grpo_loss_of_logits
-from podium.algorithms.losses import clipped_policy_loss
+from podium.algorithms.losses import Tokens, clipped_policy_loss
 from podium.kernels.logits import LogitsOptions, logprobs_of_logits
 from podium.kernels.tiles import Tiles
 from podium.train.gather_memory import DTYPES
@@ -177,9 +177,8 @@ def make_step(options: LossBench) -> LossStep:
         logprobs = jnp.take_along_axis(table, targets[..., None], axis=-1)[..., 0]
         old = jax.lax.stop_gradient(logprobs) if old is None else old
         every = jnp.ones_like(targets)
-        terms = clipped_policy_loss(
-            logprobs, old, advantages, every, every, clip_low=low, clip_high=high, dual_clip=None
-        )
+        tokens = Tokens(logprobs, old, advantages, every, every)
+        terms = clipped_policy_loss(tokens, clip_low=low, clip_high=high, dual_clip=None)
         return jnp.mean(terms.values)
 
     return jax.jit(jax.value_and_grad(loss), donate_argnums=0)

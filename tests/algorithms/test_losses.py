@@ -19,6 +19,7 @@ from podium.algorithms.advantages import reward_advantages, token_weights
 from podium.algorithms.losses import (
     POLICY_LOSSES,
     TokenLoss,
+    Tokens,
     cispo_loss,
     clipped_policy_loss,
     correction_weights,
@@ -146,7 +147,7 @@ def naive_gradient(naive: Naive, batch: Batch, weights: np.ndarray) -> np.ndarra
 
 
 def weighted(loss: Loss, weights: np.ndarray, batch: Batch, logprobs: jax.Array) -> jax.Array:
-    return jnp.sum(weights * loss(**{**batch, "logprobs": logprobs}).values)
+    return jnp.sum(weights * loss(Tokens(**{**batch, "logprobs": logprobs})).values)
 
 
 @pytest.mark.parametrize(("loss", "naive"), LOSSES)
@@ -154,7 +155,7 @@ def weighted(loss: Loss, weights: np.ndarray, batch: Batch, logprobs: jax.Array)
 def test_values_and_gradients_equal_naive_loops(loss: Loss, naive: Naive, seed: int) -> None:
     batch = packed(seed)
     weights = np.random.default_rng(seed).uniform(0.5, 1.5, batch["mask"].shape).astype(np.float32) * batch["mask"]
-    values = np.asarray(jax.jit(loss)(**batch).values) * batch["mask"]
+    values = np.asarray(jax.jit(loss)(Tokens(**batch)).values) * batch["mask"]
     np.testing.assert_allclose(values, naive_values(naive, batch, batch["logprobs"]), rtol=2e-6, atol=2e-6)
     gradient = jax.jit(jax.grad(partial(weighted, loss, weights, batch)))(batch["logprobs"])
     np.testing.assert_allclose(gradient, naive_gradient(naive, batch, weights), rtol=1e-4, atol=1e-6)
@@ -165,7 +166,7 @@ def one_token(loss: Loss, ratio: float, advantage: float, logprob: float = -2.0)
 
     def value(lp: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         old, A = jnp.full((1, 1), logprob - math.log(ratio)), jnp.full((1, 1), advantage)
-        result = loss(lp, old, A, jnp.ones((1, 1), jnp.int32), jnp.ones((1, 1), bool))
+        result = loss(Tokens(lp, old, A, jnp.ones((1, 1), jnp.int32), jnp.ones((1, 1), bool)))
         return result.values[0, 0], (result.clipped_low[0, 0], result.clipped_high[0, 0])
 
     (value_, clips), gradient = jax.value_and_grad(value, has_aux=True)(jnp.full((1, 1), logprob))
@@ -228,14 +229,14 @@ def jitted(loss: Loss) -> Loss:
 @settings(deadline=None, max_examples=20)
 def test_packed_rows_equal_sequences_alone(loss: Loss, naive: Naive, seed: int) -> None:
     batch, compute = packed(seed), jitted(loss)
-    together = jax.device_get(compute(**batch))
+    together = jax.device_get(compute(Tokens(**batch)))
     for row, columns in sequences(batch):
         T = 10  # padded with noise to the same length
         alone = {name: np.full((1, T), 3, array.dtype) for name, array in batch.items()}
         alone["segments"], alone["mask"] = np.zeros((1, T), np.int32), np.zeros((1, T), bool)
         for name, array in batch.items():
             alone[name][0, 2 : 2 + len(columns)] = array[row, columns]
-        found = jax.device_get(compute(**alone))
+        found = jax.device_get(compute(Tokens(**alone)))
         assert found.stats.keys() == together.stats.keys()
         for result, expected in zip(jax.tree.leaves(found), jax.tree.leaves(together), strict=True):
             np.testing.assert_allclose(result[0, 2 : 2 + len(columns)], expected[row, columns], rtol=1e-5, atol=1e-6)
@@ -245,8 +246,8 @@ def test_packed_rows_equal_sequences_alone(loss: Loss, naive: Naive, seed: int) 
 def test_rows_and_padding_may_change_places(loss: Loss, naive: Naive) -> None:
     batch = packed(1)
     order = np.array([2, 0, 3, 1])
-    values = np.asarray(loss(**batch).values)
-    moved = loss(**{name: np.pad(array[order], ((0, 0), (0, 3))) for name, array in batch.items()}).values
+    values = np.asarray(loss(Tokens(**batch)).values)
+    moved = loss(Tokens(**{name: np.pad(x[order], ((0, 0), (0, 3))) for name, x in batch.items()})).values
     np.testing.assert_allclose(moved[:, :-3], values[order], rtol=1e-6)
 
 
@@ -260,7 +261,7 @@ def test_rows_split_over_devices_give_the_same_gradient() -> None:
 
     @jax.jit
     def gradient(batch: dict[str, jax.Array], logprobs: jax.Array) -> jax.Array:
-        return jax.grad(lambda lp: jnp.sum(weights * GSPO(**{**batch, "logprobs": lp}).values))(logprobs)
+        return jax.grad(lambda lp: jnp.sum(weights * GSPO(Tokens(**{**batch, "logprobs": lp})).values))(logprobs)
 
     np.testing.assert_allclose(gradient(spread, spread["logprobs"]), one, rtol=1e-6)
     assert "all-gather" not in str(gradient.lower(spread, spread["logprobs"]).compile().as_text())
@@ -270,7 +271,7 @@ def test_a_loss_has_the_options_of_its_line_and_those_of_the_clip() -> None:
     assert POLICY_LOSSES.keys() == recipes.LOSSES.keys()
     for name, kind in recipes.LOSSES.items():
         parameters = inspect.signature(POLICY_LOSSES[name]).parameters.values()
-        own = {each.name for each in parameters if each.kind == each.KEYWORD_ONLY} - {"dual_clip", "pairs", "scores"}
+        own = {each.name for each in parameters if each.kind == each.KEYWORD_ONLY} - {"dual_clip"}
         of_choice = {option for option in kind.options if kind.covariant and option.startswith("cov_")}
         assert own == {*kind.options, *(("clip_low", "clip_high") if kind.clips else ())} - of_choice
 
@@ -290,14 +291,18 @@ def test_luspo_is_gspo_with_a_constant_divisor() -> None:
     lengths = np.array([len(columns) for _, columns in sequences(batch)])
     weights = token_weights("constant", lengths, num_sequences=len(lengths), max_new_tokens=longest)
     assert len(set(weights.tolist())) == 1
-    ours = jax.jit(jax.grad(lambda lp: jnp.sum(weights[0] * batch["mask"] * GSPO(**{**batch, "logprobs": lp}).values)))
+    ours = jax.jit(
+        jax.grad(lambda lp: jnp.sum(weights[0] * batch["mask"] * GSPO(Tokens(**{**batch, "logprobs": lp})).values))
+    )
     theirs = jax.jit(jax.grad(luspo))(batch["logprobs"])
     np.testing.assert_allclose(longest * ours(batch["logprobs"]), theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_tokens_that_the_dual_clip_bounds_are_counted_apart() -> None:
     ratios, advantages = jnp.array([[5.0, 5.0, 1.4, 0.5]]), jnp.array([[-1.0, 1.0, -1.0, -1.0]])
-    found = DUAL(jnp.log(ratios), jnp.zeros((1, 4)), advantages, jnp.ones((1, 4), jnp.int32), jnp.ones((1, 4), bool))
+    found = DUAL(
+        Tokens(jnp.log(ratios), jnp.zeros((1, 4)), advantages, jnp.ones((1, 4), jnp.int32), jnp.ones((1, 4), bool))
+    )
     np.testing.assert_array_equal(found.stats["dual_clipped"], [[1, 0, 0, 0]])
     np.testing.assert_array_equal((found.clipped_low, found.clipped_high), [[[0, 0, 0, 1]], [[0, 1, 0, 0]]])
 
@@ -305,7 +310,8 @@ def test_tokens_that_the_dual_clip_bounds_are_counted_apart() -> None:
 def test_gspo_counts_sequences_and_not_their_tokens() -> None:
     ratios = jnp.array([[1.2, 1.2, 1.2, 1.0, 0.8, 0.5]])
     segments, mask = jnp.array([[1, 1, 1, 2, 3, 0]], jnp.int32), jnp.array([[True] * 5 + [False]])
-    found = GSPO(jnp.log(ratios), jnp.zeros((1, 6)), jnp.array([[1.0, 1.0, 1.0, 1.0, -1.0, -1.0]]), segments, mask)
+    advantages = jnp.array([[1.0, 1.0, 1.0, 1.0, -1.0, -1.0]])
+    found = GSPO(Tokens(jnp.log(ratios), jnp.zeros((1, 6)), advantages, segments, mask))
     counts = {name: float(np.sum(np.asarray(values) * np.asarray(mask))) for name, values in found.stats.items()}
     expected = {"sequences": 3, "sequences_clipped_low": 1, "sequences_clipped_high": 1}
     assert counts == pytest.approx(expected)
@@ -362,7 +368,7 @@ def test_on_policy_the_expected_gradient_is_that_of_the_expected_reward(loss: Lo
     advantages = jnp.asarray(np.random.default_rng(seed).normal(size=(1, 8)).astype(np.float32))
     segments, mask = jnp.arange(1, 9, dtype=jnp.int32)[None], jnp.ones((1, 8), bool)  # 8 sequences of one token
     gradient = expected_gradient(
-        lambda lp: loss(lp, jax.lax.stop_gradient(lp), advantages, segments, mask).values, logits
+        lambda lp: loss(Tokens(lp, jax.lax.stop_gradient(lp), advantages, segments, mask)).values, logits
     )
     truth = jax.grad(lambda z: -jnp.sum(jax.nn.softmax(z)[None] * advantages))(logits)
     np.testing.assert_allclose(gradient, truth, atol=1e-6)

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from podium.algorithms.advantages import group_advantages
-from podium.algorithms.losses import make_loss
+from podium.algorithms.losses import Tokens, make_loss
 from podium.algorithms.options import make_recipe
 from podium.algorithms.recipes import RECIPES, Recipe
 from podium.config.errors import ConfigError
@@ -27,12 +27,16 @@ def mine() -> Recipe:
 constant = mine()
 
 
-def likelihood(logprobs, old_logprobs, advantages, segments, mask, *, clip_high):
-    return -advantages * logprobs * clip_high
+def likelihood(tokens, *, clip_high):
+    return -tokens.advantages * tokens.logprobs * clip_high
 
 
-def summed(logprobs, old_logprobs, advantages, segments, mask):
-    return jnp.sum(logprobs)
+def of_fields(logprobs, old_logprobs, advantages, segments, mask, *, clip_high, scores):
+    return -advantages * logprobs * clip_high + scores["none"]
+
+
+def summed(tokens):
+    return jnp.sum(tokens.logprobs)
 
 
 def half(config):
@@ -54,11 +58,12 @@ def test_a_recipe_is_a_recipe_or_a_function_that_makes_one(name):
     assert (recipe.mean, recipe.clip_high, recipe.advantage.keywords["std"]) == ("token", 0.4, "batch")
 
 
-def test_a_loss_has_the_clip_options_that_it_names():
-    config = load("algorithm.loss=test_own_parts:likelihood", "algorithm.clip_high=3.0")
+@pytest.mark.parametrize("name", ["likelihood", "of_fields"])
+def test_a_loss_has_the_clip_options_that_it_names(name):
+    config = load(f"algorithm.loss=test_own_parts:{name}", "algorithm.clip_high=3.0")
     loss = make_loss(make_recipe(config.algorithm, group_size=4, prompts_per_step=2))
     ones = jnp.ones((1, 3))
-    found = loss(-2 * ones, ones, 0.5 * ones, ones.astype(int), ones)
+    found = loss(Tokens(-2 * ones, ones, 0.5 * ones, ones.astype(int), ones, {"none": 0 * ones}))
     np.testing.assert_allclose(found.values, 3.0 * ones)
     assert not found.clipped_low.any()
 
@@ -69,7 +74,7 @@ def test_a_loss_that_averages_is_refused():
     )
     ones = jnp.ones((1, 3))
     with pytest.raises(ValueError, match=r"gives \[\] for log-probabilities of \[1, 3\]"):
-        loss(ones, ones, ones, ones.astype(int), ones)
+        loss(Tokens(ones, ones, ones, ones.astype(int), ones))
 
 
 def test_a_named_loss_replaces_the_recipes():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from packed_rows import Batch, packed
 
-from podium.algorithms.losses import entropy_loss, make_loss, narrow_clip_warning, policy_loss
+from podium.algorithms.losses import Tokens, entropy_loss, make_loss, narrow_clip_warning, policy_loss
 from podium.algorithms.options import make_recipe
 from podium.algorithms.recipes import RECIPES, Recipe
 from podium.config.schema import AlgorithmConfig
@@ -35,7 +35,7 @@ def inputs(seed: int = 0) -> Batch:
 def test_each_recipe_is_its_loss_and_reports_it(name: str) -> None:
     batch = inputs()
     old, names = batch["scores"]["old_logprobs"], ("advantages", "segments", "mask")
-    expected = make_loss(RECIPES[name])(batch["logprobs"], old, *(batch[key] for key in names))
+    expected = make_loss(RECIPES[name])(Tokens(batch["logprobs"], old, *(batch[key] for key in names)))
     values, stats = jax.jit(partial(policy_loss, RECIPES[name]))(**batch)
     np.testing.assert_allclose(values, expected.values, rtol=1e-6)
     np.testing.assert_array_equal(stats["clip_low"], expected.clipped_low)

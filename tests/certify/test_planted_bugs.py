@@ -841,8 +841,12 @@ def ipo_s_sum() -> Plant:
 
 def pairs_of_a_row_mixed() -> Plant:
     """A completion is compared with all others of its row, whatever they answer."""
-    original = losses.Pairs
-    return losses, "Pairs", lambda reference, prompts: original(reference, jnp.minimum(prompts, 1))
+    original = losses.pair_margins
+
+    def planted(tokens, **options):
+        return original(tokens._replace(prompts=jnp.minimum(tokens.prompts, 1)), **options)
+
+    return losses, "pair_margins", planted
 
 
 def weights_of_labels_swapped() -> Plant:
