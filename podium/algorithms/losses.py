@@ -496,7 +496,7 @@ def policy_loss(
     """
     of_this_update = sampled_logprobs if recipe.old_logprobs == "sampler" else logprobs
     old_logprobs = stop_gradient(scores.get(OLD_LOGPROBS, of_this_update))
-    tokens = Tokens(logprobs, old_logprobs, advantages, segments, mask, scores, prompts)
+    tokens = Tokens(logprobs, old_logprobs, advantages, segments, mask, scores=scores, prompts=prompts)
     policy = make_loss(recipe)(tokens)
     loss = policy.values
     stats = {

@@ -108,13 +108,13 @@ def _credit_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
     if not recipe.group_baseline:
         rule = f"recipe {config.recipe} compares no completions of one prompt, and so no turns"
         yield "credit", f"{rule}; set algorithm.recipe to grpo, dr_grpo, rloo or dapo, or credit to episode"
-    if "tokens" in inspect.signature(recipe.advantage).parameters:
+    if "tokens" in recipe.reads:
         yield "credit", f"the advantage of recipe {config.recipe} is of each token already; set credit to episode"
-    if recipe.needs_parts:
+    if "parts" in recipe.reads:
         yield "credit", f"recipe {config.recipe} compares parts of rewards, which turns have not; set credit to episode"
     if recipe.zero_variance_metric is not None:
         yield "zero_variance_metric", "turns have no parts of the reward; leave it unset, or set credit to episode"
-    if recipe.needs_baseline and recipe.group_baseline:
+    if "baselines" in recipe.reads and recipe.group_baseline:
         rule = f"recipe {config.recipe} compares with a greedy completion, whose turns are others"
         yield "credit", f"{rule}; set credit to episode"
     if recipe.kl == "k1_reward":
@@ -152,7 +152,7 @@ def _loss_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
         yield "kl_by_ratio", f"it weighs a KL in the loss, and kl is {kl}; set algorithm.kl to k2, k3 or k3+"
     if kl != "none" and not recipe.kl_coef:
         yield "kl", f"{kl} needs a weight: set algorithm.kl_coef above 0 (1e-4 to 1e-3 is usual), or kl to none"
-    if kl == "k1_reward" and recipe.needs_parts:
+    if kl == "k1_reward" and "parts" in recipe.reads:
         yield "kl", f"recipe {name} reads the parts of rewards, not their sum; set algorithm.kl to k2, k3 or k3+"
     if kl == "k1_reward" and recipe.advantage.func is maxrl_advantages:
         rule = "a KL in the reward can make it negative, and maxrl divides by its mean"

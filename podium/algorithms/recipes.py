@@ -218,14 +218,13 @@ class Recipe:
         return self.penalised and self.correction != "none"
 
     @property
-    def needs_parts(self) -> bool:
-        """Whether the advantage reads the parts of rewards, and not their sum alone."""
-        return "parts" in inspect.signature(self.advantage).parameters
+    def reads(self) -> frozenset[str]:
+        """What the advantage reads beside rewards and lengths, by the names of its parameters.
 
-    @property
-    def needs_baseline(self) -> bool:
-        """Whether the advantage reads the reward of a greedy completion of each prompt."""
-        return "baselines" in inspect.signature(self.advantage).parameters
+        `parts` of rewards, and not their sum alone; `baselines`, the reward of a greedy completion of each prompt;
+        `tokens`, the scores of each token.
+        """
+        return frozenset(inspect.signature(self.advantage).parameters) & {"parts", "baselines", "tokens"}
 
     @property
     def data_form(self) -> DataForm:

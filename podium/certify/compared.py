@@ -214,7 +214,7 @@ def _wrong_episodes(subject: Subject, training: Training, group: Group) -> int:
         else:
             right &= is_right(subject, training, asked, transcript, reward)
         wrong += not right
-    if subject.recipe.needs_baseline:
+    if "baselines" in subject.recipe.reads:
         wrong += not _has_greedy(subject, training, group)
     return wrong
 

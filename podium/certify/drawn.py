@@ -94,7 +94,7 @@ def sampling_checks(
         difference=largest(float(np.abs(each.recorded - each.naive).max()) for each in drawn) / highest,
         after=(*OF_MODEL, *OF_SAMPLER, *talk),
     )
-    if subject.recipe.needs_baseline:
+    if "baselines" in subject.recipe.reads:
         behind = [_behind_likeliest(subject, training, step.groups) for step in training.steps]
         yield Check(
             name="greedy completions",

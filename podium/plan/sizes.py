@@ -193,7 +193,7 @@ class RunSizes:
         """Draw the prompt and completion lengths of a step; `source` as for `workload.draw_lengths`."""
         spec = self.spec
         drawn = draw_lengths(source, self.rollout, prompts=spec.prompts_per_step, completions=spec.rollout.completions)
-        if not spec.recipe.needs_baseline:
+        if "baselines" not in spec.recipe.reads:
             return drawn
         return dataclasses.replace(drawn, completions=drawn.completions[:, :-1], greedy=drawn.completions[:, -1])
 

@@ -315,9 +315,9 @@ def resolve_rollout(config: Config, decoder: DecoderConfig, machine: Machine) ->
         environments=config.environments,
         evaluation=config.eval,
         sampling=dataclasses.replace(
-            sampling_params(rollout), greedy_completion=config.group_size if recipe.needs_baseline else None
+            sampling_params(rollout), greedy_completion=config.group_size if "baselines" in recipe.reads else None
         ),
-        completions=config.group_size + recipe.needs_baseline,
+        completions=config.group_size + ("baselines" in recipe.reads),
         zero_variance_metric=recipe.zero_variance_metric,
         max_refills=recipe.max_refills if recipe.zero_variance == "refill" else 0,
         in_flight=prompts_in_flight(config),

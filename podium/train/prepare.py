@@ -7,7 +7,6 @@ Advantages come last, because they may depend on scores.
 
 import dataclasses
 import functools
-import inspect
 import time
 from collections.abc import Sequence
 
@@ -109,8 +108,8 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
     ]
     return PackedStep(
         rewards=rewards,
-        baselines=_baselines([groups[n] for n in kept.tolist()]) if recipe.needs_baseline else None,
-        parts=reward_parts([groups[n] for n in kept.tolist()]) if recipe.needs_parts else None,
+        baselines=_baselines([groups[n] for n in kept.tolist()]) if "baselines" in recipe.reads else None,
+        parts=reward_parts([groups[n] for n in kept.tolist()]) if "parts" in recipe.reads else None,
         returns=returns,
         equal=equal,
         kept=kept,
@@ -357,7 +356,7 @@ def step_advantages(
         advantage = functools.partial(advantage, parts=packed.parts)
     if packed.baselines is not None:
         advantage = functools.partial(advantage, baselines=packed.baselines)
-    if "tokens" not in inspect.signature(recipe.advantage).parameters:
+    if "tokens" not in recipe.reads:
         return _checked(advantage(rewards, packed.lengths), packed), reward_kl
     if not packed.minibatches:  # no batch has scores
         return np.zeros(packed.lengths.shape, np.float32), reward_kl

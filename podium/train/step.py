@@ -7,6 +7,7 @@ batch's denominators, so the result does not depend on how a batch is cut into m
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import jax
@@ -137,53 +138,50 @@ def make_score(settings: TrainSettings, *, entropy: bool = False) -> CompiledSco
     """
 
     def score(params: Params, batch: Batch[jax.Array]) -> jax.Array:
-        def one(index: jax.Array, found: jax.Array) -> jax.Array:
-            scored, _ = _logprobs(settings, params, _micro_batch(batch, index))
-            own = scored.entropy if entropy else scored.logprobs
-            return jax.lax.dynamic_update_index_in_dim(found, own, index, 0)
+        scored, _ = _logprobs(settings, params, batch)
+        return scored.entropy if entropy else scored.logprobs
 
-        nothing = jnp.zeros(batch.tokens.shape, jnp.float32)
-        if len(batch.tokens) == 1:  # the same result; in a loop over one, XLA would run the layers twice
-            return one(jnp.int32(0), nothing)
-        return jax.lax.fori_loop(0, batch.num_micro_batches, one, nothing)
-
-    shardings = settings.computing.sharding(None, "batch", "tokens")
-    return jax.jit(score, out_shardings=shardings, compiler_options=settings.options())
+    return _each_micro_batch(settings, score)
 
 
 def make_hidden(settings: TrainSettings) -> CompiledScore:
     """The jitted `(params, batch) -> hidden [K, B, T, D]` from which the targets are predicted, without gradient."""
+    dtype = activation_dtype(settings.computing, settings.dtype)
 
     def states(params: Params, batch: Batch[jax.Array]) -> jax.Array:
-        def one(index: jax.Array, found: jax.Array) -> jax.Array:
-            hidden, _ = _hidden(settings, params, _micro_batch(batch, index))
-            return jax.lax.dynamic_update_index_in_dim(found, hidden.astype(found.dtype), index, 0)
+        hidden, _ = _hidden(settings, params, batch)
+        return hidden.astype(dtype)
 
-        dtype = activation_dtype(settings.computing, settings.dtype)
-        nothing = jnp.zeros((*batch.tokens.shape, settings.decoder.width), dtype)
-        if len(batch.tokens) == 1:  # as in `make_score`
-            return one(jnp.int32(0), nothing)
-        return jax.lax.fori_loop(0, batch.num_micro_batches, one, nothing)
-
-    shardings = settings.computing.sharding(None, "batch", "tokens", None)
-    return jax.jit(states, out_shardings=shardings, compiler_options=settings.options())
+    return _each_micro_batch(settings, states, width=settings.decoder.width)
 
 
 def make_values(settings: TrainSettings) -> CompiledScore:
     """The jitted `(params, batch) -> values [K, B, T]` of a critic, before each target is drawn; without gradient."""
+    return _each_micro_batch(settings, functools.partial(_values, settings))
 
-    def values(params: Params, batch: Batch[jax.Array]) -> jax.Array:
+
+def _each_micro_batch(
+    settings: TrainSettings, function: Callable[[Params, Batch[jax.Array]], jax.Array], *, width: int | None = None
+) -> CompiledScore:
+    """The jitted `(params, batch) -> [K, B, T]` of a function of one micro-batch that gives [B, T] float32.
+
+    With `width` D it gives [B, T, D] in the activations' format instead.
+    """
+    dtype = jnp.float32 if width is None else activation_dtype(settings.computing, settings.dtype)
+    own_axes = () if width is None else (width,)
+
+    def score(params: Params, batch: Batch[jax.Array]) -> jax.Array:
         def one(index: jax.Array, found: jax.Array) -> jax.Array:
-            own = _values(settings, params, _micro_batch(batch, index))
+            own = function(params, _micro_batch(batch, index))
             return jax.lax.dynamic_update_index_in_dim(found, own, index, 0)
 
-        nothing = jnp.zeros(batch.tokens.shape, jnp.float32)
-        if len(batch.tokens) == 1:  # as in `make_score`
+        nothing = jnp.zeros((*batch.tokens.shape, *own_axes), dtype)
+        if len(batch.tokens) == 1:  # the same result; in a loop over one, XLA would run the layers twice
             return one(jnp.int32(0), nothing)
         return jax.lax.fori_loop(0, batch.num_micro_batches, one, nothing)
 
-    shardings = settings.computing.sharding(None, "batch", "tokens")
-    return jax.jit(values, out_shardings=shardings, compiler_options=settings.options())
+    shardings = settings.computing.sharding(None, "batch", "tokens", *(None for _ in own_axes))
+    return jax.jit(score, out_shardings=shardings, compiler_options=settings.options())
 
 
 class _Loss(Protocol):
