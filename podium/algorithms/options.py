@@ -5,7 +5,7 @@ Nothing here imports jax, so that an invalid combination is reported as a config
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from podium.algorithms.advantages import maxrl_advantages, pass_at_k_advantages
@@ -18,20 +18,21 @@ _Conflicts = Iterator[tuple[str, str]]
 _STD_OPTIONS = ("std", "std_ddof", "std_eps")
 
 
+class RecipeError(ValueError):
+    """Options of `algorithm:` that conflict."""
+
+    def __init__(self, found: Sequence[tuple[str, str]]) -> None:
+        """`found` are pairs of a config key and a message with the rule and the way out."""
+        self.found = found
+        super().__init__("\n".join(f"{key}: {message}" for key, message in found))
+
+
 def make_recipe(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int) -> Recipe:
-    """The recipe of `algorithm:` with the config's options. Raises ValueError with all `conflicts`."""
-    found = conflicts(config, group_size=group_size, prompts_per_step=prompts_per_step)
-    if found:
-        raise ValueError("\n".join(f"{key}: {message}" for key, message in found))
-    return _changed(config)
-
-
-def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int) -> list[tuple[str, str]]:
-    """The conflicts in `algorithm:`, as (config key, message) pairs; a message gives the rule and the way out."""
+    """The recipe of `algorithm:` with the config's options. Raises RecipeError with all that conflict."""
     try:
         recipe = _changed(config)
     except ValueError as error:
-        return [("algorithm.recipe", str(error))]
+        raise RecipeError([("algorithm.recipe", str(error))]) from error
     found = [
         *_advantage_conflicts(config, recipe, group_size),
         *_advantage_option_conflicts(config, recipe, group_size),
@@ -44,7 +45,9 @@ def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int
         *_update_conflicts(config, recipe, prompts_per_step),
         *_pair_conflicts(config, recipe, group_size, prompts_per_step),
     ]
-    return [(key if key == "group_size" else f"algorithm.{key}", message) for key, message in found]
+    if found:
+        raise RecipeError([(key if key == "group_size" else f"algorithm.{key}", message) for key, message in found])
+    return recipe
 
 
 def _changed(config: AlgorithmConfig) -> Recipe:
