@@ -35,7 +35,6 @@ from podium.plan.sizes import Planned, RunSizes, make_sizes
 from podium.plan.study import Change, Value
 from podium.plan.workload import Workload, simulate_rollout
 from podium.run.divisible import check_divisible
-from podium.run.sizes import row_tokens
 from podium.settings import load_settings
 
 NAME = "fit-exhaustive-planned"
@@ -155,11 +154,11 @@ class Exhaustive:
 
         Of numbers of rows that need equally many micro-batches only the least is tried: the others add padding alone.
         """
-        row, head = row_tokens(self.own), self.own.train.head_chunk_tokens
         try:
             one = self.sized({**shared, "train.rows_per_device": 1})
         except ValueError:  # the mesh does not divide
             return
+        row, head = one.row_tokens, self.own.train.head_chunk_tokens
         _, most = packed_run(one, one.draw_lengths(self.lengths))
         numbers = sorted({-(-most // count) for count in range(1, most + 1)})
         for remat, rows in itertools.product(get_args(Remat), numbers):

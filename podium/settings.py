@@ -6,7 +6,6 @@ and imports no jax, so every error in a config is reported before anything slow 
 
 import dataclasses
 import functools
-import math
 import os
 import re
 from collections import ChainMap
@@ -24,7 +23,6 @@ from podium.config.load import Loaded, Override, load
 from podium.config.optimizer import OPTIMIZER_COPIES
 from podium.config.schema import ASSUMED_PROMPT_TOKENS, Config, RolloutConfig, TaskConfig
 from podium.config.sizes import too_long, too_long_to_score
-from podium.config.teacher import template_names
 from podium.files import as_path
 from podium.models.architecture import ModelError
 from podium.models.layouts import AUTO
@@ -33,7 +31,6 @@ from podium.models.source import on_disk, read_architecture, read_reward_model, 
 from podium.observe.own_config import at_home, check_place, continues, with_writers
 from podium.observe.run_dir import Fork, recipe_of
 from podium.run.resolve import resolve_recipe
-from podium.run.sizes import prompts_in_flight
 from podium.tasks.curriculum import leveled
 from podium.tasks.environment_forms import conversing
 from podium.tasks.functions import RewardFunction
@@ -193,20 +190,14 @@ class _Rules:
             self._algorithm,
             self._pairs,
             self._teacher,
-            self._teacher_loss,
-            self._teacher_prompt,
             self._privileged,
             self._critic,
             self._reference,
             self._rewards,
             self._zero_variance,
-            self._layout,
-            self._rollout_weights,
-            self._gap_limit,
-            self._in_flight,
+            self._sampling,
+            self._stale_tokens,
             self._conversations,
-            self._curricula,
-            self._data,
             *((self._tasks, self._models, self._reward_models) if reads_disk else ()),
         ):
             yield from rule()
@@ -326,57 +317,11 @@ class _Rules:
             rule = f"{every} is more than the run's {steps} steps, so it would never move"
             yield Contradiction(("reference.sync_every", "steps"), f"{rule}; lower it, or leave reference out")
 
-    def _teacher_loss(self) -> Iterator[Contradiction]:
-        """Report options that a way to learn from a teacher does not read, or cannot be combined with."""
-        if self.config.teacher is None:
-            return
-        if self.config.teacher.loss == "full" and self.config.train.head == "fused":
-            rule = "fused computes no logits to compare with a teacher's"
-            yield Contradiction(
-                ("train.head", "teacher.loss"), f"{rule}; set train.head to auto, or teacher.loss to sampled"
-            )
-        reverse = self.config.teacher.reverse
-        if self.config.teacher.loss == "sampled" and reverse != 1:
-            rule = f"{reverse:g}, and tokens that the policy draws estimate KL(policy || teacher) alone"
-            yield Contradiction(
-                ("teacher.reverse", "teacher.loss"), f"{rule}; set teacher.loss to full, or leave this out"
-            )
-
-    def _teacher_prompt(self) -> Iterator[Contradiction]:
-        """Report settings of a privileged prompt that nothing reads, or that are missing."""
-        teacher, this = self.config.teacher, "teacher.prompt"
-        if teacher is None:
-            return
-        if teacher.prompt == "same":
-            for name, value in (("template", teacher.template), ("max_prompt_tokens", teacher.max_prompt_tokens)):
-                if value is not None:
-                    rule = f"{value!r}, and the teacher reads the policy's prompt, so nothing reads it"
-                    yield Contradiction((f"teacher.{name}", this), f"{rule}; set {this} to privileged, or leave it out")
-            return
-        if teacher.template is None:
-            rule = "privileged needs the text of the teacher's message"
-            yield Contradiction(
-                (this, "teacher.template"), f'{rule}; set teacher.template, as "{{question}} {{solution}}"'
-            )
-            return
-        try:
-            template_names(teacher.template)
-        except ValueError as error:
-            yield Contradiction(("teacher.template",), str(error))
-
     def _privileged(self) -> Iterator[Contradiction]:
-        """Report what a privileged prompt cannot be combined with."""
+        """Report tasks whose environments may add to a prompt that a privileged one is made from."""
         this = "teacher.prompt"
         if self.config.teacher is None or self.config.teacher.prompt == "same":
             return
-        if self.config.teacher.loss == "full":
-            rule = (
-                "privileged puts completions in other rows than the policy's, and full compares states place by place"
-            )
-            yield Contradiction((this, "teacher.loss"), f"{rule}; set teacher.loss to sampled, or {this} to same")
-        if self.config.rollout.thinking == "segment":
-            rule = "privileged is one prompt, and with rollout.thinking segment a conversation has several"
-            yield Contradiction((this, "rollout.thinking"), f"{rule}; set rollout.thinking to keep, or {this} to same")
         for index, task in enumerate(self.config.tasks):
             try:
                 held = conversing(leveled([task])[0][0])
@@ -398,41 +343,13 @@ class _Rules:
                     "a built-in part of the reward" if name in BUILT_IN else "the name of two reward models or judges"
                 )
                 yield Contradiction((f"{key}.name",), f"{name!r} is {rule}; choose another")
-        for index, judge in enumerate(self.config.grading.judges):
-            if judge.lowest >= judge.highest:
-                rule = f"{judge.lowest:g} is not below highest, {judge.highest:g}; lower it"
-                yield Contradiction((f"grading.judges.{index}.lowest", f"grading.judges.{index}.highest"), rule)
         for index, task in enumerate(self.config.tasks):
             yield from _reward_parts(index, task, models, judges)
-        yield from self._length_reward()
         if self.config.teacher is None and not any(
             weight for task in self.config.tasks for weight in task.rewards.values()
         ):
             message = "every weight is 0: nothing would be rewarded; set one, as `correct: 1.0`"
             yield Contradiction(("tasks.0.rewards",), message)
-
-    def _length_reward(self) -> Iterator[Contradiction]:
-        """Check that the length reward and its buffer are set together."""
-        buffer, longest = self.config.grading.overlong_buffer_tokens, self.config.rollout.max_new_tokens
-        key = "grading.overlong_buffer_tokens"
-        shaped = [
-            f"tasks.{index}.rewards.length" for index, task in enumerate(self.config.tasks) if "length" in task.rewards
-        ]
-        if shaped and not buffer:
-            yield Contradiction(
-                (shaped[0], key),
-                f"the length reward falls over the last {key} tokens, and that is 0; "
-                f"set {key}, for example to {max(1, longest // 5)}, or remove the reward",
-            )
-        if shaped and buffer >= longest:
-            yield Contradiction(
-                (key, "rollout.max_new_tokens"),
-                f"{buffer} is not less than rollout.max_new_tokens {longest}: every completion would be overlong; lower"
-                " it",
-            )
-        if buffer and not shaped:
-            message = f"{buffer} has no effect: no task has a length reward; add `length: 1.0` to its rewards"
-            yield Contradiction((key,), message)
 
     def _zero_variance(self) -> Iterator[Contradiction]:
         """Check that every task's reward has the part by which groups are left out."""
@@ -447,77 +364,44 @@ class _Rules:
                 keys = ("algorithm.zero_variance_metric", f"tasks.{index}.rewards")
                 yield Contradiction(keys, f"{rule}; set {', '.join(parts)}")
 
-    def _layout(self) -> Iterator[Contradiction]:
-        layout, group = self.config.rollout.layout, self.config.rollout.group_chips
-        if group is not None and layout != "hybrid":
-            key, other = "rollout.group_chips", "rollout.layout"
-            yield Contradiction(
-                (key, other), f"{group} has no effect with {other} {layout}; set that to hybrid, or leave this out"
-            )
-
-    def _rollout_weights(self) -> Iterator[Contradiction]:
-        """Report a rounded copy of the weights that the rollout would not make, or for which nothing samples."""
-        this, how = "rollout.weights", self.config.rollout.weights
-        if how == "dtype":
+    def _sampling(self) -> Iterator[Contradiction]:
+        """Report settings that nothing reads because the recipe samples nothing."""
+        recipe, config = self.recipe, self.config
+        if recipe is None or not recipe.demonstrations:
             return
-        recipe, lora = self.recipe, self.config.lora
-        if recipe is not None and recipe.demonstrations:
-            rule = (
-                f"recipe {self.config.algorithm.recipe} samples nothing, so {how} would only change what is evaluated"
-            )
-            yield Contradiction((this, "algorithm.recipe"), f"{rule}; leave it out")
-        if lora is None:
+        name, limit, how = config.algorithm.recipe, config.rollout.max_logprob_gap, config.rollout.weights
+        unread = f"recipe {name} samples nothing, so"
+        if how != "dtype":
+            rule = f"{unread} {how} would only change what is evaluated; leave it out"
+            yield Contradiction(("rollout.weights", "algorithm.recipe"), rule)
+        if limit is not None:
+            rule = f"{limit:g} has no effect: recipe {name} samples nothing; leave it out"
+            yield Contradiction(("rollout.max_logprob_gap", "algorithm.recipe"), rule)
+        if config.rollout.in_flight != 1:
+            yield Contradiction(("rollout.in_flight",), f"{unread} nothing is in flight; leave it out")
+        for index, task in enumerate(config.tasks):
+            if task.curriculum is not None:
+                rule = f"{unread} no level goes well or badly; leave it out"
+                yield Contradiction((f"tasks.{index}.curriculum", "algorithm.recipe"), rule)
+        for each in type(config.data).model_fields:
+            if getattr(config.data, each) is not None:
+                rule = f"{unread} no prompt goes well or badly; leave it out"
+                yield Contradiction((f"data.{each}", "algorithm.recipe"), rule)
+
+    def _stale_tokens(self) -> Iterator[Contradiction]:
+        """Report stale tokens that the recipe does not correct for, or that it would make staler."""
+        recipe, over, oldest = self.recipe, self.config.rollout.in_flight, self.config.rollout.max_staleness
+        if recipe is None or over == 1 or recipe.demonstrations:
             return
-        if lora.base == "nf4":
-            rule = f"{how} would be a second copy, larger than lora.base nf4 and rounded once more"
-            yield Contradiction((this, "lora.base"), f"{rule}; leave it out, or set lora.base to int8 or bfloat16")
-        elif lora.base == "bfloat16" and lora.rollout == "shared":
-            rule = f"shared reads the trainer's frozen weights as they are, in bfloat16, and {this} {how} is a copy"
-            yield Contradiction(("lora.rollout", this), f"{rule}; set lora.rollout to auto, or lora.base to int8")
-
-    def _gap_limit(self) -> Iterator[Contradiction]:
-        """Report `rollout.max_logprob_gap` where the recipe samples nothing."""
-        limit, recipe = self.config.rollout.max_logprob_gap, self.recipe
-        if limit is not None and recipe is not None and recipe.demonstrations:
-            rule = f"{limit:g} has no effect: recipe {self.config.algorithm.recipe} samples nothing"
-            yield Contradiction(("rollout.max_logprob_gap", "algorithm.recipe"), f"{rule}; leave it out")
-
-    def _in_flight(self) -> Iterator[Contradiction]:
-        """Check `rollout.in_flight`: stale tokens need a ratio to the sampling policy, and a bound on their age."""
-        over = self.config.rollout.in_flight
-        oldest = self.config.rollout.max_staleness
-        N = self.config.prompts_per_step
         this, bound = "rollout.in_flight", "rollout.max_staleness"
-        if over == 1.0:
-            if oldest not in (0, type(self.config.rollout).model_fields["max_staleness"].default):
-                rule = f"{oldest} has no effect with {this} 1: a step trains on completions of its own weights alone"
-                yield Contradiction((bound, this), f"{rule}; set {this}, 1.5 is usual, or leave this out")
-            return
-        least = math.ceil(over - 1)
-        if prompts_in_flight(self.config) == N:
-            rule = f"{over:g} x prompts_per_step {N} is not one prompt more than a step has"
-            yield Contradiction(
-                (this, "prompts_per_step"), f"{rule}; set {math.ceil(100 + 100 / N) / 100:g} or more, or 1"
-            )
-        if oldest < least:
-            rule = (
-                f"{oldest} is too low for {this} {over:g}: prompts that a step leaves may wait for up to {least} more"
-            )
-            yield Contradiction((bound, this), f"{rule}; set {least} or more, or {this} to {1 + oldest} or less")
-        recipe = self.recipe
-        if recipe is None:
-            return
-        name, passes = self.config.algorithm.recipe, ("algorithm.updates_per_batch", "algorithm.minibatches")
-        if recipe.demonstrations:
-            yield Contradiction((this,), f"recipe {name} samples nothing, so nothing is in flight; leave it out")
-        elif recipe.old_logprobs == "trainer" and recipe.correction == "none":
+        if recipe.old_logprobs == "trainer" and recipe.correction == "none":
             rule = f"{over:g} trains on tokens of older weights, and the ratio is to the trainer's own"
-            rule += ": nothing corrects it"
             ways = "set algorithm.old_logprobs to sampler, or algorithm.correction to truncate"
             ways = "set algorithm.correction to truncate" if recipe.loss == "reinforce" else ways
             keys = (this, "algorithm.recipe", "algorithm.old_logprobs", "algorithm.correction")
-            yield Contradiction(keys, f"{rule}; {ways}, or {this} to 1")
+            yield Contradiction(keys, f"{rule}: nothing corrects it; {ways}, or {this} to 1")
         if oldest > 1 and recipe.updates_per_batch * recipe.minibatches > 1:
+            passes = ("algorithm.updates_per_batch", "algorithm.minibatches")
             rule = f"{oldest} with several updates of a batch: both make tokens stale"
             yield Contradiction((bound, this, *passes), f"{rule}; set it to 1, or {' and '.join(passes)} to 1")
 
@@ -538,43 +422,6 @@ class _Rules:
                 rule = f"{task.environment} pays no reward of its own, and there are no answers to compare"
                 way_out = "give it a method get_reward, or name a reward function instead of `correct`"
                 yield Contradiction((f"tasks.{index}.rewards", f"tasks.{index}.environment"), f"{rule}; {way_out}")
-
-    def _curricula(self) -> Iterator[Contradiction]:
-        """Check that curricula have answers to go by."""
-        recipe = self.recipe
-        if recipe is None:
-            return
-        for index, task in enumerate(self.config.tasks):
-            if task.curriculum is not None and recipe.demonstrations:
-                name = self.config.algorithm.recipe
-                rule = f"recipe {name} samples nothing, so no level goes well or badly; leave it out"
-                yield Contradiction((f"tasks.{index}.curriculum", "algorithm.recipe"), rule)
-
-    def _data(self) -> Iterator[Contradiction]:
-        """Check that what is learned of prompts has answers to go by, and something to choose from."""
-        recipe, data = self.recipe, self.config.data
-        used = [name for name in type(data).model_fields if getattr(data, name) is not None]
-        if recipe is not None and recipe.demonstrations:
-            name = self.config.algorithm.recipe
-            rule = f"recipe {name} samples nothing, so no prompt goes well or badly; leave it out"
-            for each in used:
-                yield Contradiction((f"data.{each}", "algorithm.recipe"), rule)
-        if data.filter is not None and data.filter.pass_rate[0] > data.filter.pass_rate[1]:
-            least, most = data.filter.pass_rate
-            yield Contradiction(
-                ("data.filter.pass_rate",), f"the least, {least:g}, is above the largest, {most:g}; swap them"
-            )
-        if data.progress is None:
-            return
-        if len(self.config.tasks) < 2:
-            rule = "there is one task, and progress decides between several; leave it out"
-            yield Contradiction(("data.progress", "tasks"), rule)
-        for index, task in enumerate(self.config.tasks):
-            if task.curriculum is not None:
-                rule = (
-                    "with data.progress tasks are drawn as the levels of a curriculum are, and have none of their own"
-                )
-                yield Contradiction((f"tasks.{index}.curriculum", "data.progress"), f"{rule}; leave one of them out")
 
     def _tasks(self) -> Iterator[Contradiction]:
         """Report unknown tasks, and tasks that reject their options or data."""

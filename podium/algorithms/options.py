@@ -33,6 +33,13 @@ def make_recipe(config: AlgorithmConfig, *, group_size: int, prompts_per_step: i
         recipe = _changed(config)
     except ValueError as error:
         raise RecipeError([("algorithm.recipe", str(error))]) from error
+    if found := conflicts(config, recipe, group_size, prompts_per_step):
+        raise RecipeError(found)
+    return recipe
+
+
+def conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int, prompts_per_step: int) -> list[tuple[str, str]]:
+    """The conflicts in `algorithm:`, as (config key, message) pairs; a message gives the rule and the way out."""
     found = [
         *_advantage_conflicts(config, recipe, group_size),
         *_advantage_option_conflicts(config, recipe, group_size),
@@ -45,9 +52,7 @@ def make_recipe(config: AlgorithmConfig, *, group_size: int, prompts_per_step: i
         *_update_conflicts(config, recipe, prompts_per_step),
         *_pair_conflicts(config, recipe, group_size, prompts_per_step),
     ]
-    if found:
-        raise RecipeError([(key if key == "group_size" else f"algorithm.{key}", message) for key, message in found])
-    return recipe
+    return [(key if key == "group_size" else f"algorithm.{key}", message) for key, message in found]
 
 
 def _changed(config: AlgorithmConfig) -> Recipe:

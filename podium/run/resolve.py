@@ -27,7 +27,6 @@ from podium.run.sizes import (
     optimizer_steps,
     privileged_row_tokens,
     privileged_tokens,
-    prompts_in_flight,
     row_groups,
     row_tokens,
     rows_per_device,
@@ -330,7 +329,7 @@ def resolve_rollout(config: Config, recipe: Recipe, decoder: DecoderConfig, mach
         completions=config.group_size + recipe.needs_baseline,
         zero_variance_metric=recipe.zero_variance_metric,
         max_refills=recipe.max_refills if recipe.zero_variance == "refill" else 0,
-        in_flight=prompts_in_flight(config),
+        in_flight=rollout.prompts_in_flight(config.prompts_per_step),
     )
 
 

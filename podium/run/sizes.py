@@ -60,8 +60,3 @@ def batch_sequences(config: Config) -> int:
     """Maximum number of completions, or segments of conversations, in one optimizer step."""
     segments = config.rollout.limits.max_turns if config.rollout.thinking == "segment" else 1
     return -(-config.prompts_per_step // config.algorithm.minibatches) * config.group_size * segments
-
-
-def prompts_in_flight(config: Config) -> int:
-    """Number of prompts being answered or waiting for a step at the same time; at least those of one step."""
-    return int(config.rollout.in_flight * config.prompts_per_step + 1e-6)

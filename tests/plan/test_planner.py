@@ -333,7 +333,11 @@ def test_gradients_alone_go_over_the_network_where_machines_hold_copies():
 
 
 def test_a_search_for_a_cut_counts_where_sampling_is_cut():
-    assert [_skipped(tiny_config(rollout=cut)) for cut in ({}, {"top_k": 5}, {"top_p": 0.9})] == [["sample"], [], []]
+    assert [_skipped(tiny_config(rollout=cut).rollout) for cut in ({}, {"top_k": 5}, {"top_p": 0.9})] == [
+        ["sample"],
+        [],
+        [],
+    ]
 
 
 def test_a_gpus_memory_is_said_to_be_uncalibrated():
