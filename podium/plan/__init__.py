@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import podium
 
 if TYPE_CHECKING:
-    from podium.config.load import Override
+    from podium.config.load import Loaded, Override
     from podium.plan.result import Plan
 
 podium.make_verb(__name__)
@@ -37,7 +37,7 @@ def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = Fal
     offer_hints()
     model, machine = config if names_model(config) else None, find_machine(on)
 
-    def load(more: Sequence["str | Override"] = (), base: Sequence["str | Override"] = ()):
+    def load(more: Sequence["str | Override"] = (), base: Sequence["str | Override"] = ()) -> "Loaded":
         return load_settings([] if model else [config], [*base, *settings, *more])
 
     load, _ = with_defaults(load, model, machine, lengths)
