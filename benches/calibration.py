@@ -24,6 +24,7 @@ from podium.bench.timing import cpu_peaks
 from podium.observe.run_dir import LENGTHS
 from podium.plan.calibration import Chip, uncalibrated
 from podium.plan.planner import make_plan
+from podium.plan.sizes import Planned
 
 SEEN = ("demo", "2 prompts", "rows 4")
 UNSEEN = ("rows 1", "long rows", "12 prompts", "packed without sharing", "8 slots", "a reference")
@@ -32,7 +33,7 @@ HALF = 0.5
 
 def before(name: str, folder: Path, chip: Chip) -> float:
     """Seconds of a step as planned from the roofline alone."""
-    step = make_plan(config_of(SETTINGS[name]), this_cpu(), lengths=str(folder / LENGTHS), chip=chip).step
+    step = make_plan(Planned.of(config_of(SETTINGS[name]), this_cpu()), lengths=str(folder / LENGTHS), chip=chip).step
     assert step is not None
     return step.value
 

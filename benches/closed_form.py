@@ -37,7 +37,7 @@ from podium.plan.device import Device
 from podium.plan.estimate import PhaseEstimate, estimate
 from podium.plan.planner import is_compiled, make_jobs
 from podium.plan.result import Seconds, judge, total
-from podium.plan.sizes import RunSizes, make_sizes
+from podium.plan.sizes import Planned, RunSizes, make_sizes
 from podium.plan.worker import CompiledPhase
 from podium.plan.workload import simulate_rollout
 from podium.run.divisible import check_divisible
@@ -162,12 +162,13 @@ def _at_limit(source: random.Random, platform: str) -> tuple[dict[str, Any], Con
         base = ROOT / "configs" / "gsm8k.yaml"
         try:
             config = load_settings([base], [f"{key}={value}" for key, value in settings.items()], {}).config
-            check_divisible(config, find_decoder(config), accelerator)
+            run = make_sizes(config, find_decoder(config), accelerator)
+            check_divisible(run.spec)
             worst = max(each.total for each in estimates(config, accelerator))
         except ValueError:  # settings that exclude each other, or heads that do not divide over tp
             return None
         if low <= worst <= high:
-            return (dict(settings), config, accelerator) if is_compiled(config, accelerator) else None
+            return (dict(settings), config, accelerator) if is_compiled(run) else None
         if (rows == ROWS[0] and worst > high) or (rows == ROWS[-1] and worst < low):
             return None
     return None
@@ -211,7 +212,9 @@ def ask(settings: Mapping[str, Any], config: Config, accelerator: Accelerator) -
     sized = {"prefill": f"prefill:{max(run.buckets)}", "decode": f"decode:{run.rollout.slots}"}
     names = [sized.get(name, name) for name in PROGRAMS if forms.get(name, 0) >= MAY_BIND * worst]
     calls = [call for call in step_calls(run, workload, micro_batches) if call.program in names]
-    compiled = compile_phases(make_jobs(config, decoder, accelerator, {call.program: call.blocks for call in calls}))
+    compiled = compile_phases(
+        make_jobs(Planned.of(config, accelerator, decoder), {call.program: call.blocks for call in calls})
+    )
     code = sum(each.memory.code for each in compiled.values())
     found = {call.phase: compiled[call.program].device_bytes + code for call in calls}
     truth = max(found.values())

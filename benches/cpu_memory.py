@@ -18,7 +18,7 @@ from podium.models.presets import find_architecture
 from podium.plan.compile import compile_phases
 from podium.plan.estimate import estimate
 from podium.plan.planner import make_jobs
-from podium.plan.sizes import make_sizes
+from podium.plan.sizes import Planned, make_sizes
 
 BAR_GB = 9.0
 CPU = Accelerator(name="cpu-1", generation="cpu", devices=1, hosts=1, hbm_bytes=16 * 10**9)
@@ -49,7 +49,7 @@ def measured(rows: int) -> dict[str, Any]:
     """What each program of the step takes, in GB."""
     config = step(rows)
     decoder = find_architecture(config.model)
-    jobs = make_jobs(config, decoder, CPU, dict.fromkeys(PROGRAMS, 1.0))
+    jobs = make_jobs(Planned.of(config, CPU, decoder), dict.fromkeys(PROGRAMS, 1.0))
     with tempfile.TemporaryDirectory() as folder:
         compiled = compile_phases(jobs, folder=Path(folder), at_once=1)
     forms = {form.name: form.total for form in estimate(make_sizes(config, decoder, CPU))}

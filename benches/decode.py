@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from benches.record import arguments, record
-from podium.bench.rollout import config_lengths, full_requests, make_engine, measure, rollout_config
+from podium.bench.rollout import full_requests, make_engine, measure, rollout_config, run_lengths
 from podium.config.lora import MATRICES
 from podium.doctor.subject import smollm2
 from podium.models.architecture import LAYERS, DecoderConfig, with_layers
@@ -33,6 +33,7 @@ from podium.rollout.request import Request, SamplingParams
 from podium.rollout.sampling import fill_row, idle_rows, sample
 from podium.sharding import Params, make_mesh
 from podium.train.platform import prepare_platform
+from podium.train.setup import run_spec
 
 SMOLLM2_135M = smollm2()
 REPEATS = 3
@@ -142,11 +143,12 @@ def main() -> None:
     mesh = make_mesh("auto")
     config = rollout_config("demo", args.batch, "auto", args.max_new_tokens, args.slots, shards=mesh.size)
     decoder = dataclasses.replace(with_layers(SMOLLM2_135M, args.layers), vocab=args.vocab)
-    engine = make_engine(config, decoder, mesh)
-    lengths = config_lengths(args.lengths, config)
-    found = dataclasses.asdict(measure(config, engine, lengths)) | parts(engine)
+    spec = run_spec(config, decoder, mesh)
+    engine = make_engine(spec, mesh)
+    lengths = run_lengths(args.lengths, spec)
+    found = dataclasses.asdict(measure(spec, engine, lengths)) | parts(engine)
     if jax.default_backend() == "cpu" and engine.dtype == jnp.float32:
-        found |= over_products(engine, full_requests(config, lengths, decoder.vocab))
+        found |= over_products(engine, full_requests(config.rollout, lengths, decoder.vocab))
     result = {"layers": args.layers, "vocab": args.vocab, "lengths": args.lengths, **found}
     print(json.dumps(result))
     record(f"decode-{jax.default_backend()}", result, args.results)

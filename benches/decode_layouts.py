@@ -25,7 +25,7 @@ from podium.models.presets import PRESETS, find_decoder
 from podium.plan.calibration import calibrated, load_chip
 from podium.plan.compile import compile_phases
 from podium.plan.planner import make_jobs
-from podium.plan.sizes import make_sizes
+from podium.plan.sizes import Planned, make_sizes
 from podium.plan.worker import CompiledPhase
 from podium.run.machine import Machine
 from podium.run.resolve import resolve_layout
@@ -67,7 +67,7 @@ def compile_decode(
     run = make_sizes(config, decoder, accelerator)
     name = f"decode:{config.rollout.slots}"
     programs = {name: run.in_blocks(tokens) / run.block}
-    return compile_phases(make_jobs(config, decoder, accelerator, programs), progress=show_progress)[name]
+    return compile_phases(make_jobs(Planned.of(config, accelerator, decoder), programs), progress=show_progress)[name]
 
 
 def measure(

@@ -24,6 +24,7 @@ from podium.plan.fit import Fit
 from podium.plan.planner import make_plan
 from podium.plan.probe import Prober
 from podium.plan.result import Peak, Plan
+from podium.plan.sizes import Planned
 from podium.plan.study import Case, Study
 from podium.settings import load_settings
 
@@ -88,19 +89,20 @@ def measure(name: str) -> dict[str, Any]:
     settings, accelerator = given(name), find_accelerator(machine)
     probed: list[str] = []
 
-    def load(case: Case) -> Any:
-        return load_settings([], [*settings, *(each.override for each in case.changes)], {}).config
+    def run_of(case: Case) -> Planned:
+        config = load_settings([], [*settings, *(each.override for each in case.changes)], {}).config
+        return Planned.of(config, accelerator)
 
     def planned(case: Case, *, fast: bool) -> Plan:
-        return make_plan(load(case), accelerator, fast=fast, lengths=lengths, largest=not fast)
+        return make_plan(run_of(case), fast=fast, lengths=lengths, largest=not fast)
 
     def probe(case: Case, phases: Sequence[str]) -> Sequence[Peak]:
-        prober, config = Prober(accelerator, lengths, fast=False), load(case)
-        probed.extend(prober.programs(config, phases))
-        return prober.each(config, phases)
+        prober, run = Prober(lengths, fast=False), run_of(case)
+        probed.extend(prober.programs(run, phases))
+        return prober.each(run, phases)
 
     began, cpu = time.monotonic(), cpu_s()
-    fit = Fit(study=Study(planned), now=Case(accelerator), config=load, lengths=lengths, fixed=(), probe=probe)
+    fit = Fit(study=Study(planned), now=Case(accelerator), planned=run_of, lengths=lengths, fixed=(), probe=probe)
     found = fit.find(all_others=False)
     best = found.best
     spent = {"seconds": time.monotonic() - began, "cpu_s": cpu_s() - cpu}

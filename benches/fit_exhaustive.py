@@ -31,11 +31,10 @@ from podium.plan.device import Device
 from podium.plan.planner import make_plan
 from podium.plan.probe import Prober
 from podium.plan.result import Plan, margin, total
-from podium.plan.sizes import RunSizes, make_sizes
+from podium.plan.sizes import Planned, RunSizes, make_sizes
 from podium.plan.study import Change, Value
 from podium.plan.workload import Workload, simulate_rollout
 from podium.run.divisible import check_divisible
-from podium.run.sizes import row_tokens
 from podium.settings import load_settings
 
 NAME = "fit-exhaustive-planned"
@@ -122,7 +121,7 @@ class Exhaustive:
         self.device = Device(self.accelerator, find_chip(self.accelerator.generation))
         self.own = self.config({})
         self.limit = (1 - margin(True)) * self.accelerator.hbm_bytes
-        self.prober = Prober(self.accelerator, self.lengths, fast=False)
+        self.prober = Prober(self.lengths, fast=False)
         self.costed = self.compiled = 0
         self.fits: set[int] = set()  # combinations whose largest program fits, by identity
         self.works: dict[str, Workload] = {}
@@ -131,7 +130,7 @@ class Exhaustive:
         """The case's settings with these ones. ValueError if they contradict each other or do not divide."""
         changes = [Change(key=key, value=value).override for key, value in values.items()]
         config = load_settings([], [*self.given, *changes], {}).config
-        check_divisible(config, find_decoder(config), self.accelerator)
+        check_divisible(make_sizes(config, find_decoder(config), self.accelerator).spec)
         return config
 
     def sized(self, values: Values) -> RunSizes:
@@ -155,11 +154,11 @@ class Exhaustive:
 
         Of numbers of rows that need equally many micro-batches only the least is tried: the others add padding alone.
         """
-        row, head = row_tokens(self.own), self.own.train.head_chunk_tokens
         try:
             one = self.sized({**shared, "train.rows_per_device": 1})
         except ValueError:  # the mesh does not divide
             return
+        row, head = one.row_tokens, self.own.train.head_chunk_tokens
         _, most = packed_run(one, one.draw_lengths(self.lengths))
         numbers = sorted({-(-most // count) for count in range(1, most + 1)})
         for remat, rows in itertools.product(get_args(Remat), numbers):
@@ -258,7 +257,7 @@ class Exhaustive:
         """Compile what is not known of the fastest halves, and take out those that do not fit; whether both fit."""
         halves = {"update": best.updates, "decode": best.rollouts}
         unknown = [phase for phase, half in halves.items() if id(half[0]) not in self.fits]
-        peaks = self.prober.each(self.config(best.values), unknown)
+        peaks = self.prober.each(Planned.of(self.config(best.values), self.accelerator), unknown)
         self.compiled += len(unknown)
         for phase, peak in zip(unknown, peaks, strict=True):
             if not peak.refused and peak.bytes <= self.limit:
@@ -271,7 +270,7 @@ class Exhaustive:
 
     def plan(self, config: Config, *, fast: bool = False) -> Plan:
         """The plan of the run with these settings, compiled or by the closed form."""
-        return make_plan(config, self.accelerator, lengths=self.lengths, fast=fast, largest=not fast)
+        return make_plan(Planned.of(config, self.accelerator), lengths=self.lengths, fast=fast, largest=not fast)
 
     def seconds(self, plan: Plan) -> float:
         """Of a step."""

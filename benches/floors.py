@@ -23,7 +23,7 @@ from podium.plan.compile import compile_phases
 from podium.plan.device import Device
 from podium.plan.planner import make_jobs
 from podium.plan.result import Phase
-from podium.plan.sizes import make_sizes
+from podium.plan.sizes import Planned, make_sizes
 from podium.plan.topology import check_compiler, compiler_versions
 from podium.plan.workload import simulate_rollout
 from podium.settings import load_settings
@@ -67,7 +67,7 @@ def phases(model: str, machine: str) -> Iterator[Phase]:
     workload = simulate_rollout(drawn, run.rollout, shards=run.rollout_shards, overlap=True)
     run, micro_batches = packed_run(run, drawn)
     calls = list(_one_of_each(step_calls(run, workload, micro_batches)))
-    jobs = make_jobs(config, decoder, accelerator, {call.program: call.blocks for call in calls})
+    jobs = make_jobs(Planned.of(config, accelerator, decoder), {call.program: call.blocks for call in calls})
     compiled = compile_phases(jobs, progress=show_progress)
     device = Device(accelerator, load_chip(accelerator.generation))
     for call in calls:

@@ -26,6 +26,7 @@ from podium.observe.run_dir import LENGTHS
 from podium.plan.compile import compile_phases
 from podium.plan.device import KINDS
 from podium.plan.planner import make_jobs, make_plan
+from podium.plan.sizes import Planned
 
 BFLOAT16 = ("rollout.dtype=bfloat16", "train.dtype=bfloat16")
 SIZES: Mapping[str, Sequence[str]] = {
@@ -91,7 +92,7 @@ def memory_rows(gpu: Accelerator) -> list[dict[str, Any]]:
     for name, size in PROGRAMS:
         config = config_of(SIZES[size])
         program = f"decode:{config.rollout.slots}" if name == "decode" else name
-        jobs = make_jobs(config, find_architecture(config.model), gpu, {program: 1.0})
+        jobs = make_jobs(Planned.of(config, gpu, find_architecture(config.model)), {program: 1.0})
         planned = compile_phases(jobs)[program].memory.peak
         command = [sys.executable, "-m", "benches.gpu_accuracy", "--measure", program, "--size", size]
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -118,7 +119,7 @@ def seconds_rows(gpu: Accelerator) -> list[dict[str, Any]]:
     for name, settings in SIZES.items():
         with tempfile.TemporaryDirectory() as folder:
             measured, step_s = measured_step(settings, Path(folder))
-            plan = make_plan(config_of(settings), gpu, lengths=str(Path(folder) / LENGTHS))
+            plan = make_plan(Planned.of(config_of(settings), gpu), lengths=str(Path(folder) / LENGTHS))
         timed = [(KINDS.get(phase.name, "decode"), phase.seconds) for phase in plan.phases if phase.seconds]
         planned = {kind: [seconds for own, seconds in timed if own == kind] for kind in MEASURED}
         assert plan.step is not None

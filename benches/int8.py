@@ -39,6 +39,7 @@ from podium.models.presets import find_decoder
 from podium.observe.metrics import GAP_METRIC, REWARD
 from podium.plan.compile import compile_phases
 from podium.plan.planner import make_jobs
+from podium.plan.sizes import Planned
 
 FORMATS: Sequence[RolloutWeights] = get_args(RolloutWeights)
 ROUNDED = FORMATS[1:]
@@ -131,7 +132,7 @@ def int8_products(case: str) -> int:
     config = run_config(model, ROWS, layout, "w8a8")
     with tempfile.TemporaryDirectory() as folder:
         programs = {f"decode:{ROWS}": 1.0}
-        jobs = make_jobs(config, find_decoder(config), find_accelerator(TPU), programs)
+        jobs = make_jobs(Planned.of(config, find_accelerator(TPU)), programs)
         compile_phases([dataclasses.replace(job, programs=Path(folder)) for job in jobs], folder=Path(folder))
         (text,) = (gzip.decompress(path.read_bytes()).decode() for path in Path(folder).glob("*.hlo.gz"))
     return len(re.findall(r"= s32\[[\d,]*\]\S* (?:convolution|dot)\(", text))

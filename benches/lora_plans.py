@@ -20,7 +20,7 @@ from podium.plan.estimate import estimate
 from podium.plan.planner import make_jobs, make_plan
 from podium.plan.probe import Prober
 from podium.plan.result import judge
-from podium.plan.sizes import make_sizes
+from podium.plan.sizes import Planned, make_sizes
 from podium.settings import load_settings
 
 CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -58,13 +58,15 @@ def planned(name: str) -> dict[str, Any]:
     full = lambda more=(), base=(): load_settings([], [*base, *more], {})  # noqa: E731
     chosen, defaults = with_defaults(load, model, accelerator)
     config = chosen().config
-    prober = Prober(accelerator, "gsm8k", fast=False)
-    names = prober.programs(config, PHASES)
-    compiled = compile_jobs(make_jobs(config, find_decoder(config), accelerator, names))
+    prober = Prober("gsm8k", fast=False)
+    names = prober.programs(Planned.of(config, accelerator), PHASES)
+    compiled = compile_jobs(make_jobs(Planned.of(config, accelerator), names))
     code = sum(each.memory.code for each in compiled)
     estimated = {each.name: each for each in estimate(make_sizes(config, find_decoder(config), accelerator))}
-    plan = make_plan(config, accelerator, fast=True)
-    worst_full = make_plan(with_defaults(full, model, accelerator)[0]().config, accelerator, fast=True).worst
+    plan = make_plan(Planned.of(config, accelerator), fast=True)
+    worst_full = make_plan(
+        Planned.of(with_defaults(full, model, accelerator)[0]().config, accelerator), fast=True
+    ).worst
     assert plan.step is not None
     verdict = judge((each.device_bytes + code for each in compiled), accelerator.hbm_bytes)
     return {

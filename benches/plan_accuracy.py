@@ -40,6 +40,7 @@ from podium.plan.compile import compile_phases
 from podium.plan.device import KINDS
 from podium.plan.planner import make_jobs, make_plan
 from podium.plan.result import Plan
+from podium.plan.sizes import Planned
 from podium.settings import load_settings
 
 STEPS = 5
@@ -217,14 +218,14 @@ def seconds_rows(points: Sequence[Point], found: Mapping[str, float], folder: Pa
 def plan_of(name: str, folder: Path, machine: Chip) -> Plan:
     """The plan of a setting for the lengths that its measured step had."""
     lengths = str(folder / name / LENGTHS)
-    return make_plan(config_of(SETTINGS[name]), this_cpu(), lengths=lengths, chip=machine)
+    return make_plan(Planned.of(config_of(SETTINGS[name]), this_cpu()), lengths=lengths, chip=machine)
 
 
 def memory_rows(name: str, known: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Memory of the largest programs of a setting that other settings did not have alike, planned and measured."""
     config = config_of(SETTINGS[name])
     programs = dict.fromkeys(("update", f"decode:{config.rollout.slots}", "prefill:64"), 1.0)
-    planned = compile_phases(make_jobs(config, find_architecture(config.model), this_cpu(), programs))
+    planned = compile_phases(make_jobs(Planned.of(config, this_cpu(), find_architecture(config.model)), programs))
     rows = []
     for program in programs:
         gib = planned[program].memory.peak / 2**30

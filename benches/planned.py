@@ -20,7 +20,7 @@ from podium.models.presets import find_decoder
 from podium.plan.calibration import load_chip
 from podium.plan.compile import cache_folder, compile_jobs
 from podium.plan.planner import make_jobs
-from podium.plan.sizes import make_sizes
+from podium.plan.sizes import Planned, make_sizes
 from podium.plan.worker import CompiledPhase
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
@@ -37,7 +37,7 @@ def compiled(
     kept.mkdir(parents=True, exist_ok=True)
     before = set(kept.glob("*.hlo.gz"))
     with tempfile.TemporaryDirectory() as answers:
-        (job,) = make_jobs(config, find_decoder(config), accelerator, {program: blocks})
+        (job,) = make_jobs(Planned.of(config, accelerator), {program: blocks})
         (found,) = compile_jobs([dataclasses.replace(job, programs=kept)], folder=Path(answers), progress=show_progress)
     if set(kept.glob("*.hlo.gz")) - before:
         for old in before:

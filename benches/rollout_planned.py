@@ -18,6 +18,7 @@ from benches.record import ROOT, arguments, record, write_section
 from podium.accelerators import find_accelerator
 from podium.plan.calibration import load_chip
 from podium.plan.planner import ROLLOUT, make_plan
+from podium.plan.sizes import Planned
 from podium.settings import load_settings
 
 TPU = "v6e-8"
@@ -57,7 +58,7 @@ def measure(name: str) -> dict[str, Any]:
         f"rollout.in_flight={in_flight}",
     ]
     config = load_settings([ROOT / "configs" / "gsm8k.yaml"], settings, {}).config
-    plan = make_plan(config, find_accelerator(TPU))
+    plan = make_plan(Planned.of(config, find_accelerator(TPU)))
     seconds = {name: time.value for name in ROLLOUT if (time := plan.phase(name).seconds)}
     assert plan.rollout_rate and plan.full_slots_rate
     looks = sum(plan.phase(name).calls for name in ROLLOUT)

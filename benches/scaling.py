@@ -14,6 +14,7 @@ from podium.accelerators import GIB, find_accelerator
 from podium.config.schema import Config
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan
+from podium.plan.sizes import Planned
 from podium.settings import load_settings
 
 MODELS = ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-8B")
@@ -40,7 +41,7 @@ def config_of(model: str, devices: int, *more: str) -> Config:
 def plan(model: str, tpu: str) -> Plan:
     """The plan of a run whose work grows with the number of chips."""
     accelerator = find_accelerator(tpu)
-    return make_plan(config_of(model, accelerator.devices), accelerator, progress=show_progress)
+    return make_plan(Planned.of(config_of(model, accelerator.devices), accelerator), progress=show_progress)
 
 
 def row(model: str, tpu: str, found: Plan) -> dict[str, Any]:

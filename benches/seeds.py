@@ -21,6 +21,7 @@ from podium.models.presets import find_architecture
 from podium.plan.compare import difference
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan
+from podium.plan.sizes import Planned
 from podium.settings import load_settings
 
 CONFIGS = ROOT / "configs" / "seeds"
@@ -80,7 +81,7 @@ class Planner:
             decoder = find_architecture(config.model)
             decoder = decoder if ours else dataclasses.replace(decoder, tied=False)
             print(f"{name} on {tpu}{', our layout' if ours else ''}", flush=True)
-            self._plans[key] = make_plan(config, find_accelerator(tpu), decoder=decoder, progress=show_progress)
+            self._plans[key] = make_plan(Planned.of(config, find_accelerator(tpu), decoder), progress=show_progress)
         return self._plans[key]
 
 

@@ -18,6 +18,7 @@ from podium.accelerators import GIB, find_accelerator
 from podium.config.schema import Config
 from podium.plan.planner import make_plan
 from podium.plan.result import Phase, Plan
+from podium.plan.sizes import Planned
 from podium.settings import load_settings
 
 NAME, TPU = "signals-planned", "v6e-8"
@@ -41,8 +42,8 @@ def planned(case: str) -> dict[str, Any]:
     """What the plan of a case says, compiled."""
     config, without = configs(case)
     accelerator = find_accelerator(TPU)
-    plan = make_plan(config, accelerator, progress=show_progress)
-    alone, fast = (make_plan(each, accelerator, fast=True) for each in (without, config))
+    plan = make_plan(Planned.of(config, accelerator), progress=show_progress)
+    alone, fast = (make_plan(Planned.of(each, accelerator), fast=True) for each in (without, config))
     return {
         "tpu": TPU,
         "verdict": plan.verdict,

@@ -14,11 +14,13 @@ import jax
 
 from benches.decode import SMOLLM2_135M
 from benches.record import arguments, record
-from podium.bench.rollout import config_lengths
+from podium.bench.rollout import run_lengths
 from podium.bench.update import measure
 from podium.models.architecture import with_layers
 from podium.settings import load_settings
+from podium.sharding import make_mesh
 from podium.train.platform import prepare_platform
+from podium.train.setup import run_spec
 
 DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 
@@ -35,7 +37,9 @@ def main() -> None:
     prepare_platform()
     config = load_settings([DEMO], args.set, {}).config
     decoder = dataclasses.replace(with_layers(SMOLLM2_135M, args.layers), vocab=args.vocab)
-    found = measure(config, decoder, config_lengths(args.lengths, config), args.repeats)
+    mesh = make_mesh(config.mesh)
+    spec = run_spec(config, decoder, mesh)
+    found = measure(spec, mesh, run_lengths(args.lengths, spec), args.repeats)
     stats = jax.local_devices()[0].memory_stats() or {}
     result = {
         "layers": args.layers,

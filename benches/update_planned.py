@@ -17,6 +17,7 @@ from benches.record import ROOT, arguments, record, recorded, write_section
 from podium.accelerators import GIB, find_accelerator
 from podium.plan.calibration import load_chip
 from podium.plan.planner import make_plan
+from podium.plan.sizes import Planned
 from podium.settings import load_settings
 
 NAME, TPU = "update-planned", "v6e-8"
@@ -47,7 +48,7 @@ def measure(name: str) -> dict[str, Any]:
     ]
     config = load_settings([ROOT / "configs" / "gsm8k.yaml"], settings, {}).config
     accelerator = find_accelerator(TPU)
-    plan = make_plan(config, accelerator, lengths=lengths)
+    plan = make_plan(Planned.of(config, accelerator), lengths=lengths)
     update, chip = plan.phase("update"), load_chip(accelerator.generation)
     assert plan.mfu and update.seconds
     products_s = update.flops / chip.peaks.flops_bf16 / chip.calibration["update"].value

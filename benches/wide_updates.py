@@ -22,7 +22,7 @@ from podium.plan.calls import packed_run, step_calls
 from podium.plan.compile import compile_phases
 from podium.plan.device import Device
 from podium.plan.planner import make_jobs
-from podium.plan.sizes import make_sizes
+from podium.plan.sizes import Planned, make_sizes
 from podium.plan.workload import no_rollout
 
 MODEL, TOKENS = "Qwen/Qwen2.5-7B-Instruct", 200
@@ -63,7 +63,7 @@ def measure(tpu: str, mesh: str) -> Row:
     run, micro_batches = packed_run(run, drawn)
     calls = [call for call in step_calls(run, no_rollout(drawn), micro_batches) if call.phase == "update"]
     programs = {call.program: call.blocks for call in calls}
-    compiled = compile_phases(make_jobs(config, decoder, accelerator, programs), progress=show_progress)
+    compiled = compile_phases(make_jobs(Planned.of(config, accelerator, decoder), programs), progress=show_progress)
     phase = Device(accelerator, load_chip(accelerator.generation)).compiled_phase(calls, compiled, run)
     assert phase.seconds is not None
     sent: dict[str, float] = {}

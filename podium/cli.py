@@ -129,7 +129,15 @@ def train(
         from podium.train.profile import parse_window
 
         window = parse_window(profile) if profile is not None else None
-        status = run(loaded.config, fork=fork, plain=plain, job=job, check=RunCheck(force=force), profile=window)
+        status = run(
+            loaded.config,
+            recipe=loaded.recipe,
+            fork=fork,
+            plain=plain,
+            job=job,
+            check=RunCheck(force=force),
+            profile=window,
+        )
     raise typer.Exit(status)
 
 
@@ -160,10 +168,10 @@ def sft(
     ]
     with join_job(os.environ) as job:
         settled = named_after(load_settings(config, [*as_sft, *(settings or [])]), config, "sft")
-        job.agree(settled)
+        job.agree(settled.config)
         from podium.train.loop import train as run
 
-        status = run(settled, plain=plain, job=job)
+        status = run(settled.config, recipe=settled.recipe, plain=plain, job=job)
     raise typer.Exit(status)
 
 
@@ -180,10 +188,10 @@ def dpo(
     with join_job(os.environ) as job:
         given = settings or []
         settled = named_after(load_settings(config, [*preference_overrides(config, given), *given]), config, "dpo")
-        job.agree(settled)
+        job.agree(settled.config)
         from podium.train.loop import train as run
 
-        status = run(settled, plain=plain, job=job)
+        status = run(settled.config, recipe=settled.recipe, plain=plain, job=job)
     raise typer.Exit(status)
 
 

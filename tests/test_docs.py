@@ -58,7 +58,7 @@ def test_what_a_page_points_to_is_there(page):
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_a_yaml_block_is_settings(text, tmp_path):
     """Its keys and values are known; what it names of the reader's own is not looked for."""
-    (tmp_path / "base.yaml").write_text("model: a/b\ntasks: [{name: arithmetic}]\n")
+    (tmp_path / "base.yaml").write_text("model: a/b\ntasks: [{name: arithmetic}, {name: gsm8k}]\n")
     (tmp_path / "block.yaml").write_text(text)
     load([tmp_path / "base.yaml", tmp_path / "block.yaml"], [], {})
 

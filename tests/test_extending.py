@@ -22,7 +22,7 @@ from podium.observe.metric_table import METRICS, Metric
 from podium.observe.metrics import evaluation_metrics, find_metric
 from podium.observe.stats import EvaluationStats, TaskScores
 from podium.plan.planner import make_plan
-from podium.plan.sizes import make_sizes
+from podium.plan.sizes import Planned, make_sizes
 from podium.rollout.engine import RolloutEngine
 from podium.settings import NAMES, load_settings
 from podium.sharding import ShardingRules, make_mesh, param_shardings
@@ -62,7 +62,8 @@ def test_a_model_is_an_entry(monkeypatch):
     config = load_settings([], ["model=mine/small", RUN[1]], {}).config
     assert find_architecture("mine/small") == preset
     small, whole = (
-        make_plan(each, find_accelerator("v6e-8"), fast=True) for each in (config, load_settings([], RUN, {}).config)
+        make_plan(Planned.of(each, find_accelerator("v6e-8")), fast=True)
+        for each in (config, load_settings([], RUN, {}).config)
     )
     assert small.spare_bytes > whole.spare_bytes
 
@@ -71,7 +72,7 @@ def test_an_accelerator_is_an_entry(monkeypatch, new_accelerators):
     monkeypatch.setitem(accelerators.GPUS, "b300", accelerators.Gpu(280 * 2**30))  # pyright: ignore[reportArgumentType]
     assert 0.86 * 280 * 2**30 < find_accelerator("b300-8").hbm_bytes < 0.9 * 280 * 2**30
     config = load_settings([], [*RUN, "rollout.prefill_rows=16"], {}).config
-    plan = make_plan(config, find_accelerator("h200-16"), fast=True)
+    plan = make_plan(Planned.of(config, find_accelerator("h200-16")), fast=True)
     assert (plan.devices, plan.verdict) == (16, "fits")
 
 
@@ -109,7 +110,7 @@ def test_the_planner_reads_the_axes_of_a_layout_and_not_its_name(monkeypatch):
     for layout in ROLLOUT_LAYOUTS:
         config = load_settings([], [*RUN, "mesh=fsdp:4,tp:2", f"rollout.layout={layout}"], {}).config
         runs[layout] = make_sizes(config, decoder, v6e)
-        plans[layout] = make_plan(config, v6e, fast=True)
+        plans[layout] = make_plan(Planned.of(config, v6e), fast=True)
     assert plans["renamed"].phases == plans["maxtext"].phases != plans["replicated"].phases
     held = {layout: run.rollout_weight_bytes / runs["replicated"].rollout_weight_bytes for layout, run in runs.items()}
     assert held["mixed"] == pytest.approx(1 / 8, rel=1e-2)  # norms are whole

@@ -25,6 +25,7 @@ from podium.observe.metric_table import METRICS
 from podium.observe.metrics import find_metric
 from podium.plan.planner import make_plan
 from podium.plan.result import Seconds
+from podium.plan.sizes import Planned
 from podium.settings import load_settings
 from tools.reference_pages import PAGES, settings_page
 from tools.site_hooks import on_page_content
@@ -160,7 +161,7 @@ def fast_plan(command: str) -> tuple[str, Seconds]:
     """Memory and seconds of a step by the closed form, of a config on a machine with settings."""
     config, machine, *changes = command.split()
     given = load_settings([str(ROOT / "configs" / config)], changes).config
-    plan = make_plan(given, find_accelerator(machine), fast=True)
+    plan = make_plan(Planned.of(given, find_accelerator(machine)), fast=True)
     usable = plan.hbm_bytes / GIB
     assert plan.step is not None
     return f"{usable - plan.spare_bytes / GIB:.1f} of {usable:.1f} GiB", plan.step

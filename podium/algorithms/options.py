@@ -5,7 +5,7 @@ Nothing here imports jax, so that an invalid combination is reported as a config
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from podium.algorithms.advantages import maxrl_advantages, pass_at_k_advantages
@@ -18,20 +18,28 @@ _Conflicts = Iterator[tuple[str, str]]
 _STD_OPTIONS = ("std", "std_ddof", "std_eps")
 
 
+class RecipeError(ValueError):
+    """Options of `algorithm:` that conflict."""
+
+    def __init__(self, found: Sequence[tuple[str, str]]) -> None:
+        """`found` are pairs of a config key and a message with the rule and the way out."""
+        self.found = found
+        super().__init__("\n".join(f"{key}: {message}" for key, message in found))
+
+
 def make_recipe(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int) -> Recipe:
-    """The recipe of `algorithm:` with the config's options. Raises ValueError with all `conflicts`."""
-    found = conflicts(config, group_size=group_size, prompts_per_step=prompts_per_step)
-    if found:
-        raise ValueError("\n".join(f"{key}: {message}" for key, message in found))
-    return _changed(config)
-
-
-def conflicts(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int) -> list[tuple[str, str]]:
-    """The conflicts in `algorithm:`, as (config key, message) pairs; a message gives the rule and the way out."""
+    """The recipe of `algorithm:` with the config's options. Raises RecipeError with all that conflict."""
     try:
         recipe = _changed(config)
     except ValueError as error:
-        return [("algorithm.recipe", str(error))]
+        raise RecipeError([("algorithm.recipe", str(error))]) from error
+    if found := conflicts(config, recipe, group_size, prompts_per_step):
+        raise RecipeError(found)
+    return recipe
+
+
+def conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int, prompts_per_step: int) -> list[tuple[str, str]]:
+    """The conflicts in `algorithm:`, as (config key, message) pairs; a message gives the rule and the way out."""
     found = [
         *_advantage_conflicts(config, recipe, group_size),
         *_advantage_option_conflicts(config, recipe, group_size),

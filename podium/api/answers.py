@@ -10,11 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from podium.api.data import Rewards, overrides, rewards_of, task_settings
+from podium.api.data import Rewards, overrides, task_settings
 from podium.api.rows import Data, data_file, is_task
 from podium.config.document import Plain
 from podium.config.load import Override, load
-from podium.config.schema import Config
 from podium.files import as_path
 from podium.malloc import giving_back_memory
 from podium.observe.notebook import table
@@ -191,7 +190,7 @@ def open_model(
     loaded = load(files, [*before, *given], os.environ)
     if fork is None and asked.max_new_tokens is None and "rollout.max_new_tokens" not in loaded.provenance:
         asked = dataclasses.replace(asked, max_new_tokens=new_tokens)
-    answering = _answering(loaded.config, asked)
+    answering = _noticed(resolve_answering(loaded.config, asked))
     sampling = answering.sampling
     lengths: dict[str, Plain] = {"rollout.max_new_tokens": sampling.max_new_tokens}
     if context is not None:
@@ -206,9 +205,8 @@ def open_model(
         yield Opened(rollouts, answering)
 
 
-def _answering(config: Config, asked: Asked) -> Answering:
-    """How a run with this config answers; prints a notice if its tasks do so differently."""
-    answering = resolve_answering(config, asked)
+def _noticed(answering: Answering) -> Answering:
+    """The same; prints a notice if the run's tasks answer differently."""
     if answering.notice:
         print(answering.notice, file=sys.stderr)
     return answering
@@ -264,11 +262,11 @@ def evaluate(
         raise ValueError(f"evaluate: {model} is a model, not a run, so it has no dataset; pass data=")
     with tempfile.TemporaryDirectory() as folder:
         if data is not None:
-            parts = rewards or (list(rewards_of(known)) if known else [math_equal])
+            parts = rewards or ([known.tasks[0].correct] if known else [math_equal])
             prompt = (
                 system_prompt
                 if known is None
-                else _answering(known, Asked(system_prompt=system_prompt)).system_prompt or ""
+                else _noticed(resolve_answering(known, Asked(system_prompt=system_prompt))).system_prompt or ""
             )
             asked = data if is_task(data) else data_file(data, Path(folder), "data", subset=subset)
             given += task_settings(

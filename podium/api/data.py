@@ -7,7 +7,7 @@ from podium.api.rows import TRAIN_SPLITS, Data, data_file, hub_id, is_task
 from podium.config.document import Plain
 from podium.config.imports import SESSION, is_path, name_of
 from podium.config.load import Override
-from podium.config.schema import Config, TaskConfig
+from podium.config.schema import TaskConfig
 from podium.tasks.data import holds_code
 from podium.tasks.environment_forms import conversing
 from podium.tasks.known_sets import ANSWER, CODE_SETS
@@ -160,8 +160,3 @@ def reward_parts(rewards: Rewards) -> tuple[dict[str, float], str | None]:
     if match is None and not any(is_path(name) for name in parts):
         raise ValueError(f"rewards: {', '.join(parts)} alone do not define a correct answer; add podium.math_equal")
     return parts, match
-
-
-def rewards_of(config: Config) -> dict[str, float]:
-    """The rewards for an evaluation: only the part that counts as correctness."""
-    return {config.tasks[0].correct: 1.0}

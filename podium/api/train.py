@@ -16,7 +16,7 @@ from podium.config.schema import Config
 from podium.files import as_path, in_bucket
 from podium.malloc import giving_back_memory
 from podium.observe.run_dir import DATA, Fork, parse_fork
-from podium.settings import load_settings
+from podium.settings import Settings, load_settings
 from podium.tasks.question_sets import math_equal
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def grpo(
     own_questions = eval_data is None and data is not None and not is_task(data)
     never = [Override("eval.at_end", False, "no eval_data")] if own_questions else []
     given = [Override("model", str(model), "argument model"), Override("name", name, "argument name")]
-    return _train(load_settings([], [*given, *tasks, *never, *overrides(settings)], os.environ).config, None, on_step)
+    return _train(load_settings([], [*given, *tasks, *never, *overrides(settings)], os.environ), None, on_step)
 
 
 def train(
@@ -116,17 +116,19 @@ def train(
     """
     files = [config] if isinstance(config, str | Path) else list(config)
     loaded = load_settings(files, list(overrides(settings)), os.environ)
-    return _train(loaded.config, None if source is None else parse_fork(source), on_step)
+    return _train(loaded, None if source is None else parse_fork(source), on_step)
 
 
-def _train(config: Config, fork: Fork | None, on_step: "OnStep | None") -> Run:
+def _train(loaded: Settings, fork: Fork | None, on_step: "OnStep | None") -> Run:
+    config = loaded.config
     print(f"run {config.runs_dir}/{config.name}: loading jax and the model", flush=True)
     from podium.plan.check import RunCheck
     from podium.train.loop import train as train_run
     from podium.train.recorder import unheard
 
     with giving_back_memory():
-        status = train_run(config, fork=fork, check=RunCheck(force=False), on_step=on_step or unheard)
+        check, heard = RunCheck(force=False), on_step or unheard
+        status = train_run(config, recipe=loaded.recipe, fork=fork, check=check, on_step=heard)
     if status == 128 + signal.SIGTERM:  # the machine will disappear soon: a script must not begin what comes next
         sys.exit(status)
     return Run(as_path(config.runs_dir) / str(config.name))

@@ -20,8 +20,7 @@ from rich.table import Table
 
 from podium.ahead import CompileAhead, threads_for
 from podium.bench.timing import fastest_s
-from podium.config.schema import Config
-from podium.models.architecture import DecoderConfig
+from podium.config.schema import Config, RolloutConfig
 from podium.models.decoder import head_weights
 from podium.models.linear import activation_dtype, make_linear
 from podium.models.logprobs import logits_at
@@ -29,14 +28,15 @@ from podium.models.params import LAYERS, TRAIN_AXES, param_specs
 from podium.models.presets import find_architecture
 from podium.plan.calibration import load_chip
 from podium.plan.estimate import decode_phase
-from podium.plan.sizes import F32, make_sizes
+from podium.plan.sizes import F32, RunSizes
 from podium.plan.workload import SequenceLengths, draw_lengths
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, RolloutStats, SamplingParams
-from podium.run.resolve import resolve_layout, resolve_rollout
+from podium.run.spec import RunSpec
 from podium.sharding import Params, ShardingRules, init_params, make_mesh
 from podium.train.generate import rollout_rules
-from podium.train.platform import machine_of, prepare_platform
+from podium.train.platform import prepare_platform
+from podium.train.setup import run_spec
 
 GROUP = 8  # completions per prompt, if the batch divides by it
 FULL_STEPS = 32  # decode steps of the rollout in which all slots stay busy
@@ -62,8 +62,8 @@ def bench(
     prepare_platform()
     mesh, decoder = make_mesh("auto"), find_architecture(model)
     config = rollout_config(model, batch, layout, max_new_tokens, slots or batch, shards=mesh.size)
-    drawn = config_lengths(lengths, config)
-    result = measure(config, make_engine(config, decoder, mesh), drawn)
+    spec = run_spec(config, decoder, mesh)
+    result = measure(spec, make_engine(spec, mesh), run_lengths(lengths, spec))
     if as_json:
         print(json.dumps(dataclasses.asdict(result)))
         return 0
@@ -76,11 +76,11 @@ def bench(
     return 0
 
 
-def make_engine(config: Config, decoder: DecoderConfig, mesh: Mesh) -> RolloutEngine:
+def make_engine(spec: RunSpec, mesh: Mesh) -> RolloutEngine:
     """Make an engine with random weights and compile its programs."""
-    spec = resolve_rollout(config, decoder, machine_of(mesh))
-    rules = rollout_rules(spec.layout, decoder, mesh)
-    engine = RolloutEngine(config.rollout, decoder, rules, None, dtype=jnp.dtype(spec.dtype))
+    decoder, rollout = spec.decoder, spec.rollout
+    rules = rollout_rules(rollout.layout, decoder, mesh)
+    engine = RolloutEngine(rollout.settings, decoder, rules, None, dtype=jnp.dtype(rollout.dtype))
     engine.load(init_params(0, param_specs(decoder), ShardingRules(mesh, TRAIN_AXES)))
     with CompileAhead(threads_for(rules.platform)) as ahead:
         engine.device.compile_ahead(ahead)
@@ -104,12 +104,12 @@ class RolloutBench:
     rollout: dict[str, float]  # figures of the rollout of the drawn lengths
 
 
-def measure(config: Config, engine: RolloutEngine, lengths: SequenceLengths) -> RolloutBench:
+def measure(spec: RunSpec, engine: RolloutEngine, lengths: SequenceLengths) -> RolloutBench:
     """Measure a rollout of these lengths, and one in which all slots stay busy."""
-    slots, vocab = config.rollout.slots, engine.decoder.vocab
+    rollout, vocab = spec.rollout.settings, engine.decoder.vocab
     found: dict[str, dict[str, float]] = {}
     for name, requests in (
-        ("full", full_requests(config, lengths, vocab)),
+        ("full", full_requests(rollout, lengths, vocab)),
         ("rollout", _requests(lengths, vocab)),
     ):
         cpu, start = time.process_time(), time.perf_counter()
@@ -117,17 +117,17 @@ def measure(config: Config, engine: RolloutEngine, lengths: SequenceLengths) -> 
         found[name] = _figures(stats, time.perf_counter() - start, time.process_time() - cpu)
         assert not stats.compilations, "programs were compiled in advance"
     context = float(np.mean(np.repeat(lengths.prompts, lengths.completions.shape[1]) + lengths.completions.ravel() / 2))
-    floor_ms, floor = _floor(config, engine, context)
+    floor_ms, floor = _floor(spec, engine, context)
     for each in found.values():
         each["floor_ms"] = floor_ms
     mesh = engine.rules.mesh
     return RolloutBench(
-        model=config.model,
-        layout=resolve_layout(config, engine.decoder, machine_of(mesh)).name,
+        model=spec.model,
+        layout=spec.rollout.layout.name,
         device=jax.devices()[0].device_kind,
         devices=mesh.size,
         batch=int(lengths.completions.size),
-        slots=slots,
+        slots=rollout.slots,
         dtype=str(engine.dtype),
         floor=floor,
         full=found["full"],
@@ -155,16 +155,17 @@ def rollout_config(model: str, batch: int, layout: str, max_new_tokens: int, slo
     )
 
 
-def config_lengths(source: str, config: Config) -> SequenceLengths:
+def run_lengths(source: str, spec: RunSpec) -> SequenceLengths:
     """Lengths of a step's prompts and completions, as `podium plan` draws them."""
-    return draw_lengths(source, config.rollout, prompts=config.prompts_per_step, completions=config.group_size)
+    rollout = spec.rollout.settings
+    return draw_lengths(source, rollout, prompts=spec.prompts_per_step, completions=spec.group_size)
 
 
-def full_requests(config: Config, lengths: SequenceLengths, vocab: int) -> list[Request]:
+def full_requests(rollout: RolloutConfig, lengths: SequenceLengths, vocab: int) -> list[Request]:
     """Make the requests of a rollout in which all slots stay busy, with prompts of these lengths."""
     group = lengths.completions.shape[1]
-    prompts = np.resize(lengths.prompts, -(-config.rollout.slots // group))
-    steps = min(FULL_STEPS, config.rollout.max_new_tokens)
+    prompts = np.resize(lengths.prompts, -(-rollout.slots // group))
+    steps = min(FULL_STEPS, rollout.max_new_tokens)
     return _requests(SequenceLengths(prompts=prompts, completions=np.full((len(prompts), group), steps)), vocab)
 
 
@@ -196,23 +197,22 @@ def _figures(stats: RolloutStats, wall_s: float, cpu_s: float) -> dict[str, floa
     }
 
 
-def _floor(config: Config, engine: RolloutEngine, context: float) -> tuple[float, str]:
+def _floor(spec: RunSpec, engine: RolloutEngine, context: float) -> tuple[float, str]:
     """The minimum time in milliseconds of a decode step of all slots, and the source of this figure."""
-    rules = engine.rules
+    rules, slots = engine.rules, spec.rollout.settings.slots
     params = engine.device.params
-    decoder = engine.decoder
     assert params is not None
     if rules.on_cpu:
         products = jax.jit(functools.partial(_products, rules=rules, dtype=engine.dtype))
-        x = jnp.ones((config.rollout.slots, decoder.width), activation_dtype(rules, engine.dtype))
+        x = jnp.ones((slots, spec.decoder.width), activation_dtype(rules, engine.dtype))
         return 1e3 * fastest_s(products, params, x), "the step's matrix products alone, measured"
-    accelerator = machine_of(rules.mesh).accelerator
+    accelerator = spec.machine.accelerator
     if accelerator is None:
         return 0.0, f"none: podium plan has no target for {jax.devices()[0].device_kind}"
-    run, peaks = make_sizes(config, decoder, accelerator), load_chip(accelerator.generation).peaks
-    form = decode_phase(run, config.rollout.slots, context)
+    run, peaks = RunSizes(spec=spec), load_chip(accelerator.generation).peaks
+    form = decode_phase(run, slots, context)
     flops = peaks.flops_f32 if run.rollout_activation == F32 else peaks.flops_bf16
-    read = run.rollout_weight_bytes + run.kv_bytes(int(config.rollout.slots // run.rollout_shards * context))
+    read = run.rollout_weight_bytes + run.kv_bytes(int(slots // run.rollout_shards * context))
     return 1e3 * max(form.flops / flops, read / peaks.hbm_bandwidth), "roofline: weights, keys and values read once"
 
 

@@ -10,9 +10,10 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from podium.accelerators import recognise
-from podium.bench.rollout import config_lengths
+from podium.bench.rollout import run_lengths
 from podium.bench.timing import product_rate
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
@@ -22,7 +23,7 @@ from podium.models.presets import find_decoder
 from podium.models.quantised import make_quantise
 from podium.plan.calibration import load_chip
 from podium.plan.workload import SequenceLengths
-from podium.run.spec import BatchSizes
+from podium.run.spec import BatchSizes, RunSpec
 from podium.sharding import Params, init_params, make_mesh
 from podium.train.batch import Batch, make_batch
 from podium.train.platform import prepare_platform
@@ -39,7 +40,9 @@ def bench(config: Config, *, lengths: str, repeats: int, as_json: bool) -> int:
         ValueError: this machine cannot use the model, the mesh or the lengths.
     """
     prepare_platform()
-    found = measure(config, find_decoder(config), config_lengths(lengths, config), repeats)
+    mesh = make_mesh(config.mesh)
+    spec = run_spec(config, find_decoder(config), mesh)
+    found = measure(spec, mesh, run_lengths(lengths, spec), repeats)
     if as_json:
         print(json.dumps(found))
     else:
@@ -52,10 +55,9 @@ def bench(config: Config, *, lengths: str, repeats: int, as_json: bool) -> int:
     return 0
 
 
-def measure(config: Config, decoder: DecoderConfig, lengths: SequenceLengths, repeats: int) -> dict[str, object]:
+def measure(spec: RunSpec, mesh: Mesh, lengths: SequenceLengths, repeats: int) -> dict[str, object]:
     """Time updates on a step's first minibatch: the fastest of `repeats` after one that compiles."""
-    mesh = make_mesh(config.mesh)
-    spec = run_spec(config, decoder, mesh)
+    decoder = spec.decoder
     settings, optimizer = make_train_settings(spec.update, decoder, mesh), make_run_optimizer(spec.optimizer, decoder)
     recipe = dataclasses.replace(spec.recipe, kl="none", kl_coef=0.0)  # a term of the loss: nothing beside the layers
     train_step = make_train_step(settings, recipe, optimizer)
@@ -75,7 +77,7 @@ def measure(config: Config, decoder: DecoderConfig, lengths: SequenceLengths, re
     work = step_work(lengths.prompts.tolist(), lengths.completions.tolist(), decoder.windows)
     room = int(on_host.num_micro_batches) * int(np.prod(on_host.tokens.shape[1:]))
     return {
-        "model": config.model,
+        "model": spec.model,
         "device": jax.devices()[0].device_kind,
         "devices": mesh.size,
         "dtype": str(settings.dtype),

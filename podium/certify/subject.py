@@ -180,7 +180,7 @@ class Subject:
     def rollouts(self) -> Rollouts:
         """The run's own sampling and grading, on the first device. Call its `load` before use."""
         mesh = one_device()
-        spec = resolve_rollout(self.config, self.decoder, machine_of(mesh))
+        spec = resolve_rollout(self.config, self.recipe, self.decoder, machine_of(mesh))
         return Rollouts(spec, self.decoder, Tokenizer(LetterBackend(), eos_tokens=()), mesh)
 
     @functools.cached_property
@@ -532,17 +532,6 @@ def one_device() -> jax.sharding.Mesh:
     return make_mesh("auto", jax.devices()[:1])
 
 
-def _completions(config: Config) -> int:
-    """Completions of each prompt: few, but more than the k of pass@k, whose advantages would otherwise all be 0.
-
-    Preferences have one or two, as in the data.
-    """
-    recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
-    if recipe.preferences:
-        return config.group_size
-    return max(COMPLETIONS, int(recipe.advantage.keywords.get("k", 0)) + 1)
-
-
 def _small_step(config: Config) -> Config:
     """The config with a step of a few short completions; each batch is used twice if the recipe allows it.
 
@@ -553,7 +542,10 @@ def _small_step(config: Config) -> Config:
     they have by default stays.
     """
     config = config.model_copy(update={"algorithm": resolve_algorithm(config)})
-    group = _completions(config)
+    recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
+    group = config.group_size  # of preferences, as in the data
+    if not recipe.preferences:  # few, but more than the k of pass@k, whose advantages would otherwise all be 0
+        group = max(COMPLETIONS, int(recipe.advantage.keywords.get("k", 0)) + 1)
     twice = make_recipe(config.algorithm, group_size=group, prompts_per_step=2 * config.algorithm.minibatches)
     if is_path(twice.loss):
         raise ValueError(

@@ -270,8 +270,8 @@ def _make_trainer(subject: Subject, spec: RunSpec, folder: Path) -> tuple["_Watc
         critic = make_critic(spec.critic, settings, learning, subject.critic.decoder)
         valued = init_state(subject.critic.params(settings), learning)
     behind = None
-    if spec.teacher_batch is not None:
-        behind = OwnPrompts(of=rollouts.feed.privileged, sizes=spec.teacher_batch)
+    if spec.teacher is not None and spec.teacher.own_batch is not None:
+        behind = OwnPrompts(of=rollouts.feed.privileged, sizes=spec.teacher.own_batch)
     moving, anchor = None, None if subject.reference is None else subject.params(mesh, subject.reference)
     if spec.reference is not None:
         moving, anchor = anchor, None

@@ -234,7 +234,7 @@ class Updates:
         """The trainer's settings and compiled programs for this form."""
         config = self.subject.config
         changed = config.model_copy(update={"train": config.train.model_copy(update=dict(form.train))})
-        update = resolve_update(changed, machine_of(form.mesh), form.mesh.shape)
+        update = resolve_update(changed, self.subject.recipe, machine_of(form.mesh), form.mesh.shape)
         settings = make_train_settings(update, self.subject.decoder, form.mesh)
         chunk = min(settings.head_chunk_tokens, form.rows * form.row_tokens)  # larger chunks give the same program
         settings = settings._replace(head_chunk_tokens=chunk)

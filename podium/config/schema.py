@@ -5,6 +5,7 @@ that need other parts of Podium are in `podium.settings`; `podium.config.load` r
 """
 
 import datetime
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
@@ -31,7 +32,7 @@ from podium.config.section import (
     PositiveFloat,
     Section,
 )
-from podium.config.teacher import TeacherConfig
+from podium.config.teacher import TeacherConfig, teacher_contradictions
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Remat = Literal["none", "layer", "products", "offload"]
@@ -236,6 +237,10 @@ class RolloutConfig(Section):
     def longest(self) -> int:
         """Tokens of the longest sequence: an answer with its prompt, or a conversation."""
         return self.max_episode_tokens or self.prompt_tokens + self.max_new_tokens
+
+    def prompts_in_flight(self, prompts_per_step: int) -> int:
+        """Prompts being answered or waiting for a step at the same time; at least those of one step."""
+        return int(self.in_flight * prompts_per_step + 1e-6)
 
 
 class AlgorithmConfig(Section):
@@ -599,6 +604,105 @@ def _lora(config: Config) -> Iterator[Contradiction]:
     yield from () if config.lora is None else contradictions(config.lora)
 
 
+def _teacher(config: Config) -> Iterator[Contradiction]:
+    teacher = config.teacher
+    if teacher is None:
+        return
+    yield from teacher_contradictions(teacher)
+    if teacher.loss == "full" and config.train.head == "fused":
+        rule = "fused computes no logits to compare with a teacher's"
+        way_out = "set train.head to auto, or teacher.loss to sampled"
+        yield Contradiction(("train.head", "teacher.loss"), f"{rule}; {way_out}")
+    if teacher.prompt == "privileged" and config.rollout.thinking == "segment":
+        rule = "privileged is one prompt, and with rollout.thinking segment a conversation has several"
+        way_out = "set rollout.thinking to keep, or teacher.prompt to same"
+        yield Contradiction(("teacher.prompt", "rollout.thinking"), f"{rule}; {way_out}")
+
+
+def _layout(config: Config) -> Iterator[Contradiction]:
+    layout, group = config.rollout.layout, config.rollout.group_chips
+    if group is not None and layout != "hybrid":
+        key, other = "rollout.group_chips", "rollout.layout"
+        yield Contradiction(
+            (key, other), f"{group} has no effect with {other} {layout}; set that to hybrid, or leave this out"
+        )
+
+
+def _rollout_weights(config: Config) -> Iterator[Contradiction]:
+    """Report a rounded copy of the weights that the rollout would not make."""
+    this, how, lora = "rollout.weights", config.rollout.weights, config.lora
+    if how == "dtype" or lora is None:
+        return
+    if lora.base == "nf4":
+        rule = f"{how} would be a second copy, larger than lora.base nf4 and rounded once more"
+        yield Contradiction((this, "lora.base"), f"{rule}; leave it out, or set lora.base to int8 or bfloat16")
+    elif lora.base == "bfloat16" and lora.rollout == "shared":
+        rule = f"shared reads the trainer's frozen weights as they are, in bfloat16, and {this} {how} is a copy"
+        yield Contradiction(("lora.rollout", this), f"{rule}; set lora.rollout to auto, or lora.base to int8")
+
+
+def _staleness(config: Config) -> Iterator[Contradiction]:
+    """Report numbers of prompts in flight that a step cannot have, and a bound on their age that they exceed."""
+    over, oldest, N = config.rollout.in_flight, config.rollout.max_staleness, config.prompts_per_step
+    this, bound = "rollout.in_flight", "rollout.max_staleness"
+    if over == 1.0:
+        if oldest not in (0, RolloutConfig.model_fields["max_staleness"].default):
+            rule = f"{oldest} has no effect with {this} 1: a step trains on completions of its own weights alone"
+            yield Contradiction((bound, this), f"{rule}; set {this}, 1.5 is usual, or leave this out")
+        return
+    least = math.ceil(over - 1)
+    if config.rollout.prompts_in_flight(N) == N:
+        rule = f"{over:g} x prompts_per_step {N} is not one prompt more than a step has"
+        way_out = f"set {math.ceil(100 + 100 / N) / 100:g} or more, or 1"
+        yield Contradiction((this, "prompts_per_step"), f"{rule}; {way_out}")
+    if oldest < least:
+        rule = f"{oldest} is too low for {this} {over:g}: prompts that a step leaves may wait for up to {least} more"
+        yield Contradiction((bound, this), f"{rule}; set {least} or more, or {this} to {1 + oldest} or less")
+
+
+def _length_reward(config: Config) -> Iterator[Contradiction]:
+    """Check that the length reward and its buffer are set together."""
+    buffer, longest = config.grading.overlong_buffer_tokens, config.rollout.max_new_tokens
+    key = "grading.overlong_buffer_tokens"
+    shaped = [f"tasks.{index}.rewards.length" for index, task in enumerate(config.tasks) if "length" in task.rewards]
+    if shaped and not buffer:
+        yield Contradiction(
+            (shaped[0], key),
+            f"the length reward falls over the last {key} tokens, and that is 0; "
+            f"set {key}, for example to {max(1, longest // 5)}, or remove the reward",
+        )
+    if shaped and buffer >= longest:
+        rule = f"{buffer} is not less than rollout.max_new_tokens {longest}: every completion would be overlong"
+        yield Contradiction((key, "rollout.max_new_tokens"), f"{rule}; lower it")
+    if buffer and not shaped:
+        message = f"{buffer} has no effect: no task has a length reward; add `length: 1.0` to its rewards"
+        yield Contradiction((key,), message)
+
+
+def _judges(config: Config) -> Iterator[Contradiction]:
+    for index, judge in enumerate(config.grading.judges):
+        if judge.lowest >= judge.highest:
+            rule = f"{judge.lowest:g} is not below highest, {judge.highest:g}; lower it"
+            yield Contradiction((f"grading.judges.{index}.lowest", f"grading.judges.{index}.highest"), rule)
+
+
+def _data(config: Config) -> Iterator[Contradiction]:
+    data = config.data
+    if data.filter is not None and data.filter.pass_rate[0] > data.filter.pass_rate[1]:
+        least, most = data.filter.pass_rate
+        rule = f"the least, {least:g}, is above the largest, {most:g}; swap them"
+        yield Contradiction(("data.filter.pass_rate",), rule)
+    if data.progress is None:
+        return
+    if len(config.tasks) < 2:
+        rule = "there is one task, and progress decides between several; leave it out"
+        yield Contradiction(("data.progress", "tasks"), rule)
+    for index, task in enumerate(config.tasks):
+        if task.curriculum is not None:
+            rule = "with data.progress tasks are drawn as the levels of a curriculum are, and have none of their own"
+            yield Contradiction((f"tasks.{index}.curriculum", "data.progress"), f"{rule}; leave one of them out")
+
+
 def _evaluation(config: Config) -> Iterator[Contradiction]:
     if not config.eval.greedy and not config.eval.samples:
         rule = "0, and eval.greedy is false: no question would be answered"
@@ -635,6 +739,13 @@ RULES: tuple[Rule, ...] = (
     _reproducible,
     _schedule,
     _lora,
+    _teacher,
+    _layout,
+    _rollout_weights,
+    _staleness,
+    _length_reward,
+    _judges,
+    _data,
     _evaluation,
     _checkpoints,
 )

@@ -2,8 +2,10 @@
 
 import re
 import string
+from collections.abc import Iterator
 from typing import Literal
 
+from podium.config.errors import Contradiction
 from podium.config.lora import Base
 from podium.config.section import Fraction, Positive, PositiveFloat, Section
 
@@ -38,6 +40,31 @@ class TeacherConfig(Section):
     max_prompt_tokens: Positive | None = None
     """Longest privileged prompt in tokens; unset: rollout.max_prompt_tokens. Prompts whose privileged form is longer
     are treated as `rollout.long_prompts` says."""
+
+
+def teacher_contradictions(teacher: TeacherConfig) -> Iterator[Contradiction]:
+    """What is wrong with the settings of a teacher: those that nothing reads, or that are missing."""
+    if teacher.loss == "sampled" and teacher.reverse != 1:
+        rule = f"{teacher.reverse:g}, and tokens that the policy draws estimate KL(policy || teacher) alone"
+        yield Contradiction(("teacher.reverse", "teacher.loss"), f"{rule}; set teacher.loss to full, or leave this out")
+    this = "teacher.prompt"
+    if teacher.prompt == "same":
+        for name, value in (("template", teacher.template), ("max_prompt_tokens", teacher.max_prompt_tokens)):
+            if value is not None:
+                rule = f"{value!r}, and the teacher reads the policy's prompt, so nothing reads it"
+                yield Contradiction((f"teacher.{name}", this), f"{rule}; set {this} to privileged, or leave it out")
+        return
+    if teacher.loss == "full":
+        rule = "privileged puts completions in other rows than the policy's, and full compares states place by place"
+        yield Contradiction((this, "teacher.loss"), f"{rule}; set teacher.loss to sampled, or {this} to same")
+    if teacher.template is None:
+        rule = "privileged needs the text of the teacher's message"
+        yield Contradiction((this, "teacher.template"), f'{rule}; set teacher.template, as "{{question}} {{solution}}"')
+        return
+    try:
+        template_names(teacher.template)
+    except ValueError as error:
+        yield Contradiction(("teacher.template",), str(error))
 
 
 def template_names(template: str) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from podium.plan.check import COMPILED, SETTLED_STEP
 from podium.plan.device import KINDS
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan
+from podium.plan.sizes import Planned
 from podium.train.platform import machine_text
 
 MEASURED: Mapping[str, tuple[str, ...]] = {
@@ -148,7 +149,7 @@ class Planner:
         """The plan of a sample with the shares of `chip`."""
         path = self.folder / f"{sample.name}-{id(sample)}.jsonl"
         path.write_text(to_json(sample.lengths) + "\n", encoding="utf-8")
-        return make_plan(sample.config, self.machine, fast=self.fast, lengths=str(path), chip=chip)
+        return make_plan(Planned.of(sample.config, self.machine), fast=self.fast, lengths=str(path), chip=chip)
 
     def step_s(self, sample: Sample, chip: Chip) -> float:
         """Planned seconds of a sample's step."""

@@ -4,15 +4,18 @@ from collections.abc import Iterator
 
 from podium.accelerators import Accelerator, this_cpu
 from podium.bench import update
-from podium.bench.rollout import config_lengths, make_engine, measure
+from podium.bench.rollout import make_engine, measure, run_lengths
 from podium.bench.timing import cpu_peaks
 from podium.config.schema import Config
 from podium.doctor.result import Row
 from podium.doctor.subject import Sizes, Subject
 from podium.plan.calibration import Chip, uncalibrated
-from podium.plan.planner import make_plan
+from podium.plan.planner import plan_run
 from podium.plan.result import Plan, Seconds, total
+from podium.plan.sizes import sizes_on
+from podium.run.spec import RunSpec
 from podium.sharding import make_mesh
+from podium.train.setup import run_spec
 
 GROUP = 4
 MOST_SECONDS = 2.0
@@ -25,14 +28,14 @@ FIRST = "beside the least that the measured peaks allow: podium calibrate RUN le
 def small_model(subject: Subject) -> Iterator[Row]:
     """Decode and update a model of SmolLM2's shape with random weights, and plan the same."""
     sizes, mesh = subject.sizes, make_mesh("auto")
-    config, lengths = model_config(sizes, mesh.size), f"fixed:{sizes.new_tokens}"
-    drawn = config_lengths(lengths, config)
-    plan = _plan(subject, config, lengths, mesh.size)
-    engine = make_engine(config, sizes.decoder, mesh)
-    decoded = measure(config, engine, drawn)
+    spec, lengths = run_spec(model_config(sizes, mesh.size), sizes.decoder, mesh), f"fixed:{sizes.new_tokens}"
+    drawn = run_lengths(lengths, spec)
+    plan = _plan(subject, spec, lengths)
+    engine = make_engine(spec, mesh)
+    decoded = measure(spec, engine, drawn)
     del engine
     yield _row("decode step", decoded.rollout["ms_per_step"] / 1e3, plan and decode_s(plan), subject)
-    found = update.measure(config, sizes.decoder, drawn, UPDATES)
+    found = update.measure(spec, mesh, drawn, UPDATES)
     assert isinstance(found["wall_s"], float)
     yield _row("update", found["wall_s"], plan and plan.phase("update").seconds, subject)
 
@@ -57,16 +60,16 @@ def model_config(sizes: Sizes, devices: int) -> Config:
     )
 
 
-def _plan(subject: Subject, config: Config, lengths: str, devices: int) -> Plan | None:
+def _plan(subject: Subject, spec: RunSpec, lengths: str) -> Plan | None:
     """The plan by the closed form; None for a device that plans do not know."""
     machine: Accelerator | None = subject.accelerator
     chip: Chip | None = subject.chip
     if subject.platform == "cpu":
-        machine = this_cpu(devices)
+        machine = this_cpu(spec.machine.devices)
         chip = chip or uncalibrated(cpu_peaks())
     if machine is None or chip is None:
         return None
-    return make_plan(config, machine, fast=True, lengths=lengths, decoder=subject.sizes.decoder, chip=chip)
+    return plan_run(sizes_on(spec, machine), lengths=lengths, chip=chip)
 
 
 def decode_s(plan: Plan) -> Seconds | None:

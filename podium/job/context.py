@@ -41,7 +41,7 @@ class JobContext:
     def agree(self, config: Config) -> None:
         """Wait until all workers have arrived with one config, code and `runs_dir`; raises GuardError otherwise."""
         if self.guard is not None:
-            self.guard.agree(identity(config), as_path(config.runs_dir))
+            self.guard.agree(identity(config.document()), as_path(config.runs_dir))
 
 
 def alone() -> JobContext:
@@ -80,10 +80,10 @@ def join_job(environ: Mapping[str, str]) -> Iterator[JobContext]:
         raise
 
 
-def identity(config: Config) -> dict[str, str]:
+def identity(document: Mapping[str, object]) -> dict[str, str]:
     """Everything that must be equal in all processes of a job: settings, commit, and package versions."""
     packages = {f"version of {name}": version for name, version in versions().items()}
-    return {**dict(_leaves(config.document())), "commit": str(commit()), **packages}
+    return {**dict(_leaves(document)), "commit": str(commit()), **packages}
 
 
 def _leaves(value: object, path: str = "") -> Iterator[tuple[str, str]]:

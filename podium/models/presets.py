@@ -7,6 +7,8 @@ ones. No jax. `podium.models.source` finds the weights.
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from podium.config.lora import LoraConfig
+from podium.config.rollout_weights import RolloutWeights
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig, ModelError, dense_decoder, scoring_decoder, with_lora
 from podium.models.blocks.rope import RopeScaling
@@ -256,12 +258,12 @@ def _found(
 
 def find_decoder(config: Config) -> DecoderConfig:
     """The decoder of a run including its adapters; otherwise like `find_architecture`."""
-    return decoder_of_run(find_architecture(config.model), config)
+    return decoder_of_run(find_architecture(config.model), config.lora, config.rollout.weights)
 
 
-def decoder_of_run(decoder: DecoderConfig, config: Config) -> DecoderConfig:
+def decoder_of_run(decoder: DecoderConfig, lora: LoraConfig | None, rollout_weights: RolloutWeights) -> DecoderConfig:
     """A model's decoder with a run's adapters, and the format of its rollout's weights.
 
     Raises ModelError if it has no matrix of a target of the adapters.
     """
-    return dataclasses.replace(with_lora(decoder, config.lora), rollout_weights=config.rollout.weights)
+    return dataclasses.replace(with_lora(decoder, lora), rollout_weights=rollout_weights)

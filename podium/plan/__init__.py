@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import podium
 
 if TYPE_CHECKING:
-    from podium.config.load import Override
+    from podium.config.load import Loaded, Override
     from podium.plan.result import Plan
 
 podium.make_verb(__name__)
@@ -27,20 +27,20 @@ def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = Fal
         CompilerError: a program could not be compiled.
     """
     from podium.compat.hints import offer_hints
-    from podium.models.presets import find_decoder
     from podium.plan.calibration import find_machine
     from podium.plan.defaults import names_model, with_defaults
     from podium.plan.planner import make_plan
+    from podium.plan.sizes import Planned
     from podium.run.divisible import check_divisible
     from podium.settings import load_settings
 
     offer_hints()
     model, machine = config if names_model(config) else None, find_machine(on)
 
-    def load(more: Sequence["str | Override"] = (), base: Sequence["str | Override"] = ()):
+    def load(more: Sequence["str | Override"] = (), base: Sequence["str | Override"] = ()) -> "Loaded":
         return load_settings([] if model else [config], [*base, *settings, *more])
 
     load, _ = with_defaults(load, model, machine, lengths)
-    loaded = load(()).config
-    check_divisible(loaded, find_decoder(loaded), machine)
-    return make_plan(loaded, machine, fast=fast, lengths=lengths)
+    run = Planned.of(load(()).config, machine)
+    check_divisible(run.sizes.spec)
+    return make_plan(run, fast=fast, lengths=lengths)

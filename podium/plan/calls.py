@@ -108,9 +108,9 @@ def packed_run(run: RunSizes, drawn: SequenceLengths) -> tuple[RunSizes, int]:
     spec, attention = run.spec, run.update.attention
     count, attended = packed(drawn, spec.batch, minibatches=spec.recipe.minibatches, attention=attention)
     behind = None
-    if spec.teacher_batch is not None:
-        longer = longer_prompts(drawn, spec.teacher_batch.row_tokens - spec.batch.row_tokens)
-        own, seen = packed(longer, spec.teacher_batch, minibatches=spec.recipe.minibatches, attention=attention)
+    if (teachers := spec.teacher and spec.teacher.own_batch) is not None:
+        longer = longer_prompts(drawn, teachers.row_tokens - spec.batch.row_tokens)
+        own, seen = packed(longer, teachers, minibatches=spec.recipe.minibatches, attention=attention)
         behind = TeacherRows(own / count, seen)
     return dataclasses.replace(run, attended=attended, behind_own_prompts=behind), count
 

@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from podium.accelerators import GIB, Accelerator, recognise
-from podium.config.schema import Config
 from podium.files import to_json, write_atomically
-from podium.models.architecture import DecoderConfig
 from podium.observe.records import MetricsRecord, read_metrics
 from podium.observe.run_dir import METRICS
 from podium.plan.cause import DRAWN, MEASURED, PEAK, STEP, likeliest_cause, timed_parts
 from podium.plan.estimate import far_too_large, offer
 from podium.plan.formatting import number, verdict_line, with_range
 from podium.plan.json_answer import Object, as_object, plan_object
-from podium.plan.planner import make_plan
+from podium.plan.planner import plan_run
 from podium.plan.result import Plan, Seconds
+from podium.plan.sizes import sizes_on
 from podium.plan.study import Case, Outcome
+from podium.run.spec import RunSpec
 
 PLAN = "plan.json"
 SETTLED_STEP = 3  # first step to compare; earlier ones compile most programs
@@ -71,12 +71,11 @@ class RunCheck:
         self._plan: Plan | None = None
         self._steps, self._compared = 0, False
 
-    def begin(self, config: Config, decoder: DecoderConfig, folder: Path | None) -> str | None:
+    def begin(self, spec: RunSpec, folder: Path | None) -> str | None:
         """Plan the run, or refuse one that cannot fit. Returns a line to print; None if no plan can be made.
 
         Args:
-            config: the run's settings.
-            decoder: the model's architecture.
+            spec: the run, resolved.
             folder: where to write plan.json; None in processes that do not write it.
 
         Raises:
@@ -84,9 +83,10 @@ class RunCheck:
         """
         if (accelerator := this_accelerator()) is None:
             return None
-        if not self.force and (reason := far_too_large(config, decoder, accelerator)):
+        run = sizes_on(spec, accelerator)
+        if not self.force and (reason := far_too_large(run)):
             raise ValueError(reason)
-        self._plan = make_plan(config, accelerator, fast=True, decoder=decoder)
+        self._plan = plan_run(run)
         if folder is not None:
             write_atomically(
                 folder / PLAN, to_json(plan_object(Outcome(case=Case(accelerator), known=self._plan)), indent=2) + "\n"

@@ -17,9 +17,7 @@ from rich.text import Text
 from podium.accelerators import Accelerator
 from podium.config.document import dump_value
 from podium.config.load import Override
-from podium.config.schema import Config
 from podium.files import to_json
-from podium.models.presets import find_decoder
 from podium.observe.out_files import check_new, check_page
 from podium.plan.auto import AUTO, rank
 from podium.plan.calibration import find_machine
@@ -48,7 +46,7 @@ from podium.plan.sections import (
     plan_sections,
     search_section,
 )
-from podium.plan.sizes import RunSizes, make_sizes
+from podium.plan.sizes import Planned
 from podium.plan.study import Case, Change, Outcome, RunCost, Study, cost_of
 from podium.plan.suggest import suggestions
 from podium.plan.topology import check_compiler
@@ -135,19 +133,17 @@ class _Run:
             self._bases[machine] = with_defaults(self.load, self.request.model, machine, self.request.lengths)
         return self._bases[machine]
 
-    def config(self, case: Case) -> Config:
-        """The settings of a case. Raises ConfigError if they contradict each other."""
-        load, _ = self.base(case.machine)
-        return load([change.override for change in case.changes]).config
+    def planned(self, case: Case) -> Planned:
+        """The run of a case.
 
-    def sizes(self, case: Case) -> RunSizes:
-        """The planner's sizes for a case."""
-        config = self.config(case)
-        return make_sizes(config, find_decoder(config), case.machine)
+        Raises ConfigError if its settings contradict each other, ValueError if they do not fit the machine.
+        """
+        load, _ = self.base(case.machine)
+        return Planned.of(load([change.override for change in case.changes]).config, case.machine)
 
     def cost(self, case: Case, plan: Plan) -> RunCost | None:
         """The cost of the requested number of steps; None if the plan has no seconds."""
-        return cost_of(plan, self.request.steps or self.config(case).steps, self.prices)
+        return cost_of(plan, self.request.steps or self.planned(case).config.steps, self.prices)
 
     def plan(
         self,
@@ -170,22 +166,22 @@ class _Run:
         Raises:
             ValueError: the settings contradict each other or do not fit the machine's mesh.
         """
-        config, machine = self.config(case), case.machine
-        check_divisible(config, find_decoder(config), machine)
+        run, machine = self.planned(case), case.machine
+        check_divisible(run.sizes.spec)
         drawn = lengths or self.request.lengths
         if fast:
-            return make_plan(config, machine, fast=True, lengths=drawn)
+            return make_plan(run, fast=True, lengths=drawn)
         with self.stderr.status(f"planning for {machine.name}") as status:
             estimated = None if lengths else lambda: self.plan(case, fast=True)
             tell = follow(machine.name, self.say, status.update, estimated)
-            return make_plan(config, machine, lengths=drawn, progress=tell, whole=whole, largest=largest)
+            return make_plan(run, lengths=drawn, progress=tell, whole=whole, largest=largest)
 
     def probe(self, case: Case, phases: Sequence[str]) -> list[Peak]:
         """Compile the largest program of each of these phases; show progress on stderr."""
         machine = case.machine
         with self.stderr.status(f"compiling {' and '.join(phases)} for {machine.name}") as status:
             tell = follow(machine.name, self.say, status.update, None)
-            found = Prober(machine, self.request.lengths, fast=False, progress=tell).each(self.config(case), phases)
+            found = Prober(self.request.lengths, fast=False, progress=tell).each(self.planned(case), phases)
         for peak in found:
             self.say(f"{' '.join(map(str, case.changes)) or 'unchanged'}: {probe_text(peak, machine.hbm_bytes)}")
         return found
@@ -195,7 +191,7 @@ class _Run:
         load, _ = self.base(case.machine)
         fixed, lengths = given(load(())), self.request.lengths
         study = dataclasses.replace(self.study, planner=functools.partial(self.plan, largest=True))
-        fit = Fit(study=study, now=case, config=self.config, lengths=lengths, fixed=fixed, probe=self.probe)
+        fit = Fit(study=study, now=case, planned=self.planned, lengths=lengths, fixed=fixed, probe=self.probe)
         return fit.find(all_others=all_others)
 
     def say(self, text: str) -> None:
@@ -242,8 +238,7 @@ def _check(run: _Run, case: Case, *, alone: bool) -> None:
     """
     run.base(case.machine)
     if alone:
-        config = run.config(case)
-        check_divisible(config, find_decoder(config), case.machine)
+        check_divisible(run.planned(case).sizes.spec)
     if not run.request.fast:
         check_compiler(case.machine)
 
@@ -260,7 +255,7 @@ def _single(run: _Run, case: Case) -> Answer:
             fitted = run.fitted(case, all_others=False)
     longest = None
     if not request.lengths_known:
-        longest = run.plan(case, fast=request.fast, lengths=f"fixed:{run.config(case).rollout.max_new_tokens}")
+        longest = run.plan(case, fast=request.fast, lengths=f"fixed:{run.planned(case).config.rollout.max_new_tokens}")
     first, *rest = plan_sections(outcome, suggested, longest, fitted)
     found = fit_sections(fitted) if fitted else []
     return Answer(
@@ -272,17 +267,17 @@ def _single(run: _Run, case: Case) -> Answer:
 
 def _suggested(run: _Run, outcome: Outcome) -> list[Outcome]:
     """Changes that help a run that fits, best first."""
-    now, config = outcome.case, run.config(outcome.case)
+    now, planned = outcome.case, run.planned(outcome.case)
 
     def compile_s(change: Change) -> float:
         """Seconds that the compiler took for the phases a change affects."""
-        prober = Prober(now.machine, run.request.lengths, fast=False)
-        moved = prober.phases([config, run.config(now.but(change))])
+        prober = Prober(run.request.lengths, fast=False)
+        moved = prober.phases([planned, run.planned(now.but(change))])
         return sum(phase.compile_s or 0.0 for phase in outcome.plan.phases if phase.name in moved)
 
     return suggestions(
         run.study,
-        candidates(config, run.sizes(now)),
+        candidates(planned),
         outcome.plan,
         now,
         compile_all=run.request.suggest,
@@ -340,7 +335,9 @@ def _write(run: _Run, best: Outcome, path: Path) -> None:
     load, defaults = run.base(case.machine)
     keys = [*(each.key for each in defaults), *sorted(given(load(()))), *(each.key for each in case.changes)]
     command = " ".join(["podium plan", request.subject, "--on", case.machine.name, "--fit"])
-    write_config(path, request.files, run.config(case), keys, f"{command}: {verdict_line(best.plan)}")
+    write_config(
+        path, request.files, run.planned(case).config.document(), keys, f"{command}: {verdict_line(best.plan)}"
+    )
     run.say(f"wrote {path}")
 
 
@@ -379,15 +376,15 @@ def _searches(run: _Run, key: str, cases: Sequence[Case]) -> Answer:
 def _largest(run: _Run, key: str, case: Case) -> tuple[Outcome, ReportSection, Object]:
     """The largest value that fits (the smallest if none does), with the section and the object of the search."""
     machine, fast = case.machine, run.request.fast
-    values = search_range(key, run.config(case), run.sizes(case))
+    values = search_range(key, run.planned(case))
 
     @functools.cache
-    def changed(value: int) -> Config:
-        return run.config(case.but(Change(key=key, value=value)))
+    def changed(value: int) -> Planned:
+        return run.planned(case.but(Change(key=key, value=value)))
 
     with run.stderr.status(f"searching {key} for {machine.name}") as status:
         tell = follow(machine.name, run.say, status.update, None)
-        prober = Prober(machine, run.request.lengths, fast, tell)
+        prober = Prober(run.request.lengths, fast, tell)
         phases = prober.phases([changed(values.unit), changed(values.most // values.unit * values.unit)])
 
         def probe(wanted: Sequence[int]) -> list[Peak]:

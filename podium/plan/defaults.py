@@ -8,10 +8,11 @@ from pathlib import Path
 from podium.accelerators import Accelerator
 from podium.config.document import Plain
 from podium.config.load import Loaded, Override
-from podium.models.presets import find_architecture, find_decoder
+from podium.models.presets import find_architecture
 from podium.models.source import HUB_ID
 from podium.plan.fit import fastest
 from podium.plan.halves import Halves
+from podium.plan.sizes import Planned
 from podium.run.divisible import check_divisible
 
 ORIGIN = "default of podium plan"
@@ -49,9 +50,9 @@ def with_defaults(
         return load, ()
     base = _settings(model, accelerator)
     loaded = load((), base)
-    config = loaded.config
-    check_divisible(config, find_decoder(config), accelerator)
-    found = fastest(Halves(config, accelerator, lengths, given(loaded)))
+    run = Planned.of(loaded.config, accelerator)
+    check_divisible(run.sizes.spec)
+    found = fastest(Halves(run, lengths, given(loaded)))
     if found is None:
         base = _settings(model, accelerator, rows=1, share=LEAST)
     else:

@@ -16,8 +16,7 @@ import podium.plan.floor as floor
 from podium.accelerators import GIB, Accelerator
 from podium.config.attention import attended_pairs, cut
 from podium.config.lora import MATRICES
-from podium.config.schema import Config
-from podium.models.architecture import DecoderConfig, rollout_decoder
+from podium.models.architecture import rollout_decoder
 from podium.models.blocks.delta import DeltaNet
 from podium.models.blocks.experts import SPARE, Experts
 from podium.models.params import NF4_CODES, frozen_dtype, own_name, param_specs
@@ -40,7 +39,6 @@ from podium.plan.sizes import (
     fused_padding,
     head_number,
     local_count,
-    make_sizes,
     offloaded_bytes,
     reduced_number,
     rollout_number,
@@ -149,13 +147,9 @@ def estimate(run: RunSizes) -> list[PhaseEstimate]:
     return [*phases, update_phase(run), checkpoint_phase(run)]
 
 
-def far_too_large(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> str | None:
-    """Why a run is refused without trying: a phase needs over 1.5 times the memory. None if no phase does.
-
-    Raises:
-        ValueError: the mesh does not fit the machine.
-    """
-    worst = max(estimate(make_sizes(config, decoder, accelerator)), key=lambda phase: phase.total)
+def far_too_large(run: RunSizes) -> str | None:
+    """Why a run is refused without trying: a phase needs over 1.5 times the memory. None if no phase does."""
+    accelerator, worst = run.accelerator, max(estimate(run), key=lambda phase: phase.total)
     if worst.total <= MARGIN * accelerator.hbm_bytes:
         return None
     largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:3]
@@ -319,7 +313,7 @@ def teacher_phase(run: RunSizes) -> PhaseEstimate:
     teacher = run.of_teacher
     assert teacher is not None, "the run has a teacher"
     batch = _batch(run)
-    if run.spec.teacher_batch is not None:  # beside the policy's
+    if run.spec.teacher is not None and run.spec.teacher.own_batch is not None:  # beside the policy's
         batch = {"batch": batch["batch"] + _batch(teacher)["batch"]}
     return _scoring("teacher", teacher, in_updates(run) | batch, logits=not run.compares)
 
@@ -509,7 +503,7 @@ def _batch(run: RunSizes) -> Parts:
     batch = run.spec.batch
     of_token = 4 * arrays + batch.choices * (1 if batch.choice_format == "uint8" else 2)
     if run.spec.teacher is not None and run.compares:
-        of_token += run.activation * run.spec.teacher.width - 4
+        of_token += run.activation * run.spec.teacher.decoder.width - 4
     return {"batch": of_token * batch.max_micro_batches * run.tokens}
 
 

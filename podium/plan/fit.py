@@ -14,9 +14,9 @@ from typing import NamedTuple, get_args
 from podium.config.errors import ConfigError
 from podium.config.lora import Base, LoraConfig
 from podium.config.optimizer import OPTIMIZER_COPIES
-from podium.config.schema import Config
 from podium.plan.halves import Half, Halves, Place
 from podium.plan.result import Peak, Plan, margin
+from podium.plan.sizes import Planned
 from podium.plan.study import Case, Change, Changes, Outcome, Study
 
 ALONE = ("critic", "update", "decode")  # phases that are compiled by themselves
@@ -88,8 +88,8 @@ class Fit:
     """Plans whole cases, by the compiler or, if it is fast, by the closed form."""
     now: Case
     """The run as it is."""
-    config: Callable[[Case], Config]
-    """The settings of a case; raises ConfigError if they contradict each other."""
+    planned: Callable[[Case], Planned]
+    """The run of a case; raises ValueError if its settings contradict each other or do not fit the machine."""
     lengths: str
     """Source of prompt and completion lengths."""
     fixed: Collection[str]
@@ -137,7 +137,7 @@ class Fit:
 
     def _changes_of_learning(self, *, smaller: bool) -> Iterator[Changes]:
         """Changes to what is learned that free memory or time, mildest first; with `smaller`, a smaller batch too."""
-        config = self.config(self.now)
+        config = self.planned(self.now).config
         optimizer = config.train.optimizer
         found: list[Changes] = []
         if optimizer.moments == "float32" and OPTIMIZER_COPIES.get(optimizer.name, 2):
@@ -159,7 +159,7 @@ class Fit:
 
     def _choice(self, case: Case) -> "Choice":
         """The candidates for a case. Raises ValueError if it contradicts itself."""
-        halves = Halves(self.config(case), case.machine, self.lengths, self.fixed)
+        halves = Halves(self.planned(case), self.lengths, self.fixed)
         fast = self.study.fast
         return Choice(halves.places(), case.machine.hbm_bytes, fast=fast, factors={} if fast else self.factors)
 

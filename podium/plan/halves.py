@@ -10,11 +10,9 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar, get_args
 
-from podium.accelerators import Accelerator
 from podium.config.schema import Config, Remat
 from podium.config.section import Section
 from podium.config.sizes import check_split, table_pages
-from podium.models.presets import find_decoder
 from podium.plan.calibration import find_chip
 from podium.plan.calls import Call, packed_run, rollout_calls, update_calls
 from podium.plan.device import Device, closed_form_roofline
@@ -23,12 +21,10 @@ from podium.plan.knobs import value_of
 from podium.plan.packing import packed_rows
 from podium.plan.planner import is_compiled
 from podium.plan.result import Phase, margin, total
-from podium.plan.sizes import RunSizes, make_sizes
+from podium.plan.sizes import Planned, RunSizes
 from podium.plan.study import Change, Changes, Value
 from podium.plan.workload import SequenceLengths, no_rollout, simulate_rollout
-from podium.run.machine import Machine
-from podium.run.resolve import resolve_batch, resolve_teacher_batch, resolve_update
-from podium.run.sizes import row_tokens
+from podium.run.resolve import privileged_batch, resolve_batch, resolve_update
 
 APART = 1.15  # ratio between neighbouring numbers of rows that are tried
 TIGHT = 0.8  # share of the memory above which smaller variants of a candidate are tried too
@@ -85,19 +81,13 @@ class Place:
 class Halves:
     """The candidates for one run on one machine; settings in `fixed` keep their values."""
 
-    def __init__(self, config: Config, machine: Accelerator, lengths: str, fixed: Collection[str] = ()) -> None:
-        """Check the run's own sizes.
-
-        Raises:
-            ValueError: the config does not fit the machine's mesh, or the lengths are invalid.
-        """
-        self.config = config
-        self.machine = machine
-        self.fixed = frozenset(fixed)
-        run = make_sizes(config, find_decoder(config), machine)
-        self.drawn: SequenceLengths = run.draw_lengths(lengths)
-        self.device = Device(machine, find_chip(machine.generation))
+    def __init__(self, run: Planned, lengths: str, fixed: Collection[str] = ()) -> None:
+        """Draw the lengths of a step. Raises ValueError if their source is invalid."""
         self.own = run
+        self.machine = run.sizes.accelerator
+        self.fixed = frozenset(fixed)
+        self.drawn: SequenceLengths = run.sizes.draw_lengths(lengths)
+        self.device = Device(self.machine, find_chip(self.machine.generation))
 
     def places(self) -> Iterator[Place]:
         """The values of the shared settings, the run's own first, with the candidates for both halves."""
@@ -107,39 +97,40 @@ class Halves:
         choices["train.offload_optimizer"] = self._values("train.offload_optimizer", (False, True))
         for values in itertools.product(*choices.values()):
             changes = self._changes(dict(zip(choices, values, strict=True)))
-            config = with_changes(self.config, changes)
             try:
-                run = make_sizes(config, find_decoder(config), self.machine)
+                run = with_changes(self.own, changes)
             except ValueError:  # a mesh that does not divide
                 continue
             yield Place(
                 changes=changes,
-                compiled=is_compiled(config, self.machine),
-                ordinary=config.mesh == self.config.mesh,
-                make_updates=functools.partial(self._updates, config, run),
-                make_rollouts=functools.partial(self._rollouts, config),
+                compiled=is_compiled(run.sizes),
+                ordinary=run.config.mesh == self.own.config.mesh,
+                make_updates=functools.partial(self._updates, run),
+                make_rollouts=functools.partial(self._rollouts, run),
             )
 
     def _values(self, key: str, values: Iterable[Value]) -> list[Value]:
         """The values of a setting to try, the run's own first."""
-        own = value_of(self.config, key)
+        own = value_of(self.own, key)
         if key in self.fixed:
             return [own]
         return list(dict.fromkeys((own, *values)))
 
     def _changes(self, values: Mapping[str, Value]) -> Changes:
         """The values that differ from the run's, as changes."""
-        old = {key: value_of(self.config, key) for key in values}
+        old = {key: value_of(self.own, key) for key in values}
         return tuple(Change(key=key, value=value, old=old[key]) for key, value in values.items() if value != old[key])
 
     def _adapters(self) -> Sequence[Value]:
         """Ways of the rollout to apply adapters: on a GPU, with one copy of the frozen weights or with two."""
-        lora = self.config.lora
-        return () if lora is None or lora.rollout == "merged" or self.own.platform != "gpu" else ("apart", "shared")
+        lora = self.own.config.lora
+        return (
+            () if lora is None or lora.rollout == "merged" or self.own.sizes.platform != "gpu" else ("apart", "shared")
+        )
 
     def _meshes(self) -> Iterator[Value]:
         """Meshes that split each row over 2, 4, ... devices that the run's mesh splits weights over."""
-        mesh = self.own.mesh
+        mesh = self.own.sizes.mesh
         if mesh["sp"] > 1:
             return
         parts = 2
@@ -150,18 +141,18 @@ class Halves:
 
     # The update
 
-    def _updates(self, config: Config, run: RunSizes) -> list[Half]:
+    def _updates(self, run: Planned) -> list[Half]:
         """Candidates for the update: for each way to recompute, fewest rows first, up to far too many."""
         key, unit = "train.rows_per_device", 1
-        if config.train.tokens_per_device is not None:
-            key, unit = "train.tokens_per_device", row_tokens(config)
+        if run.config.train.tokens_per_device is not None:
+            key, unit = "train.tokens_per_device", run.sizes.row_tokens
         numbers = sorted(
-            {max(1, int(each or 0) // unit) for each in self._values(key, [unit * n for n in self._rows(run)])}
+            {max(1, int(each or 0) // unit) for each in self._values(key, [unit * n for n in self._rows(run.sizes)])}
         )
         halves: list[Half] = []
         for remat in self._values("train.remat", get_args(Remat)):
             for rows in numbers:
-                found = list(self._chunked(config, run, {"train.remat": remat, key: unit * rows}, rows))
+                found = list(self._chunked(run, {"train.remat": remat, key: unit * rows}, rows))
                 halves += found
                 if min(max(half.peaks.values()) for half in found) > FAR * self.machine.hbm_bytes:
                     break
@@ -179,33 +170,37 @@ class Halves:
                 found.append(rows)
         return found
 
-    def _chunked(self, config: Config, run: RunSizes, values: Mapping[str, Value], rows: int) -> Iterator[Half]:
+    def _chunked(self, run: Planned, values: Mapping[str, Value], rows: int) -> Iterator[Half]:
         """A candidate for the update and, where memory is short, variants that compute fewer tokens at once."""
         chunks, head = ("train.layer_chunk_tokens", "train.head_chunk_tokens")
-        whole, phase = self._update(config, run, values)
+        whole, phase = self._update(run, values)
         yield whole
         if phase.bytes < TIGHT * self.machine.hbm_bytes:
             return
-        own = config.train.head_chunk_tokens
+        own = run.config.train.head_chunk_tokens
         heads = [own // 4] if phase.parts.get("logits", 0) > CUT * phase.bytes and own >= 4 else []
         layers: list[Value] = []
         if phase.parts.get("layer_activations", 0) > CUT * phase.bytes and values["train.remat"] != "none":
-            layers = [row_tokens(config) * size for size in range(rows // 2, 0, -1) if not rows % size]
+            layers = [run.sizes.row_tokens * size for size in range(rows // 2, 0, -1) if not rows % size]
         of_head, of_layers = self._values(head, heads), self._values(chunks, layers)
         for tokens, size in itertools.product(of_head, of_layers):
-            if tokens != own or size != config.train.layer_chunk_tokens:
-                yield self._update(config, run, {**values, head: tokens, chunks: size})[0]
+            if tokens != own or size != run.config.train.layer_chunk_tokens:
+                yield self._update(run, {**values, head: tokens, chunks: size})[0]
 
-    def _update(self, config: Config, run: RunSizes, values: Mapping[str, Value]) -> tuple[Half, Phase]:
+    def _update(self, planned: Planned, values: Mapping[str, Value]) -> tuple[Half, Phase]:
         """The cost of an update with these values, and its largest phase."""
         changes = self._changes(values)
-        changed, spec = with_changes(config, changes), run.spec
-        batch = resolve_batch(changed, run.decoder, run.mesh)
+        changed, run = changed_config(planned.config, changes), planned.sizes
+        spec = run.spec
+        recipe, teacher = spec.recipe, spec.teacher
+        if teacher is not None and teacher.own_batch is not None:
+            own = privileged_batch(changed, recipe, teacher.decoder, run.mesh)
+            teacher = dataclasses.replace(teacher, own_batch=own)
         spec = dataclasses.replace(
             spec,
-            batch=batch,
-            teacher_batch=spec.teacher and resolve_teacher_batch(changed, spec.teacher, run.mesh),
-            update=resolve_update(changed, Machine.planned(self.machine), run.mesh),
+            batch=resolve_batch(changed, recipe, run.decoder, run.mesh),
+            teacher=teacher,
+            update=resolve_update(changed, recipe, spec.machine, run.mesh),
         )
         sized, count = packed_run(RunSizes(spec=spec), self.drawn)
         phases, seconds = self._cost(update_calls(sized, count), sized)
@@ -220,11 +215,11 @@ class Halves:
 
     # The rollout
 
-    def _rollouts(self, config: Config) -> list[Half]:
+    def _rollouts(self, run: Planned) -> list[Half]:
         """Candidates for the rollout, simulated: the fastest by a rough estimate, the run's own, and the smallest."""
         found: list[_Rough] = []
         for layout, slots in itertools.product(self._layouts(), self._slots()):
-            found += self._cached(config, {**layout, "rollout.slots": slots})
+            found += self._cached(run, {**layout, "rollout.slots": slots})
         found.sort(key=lambda each: (each.seconds, len(each.changes)))
         most = (1 - margin(False)) * self.machine.hbm_bytes
         fits = [each for each in found if each.peak <= most]
@@ -235,7 +230,7 @@ class Halves:
 
     def _slots(self) -> list[Value]:
         """Slots for all completions of a step, or for a half, a quarter, ... of them, over all devices."""
-        sequences = self.config.prompts_per_step * self.config.group_size
+        sequences = self.own.config.prompts_per_step * self.own.config.group_size
         each = -(-sequences // self.machine.devices)
         return self._values("rollout.slots", [-(-each // part) * self.machine.devices for part in (1, 2, 4, 8, 16)])
 
@@ -251,12 +246,12 @@ class Halves:
             if chips % size == 0:
                 yield {"rollout.layout": "hybrid", "rollout.group_chips": size}
 
-    def _cached(self, config: Config, values: Mapping[str, Value]) -> Iterator["_Rough"]:
+    def _cached(self, run: Planned, values: Mapping[str, Value]) -> Iterator["_Rough"]:
         """A candidate for the rollout and, where memory is short, variants with a smaller cache or fewer prefill rows.
 
         Nothing if the values do not divide over the devices.
         """
-        if (whole := self._rough(config, values)) is None:
+        if (whole := self._rough(run, values)) is None:
             return
         yield whole
         if whole.peak < TIGHT * self.machine.hbm_bytes:
@@ -270,16 +265,15 @@ class Halves:
             self._values("rollout.cache_tokens", smaller), self._values("rollout.prefill_rows", fewer)
         ):
             if tokens != rollout.cache_tokens or rows != rollout.prefill_rows:
-                changed = self._rough(config, {**values, "rollout.cache_tokens": tokens, "rollout.prefill_rows": rows})
+                changed = self._rough(run, {**values, "rollout.cache_tokens": tokens, "rollout.prefill_rows": rows})
                 if changed is not None:
                     yield changed
 
-    def _rough(self, config: Config, values: Mapping[str, Value]) -> "_Rough | None":
+    def _rough(self, planned: Planned, values: Mapping[str, Value]) -> "_Rough | None":
         """A candidate for the rollout before it is simulated; None if the values do not divide over the devices."""
         changes = self._changes(values)
-        changed = with_changes(config, changes)
         try:
-            run = make_sizes(changed, find_decoder(changed), self.machine)
+            run = with_changes(planned, changes).sizes
             check_split(run.rollout, run.rollout_shards)
             calls = rollout_calls(run, no_rollout(self.drawn))
         except ValueError:
@@ -331,7 +325,12 @@ class _Rough(NamedTuple):
     """A rough estimate."""
 
 
-def with_changes(config: Config, changes: Iterable[Change]) -> Config:
+def with_changes(run: Planned, changes: Iterable[Change]) -> Planned:
+    """A run with changed settings, whose rules are not checked. Raises ValueError if they do not fit the machine."""
+    return Planned.of(changed_config(run.config, changes), run.sizes.accelerator)
+
+
+def changed_config(config: Config, changes: Iterable[Change]) -> Config:
     """A copy of a config with changes, whose rules are not checked."""
     for change in changes:
         config = _assigned(config, change.key.split("."), change.value)

@@ -72,9 +72,10 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     state = abstract_state(params, optimizer)
     score, train_step = make_train_programs(settings, recipe, optimizer)
     batch = abstract_batch(make_batch([], spec.batch)[0], settings.computing)
-    width = 0 if spec.teacher is None else spec.teacher.width
+    teacher = spec.teacher
+    width = 0 if teacher is None else teacher.decoder.width
     scored = abstract_scored(spec.batch, recipe, settings, teacher_width=width)
-    taught = {} if spec.teacher is None or spec.teacher_is_base else abstract_frozen(spec.teacher, settings.stored)
+    taught = {} if teacher is None or teacher.is_base else abstract_frozen(teacher.decoder, settings.stored)
     compared: dict[str, jax.ShapeDtypeStruct] = {}
     if taught and TEACHER_HIDDEN in scored.scores:
         compared[TEACHER_HEAD] = taught.get("head", taught["embed"])
@@ -107,16 +108,16 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     if recipe.scorers:
         beside = moments | anchor | teachers | critics | kept | {"batch": waiting - device_bytes(batch)}
         found["score"] = _phase(score, (params | frozen, batch), beside)
-    if spec.teacher is not None and recipe.teacher is not None:
+    if teacher is not None and recipe.teacher is not None:
         own_batch, held = dataclasses.replace(batch, choices=None), {"reward_weights": teachers["reward_weights"]}
-        if spec.teacher_batch is None:
+        if teacher.own_batch is None:
             held["batch"] = waiting - device_bytes(own_batch)
         else:
-            own_batch = abstract_batch(make_batch([], spec.teacher_batch)[0], settings.computing)
+            own_batch = abstract_batch(make_batch([], teacher.own_batch)[0], settings.computing)
             held["batch"] = waiting
-        beside = own | moments | anchor | ({} if spec.teacher_is_base else under) | critics | kept | held
+        beside = own | moments | anchor | ({} if teacher.is_base else under) | critics | kept | held
         found["teacher"] = _phase(
-            make_teacher_program(recipe.teacher, settings, spec.teacher), (taught or frozen, own_batch), beside
+            make_teacher_program(recipe.teacher, settings, teacher.decoder), (taught or frozen, own_batch), beside
         )
     if spec.critic is not None and valued is not None:
         critic = make_critic(spec.critic, settings, make_critic_optimizer(spec.critic))

@@ -6,14 +6,10 @@ of the roofline that such programs were measured to reach. Without a compiler, t
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from podium import __version__
-from podium.accelerators import Accelerator
-from podium.config.schema import Config
 from podium.config.sizes import slot_sizes
-from podium.models.architecture import DecoderConfig
-from podium.models.presets import find_decoder
 from podium.plan.calibration import Chip, find_chip
 from podium.plan.calls import Call, largest_calls, packed_run, step_calls
 from podium.plan.compile import OnProgress, cache_folder, compile_phases
@@ -21,7 +17,7 @@ from podium.plan.device import Device, rate
 from podium.plan.explain import explain
 from podium.plan.formatting import number
 from podium.plan.result import Phase, Plan, Seconds, Verdict, judge, total
-from podium.plan.sizes import RunSizes, make_sizes
+from podium.plan.sizes import Planned, RunSizes
 from podium.plan.topology import compiler_versions
 from podium.plan.worker import CompiledPhase, Job
 from podium.plan.workload import SequenceLengths, Workload, no_rollout, simulate_rollout
@@ -48,15 +44,16 @@ FEWER_OPERATIONS = 0.9
 """Share of the closed form's operations below which a compiled program was misread; TPU programs have 1.00 to 1.01."""
 LEAST_GAIN = 0.05  # share of a step that must be gained for stale completions to be worth it
 
+Compiling = Callable[[Mapping[str, float]], Mapping[str, CompiledPhase]]
+"""Compiles programs, each with the number of cache blocks that its attention reads."""
+
 
 def make_plan(
-    config: Config,
-    accelerator: Accelerator,
+    planned: Planned,
     *,
     fast: bool = False,
     lengths: str = "gsm8k",
     progress: OnProgress | None = None,
-    decoder: DecoderConfig | None = None,
     chip: Chip | None = None,
     whole: Collection[str] = (),
     largest: bool = False,
@@ -64,12 +61,10 @@ def make_plan(
     """Plan a run: whether it fits an accelerator, what limits it, and how long its steps take.
 
     Args:
-        config: the run's settings.
-        accelerator: the machine, from `find_accelerator`.
+        planned: the run on a machine.
         fast: use only the closed form.
         lengths: source of prompt and completion lengths, as for `draw_lengths`.
         progress: called when a phase's compilation begins, repeatedly while it runs, and when it ends.
-        decoder: the model's architecture; unset: that of the config's model.
         chip: constants of a device; unset: those of its generation. A CPU has none until `podium calibrate` wrote them,
             so its plan has no seconds.
         whole: programs to generate machine code for; takes minutes each and is not needed for a plan of a TPU.
@@ -77,12 +72,28 @@ def make_plan(
             phase's other programs are then those of the largest, scaled by the closed form.
 
     Raises:
-        ValueError: the model, the mesh or the lengths are invalid.
+        ValueError: the lengths are invalid.
         CompilerError: a program could not be compiled.
     """
-    decoder = decoder or find_decoder(config)
-    run = make_sizes(config, decoder, accelerator)
-    spec = run.spec
+
+    def compiling(programs: Mapping[str, float]) -> Mapping[str, CompiledPhase]:
+        return compile_phases(make_jobs(planned, programs, whole), progress=progress)
+
+    run = planned.sizes
+    estimated = fast or not is_compiled(run)
+    return plan_run(run, lengths=lengths, chip=chip, compiling=None if estimated else compiling, largest=largest)
+
+
+def plan_run(
+    run: RunSizes,
+    *,
+    lengths: str = "gsm8k",
+    chip: Chip | None = None,
+    compiling: Compiling | None = None,
+    largest: bool = False,
+) -> Plan:
+    """Plan a resolved run, by the closed form unless `compiling` compiles its programs; otherwise as `make_plan`."""
+    spec, accelerator = run.spec, run.accelerator
     drawn = run.draw_lengths(lengths)
     device = Device(accelerator, chip or find_chip(accelerator.generation))
     if spec.recipe.demonstrations:
@@ -94,10 +105,11 @@ def make_plan(
         workload = with_all_sizes(run, workload)
     run, micro_batches = packed_run(run, drawn)
     calls = step_calls(run, workload, micro_batches)
-    judged = [call for name, call in largest_calls(calls).items() if name not in WITHIN_OTHERS] if largest else calls
-    names = {} if fast or not is_compiled(config, accelerator) else _slowest_first(judged)
-    compiled = compile_phases(make_jobs(config, decoder, accelerator, names, whole), progress=progress) if names else {}
-    compiled = device.with_stand_ins(calls, compiled, run) if largest else compiled
+    compiled: Mapping[str, CompiledPhase] = {}
+    if compiling is not None:
+        judged = [call for name, call in largest_calls(calls).items() if name not in WITHIN_OTHERS]
+        compiled = compiling(_slowest_first(judged if largest else calls))
+        compiled = device.with_stand_ins(calls, compiled, run) if largest else compiled
     waiting = None
     if replies is not None and device.chip is not None:
         clock = device.clock(calls, compiled, run)
@@ -109,7 +121,7 @@ def make_plan(
     seconds = [*(phase.seconds for phase in phases if phase.seconds), *([waiting] if waiting else [])]
     step = total([*seconds, host]) if host else None
     return Plan(
-        config=config.name or config.model,
+        config=spec.name,
         accelerator=accelerator.name,
         devices=accelerator.devices,
         hbm_bytes=accelerator.hbm_bytes,
@@ -209,18 +221,12 @@ def _slowest_first(calls: Sequence[Call]) -> dict[str, float]:
     return {call.program: call.blocks for call in ordered}
 
 
-def is_compiled(config: Config, accelerator: Accelerator) -> bool:
+def is_compiled(run: RunSizes) -> bool:
     """Whether programs can be compiled without the device: jax cannot use the host memory of absent GPUs."""
-    return accelerator.platform != "gpu" or not config.train.offload_optimizer
+    return run.platform != "gpu" or not run.spec.optimizer.offload
 
 
-def make_jobs(
-    config: Config,
-    decoder: DecoderConfig,
-    accelerator: Accelerator,
-    programs: Mapping[str, float],
-    whole: Collection[str] = (),
-) -> list[Job]:
+def make_jobs(planned: Planned, programs: Mapping[str, float], whole: Collection[str] = ()) -> list[Job]:
     """Make one compilation job per program; `programs` maps names to the cache blocks that attention reads.
 
     Compiled programs are kept in the user's cache folder.
@@ -229,9 +235,9 @@ def make_jobs(
     return [
         Job(
             phase=name,
-            config=config,
-            decoder=decoder,
-            accelerator=accelerator,
+            config=planned.config,
+            decoder=planned.sizes.decoder,
+            accelerator=planned.sizes.accelerator,
             programs=folder,
             blocks=blocks,
             whole=name in whole,

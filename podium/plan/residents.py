@@ -53,7 +53,8 @@ def scorers(run: RunSizes) -> Parts:
     """
     own = {"reference_weights": run.decoder} if run.spec.recipe.needs_reference and run.decoder.lora is None else {}
     found = {name: scorer_bytes(run, decoder) for name, decoder in own.items()}  # under LoRA the reference is frozen
-    if (teacher := run.of_teacher) is not None and not run.spec.teacher_is_base:
+    is_base = run.spec.teacher is not None and run.spec.teacher.is_base
+    if (teacher := run.of_teacher) is not None and not is_base:
         found["teacher_weights"] = frozen_bytes(teacher)
     if models := run.of_reward_models:
         found["reward_weights"] = sum(frozen_bytes(each) for each in models.values())

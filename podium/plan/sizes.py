@@ -28,6 +28,7 @@ from podium.models.params import (
     param_specs,
     trained_specs,
 )
+from podium.models.presets import find_decoder
 from podium.plan.workload import SequenceLengths, draw_lengths
 from podium.rollout.kept import Kept, kept_places, kv_pages, num_cells
 from podium.run.machine import Machine
@@ -72,11 +73,14 @@ class RunSizes:
 
         Its batches are those that it scores, behind its own prompts or the policy's.
         """
-        spec, teacher = self.spec, self.spec.teacher
-        own, rows = spec.teacher_batch or spec.batch, self.behind_own_prompts
-        return teacher and dataclasses.replace(
+        spec, teacher, rows = self.spec, self.spec.teacher, self.behind_own_prompts
+        if teacher is None:
+            return None
+        return dataclasses.replace(
             self,
-            spec=dataclasses.replace(spec, decoder=teacher, batch=own, teacher=None, teacher_batch=None),
+            spec=dataclasses.replace(
+                spec, decoder=teacher.decoder, batch=teacher.own_batch or spec.batch, teacher=None
+            ),
             attended=self.attended if rows is None else rows.attended,
         )
 
@@ -471,6 +475,23 @@ def _offloaded(run: RunSizes) -> dict[str, int]:
 
 def _moment_number(run: RunSizes) -> int:
     return F32 if run.optimizer.moments == "float32" else F32 // 2
+
+
+class Planned(NamedTuple):
+    """A run on a machine as searches change it: its settings, and the sizes that follow from them."""
+
+    config: Config
+    sizes: RunSizes
+
+    @classmethod
+    def of(cls, config: Config, accelerator: Accelerator, decoder: DecoderConfig | None = None) -> "Planned":
+        """The run of a config; without a decoder, that of the config's model. Raises ValueError as `make_sizes`."""
+        return cls(config, make_sizes(config, decoder or find_decoder(config), accelerator))
+
+
+def sizes_on(spec: RunSpec, accelerator: Accelerator) -> RunSizes:
+    """The sizes of a resolved run on its machine, which is this entry of the table."""
+    return RunSizes(spec=dataclasses.replace(spec, machine=Machine.planned(accelerator)))
 
 
 def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> RunSizes:

@@ -25,7 +25,7 @@ from podium.accelerators import Accelerator
 from podium.compiler import compiler_options, hide_plugin_errors
 from podium.config.attention import cache_block_pages, window_blocks, window_reach
 from podium.config.mesh import mesh_text
-from podium.config.schema import Config
+from podium.config.schema import Config, RolloutConfig
 from podium.files import write_atomically
 from podium.hlo.cost import ProgramCost, Work, unknown_loops, walk
 from podium.hlo.doubts import Counted, doubts
@@ -178,7 +178,7 @@ def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: M
     else:
         module = parse(text)
         parts, arrays = named_memory(module, built.memory.peak)
-        skipped, per_machine = _skipped(job.config), _per_machine(job.accelerator)
+        skipped, per_machine = _skipped(spec.rollout.settings), _per_machine(job.accelerator)
         pages = cache_block_pages(spec.rollout.settings.page_tokens, job.accelerator.platform)
         work = looped_work(module, spec.mesh, job.blocks, block_pages=pages, skipped=skipped, per_machine=per_machine)
         once = walk(module, spec.mesh, once=True)
@@ -258,9 +258,9 @@ def _rounds(source: str, blocks: float, block_pages: int) -> float:
     return min(blocks * block_pages / own.pages, own.most)
 
 
-def _skipped(config: Config) -> list[str]:
+def _skipped(rollout: RolloutConfig) -> list[str]:
     """Scopes of branches that a run never takes: the search for a cut-off, if sampling uses all tokens."""
-    return ["sample"] if config.rollout.top_k == 0 and config.rollout.top_p == 1 else []
+    return ["sample"] if rollout.top_k == 0 and rollout.top_p == 1 else []
 
 
 def _per_machine(accelerator: Accelerator) -> int:

@@ -5,22 +5,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from podium.config.load import located
-from podium.config.schema import Config
 from podium.config.show import to_yaml
 from podium.files import write_atomically
 
 
-def write_config(path: Path, files: Sequence[str], config: Config, keys: Iterable[str], title: str) -> None:
-    """Write a config that includes `files` and sets the values that `config` has for `keys`.
+def write_config(
+    path: Path, files: Sequence[str], document: Mapping[str, object], keys: Iterable[str], title: str
+) -> None:
+    """Write a config that includes `files` and sets the values that `document` has for `keys`.
 
     Args:
         path: the file to write.
         files: the configs that it includes as its `base`.
-        config: the values.
+        document: all settings, by section.
         keys: dotted paths. Of a path into a list, the whole list is written.
         title: a comment at its top.
     """
-    document = config.document()
     settings = nested(dict(_setting(document, key) for key in keys))
     folder = path.parent.resolve()
     bases = [os.path.relpath(located(Path(file)).resolve(), folder) for file in files]

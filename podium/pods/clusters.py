@@ -38,7 +38,7 @@ def slurm_script(config: Config, *, nodes: int, gpus: int, time: str, python: st
     if not re.fullmatch(r"(\d+-)?\d{1,2}:\d\d:\d\d|\d+", time):
         raise BadRequestError(f"--time {time!r}: write HH:MM:SS, D-HH:MM:SS or minutes, as 24:00:00")
     return _template("slurm.sh").format(
-        name=_name(config),
+        name=_name(str(config.name)),
         nodes=nodes,
         time=time,
         notice_s=NOTICE_S,
@@ -78,7 +78,7 @@ def k8s_manifest(config: Config, type_name: str, *, nodes: int, image: str, clai
     selector = pool | ({"cloud.google.com/gke-spot": "true"} if spot else {})
     exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool"
     return _template("k8s.yaml").format(
-        name=_name(config),
+        name=_name(str(config.name)),
         accelerator=accelerator.name,
         annotations=f"  annotations:\n    {exclusive}\n" if accelerator.torus else "",
         config=textwrap.indent(to_yaml(config.document()).rstrip(), "    "),
@@ -126,11 +126,11 @@ def _pool(accelerator: Accelerator, nodes: int) -> tuple[dict[str, str], int, st
     return selector, accelerator.hosts, "google.com/tpu"
 
 
-def _name(config: Config) -> str:
-    """The run's name in a form that Kubernetes and Slurm accept, starting with a letter."""
-    name = re.sub(r"[^a-z0-9-]+", "-", str(config.name).lower()).strip("-")[:40].strip("-")
+def _name(given: str) -> str:
+    """A run's name in a form that Kubernetes and Slurm accept, starting with a letter."""
+    name = re.sub(r"[^a-z0-9-]+", "-", given.lower()).strip("-")[:40].strip("-")
     if not name:
-        raise BadRequestError(f"name: {config.name!r} has no letter or digit; set name=my-run")
+        raise BadRequestError(f"name: {given!r} has no letter or digit; set name=my-run")
     return name if name[0].isalpha() else f"run-{name}"
 
 

@@ -27,6 +27,8 @@ from podium.pods.secrets import gather, read_variables
 from podium.pods.session import Session
 from podium.pods.slices import BadRequestError, SliceError
 from podium.run.divisible import check_divisible
+from podium.run.machine import Machine
+from podium.run.resolve import resolve
 
 INTERRUPTED = 130
 
@@ -149,7 +151,7 @@ def _check_divisible(config: Config, spec: RunSpec) -> None:
     except ModelError:
         return
     try:
-        check_divisible(config, decoder, find_accelerator(spec.accelerator))
+        check_divisible(resolve(config, decoder, Machine.planned(find_accelerator(spec.accelerator))))
     except ValueError as error:
         raise BadRequestError(f"on {spec.accelerator}: {error}") from None
 

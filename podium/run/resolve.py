@@ -25,10 +25,8 @@ from podium.run.machine import Machine
 from podium.run.sizes import (
     batch_sequences,
     optimizer_steps,
-    pairs_of_data,
     privileged_row_tokens,
     privileged_tokens,
-    prompts_in_flight,
     row_groups,
     row_tokens,
     rows_per_device,
@@ -44,11 +42,19 @@ from podium.run.spec import (
     RewardModelSpec,
     RolloutSpec,
     RunSpec,
+    TeacherSpec,
     UpdateSpec,
 )
 
 
-def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: MeshSizes | None = None) -> RunSpec:
+def resolve(
+    config: Config,
+    decoder: DecoderConfig,
+    machine: Machine,
+    *,
+    mesh: MeshSizes | None = None,
+    recipe: Recipe | None = None,
+) -> RunSpec:
     """Make every choice of a run on a machine.
 
     Args:
@@ -56,33 +62,70 @@ def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: M
         decoder: the model's architecture, LoRA included.
         machine: the run's devices.
         mesh: sizes of the mesh axes; unset: resolved from the config's `mesh`.
+        recipe: that of the settings, if they were checked already; unset: resolved here.
 
     Raises:
         ValueError: settings conflict with each other, the model or the machine; the message names the key and a way
             out.
     """
-    mesh = resolve_mesh(config, machine) if mesh is None else mesh
+    recipe = recipe or resolve_recipe(config)
+    mesh = mesh or resolve_mesh(config, machine)
     if config.algorithm.router_loss_coef and not decoder.routed:
         raise ValueError(
             f"algorithm.router_loss_coef is {config.algorithm.router_loss_coef:g} and {config.model} has no routers; it"
             " is for mixtures of experts: leave it unset"
         )
-    teacher = resolve_teacher(config)
-    critic = resolve_critic(config, decoder)
+    teacher = resolve_teacher(config, recipe, mesh)
+    critic = resolve_critic(config, recipe, decoder)
+    _check_positions(config, decoder, teacher, critic)
+    _check_graders(config)
+    return RunSpec(
+        name=config.name or config.model,
+        model=config.model,
+        machine=machine,
+        decoder=decoder,
+        teacher=teacher,
+        critic=critic,
+        recipe=recipe,
+        reference=config.reference,
+        mesh=mesh,
+        batch=resolve_batch(config, recipe, decoder, mesh),
+        update=resolve_update(config, recipe, machine, mesh),
+        optimizer=OptimizerSpec(
+            settings=config.train.optimizer, steps=optimizer_steps(config), offload=config.train.offload_optimizer
+        ),
+        rollout=resolve_rollout(config, recipe, decoder, machine),
+        steps=config.steps,
+        prompts_per_step=config.prompts_per_step,
+        evaluation=config.eval,
+        checkpoint=config.checkpoint,
+        metrics=config.metrics,
+    )
+
+
+def _check_positions(
+    config: Config, decoder: DecoderConfig, teacher: TeacherSpec | None, critic: CriticSpec | None
+) -> None:
+    """Raises ValueError if a sequence can be longer than a model of the run has positions."""
     positions = {config.model: decoder.max_positions}
-    if teacher is not None and config.teacher is not None:
-        positions[config.teacher.model] = teacher.max_positions
-    if critic is not None and config.critic is not None and config.critic.model is not None:
-        positions[config.critic.model] = critic.decoder.max_positions
+    if teacher is not None:
+        positions[teacher.model] = teacher.decoder.max_positions
+    if critic is not None and critic.model is not None:
+        positions[critic.model] = critic.decoder.max_positions
     for model, most in positions.items():
         if found := too_long(config.rollout, most, model):
             raise ValueError(f"{found.keys[0]}: {found.message}")
-    behind = None if teacher is None else resolve_teacher_batch(config, teacher, mesh)
-    if teacher is not None and behind is not None and behind.row_tokens > teacher.max_positions:
+    behind = teacher and teacher.own_batch
+    if teacher is not None and behind is not None and behind.row_tokens > teacher.decoder.max_positions:
         raise ValueError(
             f"teacher.max_prompt_tokens: {privileged_tokens(config)} makes sequences of up to {behind.row_tokens}"
-            f" tokens, and the teacher has {teacher.max_positions} positions; lower it, or rollout.max_new_tokens"
+            f" tokens, and the teacher has {teacher.decoder.max_positions} positions; lower it, or"
+            " rollout.max_new_tokens"
         )
+
+
+def _check_graders(config: Config) -> None:
+    """Raises ValueError if no task uses a reward model or a judge: an evaluation may leave them out, a run may not."""
     used = {part for task in config.tasks for part in task.rewards}
     named = [(f"reward_models.{index}", each.name) for index, each in enumerate(config.reward_models)]
     named += [(f"grading.judges.{index}", each.name) for index, each in enumerate(config.grading.judges)]
@@ -92,26 +135,6 @@ def resolve(config: Config, decoder: DecoderConfig, machine: Machine, *, mesh: M
                 f"{key}.name: {name!r} is in no task's rewards, so it would grade nothing; name it in tasks.0.rewards,"
                 f" with a weight, or leave {key} out"
             )
-    return RunSpec(
-        machine=machine,
-        decoder=decoder,
-        teacher=teacher,
-        teacher_is_base=_teaches_itself(config),
-        teacher_batch=behind,
-        critic=critic,
-        recipe=resolve_recipe(config),
-        reference=config.reference,
-        mesh=mesh,
-        batch=resolve_batch(config, decoder, mesh),
-        update=resolve_update(config, machine, mesh),
-        optimizer=resolve_optimizer(config),
-        rollout=resolve_rollout(config, decoder, machine),
-        steps=config.steps,
-        prompts_per_step=config.prompts_per_step,
-        evaluation=config.eval,
-        checkpoint=config.checkpoint,
-        metrics=config.metrics,
-    )
 
 
 def resolve_mesh(config: Config, machine: Machine) -> MeshSizes:
@@ -136,12 +159,10 @@ def resolve_algorithm(config: Config) -> AlgorithmConfig:
     return AlgorithmConfig.model_validate({**CORRECTION, **given.model_dump(exclude_none=True)})
 
 
-def resolve_recipe(config: Config, algorithm: AlgorithmConfig | None = None) -> Recipe:
+def resolve_recipe(config: Config) -> Recipe:
     """Resolve the recipe with the config's overrides, sampler and teacher. Raises ValueError if they conflict."""
     recipe = make_recipe(
-        algorithm or resolve_algorithm(config),
-        group_size=config.group_size,
-        prompts_per_step=config.prompts_per_step,
+        resolve_algorithm(config), group_size=config.group_size, prompts_per_step=config.prompts_per_step
     )
     recipe = dataclasses.replace(recipe, penalised=config.rollout.repetition_penalty != 1)
     teacher = config.teacher
@@ -151,50 +172,41 @@ def resolve_recipe(config: Config, algorithm: AlgorithmConfig | None = None) -> 
     return dataclasses.replace(recipe, teacher=teaching)
 
 
-def resolve_teacher(config: Config) -> DecoderConfig | None:
-    """Find the decoder of the config's teacher, without its weights. Raises ModelError if there is no such model."""
-    teacher = config.teacher
-    return None if teacher is None else frozen_decoder(find_architecture(teacher.model), teacher.base)
+def resolve_teacher(config: Config, recipe: Recipe, mesh: MeshSizes) -> TeacherSpec | None:
+    """Find the teacher's decoder, without its weights, and resolve what it reads; None if the config has no teacher.
 
-
-def _teaches_itself(config: Config) -> bool:
-    """Whether the teacher is the frozen model beside the policy's adapters, in the same format."""
-    if config.teacher is None or config.lora is None:
-        return False
-    return (config.teacher.model, config.teacher.base) == (config.model, config.lora.base)
-
-
-def resolve_teacher_batch(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> BatchSizes | None:
-    """Resolve the shapes of the batches that the teacher scores behind its own prompts; None if these are the policy's.
-
-    As many rows as the policy's, each with room for what its longest prompt is longer; `decoder` is the teacher's.
+    Raises ModelError if the model does not exist.
     """
-    if config.teacher is None or config.teacher.prompt == "same":
+    teacher = config.teacher
+    if teacher is None:
         return None
-    longest, sp = privileged_row_tokens(config), mesh["sp"]
-    own = resolve_batch(config, decoder, mesh)
+    decoder = frozen_decoder(find_architecture(teacher.model), teacher.base)
+    own = None if teacher.prompt == "same" else privileged_batch(config, recipe, decoder, mesh)
+    is_base = config.lora is not None and (teacher.model, teacher.base) == (config.model, config.lora.base)
+    return TeacherSpec(model=teacher.model, decoder=decoder, is_base=is_base, own_batch=own)
+
+
+def privileged_batch(config: Config, recipe: Recipe, decoder: DecoderConfig, mesh: MeshSizes) -> BatchSizes:
+    """Resolve the shapes of the batches that the teacher scores behind its own prompts; `decoder` is the teacher's.
+
+    As many rows as the policy's, each with room for what its longest prompt is longer.
+    """
+    longest, sp = privileged_row_tokens(config, recipe), mesh["sp"]
+    own = resolve_batch(config, recipe, decoder, mesh)
     return dataclasses.replace(own, row_tokens=-(-longest // sp) * sp, choices=0, ages=False)
 
 
-def resolve_privileged(config: Config) -> PrivilegedSpec | None:
-    """Resolve the prompts of a teacher that reads more than the policy; None if there is none."""
-    teacher = config.teacher
-    if teacher is None or teacher.template is None:
-        return None
-    return PrivilegedSpec(template=teacher.template, max_tokens=privileged_tokens(config))
-
-
-def resolve_critic(config: Config, decoder: DecoderConfig) -> CriticSpec | None:
+def resolve_critic(config: Config, recipe: Recipe, decoder: DecoderConfig) -> CriticSpec | None:
     """Find the critic's decoder, without its weights, and resolve how it learns; None if the recipe has no critic.
 
     It is the policy's `decoder`, without adapters, unless the config names another model. Raises ModelError if there is
     no such model, or if it has several labels.
     """
-    recipe = resolve_recipe(config)
     if not recipe.learns_values:
         return None
     critic = config.critic or CriticConfig()
     return CriticSpec(
+        model=critic.model,
         decoder=scoring_decoder(decoder) if critic.model is None else find_scorer(critic.model),
         optimizer=OptimizerSpec(
             settings=config.train.optimizer.model_copy(update={"learning_rate": critic.learning_rate}),
@@ -207,7 +219,7 @@ def resolve_critic(config: Config, decoder: DecoderConfig) -> CriticSpec | None:
     )
 
 
-def resolve_reward_models(config: Config) -> tuple[RewardModelSpec, ...]:
+def resolve_reward_models(config: Config, recipe: Recipe) -> tuple[RewardModelSpec, ...]:
     """Find the decoders of the reward models that tasks use, without their weights, and resolve how they score.
 
     Raises:
@@ -231,21 +243,22 @@ def resolve_reward_models(config: Config) -> tuple[RewardModelSpec, ...]:
                 name=each.name,
                 model=each.model,
                 chat_template=each.chat_template,
+                template_date=config.chat_template_date,
                 decoder=frozen_decoder(decoder, each.base),
                 row_tokens=conversation_tokens(config.rollout, each.max_tokens, positions),
-                rows_per_device=rows_per_device(config),
+                rows_per_device=rows_per_device(config, recipe),
                 standardise=each.standardise,
             )
         )
     return tuple(found)
 
 
-def resolve_batch(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> BatchSizes:
+def resolve_batch(config: Config, recipe: Recipe, decoder: DecoderConfig, mesh: MeshSizes) -> BatchSizes:
     """Resolve the shapes of a run's batches on a mesh."""
     shards = axis_parts(TRAIN_AXES, mesh)["batch"]
     return BatchSizes(
-        row_tokens=row_tokens(config),
-        rows=rows_per_device(config) * shards,
+        row_tokens=row_tokens(config, recipe),
+        rows=rows_per_device(config, recipe) * shards,
         max_rows=batch_sequences(config),
         packing=config.train.packing,
         max_new_tokens=config.rollout.max_episode_tokens or config.rollout.max_new_tokens,
@@ -253,15 +266,15 @@ def resolve_batch(config: Config, decoder: DecoderConfig, mesh: MeshSizes) -> Ba
         choice_format=decoder.choice_format,
         ages=config.rollout.in_flight > 1,
         devices=shards,
-        pairs=pairs_of_data(config),
+        pairs=recipe.data_form == "pair",
         pair_cost=pair_flops(decoder) / (2 * matrix_elements(decoder)),
     )
 
 
-def resolve_update(config: Config, machine: Machine, mesh: MeshSizes) -> UpdateSpec:
+def resolve_update(config: Config, recipe: Recipe, machine: Machine, mesh: MeshSizes) -> UpdateSpec:
     """Resolve how batches are scored and trained on. Raises ValueError if the machine lacks a requested kernel."""
     train = config.train
-    compares = config.teacher is not None and config.teacher.loss == "full"  # all logits, which a fused head has not
+    compares = recipe.teacher is not None and recipe.teacher.loss == "full"  # all logits, which a fused head has not
     return UpdateSpec(
         dtype=resolve_format(train.dtype, machine),
         reduce_dtype=train.reduce_dtype,
@@ -271,37 +284,33 @@ def resolve_update(config: Config, machine: Machine, mesh: MeshSizes) -> UpdateS
         head=head_kind("chunked" if compares and train.head == "auto" else train.head, machine.platform, mesh["tp"]),
         head_chunk_tokens=train.head_chunk_tokens,
         attention=attention_backend(train.attention, machine.kernels),
-        row_groups=row_groups(config),
+        row_groups=row_groups(config, recipe),
         replay_routing=train.replay_routing,
-        tokens_per_gather=tokens_per_gather(config, sp=mesh["sp"], tp=mesh["tp"]),
-    )
-
-
-def resolve_optimizer(config: Config) -> OptimizerSpec:
-    """Resolve the optimizer, with its schedule spanning all steps of the run."""
-    return OptimizerSpec(
-        settings=config.train.optimizer, steps=optimizer_steps(config), offload=config.train.offload_optimizer
+        tokens_per_gather=tokens_per_gather(config, recipe, sp=mesh["sp"], tp=mesh["tp"]),
     )
 
 
 def resolve_prompts(config: Config) -> PromptSpec:
     """Resolve the source of a run's prompts, and their maximum length."""
+    privileged = None
+    if config.teacher is not None and config.teacher.template is not None:
+        privileged = PrivilegedSpec(template=config.teacher.template, max_tokens=privileged_tokens(config))
     return PromptSpec(
         tasks=tuple(config.tasks),
         data=config.data,
         seed=config.seed,
         max_tokens=config.rollout.prompt_tokens,
         long_prompts=config.rollout.long_prompts,
-        privileged=resolve_privileged(config),
+        privileged=privileged,
     )
 
 
-def resolve_rollout(config: Config, decoder: DecoderConfig, machine: Machine) -> RolloutSpec:
+def resolve_rollout(config: Config, recipe: Recipe, decoder: DecoderConfig, machine: Machine) -> RolloutSpec:
     """Resolve how prompts are completed and graded on a machine; evaluation needs the same.
 
     Raises ValueError if the layout does not fit the model or the machine, or a sequence the model's positions.
     """
-    rollout, recipe = config.rollout, resolve_recipe(config)
+    rollout = config.rollout
     if found := too_long(rollout, decoder.max_positions, config.model):
         raise ValueError(f"{found.keys[0]}: {found.message}")
     assert decoder.rollout_weights == rollout.weights, "the decoder is a run's (`decoder_of_run`)"
@@ -311,7 +320,7 @@ def resolve_rollout(config: Config, decoder: DecoderConfig, machine: Machine) ->
         dtype=resolve_format(rollout.dtype, machine),
         prompts=resolve_prompts(config),
         grading=config.grading,
-        reward_models=resolve_reward_models(config),
+        reward_models=resolve_reward_models(config, recipe),
         environments=config.environments,
         evaluation=config.eval,
         sampling=dataclasses.replace(
@@ -320,7 +329,7 @@ def resolve_rollout(config: Config, decoder: DecoderConfig, machine: Machine) ->
         completions=config.group_size + ("baselines" in recipe.reads),
         zero_variance_metric=recipe.zero_variance_metric,
         max_refills=recipe.max_refills if recipe.zero_variance == "refill" else 0,
-        in_flight=prompts_in_flight(config),
+        in_flight=rollout.prompts_in_flight(config.prompts_per_step),
     )
 
 

@@ -1,18 +1,16 @@
-"""Sizes of a run that follow from its settings alone."""
+"""Sizes of a run that follow from its settings and its recipe, whatever the model and the machine."""
 
-import dataclasses
-
-from podium.algorithms.recipes import find_recipe
+from podium.algorithms.recipes import Recipe
 from podium.config.schema import Config
 
 DEFAULT_ROWS_PER_DEVICE = 4
 
 
-def row_tokens(config: Config) -> int:
-    """T: tokens per row of a batch."""
+def row_tokens(config: Config, recipe: Recipe) -> int:
+    """T: tokens per row of a batch; both completions of a pair share a row."""
     if config.train.row_tokens is not None:
         return config.train.row_tokens
-    return config.rollout.longest + (config.rollout.max_new_tokens if pairs_of_data(config) else 0)
+    return config.rollout.longest + (config.rollout.max_new_tokens if recipe.data_form == "pair" else 0)
 
 
 def privileged_tokens(config: Config) -> int:
@@ -21,41 +19,36 @@ def privileged_tokens(config: Config) -> int:
     return given or config.rollout.prompt_tokens
 
 
-def privileged_row_tokens(config: Config) -> int:
+def privileged_row_tokens(config: Config, recipe: Recipe) -> int:
     """Tokens per row in which that teacher scores: the policy's row and what a prompt can be longer.
 
     A conversation may begin with a prompt of any length and fill a row, so there it is the whole longest prompt.
     """
     longest = privileged_tokens(config)
     shorter = 0 if config.rollout.max_episode_tokens is not None else config.rollout.prompt_tokens
-    return row_tokens(config) + max(0, longest - shorter)
+    return row_tokens(config, recipe) + max(0, longest - shorter)
 
 
-def pairs_of_data(config: Config) -> bool:
-    """Whether batches hold pairs of completions, which must share a row."""
-    recipe = find_recipe(config.algorithm.recipe)
-    return dataclasses.replace(recipe, loss=config.algorithm.loss or recipe.loss).data_form == "pair"
-
-
-def rows_per_device(config: Config) -> int:
+def rows_per_device(config: Config, recipe: Recipe) -> int:
     """Rows of a micro-batch on each device that the batch is split over."""
     if config.train.tokens_per_device is not None:
-        return config.train.tokens_per_device // row_tokens(config)
+        return config.train.tokens_per_device // row_tokens(config, recipe)
     return config.train.rows_per_device or DEFAULT_ROWS_PER_DEVICE
 
 
-def row_groups(config: Config) -> int:
+def row_groups(config: Config, recipe: Recipe) -> int:
     """Number of equal row groups that a layer computes one after another, of up to `layer_chunk_tokens` each."""
-    rows, limit = rows_per_device(config), config.train.layer_chunk_tokens
+    rows, limit = rows_per_device(config, recipe), config.train.layer_chunk_tokens
     if limit is None:
         return 1
-    most = max(1, limit // row_tokens(config))
+    most = max(1, limit // row_tokens(config, recipe))
     return min(groups for groups in range(1, rows + 1) if rows % groups == 0 and rows // groups <= most)
 
 
-def tokens_per_gather(config: Config, *, sp: int, tp: int) -> int:
+def tokens_per_gather(config: Config, recipe: Recipe, *, sp: int, tp: int) -> int:
     """Tokens per device in a product with gathered weights; 0 if heads are split or row groups share the weights."""
-    return rows_per_device(config) * row_tokens(config) // sp if tp == row_groups(config) == 1 else 0
+    whole = tp == row_groups(config, recipe) == 1
+    return rows_per_device(config, recipe) * row_tokens(config, recipe) // sp if whole else 0
 
 
 def optimizer_steps(config: Config) -> int:
@@ -67,8 +60,3 @@ def batch_sequences(config: Config) -> int:
     """Maximum number of completions, or segments of conversations, in one optimizer step."""
     segments = config.rollout.limits.max_turns if config.rollout.thinking == "segment" else 1
     return -(-config.prompts_per_step // config.algorithm.minibatches) * config.group_size * segments
-
-
-def prompts_in_flight(config: Config) -> int:
-    """Number of prompts being answered or waiting for a step at the same time; at least those of one step."""
-    return int(config.rollout.in_flight * config.prompts_per_step + 1e-6)

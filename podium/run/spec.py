@@ -104,9 +104,24 @@ class OptimizerSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TeacherSpec:
+    """The teacher, all of which is frozen, and what it reads."""
+
+    model: str
+    """Its name in the config."""
+    decoder: DecoderConfig
+    is_base: bool
+    """Whether its weights are the frozen ones of the policy, beside its adapters: there is no second copy."""
+    own_batch: BatchSizes | None
+    """The shapes of the batches that it scores behind its own prompts; None: it scores the policy's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticSpec:
     """The critic, all of which is trained, and how it learns."""
 
+    model: str | None
+    """The name of the model that it starts from, as in the config; None: it is the policy's."""
     decoder: DecoderConfig
     optimizer: OptimizerSpec
     warmup_steps: int
@@ -148,6 +163,8 @@ class RewardModelSpec:
     model: str
     """Its name in the config, as of a model."""
     chat_template: str | None
+    template_date: str | None
+    """The date that a chat template shows; None: it shows today's."""
     decoder: DecoderConfig
     row_tokens: int
     """T: tokens per row; longer conversations get no score."""
@@ -186,14 +203,14 @@ class RolloutSpec:
 class RunSpec:
     """A run on a machine, with every choice made."""
 
+    name: str
+    """What the run is called; without a name in the config, as its model."""
+    model: str
+    """The policy's name in the config."""
     machine: Machine
     decoder: DecoderConfig
-    teacher: DecoderConfig | None
-    """The teacher's decoder, all of it frozen; None: there is no teacher."""
-    teacher_is_base: bool
-    """Whether the teacher's weights are the frozen ones of the policy, beside its adapters: there is no second copy."""
-    teacher_batch: BatchSizes | None
-    """The shapes of the batches that a teacher scores behind prompts of its own; None: it scores the policy's."""
+    teacher: TeacherSpec | None
+    """None: the config has no teacher."""
     critic: CriticSpec | None
     """None: the recipe has no critic."""
     recipe: Recipe
@@ -211,6 +228,11 @@ class RunSpec:
     evaluation: EvalConfig
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
+
+    @property
+    def group_size(self) -> int:
+        """G: completions of a prompt that are trained on."""
+        return self.rollout.completions - self.recipe.needs_baseline
 
     @property
     def rollout_mesh(self) -> Mapping[str, int]:

@@ -20,6 +20,7 @@ from podium.observe.stats import EvaluationStats, TaskScores
 from podium.observe.text import shown
 from podium.rollout.request import RolloutStats
 from podium.run.answering import evaluation_sampling
+from podium.run.resolve import resolve_recipe, resolve_update
 from podium.tasks.mixture import TaskPrompt
 from podium.train.feed import request_seed
 from podium.train.generate import AnswerSettings, FailingEnvironmentError, Group, Rollouts
@@ -132,14 +133,15 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
 
 def evaluate_weights(config: Config, run: Fork | None) -> tuple[Evaluation, int | None]:
     """Evaluate a run's weights (None: the config's model) on the config's tasks; also returns the weights' step."""
-    config, measured = with_prompt_tokens(config, trains=False, evaluates=True)
+    recipe = resolve_recipe(config)
+    config, measured = with_prompt_tokens(config, recipe, trains=False, evaluates=True)
     if measured is not None:
         print(measured, file=sys.stderr)
     model = make_model(config)
     if run is not None and run.step is None:
         run = run._replace(step=max(saved_steps(run.checkpoints), default=None))
-    spec = rollout_spec(config, model)
-    models = load_reward_models(config, spec, model.mesh)
+    spec, update = rollout_spec(config, model, recipe), resolve_update(config, recipe, model.machine, model.mesh.shape)
+    models = load_reward_models(spec, update, model.mesh)
     with contextlib.closing(Rollouts(spec, model.decoder, model.tokenizer, model.mesh, scorers=models)) as rollouts:
         rollouts.check([prompts[0] for prompts in rollouts.feed.tasks.eval_prompts(1).values()])
         rollouts.feed.tasks.check_answers(trains=False, evaluates=True)

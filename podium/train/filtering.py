@@ -7,6 +7,7 @@ from pathlib import Path
 
 from podium.config.schema import Config
 from podium.files import as_path, to_json
+from podium.run.resolve import resolve_recipe, resolve_update
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.pass_rates import Measured, PassRate, PassRates, digest_of, read_pass_rates
 from podium.train.feed import request_seed
@@ -51,12 +52,13 @@ def measure(config: Config, path: Path, announce: Callable[[str], None]) -> Pass
     assert config.data.filter is not None, "the config says how many answers to draw"
     samples = config.data.filter.samples
     config = config.model_copy(update={"data": config.data.model_copy(update={"filter": None})})
-    config, line = with_prompt_tokens(config, trains=True, evaluates=False)
+    recipe = resolve_recipe(config)
+    config, line = with_prompt_tokens(config, recipe, trains=True, evaluates=False)
     if line is not None:
         announce(line)
     model = make_model(config)
-    spec = rollout_spec(config, model)
-    models = load_reward_models(config, spec, model.mesh)
+    spec, update = rollout_spec(config, model, recipe), resolve_update(config, recipe, model.machine, model.mesh.shape)
+    models = load_reward_models(spec, update, model.mesh)
     with contextlib.closing(Rollouts(spec, model.decoder, model.tokenizer, model.mesh, scorers=models)) as rollouts:
         tasks, sampling = rollouts.feed.tasks, spec.sampling
         for line in rollouts.check(tasks.first_prompts()):

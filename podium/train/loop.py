@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from podium.algorithms.recipes import Recipe
 from podium.config.schema import Config
 from podium.job.context import JobContext, alone
 from podium.observe.curve_svg import save_curve
@@ -21,6 +22,7 @@ from podium.train.state import TrainState
 def train(
     config: Config,
     *,
+    recipe: Recipe | None = None,
     fork: Fork | None = None,
     plain: bool = False,
     job: JobContext | None = None,
@@ -32,6 +34,7 @@ def train(
 
     Args:
         config: the run's settings, including its name.
+        recipe: that of the settings, if they were checked already; unset: resolved here.
         fork: the run and step whose checkpoint a new run starts from.
         plain: print lines instead of the live view.
         job: the job that this process belongs to; unset: none.
@@ -44,7 +47,9 @@ def train(
         RuntimeError: a user's code called `sys.exit`.
     """
     job = job or alone()
-    opened = open_run(config, fork=fork, plain=plain, job=job, check=check, on_step=on_step, profile=profile)
+    opened = open_run(
+        config, recipe=recipe, fork=fork, plain=plain, job=job, check=check, on_step=on_step, profile=profile
+    )
     try:
         with opened as (run, state, done):
             done = run_steps(run, state, done)

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from podium.algorithms.recipes import Recipe
 from podium.config.schema import ASSUMED_PROMPT_TOKENS, Config
 from podium.models.source import read_architecture
 from podium.models.source import resolve as find_source
 from podium.models.tokenizer import load_tokenizer
 from podium.run.resolve import resolve_prompts
-from podium.run.sizes import pairs_of_data
 from podium.tasks.mixture import TaskPrompt
 from podium.train.feed import Feed
 
@@ -22,7 +22,7 @@ Prompts = Mapping[str, Sequence[TaskPrompt]]
 """By label of the task."""
 
 
-def with_prompt_tokens(config: Config, *, trains: bool, evaluates: bool) -> tuple[Config, str | None]:
+def with_prompt_tokens(config: Config, recipe: Recipe, *, trains: bool, evaluates: bool) -> tuple[Config, str | None]:
     """Set `rollout.max_prompt_tokens`, if it is unset, to what the prompts need.
 
     It is at most what the model's positions and the lengths that are set leave for a prompt. If an environment adds to
@@ -30,6 +30,7 @@ def with_prompt_tokens(config: Config, *, trains: bool, evaluates: bool) -> tupl
 
     Args:
         config: the run's settings.
+        recipe: that of these settings.
         trains: whether training prompts are asked.
         evaluates: whether evaluation questions are asked.
 
@@ -42,7 +43,11 @@ def with_prompt_tokens(config: Config, *, trains: bool, evaluates: bool) -> tupl
     if config.rollout.max_prompt_tokens is not None:
         return config, None
     source = find_source(config.model)
-    room = _room(config, read_architecture(source).max_positions)
+    rollout, train, new = config.rollout, config.train, config.rollout.max_new_tokens
+    behind = 2 * new if recipe.data_form == "pair" else new  # in a row of the update
+    limits = (rollout.max_episode_tokens, new), (train.row_tokens, behind), (train.tokens_per_device, behind)
+    room = read_architecture(source).max_positions - new
+    room = max(1, min([room, *(most - rest for most, rest in limits if most is not None)]))
     tokenizer = load_tokenizer(
         source, config.chat_template, config.chat_template_options, template_date=config.chat_template_date
     )
@@ -130,15 +135,6 @@ def _bytes(prompt: TaskPrompt) -> int:
 
 def _rounded(tokens: int) -> int:
     return -(-tokens // ROUNDED_TO) * ROUNDED_TO
-
-
-def _room(config: Config, positions: int) -> int:
-    """Tokens that a prompt may have beside its answers, under the settings and in a model of these positions."""
-    rollout, train = config.rollout, config.train
-    new = rollout.max_new_tokens
-    behind = 2 * new if pairs_of_data(config) else new  # in a row of the update
-    whole = (rollout.max_episode_tokens, new), (train.row_tokens, behind), (train.tokens_per_device, behind)
-    return max(1, min([positions - new, *(most - rest for most, rest in whole if most is not None)]))
 
 
 @contextmanager

@@ -9,9 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from podium.algorithms.losses import narrow_clip_warning
-from podium.config.schema import Config
 from podium.job.records import ProgressReport
-from podium.models.architecture import DecoderConfig
 from podium.observe.alarms import CarryAlarms, GapAlarm, RewardAlarm, check_gap, length_distance
 from podium.observe.metrics import (
     COMPARED_WITH_SAMPLER,
@@ -52,7 +50,7 @@ def unheard(step: int, metrics: Mapping[str, float], samples: list[SampleRecord]
 class PlanCheck(Protocol):
     """Plans a run and compares it with its plan. `podium.plan.check` is passed in: the planner imports the trainer."""
 
-    def begin(self, config: Config, decoder: DecoderConfig, folder: Path | None) -> str | None:
+    def begin(self, spec: RunSpec, folder: Path | None) -> str | None:
         """Plan before the first step; return a line to print. Raises ValueError if the run is far too large."""
         ...
 

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from podium.config.schema import Config
 from podium.models.adapters import base_of
 from podium.models.chat_format import Message, ToolSchema
 from podium.models.linear import kept
@@ -18,8 +17,7 @@ from podium.models.source import ModelSource, padding_token
 from podium.models.source import resolve as find_source
 from podium.models.tokenizer import Tokenizer, load_tokenizer
 from podium.run.divisible import check_conversations
-from podium.run.resolve import resolve_update
-from podium.run.spec import BatchSizes, RewardModelSpec, RolloutSpec
+from podium.run.spec import BatchSizes, RewardModelSpec, RolloutSpec, UpdateSpec
 from podium.sharding import Params
 from podium.tasks.environment_forms import conversing
 from podium.tasks.mixture import TaskPrompt
@@ -30,7 +28,6 @@ from podium.train.dialogue import ToolFormat
 from podium.train.distributed import on_host
 from podium.train.feed import Feed, prompt_messages
 from podium.train.generate import Group
-from podium.train.platform import machine_of
 from podium.train.samples import single_answer
 from podium.train.setup import Model, load_frozen, make_train_settings
 from podium.train.step import CompiledScore, TrainSettings, make_values, shard_batch
@@ -201,20 +198,17 @@ def reward_batch(spec: RewardModelSpec, *, shards: int) -> BatchSizes:
     )
 
 
-def load_reward_models(config: Config, spec: RolloutSpec, mesh: Mesh) -> tuple[RewardModel, ...]:
+def load_reward_models(spec: RolloutSpec, update: UpdateSpec, mesh: Mesh) -> tuple[RewardModel, ...]:
     """Load the reward models that tasks use, sharded as the trainer's weights are.
 
     Raises ValueError if one is unusable; the message names it.
     """
-    if not spec.reward_models:
-        return ()
-    update = resolve_update(config, machine_of(mesh), dict(mesh.shape))
+    check_conversations(spec, mesh.shape)
     found = []
     for each in spec.reward_models:
         where = f"reward model {each.name}"
         source = find_source(each.model)
-        check_conversations(config, each, mesh.shape)
-        tokenizer = load_tokenizer(source, each.chat_template, template_date=config.chat_template_date, template=False)
+        tokenizer = load_tokenizer(source, each.chat_template, template_date=each.template_date, template=False)
         if not tokenizer.has_template:
             raise ValueError(
                 f"{where}: the tokenizer of {each.model} has no chat template; write the one that it was trained with,"

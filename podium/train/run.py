@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from podium.algorithms.controllers import first_coefs
+from podium.algorithms.recipes import Recipe
 from podium.config.lora import FULL_RATE, LORA_RATE
 from podium.config.schema import Config
 from podium.files import absolute
@@ -26,7 +27,8 @@ from podium.observe.run_dir import Fork, RunDir, Settings, recipe_of, run_home
 from podium.observe.summary import how_to_continue, versions
 from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
-from podium.run.resolve import resolve_format
+from podium.run.divisible import check_tokens
+from podium.run.resolve import resolve_format, resolve_recipe
 from podium.run.spec import RunSpec
 from podium.sharding import Params, abstract_params
 from podium.train.carry import HostState, Position
@@ -102,6 +104,7 @@ class RunParts:
 def open_run(
     config: Config,
     *,
+    recipe: Recipe | None,
     fork: Fork | None,
     plain: bool,
     job: JobContext,
@@ -121,9 +124,10 @@ def open_run(
         stack.enter_context(joined(job))
         run_dir = stack.enter_context(_open_run_dir(run_home(config.runs_dir, config.name), config.document(), fork))
         config = run_dir.with_chosen(config)
-        evaluates = _evaluates(config)
+        recipe = recipe or resolve_recipe(config)
+        evaluates = bool(config.eval.at_start or config.eval.every_steps or config.eval.at_end)
         with failing_fast(job):
-            config, measured = with_prompt_tokens(config, trains=True, evaluates=evaluates)
+            config, measured = with_prompt_tokens(config, recipe, trains=True, evaluates=evaluates)
         progress = stack.enter_context(Progress(run_dir.path.name, config.steps, console))
         stop = AgreedStop(stack.enter_context(StopSignal(progress.notice)))
         stack.enter_context(job.watchdog.watching() if job.watched else contextlib.nullcontext())
@@ -141,13 +145,15 @@ def open_run(
         progress.machine(devices_line(*formats))
         phase("model")
         model = make_model(config)
-        taught_by = make_teacher(config, model)
-        valued_by = make_critic_model(config, model)
+        spec = run_spec(config, model.decoder, model.mesh, recipe)
+        check_tokens(spec)
+        taught_by = make_teacher(spec, model)
+        valued_by = make_critic_model(spec, model)
         run_dir.write_machine(machine_text())
-        spec = run_spec(config, model.decoder, model.mesh)
-        _plan(check, config, model.decoder, run_dir, progress)
+        if check is not None and (line := check.begin(spec, run_dir.path if jax.process_index() == 0 else None)):
+            progress.message(line)
         optimizer = make_run_optimizer(spec.optimizer, model.decoder)
-        scorers = load_reward_models(config, spec.rollout, model.mesh)
+        scorers = load_reward_models(spec.rollout, spec.update, model.mesh)
         rollouts = Rollouts(
             spec.rollout,
             model.decoder,
@@ -275,20 +281,6 @@ class Valuing(NamedTuple):
         return abstract_state(abstract_params(specs, jnp.float32, self.model.rules), self.optimizer)
 
 
-def _plan(check: PlanCheck | None, config: Config, decoder: DecoderConfig, run_dir: RunDir, progress: Progress) -> None:
-    """Print the run's plan. Raises ValueError if the run is far too large."""
-    if check is None:
-        return
-    line = check.begin(config, decoder, run_dir.path if jax.process_index() == 0 else None)
-    if line is not None:
-        progress.message(line)
-
-
-def _evaluates(config: Config) -> bool:
-    """Whether a run evaluates at all."""
-    return bool(config.eval.at_start or config.eval.every_steps or config.eval.at_end)
-
-
 def _checked_data(spec: RunSpec, rollouts: Rollouts, *, evaluates: bool, first: str | None) -> list[str]:
     """Check that a run's data can be asked, and graded or learned from; returns lines about it, `first` before others.
 
@@ -370,7 +362,9 @@ def _load_teacher(model: Model, spec: RunSpec, frozen: Params, feed: Feed, progr
     They are the policy's own `frozen` ones if the teacher is the model beside the adapters. `feed` makes its prompts,
     if it has its own.
     """
-    if spec.teacher_is_base:
+    teacher = spec.teacher
+    assert teacher is not None, "the run has a teacher"
+    if teacher.is_base:
         params = frozen
         progress.message(f"teacher: {model.source.name}, the frozen weights beside the adapters")
     else:
@@ -378,7 +372,7 @@ def _load_teacher(model: Model, spec: RunSpec, frozen: Params, feed: Feed, progr
         progress.message(f"teacher: {model.source.name}, weights {base_of(loaded)}")
         params = kept(loaded, model.rules)
     settings = make_train_settings(spec.update, spec.decoder, model.mesh)
-    behind = None if spec.teacher_batch is None else OwnPrompts(of=feed.privileged, sizes=spec.teacher_batch)
+    behind = teacher.own_batch and OwnPrompts(of=feed.privileged, sizes=teacher.own_batch)
     return make_teacher_scorer(spec.recipe, settings, model.decoder, params, behind)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from podium.algorithms.recipes import Recipe
 from podium.config.lora import LoraConfig
 from podium.config.schema import Config
 from podium.models.adapters import base_of
@@ -20,9 +21,8 @@ from podium.models.source import ModelSource, read_architecture
 from podium.models.source import resolve as find_source
 from podium.models.tokenizer import Tokenizer, load_tokenizer
 from podium.observe.run_dir import Fork
-from podium.run.divisible import check_tokens
 from podium.run.machine import Machine
-from podium.run.resolve import resolve, resolve_critic, resolve_rollout, resolve_teacher
+from podium.run.resolve import resolve, resolve_recipe, resolve_rollout
 from podium.run.spec import OptimizerSpec, RolloutSpec, RunSpec, UpdateSpec
 from podium.sharding import Params, ShardingRules, abstract_params, init_params, make_mesh
 from podium.train.carry import HostState
@@ -65,8 +65,7 @@ def make_model(config: Config) -> Model:
     source, mesh = find_source(config.model), make_mesh(config.mesh)
     if config.train.offload_optimizer:
         check_host_memory(mesh)
-    decoder = decoder_of_run(read_architecture(source), config)
-    check_tokens(config, decoder, mesh.shape)
+    decoder = decoder_of_run(read_architecture(source), config.lora, config.rollout.weights)
     tokenizer = load_tokenizer(
         source, config.chat_template, config.chat_template_options, template_date=config.chat_template_date
     )
@@ -74,61 +73,59 @@ def make_model(config: Config) -> Model:
     return Model(source=source, decoder=decoder, tokenizer=tokenizer, mesh=mesh, lora=config.lora)
 
 
-def make_teacher(config: Config, student: Model) -> Model | None:
-    """Prepare the teacher that a config names, on the student's mesh; None if it names none.
+def make_teacher(spec: RunSpec, student: Model) -> Model | None:
+    """Prepare the teacher of a run, on the student's mesh; None if it has none.
 
     Raises:
         ValueError: the teacher is unusable, or its tokenizer is not the student's.
     """
-    decoder = resolve_teacher(config)
-    if config.teacher is None or decoder is None:
+    teacher, teaching = spec.teacher, spec.recipe.teacher
+    if teacher is None or teaching is None:
         return None
-    source = find_source(config.teacher.model)
-    check_tokens(config, decoder, student.mesh.shape)
+    source = find_source(teacher.model)
     tokenizer = load_tokenizer(source, template=False)
     if difference := student.tokenizer.first_difference(tokenizer):
         raise ValueError(
-            f"teacher.model {config.teacher.model} has another tokenizer than {config.model}: {difference}; its"
+            f"teacher.model {teacher.model} has another tokenizer than {spec.model}: {difference}; its"
             " log-probabilities would be of other texts: take a teacher of the same family"
         )
-    if config.teacher.loss == "full" and decoder.vocab != student.decoder.vocab:
+    if teaching.loss == "full" and teacher.decoder.vocab != student.decoder.vocab:
         raise ValueError(
-            f"teacher.loss full compares whole distributions, and the heads of {config.teacher.model} and"
-            f" {config.model} have {decoder.vocab:,} and {student.decoder.vocab:,} rows; set teacher.loss to sampled"
+            f"teacher.loss full compares whole distributions, and the heads of {teacher.model} and {spec.model} have"
+            f" {teacher.decoder.vocab:,} and {student.decoder.vocab:,} rows; set teacher.loss to sampled"
         )
-    return Model(source=source, decoder=decoder, tokenizer=tokenizer, mesh=student.mesh)
+    return Model(source=source, decoder=teacher.decoder, tokenizer=tokenizer, mesh=student.mesh)
 
 
-def make_critic_model(config: Config, policy: Model) -> Model | None:
+def make_critic_model(spec: RunSpec, policy: Model) -> Model | None:
     """Prepare the model that the critic starts from, on the policy's mesh; None if the recipe has no critic.
 
     Raises:
         ValueError: the critic is unusable, or its tokenizer is not the policy's.
     """
-    spec = resolve_critic(config, policy.decoder)
-    if spec is None:
+    critic = spec.critic
+    if critic is None:
         return None
-    check_tokens(config, spec.decoder, policy.mesh.shape)
-    if config.critic is None or config.critic.model is None:
-        return Model(source=policy.source, decoder=spec.decoder, tokenizer=policy.tokenizer, mesh=policy.mesh)
-    source = find_source(config.critic.model)
-    tokenizer = load_tokenizer(source, config.chat_template)
+    if critic.model is None:
+        return dataclasses.replace(policy, decoder=critic.decoder, lora=None)
+    source = find_source(critic.model)
+    tokenizer = load_tokenizer(source, template=False)
     if difference := policy.tokenizer.first_difference(tokenizer):
         raise ValueError(
-            f"critic.model {config.critic.model} has another tokenizer than {config.model}: {difference}; its values"
-            " would be of other texts: take a model of the same family, or leave critic.model out"
+            f"critic.model {critic.model} has another tokenizer than {spec.model}: {difference}; its values would be of"
+            " other texts: take a model of the same family, or leave critic.model out"
         )
-    return Model(source=source, decoder=spec.decoder, tokenizer=tokenizer, mesh=policy.mesh)
+    return Model(source=source, decoder=critic.decoder, tokenizer=tokenizer, mesh=policy.mesh)
 
 
-def run_spec(config: Config, decoder: DecoderConfig, mesh: Mesh) -> RunSpec:
-    """Resolve a config for the devices of a mesh."""
-    return resolve(config, decoder, machine_of(mesh), mesh=dict(mesh.shape))
+def run_spec(config: Config, decoder: DecoderConfig, mesh: Mesh, recipe: Recipe | None = None) -> RunSpec:
+    """Resolve a config for the devices of a mesh; as `resolve`."""
+    return resolve(config, decoder, machine_of(mesh), mesh=dict(mesh.shape), recipe=recipe)
 
 
-def rollout_spec(config: Config, model: Model) -> RolloutSpec:
+def rollout_spec(config: Config, model: Model, recipe: Recipe | None = None) -> RolloutSpec:
     """Resolve how the config's prompts are completed and graded: the part of a run that evaluation needs."""
-    return resolve_rollout(config, model.decoder, model.machine)
+    return resolve_rollout(config, recipe or resolve_recipe(config), model.decoder, model.machine)
 
 
 def make_train_settings(update: UpdateSpec, decoder: DecoderConfig, mesh: Mesh) -> TrainSettings:

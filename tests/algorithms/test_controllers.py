@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from podium.algorithms.controllers import after_step, after_update, first_coefs, loss_coefs
-from podium.algorithms.options import conflicts, make_recipe
+from podium.algorithms.options import RecipeError, make_recipe
 from podium.algorithms.recipes import Recipe
 from podium.config.schema import AlgorithmConfig
 
@@ -62,8 +62,9 @@ def test_a_recipe_without_targets_adapts_nothing() -> None:
     ],
 )
 def test_what_nothing_would_read_is_refused(key: str, message: str, options: dict[str, Any]) -> None:
-    found = dict(conflicts(AlgorithmConfig.model_validate(options), group_size=4, prompts_per_step=4))
-    assert message in found[f"algorithm.{key}"]
+    with pytest.raises(RecipeError) as error:
+        make_recipe(AlgorithmConfig.model_validate(options), group_size=4, prompts_per_step=4)
+    assert message in dict(error.value.found)[f"algorithm.{key}"]
 
 
 @pytest.mark.parametrize("option", ["kl_target", "kl_gain", "entropy_target", "entropy_step", "entropy_bonus_max"])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from podium.algorithms import recipes
-from podium.algorithms.options import conflicts, make_recipe
+from podium.algorithms.options import RecipeError, make_recipe
 from podium.algorithms.recipes import LOSSES, OPTION_RANGES, RECIPES, Recipe
 from podium.config.schema import AlgorithmConfig
 from tools.algorithms_page import algorithms_page
@@ -217,11 +217,11 @@ def test_what_cannot_be_combined_is_one_error_that_names_its_key(key: str, rule:
     options = dict(options)
     group_size = options.pop("group_size", 8)
     config = AlgorithmConfig.model_validate(options)
-    found = conflicts(config, group_size=group_size, prompts_per_step=32)
+    with pytest.raises(RecipeError, match=key) as error:
+        make_recipe(config, group_size=group_size, prompts_per_step=32)
+    found = error.value.found
     assert [entry[0] for entry in found] == [key]
     assert rule in found[0][1]
-    with pytest.raises(ValueError, match=key):
-        make_recipe(config, group_size=group_size, prompts_per_step=32)
 
 
 @pytest.mark.parametrize("options", [{"recipe": "gmpo"}, {"recipe": "dppo", "loss": "dppo_kl"}])
@@ -237,8 +237,9 @@ def test_every_option_of_a_loss_has_a_range_that_holds_its_default() -> None:
 
 def test_several_conflicts_are_reported_at_once() -> None:
     config = AlgorithmConfig(recipe="opo", std="group", kl_coef=0.1, correction_low=0.5)
-    found = conflicts(config, group_size=1, prompts_per_step=32)
-    assert [key for key, _ in found] == [
+    with pytest.raises(RecipeError) as error:
+        make_recipe(config, group_size=1, prompts_per_step=32)
+    assert [key for key, _ in error.value.found] == [
         "algorithm.std",
         "group_size",
         "algorithm.kl_coef",

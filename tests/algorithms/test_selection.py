@@ -9,7 +9,7 @@ import pytest
 from packed_rows import packed
 
 from podium.algorithms.losses import policy_loss
-from podium.algorithms.options import conflicts, make_recipe
+from podium.algorithms.options import RecipeError, make_recipe
 from podium.algorithms.selection import TIE, clip_cov_tokens, covariances, kl_cov_tokens, top_entropy_tokens
 from podium.config.schema import AlgorithmConfig
 
@@ -154,5 +154,6 @@ def test_the_losses_of_chosen_tokens_in_numpy(loss: str) -> None:
 
 def test_an_empty_band_is_refused() -> None:
     config = AlgorithmConfig.model_validate({"loss": "clip_cov", "loss_options": {"cov_low": 6.0}})
-    found = dict(conflicts(config, group_size=4, prompts_per_step=4))
-    assert "no covariance is between cov_low 6 and cov_high 5" in found["algorithm.loss_options"]
+    with pytest.raises(RecipeError) as error:
+        make_recipe(config, group_size=4, prompts_per_step=4)
+    assert "no covariance is between cov_low 6 and cov_high 5" in dict(error.value.found)["algorithm.loss_options"]

@@ -10,6 +10,10 @@ from podium.accelerators import find_accelerator
 from podium.bench import rollout, update
 from podium.config.schema import Config
 from podium.models.architecture import make_lora
+from podium.run.machine import Machine
+from podium.run.resolve import resolve
+from podium.sharding import make_mesh
+from podium.train.setup import run_spec
 
 CONFIG = {
     "model": "demo",
@@ -35,27 +39,30 @@ def test_an_update_is_timed_with_and_without_adapters(lora):
     decoder = tiny(vocab=512, max_positions=64)
     if config.lora is not None:
         decoder = dataclasses.replace(decoder, lora=make_lora(config.lora))
-    found = update.measure(config, decoder, rollout.config_lengths("fixed:4", config), 1)
+    mesh = make_mesh(config.mesh)
+    spec = run_spec(config, decoder, mesh)
+    found = update.measure(spec, mesh, rollout.run_lengths("fixed:4", spec), 1)
     assert found["completion_tokens"] == 16
     assert isinstance(found["wall_s"], float) and found["wall_s"] > 0
 
 
-def floor_on(monkeypatch, name):
+def floor_on(name):
     """What `podium bench rollout` calls the floor on a machine of this name; None: a GPU that has no name here."""
     config = rollout.rollout_config("demo", 8, "auto", 16, 8, shards=1)
     rules = SimpleNamespace(on_cpu=False, mesh=None)
-    engine = SimpleNamespace(rules=rules, decoder=tiny(vocab=512, max_positions=512), device=SimpleNamespace(params={}))
-    accelerator = None if name is None else find_accelerator(name)
-    monkeypatch.setattr(rollout, "machine_of", lambda mesh: SimpleNamespace(accelerator=accelerator))
-    return rollout._floor(config, engine, 20.0)  # pyright: ignore[reportArgumentType]  # all that it reads
+    engine = SimpleNamespace(rules=rules, device=SimpleNamespace(params={}))
+    unknown = Machine(platform="gpu", devices=1, capability="8.0")
+    machine = unknown if name is None else Machine.planned(find_accelerator(name))
+    spec = resolve(config, tiny(vocab=512, max_positions=512), machine)
+    return rollout._floor(spec, engine, 20.0)  # pyright: ignore[reportArgumentType]  # all that it reads
 
 
-def test_the_floor_of_a_decode_step_is_the_roofline_of_the_machine_that_it_runs_on(monkeypatch):
-    slow, why = floor_on(monkeypatch, "l4-1")
-    fast, _ = floor_on(monkeypatch, "h100-1")
+def test_the_floor_of_a_decode_step_is_the_roofline_of_the_machine_that_it_runs_on():
+    slow, why = floor_on("l4-1")
+    fast, _ = floor_on("h100-1")
     assert slow > fast > 0 and why.startswith("roofline")
 
 
-def test_a_gpu_without_constants_has_no_floor(monkeypatch):
-    floor, why = floor_on(monkeypatch, None)
+def test_a_gpu_without_constants_has_no_floor():
+    floor, why = floor_on(None)
     assert floor == 0 and why.startswith("none: podium plan has no target")

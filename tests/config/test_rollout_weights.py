@@ -8,6 +8,7 @@ from tiny_decoder import DECODER
 
 from podium.certify.subject import make_subject
 from podium.config.errors import ConfigError
+from podium.config.lora import LoraConfig
 from podium.models.architecture import rollout_decoder
 from podium.models.presets import decoder_of_run
 from podium.run.resolve import resolve_recipe
@@ -84,11 +85,11 @@ def test_what_makes_no_sense_is_refused(settings, overrides, message):
 
 
 def test_an_int8_base_is_read_as_it_is(settings):
-    decoder = decoder_of_run(DECODER, settings("rollout.weights=w8a8", "lora.base=int8"))
+    decoder = decoder_of_run(DECODER, LoraConfig(base="int8"), "w8a8")
     own = rollout_decoder(decoder)
     assert own.lora == decoder.lora
     assert (own.int8_products, decoder.int8_products) == (True, False)
-    plain = rollout_decoder(decoder_of_run(DECODER, settings("lora.base=int8")))
+    plain = rollout_decoder(decoder_of_run(DECODER, LoraConfig(base="int8"), "dtype"))
     assert plain == dataclasses.replace(own, int8_products=False)
 
 

@@ -402,7 +402,8 @@ def test_a_host_without_metadata_is_alone(metadata_server):
 
 
 def test_identity_names_every_setting():
-    found = identity(Config(name="run", model="demo", tasks=[TaskConfig(name="arithmetic", options={"digits": 2})]))
+    tasks = [TaskConfig(name="arithmetic", options={"digits": 2})]
+    found = identity(Config(name="run", model="demo", tasks=tasks).document())
     assert found["tasks.0.options.digits"] == "2"
     assert found["train.optimizer.learning_rate"] == "1e-06"
     assert "commit" in found

@@ -8,13 +8,19 @@ from tiny_decoder import DECODER, tiny
 from podium.accelerators import find_accelerator
 from podium.config.lora import LoraConfig
 from podium.config.schema import Config
-from podium.models.architecture import with_lora
+from podium.models.architecture import DecoderConfig, with_lora
 from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, axis_parts, indivisible, param_specs
 from podium.models.presets import find_architecture
-from podium.run.divisible import check_divisible
+from podium.run import divisible
+from podium.run.machine import Machine
+from podium.run.resolve import resolve
 from podium.sharding import ShardingRules, make_mesh, param_shardings
 
 V6E = find_accelerator("v6e-8")
+
+
+def check_divisible(config: Config, decoder: DecoderConfig) -> None:
+    divisible.check_divisible(resolve(config, decoder, Machine.planned(V6E)))
 
 
 def config(**changed: Any) -> Config:
@@ -54,7 +60,7 @@ def test_what_is_refused_beforehand_is_what_cannot_be_laid_out(mesh, changed):
 
     specs = param_specs(decoder)
     rules = ShardingRules(make_mesh(mesh), TRAIN_AXES)
-    assert refused(lambda: check_divisible(config(mesh=mesh), decoder, V6E)) is refused(
+    assert refused(lambda: check_divisible(config(mesh=mesh), decoder)) is refused(
         lambda: param_shardings(specs, rules)
     )
 
@@ -62,22 +68,22 @@ def test_what_is_refused_beforehand_is_what_cannot_be_laid_out(mesh, changed):
 def test_the_message_has_the_sizes_that_work():
     decoder = tiny(heads=6, kv_heads=2)
     with pytest.raises(ValueError, match=r"6 query heads \(none\) cannot be split evenly by tp:4; .* tp can be 1, 2$"):
-        check_divisible(config(mesh="fsdp:2,tp:4"), decoder, V6E)
+        check_divisible(config(mesh="fsdp:2,tp:4"), decoder)
 
 
 def test_tokens_of_a_row_and_heads_divide_over_sp():
     with pytest.raises(ValueError, match=r"splits 4 query heads \(none\) over sp:8 x tp:1, .* sp can be 1, 2, 4$"):
-        check_divisible(config(mesh="sp:8"), DECODER, V6E)
+        check_divisible(config(mesh="sp:8"), DECODER)
     odd = config(mesh="fsdp:2,sp:4", train={"row_tokens": 42})
     with pytest.raises(ValueError, match=r"rows of 42 tokens .* evenly by sp:4; set train.row_tokens to 44$"):
-        check_divisible(odd, DECODER, V6E)
-    check_divisible(config(mesh="fsdp:2,sp:4"), DECODER, V6E)
+        check_divisible(odd, DECODER)
+    check_divisible(config(mesh="fsdp:2,sp:4"), DECODER)
 
 
 def test_slots_divide_over_the_devices_that_split_sequences():
     with pytest.raises(ValueError, match=r"rollout\.slots is 12 and is split over 8 devices"):
-        check_divisible(config(rollout={"slots": 12, "layout": "replicated"}), DECODER, V6E)
-    check_divisible(config(rollout={"slots": 12, "layout": "maxtext"}), DECODER, V6E)  # over dp alone
+        check_divisible(config(rollout={"slots": 12, "layout": "replicated"}), DECODER)
+    check_divisible(config(rollout={"slots": 12, "layout": "maxtext"}), DECODER)  # over dp alone
 
 
 def test_scales_of_a_frozen_matrix_divide_over_the_devices_of_a_rollouts_group():
@@ -85,8 +91,8 @@ def test_scales_of_a_frozen_matrix_divide_over_the_devices_of_a_rollouts_group()
     with pytest.raises(
         ValueError, match=r"rollout.layout tensor: layers.o.scale has 2 scales along its head_dim, which 4"
     ):
-        check_divisible(config(rollout={"layout": "tensor"}), model, V6E)
-    check_divisible(config(rollout={"layout": "replicated"}), model, V6E)
+        check_divisible(config(rollout={"layout": "tensor"}), model)
+    check_divisible(config(rollout={"layout": "replicated"}), model)
 
 
 def test_every_dimension_that_does_not_divide_is_found():

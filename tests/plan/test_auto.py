@@ -11,6 +11,7 @@ from podium.plan.auto import machines, rank
 from podium.plan.defaults import names_model, with_defaults
 from podium.plan.planner import make_plan
 from podium.plan.sections import Line, Table, auto_sections
+from podium.plan.sizes import Planned
 from podium.plan.study import RunCost, Study
 from podium.settings import load_settings
 from tests.plan.made_plans import estimated, seconds, too_large
@@ -166,7 +167,7 @@ def test_the_fastest_rows_and_slots_that_fit_are_taken(machine, fits):
     )
     config = load(()).config
     assert {each.key: each.value for each in settings}["rollout.slots"] == config.rollout.slots
-    assert (make_plan(config, accelerator, fast=True).verdict == "fits") is fits
+    assert (make_plan(Planned.of(config, accelerator), fast=True).verdict == "fits") is fits
     if not fits:
         assert (config.train.rows_per_device, config.rollout.slots) == (1, 16)
 

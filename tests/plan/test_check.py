@@ -18,6 +18,8 @@ from podium.plan.check import RunCheck, check_run, compare_with_measured, this_a
 from podium.plan.formatting import step_parts
 from podium.plan.planner import make_plan
 from podium.plan.result import Plan
+from podium.plan.sizes import Planned, make_sizes
+from podium.run.spec import RunSpec
 from tests.plan.estimated import QWEN_3B
 from tests.plan.made_plans import plan
 from tests.plan.test_search import config as config_3b
@@ -34,8 +36,12 @@ def run_on(monkeypatch, accelerator: Accelerator | None) -> None:
     monkeypatch.setattr(check, "this_accelerator", lambda: accelerator)
 
 
+def spec_3b() -> RunSpec:
+    return make_sizes(config_3b(), QWEN_3B, V6E_8).spec
+
+
 def made_at_start() -> Plan:
-    return make_plan(config_3b(), V6E_8, fast=True, decoder=QWEN_3B)
+    return make_plan(Planned.of(config_3b(), V6E_8, QWEN_3B), fast=True)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +72,7 @@ def test_a_machine_has_the_memory_that_it_says(monkeypatch, stats, size):
 def test_nothing_is_planned_on_other_machines(tmp_path, monkeypatch):
     run_on(monkeypatch, this_accelerator())  # a CPU
     check = RunCheck(force=False)
-    assert check.begin(config_3b(), QWEN_3B, tmp_path) is None
+    assert check.begin(spec_3b(), tmp_path) is None
     assert [check.after_step({"time/train/step_s": 1.0}) for _ in range(4)] == [({}, None)] * 4
     assert list(tmp_path.iterdir()) == []
 
@@ -74,15 +80,15 @@ def test_nothing_is_planned_on_other_machines(tmp_path, monkeypatch):
 def test_a_run_that_is_far_too_large_is_refused_unless_forced(tmp_path, monkeypatch):
     run_on(monkeypatch, dataclasses.replace(V6E_8, hbm_bytes=6 * GIB))
     with pytest.raises(ValueError, match=r"needs about .* GiB on each device .* --fit` finds .* --force trains anyway"):
-        RunCheck(force=False).begin(config_3b(), QWEN_3B, tmp_path)
+        RunCheck(force=False).begin(spec_3b(), tmp_path)
     assert list(tmp_path.iterdir()) == []
-    line = RunCheck(force=True).begin(config_3b(), QWEN_3B, tmp_path)
+    line = RunCheck(force=True).begin(spec_3b(), tmp_path)
     assert line is not None and line.startswith("plan: does not fit v6e-8 by closed-form estimate")
 
 
 def test_measured_figures_stand_beside_the_plan_after_the_first_settled_step_that_compiled_nothing(tmp_path):
     check = RunCheck(force=False)
-    line = check.begin(config_3b(), QWEN_3B, tmp_path)
+    line = check.begin(spec_3b(), tmp_path)
     made = made_at_start()
     assert made.step is not None
     assert line is not None and line.startswith("plan: fits v6e-8 by closed-form estimate")
@@ -145,7 +151,7 @@ def write_run(folder: Path, steps: int = 5, **changed: Any) -> None:
     """A run whose steps take 4 s, and long ones at first."""
     with pytest.MonkeyPatch.context() as patched:
         run_on(patched, V6E_8)
-        RunCheck(force=False).begin(config_3b(), QWEN_3B, folder)
+        RunCheck(force=False).begin(spec_3b(), folder)
     lines = [
         {
             "step": step,

@@ -18,7 +18,7 @@ from podium.models.presets import find_decoder
 from podium.plan.calls import step_calls
 from podium.plan.estimate import estimate, far_too_large, first_flops, residents
 from podium.plan.planner import make_plan
-from podium.plan.sizes import local_count, make_sizes, offloaded_bytes, optimizer_count
+from podium.plan.sizes import Planned, local_count, make_sizes, offloaded_bytes, optimizer_count
 from podium.plan.workload import simulate_rollout
 from podium.rollout.programs import (
     abstract_chunk,
@@ -249,7 +249,7 @@ def test_a_mesh_that_does_not_fit_the_machine_is_an_error():
 
 
 def test_a_model_far_too_large_is_refused_by_name():
-    message = far_too_large(config(), QWEN_7B, find_accelerator("v6e-1"))
+    message = far_too_large(make_sizes(config(), QWEN_7B, find_accelerator("v6e-1")))
     assert message is not None
     assert message.startswith("update needs about ")
     for part in ("v6e-1 has 31.2", "gradients", "--fit`", "--force"):
@@ -257,14 +257,14 @@ def test_a_model_far_too_large_is_refused_by_name():
 
 
 def test_what_may_fit_is_not_refused():
-    assert far_too_large(config(), QWEN_3B, find_accelerator("v6e-8")) is None
+    assert far_too_large(make_sizes(config(), QWEN_3B, find_accelerator("v6e-8"))) is None
     needed = max(each.total for each in estimate(make_sizes(config(), SMALL, CPU)))
     just_enough, too_little = (
         Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=int(needed / factor) + 1)
         for factor in (1.5, 1.6)
     )
-    assert far_too_large(config(), SMALL, just_enough) is None
-    assert far_too_large(config(), SMALL, too_little) is not None
+    assert far_too_large(make_sizes(config(), SMALL, just_enough)) is None
+    assert far_too_large(make_sizes(config(), SMALL, too_little)) is not None
 
 
 @pytest.mark.parametrize("mesh", ["fsdp:8", "dp:8"])
@@ -353,7 +353,7 @@ def test_a_plan_counts_the_rows_of_a_teacher_with_longer_prompts():
     calls = []
     for more in ({}, own):
         made = config(**settings, teacher={"model": "Qwen/Qwen3-8B", **more})
-        found = make_plan(made, find_accelerator("v6e-8"), fast=True)
+        found = make_plan(Planned.of(made, find_accelerator("v6e-8")), fast=True)
         calls.append({each.name: each for each in found.phases})
     assert calls[0]["update"].seconds == calls[1]["update"].seconds
     assert 1.5 < calls[1]["teacher"].flops / calls[0]["teacher"].flops < 6

@@ -2,19 +2,21 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from podium.accelerators import find_accelerator
+from podium.config.schema import Config
 from podium.plan import fit as module
 from podium.plan.fit import Choice, Fit, Fitted
-from podium.plan.halves import Half, Halves, Place, with_changes
+from podium.plan.halves import Half, Halves, Place, changed_config
 from podium.plan.planner import make_plan
 from podium.plan.probe import Prober
 from podium.plan.result import Peak, Plan
+from podium.plan.sizes import Planned
 from podium.plan.study import Case, Change, Study
 from podium.settings import load_settings
 from tests.plan.made_plans import GIB, HBM, close, plan, seconds, too_large
@@ -30,6 +32,11 @@ def settings_of(*given: str):
     return lambda case: load_settings([], [*given, *(each.override for each in case.changes)], {}).config
 
 
+def planned_of(load: Callable[[Case], Config]) -> Callable[[Case], Planned]:
+    """Finds the run of a case."""
+    return lambda case: Planned.of(load(case), case.machine)
+
+
 def fitted(
     machine: str, *given: str, lengths: str = "gsm8k", fixed: Sequence[str] = (), all_others: bool = False
 ) -> Fitted:
@@ -37,13 +44,20 @@ def fitted(
     load = settings_of(*given)
 
     def planned_by(case: Case, *, fast: bool) -> Plan:
-        return make_plan(load(case), case.machine, fast=True, lengths=lengths)
+        return make_plan(Planned.of(load(case), case.machine), fast=True, lengths=lengths)
 
     def probe(case: Case, phases: Sequence[str]) -> Sequence[Peak]:
         raise AssertionError("the closed form compiles nothing")
 
     case = Case(find_accelerator(machine))
-    fit = Fit(study=Study(planned_by, fast=True), now=case, config=load, lengths=lengths, fixed=fixed, probe=probe)
+    fit = Fit(
+        study=Study(planned_by, fast=True),
+        now=case,
+        planned=planned_of(load),
+        lengths=lengths,
+        fixed=fixed,
+        probe=probe,
+    )
     return fit.find(all_others=all_others)
 
 
@@ -112,14 +126,14 @@ def test_changes_that_are_not_checked_are_those_of_the_loader():
         Change(key="train.offload_optimizer", value=True),
         Change(key="train.layer_chunk_tokens", value=None),
     )
-    assert with_changes(load(case), changes) == load(case.but(*changes))
+    assert changed_config(load(case), changes) == load(case.but(*changes))
     assert [str(each) for each in changes[2:]] == ["train.offload_optimizer=true", "train.layer_chunk_tokens=null"]
 
 
 def test_long_rows_are_split_where_one_does_not_fit():
     given = ("model=Qwen/Qwen2.5-3B-Instruct", TASK, "prompts_per_step=8", "rollout.max_new_tokens=512")
     load = settings_of(*given, "train.row_tokens=262144")
-    halves = Halves(load(Case(find_accelerator("v6e-8"))), find_accelerator("v6e-8"), "gsm8k")
+    halves = Halves(Planned.of(load(Case(find_accelerator("v6e-8"))), find_accelerator("v6e-8")), "gsm8k")
     meshes = [{each.key: each.value for each in place.changes}.get("mesh") for place in halves.places()]
     assert [mesh for mesh in dict.fromkeys(meshes) if mesh] == ["fsdp:4,sp:2", "fsdp:2,sp:4", "sp:8"]
     pair = Choice(halves.places(), HBM, fast=True, factors={}).best()
@@ -177,7 +191,7 @@ def searched(
     fit = Fit(
         study=Study(planned_by),
         now=Case(find_accelerator("v6e-8")),
-        config=lambda case: config,
+        planned=planned_of(lambda case: config),
         lengths="gsm8k",
         fixed=fixed,
         probe=probe,
@@ -202,7 +216,7 @@ def test_int8_rollouts_are_offered_as_a_change_to_what_is_learned(given, offered
     fit = Fit(
         study=Study(lambda case, *, fast: plan()),
         now=Case(find_accelerator("v6e-8")),
-        config=lambda case: config,
+        planned=planned_of(lambda case: config),
         lengths="gsm8k",
         fixed=[],
         probe=lambda case, phases: [],
@@ -366,14 +380,14 @@ def test_what_fits_by_the_search_is_what_the_compiler_takes(tmp_path):
     probed: list[str] = []
 
     def planned_by(case: Case, *, fast: bool) -> Plan:
-        return make_plan(load(case), case.machine, fast=fast)
+        return make_plan(Planned.of(load(case), case.machine), fast=fast)
 
     def probe(case: Case, phases: Sequence[str]) -> Sequence[Peak]:
         probed.extend(phases)
-        return Prober(case.machine, "gsm8k", fast=False).each(load(case), phases)
+        return Prober("gsm8k", fast=False).each(planned_of(load)(case), phases)
 
     case = Case(find_accelerator("v5litepod-1"))
-    fit = Fit(study=Study(planned_by), now=case, config=load, lengths="gsm8k", fixed=(), probe=probe)
+    fit = Fit(study=Study(planned_by), now=case, planned=planned_of(load), lengths="gsm8k", fixed=(), probe=probe)
     found = fit.find(all_others=False)
     assert found.before.verdict == "does_not_fit" and len(probed) <= module.MOST_PROGRAMS
     assert found.best is not None and found.best.plan.verdict == "fits" and not found.best.plan.estimate_only

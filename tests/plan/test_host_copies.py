@@ -13,7 +13,7 @@ from podium.plan.estimate import update_phase
 from podium.plan.planner import make_plan
 from podium.plan.probe import Prober
 from podium.plan.result import Seconds
-from podium.plan.sizes import make_sizes, offloaded_bytes
+from podium.plan.sizes import Planned, make_sizes, offloaded_bytes
 from podium.plan.worker import Job
 
 V6E, H100 = find_accelerator("v6e-8"), find_accelerator("h100-8")
@@ -73,10 +73,10 @@ def test_a_compiled_update_copies_what_the_closed_form_says(way, tmp_path):
 
 def test_of_a_gpu_that_is_not_there_an_update_with_moments_on_the_host_is_estimated_and_says_so():
     made = config(train={"rows_per_device": 4} | WAYS["moments"])
-    plan = make_plan(made, H100, decoder=QWEN_3B)
+    plan = make_plan(Planned.of(made, H100, QWEN_3B))
     assert plan.estimate_only
     assert any(note.startswith("estimated, not compiled: ") for note in plan.notes)
     assert any("0.80 (0.40-0.95) of 64 GB/s" in note for note in plan.notes)
     with_model = config(model="Qwen/Qwen2.5-3B-Instruct", train=made.train.model_dump())
-    (probe,) = Prober(H100, "fixed:8", fast=False)([with_model], ["update"])
+    (probe,) = Prober("fixed:8", fast=False)([Planned.of(with_model, H100)], ["update"])
     assert not probe.compiled

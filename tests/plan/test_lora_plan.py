@@ -18,7 +18,7 @@ from podium.plan.estimate import decode_phase, estimate, sync_phase, update_phas
 from podium.plan.knobs import candidates, search_range
 from podium.plan.phases import device_bytes, phase_programs
 from podium.plan.residents import frozen_bytes, kept_bytes, residents, shares_frozen, trainers
-from podium.plan.sizes import RunSizes, make_sizes
+from podium.plan.sizes import Planned, RunSizes, make_sizes
 from podium.plan.worker import Job
 from podium.sharding import make_mesh
 from podium.train.setup import run_spec
@@ -76,7 +76,7 @@ def test_on_a_gpu_the_rollout_shares_the_base_only_if_told_to(base):
     assert shares_frozen(sizes({"rank": 4, "base": base}, h100)) == (base == "int8")
 
     def offered(lora: dict[str, Any], run: RunSizes) -> list[object]:
-        return [change.value for change in candidates(config_of(lora), run) if change.key == "lora.rollout"]
+        return [change.value for change in candidates(Planned(config_of(lora), run)) if change.key == "lora.rollout"]
 
     assert (offered(apart, two), offered(shared, one), offered(apart, sizes(apart))) == (["shared"], ["apart"], [])
 
@@ -97,7 +97,7 @@ def test_on_several_devices_the_rollout_has_a_base_of_its_own():
 def weighed(lora: dict[str, Any] | None, devices: int, weights: RolloutWeights):
     """The programs and sizes of a run whose rollout has its weights in this format."""
     config = config_of(lora, weights=weights)
-    decoder = decoder_of_run(DECODER, config)
+    decoder = decoder_of_run(DECODER, config.lora, config.rollout.weights)
     mesh = make_mesh(config.mesh, jax.devices()[:devices])
     found = phase_programs(run_spec(config, decoder, mesh), mesh)
     return found | {"decode": found["decode:16"]}, make_sizes(
@@ -163,7 +163,7 @@ def test_the_closed_form_is_near_what_the_compiler_says_of_an_update(tmp_path):
 
 
 def test_ranks_are_searched_up_to_the_smallest_matrix():
-    found = search_range("lora.rank", config_of({"rank": 2}), sizes({"rank": 2}, decoder=QWEN3_8B))
+    found = search_range("lora.rank", Planned(config_of({"rank": 2}), sizes({"rank": 2}, decoder=QWEN3_8B)))
     assert (found.unit, found.most) == (8, 1024)
     with pytest.raises(ValueError, match=r"the config trains all weights; add --set lora.rank=32"):
-        search_range("lora.rank", config_of(None), sizes(None))
+        search_range("lora.rank", Planned(config_of(None), sizes(None)))

@@ -13,7 +13,7 @@ from tiny_decoder import DECODER, tiny
 from podium.accelerators import GIB, Accelerator
 from podium.algorithms.advantages import RETURNS, VALUES
 from podium.config.schema import Config
-from podium.models.architecture import frozen_decoder, scoring_decoder, with_lora
+from podium.models.architecture import DecoderConfig, frozen_decoder, scoring_decoder, with_lora
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.plan.estimate import residents
 from podium.plan.phases import PhaseProgram, device_bytes, phase_programs
@@ -22,8 +22,7 @@ from podium.plan.sizes import RunSizes, make_sizes
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import EnginePrograms
 from podium.rollout.request import Request, SamplingParams
-from podium.run.resolve import resolve_optimizer
-from podium.run.spec import RewardModelSpec
+from podium.run.spec import RewardModelSpec, RunSpec
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batch import make_batch
 from podium.train.generate import rollout_rules
@@ -128,7 +127,7 @@ def run():
     engine.device.programs = EnginePrograms(**programs)
     params = init_params(0, param_specs(DECODER), rules)
     trainer = make_trainer(config, init_params(0, param_specs(DECODER), rules))
-    optimizer = make_run_optimizer(resolve_optimizer(config), DECODER)
+    optimizer = make_run_optimizer(run_spec(config, DECODER, rules.mesh).optimizer, DECODER)
     state = init_state(params, optimizer)
     engine.load(params)
     sampling = SamplingParams(max_new_tokens=8)
@@ -202,11 +201,16 @@ def test_a_recipe_that_scores_nothing_has_no_such_phase():
     assert "batch" not in programs["update"].residents
 
 
+def with_teacher(spec: RunSpec, decoder: DecoderConfig) -> RunSpec:
+    """The run with another architecture of its teacher."""
+    assert spec.teacher is not None
+    return dataclasses.replace(spec, teacher=dataclasses.replace(spec.teacher, decoder=decoder))
+
+
 def test_a_teacher_is_a_program_of_its_own_and_its_weights_stay_beside_all_others():
     config = config_of(teacher={"model": "Qwen/Qwen3-0.6B"})
     mesh = make_mesh(config.mesh)
-    teacher = frozen_decoder(tiny(layers=3), "bfloat16")
-    spec = dataclasses.replace(run_spec(config, DECODER, mesh), teacher=teacher)
+    spec = with_teacher(run_spec(config, DECODER, mesh), frozen_decoder(tiny(layers=3), "bfloat16"))
     programs = phase_programs(spec, mesh)
     assert list(programs)[-3:] == ["score", "teacher", "update"]
     weights, batch = programs["teacher"].arguments
@@ -224,7 +228,7 @@ def test_a_teacher_is_a_program_of_its_own_and_its_weights_stay_beside_all_other
 def test_a_teachers_hidden_states_are_part_of_the_batch_and_its_head_an_argument_of_the_update():
     config = config_of(teacher={"model": "Qwen/Qwen3-0.6B", "loss": "full"})
     mesh = make_mesh(config.mesh)
-    spec = dataclasses.replace(run_spec(config, DECODER, mesh), teacher=frozen_decoder(tiny(width=16), "bfloat16"))
+    spec = with_teacher(run_spec(config, DECODER, mesh), frozen_decoder(tiny(width=16), "bfloat16"))
     programs = phase_programs(spec, mesh)
     made = programs["teacher"].lower().out_info
     _, batch, frozen = programs["update"].arguments
@@ -242,14 +246,15 @@ def test_a_teacher_that_is_the_base_of_the_adapters_takes_no_memory(loss):
     name = "Qwen/Qwen3-0.6B"
     config = config_of(model=name, lora={"rank": 2}, teacher={"model": name, "loss": loss})
     mesh, adapted = make_mesh(config.mesh), with_lora(DECODER, config.lora)
-    spec = dataclasses.replace(run_spec(config, adapted, mesh), teacher=frozen_decoder(DECODER, "bfloat16"))
-    assert spec.teacher_is_base
-    shared, apart = phase_programs(spec, mesh), phase_programs(dataclasses.replace(spec, teacher_is_base=False), mesh)
+    spec = with_teacher(run_spec(config, adapted, mesh), frozen_decoder(DECODER, "bfloat16"))
+    assert spec.teacher is not None and spec.teacher.is_base
+    copied = dataclasses.replace(spec, teacher=dataclasses.replace(spec.teacher, is_base=False))
+    shared, apart = phase_programs(spec, mesh), phase_programs(copied, mesh)
 
     def total(each):
         return device_bytes(each.arguments) + sum(each.residents.values())
 
-    sizes = [RunSizes(spec=each) for each in (spec, dataclasses.replace(spec, teacher_is_base=False))]
+    sizes = [RunSizes(spec=each) for each in (spec, copied)]
     weights = frozen_bytes(sizes[0])
     assert {name: total(apart[name]) - total(shared[name]) for name in shared} == dict.fromkeys(shared, weights) | {
         "init": 0
@@ -265,8 +270,7 @@ def test_a_teacher_with_prompts_of_its_own_is_planned_with_its_own_batch_beside_
     own = {"prompt": "privileged", "template": "{question} {answer}", "max_prompt_tokens": 56}
     config = config_of(teacher={"model": "Qwen/Qwen3-0.6B", **own})
     mesh = make_mesh(config.mesh)
-    teacher = frozen_decoder(tiny(layers=3), "bfloat16")
-    spec = dataclasses.replace(run_spec(config, DECODER, mesh), teacher=teacher)
+    spec = with_teacher(run_spec(config, DECODER, mesh), frozen_decoder(tiny(layers=3), "bfloat16"))
     programs = phase_programs(spec, mesh)
     _, batch = programs["teacher"].arguments
     _, scored, _ = programs["update"].arguments
@@ -347,6 +351,7 @@ def test_a_reward_model_is_a_program_beside_the_rollouts_arrays_and_its_weights_
         name="helpful",
         model="none",
         chat_template=None,
+        template_date=None,
         decoder=frozen_decoder(scoring_decoder(tiny(layers=3)), "bfloat16"),
         row_tokens=64,
         rows_per_device=1,

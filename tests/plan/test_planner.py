@@ -23,7 +23,7 @@ from podium.plan.formatting import step_parts
 from podium.plan.planner import ROLLOUT, make_jobs, make_plan
 from podium.plan.residents import residents, trainers
 from podium.plan.result import Plan, Seconds, judge, total
-from podium.plan.sizes import make_sizes, network_bytes
+from podium.plan.sizes import Planned, make_sizes, network_bytes
 from podium.plan.worker import CompiledPhase, LoopedWork, _skipped
 from podium.plan.workload import Workload
 from podium.settings import load_settings
@@ -53,7 +53,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def plan(cache: None) -> Plan:
-    return make_plan(tiny_config(), CPU, decoder=DECODER, lengths="fixed:4", chip=load_chip("v6e"))
+    return make_plan(Planned.of(tiny_config(), CPU, DECODER), lengths="fixed:4", chip=load_chip("v6e"))
 
 
 class TrainerAndBatch:
@@ -126,9 +126,7 @@ def test_operations_are_those_of_the_closed_form(plan):
 def test_a_plan_of_the_largest_programs_has_the_same_memory_and_nearly_the_same_seconds(plan):
     asked: set[str] = set()
     few = make_plan(
-        tiny_config(),
-        CPU,
-        decoder=DECODER,
+        Planned.of(tiny_config(), CPU, DECODER),
         lengths="fixed:4",
         chip=load_chip("v6e"),
         progress=lambda each: asked.add(each.phase),
@@ -168,7 +166,7 @@ def test_a_smaller_program_has_the_memory_of_the_largest_and_its_seconds_scaled_
 
 @pytest.mark.long
 def test_rows_change_the_update_and_the_score_alone(plan):
-    more = make_plan(tiny_config(train={"rows_per_device": 2}), CPU, decoder=DECODER, lengths="fixed:4")
+    more = make_plan(Planned.of(tiny_config(train={"rows_per_device": 2}), CPU, DECODER), lengths="fixed:4")
     changed = {a.name for a, b in zip(plan.phases, more.phases, strict=True) if a.bytes != b.bytes}
     assert changed == {"update", "score"}
     assert more.phase("update").bytes > plan.phase("update").bytes
@@ -303,7 +301,7 @@ def test_a_fast_plan_takes_less_than_five_seconds_and_compiles_nothing(config):
     reason="jax-cuda12-plugin, the GPU's compiler, is not installed",
 )
 def test_a_gpus_programs_are_compiled(cache):
-    plan = make_plan(tiny_config(), find_accelerator("h100-8"), decoder=DECODER)
+    plan = make_plan(Planned.of(tiny_config(), find_accelerator("h100-8"), DECODER))
     assert {phase.name for phase in plan.phases if not phase.compiled} == {"checkpoint"}
     assert plan.verdict == "fits" and plan.step is not None
     for phase in plan.phases:
@@ -315,7 +313,7 @@ def test_transfers_of_a_slice_of_unknown_wiring_may_have_all_links_of_a_chip():
         [ROOT / "configs" / "gsm8k.yaml"], ["rollout.slots=256", "rollout.prefill_rows=256"], {}
     ).config
     known, unknown = (
-        make_plan(config, find_accelerator(name), fast=True).phase("sync") for name in ("v6e-256", "v6e-8")
+        make_plan(Planned.of(config, find_accelerator(name)), fast=True).phase("sync") for name in ("v6e-256", "v6e-8")
     )
     link = load_chip("v6e").calibration["ici"]
     assert known.seconds and unknown.seconds and known.bound_by == unknown.bound_by == "ici"
@@ -335,11 +333,15 @@ def test_gradients_alone_go_over_the_network_where_machines_hold_copies():
 
 
 def test_a_search_for_a_cut_counts_where_sampling_is_cut():
-    assert [_skipped(tiny_config(rollout=cut)) for cut in ({}, {"top_k": 5}, {"top_p": 0.9})] == [["sample"], [], []]
+    assert [_skipped(tiny_config(rollout=cut).rollout) for cut in ({}, {"top_k": 5}, {"top_p": 0.9})] == [
+        ["sample"],
+        [],
+        [],
+    ]
 
 
 def test_a_gpus_memory_is_said_to_be_uncalibrated():
-    plan = make_plan(tiny_config(), find_accelerator("h100-8"), decoder=DECODER, fast=True)
+    plan = make_plan(Planned.of(tiny_config(), find_accelerator("h100-8"), DECODER), fast=True)
     assert plan.estimate_only
     assert plan.notes[0].startswith("usable is 90% of 79.1 GiB") and "Only an H100 was measured" in plan.notes[0]
     assert plan.step is not None
@@ -356,7 +358,7 @@ def test_a_gpus_memory_is_said_to_be_uncalibrated():
 
 def test_a_config_that_does_not_fit_says_by_how_much():
     config = load_settings([ROOT / "configs" / "gsm8k_qwen3_8b.yaml"], [], {}).config
-    plan = make_plan(config, find_accelerator("v6e-4"), fast=True)
+    plan = make_plan(Planned.of(config, find_accelerator("v6e-4")), fast=True)
     assert plan.verdict == "does_not_fit"
     assert plan.spare_bytes == plan.hbm_bytes - plan.worst.bytes < 0
     assert not plan.worst.fits
@@ -367,7 +369,7 @@ def test_a_config_that_does_not_fit_says_by_how_much():
 def test_a_small_model_is_compiled_for_a_tpu_that_is_not_there(cache):
     """Whole plans for TPUs are among the goldens that `make test-long` checks."""
     config = tiny_config(algorithm={"kl": "none", "kl_coef": 0.0})
-    found = compile_phases(make_jobs(config, DECODER, V6E, {"update": 1.0, "decode:16": 1.0}))
+    found = compile_phases(make_jobs(Planned.of(config, V6E, DECODER), {"update": 1.0, "decode:16": 1.0}))
     update, decode = found["update"], found["decode:16"]
     assert any(each.axes == ("fsdp",) and each.group == 8 for each in update.cost(1).collectives)
     held = residents(make_sizes(config, DECODER, V6E))["rollout_weights"]
@@ -387,7 +389,9 @@ def test_the_plan_says_whether_carrying_completions_over_pays(lengths, verdict):
     """Completions of one length end together: there is nothing to wait for."""
     settings = ["prompts_per_step=16", "group_size=8", "rollout.slots=192", "rollout.in_flight=1.5"]
     config = load_settings([ROOT / "configs" / "gsm8k.yaml"], settings, {}).config
-    (note,) = (note for note in make_plan(config, V6E, fast=True, lengths=lengths).notes if "in_flight" in note)
+    (note,) = (
+        note for note in make_plan(Planned.of(config, V6E), fast=True, lengths=lengths).notes if "in_flight" in note
+    )
     assert re.search(r"^rollout\.in_flight 1\.5 makes a step [\d.]+ s .*" + verdict, note)
 
 
@@ -397,7 +401,7 @@ def test_conversations_are_planned_with_their_replies():
     changes += ["rollout.in_flight=1"]
     config = load_settings([ROOT / "configs" / "gsm8k.yaml"], changes, {}).config
     fast, slow, single = (
-        make_plan(config, V6E, fast=True, lengths=f"fixed:64{talk}")
+        make_plan(Planned.of(config, V6E), fast=True, lengths=f"fixed:64{talk}")
         for talk in (",turns:3,reply:40,seconds:0.01", ",turns:3,reply:40,seconds:20", "")
     )
     for plan in (fast, slow):
@@ -411,13 +415,13 @@ def test_conversations_are_planned_with_their_replies():
     assert single.environments is None
     assert any("conversations of 3 answers, replies of 40 tokens after 20 s" in note for note in slow.notes)
     tools = load_settings([ROOT / "configs" / "tools.yaml"], [], {}).config
-    notes = make_plan(tools, find_accelerator("v6e-1"), fast=True).notes
+    notes = make_plan(Planned.of(tools, find_accelerator("v6e-1")), fast=True).notes
     assert any("each prompt is planned with one answer: --lengths" in note for note in notes)
 
 
 def test_a_rollout_s_rate_is_its_tokens_over_its_devices_time_and_less_than_that_of_full_slots():
     config = load_settings([ROOT / "configs" / "gsm8k.yaml"], [], {}).config
-    found = make_plan(config, find_accelerator("v6e-8"), fast=True)
+    found = make_plan(Planned.of(config, find_accelerator("v6e-8")), fast=True)
     seconds = sum(each.seconds.value for each in found.phases if each.name in ROLLOUT and each.seconds)
     assert found.rollout_rate and found.full_slots_rate
     assert found.rollout_rate.value == pytest.approx(found.workload.completion_tokens / 8 / seconds)
@@ -437,7 +441,9 @@ def test_a_step_that_learns_from_data_has_no_rollout(recipe):
     changes = {"algorithm": {"recipe": recipe}, "tasks": [{"name": task, "path": "rows.jsonl"}]}
     config = load_settings([ROOT / "configs" / "gsm8k.yaml"], ["rollout.in_flight=1"], {}).config
     config = Config.model_validate({**config.model_dump(mode="json"), **changes, "group_size": group_size})
-    found = make_plan(config, find_accelerator("v6e-8"), fast=True, lengths="gsm8k,turns:2,reply:20,seconds:2")
+    found = make_plan(
+        Planned.of(config, find_accelerator("v6e-8")), fast=True, lengths="gsm8k,turns:2,reply:20,seconds:2"
+    )
     times = step_parts(found)
     assert sorted(name for name, _ in times) == sorted(parts)
     assert found.step is not None
@@ -450,7 +456,7 @@ def test_a_step_that_learns_from_data_has_no_rollout(recipe):
 @pytest.mark.parametrize(("head_dim", "times"), [(64, None), (80, "1.60"), (96, "1.33"), (128, None)])
 def test_a_plan_says_how_much_more_a_padded_cache_takes(head_dim, times):
     numbers = {"vocab": 512, "width": 256, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_width": 512}
-    notes = make_plan(tiny_config(), V6E, fast=True, decoder=decoder_of(**numbers, head_dim=head_dim)).notes
+    notes = make_plan(Planned.of(tiny_config(), V6E, decoder_of(**numbers, head_dim=head_dim)), fast=True).notes
     found = [note for note in notes if "KV cache takes" in note]
     assert len(found) == (times is not None)
     assert all(f"takes {times} times" in note for note in found)

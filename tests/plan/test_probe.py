@@ -6,8 +6,9 @@ import pytest
 
 from podium.accelerators import find_accelerator
 from podium.hlo.memory import Memory
-from podium.plan import probe, worker
+from podium.plan import probe, sizes, worker
 from podium.plan.probe import Prober
+from podium.plan.sizes import Planned
 from podium.plan.tpu_compile import TpuProgram
 from podium.plan.worker import CompiledPhase, Job
 from podium.run.machine import Machine
@@ -16,7 +17,7 @@ from tests.plan.made_plans import GIB, HBM
 from tests.plan.test_search import config
 
 V6E = find_accelerator("v6e-8")
-PROBER = Prober(V6E, "gsm8k", fast=False)
+PROBER = Prober("gsm8k", fast=False)
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,11 @@ def architecture(monkeypatch):
     """Every config here is of the 3B model."""
     from tests.plan.estimated import QWEN_3B
 
-    monkeypatch.setattr(probe, "find_decoder", lambda config: QWEN_3B)
+    monkeypatch.setattr(sizes, "find_decoder", lambda config: QWEN_3B)
+
+
+def planned(**changed: Any) -> Planned:
+    return Planned.of(config(**changed), V6E)
 
 
 @pytest.mark.parametrize(
@@ -37,14 +42,14 @@ def architecture(monkeypatch):
     ],
 )
 def test_the_phases_that_a_setting_moves_are_those_whose_memory_differs(changed, phases):
-    found = PROBER.phases([config(), config(**changed)])
+    found = PROBER.phases([planned(), planned(**changed)])
     assert set(phases) <= set(found)
     if len(phases) < 5:
         assert "sync" not in found
 
 
 def test_of_each_phase_the_largest_program_is_asked_for():
-    assert list(PROBER.programs(config(), ["update", "prefill", "decode"])) == ["update", "prefill:512", "decode:128"]
+    assert list(PROBER.programs(planned(), ["update", "prefill", "decode"])) == ["update", "prefill:512", "decode:128"]
 
 
 def test_a_probe_has_the_largest_of_its_programs_and_any_refusal(monkeypatch):
@@ -55,14 +60,14 @@ def test_a_probe_has_the_largest_of_its_programs_and_any_refusal(monkeypatch):
         return CompiledPhase(residents={"a": GIB}, memory=Memory(peak=size, code=7), refused=refused, **empty)
 
     monkeypatch.setattr(probe, "compile_jobs", lambda jobs, progress=None: [compiled(job) for job in jobs])
-    (found,) = PROBER([config()], ["update", "decode"])
+    (found,) = PROBER([planned()], ["update", "decode"])
     assert (found.phase, found.bytes, found.refused) == ("decode", 31 * GIB + 14, True)
     assert not found.fits(HBM)
 
 
 def test_a_probe_by_the_closed_form_compiles_nothing(monkeypatch):
     monkeypatch.setattr(probe, "compile_jobs", None)
-    few, many = Prober(V6E, "gsm8k", fast=True)([config(), config(train={"rows_per_device": 16})], ["update"])
+    few, many = Prober("gsm8k", fast=True)([planned(), planned(train={"rows_per_device": 16})], ["update"])
     assert few.bytes < many.bytes and not few.compiled and not many.refused
 
 
@@ -81,7 +86,7 @@ def test_a_program_without_its_code_is_compiled_again_when_that_is_asked_for(mon
         job = Job(
             phase="update",
             config=config(),
-            decoder=probe.find_decoder(config()),
+            decoder=planned().sizes.decoder,
             accelerator=V6E,
             programs=tmp_path,
             whole=whole,

@@ -10,7 +10,7 @@ from podium.plan.compare import difference, ranked
 from podium.plan.knobs import SearchRange, candidates, search_range
 from podium.plan.result import TOO_CLOSE, Peak, Plan
 from podium.plan.search import MOST_PROBES, Largest, search
-from podium.plan.sizes import RunSizes, make_sizes
+from podium.plan.sizes import Planned, RunSizes, make_sizes
 from podium.plan.study import Case, Change, Outcome, Study, cost_of, helps
 from podium.plan.suggest import suggestions
 from podium.prices import Price
@@ -155,7 +155,7 @@ def test_a_search_ends_when_its_probes_are_spent():
     ],
 )
 def test_a_search_ends_where_more_has_no_use(key, changed, unit, most):
-    found = search_range(key, config(**changed), sizes(config(**changed)))
+    found = search_range(key, Planned(config(**changed), sizes(config(**changed))))
     assert (found.unit, found.most) == (unit, most) and found.why
 
 
@@ -169,7 +169,7 @@ def test_a_search_ends_where_more_has_no_use(key, changed, unit, most):
 )
 def test_what_cannot_be_searched_says_why(key, changed, message):
     with pytest.raises(ValueError, match=message):
-        search_range(key, config(**changed), sizes(config(**changed)))
+        search_range(key, Planned(config(**changed), sizes(config(**changed))))
 
 
 def decoding(took: float, **changed: Any) -> Plan:
@@ -262,7 +262,7 @@ def test_one_plan_needs_no_reason():
 
 
 def test_candidates_change_nothing_that_is_learned():
-    found = {(each.key, each.value): each.old for each in candidates(config(), sizes())}
+    found = {(each.key, each.value): each.old for each in candidates(Planned(config(), sizes()))}
     assert found["train.rows_per_device", 8] == 4 and found["train.rows_per_device", 2] == 4
     assert found["rollout.slots", 64] == 128 and ("rollout.slots", 256) not in found  # 128 completions
     assert {value for key, value in found if key == "rollout.layout"} == {"hybrid", "tensor", "legacy", "maxtext"}
@@ -271,13 +271,15 @@ def test_candidates_change_nothing_that_is_learned():
 
 
 def test_candidates_divide_over_the_devices():
-    found = list(candidates(config(rollout={"slots": 24}), sizes(config(rollout={"slots": 24}))))
+    found = list(candidates(Planned(config(rollout={"slots": 24}), sizes(config(rollout={"slots": 24})))))
     assert [each.value for each in found if each.key == "rollout.slots"] == [48]
 
 
 def test_candidates_of_tokens_per_device_are_tokens():
     changed = config(train={"rows_per_device": None, "tokens_per_device": 4 * 1536})
-    found = [(each.key, each.value) for each in candidates(changed, sizes(changed)) if "per_device" in each.key]
+    found = [
+        (each.key, each.value) for each in candidates(Planned(changed, sizes(changed))) if "per_device" in each.key
+    ]
     assert found == [("train.tokens_per_device", 2 * 1536), ("train.tokens_per_device", 8 * 1536)]
 
 
@@ -320,11 +322,11 @@ def test_only_changes_that_the_closed_form_likes_are_compiled_and_only_proven_on
         compiled.append(str(change))
         return fast if change.key == "train.rows_per_device" else slow
 
-    (found,) = suggested(candidates(config(), sizes()), estimate, make, before=plan())
+    (found,) = suggested(candidates(Planned(config(), sizes())), estimate, make, before=plan())
     assert compiled == ["rollout.slots=64", "train.rows_per_device=8"]
     assert found.case.changes == (Change(key="train.rows_per_device", value=8, old=4),)
     assert found.reason == "update 0.80 s against 1.1: 200 ms per micro-batch against 275, bound by compute"
-    estimates_alone = suggested(candidates(config(), sizes()), estimate, make, before=plan(), compile_all=None)
+    estimates_alone = suggested(candidates(Planned(config(), sizes())), estimate, make, before=plan(), compile_all=None)
     assert [each.setting for each in estimates_alone] == ["rollout.slots=64", "train.rows_per_device=8"]
     assert len(compiled) == 2
 

@@ -10,7 +10,7 @@ from podium.plan.calibration import load_chip
 from podium.plan.device import OF_LOOPS, closed_form_roofline
 from podium.plan.estimate import Piece, update_phase
 from podium.plan.planner import make_plan
-from podium.plan.sizes import F32, RunSizes, fused_chunks, head_number, make_sizes, optimizer_bytes
+from podium.plan.sizes import F32, Planned, RunSizes, fused_chunks, head_number, make_sizes, optimizer_bytes
 from podium.plan.update_traffic import SUMMED, update_kernels, update_passes
 
 WIDTH, INNER, HEADS, KEYS, LAYERS, VOCAB = 16, 24, 16, 8, 2, 32  # of SMALL
@@ -201,7 +201,7 @@ def test_an_update_that_a_compiler_makes_loops_of_has_a_wider_range(machine, mod
     config = tiny_config(model=model, mesh="auto", rollout={"slots": 64}, train={"attention": attention})
 
     def spread() -> float:
-        found = make_plan(config, find_accelerator(machine), fast=True)
+        found = make_plan(Planned.of(config, find_accelerator(machine)), fast=True)
         (seconds,) = (each.seconds for each in found.phases if each.name == "update")
         assert seconds is not None
         return seconds.high / seconds.low

@@ -207,11 +207,11 @@ def test_a_critic_that_diverges_ends_the_run_with_the_way_out():
 def test_a_critic_starts_from_the_policy_without_its_adapters_and_has_its_own_schedule():
     changes = {"algorithm": {"recipe": "ppo", "minibatches": 2, "updates_per_batch": 3}, "steps": 5}
     config = make_config(**changes, critic={"updates": 4, "learning_rate": 3e-4})
-    spec = resolve_critic(config, DECODER)
+    spec = resolve_critic(config, resolve_recipe(config), DECODER)
     assert isinstance(spec, CriticSpec)
     assert (spec.decoder, spec.optimizer.steps) == (SCORED, 5 * 2 * 4)
     assert spec.optimizer.settings == config.train.optimizer.model_copy(update={"learning_rate": 3e-4})
-    assert resolve_critic(make_config(), DECODER) is None
+    assert resolve_critic(make_config(), resolve_recipe(make_config()), DECODER) is None
     assert resolve_recipe(config).loss_scores[-2:] == (VALUES, RETURNS)
 
 

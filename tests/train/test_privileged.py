@@ -21,7 +21,7 @@ from podium.models.architecture import DecoderConfig
 from podium.models.source import resolve as find_source
 from podium.models.tokenizer import load_tokenizer
 from podium.run.machine import Machine
-from podium.run.resolve import resolve_rollout, resolve_teacher_batch
+from podium.run.resolve import privileged_batch, resolve, resolve_recipe, resolve_rollout
 from podium.tasks.task import Prompt
 from podium.train.batch import take
 from podium.train.feed import Feed
@@ -114,7 +114,7 @@ def naive_scorer(decoder: DecoderConfig):
 def test_prompts_that_are_too_long_for_the_teacher_are_left_out_of_training_alone(tiny_model):
     config = make_config(tiny_model, teacher={"model": str(tiny_model), **PRIVILEGED})
     tokenizer = load_tokenizer(find_source(str(tiny_model)))
-    spec = resolve_rollout(config, tiny(), Machine(platform="cpu", devices=1))
+    spec = resolve_rollout(config, resolve_recipe(config), tiny(), Machine(platform="cpu", devices=1))
     feed = Feed(spec.prompts, tokenizer)
     (first,) = feed.next(1)
     added = tokenizer.encode(f"Answer with {first.prompt.prompt.answer} .")
@@ -131,12 +131,13 @@ def test_prompts_that_are_too_long_for_the_teacher_are_left_out_of_training_alon
 def test_a_teacher_s_rows_have_room_for_its_longest_prompt():
     config = make_config(teacher={"model": "x", **PRIVILEGED})
     mesh = {"dp": 1, "fsdp": 1, "sp": 1, "tp": 1}
-    sizes = resolve_teacher_batch(config, tiny(), mesh)
+    sizes = privileged_batch(config, resolve_recipe(config), tiny(), mesh)
     assert (sizes.row_tokens, sizes.rows, sizes.max_rows) == (24 + 3, 2, 16)
     talking = make_config(teacher={"model": "x", **PRIVILEGED}, rollout={"max_episode_tokens": 40})
-    assert resolve_teacher_batch(talking, tiny(), mesh).row_tokens == 24 + 40
-    assert resolve_teacher_batch(config, tiny(), {**mesh, "sp": 4}).row_tokens == 28
-    assert resolve_teacher_batch(make_config(teacher={"model": "x"}), tiny(), mesh) is None
+    assert privileged_batch(talking, resolve_recipe(talking), tiny(), mesh).row_tokens == 24 + 40
+    assert privileged_batch(config, resolve_recipe(config), tiny(), {**mesh, "sp": 4}).row_tokens == 28
+    alike = resolve(make_config(teacher={"model": "Qwen/Qwen3-0.6B"}), tiny(), Machine(platform="cpu", devices=1))
+    assert alike.teacher is not None and alike.teacher.own_batch is None
 
 
 @pytest.mark.long

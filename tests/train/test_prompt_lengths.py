@@ -13,7 +13,7 @@ from tiny_runs import make_config
 from podium.config.schema import Config
 from podium.models.source import resolve as find_source
 from podium.models.tokenizer import load_tokenizer
-from podium.run.resolve import resolve_prompts
+from podium.run.resolve import resolve_prompts, resolve_recipe
 from podium.train.feed import Feed
 from podium.train.loop import train
 from podium.train.prompt_lengths import check_prompt_lengths, longest_first, with_prompt_tokens
@@ -61,7 +61,7 @@ def feed_of(config: Config) -> Feed:
 
 
 def chosen(config: Config, **asked: bool) -> tuple[int | None, str | None]:
-    found, line = with_prompt_tokens(config, **{"trains": True, "evaluates": False, **asked})
+    found, line = with_prompt_tokens(config, resolve_recipe(config), **{"trains": True, "evaluates": False, **asked})
     return found.rollout.max_prompt_tokens, line
 
 
@@ -117,7 +117,7 @@ def test_a_teachers_longest_prompt_is_that_of_its_own_prompts(tmp_path):
     rows = [row | {"hint": "Add one to it. " * 30} for row in SUMS]
     teacher = {"model": QWEN, "prompt": "privileged", "template": "{question} {hint}"}
     config = config_of(written(rows, tmp_path), teacher=teacher, rollout={"max_new_tokens": 16})
-    found, _ = with_prompt_tokens(config, trains=True, evaluates=False)
+    found, _ = with_prompt_tokens(config, resolve_recipe(config), trains=True, evaluates=False)
     assert found.teacher is not None and found.rollout.max_prompt_tokens == 64
     feed = feed_of(found)
     own = max(len(feed.privileged(each)) for each in feed.tasks.train_prompts()["jsonl"])

@@ -263,7 +263,9 @@ def test_a_fork_keeps_the_moments_of_its_own_recipe_alone(tiny_model, tmp_path, 
     fork, own = Fork(str(undisturbed), 2), read_config(undisturbed).algorithm.recipe
     config = make_config(tiny_model, tmp_path, name="forked", algorithm={"recipe": own if kept else "rloo"})
     assert own != "rloo"
-    opened = open_run(config, fork=fork, plain=True, job=alone(), check=None, on_step=unheard, profile=None)
+    opened = open_run(
+        config, recipe=None, fork=fork, plain=True, job=alone(), check=None, on_step=unheard, profile=None
+    )
     with opened as (_, state, done):
         moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
         assert len(moments) == 2 * len(state.params) and done == 0

@@ -88,9 +88,10 @@ def judged(reward_model: Path, *, rewards: dict[str, float] | None = None, **set
 
 def loaded(tiny_model: Path, reward_model: Path, devices: int = 1, **settings: Any) -> tuple[RewardModel, RolloutSpec]:
     config = make_config(tiny_model, **judged(reward_model, **settings))
-    spec = rollout_spec(config, make_model(config))
-    (model,) = load_reward_models(config, spec, rules_of(devices=devices).mesh)
-    return model, spec
+    policy, mesh = make_model(config), rules_of(devices=devices).mesh
+    spec = run_spec(config, policy.decoder, mesh)
+    (model,) = load_reward_models(spec.rollout, spec.update, mesh)
+    return model, rollout_spec(config, policy)
 
 
 CONVERSATIONS = [
@@ -327,8 +328,9 @@ def test_a_template_must_write_calls_of_tools_and_their_replies_where_a_task_has
     changes = judged(write_reward_model(tmp_path / "model", template))
     changes["tasks"][0]["tools"] = ["calculator"]
     config = make_config(tiny_model, **changes)
-    spec = rollout_spec(config, make_model(make_config(tiny_model)))
-    (model,) = load_reward_models(config, spec, rules_of().mesh)
+    policy, mesh = make_model(make_config(tiny_model)), rules_of().mesh
+    spec, update = rollout_spec(config, policy), run_spec(config, policy.decoder, mesh).update
+    (model,) = load_reward_models(spec, update, mesh)
     (task,) = spec.prompts.tasks
     held = conversing(task)
     assert held is not None

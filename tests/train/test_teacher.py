@@ -218,7 +218,8 @@ def test_a_teacher_that_is_the_base_of_the_adapters_has_no_copy_and_scores_as_on
         teacher={"model": str(tiny_model), "loss": loss},
     )
     model = make_model(config)
-    taught_by, spec = make_teacher(config, model), run_spec(config, model.decoder, model.mesh)
+    spec = run_spec(config, model.decoder, model.mesh)
+    taught_by = make_teacher(spec, model)
     assert taught_by is not None
     frozen = kept(load_frozen(model), model.rules)
 
@@ -230,7 +231,7 @@ def test_a_teacher_that_is_the_base_of_the_adapters_has_no_copy_and_scores_as_on
     shared = _load_teacher(taught_by, spec, frozen, SimpleNamespace(), Progress("run", 1))
     assert held() == before
     assert shared.params is frozen
-    apart = dataclasses.replace(spec, teacher_is_base=False)
+    apart = dataclasses.replace(spec, teacher=dataclasses.replace(spec.teacher, is_base=False))
     own = _load_teacher(taught_by, apart, frozen, SimpleNamespace(), Progress("run", 1))
     assert held() - before == sum(x.nbytes for x in frozen.values())
     settings = make_train_settings(spec.update, model.decoder, model.mesh)
@@ -276,7 +277,8 @@ def test_a_teacher_that_is_the_base_of_the_adapters_has_no_copy_and_scores_as_on
 )
 def test_only_the_frozen_model_in_its_own_format_is_shared(changes, is_base):
     same = {"lora": {"rank": 2}, "algorithm": {"recipe": "distill"}, "teacher": {"model": "Qwen/Qwen3-0.6B"}}
-    assert spec_of(make_config("Qwen/Qwen3-0.6B", **merged(same, changes))).teacher_is_base == is_base
+    teacher = spec_of(make_config("Qwen/Qwen3-0.6B", **merged(same, changes))).teacher
+    assert teacher is not None and teacher.is_base == is_base
 
 
 @pytest.mark.parametrize("loss", ["sampled", pytest.param("full", marks=pytest.mark.long)])
@@ -304,7 +306,8 @@ def test_an_int8_teacher_is_close_to_one_in_bfloat16(tiny_model, teacher_model):
     batch = dataclasses.replace(batch, tokens=batch.tokens % 20, targets=batch.targets % 20, scores={})
     for base in ("bfloat16", "int8"):
         config = make_config(tiny_model, teacher={"model": str(teacher_model), "base": base})
-        made = make_teacher(config, make_model(config))
+        model = make_model(config)
+        made = make_teacher(run_spec(config, model.decoder, model.mesh), model)
         assert made is not None
         weights = load_frozen(made)
         program = make_score(trainer.settings._replace(decoder=made.decoder))
@@ -324,7 +327,7 @@ def test_a_teacher_with_another_tokenizer_is_refused_with_the_first_difference(t
     model = make_model(config)
     number = model.tokenizer.encode("+")[0]
     with pytest.raises(ValueError, match=rf"another tokenizer than .*: token {number} is '\+' and 'plus'; its log"):
-        make_teacher(config, model)
+        make_teacher(run_spec(config, model.decoder, model.mesh), model)
 
 
 def test_a_teacher_without_a_chat_template_teaches_and_one_with_too_few_positions_does_not(
@@ -341,7 +344,7 @@ def test_a_teacher_without_a_chat_template_teaches_and_one_with_too_few_position
             path.write_text(json.dumps(settings))
     config = make_config(tiny_model, teacher={"model": str(base)})
     model = make_model(config)
-    assert make_teacher(config, model) is not None
+    assert make_teacher(run_spec(config, model.decoder, model.mesh), model) is not None
     with pytest.raises(ModelError, match="has no chat template"):
         load_tokenizer(resolve(str(base)))
     path = base / "config.json"

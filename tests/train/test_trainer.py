@@ -24,6 +24,7 @@ from podium.models.params import ROLLOUT_AXES
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.rollout.transcript import Span, Transcript, transcript_of
+from podium.run.resolve import resolve_recipe
 from podium.run.sizes import row_tokens, rows_per_device
 from podium.sharding import ShardingRules
 from podium.train.batch import make_batch
@@ -222,7 +223,8 @@ def test_a_row_that_is_not_finite_is_named(tmp_path, monkeypatch, micro_batch):
 )
 def test_rows_are_as_long_as_the_longest_sequence_and_as_many_as_tokens_allow(train, expected):
     config = make_config(train=train)
-    assert (row_tokens(config), rows_per_device(config)) == expected
+    recipe = resolve_recipe(config)
+    assert (row_tokens(config, recipe), rows_per_device(config, recipe)) == expected
 
 
 def sampled_groups(params, dtype: str, **settings: float) -> list[Group]:
