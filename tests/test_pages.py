@@ -67,15 +67,14 @@ def anchor(heading: str) -> str:
 
 
 def test_the_log_s_index_has_a_line_for_each_entry():
-    dates, index = r"20\d\d-\d\d-\d\d", (ROOT / "LOG.md").read_text(encoding="utf-8")
-    entries = {
-        (date, heading, f"docs/log/{page.name}#{anchor(heading)}")
-        for page in LOG
-        for heading, date in re.findall(rf"^## (.+)\n\n({dates})", page.read_text(encoding="utf-8"), re.MULTILINE)
-    }
-    lines = re.findall(rf"^- ({dates}) \[(.+)\]\((.+)\)$", index, re.MULTILINE)
-    assert len(lines) > 150 and len(lines) == len(entries) == sum(page.read_text().count("\n## ") for page in LOG)
-    assert set(lines) == entries
+    expected = []
+    for page in LOG:
+        for entry in page.read_text(encoding="utf-8").split("\n## ")[1:]:
+            heading, _, date, *_ = entry.splitlines()
+            end = ", superseded" if "Superseded" in entry else ""
+            expected.append(f"- {date[:10]} [{heading}](docs/log/{page.name}#{anchor(heading)}){end}")
+    lines = (ROOT / "LOG.md").read_text(encoding="utf-8").splitlines()
+    assert sorted(line for line in lines if line.startswith("- ")) == sorted(expected)
 
 
 def test_a_change_is_one_line_of_the_changelog():
