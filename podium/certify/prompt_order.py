@@ -86,10 +86,7 @@ def _wrongly_left(training: Training, step: Step, numbers: Sequence[int], versio
     stale, per_step = training.config.rollout.max_staleness, training.config.prompts_per_step
     ages = {n: _first_version(group) for n, group in zip(numbers, step.groups, strict=True)}
     wrong = sum(not version - stale <= first <= version for first in ages.values())
-    left = {
-        each.prompt.number: version if each.first_version is None else each.first_version
-        for each in step.position.pending
-    }
+    left = {each.prompt.number: min(_versions(each), default=version) for each in step.position.pending}
     order = sorted((first, number) for number, first in left.items())
     for place, (first, _) in enumerate(order):  # later steps take the oldest
         wrong += version + 1 + place // per_step - first > stale
@@ -98,6 +95,15 @@ def _wrongly_left(training: Training, step: Step, numbers: Sequence[int], versio
         newest = max((first, number) for number, first in ages.items())
         wrong += sum((left[number], number) < newest for number in complete)
     return wrong
+
+
+def _versions(pending: Pending) -> list[int]:
+    """The versions of the weights that drew the tokens so far of a prompt's answers."""
+    drawn = [each.versions for each in pending.completions]
+    for episode in pending.episodes:
+        drawn += [span.versions for span in episode.transcript.drawn]
+        drawn += [] if episode.drawing is None else [episode.drawing.versions]
+    return [version for versions in drawn for version in versions.tolist()]
 
 
 def _first_version(group: Group) -> int:

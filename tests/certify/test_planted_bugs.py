@@ -20,11 +20,11 @@ from planted_runs import Plant
 from podium.algorithms import advantages, controllers, losses, recipes, selection
 from podium.certify import batches
 from podium.certify.batches import batch_checks
-from podium.certify.checks import Stage, form_checks, model_checks, update_checks
+from podium.certify.checks import Stage, form_checks, model_checks, scoring_checks, update_checks
 from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
 from podium.certify.long_sequences import long_checks
-from podium.certify.result import Certificate
+from podium.certify.result import Certificate, Check
 from podium.certify.rollout_devices import rollout_device_checks
 from podium.certify.subject import LONGEST_CONVERSATION, MAX_NEW_TOKENS, Subject, make_subject
 from podium.certify.updates import Updates
@@ -58,12 +58,14 @@ EXPERTS = "Qwen/Qwen3-30B-A3B-Instruct-2507"
 SUBJECTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "lora": {"lora": {"rank": 8, "alpha": 16}},
+    "anchored": {"lora": {"rank": 8, "alpha": 16}, "algorithm": {"kl": "k3", "kl_coef": 0.1, "top_entropy": 0.5}},
     "experts": {"model": EXPERTS},
     "taught": {"algorithm": {"recipe": "distill"}, "teacher": {"model": QWEN3}},
     "whole": {"algorithm": {"recipe": "distill"}, "teacher": {"model": QWEN3, "loss": "full", "reverse": 0.7}},
     "adapted": {
         "algorithm": {"kl": "k3", "kl_coef": 0.1, "kl_target": 0.05, "entropy_bonus": 0.01, "entropy_target": 1.0}
     },
+    "charged": {"algorithm": {"kl": "k1_reward", "kl_coef": 0.1, "kl_target": 0.05}},
     "moved": {"algorithm": {"kl": "k2", "kl_coef": 0.3}, "reference": {"sync_every": 10, "mixup": 0.7}},
     "valued": {"algorithm": {"recipe": "ppo"}},
     "pairs": {"algorithm": {"recipe": "dpo"}, "group_size": 2},
@@ -895,6 +897,12 @@ def groups_judged_by_their_totals() -> Plant:
     return generate.Group, "judged", lambda group, part: original(group, None)
 
 
+def engine_checks(updates: Updates) -> Iterator[Check]:
+    """All checks of what the engine draws, on several devices and on one."""
+    yield from rollout_device_checks(updates)
+    yield from training_checks(updates)
+
+
 class Named(NamedTuple):
     """The check that is to name a bug, and its stage."""
 
@@ -1003,8 +1011,9 @@ SLOW: dict[Callable[[], Plant], Named] = {
     runs.cap_squared: Named(formula_checks, "correction", "corrected"),
     runs.partial_pages_not_copied: Named(long_checks, "long completions"),
     runs.stops_between_tokens_missed: Named(training_checks, "episodes"),
+    runs.one_token_too_many: Named(training_checks, "episodes"),
     runs.one_token_too_few: Named(training_checks, "episodes"),
-    runs.drawn_tokens_not_penalised: Named(training_checks, "repetition penalty", "penalised"),
+    runs.drawn_tokens_not_penalised: Named(engine_checks, "repetition penalty", "penalised"),
     runs.window_one_longer: Named(long_checks, "long completions", "windowed"),
     runs.recorded_at_temperature_1: Named(formula_checks, "sampling"),
     runs.every_device_is_the_first: Named(rollout_device_checks, "rollout devices"),
@@ -1053,6 +1062,13 @@ SLOW: dict[Callable[[], Plant], Named] = {
     runs.cut_answers_left_out_of_the_accuracy: Named(training_checks, "evaluation"),
     runs.training_questions_evaluated: Named(training_checks, "evaluation"),
     runs.evaluation_seeds_alike: Named(training_checks, "evaluation"),
+    runs.reference_with_the_policy_s_adapters: Named(scoring_checks, "scoring models", "anchored"),
+    runs.rounded_alike_in_every_update: Named(formula_checks, "moments in bfloat16"),
+    runs.rounded_alike_in_all_arrays: Named(formula_checks, "moments in bfloat16"),
+    runs.environments_of_all_prompts_alike: Named(training_checks, "episodes", "talk"),
+    runs.every_conversation_in_its_own_environment: Named(training_checks, "episodes", "talk"),
+    runs.half_of_the_answers_not_learned: Named(training_checks, "shares of right answers"),
+    runs.rewards_charged_with_the_first_coefficient: Named(training_checks, "coefficients", "charged"),
 }
 README = Path(__file__).parents[2] / "README.md"
 BUGS = {**QUICK, **SLOW}
