@@ -19,7 +19,7 @@ from podium.certify.ledgers import Ledger
 from podium.certify.naive import in_float64
 from podium.certify.naive_draws import request_seed
 from podium.certify.naive_optimizer import NaiveOptimizer
-from podium.certify.prompt_order import taken_prompts
+from podium.certify.prompt_order import superfluous, taken_prompts
 from podium.certify.result import BAR, RUN_BAR, Check, largest
 from podium.certify.subject import Subject, episodes_of, make_subject, shortest_prompt
 from podium.certify.talk import Asked, asked, is_right
@@ -57,8 +57,8 @@ def training_checks(updates: Updates) -> Iterator[Check]:
     subject = make_subject(updates.subject.user) if updates.subject.full else updates.subject
     training = watch_training(subject)
     yield from _answer_checks(subject, training)
-    if not _answers_fit(subject, training):
-        return  # the naive form has no room for them, and episodes are red
+    if not _answers_fit(subject, training) or any(superfluous(subject, training, each) for each in training.steps):
+        return  # the naive form has no room for them; the episodes or the order of prompts are red
     yield from _update_checks(subject, training)
     yield Check(
         name="resume",

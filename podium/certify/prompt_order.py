@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from podium.certify.naive_draws import prompt_index
 from podium.certify.subject import Subject
 from podium.certify.task import QUESTIONS
@@ -21,7 +23,7 @@ class Taken:
     question."""
     errors: int
     """How many prompts are wrong: of another question than their place has, lost, drawn twice, too old, left behind
-    newer ones, or left for so long that a later step cannot take them in time."""
+    newer ones, left for so long that a later step cannot take them in time, or drawn after there were enough."""
 
 
 def taken_prompts(subject: Subject, training: Training) -> list[Taken]:
@@ -33,7 +35,7 @@ def taken_prompts(subject: Subject, training: Training) -> list[Taken]:
         left = {each.prompt.number: each for each in step.position.pending}
         here = [*before, *range(drawn, step.position.cursor)]
         numbers, errors = _of_groups(training.config.seed, step.groups, [each for each in here if each not in left])
-        errors += len(set(left) - set(here))
+        errors += len(set(left) - set(here)) + superfluous(subject, training, step)
         errors += sum(each.prompt.prompt.prompt.id != question(training.config.seed, n) for n, each in left.items())
         if not subject.recipe.demonstrations:
             errors += _wrongly_left(training, step, numbers, version) + _number_in_flight(training, step, before, drawn)
@@ -72,6 +74,18 @@ def _of_groups(seed: int, groups: Sequence[Group], numbers: Sequence[int]) -> tu
             free.remove(own)
             found.append(own)
     return found, missing + len(free)
+
+
+def superfluous(subject: Subject, training: Training, step: Step) -> int:
+    """How many groups a step has beyond those that it trains on; with refills, groups of equal rewards are more."""
+    metric, groups = subject.rules.zero_variance_metric, step.groups
+    if subject.rules.zero_variance == "refill":
+        judged = [
+            {np.float32(reward.total if metric is None else reward.parts[metric]) for reward in group.rewards}
+            for group in groups
+        ]
+        groups = [group for group, rewards in zip(groups, judged, strict=True) if len(rewards) > 1]
+    return max(0, len(groups) - training.config.prompts_per_step)
 
 
 def _number_in_flight(training: Training, step: Step, before: Mapping[int, Pending], drawn: int) -> int:

@@ -14,6 +14,7 @@ from podium.certify import batches, formulas, mixtures, training, updates
 from podium.models import decoder
 from podium.rollout import cache, device, engine, programs, sampling
 from podium.rollout.sequence import Sequence
+from podium.rollout.transcript import Transcript
 from podium.tasks import curriculum, mixture
 from podium.train import carry, checkpoint, episodes, evaluate, feed, generate, optimizer, prepare, trainer, turns
 
@@ -696,3 +697,32 @@ def reference_with_the_policy_s_adapters() -> Plant:
         return original(batch, worn, policy)
 
     return updates, "with_scores", planted
+
+
+def ages_from_the_last_token() -> Plant:
+    """A prompt is as old as the weights that drew the last token of one of its answers."""
+
+    def planted(own):
+        return min((int(each.versions[-1]) for each in own.completions if len(each.versions)), default=None)
+
+    return carry.Pending, "first_version", property(planted)
+
+
+# Conversations of several segments.
+
+
+def every_segment_is_the_first() -> Plant:
+    """What is known of a later segment's tokens is looked up where the first one's are."""
+    original = prepare.transcript_sample
+    return prepare, "transcript_sample", lambda *given, start=0, **options: original(*given, start=0, **options)
+
+
+def last_segments_alone() -> Plant:
+    """A conversation is trained from its last prompt on."""
+    original = Transcript.segments.fget
+    return Transcript, "segments", property(lambda own: original(own)[-1:])
+
+
+def refilled_though_there_are_enough() -> Plant:
+    """Groups of unequal rewards do not count when a step asks whether it has enough of them."""
+    return generate.Group, "equal_rewards", lambda own, part: True

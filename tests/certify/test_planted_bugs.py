@@ -24,8 +24,10 @@ from podium.certify.checks import Stage, form_checks, model_checks, scoring_chec
 from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
 from podium.certify.long_sequences import long_checks
+from podium.certify.mixtures import choice_check
 from podium.certify.result import Certificate, Check
 from podium.certify.rollout_devices import rollout_device_checks
+from podium.certify.small_moments import moments_check
 from podium.certify.subject import LONGEST_CONVERSATION, MAX_NEW_TOKENS, Subject, make_subject
 from podium.certify.updates import Updates
 from podium.config.schema import Config
@@ -70,6 +72,7 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "valued": {"algorithm": {"recipe": "ppo"}},
     "pairs": {"algorithm": {"recipe": "dpo"}, "group_size": 2},
     "labels": {"algorithm": {"recipe": "dpo", "loss": "kto"}, "group_size": 1},
+    "refilled": {"algorithm": {"recipe": "dapo"}},
     "greedy": {"algorithm": {"recipe": "remax"}},
     "penalised": {
         "algorithm": {"old_logprobs": "trainer", "correction": "truncate"},
@@ -1026,12 +1029,16 @@ SLOW: dict[Callable[[], Plant], Named] = {
     runs.unshuffled: Named(formula_checks, "mixture of tasks"),
     runs.staleness_ignored: Named(training_checks, "order of prompts"),
     runs.any_complete_prompts_taken: Named(formula_checks, "choice of prompts"),
+    runs.ages_from_the_last_token: Named(formula_checks, "choice of prompts"),
+    runs.refilled_though_there_are_enough: Named(training_checks, "order of prompts", "refilled"),
     runs.one_step_staler: Named(training_checks, "order of prompts"),
     runs.solved_prompts_not_retired: Named(formula_checks, "mixture of tasks"),
     runs.seed_ignored: Named(training_checks, "draws"),
     runs.unfinished_prompts_dropped: Named(training_checks, "order of prompts"),
     runs.nothing_in_flight: Named(training_checks, "order of prompts"),
     runs.a_prompt_skipped_each_step: Named(training_checks, "order of prompts"),
+    runs.every_segment_is_the_first: Named(batch_checks, "advantages"),
+    runs.last_segments_alone: Named(batch_checks, "every token once"),
     runs.truncated_episodes_trained: Named(batch_checks, "prompts untrained"),
     runs.rewards_of_the_group_before: Named(batch_checks, "advantages"),
     runs.leave_one_out_by_the_whole_group: Named(batch_checks, "advantages"),
@@ -1101,6 +1108,20 @@ def test_a_planted_bug_is_named(bug, named, monkeypatch):
 @pytest.mark.parametrize(("bug", "named"), SLOW.items(), ids=lambda each: getattr(each, "__name__", ""))
 def test_a_planted_bug_is_named_by_its_check_and_explains_all_others_of_its_stage(bug, named, monkeypatch):
     assert_named(bug, named, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("bug", "check"),
+    [
+        (runs.rounded_alike_in_every_update, moments_check),
+        (runs.rounded_alike_in_all_arrays, moments_check),
+        (runs.ages_from_the_last_token, choice_check),
+    ],
+)
+def test_a_check_without_a_model_is_red_with_its_bug_alone(bug, check, monkeypatch):
+    assert check().ok
+    monkeypatch.setattr(*bug())
+    assert not check().ok
 
 
 @pytest.mark.long
