@@ -1,4 +1,4 @@
-"""Checks moments that are stored in bfloat16: each is rounded up or down by a chance of its own that keeps the mean."""
+"""Checks moments that are stored in bfloat16, rounded up or down by independent chances that keep the mean."""
 
 import itertools
 from typing import NamedTuple
@@ -26,7 +26,7 @@ def moments_check() -> Check:
     """Compare the moments that several updates of adamw store with the exact ones, from those stored before."""
     return Check(
         name="moments in bfloat16",
-        claim="moments in bfloat16 are rounded up or down, each by another chance, that keeps the mean; in deviations",
+        claim="moments in bfloat16 are rounded up or down by independent chances that keep the mean, in deviations",
         difference=_moments_error(),
         bar=DEVIATIONS,
         after=("optimizer adamw",),
