@@ -35,6 +35,7 @@ from podium.certify.naive_step import optimizer_steps
 from podium.certify.result import Check, largest
 from podium.certify.subject import RIGHT, Subject, episodes_of
 from podium.certify.updates import Form, Updates, privileged_sizes, sizes_of, usable_form
+from podium.rollout.transcript import Transcript
 from podium.sharding import Params
 from podium.tasks.mixture import TaskPrompt
 from podium.train.batch import Batch
@@ -97,12 +98,14 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
     own = _usable(Variant(subject.recipe, subject.rules))
     pairs = [(form, each) for form in FORMS for each in own]
     others: list[Variant] = []
+    segmented: list[Compared] = []
     if subject.rules.preferences:  # whose rewards are labels, not those of completions of one prompt
         pairs += [(FORMS[-1], _in_halves(each)) for each in own]
     else:
         others += variants()
+        segmented += [Compared(updates, form, each, subject.groups, segmented=True) for form, each in SEGMENTED]
     pairs += [(FORMS[-1], each) for each in others]
-    compared = [Compared(updates, form, each, subject.groups) for form, each in pairs]
+    compared = segmented + [Compared(updates, form, each, subject.groups) for form, each in pairs]
     compared += [Compared(updates, FORMS[-1], each, subject.failing_groups) for each in others if _may_fail(each)]
     yield Check(
         name="mask",
@@ -223,6 +226,14 @@ def _variant(name: str, changes: Mapping[str, Any], options: Mapping[str, float]
     )
 
 
+SEGMENTED = tuple(
+    (form, _variant(name, {"minibatches": 2, **changes}))
+    for form in FORMS
+    for name, changes in (("grpo", {}), ("dr_grpo", {"credit": "turn", "gamma": 0.5}))
+)
+"""Algorithms for conversations of several segments; neither scores tokens by a model."""
+
+
 def _usable(own: Variant) -> list[Variant]:
     """The algorithm with all groups kept; and unchanged as a second variant if it drops groups of equal rewards."""
     whole = Variant(
@@ -234,11 +245,26 @@ def _usable(own: Variant) -> list[Variant]:
 class Compared:
     """The batches that the trainer makes of a step, beside those of the naive implementation."""
 
-    def __init__(self, updates: Updates, form: Form, variant: Variant, groups: list[Group]) -> None:
-        """Prepare the step both ways."""
+    def __init__(
+        self, updates: Updates, form: Form, variant: Variant, groups: list[Group], *, segmented: bool = False
+    ) -> None:
+        """Prepare the step both ways.
+
+        `segmented`: the trainer is given conversations in which every turn goes on from a prompt of its own. Their
+        tokens then have the values of the conversations as they are, in other places; none of these values may be a
+        score by a model.
+        """
         subject = updates.subject
-        self._batches = list(_prepared(updates, form, variant, groups))
-        self._expected = [_predictions(each, variant.rules) for each in _naive_steps(subject, variant.rules, groups)]
+        given = [_segmented(each) for each in groups] if segmented else groups
+        self._batches = list(_prepared(updates, form, variant, given))
+        cells = [_cells(each) for group in given for each in group.transcripts]
+        self._expected = [
+            {
+                cells[row][own] if segmented else cell: value
+                for (row, own), cell, value in _predictions(each, variant.rules)
+            }
+            for each in _naive_steps(subject, variant.rules, groups)
+        ]
         self._found = [_trained(batch, variant.rules) for batch in self._batches]
 
     @property
@@ -355,14 +381,44 @@ def _naive_steps(subject: Subject, rules: Rules, groups: list[Group]) -> list[Se
     )
 
 
-def _predictions(step: Sequences, rules: Rules) -> dict[Prediction, Values]:
-    """The tokens that an optimizer step should train, with their values."""
-    found: dict[Prediction, Values] = {}
+def _segmented(group: Group) -> Group:
+    """The group's conversations, with prompts in the place of the environment's replies."""
+    changed = [
+        dataclasses.replace(
+            each,
+            spans=tuple(
+                dataclasses.replace(span, source="prompt") if span.source == "environment" else span
+                for span in each.spans
+            ),
+        )
+        for each in group.transcripts
+    ]
+    return dataclasses.replace(group, transcripts=changed)
+
+
+def _cells(transcript: Transcript) -> dict[int, Prediction]:
+    """The predictions of a transcript's drawn tokens, by their index after the first prompt.
+
+    Positions are counted from the last prompt before a token, which begins a segment.
+    """
+    found: dict[int, Prediction] = {}
+    position, before, index = 0, -1, -len(transcript.spans[0].tokens)
+    for span in transcript.spans:
+        position = 0 if span.source == "prompt" else position
+        for token, logprob in zip(span.tokens.tolist(), span.full_logprobs.tolist(), strict=True):
+            if span.drawn:
+                found[index] = (position - 1, before, token, logprob)
+            position, before, index = position + 1, token, index + 1
+    return found
+
+
+def _predictions(step: Sequences, rules: Rules) -> Iterator[tuple[tuple[int, int], Prediction, Values]]:
+    """Yield the tokens that an optimizer step should train: sequence and index after its prompt, and their values."""
     for row, own in zip(*np.nonzero(step.valid), strict=True):
         position = int(step.starts[row]) - 1 + int(own)
         before, target = (int(step.tokens[row, position + offset]) for offset in (0, 1))
         cell = (position, before, target, float(np.float32(step.sampled_logprobs[row, own])))
-        found[cell] = Values(
+        values = Values(
             weight=float(step.weights[row, own]),
             advantage=float(step.advantages[row, own]),
             old=float(step.old_logprobs[row, own]) if _keeps_old(rules) else 0.0,
@@ -374,7 +430,7 @@ def _predictions(step: Sequences, rules: Rules) -> dict[Prediction, Values]:
             drawn=float(step.drawn_logprobs[row, own]) if _keeps_drawn(rules) else 0.0,
             taught=float(step.teacher[row, own].sum()),
         )
-    return found
+        yield (int(row), int(own)), cell, values
 
 
 def _keeps_old(rules: Rules) -> bool:

@@ -14,6 +14,8 @@ import jax
 import numpy as np
 
 from podium.accelerators import kernels_of
+from podium.algorithms.advantages import VALUES
+from podium.algorithms.recipes import ENTROPY, OLD_LOGPROBS, REFERENCE_LOGPROBS
 from podium.certify.batches import OF_BATCH, batch_checks
 from podium.certify.compared import training_checks
 from podium.certify.formulas import CLAIMS, formula_checks
@@ -31,6 +33,7 @@ from podium.certify.updates import (
     gradient_difference,
     loss_difference,
     relative,
+    usable_form,
 )
 from podium.config.attention import KERNELS
 from podium.config.critic import CriticConfig
@@ -85,6 +88,32 @@ def model_checks(updates: Updates) -> Iterator[Check]:
     )
 
 
+def scoring_checks(updates: Updates) -> Iterator[Check]:
+    """Check the scores by other models, and by the policy before a step, if the algorithm reads any."""
+    subject, form = updates.subject, usable_form(UNPACKED, updates.recipe)
+    sequences = subject.sequences
+    tokens, starts, valid = (np.asarray(x) for x in (sequences.tokens, sequences.starts, sequences.valid))
+    known = {
+        REFERENCE_LOGPROBS: lambda: np.asarray(sequences.reference_logprobs),
+        OLD_LOGPROBS: lambda: subject.naive_scores(tokens, starts, subject.weights).logprobs,
+        ENTROPY: lambda: subject.naive_scores(tokens, starts, subject.weights).entropy,
+        VALUES: lambda: np.asarray(sequences.values),
+    }
+    wanted = {VALUES} if updates.recipe.learns_values else set[str]()
+    wanted |= known.keys() & set(updates.recipe.scorers)
+    if not wanted:
+        return
+    found = updates.scores(form)
+    pairs = [(found[name][valid], known[name]()[valid]) for name in sorted(wanted)]
+    yield Check(
+        name="scoring models",
+        claim="log-probabilities of the reference and of the policy before the step, its entropies, and the values of a"
+        " critic are those of their weights",
+        difference=largest(float(np.abs(own - expected).max() / np.abs(expected).max()) for own, expected in pairs),
+        after=(*OF_BATCH, "log-probabilities", "temperature"),
+    )
+
+
 def _score_error(updates: Updates, temperature: float, expected: list[np.ndarray]) -> float:
     """The trainer's largest log-probability error, divided by the largest expected log-probability, as absolute values.
 
@@ -120,7 +149,7 @@ def update_checks(updates: Updates) -> Iterator[Check]:
     subject, (first, second) = updates.subject, updates.unpacked
     naive, again = updates.naive(subject.weights), updates.naive(first.weights)
     own = () if subject.config.rollout.temperature == 1.0 else ("temperature",)
-    causes = (*OF_BATCH, *CLAIMS, "entropy", "log-probabilities", *own)
+    causes = (*OF_BATCH, *CLAIMS, "entropy", "log-probabilities", "scoring models", *own)
     yield Check(
         name="loss",
         claim="the loss equals the recipe's formula, computed in float64",
@@ -288,6 +317,7 @@ STAGES: tuple[Stage, ...] = (
     batch_checks,
     formula_checks,
     model_checks,
+    scoring_checks,
     update_checks,
     form_checks,
     long_checks,

@@ -11,17 +11,18 @@ import numpy as np
 
 from podium.algorithms.recipes import Recipe
 from podium.certify.batches import OF_BATCH
-from podium.certify.drawn import OF_MODEL, sampling_checks
+from podium.certify.drawn import OF_MODEL, fits, sampling_checks
 from podium.certify.evaluated import evaluation_check
 from podium.certify.followed import Followed, follow, rules_of_run
 from podium.certify.formulas import BFLOAT16_BAR, BFLOAT16_MUON_BAR, CLAIMS, MUON_BAR
 from podium.certify.ledgers import Ledger
 from podium.certify.naive import in_float64
+from podium.certify.naive_draws import request_seed
 from podium.certify.naive_optimizer import NaiveOptimizer
-from podium.certify.prompt_order import taken_prompts
+from podium.certify.prompt_order import superfluous, taken_prompts
 from podium.certify.result import BAR, RUN_BAR, Check, largest
 from podium.certify.subject import Subject, episodes_of, make_subject, shortest_prompt
-from podium.certify.talk import is_right
+from podium.certify.talk import Asked, asked, is_right
 from podium.certify.task import LetterBackend, Numbers
 from podium.certify.tiny import Arrays
 from podium.certify.training import OptimizerStep, Step, Training, watch_training, with_other_options
@@ -32,7 +33,17 @@ from podium.models.params import trained_specs
 from podium.tasks.task import Prompt, TaskSource
 from podium.train.generate import Group
 
-OF_UPDATE = (*OF_BATCH, *OF_MODEL, *CLAIMS, "entropy", "loss", "gradient", "long sequences", "optimizer steps")
+OF_UPDATE = (
+    *OF_BATCH,
+    *OF_MODEL,
+    *CLAIMS,
+    "entropy",
+    "scoring models",
+    "loss",
+    "gradient",
+    "long sequences",
+    "optimizer steps",
+)
 """Names of the checks that explain red ones of a run's updates."""
 OF_RUN = ("moving reference", "coefficients")
 
@@ -46,6 +57,8 @@ def training_checks(updates: Updates) -> Iterator[Check]:
     subject = make_subject(updates.subject.user) if updates.subject.full else updates.subject
     training = watch_training(subject)
     yield from _answer_checks(subject, training)
+    if not _answers_fit(subject, training) or any(superfluous(subject, training, each) for each in training.steps):
+        return  # the naive form has no room for them; the episodes or the order of prompts are red
     yield from _update_checks(subject, training)
     yield Check(
         name="resume",
@@ -77,17 +90,33 @@ def _answer_checks(subject: Subject, training: Training) -> Iterator[Check]:
             difference=float(_unlike_the_engine(training)),
             bar=0,
         )
-    if not subject.recipe.demonstrations:
+    if not subject.recipe.demonstrations and _answers_fit(subject, training):
         yield from sampling_checks(subject, training, [each.numbers for each in taken], talk)
     yield Check(
         name="episodes",
         claim="every episode answers its own prompt, ends where it must, and has the reward of its text",
         difference=float(
-            sum(_wrong_episodes(subject, training, group) for step in training.steps for group in step.groups)
+            sum(
+                min(_wrong_in_step(subject, training, step, numbers) for numbers in own.numbers)
+                for step, own in zip(training.steps, taken, strict=True)
+            )
         ),
         bar=0,
-        after=talk,
+        after=(*talk, *(("order of prompts",) if talk else ())),
     )
+    if not subject.recipe.demonstrations:
+        yield Check(
+            name="shares of right answers",
+            claim="the share of right answers to each prompt of a step is passed on once, to curricula and retirement",
+            difference=float(sum(_wrongly_learned(step) for step in training.steps)),
+            bar=0,
+            after=("episodes",),
+        )
+
+
+def _answers_fit(subject: Subject, training: Training) -> bool:
+    """Whether no answer is longer than the run allows."""
+    return fits(subject, [group for step in (*training.steps, training.resumed) for group in step.groups])
 
 
 def _update_checks(subject: Subject, training: Training) -> Iterator[Check]:
@@ -193,38 +222,54 @@ def _carried_checks(subject: Subject, followed: Sequence[Followed]) -> Iterator[
         )
 
 
-def _wrong_episodes(subject: Subject, training: Training, group: Group) -> int:
-    """Number of a group's episodes with a wrong prompt, end or reward.
+def _wrongly_learned(step: Step) -> int:
+    """Number of a step's groups whose share of right answers was not learned, or wrongly."""
+    shares = [(group.prompt.prompt.id, [reward.parts["correct"] for reward in group.rewards]) for group in step.groups]
+    expected = sorted((question, min(1.0, sum(own) / len(own))) for question, own in shares)
+    found = sorted(step.learned)
+    pairs = zip(found, expected, strict=False)
+    wrong = sum(seen != question or abs(own - share) > 1e-9 for (seen, own), (question, share) in pairs)
+    return wrong + abs(len(found) - len(expected))
+
+
+def _wrong_in_step(subject: Subject, training: Training, step: Step, numbers: Sequence[int]) -> int:
+    """Number of wrong episodes of a step whose groups have these places in the run's sequence of prompts."""
+    pairs = zip(step.groups, numbers, strict=True)
+    return sum(_wrong_episodes(subject, training, group, number) for group, number in pairs)
+
+
+def _wrong_episodes(subject: Subject, training: Training, group: Group, number: int) -> int:
+    """Number of episodes of the group at this place of the run with a wrong prompt, reply, end or reward.
 
     With demonstrations: with a wrong prompt, or an answer that is not the data's.
     """
-    asked = group.prompt.prompt.id
+    question, seed = group.prompt.prompt.id, request_seed(training.config.seed, "train", number)
     numbers = Numbers(TaskSource(), vocab=subject.decoder.vocab, shortest=shortest_prompt(subject.recipe))
     known = {each.id: each for each in numbers.prompts("train")}
     encode = LetterBackend().encode
     wrong = 0
-    given = demonstrated(subject.recipe, known[asked])
+    given = demonstrated(subject.recipe, known[question])
     for place, (episode, transcript, reward) in enumerate(
         zip(episodes_of(group), group.transcripts, group.rewards, strict=True)
     ):
-        right = episode.prompt == tuple(encode(known[asked].question))
+        right = episode.prompt == tuple(encode(known[question].question))
         if subject.recipe.demonstrations:
             text, paid = given[place]
             right &= episode.tokens == (*encode(text), 0) and episode.reward == paid
         else:
-            right &= is_right(subject, training, asked, transcript, reward)
+            right &= is_right(subject, training, asked(training, question, seed, place), transcript, reward)
         wrong += not right
     if "baselines" in subject.recipe.reads:
-        wrong += not _has_greedy(subject, training, group)
+        wrong += not _has_greedy(subject, training, group, asked(training, question, seed, len(group.transcripts)))
     return wrong
 
 
-def _has_greedy(subject: Subject, training: Training, group: Group) -> bool:
+def _has_greedy(subject: Subject, training: Training, group: Group, own: Asked) -> bool:
     """Whether a group has a greedy completion of its prompt, which ends where it must and has its text's reward."""
-    asked, greedy = group.prompt.prompt.id, group.greedy
+    greedy = group.greedy
     if greedy is None or not np.array_equal(greedy.transcript.prompt, group.transcripts[0].prompt):
         return False
-    return is_right(subject, training, asked, greedy.transcript, greedy.reward)
+    return is_right(subject, training, own, greedy.transcript, greedy.reward)
 
 
 def demonstrated(recipe: Recipe, prompt: Prompt) -> list[tuple[str, float]]:

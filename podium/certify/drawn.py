@@ -183,6 +183,16 @@ def _behind_likeliest(subject: Subject, training: Training, groups: Sequence[Gro
     return worst
 
 
+def fits(subject: Subject, groups: Sequence[Group]) -> bool:
+    """Whether all answers fit into the naive form's arrays; one that does not is longer than any can be."""
+    answers = [each for group in groups for each in group.transcripts]
+    answers += [group.greedy.transcript for group in groups if group.greedy is not None]
+    room = subject.room
+    return all(
+        len(each.prompt) <= room.prompt and each.num_tokens - len(each.prompt) <= room.continuation for each in answers
+    )
+
+
 def compared(subject: Subject, training: Training, drawings: Sequence[Drawing], sampling: Sampling) -> Iterator[Drawn]:
     """Yield the tokens of episodes, once for each version of the weights that drew some of them."""
     size = subject.room.episodes

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from podium.certify.drawn import DRAW_BAR, OF_MODEL, OF_SAMPLER, Drawing, Sampling, compared
+from podium.certify.drawn import DRAW_BAR, OF_MODEL, OF_SAMPLER, Drawing, Sampling, compared, fits
 from podium.certify.naive_draws import NO_CUT, Cut, request_seed
 from podium.certify.result import Check
 from podium.certify.subject import EVAL_SAMPLES, Subject
-from podium.certify.talk import is_right
+from podium.certify.talk import asked, is_right
 from podium.certify.task import QUESTIONS
 from podium.certify.training import Evaluated, Training
 from podium.train.generate import Group
@@ -23,9 +23,9 @@ def evaluation_check(subject: Subject, training: Training) -> Check:
     assert found is not None, "this run was evaluated"
     wrong = [
         int(not found.undisturbed),
-        _wrong_answers(subject, training, found.greedy, 1),
-        _wrong_answers(subject, training, found.sampled, EVAL_SAMPLES),
-        _wrong_draws(subject, training, found),
+        _wrong_answers(subject, training, found, found.greedy),
+        _wrong_answers(subject, training, found, found.sampled),
+        _wrong_draws(subject, training, found) if fits(subject, (*found.greedy, *found.sampled)) else 1,
         _wrong_scores(found),
     ]
     return Check(
@@ -37,15 +37,21 @@ def evaluation_check(subject: Subject, training: Training) -> Check:
     )
 
 
-def _wrong_answers(subject: Subject, training: Training, groups: Sequence[Group], each: int) -> int:
+def _wrong_answers(subject: Subject, training: Training, found: Evaluated, groups: Sequence[Group]) -> int:
     """How many answers are missing, to another question than that of their place, or wrongly ended or paid."""
-    asked = [str(index) for index in reversed(range(QUESTIONS))]
+    questions, count = list(map(str, reversed(range(QUESTIONS)))), 1 if groups is found.greedy else EVAL_SAMPLES
     wrong = abs(len(groups) - QUESTIONS)
-    for question, group in zip(asked, groups, strict=False):
-        wrong += (group.prompt.prompt.id, len(group.transcripts)) != (question, each)
-        pairs = zip(group.transcripts, group.rewards, strict=True)
-        wrong += sum(not is_right(subject, training, question, *pair) for pair in pairs)
+    for index, (question, group) in enumerate(zip(questions, groups, strict=False)):
+        wrong += (group.prompt.prompt.id, len(group.transcripts)) != (question, count)
+        for place, pair in enumerate(zip(group.transcripts, group.rewards, strict=True)):
+            own = asked(training, question, _seed(training, found, index), place)
+            wrong += not is_right(subject, training, own, *pair)
     return wrong
+
+
+def _seed(training: Training, found: Evaluated, index: int) -> int:
+    """The seed of the answers to the question at this index."""
+    return request_seed(training.config.seed, f"eval {found.label}", index)
 
 
 def _wrong_draws(subject: Subject, training: Training, found: Evaluated) -> int:
@@ -56,7 +62,7 @@ def _wrong_draws(subject: Subject, training: Training, found: Evaluated) -> int:
         drawings = [
             Drawing(
                 transcript=transcript,
-                seed=request_seed(training.config.seed, f"eval {found.label}", index),
+                seed=_seed(training, found, index),
                 completion=completion,
             )
             for index, group in enumerate(groups)

@@ -79,8 +79,8 @@ class Followed:
             errors += [_error(seen, ENTROPY_BONUS, own.entropy_bonus) for seen, own in (*before, *in_losses)]
             errors.append(_error(self.step.coefs, LAST_ENTROPY, self.coefs.last_entropy))
         if rules.kl_target is not None:
-            weighed = before if rules.kl == "k1_reward" else [*before, *in_losses]  # it is in rewards, or in the loss
-            errors += [_error(seen, KL_COEF, own.kl_coef) for seen, own in weighed]
+            weighed = [(self.step.charged, self.coefs)] if rules.kl == "k1_reward" else in_losses
+            errors += [_error(seen, KL_COEF, own.kl_coef) for seen, own in (*before, *weighed)]
         return largest(errors)
 
 

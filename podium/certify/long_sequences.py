@@ -41,5 +41,5 @@ def long_checks(updates: Updates) -> Iterator[Check]:
         claim="loss and gradient of sequences of up to 274 tokens, in rows of several blocks, equal the formula's",
         difference=difference,
         bar=long.bar(difference),
-        after=(*OF_BATCH, *CLAIMS, "log-probabilities", "temperature", "loss", "gradient", *OF_FORMS),
+        after=(*OF_BATCH, *CLAIMS, "log-probabilities", "temperature", "scoring models", "loss", "gradient", *OF_FORMS),
     )

@@ -9,9 +9,23 @@ from podium.certify.result import Check
 from podium.certify.task import NAME, QUESTIONS
 from podium.config.data import DataConfig, ProgressConfig, RetireConfig
 from podium.config.schema import CurriculumConfig, TaskConfig
-from podium.tasks.mixture import TaskMixture
-from podium.train.carry import chosen
+from podium.rollout.request import Completion
+from podium.rollout.transcript import transcript_of
+from podium.tasks.mixture import TaskMixture, TaskPrompt
+from podium.tasks.task import Prompt
+from podium.train.carry import Pending, chosen
+from podium.train.episode import Episode
+from podium.train.feed import EncodedPrompt
 
+FIRSTS: Sequence[tuple[Sequence[Sequence[int]], int | None]] = (
+    ([[3, 3, 4], [4, 5]], 3),
+    ([[4, 6], [5, 5, 6]], 4),
+    ([[2, 2], []], 2),
+    ([[], []], None),
+    ([], None),
+)
+"""Versions of the weights that drew the tokens of a prompt's answers, several of them carried over updates, and the
+version of the first token."""
 DRAWS = 90
 STEPS = 60
 WINDOW, SPREAD = 4, 0.3
@@ -72,8 +86,9 @@ def choice_check() -> Check:
     """Let made-up queues of prompts run for many steps, and count the steps that take or leave wrong ones."""
     return Check(
         name="choice of prompts",
-        claim="a step takes the oldest complete prompts, and waits only where one would become too old",
-        difference=float(sum(_wrong_choices(*each) for each in ((4, 1), (3, 2), (2, 3), (2, 0)))),
+        claim="a step takes the oldest complete prompts, by the weights that drew their first token, and waits only"
+        " where one would become too old",
+        difference=float(sum(_wrong_choices(*each) for each in ((4, 1), (3, 2), (2, 3), (2, 0))) + _wrong_firsts()),
         bar=0,
     )
 
@@ -104,3 +119,36 @@ def _wrong_choices(per_step: int, max_staleness: int) -> int:
         wrong += taken != ready or any(late)
         firsts = [first for index, first in enumerate(firsts) if index not in taken]
     return wrong
+
+
+def _wrong_firsts() -> int:
+    """How many made-up prompts in flight, answered once or by conversations, do not have the version of their first
+    token.
+    """
+    asked = TaskPrompt(task=0, prompt=Prompt(id="0", question="1", answer="1"), system_prompt=None)
+    prompt = EncodedPrompt(prompt=asked, tokens=(1,), seed=0)
+    wrong = 0
+    for versions, first in FIRSTS:
+        drawn = [_completion(each) for each in versions]
+        talks = tuple(Episode(state="drawing", drawing=each) for each in drawn)
+        replied = tuple(Episode(transcript=transcript_of((1,), each)) for each in drawn)
+        given = (
+            Pending(prompt=prompt, completions=tuple(drawn)),
+            Pending(prompt=prompt, episodes=talks),
+            Pending(prompt=prompt, episodes=replied),
+        )
+        wrong += sum(each.first_version != first for each in given)
+    return wrong
+
+
+def _completion(versions: Sequence[int]) -> Completion:
+    """A completion so far, whose tokens these versions of the weights drew."""
+    nothing = np.zeros(len(versions), np.float32)
+    return Completion(
+        tokens=np.ones(len(versions), np.int32),
+        sampled_logprobs=nothing,
+        full_logprobs=nothing,
+        versions=np.array(versions, np.int32),
+        text="",
+        finish_reason=None,
+    )

@@ -46,6 +46,14 @@ def turn_seed(seed: int, turn: int) -> int:
     return request_seed(seed, "turn", turn) if turn else seed
 
 
+def environment_seed(seed: int, conversation: int, *, own: bool) -> int:
+    """The seed of the environment of one of the conversations of a prompt with this seed.
+
+    All conversations of the prompt share that of the first one, unless each has its `own`.
+    """
+    return request_seed(seed, "environment", conversation if own else 0)
+
+
 @jax.jit
 def _bits(seeds: jax.Array, completions: jax.Array, positions: jax.Array) -> jax.Array:
     def of_one(seed: jax.Array, completion: jax.Array, position: jax.Array) -> jax.Array:

@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from podium.certify.naive_draws import prompt_index
 from podium.certify.subject import Subject
 from podium.certify.task import QUESTIONS
@@ -21,7 +23,7 @@ class Taken:
     question."""
     errors: int
     """How many prompts are wrong: of another question than their place has, lost, drawn twice, too old, left behind
-    newer ones, or left for so long that a later step cannot take them in time."""
+    newer ones, left for so long that a later step cannot take them in time, or drawn after there were enough."""
 
 
 def taken_prompts(subject: Subject, training: Training) -> list[Taken]:
@@ -33,7 +35,7 @@ def taken_prompts(subject: Subject, training: Training) -> list[Taken]:
         left = {each.prompt.number: each for each in step.position.pending}
         here = [*before, *range(drawn, step.position.cursor)]
         numbers, errors = _of_groups(training.config.seed, step.groups, [each for each in here if each not in left])
-        errors += len(set(left) - set(here))
+        errors += len(set(left) - set(here)) + superfluous(subject, training, step)
         errors += sum(each.prompt.prompt.prompt.id != question(training.config.seed, n) for n, each in left.items())
         if not subject.recipe.demonstrations:
             errors += _wrongly_left(training, step, numbers, version) + _number_in_flight(training, step, before, drawn)
@@ -74,6 +76,18 @@ def _of_groups(seed: int, groups: Sequence[Group], numbers: Sequence[int]) -> tu
     return found, missing + len(free)
 
 
+def superfluous(subject: Subject, training: Training, step: Step) -> int:
+    """How many groups a step has beyond those that it trains on; with refills, groups of equal rewards are more."""
+    metric, groups = subject.rules.zero_variance_metric, step.groups
+    if subject.rules.zero_variance == "refill":
+        judged = [
+            {np.float32(reward.total if metric is None else reward.parts[metric]) for reward in group.rewards}
+            for group in groups
+        ]
+        groups = [group for group, rewards in zip(groups, judged, strict=True) if len(rewards) > 1]
+    return max(0, len(groups) - training.config.prompts_per_step)
+
+
 def _number_in_flight(training: Training, step: Step, before: Mapping[int, Pending], drawn: int) -> int:
     """How many prompts too many or too few are answered at the same time; unknown if some were replaced."""
     if len(step.groups) > training.config.prompts_per_step:
@@ -86,10 +100,7 @@ def _wrongly_left(training: Training, step: Step, numbers: Sequence[int], versio
     stale, per_step = training.config.rollout.max_staleness, training.config.prompts_per_step
     ages = {n: _first_version(group) for n, group in zip(numbers, step.groups, strict=True)}
     wrong = sum(not version - stale <= first <= version for first in ages.values())
-    left = {
-        each.prompt.number: version if each.first_version is None else each.first_version
-        for each in step.position.pending
-    }
+    left = {each.prompt.number: min(_versions(each), default=version) for each in step.position.pending}
     order = sorted((first, number) for number, first in left.items())
     for place, (first, _) in enumerate(order):  # later steps take the oldest
         wrong += version + 1 + place // per_step - first > stale
@@ -98,6 +109,15 @@ def _wrongly_left(training: Training, step: Step, numbers: Sequence[int], versio
         newest = max((first, number) for number, first in ages.items())
         wrong += sum((left[number], number) < newest for number in complete)
     return wrong
+
+
+def _versions(pending: Pending) -> list[int]:
+    """The versions of the weights that drew the tokens so far of a prompt's answers."""
+    drawn = [each.versions for each in pending.completions]
+    for episode in pending.episodes:
+        drawn += [span.versions for span in episode.transcript.drawn]
+        drawn += [] if episode.drawing is None else [episode.drawing.versions]
+    return [version for versions in drawn for version in versions.tolist()]
 
 
 def _first_version(group: Group) -> int:

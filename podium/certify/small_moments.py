@@ -1,4 +1,7 @@
-"""Checks moments that are stored in bfloat16: each is rounded up or down by a chance that keeps the mean."""
+"""Checks moments that are stored in bfloat16, rounded up or down by independent chances that keep the mean."""
+
+import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ from podium.train.optimizer import make_optimizer
 
 UPDATES = 4
 SHAPE = (64, 96)
+WEIGHTS = ("one", "other")
 BETAS = {"mu": 0.9, "nu": 0.99}
 """By the names that optax gives to Adam's moments."""
 DEVIATIONS = 5.0
@@ -22,52 +26,87 @@ def moments_check() -> Check:
     """Compare the moments that several updates of adamw store with the exact ones, from those stored before."""
     return Check(
         name="moments in bfloat16",
-        claim="moments in bfloat16 are rounded up or down by a chance that keeps the mean, in standard deviations",
+        claim="moments in bfloat16 are rounded up or down by independent chances that keep the mean, in deviations",
         difference=_moments_error(),
         bar=DEVIATIONS,
         after=("optimizer adamw",),
     )
 
 
+class Rounding(NamedTuple):
+    """How an array was rounded, beside what chance makes of it; both have its shape."""
+
+    excess: np.ndarray
+    """1 where a number was rounded away from 0, or else 0, less the chance of that."""
+    variance: np.ndarray
+
+    def deviation(self, by: np.ndarray | float) -> float:
+        """How many standard deviations the sum of the excess, weighted by `by`, is from 0."""
+        return float(abs(np.sum(self.excess * by)) / np.sqrt(np.sum(self.variance * np.square(by))))
+
+    def correlation(self, other: "Rounding") -> float:
+        """How many standard deviations the sum of products with another array's excess is from 0."""
+        size = np.sqrt(np.sum(self.variance * other.variance))
+        return float(abs(np.sum(self.excess * other.excess)) / size)
+
+
 def _moments_error() -> float:
-    """The largest deviation of a mean from its exact value; infinite if a moment is not one of the two nearest."""
+    """The largest deviation from what independent roundings make; infinite if one is not to one of the two nearest."""
     options = {"moments": "bfloat16", "beta1": BETAS["mu"], "beta2": BETAS["nu"], "clip_norm": 0.0}
-    specs = {"w": ParamSpec(SHAPE, ("width", "mlp"), 1.0)}
-    optimizer = make_optimizer(OptimizerConfig(name="adamw").model_copy(update=options), UPDATES, specs)
+    optimizer = make_optimizer(
+        OptimizerConfig(name="adamw").model_copy(update=options),
+        UPDATES,
+        dict.fromkeys(WEIGHTS, ParamSpec(SHAPE, ("width", "mlp"), 1.0)),
+    )
     random = np.random.default_rng(0)
-    params = {"w": jnp.asarray(random.normal(0.0, 1.0, SHAPE), jnp.float32)}
+    params = {name: jnp.asarray(random.normal(0.0, 1.0, SHAPE), jnp.float32) for name in WEIGHTS}
     state, update = optimizer.init(params), jax.jit(optimizer.update)
-    before = {name: np.zeros(SHAPE) for name in BETAS}
+    before = {(name, weight): np.zeros(SHAPE) for name in BETAS for weight in WEIGHTS}
     errors: list[float] = []
+    roundings: list[Rounding] = []
     for _ in range(UPDATES):
-        gradient = random.normal(0.0, 1.0, SHAPE).astype(np.float32)
-        _, state = update({"w": jnp.asarray(gradient)}, state, params)
-        for name, power in (("mu", 1), ("nu", 2)):
-            exact = BETAS[name] * before[name] + (1 - BETAS[name]) * gradient.astype(np.float64) ** power
-            (stored,) = _named(state, name)
-            errors.append(np.inf if stored.dtype != jnp.bfloat16 else _rounding(np.asarray(stored, np.float64), exact))
-            before[name] = np.asarray(stored, np.float64)
+        gradient = {name: random.normal(0.0, 1.0, SHAPE).astype(np.float32) for name in WEIGHTS}
+        _, state = update({name: jnp.asarray(x) for name, x in gradient.items()}, state, params)
+        for name, weight in before:
+            power = 1 if name == "mu" else 2
+            wide = gradient[weight].astype(np.float64) ** power
+            exact = BETAS[name] * before[name, weight] + (1 - BETAS[name]) * wide
+            (stored,) = _named(state, name, weight)
+            found = before[name, weight] = np.asarray(stored, np.float64)
+            errors.append(0.0 if stored.dtype == jnp.bfloat16 and _is_near(found, exact) else np.inf)
+            roundings.append(own := _rounding(found, exact))
+            # To the nearest, the mean would be right, and a number rounded up whenever it is in the upper half.
+            errors += [own.deviation(1.0), own.deviation(_chance(exact) - 0.5)]
+    errors += [one.correlation(other) for one, other in itertools.combinations(roundings, 2)]
     return largest(errors)
 
 
-def _named(state: object, name: str) -> list[jax.Array]:
-    """The arrays of an optimizer's state whose path has this name."""
+def _named(state: object, name: str, weight: str) -> list[jax.Array]:
+    """The moments of this name of a weight, among the arrays of an optimizer's state."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    return [leaf for path, leaf in leaves if f".{name}[" in jax.tree_util.keystr(path)]
+    return [leaf for path, leaf in leaves if jax.tree_util.keystr(path).endswith(f".{name}['{weight}']")]
 
 
-def _rounding(stored: np.ndarray, exact: np.ndarray) -> float:
-    """How many standard deviations the roundings of numbers are from what chance makes of them."""
+def _is_near(stored: np.ndarray, exact: np.ndarray) -> bool:
+    """Whether each number is one of the two nearest."""
+    moved = _moved(stored, exact)
+    same_sign = np.all(stored * exact >= 0)
+    return bool(same_sign and np.all(np.minimum(np.abs(moved), np.abs(moved - 1)) <= NEARLY))
+
+
+def _rounding(stored: np.ndarray, exact: np.ndarray) -> Rounding:
+    chance = _chance(exact)
+    return Rounding(_moved(stored, exact) - chance, np.maximum(chance * (1 - chance), 1e-12))
+
+
+def _chance(exact: np.ndarray) -> np.ndarray:
+    """The chance of each number to be rounded away from 0."""
+    return _moved(exact, exact)
+
+
+def _moved(found: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    """Where numbers lie between the two nearest to the exact ones: from 0, the one nearer to 0, to 1, the other."""
     size = np.abs(exact).astype(np.float32)
     towards_zero = (size.view(np.uint32) & 0xFFFF0000).view(np.float32).astype(np.float64)
     apart = 2.0 ** (np.floor(np.log2(np.maximum(towards_zero, 1e-30))) - 7)
-    share = (np.abs(exact) - towards_zero) / apart  # the chance to be rounded away from 0
-    moved = (np.abs(stored) - towards_zero) / apart  # 0, or 1 if it was
-    if np.any(stored * exact < 0) or np.any(np.minimum(np.abs(moved), np.abs(moved - 1)) > NEARLY):
-        return np.inf
-    # To the nearest, the mean would be right, and a number rounded up whenever it is in the upper half.
-    variance = np.maximum(share * (1 - share), 1e-12)
-    found = [
-        np.sum((moved - share) * by) / np.sqrt(np.sum(variance * by**2)) for by in (np.ones(size.shape), share - 0.5)
-    ]
-    return float(np.max(np.abs(found)))
+    return (np.abs(found) - towards_zero) / apart

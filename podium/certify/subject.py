@@ -596,7 +596,7 @@ def _small_step(config: Config) -> Config:
         "train": config.train.model_copy(update={**sizes, "dtype": "float32", "replay_routing": False}),
         "algorithm": config.algorithm.model_copy(update=algorithm),
         "grading": GradingConfig(workers=0, overlong_buffer_tokens=OVERLONG_TOKENS),
-        "environments": EnvironmentsConfig(workers=0, retries=0),
+        "environments": EnvironmentsConfig(workers=0, retries=0, group_seed=config.environments.group_seed),
         "data": DataConfig(),  # the subject's task has few prompts
         "reward_models": [],  # rewards are an input of the update; the subject's task has its own
     }

@@ -1,9 +1,11 @@
 """What an answer or conversation of the watched run must be: its end, replies and rewards, computed from tokens."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from podium.certify.naive_draws import environment_seed
 from podium.certify.subject import MAX_NEW_TOKENS, OVERLONG_TOKENS, Subject
 from podium.certify.task import TURNS, final_pay, grade, has_ended, is_open, letters, pay, reply_to
 from podium.certify.training import Training
@@ -11,7 +13,22 @@ from podium.rollout.transcript import Span, Transcript
 from podium.tasks.task import Reward
 
 
-def is_right(subject: Subject, training: Training, asked: str, transcript: Transcript, reward: Reward) -> bool:
+class Asked(NamedTuple):
+    """What an answer or a conversation is about."""
+
+    question: str
+    """Its id."""
+    environment: int
+    """The seed of the conversation's environment; single answers have none and do not read it."""
+
+
+def asked(training: Training, question: str, seed: int, place: int) -> Asked:
+    """What the answer at a place among those to a question is about; `seed` is that of the question's completions."""
+    own = training.config.environments.group_seed == "own"
+    return Asked(question, environment_seed(seed, place, own=own))
+
+
+def is_right(subject: Subject, training: Training, asked: Asked, transcript: Transcript, reward: Reward) -> bool:
     """Whether an answer or a conversation about a question ends where it must, and has its text's reward."""
     if subject.converses:
         return _is_right_talk(subject, training, asked, transcript, reward)
@@ -22,22 +39,22 @@ def is_right(subject: Subject, training: Training, asked: str, transcript: Trans
     ended, whole = has_ended(tokens), len(tokens) == MAX_NEW_TOKENS and is_open(tokens)
     if not (ended or whole) or (transcript.finish_reason != "stop") != whole:
         return False
-    parts = parts_of(training, grade(asked, letters(tokens)), len(tokens))
+    parts = parts_of(training, grade(asked.question, letters(tokens)), len(tokens))
     paid = {name: reward.parts.get(name) == value for name, value in parts.items()}
     (task,) = training.config.tasks
     return all(paid.values()) and reward.weights == task.rewards and _near(reward.total, weighted(training, parts))
 
 
-def _is_right_talk(subject: Subject, training: Training, asked: str, transcript: Transcript, reward: Reward) -> bool:
+def _is_right_talk(subject: Subject, training: Training, asked: Asked, transcript: Transcript, reward: Reward) -> bool:
     """Whether a conversation has its replies in their places, ends where it must, and has its turns' rewards."""
     spans = transcript.spans[1:]
     drawn = spans[::2]
     texts = [letters(span.tokens.tolist()) for span in drawn]
     right = all(span.source == ("environment", "drawn")[place % 2] for place, span in enumerate(spans, start=1))
     for turn, span in enumerate(spans[1::2]):
-        right &= tuple(span.tokens.tolist()) == reply_to(turn, texts[turn], subject.decoder.vocab)
-    right &= all(_ended(span) for span in drawn[:-1]) and _ends(subject, transcript)
-    return right and _paid(training, asked, drawn, texts, reward)
+        right &= tuple(span.tokens.tolist()) == reply_to(turn, texts[turn], subject.decoder.vocab, asked.environment)
+    right &= all(_ended(span) for span in drawn[:-1]) and _ends(subject, transcript, asked.environment)
+    return right and _paid(training, asked.question, drawn, texts, reward)
 
 
 def _ended(span: Span) -> bool:
@@ -45,7 +62,7 @@ def _ended(span: Span) -> bool:
     return has_ended(span.tokens.tolist()) and len(span.tokens) <= MAX_NEW_TOKENS
 
 
-def _ends(subject: Subject, transcript: Transcript) -> bool:
+def _ends(subject: Subject, transcript: Transcript, environment: int) -> bool:
     """Whether the last turn ends the conversation: the last one there can be, or one that a limit cut."""
     last = transcript.spans[-1]
     if transcript.finish_reason == "stop":
@@ -56,7 +73,7 @@ def _ends(subject: Subject, transcript: Transcript) -> bool:
         room = min(MAX_NEW_TOKENS, subject.longest - transcript.num_tokens + len(last.tokens))
         tokens = last.tokens.tolist()
         return len(tokens) == room and is_open(tokens)
-    reply = reply_to(transcript.num_turns - 1, letters(last.tokens.tolist()), subject.decoder.vocab)
+    reply = reply_to(transcript.num_turns - 1, letters(last.tokens.tolist()), subject.decoder.vocab, environment)
     return transcript.num_turns < TURNS and transcript.num_tokens + len(reply) >= subject.longest
 
 

@@ -60,15 +60,15 @@ class Talk(Numbers):
 
     def open(self, prompt: Prompt, seed: int) -> "Talking":
         """Begin the conversation about a question."""
-        return Talking(prompt.id, self._vocab)
+        return Talking(prompt.id, self._vocab, seed)
 
 
 class Talking:
     """A conversation whose replies and rewards are those of the functions `reply_to`, `pay` and `final_pay`."""
 
-    def __init__(self, question: str, vocab: int) -> None:
-        """Hold a conversation about the question with this id."""
-        self._question, self._vocab = question, vocab
+    def __init__(self, question: str, vocab: int, seed: int) -> None:
+        """Hold a conversation about the question with this id; other seeds give other replies."""
+        self._question, self._vocab, self._seed = question, vocab, seed
         self._last = ""
 
     def reply(self, turn: Turn) -> Reply:
@@ -77,7 +77,7 @@ class Talking:
         reward = pay(self._question, turn.number, turn.text)
         if turn.number + 1 == TURNS:
             return Reply(reward=reward, done=True)
-        text = " ".join(map(str, reply_to(turn.number, turn.text, self._vocab)))
+        text = " ".join(map(str, reply_to(turn.number, turn.text, self._vocab, self._seed)))
         return Reply(messages=({"role": "user", "content": text},), reward=reward)
 
     def grade(self) -> float:
@@ -85,9 +85,9 @@ class Talking:
         return final_pay(self._last)
 
 
-def reply_to(turn: int, text: str, vocab: int) -> tuple[int, ...]:
-    """The tokens that follow an answer: 1 to `LONGEST_REPLY`, other ones for other turns and texts."""
-    total = sum(map(ord, text)) + 7 * turn
+def reply_to(turn: int, text: str, vocab: int, seed: int) -> tuple[int, ...]:
+    """The tokens that follow an answer: 1 to `LONGEST_REPLY`, other ones for other turns, texts and seeds."""
+    total = sum(map(ord, text)) + 7 * turn + seed
     return tuple(1 + (total * (place + 3) + place) % (vocab - 1) for place in range(1 + total % LONGEST_REPLY))
 
 

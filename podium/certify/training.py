@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from podium.algorithms.controllers import first_coefs
+from podium.algorithms.controllers import KL_COEF, first_coefs
 from podium.certify.ledgers import Ledger, Ledgers
 from podium.certify.naive_optimizer import gradient_norm
 from podium.certify.naive_rules import rules_of
@@ -28,11 +28,12 @@ from podium.certify.updates import PLAIN, naive_update
 from podium.config.critic import CriticConfig
 from podium.config.schema import AlgorithmConfig, CheckpointConfig, Config
 from podium.models.adapters import base_of
-from podium.observe.stats import TaskScores
+from podium.observe.stats import BatchStats, TaskScores
 from podium.rollout.request import RolloutStats
 from podium.run.resolve import resolve_recipe
 from podium.run.spec import RunSpec
 from podium.sharding import Params
+from podium.tasks.mixture import TaskMixture, TaskPrompt
 from podium.train.batch import Batch
 from podium.train.carry import Position
 from podium.train.checkpoint import Checkpointer
@@ -96,8 +97,20 @@ class Step:
     """The numbers that the run adapts, before the step; empty if it adapts none."""
     state: Arrays
     """Every array of the run's state before the step, moments included, by its path."""
+    charged: Mapping[str, float]
+    """The weight of the KL in its rewards, by KL_COEF; empty if it is not in rewards."""
+    learned: Sequence["Learned"]
+    """What choosing the next prompts was told of its groups."""
     position: Position
     """In the run's prompts, after the step's groups were taken."""
+
+
+class Learned(NamedTuple):
+    """The share of right answers to a prompt, by which prompts are chosen and retired."""
+
+    prompt: str
+    """Its id."""
+    share: float
 
 
 class Evaluated(NamedTuple):
@@ -229,7 +242,8 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
     ledgers = Ledgers()
     with tempfile.TemporaryDirectory(prefix="podium-certify-") as folder, contextlib.ExitStack() as stack:
         stack.enter_context(ledgers.recording(rollouts.engine))
-        trainer, begun = _make_trainer(subject, spec, Path(folder))
+        learned = stack.enter_context(_learning(rollouts.feed.tasks))
+        trainer, begun = _make_trainer(subject, spec, Path(folder), learned)
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), begun)
         saving = CheckpointConfig(every_steps=spec.steps - 1, every_minutes=0.0)
         checkpointer = Checkpointer(Path(folder) / "checkpoints", saving, base_of(frozen))
@@ -259,7 +273,23 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
     )
 
 
-def _make_trainer(subject: Subject, spec: RunSpec, folder: Path) -> tuple["_Watched", TrainState]:
+@contextlib.contextmanager
+def _learning(tasks: TaskMixture) -> Iterator[list[Learned]]:
+    """Record within the context what the tasks learn of the answers to their prompts."""
+    found: list[Learned] = []
+    learn = tasks.learn
+
+    def recorded(prompt: TaskPrompt, mean: float) -> None:
+        found.append(Learned(prompt.prompt.id, mean))
+        learn(prompt, mean)
+
+    with _replaced(tasks, "learn", recorded):
+        yield found
+
+
+def _make_trainer(
+    subject: Subject, spec: RunSpec, folder: Path, learned: list[Learned]
+) -> tuple["_Watched", TrainState]:
     """The run's trainer, which records what it does, and the state before the first step."""
     mesh, rollouts = one_device(), subject.rollouts
     optimizer = keeping_gradient(make_run_optimizer(spec.optimizer, subject.decoder))
@@ -289,7 +319,7 @@ def _make_trainer(subject: Subject, spec: RunSpec, folder: Path) -> tuple["_Watc
         moving=spec.reference,
     )
     begun = dataclasses.replace(init_state(subject.trained(mesh), optimizer), critic=valued, reference=moving)
-    return _Watched(trainer, rollouts), with_coefs(begun, first_coefs(spec.recipe))
+    return _Watched(trainer, rollouts, learned), with_coefs(begun, first_coefs(spec.recipe))
 
 
 def _make_run(
@@ -362,8 +392,9 @@ def keeping_gradient(optimizer: optax.GradientTransformation) -> optax.GradientT
 class _Watched:
     """Wraps a trainer, and records the inputs and results of each step and update."""
 
-    def __init__(self, trainer: Trainer, rollouts: Rollouts) -> None:
-        self._trainer, self._rollouts = trainer, rollouts
+    def __init__(self, trainer: Trainer, rollouts: Rollouts, learned: list[Learned]) -> None:
+        """`learned` has what was learned since the last step, and is emptied in each."""
+        self._trainer, self._rollouts, self._learned = trainer, rollouts, learned
         trainer.train_step = self._recording(trainer.train_step, lambda step: step.updates)
         if trainer.critic is not None:
             recorded: Any = self._recording(trainer.critic.step, lambda step: step.criticised)
@@ -373,7 +404,8 @@ class _Watched:
         self.update = trainer.update
 
     def prepare(self, state: TrainState, groups: Sequence[Group]) -> Any:
-        """Record the step, then call the trainer's `prepare`."""
+        """Call the trainer's `prepare`, and record the step."""
+        batches, stats = self._trainer.prepare(state, groups)
         step = Step(
             weights=_copied({**state.params, **self.frozen}),
             groups=groups,
@@ -383,10 +415,13 @@ class _Watched:
             reference=_copied(state.reference or {}),
             coefs=_numbers(state.coefs),
             state={jax.tree_util.keystr(path): np.array(x) for path, x in jax.tree_util.tree_leaves_with_path(state)},
+            charged=_charged(stats),
+            learned=list(self._learned),
             position=self._rollouts.position,
         )
         self.steps.append(step)
-        return self._trainer.prepare(state, groups)
+        self._learned.clear()
+        return batches, stats
 
     def _recording(self, run: TrainStep, into: Callable[[Step], list[OptimizerStep]]) -> TrainStep:
         """The same program, which adds what it was given and made to a list of the current step."""
@@ -425,6 +460,15 @@ class _Silent:
 def _copied(params: Mapping[str, jax.Array]) -> Arrays:
     """Copy arrays to the host, since the trainer donates theirs."""
     return {name: np.array(value) for name, value in params.items()}
+
+
+def _charged(stats: BatchStats) -> dict[str, float]:
+    """The weight of the KL in a step's rewards, by KL_COEF; empty without it, or if no completion has a KL."""
+    if stats.penalties is None or stats.reward_kl is None:
+        return {}
+    sums = stats.reward_kl.sums.ravel()
+    largest = int(np.argmax(np.abs(sums)))
+    return {KL_COEF: float(stats.penalties[largest] / sums[largest])} if sums[largest] else {}
 
 
 def _numbers(coefs: Mapping[str, jax.Array]) -> dict[str, float]:

@@ -48,15 +48,22 @@ from podium.models.architecture import DecoderConfig
 from podium.models.params import trained_specs
 from podium.run.resolve import resolve_update
 from podium.sharding import Params
-from podium.train.batch import Batch, BatchSizes
+from podium.train.batch import Batch, BatchSizes, take
 from podium.train.generate import Group
 from podium.train.packing import Packing
 from podium.train.platform import machine_of
 from podium.train.prepare import pack_step, prepare_step
-from podium.train.scorers import OwnPrompts, Scorer, make_scorers, teacher_head
+from podium.train.scorers import OwnPrompts, Scorer, make_scorers, teacher_head, with_scores
 from podium.train.setup import make_train_settings
 from podium.train.state import init_state
-from podium.train.step import TEACHER_HEAD, TrainPrograms, TrainSettings, make_train_programs, make_value_step
+from podium.train.step import (
+    TEACHER_HEAD,
+    TrainPrograms,
+    TrainSettings,
+    make_train_programs,
+    make_value_step,
+    shard_batch,
+)
 
 PLAIN: Mapping[str, Any] = {
     "remat": "none",
@@ -188,6 +195,21 @@ class Updates:
             policy=policy,
         )
         return placed
+
+    def scores(self, form: Form) -> dict[str, np.ndarray]:
+        """The scores of the subject's completions by the models that read the policy's prompts, [S, n] by name."""
+        settings, programs = self.programs(form)
+        subject = self.subject
+        (minibatch,) = pack_step(subject.groups, self.recipe, sizes_of(form, subject)).minibatches
+        own = [each for each in self._scorers(form, settings, programs) if each.own_prompts is None]
+        placed = shard_batch(minibatch.batch, settings.computing)
+        scored = with_scores(placed, own, subject.params(form.mesh)).scores
+        found: dict[str, np.ndarray] = {}
+        for name in scored.keys() - {TEACHER_HIDDEN}:
+            found[name] = np.zeros(np.asarray(subject.sequences.valid).shape)
+            for (n, g), each in zip(minibatch.places, take(np.asarray(scored[name]), minibatch.spans), strict=True):
+                found[name][n * len(subject.groups[n].transcripts) + g, : len(each)] = each
+        return found
 
     def _scorers(self, form: Form, settings: TrainSettings, programs: TrainPrograms) -> tuple[Scorer, ...]:
         """The trainer's scorers, with the subject's reference, teacher and critic."""

@@ -10,12 +10,13 @@ import numpy as np
 import optax
 
 from podium.algorithms import advantages, losses, recipes
-from podium.certify import batches, formulas, mixtures, training
+from podium.certify import batches, formulas, mixtures, training, updates
 from podium.models import decoder
 from podium.rollout import cache, device, engine, programs, sampling
 from podium.rollout.sequence import Sequence
+from podium.rollout.transcript import Transcript
 from podium.tasks import curriculum, mixture
-from podium.train import carry, checkpoint, evaluate, feed, generate, optimizer, prepare, trainer, turns
+from podium.train import carry, checkpoint, episodes, evaluate, feed, generate, optimizer, prepare, trainer, turns
 
 Plant = tuple[Any, str, Any]
 """Object, attribute, and what the bug puts there."""
@@ -435,6 +436,25 @@ def moments_rounded_to_nearest() -> Plant:
     return optimizer, "round_at_random", lambda x, key: x.astype(jnp.bfloat16)
 
 
+def rounded_alike_in_every_update() -> Plant:
+    """Moments are rounded by the same random numbers in every update."""
+    original = optimizer.small_moments
+
+    def planted(rule):
+        made = original(rule)
+        begun = lambda state: state._replace(made=jnp.zeros_like(state.made))  # noqa: E731
+        update = lambda updates, state, params=None: made.update(updates, begun(state), params)  # noqa: E731
+        return optax.GradientTransformation(made.init, update)
+
+    return optimizer, "small_moments", planted
+
+
+def rounded_alike_in_all_arrays() -> Plant:
+    """All moments of an update are rounded by the same random numbers."""
+    original = optimizer.round_at_random
+    return optimizer, "round_at_random", lambda x, key: original(x, jax.random.key(0))
+
+
 def moments_begin_anew_every_step() -> Plant:
     original = trainer.Trainer._update_policy
 
@@ -617,3 +637,92 @@ def training_questions_evaluated() -> Plant:
 def evaluation_seeds_alike() -> Plant:
     original = evaluate.request_seed
     return evaluate, "request_seed", lambda seed, purpose, index: original(seed, purpose, 0)
+
+
+# Environments, the next prompts, and a KL in rewards.
+
+
+def environments_of_all_prompts_alike() -> Plant:
+    """The seed of an environment does not depend on its prompt."""
+    original = episodes.request_seed
+    return episodes, "request_seed", lambda seed, purpose, index: original(0, purpose, index)
+
+
+def every_conversation_in_its_own_environment() -> Plant:
+    """The environments of a prompt's conversations have different seeds, where they are to share one."""
+    original = episodes._Rollout._open_environment
+
+    def planted(own, live):
+        first, config = own._prompts[live.index], own._owner._config
+        others = dict(enumerate(own._prompts)) | {live.index: dataclasses.replace(first, seed=first.seed + live.sample)}
+        own._prompts, kept = [others[index] for index in sorted(others)], own._prompts
+        original(own, live)
+        own._prompts = kept
+        assert config.group_seed == "shared"
+
+    return episodes._Rollout, "_open_environment", planted
+
+
+def half_of_the_answers_not_learned() -> Plant:
+    """Curricula and retirement are told of the first half of a step's prompts alone."""
+    original = generate.Rollouts._learn
+    return generate.Rollouts, "_learn", lambda own, groups: original(own, groups[: len(groups) // 2])
+
+
+def rewards_charged_with_the_first_coefficient() -> Plant:
+    """The KL in rewards keeps the weight that it had in the first step."""
+    original, first = trainer.prepare_step, []
+
+    def planted(groups, recipe, *others, **options):
+        first.append(recipe.kl_coef)
+        return original(groups, dataclasses.replace(recipe, kl_coef=first[0]), *others, **options)
+
+    return trainer, "prepare_step", planted
+
+
+def one_token_too_many() -> Plant:
+    """An answer that no stop token ends has a token more than it may."""
+    return Sequence, "limit", property(lambda own: len(own.context) + own.sampling.max_new_tokens + 1)
+
+
+def reference_with_the_policy_s_adapters() -> Plant:
+    """The frozen base model scores with the adapters that are trained."""
+    original = updates.with_scores
+
+    def planted(batch, scorers, policy):
+        worn = [
+            each if each.params is None else dataclasses.replace(each, params={**policy, **each.params})
+            for each in scorers
+        ]
+        return original(batch, worn, policy)
+
+    return updates, "with_scores", planted
+
+
+def ages_from_the_last_token() -> Plant:
+    """A prompt is as old as the weights that drew the last token of one of its answers."""
+
+    def planted(own):
+        return min((int(each.versions[-1]) for each in own.completions if len(each.versions)), default=None)
+
+    return carry.Pending, "first_version", property(planted)
+
+
+# Conversations of several segments.
+
+
+def every_segment_is_the_first() -> Plant:
+    """What is known of a later segment's tokens is looked up where the first one's are."""
+    original = prepare.transcript_sample
+    return prepare, "transcript_sample", lambda *given, start=0, **options: original(*given, start=0, **options)
+
+
+def last_segments_alone() -> Plant:
+    """A conversation is trained from its last prompt on."""
+    original = Transcript.segments.fget
+    return Transcript, "segments", property(lambda own: original(own)[-1:])
+
+
+def refilled_though_there_are_enough() -> Plant:
+    """Groups of unequal rewards do not count when a step asks whether it has enough of them."""
+    return generate.Group, "equal_rewards", lambda own, part: True

@@ -223,6 +223,21 @@ def test_no_formula_is_checked_with_the_config_s_own_values_of_another():
             assert (name, kept) == (name, [])
 
 
+def test_an_error_after_a_red_check_ends_the_checks_and_one_without_is_raised(monkeypatch):
+    def ending(*checks):
+        yield from checks
+        raise IndexError("index 16 is out of bounds")
+
+    monkeypatch.setattr(command, "STAGES", (lambda updates: ending(GREEN, RED), lambda updates: iter([FOLLOWS])))
+    found = command.make_certificate(make_subject(make_config()))
+    assert found.checks == (GREEN, RED)
+    assert found.causes == (RED,)
+    assert "all checks after mask: IndexError (index 16 is out of bounds); mend the red ones first" in found.skipped
+    monkeypatch.setattr(command, "STAGES", (lambda updates: ending(GREEN),))
+    with pytest.raises(IndexError, match="out of bounds"):
+        command.make_certificate(make_subject(make_config()))
+
+
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_the_naive_schedule_is_the_trainer_s(schedule):
     config = OptimizerConfig(schedule=schedule, warmup_steps=3, final_fraction=0.1, learning_rate=1e-3)

@@ -10,6 +10,7 @@ from podium.certify.naive_draws import (
     Cut,
     after_cut,
     draw_errors,
+    environment_seed,
     normal_scores,
     outside,
     prompt_index,
@@ -104,3 +105,10 @@ def test_a_mixture_draws_by_weight_and_its_levels_by_what_was_solved():
     later = [mixture.draw() for _ in range(400)]
     share = sum(each.task == 2 for each in later) / sum(each.task > 0 for each in later)
     assert 0.8 < share < 0.97
+
+
+def test_conversations_of_a_prompt_share_the_seed_of_their_environment_unless_each_has_its_own():
+    found = [[environment_seed(5, each, own=own) for each in range(3)] for own in (False, True)]
+    by_hand = [int(hashlib.sha256(f"5 environment {n}".encode()).hexdigest()[:8], 16) for n in range(3)]
+    swapped = [int.from_bytes(each.to_bytes(4, "big"), "little") >> 1 for each in by_hand]
+    assert found == [swapped[:1] * 3, swapped]

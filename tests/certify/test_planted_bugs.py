@@ -20,12 +20,14 @@ from planted_runs import Plant
 from podium.algorithms import advantages, controllers, losses, recipes, selection
 from podium.certify import batches
 from podium.certify.batches import batch_checks
-from podium.certify.checks import Stage, form_checks, model_checks, update_checks
+from podium.certify.checks import Stage, form_checks, model_checks, scoring_checks, update_checks
 from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
 from podium.certify.long_sequences import long_checks
-from podium.certify.result import Certificate
+from podium.certify.mixtures import choice_check
+from podium.certify.result import Certificate, Check
 from podium.certify.rollout_devices import rollout_device_checks
+from podium.certify.small_moments import moments_check
 from podium.certify.subject import LONGEST_CONVERSATION, MAX_NEW_TOKENS, Subject, make_subject
 from podium.certify.updates import Updates
 from podium.config.schema import Config
@@ -58,16 +60,19 @@ EXPERTS = "Qwen/Qwen3-30B-A3B-Instruct-2507"
 SUBJECTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "lora": {"lora": {"rank": 8, "alpha": 16}},
+    "anchored": {"lora": {"rank": 8, "alpha": 16}, "algorithm": {"kl": "k3", "kl_coef": 0.1, "top_entropy": 0.5}},
     "experts": {"model": EXPERTS},
     "taught": {"algorithm": {"recipe": "distill"}, "teacher": {"model": QWEN3}},
     "whole": {"algorithm": {"recipe": "distill"}, "teacher": {"model": QWEN3, "loss": "full", "reverse": 0.7}},
     "adapted": {
         "algorithm": {"kl": "k3", "kl_coef": 0.1, "kl_target": 0.05, "entropy_bonus": 0.01, "entropy_target": 1.0}
     },
+    "charged": {"algorithm": {"kl": "k1_reward", "kl_coef": 0.1, "kl_target": 0.05}},
     "moved": {"algorithm": {"kl": "k2", "kl_coef": 0.3}, "reference": {"sync_every": 10, "mixup": 0.7}},
     "valued": {"algorithm": {"recipe": "ppo"}},
     "pairs": {"algorithm": {"recipe": "dpo"}, "group_size": 2},
     "labels": {"algorithm": {"recipe": "dpo", "loss": "kto"}, "group_size": 1},
+    "refilled": {"algorithm": {"recipe": "dapo"}},
     "greedy": {"algorithm": {"recipe": "remax"}},
     "penalised": {
         "algorithm": {"old_logprobs": "trainer", "correction": "truncate"},
@@ -899,6 +904,12 @@ def groups_judged_by_their_totals() -> Plant:
     return generate.Group, "judged", lambda group, part: original(group, None)
 
 
+def engine_checks(updates: Updates) -> Iterator[Check]:
+    """All checks of what the engine draws, on several devices and on one."""
+    yield from rollout_device_checks(updates)
+    yield from training_checks(updates)
+
+
 class Named(NamedTuple):
     """The check that is to name a bug, and its stage."""
 
@@ -1007,8 +1018,9 @@ SLOW: dict[Callable[[], Plant], Named] = {
     runs.cap_squared: Named(formula_checks, "correction", "corrected"),
     runs.partial_pages_not_copied: Named(long_checks, "long completions"),
     runs.stops_between_tokens_missed: Named(training_checks, "episodes"),
+    runs.one_token_too_many: Named(training_checks, "episodes"),
     runs.one_token_too_few: Named(training_checks, "episodes"),
-    runs.drawn_tokens_not_penalised: Named(training_checks, "repetition penalty", "penalised"),
+    runs.drawn_tokens_not_penalised: Named(engine_checks, "repetition penalty", "penalised"),
     runs.window_one_longer: Named(long_checks, "long completions", "windowed"),
     runs.recorded_at_temperature_1: Named(formula_checks, "sampling"),
     runs.every_device_is_the_first: Named(rollout_device_checks, "rollout devices"),
@@ -1021,12 +1033,16 @@ SLOW: dict[Callable[[], Plant], Named] = {
     runs.unshuffled: Named(formula_checks, "mixture of tasks"),
     runs.staleness_ignored: Named(training_checks, "order of prompts"),
     runs.any_complete_prompts_taken: Named(formula_checks, "choice of prompts"),
+    runs.ages_from_the_last_token: Named(formula_checks, "choice of prompts"),
+    runs.refilled_though_there_are_enough: Named(training_checks, "order of prompts", "refilled"),
     runs.one_step_staler: Named(training_checks, "order of prompts"),
     runs.solved_prompts_not_retired: Named(formula_checks, "mixture of tasks"),
     runs.seed_ignored: Named(training_checks, "draws"),
     runs.unfinished_prompts_dropped: Named(training_checks, "order of prompts"),
     runs.nothing_in_flight: Named(training_checks, "order of prompts"),
     runs.a_prompt_skipped_each_step: Named(training_checks, "order of prompts"),
+    runs.every_segment_is_the_first: Named(batch_checks, "advantages"),
+    runs.last_segments_alone: Named(batch_checks, "every token once"),
     runs.truncated_episodes_trained: Named(batch_checks, "prompts untrained"),
     runs.rewards_of_the_group_before: Named(batch_checks, "advantages"),
     runs.leave_one_out_by_the_whole_group: Named(batch_checks, "advantages"),
@@ -1057,6 +1073,13 @@ SLOW: dict[Callable[[], Plant], Named] = {
     runs.cut_answers_left_out_of_the_accuracy: Named(training_checks, "evaluation"),
     runs.training_questions_evaluated: Named(training_checks, "evaluation"),
     runs.evaluation_seeds_alike: Named(training_checks, "evaluation"),
+    runs.reference_with_the_policy_s_adapters: Named(scoring_checks, "scoring models", "anchored"),
+    runs.rounded_alike_in_every_update: Named(formula_checks, "moments in bfloat16"),
+    runs.rounded_alike_in_all_arrays: Named(formula_checks, "moments in bfloat16"),
+    runs.environments_of_all_prompts_alike: Named(training_checks, "episodes", "talk"),
+    runs.every_conversation_in_its_own_environment: Named(training_checks, "episodes", "talk"),
+    runs.half_of_the_answers_not_learned: Named(training_checks, "shares of right answers"),
+    runs.rewards_charged_with_the_first_coefficient: Named(training_checks, "coefficients", "charged"),
 }
 README = Path(__file__).parents[2] / "README.md"
 BUGS = {**QUICK, **SLOW}
@@ -1089,6 +1112,20 @@ def test_a_planted_bug_is_named(bug, named, monkeypatch):
 @pytest.mark.parametrize(("bug", "named"), SLOW.items(), ids=lambda each: getattr(each, "__name__", ""))
 def test_a_planted_bug_is_named_by_its_check_and_explains_all_others_of_its_stage(bug, named, monkeypatch):
     assert_named(bug, named, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("bug", "check"),
+    [
+        (runs.rounded_alike_in_every_update, moments_check),
+        (runs.rounded_alike_in_all_arrays, moments_check),
+        (runs.ages_from_the_last_token, choice_check),
+    ],
+)
+def test_a_check_without_a_model_is_red_with_its_bug_alone(bug, check, monkeypatch):
+    assert check().ok
+    monkeypatch.setattr(*bug())
+    assert not check().ok
 
 
 @pytest.mark.long
