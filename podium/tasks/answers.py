@@ -11,6 +11,7 @@ import re
 from podium.tasks.equality import is_written_out, same_answer
 from podium.tasks.final_answer import (
     MAX_ANSWER_CHARS,
+    YES_NO,
     closing_statement,
     final_answer,
     final_number,
@@ -29,7 +30,7 @@ from podium.tasks.forms import (
 from podium.tasks.formula import Node, read_formula
 from podium.tasks.formula_values import constant, rational
 from podium.tasks.notation import plain_notation
-from podium.tasks.numbers import Number, read_number, rounds_to, same_number
+from podium.tasks.numbers import Number, is_evaluated, read_number, rounds_to, same_number
 from podium.tasks.quantities import read_quantity
 
 _TEXT_COMMAND = re.compile(r"\\(?:text|mbox|textbf|textrm|textit|mathrm)\s?\{([^{}]*)\}")
@@ -42,6 +43,8 @@ _WORDS = re.compile(
 _THREE_LETTERS = re.compile("[a-z]{3}")
 _ARTICLE = re.compile(r"^(?:an?|the)\s+")
 _POWER_OF_TEN = re.compile(r"\s*[-+]?\s*10\s?\^")
+_WHOLE = re.compile(r"\b([A-Za-z])\s*\\in\s*\\mathbb\s*\{?\s*Z")
+_FOR_ALL = re.compile(r"(?<=\S)[,\s]*(?:\\text\s?\{\s*)?\bfor (?:all|every|any|each)\b.*$", re.DOTALL)
 _LETTER = re.compile(r"\(?([A-J])\)?\.?")
 _IN_WORDS = (
     (re.compile(r"([0-9]+) to ([0-9]+)"), r"\1:\2"),
@@ -73,7 +76,7 @@ def same_formula(reference: str, answer: str) -> bool:
     """Whether an answer equals a reference that is not a number: as text, in another form, or as a formula."""
     if not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
         return False
-    expected, found = _formula(reference), _formula(answer)
+    expected, found = _alike(_formula(reference), _formula(answer))
     if _key(expected) == _key(found):
         return True
     letter, choice = _LETTER.fullmatch(_words(reference)), read_choice(found)
@@ -85,10 +88,26 @@ def same_formula(reference: str, answer: str) -> bool:
     if decided is not None:
         return decided
     if _WORDS.fullmatch(reference.strip(" .")):
-        same = _bare(expected) == _bare(found)
+        yes_no = YES_NO.match(_words(found))
+        same = _bare(expected) == _bare(yes_no[1] if yes_no else found)
         if same or not _THREE_LETTERS.fullmatch(reference):
-            return same or _same_formulas(read_formula(expected), read_formula(found), words=True)
-    return _same_formulas(read_formula(expected), read_formula(found))
+            return same or _same_formulas(read_formula(expected), _read_result(found), words=True)
+    return _same_formulas(read_formula(expected), _read_result(found))
+
+
+def _read_result(text: str) -> Node | None:
+    r"""The formula; the last side of an equation whose first side is no formula: `\int_0^1 x\,dx = \frac12`."""
+    left, equals, last = plain_notation(text).rpartition("=")
+    return read_formula(text) or (read_formula(last) if equals and is_evaluated(left) else None)
+
+
+def _alike(expected: str, found: str) -> tuple[str, str]:
+    r"""Both formulas with one name for a whole number, and without a condition (`for all x`) that only one has."""
+    names = [_WHOLE.search(formula) for formula in (expected, found)]
+    if names[0] and names[1] and not re.search(rf"(?<![A-Za-z]){names[0][1]}(?![A-Za-z])", found):
+        found = re.sub(rf"(?<![A-Za-z]){names[1][1]}(?![A-Za-z])", names[0][1], found)
+    bare = [_FOR_ALL.sub("", formula) for formula in (expected, found)]
+    return (bare[0], bare[1]) if (bare[0] == expected) != (bare[1] == found) else (expected, found)
 
 
 def _same_formulas(expected: Node | None, found: Node | None, *, words: bool = False) -> bool:
@@ -109,7 +128,7 @@ def _is_number(expected: Number, number: Number | None, said: str) -> bool:
     """Whether an answer is the number of the reference; or an irrational formula that rounds to it; or `3 h 30 min`."""
     if number is not None:
         return same_number(expected, number)
-    formula = read_formula(said)
+    formula = _read_result(said)
     if formula is not None and is_written_out(formula):
         return constant(formula) == expected.value
     if expected.places >= 4:

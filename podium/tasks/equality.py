@@ -205,9 +205,18 @@ def _assigned(node: Node) -> tuple[Node, Node]:
         return sides[0], sides[-1]
     if _is_name(sides[-1]) and len(sides) == 2:
         return sides[-1], sides[0]
-    if not any(variables(side) for side in sides):
+    computed = "..." in variables(sides[0]) or (len(sides) > 2 and _has_letters_only(sides[0]))  # a + b = 3 + 4 = 7
+    if computed or not any(variables(side) for side in sides):
         return _NOTHING, sides[-1]
     return _NOTHING, node
+
+
+def _has_letters_only(node: Node) -> bool:
+    """Whether it is a name, or a sum, product or quotient of names."""
+    match node:
+        case Apply("+" | "-" | "*" | "frac", arguments):
+            return all(map(_has_letters_only, arguments))
+    return isinstance(node, Symbol)
 
 
 def _is_name(node: Node) -> bool:

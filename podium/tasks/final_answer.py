@@ -10,7 +10,15 @@ import re
 
 from podium.tasks.forms import read_choice
 from podium.tasks.notation import MATH_SPAN, plain_notation
-from podium.tasks.numbers import TAIL_CHARS, Number, last_number, read_number, same_number
+from podium.tasks.numbers import (
+    TAIL_CHARS,
+    Number,
+    is_changed_after,
+    last_number,
+    last_sentence,
+    read_number,
+    same_number,
+)
 from podium.tasks.quantities import restated_quantity
 
 MAX_ANSWER_CHARS = 500
@@ -33,7 +41,7 @@ _PHRASE = re.compile(
 )
 _CORRECTED = re.compile(r"not\s[^\n]{1,60}?,?\s+but\s+(?:rather\s+)?", re.IGNORECASE)
 _CONFIRMED = re.compile(
-    r"(?:(?:so|thus|hence|therefore|then),?\s+)?(.{1,100}?)\s+(?:is|are)\s+(?:(?:the|clearly|indeed)\s+){0,2}"
+    r"(.{1,100}?)\s+(?:is|are)\s+(?:(?:the|clearly|indeed)\s+){0,2}"
     r"(?:correct|right|answer|(?:correct|right|best|final) (?:answer|option|choice|one))[.!]?",
     re.IGNORECASE,
 )
@@ -45,8 +53,27 @@ _EXPLANATION = re.compile(
     re.IGNORECASE,
 )
 _ASIDE = re.compile(  # 12 apples (after giving 5 away).
-    r"\s\((?:not|after|before|since|because|as|when|once|given|including|counting|excluding|with|without)\s"
+    r"\s\((?:check:|not|after|before|since|because|as|when|once|given|including|counting|excluding|with|without)\s"
     r"[^()\n]{1,200}\)(?=[\s.!*$]*$)",
+    re.IGNORECASE,
+)
+_LEAD_IN = re.compile(r"^(?:so|thus|hence|therefore|then|finally|and)\b,?\s+", re.IGNORECASE)
+_BOLD = re.compile(r"\*\*(?=[^\s:])([^*\n]{1,200})(?<!:)\*\*(?!:)")
+_DISPLAY = re.compile(
+    r"\$\$((?:[^$\\]|\\.){1,500}?)\$\$|(?<!\\)\\\[((?:[^\\]|\\[^\[\]]){1,500}?)\\\]"
+    r"|(\\begin\{align\*?\}[^$]{1,500}?\\end\{align\*?\})",
+    re.DOTALL,
+)
+_MATH_WORD = re.compile(
+    r"(?:[^A-Za-z\s\\]|\\(?:[A-Za-z]+|[^A-Za-z\s])"
+    r"|(?<![A-Za-z])(?:[A-Za-z]|sin|cos|tan|log|ln|sqrt|and|or|[AaPp]\.?[Mm])(?![A-Za-z]))+"
+)
+_NO_ANSWER = re.compile(
+    r"\b(?:I|we)(?:['\u2019]m| am| was| were|['\u2019]re| are)? (?:unable to|not able to"
+    r"|(?:can|could|do)(?:n['\u2019]t|['\u2019]t| ?not)) (?:\w+ )?"
+    r"(?:solve|determine|answer|find|help|know|work|open|view|tell|see|compute|have enough)\b|\bI give up\b"
+    r"|\b(?:cannot|can['\u2019]t|could not|impossible to) (?:be )?(?:determined?|solved?|answer(?:ed)?)\b"
+    r"|(?:not|n['\u2019]t) enough information\b|\bplease (?:provide|share|attach)\b",
     re.IGNORECASE,
 )
 _TEXT_COMMAND = re.compile(r"\\(?:text|mbox|textbf|textrm)\s?\{([^{}]*)\}")
@@ -58,7 +85,7 @@ _TAKEN_BACK = re.compile(
     r"|\bI (?:have )?(?:made|found) an? (?:\w{1,20} )?(?:mistake|error)|\bI was wrong|\bon second thought"
     r"|\bnever ?mind\b"
     r"|\bI take (?:that|it) back|\bsorry\b|\boops\b|\?\s*No\b(?![,.]? of)"
-    r"|\bno, (?=it\b|the\b|that\b|actually\b|make\b|[-$0-9\\])"
+    r"|(?<=[\w.,!?;)$}\u2026-][ \n])no, (?=it\b|the\b|that\b|actually\b|make\b|[-$0-9\\])"
     r"|\b(?:it|this|that) should (?:be|have been) (?=[-$0-9\\])|\bhold on\b"
     r"|(?:^|[.!?;,]\s|\n)\s*actually\b|\bbut (?:it|that|this) (?:is|was)(?:n['\u2019]t| not)\b"
     r"|\blet me (?:redo|correct|recompute|recalculate|reconsider|fix|rethink|start over)\b"
@@ -88,10 +115,12 @@ _DENIED_CLAIM = re.compile(
     re.IGNORECASE,
 )
 _NOT_PLAIN = re.compile(
-    r"\b(?:or|not|never|neither|nor|except|cannot|but)\b|n['\u2019]t\b|\\neq?|\u2260|[\u4e0d\u6216\u975e]",
+    r"\b(?:or|not|never|neither|nor|except|cannot|but|wrong|incorrect|false|impossible|fail(?:s|ed)?|exclud\w*|reject\w*"
+    r"|eliminat\w*|rule[sd]? out)\b|n['\u2019]t\b|\\neq?|\u2260|[\u4e0d\u6216\u975e]",
     re.IGNORECASE,
 )
-_YES_NO = re.compile(r"(yes|no)\b\s*[,.:;\u2014-]", re.IGNORECASE)
+_SUPPOSED = re.compile(r"\b(?:if|suppose|assum(?:e|ing)|let|try|whether)\b", re.IGNORECASE)
+YES_NO = re.compile(r"(yes|no)\b\s*[,.:;\u2014-](?!\s*(?:and|or|but|maybe|yes|no)\b)", re.IGNORECASE)
 _VERB = re.compile(
     r"\b(?:is|are|was|were|equals|choose|pick|select)\b\s*:?|[:\uff1a](?!\S*[0-9])|\u662f|\u4e3a", re.IGNORECASE
 )
@@ -122,11 +151,11 @@ def final_answer(text: str) -> str | None:
         return _boxed(text, boxes[-MAX_BOXES:])
     before, tag, rest = text.rpartition("<answer>")
     if tag:
-        return _only_math(rest.partition("</answer>")[0].strip()) if not _is_joined(before) else ""
+        return _only_marked(rest.partition("</answer>")[0].strip()) if not _is_joined(before) else ""
     _, hashes, rest = text.rpartition("####")
     if hashes:
         return rest.strip().partition("\n")[0]
-    tail = text[-TAIL_CHARS:]
+    tail = _one_line(text)
     phrases = list(_PHRASE.finditer(tail))
     if phrases:
         if _DENIED_CLAIM.search(tail[max(phrases[-1].start() - BEFORE_CHARS, 0) : phrases[-1].start()]):
@@ -138,29 +167,51 @@ def final_answer(text: str) -> str | None:
             return ""
         if _LETTER.fullmatch(said):
             return rest.partition("\n")[0]  # C. Paris
-        return _only_math(_EXPLANATION.split(_CORRECTED.sub("", said, count=1), maxsplit=1)[0].strip(" *"))
+        return _only_marked(_EXPLANATION.split(_CORRECTED.sub("", said, count=1), maxsplit=1)[0].strip(" *"))
     return None
 
 
 def closing_statement(text: str) -> str:
-    """What a text without a final answer ends with: its last line, or the formula in it, its yes or no, or what follows
-    its `is`.
+    """What a text without a final answer ends with: the formula or the bold words in its last sentence, its yes or no,
+    what follows its `is`, the formula at its end, or all of the line. Empty if it says that it has no answer.
     """
-    line = text[-TAIL_CHARS:].strip(" \n*#").rpartition("\n")[2].strip(" *")
-    sentences = re.split(r"(?<=[^\W\d])[.!?]\s+|\u3002(?=.)", line)
-    sentence = sentences[-1]
+    text = _one_line(text)
+    line = text.rpartition("\n")[2].strip()
+    if line.endswith("?") or _NO_ANSWER.search(line):
+        return ""
+    sentence = _LEAD_IN.sub("", last_sentence(text), count=1)
     confirmed = _CONFIRMED.fullmatch(sentence)
     if confirmed:
         return confirmed[1]
-    if decided := _YES_NO.match(line):
+    if decided := YES_NO.match(line.strip(" *")):
         return decided[1]
-    formula = _only_math(sentence)
-    if formula != sentence:
-        return formula
+    marked = _only_marked(sentence)
+    if marked != sentence:
+        return marked
     verbs = list(_VERB.finditer(sentence))
     if len(verbs) == 1 and not _NOT_PLAIN.search(sentence[: verbs[0].start()]):
-        return sentence[verbs[0].end() :].strip(" *")
-    return line
+        return _only_marked(sentence[verbs[0].end() :].strip(" *"))
+    return _formula_at_end(sentence) or sentence.strip(" *")
+
+
+def _one_line(text: str) -> str:
+    """The end of a text, with each displayed formula in one line between single dollar signs."""
+    end = text[-5 * TAIL_CHARS :]  # more than is kept, so that the signs around formulas are paired
+    end = _DISPLAY.sub(lambda found: f"${' '.join(found[found.lastindex or 0].split()).rstrip(' .')}$", end)
+    return end[-TAIL_CHARS:].strip(" \n#")
+
+
+def _formula_at_end(sentence: str) -> str | None:
+    """The numbers, signs and letters that a sentence ends with, if it states them: `it holds for x > 3`."""
+    words = sentence.strip(" .*").split()
+    start = len(words)
+    while start and _MATH_WORD.fullmatch(words[start - 1]):
+        start -= 1
+    formula = " ".join(words[start:])
+    before = " ".join(words[:start])
+    is_more = re.search(r"[A-Za-z=<>\\\u0391-\uffff].*\S|[,:]", formula)  # than a number
+    starts = re.match(r"[-\u2212(\[|\\.]?\w|\\", formula)
+    return formula if starts and is_more and _is_statement(before, "") else None
 
 
 def final_number(completion: str) -> Number | None:
@@ -172,7 +223,7 @@ def final_number(completion: str) -> Number | None:
     answer = final_answer(text)
     if answer is None:
         text = without_aside(text[-TAIL_CHARS:].rstrip())
-        if text.endswith("?"):  # a question states nothing
+        if text.endswith("?") or _NO_ANSWER.search(text.rpartition("\n")[2]):  # a question states nothing
             return None
         restated = restated_quantity(text.rpartition("\n")[2])
         return last_number(text) if restated is None else read_number(restated)
@@ -247,11 +298,16 @@ def _is_joined(before: str) -> bool:
     return bool(re.search(r"</answer>\s*(?:or|and|,)\s*$", before[-BEFORE_CHARS:], re.IGNORECASE))
 
 
-def _only_math(text: str) -> str:
-    """The formula in a sentence with exactly one formula, if the sentence states it; otherwise the whole sentence."""
-    spans = list(MATH_SPAN.finditer(text[: TAIL_CHARS + 1]))
-    if len(spans) != 1:
+def _only_marked(text: str) -> str:
+    """The only formula in a sentence, or else its only bold words, if it states them; otherwise the sentence."""
+    spans = list(MATH_SPAN.finditer(text[: TAIL_CHARS + 1])) or list(_BOLD.finditer(text[: TAIL_CHARS + 1]))
+    if len(spans) != 1 or not _is_statement(text[: spans[0].start()], text[spans[0].end() :]):
         return text
-    before, after = text[: spans[0].start()], text[spans[0].end() :]
-    plain = not _NOT_PLAIN.search(before) and not _NOT_PLAIN.search(after)
-    return "".join(group or "" for group in spans[0].groups()) if plain else text
+    return "".join(group or "" for group in spans[0].groups())
+
+
+def _is_statement(before: str, after: str) -> bool:
+    r"""Whether the text around a part of a sentence neither denies, supposes nor changes it: `at least 3\pi`."""
+    if _NOT_PLAIN.search(before) or _NOT_PLAIN.search(after) or _SUPPOSED.search(before):
+        return False
+    return not is_changed_after(before.lower().split())

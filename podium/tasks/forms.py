@@ -16,13 +16,15 @@ _LABEL = re.compile(
 _NAMED_LETTER = re.compile(
     r"(?:the )?(?:correct )?(?:option|choice|alternative|letter) \(?([A-J])\)?[.:]?", re.IGNORECASE
 )
-_NO_VALUE = re.compile(r"[=<>+*/^_]|\\(?:cup|cap|le|ge|lt|gt|ne|times|cdot|setminus|in|to|and|or)\b")
+_NO_VALUE = re.compile(
+    r"(?:is|was|has|does|can|cannot|fails)\b|[=<>+*/^_]|\\(?:cup|cap|le|ge|lt|gt|ne|times|cdot|setminus|in|to|and|or)\b"
+)
 """How no value after a letter begins, so that `(A) \\cup (B)` is not read as a choice."""
 _ANOTHER_LABEL = re.compile(r"\([A-J]\)|\b[B-J][).:](?:\s|$)|\b(?:or|and) [A-J]\b|\bor\b|\bnot\b")
 
 _EMPTY = re.compile(
     r"\\(?:emptyset|varnothing)|\\\{\s*\\\}|(?:the )?empty set"
-    r"|(?:(?:there (?:is|are)|(?:the|this) (?:equation|system|inequality|problem) has) )?"
+    r"|(?:(?:there (?:is|are)|(?:the|this) [a-z ]{1,40} has) )?"
     r"no (?:real )?solutions?(?: exists?)?|no (?:real )?values? of [a-z]",
     re.IGNORECASE,
 )

@@ -438,7 +438,7 @@ class _Reader:
             return self._subscripted(_number(token.text), token.text)
         if token.kind == "symbol":
             node = self._subscripted(Symbol(token.text), token.text)
-            if token.text in _NAMED_FUNCTIONS and self._next.text == "(":
+            if self._next.text == "(" and (token.text in _NAMED_FUNCTIONS or self._is_defined()):
                 return Apply(f"function {token.text}", (self._deeper(self._primary),))
             return node
         if token.kind == "function":
@@ -448,6 +448,11 @@ class _Reader:
         if token.kind == "text":
             return Symbol(f" {token.text} ")
         return self._deeper(lambda: self._bracketed(token.text))
+
+    def _is_defined(self) -> bool:
+        """Whether a letter in brackets and an equals sign come next: `P(x) = x^2` gives a function's value."""
+        argument, *ends = self._tokens[self._position + 1 : self._position + 4]
+        return argument.kind == "symbol" and [end.text for end in ends] == [")", "="]
 
     def _subscripted(self, node: Node, written: str) -> Node:
         if not self._takes("_"):

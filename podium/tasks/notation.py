@@ -67,7 +67,13 @@ _SPACED_THOUSANDS = re.compile(r"(?<![0-9.,/] )(?<![0-9.,/])[0-9]{1,3}(?:[ ~][0-
 _SPLIT_THOUSANDS = re.compile(
     r"(?<=[0-9])(?:,\\!(?:\\,)? ?|\{,\}|(?:\\,|[\u2009\u202f])(?=[0-9]{3}(?![0-9])))(?=[0-9]{3})"
 )
-_BRACED_COLON = re.compile(r"\{\s*:\s*\}")  # 3{:}45
+_BRACED_COLON = re.compile(r"(?:\\text\s?)?\{\s*:\s*\}")  # 3{:}45
+_OPEN_LEFT = re.compile(r"(^[\s$]*|\\(?:in|cup|cap)\s*|=\s*|\\left\s?)(?<!\\)\](?=[^\[\]]*[,;])")  # ]2, 3[
+_OPEN_RIGHT = re.compile(r"(?:\\right\s?|(?<=[\w\s})]))\[(?=[\s$.]*(?:\\c[ua]p\b|$))")
+_ALIGNED = re.compile(
+    r"^[\s$]*\\begin\s?\{((?:align|gather)(?:ed)?\*?|cases|split)\}((?:[^\\]|\\(?!begin|end))*+)\\end\s?\{\1\}"
+)
+_ROW_END = re.compile(r"\\\\(?:\[[^\]]*\])?[\s&]*(=?)")
 _SMALL_SPACE = re.compile(r"(?<!\\)\\(?:[,;: ]|q?quad(?![A-Za-z]))|~")
 _DELIMITER = re.compile(r"(?<!\\)\\[()\[\]]|(?<![\w)}\]])\*\*|\*\*(?![\w({\\])")
 _RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
@@ -93,6 +99,8 @@ def plain_notation(text: str) -> str:
 
     Dollar signs are kept, because only the caller can tell a currency from a delimiter.
     """
+    text = _ALIGNED.sub(lambda found: _ROW_END.sub(_next_row, found[2]).replace("&", " "), text)
+    text = _OPEN_RIGHT.sub(")", _OPEN_LEFT.sub(r"\1(", text))
     text = _SPLIT_THOUSANDS.sub(",", text)
     text = _RAISED.sub(lambda found: f"^{{{found[0].translate(_RAISED_DIGITS)}}}", text)
     text = _LOWERED.sub(lambda found: f"_{{{found[0].translate(_LOWERED_DIGITS)}}}", text)
@@ -120,6 +128,11 @@ def plain_notation(text: str) -> str:
         lambda found: rf"\frac{{{(found[1] or found[2] or '').strip()}}}{{{(found[3] or found[4] or '').strip()}}}",
         text,
     )
+
+
+def _next_row(found: re.Match[str]) -> str:
+    """What stands between two rows of aligned equations: a comma, or nothing where a row continues the last one."""
+    return " = " if found[1] else ", "
 
 
 def _repeating(found: re.Match[str]) -> str:

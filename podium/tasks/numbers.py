@@ -40,17 +40,19 @@ _POWER_OF_WORD = re.compile(r"^(\s*[A-Za-z]{2,20})\s?\^\s?\{?[23]\}?")
 _SYMBOLS = (("\\pounds", "\u00a3"), ("\\Omega", " ohms "), ("\\approx", "="))
 _CURRENCY = re.compile(r"([-+]?)([$\u00a3\u20ac\u20b9\u00a5])\s?(?=[-+.0-9])")
 _NO_CURRENCY = re.compile(r"(?<![0-9])\s?\$(?![0-9])|(?<=[0-9])\$")
-_SPELLED_OUT = re.compile(  # `5 (five)`
-    r"\(\s*(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
-    r"|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety)\b[a-z\s-]{0,60}\)",
-    re.IGNORECASE,
-)
+_IN_BRACKETS = re.compile(r"\([A-Za-z\s-]{3,80}\)")
 _SIGN_WORD = re.compile(r"\b(?:negative|minus)\s+(?=[0-9.\\$])", re.IGNORECASE)
+_SENTENCE_END = re.compile(
+    r"(?<=[^\W\d][^\W\d])[.!?]\**\s+|(?<=[\d$)}\]%*\u00b0])[.!?]\**\s+(?=[A-Z$\\*(])|\u3002(?=.)"
+)
 _POWER_OF_TEN = re.compile(r"((?:^|=)\s*[-+]?\s?)10\s?(?=\^)")
 
 _COMMAND = re.compile(r"\\[A-Za-z]{1,20}")
 _NAME = re.compile(r"\s*[A-Za-z]\w{0,20}\s*")
-_NAME_OR_SUM = re.compile(r"\s*(?:\|[A-Z]\|\s*|[A-Za-z]\w{0,20}\s*(?:\(\w*\)\s*)?|[^A-Za-z]*)")  # left of the last `=`
+_NAME_OR_SUM = re.compile(r"\s*(?:\|[A-Z]\|\s*|[A-Za-z]\w{0,20}\s*(?:\(\w*\)\s*)?|[^A-Za-z]*)")  # left of the first `=`
+_TWO_EQUATIONS = re.compile(r"[,;]\s|\b(?:and|or)\b|\\(?:implies|Rightarrow)\b|=[^=]*[0-9]\s+[A-Za-z]\s*$")
+_CALCULATION = re.compile(r"\s*\\(?:[a-z]?int|sum|prod|lim|gcd|max|min|det)(?![A-Za-z])")
+_FUNCTION = re.compile(r"\\(?:log|ln|sin|cos|tan|exp)(?![A-Za-z])|(?<=[0-9])\s?[xX]\s?(?=[$0-9])")  # 7 x 12
 _LEADING_SIGN = re.compile(r"^\s*([-+])\s+")
 _PROSE = re.compile(r"[^\d_#&@\\|<>^={}\[\]!?*+~\u00ac]*")
 _NO_HYPHEN = re.compile(r"-(?![A-Za-z]{2})|\s-")
@@ -101,8 +103,11 @@ _DENIAL_WIDE = re.compile(
 """Chinese for not, at least, at most, more or less than, over, and up or down."""
 _NO_WAY = re.compile(
     r"\b(?:no (?:way|chance)|not (?:true|the case|possible)|far from|nowhere near"
-    r"|differ(?:s|ent) from|between\b.* and$|(?:false|wrong|mistake|unlikely|impossible) (?:to|that))\b"
+    r"|differ(?:s|ent) from|between(?:\b.* and)?$|(?:times|twice|double|triple|half|third|quarter|square|roots?"
+    r"|derivative|reciprocal|multiples?|one of)(?: of)?(?: the)?$"
+    r"|(?:false|wrong|mistake|unlikely|impossible) (?:to|that))\b"
 )
+_CONDITIONS = frozenset(("if", "when", "for", "with", "since", "as", "at", "let", "given", "because", "from"))
 _CONTRASTS = (("not",), ("rather", "than"), ("instead", "of"))
 """How a clause begins that says what the answer is not: `It is 6, not 5.`"""
 _OPERATORS = frozenset(("+", "-", "*", "/", "^", r"\times", r"\cdot"))
@@ -137,6 +142,14 @@ def last_number(text: str) -> Number | None:
     `She sells 9 * 2 = 18 eggs.` ends with 18; `So 16 - 3.` ends with no number, neither 13 nor 3, and neither does
     `It is not 5.`
     """
+    sentence = last_sentence(text)
+    in_words = [] if _has_digit(sentence) else _all_figures(in_figures(sentence).split())
+    if (
+        len(in_words) == 1
+        and in_words[0].formula != ["1"]
+        and not _VERBS.isdisjoint(in_words[0].clause[: in_words[0].position][-3:])
+    ):
+        return None if in_words[0].denied() else _read(" ".join(in_words[0].with_unit()))
     for line in reversed(text[-TAIL_CHARS:].splitlines()):
         if _NUMBERS_ALONE.fullmatch(line):
             return None
@@ -144,6 +157,11 @@ def last_number(text: str) -> Number | None:
         if figures is not None:
             return None if not figures or figures[0] in _OPERATORS else _read(" ".join(figures))  # 18 eggs - 3
     return None
+
+
+def last_sentence(text: str) -> str:
+    """The last sentence of the last line: after a stop that a word, or another sentence's capital or formula, shows."""
+    return _SENTENCE_END.split(text[-TAIL_CHARS:].strip(" \n#").rpartition("\n")[2].strip())[-1]
 
 
 def same_number(reference: Number, answer: Number) -> bool:
@@ -181,7 +199,7 @@ def _plain(text: str) -> str:
     text = re.sub(r"\\mu\s*", "u", re.sub(r"(?<=[A-Za-z])\s+(?=\^)", "", text))
     for symbol, written in _SYMBOLS:
         text = text.replace(symbol, written)
-    return _SPELLED_OUT.sub("", text)
+    return _IN_BRACKETS.sub(lambda found: "" if _has_digit(in_figures(found[0])) else found[0], text)  # 5 (five)
 
 
 def _read(text: str) -> Number | None:
@@ -191,7 +209,7 @@ def _read(text: str) -> Number | None:
     left, equals, right = _NO_CURRENCY.sub(" ", _CURRENCY.sub(r" \1", text)).rpartition("=")
     if equals and _NAME.fullmatch(right):  # 5 = x
         left, right = right, left
-    if not _NAME_OR_SUM.fullmatch(_COMMAND.sub(" ", left)):
+    if _TWO_EQUATIONS.search(left) or not is_evaluated(left):
         return None
     right = _LEADING_SIGN.sub(r"\1", right)
     found = _NUMBER.search(right)
@@ -205,9 +223,19 @@ def _read(text: str) -> Number | None:
         times > 1 and number.places == 0 and number.value.denominator > 1
     ):
         return None
-    unit = unit or (read_unit(currency[2]) if currency else None)
-    name = left.strip() if equals and len(left.strip()) == 1 and left.strip().isalpha() else ""
+    unit = read_unit(currency[2]) if currency else unit
+    name = left.partition("=")[0].strip() if equals else ""
+    name = name if len(name) == 1 and name.isalpha() else ""
     return number._replace(value=number.value * times, places=number.places * (times == 1), unit=unit, name=name)
+
+
+def is_evaluated(left: str) -> bool:
+    """Whether the first side of an equation is a name or a calculation, whose value is the last side, unlike `2x`."""
+    first, *others = re.split(r"=(?![^{}]*\})", left, maxsplit=1)
+    computed = bool(others) and not _has_digit(first)  # m + n = 9 + 4 = 13
+    return computed or bool(
+        _CALCULATION.match(first) or _NAME_OR_SUM.fullmatch(_COMMAND.sub(" ", _FUNCTION.sub("0", first)))
+    )
 
 
 def _without_scale(after: str) -> tuple[str, int]:
@@ -226,9 +254,9 @@ def _last_figures(words: list[str]) -> list[str] | None:
     if words and words[0] in ("-", "+", "*"):
         words = words[1:]  # a list item's number
     found = _all_figures(words)
-    for figures in reversed(found):
+    for index, figures in reversed(list(enumerate(found))):
         if not figures.denied():
-            return figures.without_dash()
+            return [] if index and figures.continues(found[index - 1]) else figures.with_unit()
         if not figures.is_contrast():
             break
     return [] if found else None
@@ -270,12 +298,27 @@ class _Figures(NamedTuple):
     position: int
     """Number of words in front of it."""
 
-    def without_dash(self) -> list[str]:
-        """The formula without a dash at its end: `18 - she sells them`."""
+    def with_unit(self) -> list[str]:
+        """The formula and the unit after it, without a dash between: `18` of `18 - she sells them`."""
         end = len(self.formula)
         while end and self.formula[end - 1] == "-":
             end -= 1
-        return self.formula[:end]
+        after = " " + " ".join(self.clause[self.position :])
+        return [*self.formula[:end], *after[: len(after) - len(split_unit(after)[1])].split()]
+
+    def continues(self, other: "_Figures") -> bool:
+        """Whether both are one answer: the minutes of `3 hours and 20 minutes`, 3 of `x = 2, y = 3`."""
+        same = other.clause is self.clause
+        words = other.clause[other.position : self.position if same else None]
+        between = " ".join(words if same else words + self.clause[: self.position]).strip()
+        before = {word.lower() for word in other.clause[: other.position]}
+        if len(self.formula) == len(other.formula) == 3 and self.formula[1] == other.formula[1] == "=":
+            return self.formula[0] != other.formula[0] and between in ("", "and") and before.isdisjoint(_CONDITIONS)
+        larger = read_unit(between.removesuffix(" and"))
+        smaller = split_unit(" " + " ".join(self.clause[self.position :]))[0]
+        if not larger or not smaller:
+            return False
+        return larger.dimensions == smaller.dimensions and larger.factor > smaller.factor
 
     def is_contrast(self) -> bool:
         """Whether the clause says what the answer is not, and another clause what it is."""
@@ -287,8 +330,7 @@ class _Figures(NamedTuple):
         """Whether the clause says that the number is not the answer, or no more than a bound of it."""
         words = [lower for word in self.clause[: self.position] if not (lower := _lower(word)).endswith("ly")]
         verb = max((index for index, word in enumerate(words) if word in _VERBS), default=-1)
-        last = words[-1] if words else ""
-        if last in _BOUNDS or words[-2:] == ["up", "to"] or _NO_WAY.search(" ".join(words)):
+        if is_changed_after(words) and (words[-1] in _BOUNDS or "=" not in self.formula):  # half of 10 = 5
             return True
         governing = words[max(verb - 1, 0) :] if verb >= 0 else words
         if any(word in _DENIALS or word.endswith("n't") or _denies_wide(word) for word in governing):
@@ -298,6 +340,11 @@ class _Figures(NamedTuple):
             return False
         denied = after[0] in _VERBS | _MODALS and not _DENIALS.isdisjoint(after)
         return denied or after[0].endswith("n't") or after[0] == "cannot" or _denies_wide(after[0])
+
+
+def is_changed_after(words: list[str]) -> bool:
+    """Whether words in front of a value make it a bound, a part or a multiple of the answer: `up to`, `twice`."""
+    return bool(words) and (words[-1] in _BOUNDS or words[-2:] == ["up", "to"] or bool(_NO_WAY.search(" ".join(words))))
 
 
 def _lower(word: str) -> str:
@@ -327,7 +374,7 @@ def _is_prose(before: str, after: str, *, attached: bool) -> bool:
     if attached and beside and beside[0] and beside[0].lower() not in _ATTACHED:
         return False
     leading = [word.lower() for word in re.findall(r"[A-Za-z]+", before)]
-    if leading and (leading[-1] in _BOUNDS or leading[-2:] == ["up", "to"]):
+    if is_changed_after(leading):
         return False
     words = [*leading, *(word.lower() for word in re.findall(r"[A-Za-z]+", after))]
     return all(

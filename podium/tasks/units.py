@@ -145,11 +145,12 @@ def split_unit(text: str) -> tuple[Unit | None, str]:
 
 def _pieces(text: str) -> Iterator[tuple[str, int]]:
     """Words, `/`, and powers as `^2`, each with the position of its end, up to where something else begins."""
-    position = 0
+    position, is_after_unit = 0, False
     for _ in range(_MAX_PIECES):
         found = _PIECE.match(text, position)
-        if not found:
+        if not found or (is_after_unit and found[1] == "in"):  # 5 km in total
             return
+        is_after_unit = bool(found[1]) and is_unit(found[1])
         position = found.end()
         if found[4] is None:
             yield found[1] or found[2] or f"^{found[3]}", position
