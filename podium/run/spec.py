@@ -232,7 +232,7 @@ class RunSpec:
     @property
     def group_size(self) -> int:
         """G: completions of a prompt that are trained on."""
-        return self.rollout.completions - self.recipe.needs_baseline
+        return self.rollout.completions - ("baselines" in self.recipe.reads)
 
     @property
     def rollout_mesh(self) -> Mapping[str, int]:
