@@ -721,8 +721,3 @@ def last_segments_alone() -> Plant:
     """A conversation is trained from its last prompt on."""
     original = Transcript.segments.fget
     return Transcript, "segments", property(lambda own: original(own)[-1:])
-
-
-def refilled_though_there_are_enough() -> Plant:
-    """Groups of unequal rewards do not count when a step asks whether it has enough of them."""
-    return generate.Group, "equal_rewards", lambda own, part: True

@@ -1,6 +1,7 @@
 """What the naive side says of draws and of the order of prompts, by hand."""
 
 import hashlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from podium.certify.naive_draws import (
     turn_seed,
 )
 from podium.certify.naive_mixture import Draw, NaiveMixture
+from podium.certify.prompt_order import superfluous
 
 FOUR = np.log(np.array([[0.4, 0.3, 0.2, 0.1]]))
 
@@ -112,3 +114,14 @@ def test_conversations_of_a_prompt_share_the_seed_of_their_environment_unless_ea
     by_hand = [int(hashlib.sha256(f"5 environment {n}".encode()).hexdigest()[:8], 16) for n in range(3)]
     swapped = [int.from_bytes(each.to_bytes(4, "big"), "little") >> 1 for each in by_hand]
     assert found == [swapped[:1] * 3, swapped]
+
+
+def test_a_step_has_no_more_groups_of_unequal_rewards_than_it_trains_on():
+    pays = [(0.0, 1.0), (1.0, 1.0), (0.5, 1.0), (0.0, 0.5)]
+    groups = [
+        SimpleNamespace(rewards=[SimpleNamespace(total=each, parts={"correct": 1.0}) for each in own]) for own in pays
+    ]
+    step, training = SimpleNamespace(groups=groups), SimpleNamespace(config=SimpleNamespace(prompts_per_step=2))
+    for zero_variance, metric, expected in (("refill", None, 1), ("refill", "correct", 0), ("drop", None, 2)):
+        rules = SimpleNamespace(zero_variance=zero_variance, zero_variance_metric=metric)
+        assert superfluous(SimpleNamespace(rules=rules), training, step) == expected
