@@ -89,11 +89,11 @@ def test_waiting_for_rewards_can_be_given_up(closed):
 
 
 def test_an_answer_past_its_limit_is_wrong_and_warned_of_once(closed, caplog):
-    rewards = closed(timeout_s=0.5).grade(answers("7", "sleep", "7", "sleep", "7"))
+    rewards = closed(timeout_s=1.5).grade(answers("7", "sleep", "7", "sleep", "7"))
     assert [reward.total for reward in rewards] == [1, 0, 1, 0, 1]
     assert [reward.timed_out for reward in rewards] == [False, True, False, True, False]
     assert [record.message for record in caplog.records] == [
-        "grading of Echo, prompt a/train/7 was stopped: it took longer than 0.5 s;"
+        "grading of Echo, prompt a/train/7 was stopped: it took longer than 1.5 s;"
         " it counts as wrong, and so will others"
     ]
 

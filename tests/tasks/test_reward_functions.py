@@ -80,13 +80,13 @@ def test_what_counts_as_correct_is_held_within_0_and_1():
 def test_a_call_that_is_too_slow_counts_as_0_and_is_told_once(caplog):
     ended = threading.Event()
 
-    @reward(timeout_s=0.6)
+    @reward(timeout_s=1.5)
     def slow(completion: str) -> float:
         if completion == "slow":
             ended.wait(60)
         return 1.0
 
-    @reward(timeout_s=0.6)
+    @reward(timeout_s=1.5)
     async def slower(completion: str) -> float:
         await asyncio.sleep(60 if completion == "slow" else 0)
         return 1.0
@@ -95,7 +95,7 @@ def test_a_call_that_is_too_slow_counts_as_0_and_is_told_once(caplog):
     ended.set()
     assert [each.total for each in rewards] == [0.0, 2.0, 0.0]
     assert [each.timed_out for each in rewards] == [True, False, True]
-    assert len([line for line in caplog.messages if "took longer than 0.6 s" in line]) == 2
+    assert len([line for line in caplog.messages if "took longer than 1.5 s" in line]) == 2
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), "many", "0.5", b"1", [1.0]])
