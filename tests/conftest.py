@@ -53,8 +53,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 gc.set_threshold(100_000, 20, 100)  # tracing makes many objects that live on: looking for garbage took 6 % of the time
 
-hypothesis.settings.register_profile("podium", deadline=None)  # a machine may have other work
-hypothesis.settings.load_profile("podium")
+# A machine may have other work: no example has a deadline. `make test` draws the same examples each time.
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=60, derandomize=True)
+hypothesis.settings.register_profile("nightly", deadline=None, max_examples=1000, print_blob=True)
+hypothesis.settings.load_profile("quick")  # unless --hypothesis-profile says otherwise
 
 MOST_BYTES = 3 * 2**30
 """Memory of this process from which compiled programs are forgotten: all of the long suite's would take 9 GiB."""

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -16,6 +18,22 @@ def below(pid: int) -> list[int]:
         with contextlib.suppress(OSError):
             own += map(int, file.read_text().split())
     return [*own, *(each for child in own for each in below(child))]
+
+
+def state(pid: int) -> str:
+    """The letter of a process's state, such as T for stopped; Z if it has ended and was not waited for, or is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def wait_for(condition: Callable[[], object], limit_s: float = 60.0) -> None:
+    """Return as soon as the condition holds; fails if it does not within a time far beyond what anything takes."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.01)
 
 
 def runs(pid: int) -> bool:

@@ -305,7 +305,7 @@ OLD_FILES = st.fixed_dictionaries(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(OLD_FILES)
 def test_whatever_is_translated_loads(translate, old):
     translate(yaml.safe_dump(old))

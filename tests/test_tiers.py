@@ -31,18 +31,22 @@ def test_slow_and_core():
 
 @pytest.mark.parametrize("n", [1])
 def test_burns(n):
-    burn(1.3)
+    burn(0.8)
+
+@pytest.mark.parametrize("n", range(4))
+def test_cases(n):
+    pass
 """
 
 
 @pytest.fixture
 def project(tmp_path):
-    """A folder with this repository's tiers and four tests."""
+    """A folder with this repository's tiers and some tests."""
     (tmp_path / "tiers.py").write_text((ROOT / "tests" / "tiers.py").read_text())
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["tiers"]\n')
     (tmp_path / "test_some.py").write_text(TESTS)
-    slow = {"test_some.py::test_long_ago_slow": 9.0, "test_some.py::test_slow_and_core": 9.0}
-    (tmp_path / "durations.json").write_text(json.dumps(slow))
+    slow = {"long_ago_slow": 9.0, "slow_and_core": 9.0, "cases[0]": 0.9, "cases[1]": 0.2, "cases[2]": 1.6}
+    (tmp_path / "durations.json").write_text(json.dumps({f"test_some.py::test_{k}": v for k, v in slow.items()}))
     markers = "[pytest]\npythonpath = .\nmarkers =\n    slow: slow\n    core: core\n"
     (tmp_path / "pytest.ini").write_text(markers)
     return tmp_path
@@ -57,8 +61,12 @@ def ran(project: Path, *arguments: str) -> str:
 
 def test_slow_tests_are_left_out_unless_they_are_core(project):
     found = ran(project, "-m", "not slow")
-    for name, expected in {"quick": 1, "long_ago_slow": 0, "slow_and_core": 1, "burns[1]": 1}.items():
-        assert found.count(f"PASSED test_some.py::test_{name}") == expected
+    passed = {line.removeprefix("PASSED test_some.py::test_") for line in found.splitlines() if "PASSED" in line}
+    assert passed == {"quick", "slow_and_core", "burns[1]", "cases[0]", "cases[3]"}, found
+
+
+def test_further_cases_are_slow_only_beside_their_first(project):
+    assert "PASSED test_some.py::test_cases[1]" in ran(project, "-m", "not slow", "test_some.py::test_cases[1]")
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
@@ -66,7 +74,7 @@ def test_cpu_seconds_are_recorded_by_every_worker(project, workers):
     ran(project, "--record-durations", "-n", workers)
     recorded = json.loads((project / "durations.json").read_text())
     assert list(recorded) == ["test_some.py::test_burns[1]"]
-    assert recorded["test_some.py::test_burns[1]"] >= 1.3
+    assert recorded["test_some.py::test_burns[1]"] >= 0.8
     ran(project, "--record-durations", "-k", "quick")
     assert list(json.loads((project / "durations.json").read_text())) == ["test_some.py::test_burns[1]"]
 

@@ -20,6 +20,8 @@ from podium.tasks.task import Prompt
 TURNS = 3
 WAITING = "TALKING_WAITS"
 """Environment variable with the turns of `Waiting`, and the least and the most seconds of a reply."""
+HOLDS = "TALKING_HOLDS"
+"""Environment variable with a file: once that has any content, a tool of `Talking` that runs does not end."""
 STARTING = threading.Lock()
 SERVICES: list[subprocess.Popen[bytes]] = []
 """The process that tools of this process use, once one has run."""
@@ -78,3 +80,5 @@ def use_tool(seconds: float) -> None:
     tools.mkdir(exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=tools):
         time.sleep(seconds)
+        while os.environ.get(HOLDS) and Path(os.environ[HOLDS]).exists() and Path(os.environ[HOLDS]).stat().st_size:
+            time.sleep(0.01)

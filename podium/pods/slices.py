@@ -14,7 +14,6 @@ Nothing is stored here: every call queries what exists.
 
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -92,6 +91,7 @@ class SliceLists:
         self.say = say
         self.random_word = random_word
         self._parallel = parallel
+        self._zones: list[str] | None = None
 
     def survey(
         self, zones: Iterable[str] | None = None, *, each_zone: bool = False, needed: Sequence[str] = ()
@@ -112,10 +112,13 @@ class SliceLists:
             queued = [each for found in pool.map(lambda zone: self._queued(zone, needed), wanted) for each in found]
         return [each for each in read_slices(nodes, queued) if zones is None or each.zone in wanted]
 
-    @functools.cached_property
+    @property
     def zones(self) -> list[str]:
         """The zones in which this project may request TPUs."""
-        return sorted(each["locationId"] for each in self._answer(self.gcloud.argv.zones()))
+        # Not functools.cached_property: in Python 3.11 all its instances share one lock, and gcloud is slow.
+        if self._zones is None:
+            self._zones = sorted(each["locationId"] for each in self._answer(self.gcloud.argv.zones()))
+        return self._zones
 
     def find(self, name: str, *, each_zone: bool = False, needed: Sequence[str] = ()) -> list[Slice]:
         """All slices with this name, in all zones; the queues of `needed` zones must be readable."""

@@ -6,7 +6,6 @@ The process that holds them runs verifiers' own code: tasks, harness, scoring. I
 
 import asyncio
 import contextlib
-import functools
 import importlib
 import importlib.util
 import itertools
@@ -17,7 +16,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Annotated, ClassVar, Protocol, TypeVar
+from typing import Annotated, ClassVar, NamedTuple, Protocol, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -93,31 +92,45 @@ class Verifiers(PaidByEnvironment):
         self._taskset = taskset or {}
         self._env = env or {}
         self._client = client or {}
+        # Conversations of a process begin on separate threads. (In Python 3.11, functools.cached_property has one lock
+        # for all instances, so one environment would wait for another one to load.)
         self._lock = threading.Lock()
+        self._loaded: _Loaded | None = None
+        self._serving: _Serving | None = None
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """One prompt per task; what is said is up to the harness."""
-        numbers = held_out(f"verifiers:{self.taskset_id}", range(len(self._tasks)), split, self.eval_size)
+        numbers = held_out(f"verifiers:{self.taskset_id}", range(len(self._load().tasks)), split, self.eval_size)
         return [Prompt(id=f"verifiers/{self.taskset_id}/{number}", question="", answer="") for number in numbers]
 
     def open(self, prompt: Prompt, seed: int) -> Led:
         """An episode."""
-        with self._lock:  # conversations of a process begin on threads of their own
-            task, serving = self._tasks[int(prompt.id.rpartition("/")[2])], self._serving
+        loaded = self._load()
+        with self._lock:
+            if self._serving is None:
+                self._serving = _Serving(loaded.environment, loaded.role, self._client)
+            serving = self._serving
+        task = loaded.tasks[int(prompt.id.rpartition("/")[2])]
         return Led(lambda line: _Playing(serving, task, line))
 
-    @functools.cached_property
-    def _environment(self) -> _Environment:
-        """The environment. Raises ValueError if it cannot be made."""
-        _check_uv()
-        v1 = importlib.import_module("verifiers.v1")
-        try:
-            settings, _ = self._settings
-            return v1.load_environment(v1.resolve_env_config(settings))
-        except (ImportError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise self._unusable(error) from error
+    def _load(self) -> "_Loaded":
+        """The environment and its tasks, loaded once. Raises ValueError if they cannot be loaded."""
+        with self._lock:
+            if self._loaded is None:
+                _check_uv()
+                v1 = importlib.import_module("verifiers.v1")
+                try:
+                    settings, role = self._settings()
+                    environment: _Environment = v1.load_environment(v1.resolve_env_config(settings))
+                except (ImportError, LookupError, TypeError, ValueError, AttributeError) as error:
+                    raise self._unusable(error) from error
+                try:
+                    tasks = list(itertools.islice(environment.taskset, self.size + self.eval_size))
+                except Exception as error:  # an environment's own code
+                    raise self._unusable(error) from error
+                self._loaded = _Loaded(environment, role, tasks)
+            return self._loaded
 
-    @functools.cached_property
     def _settings(self) -> tuple[Settings, str]:
         """The environment's settings, with what it needs to run on this machine; and the role that is trained.
 
@@ -143,18 +156,6 @@ class Verifiers(PaidByEnvironment):
             )
         return settings, trained[0]
 
-    @functools.cached_property
-    def _tasks(self) -> list[object]:
-        """The tasks. Raises ValueError if they cannot be loaded."""
-        try:
-            return list(itertools.islice(self._environment.taskset, self.size + self.eval_size))
-        except Exception as error:  # an environment's own code
-            raise self._unusable(error) from error
-
-    @functools.cached_property
-    def _serving(self) -> "_Serving":
-        return _Serving(self._environment, self._settings[1], self._client)
-
     def _unusable(self, error: Exception) -> ValueError:
         why = next((line.strip() for line in str(error).splitlines() if line.strip(" *")), type(error).__name__)
         return ValueError(
@@ -171,6 +172,13 @@ def verifiers_task(taskset_id: str) -> type[Verifiers]:
     if importlib.util.find_spec("verifiers") is None:
         raise ValueError("verifiers: the package is not installed: pip install 'podium-rl[verifiers]'")
     return type(Verifiers.__name__, (Verifiers,), {"taskset_id": taskset_id, "__doc__": Verifiers.__doc__})
+
+
+class _Loaded(NamedTuple):
+    environment: _Environment
+    role: str
+    """The one that is trained."""
+    tasks: list[object]
 
 
 def _check_uv() -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 
 import pytest
 import yaml
@@ -127,9 +126,7 @@ def test_what_is_written_reads_the_same_in_yaml_1_1(value):
 def test_a_document_of_aliases_is_refused_before_it_fills_memory(read):
     """330 bytes that mean 9^9 values: PyYAML shares them, and whoever writes them out does not end."""
     levels = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in itertools.pairwise("abcdefghi"))
-    start = time.perf_counter()
     message = refused(read, f"a: &a [{', '.join(['x'] * 9)}]\n{levels}")
-    assert time.perf_counter() - start < 5
     assert "a.yaml: has more than 100,000 values with its aliases (*name) written out" in " ".join(message.split())
 
 

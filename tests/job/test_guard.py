@@ -37,8 +37,8 @@ def make_cluster(worker: int, port: int, workers: int = 4) -> Cluster:
 
 def meet(
     port: int, folder: Path, workers: list[int], *, number: int = 4, arrival_s: float = 30.0, **changes: Any
-) -> tuple[dict[int, str], float]:
-    """What each of these workers of `number` ends with, by place in the list ("": all is well), and the seconds."""
+) -> dict[int, str]:
+    """What each of these workers of `number` ends with, by place in the list ("": all is well)."""
     ends: dict[int, str] = {}
 
     def join(place: int, worker: int) -> None:
@@ -54,18 +54,16 @@ def meet(
             changes.get("kinds", {})[place] = error.kind
 
     threads = [threading.Thread(target=join, args=each) for each in enumerate(workers)]
-    start = time.monotonic()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    return ends, time.monotonic() - start
+    return ends
 
 
 def test_all_there_and_alike_go_on_and_leave_the_port_and_the_folder_free(port, tmp_path):
-    ends, seconds = meet(port, tmp_path / "runs", [0, 1, 2, 3])
+    ends = meet(port, tmp_path / "runs", [0, 1, 2, 3])
     assert ends == dict.fromkeys(range(4), "")
-    assert seconds < 30.0  # nobody waits for more workers
     assert list((tmp_path / "runs").iterdir()) == []
     for _ in range(2):  # no connection that is closing keeps it
         socket.create_server(("127.0.0.1", port)).close()
@@ -73,7 +71,7 @@ def test_all_there_and_alike_go_on_and_leave_the_port_and_the_folder_free(port, 
 
 def test_a_worker_of_another_attempt_is_not_heard_and_disturbs_nobody(port, tmp_path):
     """It comes as worker 1 too, and knows another nonce: the job begins, and the stray ends alone."""
-    ends, _ = meet(port, tmp_path, [0, 1, 1, 2, 3], nonces={2: "n1"})
+    ends = meet(port, tmp_path, [0, 1, 1, 2, 3], nonces={2: "n1"})
     assert {place: end for place, end in ends.items() if end} == {2: ends[2]}
     assert "worker 0 is not waiting for this job" in ends[2]
 
@@ -107,7 +105,7 @@ def test_a_stranger_at_worker_0s_port_reads_no_file_of_a_follower(port, tmp_path
     thread = threading.Thread(target=stranger)
     thread.start()
     (tmp_path / "runs").mkdir()
-    ends, _ = meet(port, tmp_path / "runs", [1], arrival_s=5.0)
+    ends = meet(port, tmp_path / "runs", [1], arrival_s=5.0)
     thread.join()
     assert ends[0]
     assert "identity" in "".join(said)
@@ -115,7 +113,7 @@ def test_a_stranger_at_worker_0s_port_reads_no_file_of_a_follower(port, tmp_path
 
 
 def test_missing_workers_are_named_to_all(port, tmp_path):
-    ends, _ = meet(port, tmp_path, [0, 2], arrival_s=1.0)
+    ends = meet(port, tmp_path, [0, 2], arrival_s=1.0)
     assert set(ends) == {0, 1}
     assert set(ends.values()) == {
         "launch guard: workers 1, 3 are missing: 2 of 4 arrived, and no more within 1 s;"
@@ -124,7 +122,7 @@ def test_missing_workers_are_named_to_all(port, tmp_path):
 
 
 def test_a_missing_first_worker_is_named(port, tmp_path):
-    ends, _ = meet(port, tmp_path, [1], arrival_s=0.5)
+    ends = meet(port, tmp_path, [1], arrival_s=0.5)
     assert "worker 1 cannot reach worker 0 at 127.0.0.1" in ends[0]
     assert "start worker 0, read its log if it has ended, or open the port" in ends[0]
 
@@ -140,7 +138,7 @@ def test_a_worker_0_that_has_ended_is_named_with_its_reason(port, tmp_path):
 def test_why_worker_0_exits_is_told_to_the_others(port, tmp_path):
     """A usage error ends the process by SystemExit; its cause is what is told."""
     ends: dict[int, str] = {}
-    thread = threading.Thread(target=lambda: ends.update(meet(port, tmp_path, [1], number=2)[0]))
+    thread = threading.Thread(target=lambda: ends.update(meet(port, tmp_path, [1], number=2)))
     thread.start()
     with pytest.raises(SystemExit), Guard(make_cluster(0, port, workers=2)):
         try:
@@ -152,7 +150,7 @@ def test_why_worker_0_exits_is_told_to_the_others(port, tmp_path):
 
 
 def test_a_worker_that_was_started_twice_is_named(port, tmp_path):
-    ends, _ = meet(port, tmp_path, [0, 1, 1, 2], arrival_s=1.5)
+    ends = meet(port, tmp_path, [0, 1, 1, 2], arrival_s=1.5)
     assert len(set(ends.values())) == 1
     host = socket.gethostname()
     assert f"worker 1 was started twice, on {host} and on {host}; stop one of them; worker 3 is missing" in ends[0]
@@ -167,7 +165,7 @@ def test_a_copy_that_comes_late_ends_alone_and_the_job_goes_on(port, tmp_path):
     """As where a transport starts the command again: jax would let the copy end the healthy job."""
     with socket.create_server(("127.0.0.1", port)) as jax:  # which has the port by now, and answers no greeting
         late: dict[int, str] = {}
-        thread = threading.Thread(target=lambda: late.update(meet(port, tmp_path, [1], arrival_s=0.3)[0]))
+        thread = threading.Thread(target=lambda: late.update(meet(port, tmp_path, [1], arrival_s=0.3)))
         thread.start()
         connection, _ = jax.accept()
         connection.sendall(b"PRI * HTTP/2.0\r\n")
@@ -181,7 +179,7 @@ def test_a_copy_that_comes_late_ends_alone_and_the_job_goes_on(port, tmp_path):
     ("key", "value"), [("steps", "4"), ("commit", "abd"), ("version of jax", "0.10.3"), ("rollout.slots", "8")]
 )
 def test_what_differs_is_named_with_both_values(port, tmp_path, key, value):
-    ends, _ = meet(port, tmp_path, [0, 1, 2, 3], identity={2: {key: value}})
+    ends = meet(port, tmp_path, [0, 1, 2, 3], identity={2: {key: value}})
     assert len(set(ends.values())) == 1
     assert ends[0] == (
         f"launch guard: {key} is {value!r} on worker 2 ({socket.gethostname()}) and {SAME.get(key)!r} on worker 0"
@@ -198,7 +196,7 @@ def test_a_worker_of_a_job_of_another_size_is_named(port, tmp_path):
 
     thread = threading.Thread(target=join_another)
     thread.start()
-    found, _ = meet(port, tmp_path, [0], arrival_s=1.5)
+    found = meet(port, tmp_path, [0], arrival_s=1.5)
     thread.join()
     assert "arrived as worker 1 of 8, but this job has 4" in found[0]
     assert ends == [found[0]]
@@ -207,7 +205,7 @@ def test_a_worker_of_a_job_of_another_size_is_named(port, tmp_path):
 def test_a_folder_that_is_not_shared_is_named(port, tmp_path, monkeypatch):
     monkeypatch.setattr("podium.job.guard.SHARED_S", 0.3)
     other = tmp_path / "local disk"
-    ends, _ = meet(port, tmp_path / "runs", [0, 1, 2, 3], folders={3: other})
+    ends = meet(port, tmp_path / "runs", [0, 1, 2, 3], folders={3: other})
     assert len(set(ends.values())) == 1
     assert f"worker 3 ({socket.gethostname()}) does not see what worker 0 writes to {tmp_path}/runs" in ends[0]
     assert f"(its folder is {other}): set runs_dir to one directory that all hosts share" in ends[0]
@@ -215,14 +213,14 @@ def test_a_folder_that_is_not_shared_is_named(port, tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_made_is_named(port, tmp_path):
     (tmp_path / "file").write_text("")
-    ends, _ = meet(port, tmp_path / "file" / "runs", [0, 1], number=2)
+    ends = meet(port, tmp_path / "file" / "runs", [0, 1], number=2)
     assert "worker 0 cannot write to" in ends[0]
     assert len(set(ends.values())) == 1
 
 
 def test_a_worker_that_arrives_and_ends_is_named(port, tmp_path):
     ends: dict[int, str] = {}
-    thread = threading.Thread(target=lambda: ends.update(meet(port, tmp_path, [0, 1], number=3)[0]))
+    thread = threading.Thread(target=lambda: ends.update(meet(port, tmp_path, [0, 1], number=3)))
     thread.start()
     with Guard(make_cluster(2, port, workers=3)):
         pass
@@ -240,27 +238,26 @@ def test_why_worker_0_ends_before_the_check_is_told_to_all(port, tmp_path, late_
 
     def follow() -> None:
         time.sleep(late_s)
-        ends.update(meet(port, tmp_path, [1, 2], number=3, kinds=kinds)[0])
+        ends.update(meet(port, tmp_path, [1, 2], number=3, kinds=kinds))
 
     thread = threading.Thread(target=follow)
-    began = time.monotonic()
     thread.start()
     with pytest.raises(ValueError), Guard(make_cluster(0, port, workers=3)):
         raise ValueError("steps: expected int, got 'many' with CANARY0123456789abcdef")
     thread.join()
-    assert time.monotonic() - began < 20.0
     said = f"launch guard: worker 0 ({socket.gethostname()}) has ended: ValueError: steps: expected int, got 'many'"
     assert [text.startswith(said) and "CANARY" not in text for text in ends.values()] == [True, True], ends
     assert kinds == {0: "missing", 1: "missing"}
 
 
-def test_worker_0_that_ends_well_or_waits_for_nobody_does_not_linger(port, monkeypatch):
+def test_worker_0_that_ends_well_or_waits_for_nobody_does_not_linger(port, monkeypatch, capsys):
+    with pytest.raises(SystemExit), Guard(make_cluster(0, port, workers=3)):
+        raise SystemExit(0)
+    assert capsys.readouterr().err == ""
     monkeypatch.setattr("podium.job.guard.ENDED_S", 0.5)
-    began = time.monotonic()
-    for end in (SystemExit(0), ValueError("no")):
-        with pytest.raises(type(end)), Guard(make_cluster(0, port, workers=3)):
-            raise end
-    assert time.monotonic() - began < 2.0
+    with pytest.raises(ValueError), Guard(make_cluster(0, port, workers=3)):
+        raise ValueError("no")
+    assert "waiting up to 0.5 s for each other worker" in capsys.readouterr().err
 
 
 def test_strangers_at_the_port_are_not_counted(port, tmp_path):
@@ -279,11 +276,11 @@ def test_strangers_at_the_port_are_not_counted(port, tmp_path):
         for greeting in (b"GET / HTTP/1.1\r\n\r\n", b'{"worker": "x"}\n', b"[1]\n", b""):
             with connect() as stranger:
                 stranger.sendall(greeting)
-        ends.update(meet(port, tmp_path, [1], number=2)[0])
+        ends.update(meet(port, tmp_path, [1], number=2))
 
     thread = threading.Thread(target=disturb_and_join)
     thread.start()
-    first, _ = meet(port, tmp_path, [0], number=2)
+    first = meet(port, tmp_path, [0], number=2)
     thread.join(120)
     assert (first, ends) == ({0: ""}, {0: ""})
 

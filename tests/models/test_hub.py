@@ -13,27 +13,28 @@ from tiny_models import hf_config, write_model
 
 from podium.models.hf_config import from_hf_config
 
-FAST_S = 2.0
 ASK = """
 import dataclasses, json, sys, time
 from podium.models import presets, source
 from podium.models.presets import find_architecture
 source.HUB_TIMEOUT_S = presets.HUB_TIMEOUT_S = 0.3
+pauses = []
+time.sleep = pauses.append
 found = {}
 for model in sys.argv[1:]:
     for ask in (find_architecture, lambda model: source.read_architecture(source.resolve(model))):
-        start = time.perf_counter()
         try:
             answer = dataclasses.asdict(ask(model))
         except source.ModelError as error:
             answer = str(error)
-        found.setdefault(model, []).append((answer, time.perf_counter() - start))
+        found.setdefault(model, []).append((answer, sum(pauses)))
+        pauses.clear()
 print(json.dumps(found))
 """
 
 
 def ask(cache: Path, *models: str, **environment: str) -> dict[str, list[tuple[Any, float]]]:
-    """What a plan and a run each have of models, or its error, and in how many seconds."""
+    """What a plan and a run each have of models, or its error, and the seconds that it paused before it asked again."""
     env = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
     env |= {"HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", **environment}
     done = subprocess.run([sys.executable, "-c", ASK, *models], env=env, capture_output=True, text=True, timeout=120)
@@ -65,11 +66,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[An
     ],
 )
 def test_a_model_that_cannot_be_had_is_one_clear_error_and_soon(answers, model: str, message: str):
-    for error, seconds in answers[model]:
+    for error, paused_s in answers[model]:
         assert error.startswith(f"model '{model}': ")
         assert message in error
         assert "\n" not in error
-        assert seconds < FAST_S
+        assert paused_s == 0
 
 
 def test_a_plan_names_the_models_that_it_needs_no_hub_for(answers):
@@ -106,15 +107,15 @@ def test_a_plan_downloads_one_small_file_and_a_run_the_weights(tmp_path: Path):
 
 
 def test_offline_is_said_and_at_once(tmp_path: Path):
-    for error, seconds in ask(tmp_path, "podium/absent", HF_HUB_OFFLINE="1")["podium/absent"]:
+    for error, paused_s in ask(tmp_path, "podium/absent", HF_HUB_OFFLINE="1")["podium/absent"]:
         assert "not available from the hub (HF_HUB_OFFLINE is set)" in error
-        assert seconds < FAST_S
+        assert paused_s == 0
 
 
 def test_without_a_network_it_is_said_at_once(tmp_path: Path):
     (answer, _), *_ = found = ask(tmp_path, "podium/absent", HF_ENDPOINT="http://127.0.0.1:9")["podium/absent"]
     assert "not available from the hub (ConnectError: " in answer
-    assert all(seconds < FAST_S for _, seconds in found)
+    assert all(paused_s == 0 for _, paused_s in found)
 
 
 def test_what_was_downloaded_serves_when_the_hub_is_gone(tmp_path: Path):
@@ -127,13 +128,11 @@ def test_what_was_downloaded_serves_when_the_hub_is_gone(tmp_path: Path):
 
 def test_a_plan_waits_two_seconds_even_for_a_name_server_that_does_not_answer():
     code = (
-        "import socket, sys, threading, time; from podium.models import presets, source;"
-        "socket.getaddrinfo = lambda *_, **__: threading.Event().wait(60);"
-        "start = time.perf_counter()\n"
+        "import socket, threading; from podium.models import presets, source;"
+        "socket.getaddrinfo = lambda *_, **__: threading.Event().wait();\n"
         "try: presets.find_architecture('nobody/nothing')\n"
-        "except source.ModelError as error: print(time.perf_counter() - start, error)"
+        "except source.ModelError as error: print(error)"
     )
     env = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    seconds, _, message = done.stdout.partition(" ")
-    assert 2 <= float(seconds) < 6 and "no answer within 2 s" in message, done.stderr
+    assert "no answer within 2 s" in done.stdout, done.stderr

@@ -3,7 +3,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -204,12 +203,10 @@ def test_wandb_online_without_network_is_announced_and_stops_nothing(tmp_path):
     pytest.importorskip("wandb")
     config = make_config(tmp_path, wandb={"mode": "online"})
     nowhere = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": str(tmp_path)}
-    began = time.monotonic()
     done = run_program(ONLINE.format(tree=config.model_dump(mode="json")), **nowhere)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("wandb failed (CommError: ")
     assert len(done.stdout.splitlines()) == 1
-    assert time.monotonic() - began < 60
     assert '"train-other/loss": 0.5' in (tmp_path / "runs/demo" / METRICS).read_text()
 
 

@@ -3,7 +3,9 @@
 import dataclasses
 import random
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -480,3 +482,23 @@ def agrees_with_the_ledger(world: World) -> None:
 def test_random_faults_leave_nothing_behind(block):
     for seed in range(20 * block, 20 * block + 20):
         one_story(seed)
+
+
+def test_one_project_s_zones_are_listed_while_gcloud_is_slow_for_another(world):
+    """Both commands run in threads of one process; the first is answered only after the second."""
+    asked, answered = threading.Event(), threading.Event()
+
+    def slow(argv, timeout_s):
+        asked.set()
+        assert answered.wait(60)
+        return world.gcloud(argv, timeout_s)
+
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(lambda: world.owned_by("eve", slow).zones)
+        assert asked.wait(60)
+        second = threads.submit(lambda: world.slices.zones)
+        try:
+            assert second.result(30) == sorted(ZONES)
+        finally:
+            answered.set()
+        assert first.result(60) == sorted(ZONES)

@@ -1,7 +1,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.rollout.request import Key, SamplingParams
@@ -215,7 +215,6 @@ def converse(world, *, room, parks, cancels, restarts=0.0, most=10_000):
     assert sorted(map(id, world.done)) == sorted(map(id, world.known)), "a sequence is missing or came twice"
 
 
-@settings(deadline=None, max_examples=150)
 @given(
     groups=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6)), max_size=12),
     slots=st.integers(1, 6),

@@ -204,8 +204,9 @@ def test_answers_in_progress_end_and_new_requests_are_told_to_come_again(ending)
         wait_for(lambda: worker.counters.in_flight == 16)
         half = connected(server.port)
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
-        half.sendall(b"Content-Length: 10\r\n\r\n{")
-        time.sleep(0.05)
+        half.sendall(b"Content-Length: 10\r\nExpect: 100-continue\r\n\r\n")
+        assert half.recv(1000).startswith(b"HTTP/1.1 100 ")  # it reads the body
+        half.sendall(b"{")
         server._server.should_exit = True
         wait_for(lambda: worker._ending)
         late = [ask(server, max_tokens=1), server.ask("/health")]

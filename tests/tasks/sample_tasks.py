@@ -34,6 +34,9 @@ class Echo:
                 time.sleep(60)
             case "secrets":
                 return float(not any(name in os.environ for name in ("HF_TOKEN", "WANDB_API_KEY")))
+            case text if text.startswith("read "):
+                with open(text.removeprefix("read "), "rb", buffering=0) as file:
+                    return float(file.read(1))
             case "crash":
                 os._exit(3)
             case "memory":

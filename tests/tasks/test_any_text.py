@@ -13,7 +13,7 @@ import numpy as np
 import pydantic
 import pytest
 import typing_extensions
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.files import to_json
@@ -71,7 +71,6 @@ def check(text: str, form: Any) -> None:
         assert is_sendable(list(sent.messages)) and all(run.name.encode() for run in sent.ran)
 
 
-@settings(deadline=None, max_examples=150)
 @given(CALLS, st.sampled_from(["tags", "object", "mistral", "harmony", "deepseek"]), st.booleans())
 def test_any_json_text_is_a_call_or_a_problem(value, form, ascii_only):
     text = json.dumps(value, ensure_ascii=ascii_only)
@@ -88,7 +87,6 @@ def test_any_json_text_is_a_call_or_a_problem(value, form, ascii_only):
     )
 
 
-@settings(deadline=None, max_examples=150)
 @given(ARGUMENTS, st.sampled_from(["parameters", "keys", "braces", "python", "invoke"]), st.booleans())
 def test_any_arguments_in_other_forms_are_a_call_or_a_problem(arguments, form, as_python):
     written = {key: repr(value) if as_python else json.dumps(value) for key, value in arguments.items()}
@@ -109,7 +107,6 @@ def test_any_arguments_in_other_forms_are_a_call_or_a_problem(arguments, form, a
     check(frames[form].format(texts[form]), form)
 
 
-@settings(deadline=None, max_examples=100)
 @given(TEXT, st.sampled_from(sorted(FORMS)))
 def test_any_text_between_marks_is_a_call_or_a_problem(text, form):
     open_mark, close_mark = (*FORMS[form].marks, "", "")[:2]
@@ -146,7 +143,6 @@ def dialogue() -> Dialogue:
     return Dialogue("a task", tokenizer, TOOLS)
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.text(st.characters(exclude_categories=()), max_size=40), st.sampled_from(["user", "tool"]))
 def test_any_text_as_a_reply_becomes_tokens(dialogue, text, role):
     sent = plain_reply(Reply(messages=({"role": role, "content": text},)))
@@ -158,14 +154,12 @@ def test_any_text_as_a_reply_becomes_tokens(dialogue, text, role):
     assert dialogue.tokenizer.encode(text) == dialogue.tokenizer.encode(plain_text)
 
 
-@settings(deadline=None, max_examples=50)
 @given(TEXT, JSON)
 def test_any_text_is_recorded_on_one_line(text, value):
     line = to_json({"text": text, text: value})
     assert line.encode() and "\n" not in line and isinstance(json.loads(line), dict)
 
 
-@settings(deadline=None, max_examples=50)
 @given(TEXT)
 def test_any_text_of_a_client_is_read_with_whole_characters(text):
     raw = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.config.errors import ConfigError
@@ -61,7 +61,6 @@ def test_only_the_last_groups_count_and_the_state_is_all_there_is():
 
 
 @given(st.lists(st.lists(st.floats(0, 1), max_size=6), min_size=3, max_size=3), st.floats(0.01, 1), st.floats(0, 1))
-@settings(max_examples=200, deadline=None)
 def test_each_level_keeps_its_share_of_even_draws(means, spread, uniform):
     made = curriculum(means, spread=spread)
     chances = made.chances()

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.config.schema import TaskConfig
@@ -188,7 +188,6 @@ def reachable(lake: tuple[str, ...]) -> bool:
 
 @pytest.mark.parametrize("name", GAMES)
 @given(said=st.lists(ANYTHING, min_size=15, max_size=15), number=st.integers(0, 99), seed=st.integers(0, 9))
-@settings(max_examples=40, deadline=None)
 def test_whatever_is_said_a_game_ends_in_time_and_pays_from_0_to_1(name, said, number, seed):
     held, prompt = conversing(TaskConfig(name=name)), EVALUATED[name][number]
     assert held is not None
@@ -213,7 +212,6 @@ EVALUATED = {name: make_task(TaskConfig(name=name, options=SMALL.get(name, {})))
 
 
 @given(code=st.text("1234", min_size=4, max_size=4), guess=st.text("1234", min_size=4, max_size=4))
-@settings(max_examples=100, deadline=None)
 def test_marks_of_mastermind_are_those_of_the_best_pairing(code, guess):
     """Right digits at any place are the most that a permutation of the guess can match; and marks are symmetric."""
     placed, elsewhere = mastermind.marks(code, guess)
@@ -223,7 +221,6 @@ def test_marks_of_mastermind_are_those_of_the_best_pairing(code, guess):
 
 
 @given(word=st.sampled_from(WORDS), guess=st.sampled_from(WORDS))
-@settings(max_examples=200, deadline=None)
 def test_marks_of_wordle_count_each_letter_as_often_as_the_word_has_it(word, guess):
     found = wordle.marks(word, guess)
     for place, mark in enumerate(found):

@@ -84,13 +84,11 @@ def in_a_number(error: BaseException) -> Callable[..., Any]:
 @pytest.mark.parametrize("make", [plain, coroutine, in_a_task, lazy, in_a_number])
 @pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
 def test_whatever_a_function_raises_stops_the_run_with_its_traceback(error, make):
-    start = time.monotonic()
     with pytest.raises(FunctionError) as raised:
         graded(make(error))
     message = str(raised.value)
     assert "took longer" not in message and "then continue the run" in message
     assert type(error).__name__ in message and "raise error" in message
-    assert time.monotonic() - start < PATIENCE_S
 
 
 def test_other_functions_are_still_called_after_one_has_ended_its_loop():
@@ -145,7 +143,6 @@ def test_an_async_function_that_blocks_its_loop_is_too_slow_and_others_go_on():
     name, other = name_of(blocking), name_of(well)
     tasks = [TaskConfig(name="arithmetic", rewards={each: 1.0}, correct=each) for each in (name, other)]
     grader = Grader(tasks, GradingConfig(workers=0), max_new_tokens=64)
-    start = time.monotonic()
     try:
         assert grader.grade(group("block"))[0].timed_out
         ((prompt, answer),) = group("a")
@@ -153,7 +150,6 @@ def test_an_async_function_that_blocks_its_loop_is_too_slow_and_others_go_on():
     finally:
         grader.close()
     assert (found.total, found.timed_out) == (2.0, False)
-    assert time.monotonic() - start < PATIENCE_S
 
 
 def test_an_async_function_that_does_not_let_itself_be_cancelled_is_too_slow():
@@ -165,9 +161,7 @@ def test_an_async_function_that_does_not_let_itself_be_cancelled_is_too_slow():
             except asyncio.CancelledError:
                 continue
 
-    start = time.monotonic()
     assert [each.timed_out for each in graded(stubborn, texts=("a",))] == [True]
-    assert time.monotonic() - start < PATIENCE_S
 
 
 def cancel_all() -> Callable[..., Any]:

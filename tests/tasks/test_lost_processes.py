@@ -6,13 +6,14 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import runs
+from processes import runs, state, wait_for
 
 from podium.config.schema import EnvironmentsConfig, TaskConfig
 from podium.tasks import conversation_processes, program, worker_process
@@ -38,7 +39,7 @@ class Blocks:
 
 
 class Talk:
-    """Says how often it was answered; an answer may say what it is to do."""
+    """Says how often it was answered; an answer may say what it is to do, and a file to create as that begins."""
 
     def __init__(self, prompt: Prompt, seed: int) -> None:
         self.count = 0
@@ -48,7 +49,10 @@ class Talk:
 
     def reply(self, turn: Turn) -> Any:
         self.count += 1
-        match turn.text.split():
+        act, _, mark = turn.text.partition(" > ")
+        if mark:
+            Path(mark).touch()
+        match act.split():
             case ["hold"]:
                 re.match(r"(a+)+b", "a" * 64)
             case ["stop"]:
@@ -156,27 +160,34 @@ def test_what_takes_the_process_with_it_fails_alone_and_the_others_are_lost(talk
 
 
 @pytest.mark.parametrize("act", ["hold", "stop"])
-def test_a_full_pipe_to_a_process_that_does_not_read_blocks_nobody(talks, act):
-    """More than any pipe or socket holds."""
+def test_a_full_pipe_to_a_process_that_does_not_read_blocks_nobody(talks, act, tmp_path):
+    """More than any pipe or socket holds. The process is killed by `next`, so who waited for it would wait for ever."""
     begin(talks, *range(40))
-    say(talks, 7, act)
-    time.sleep(0.3)
-    start = time.monotonic()
-    for number in range(40):
-        if number != 7:
-            say(talks, number, "x" * 200_000)
-    assert time.monotonic() - start < 1.4, "it waited for the pipe"
+    (pid,) = shared(talks)
+    say(talks, 7, f"{act} > {tmp_path / 'begun'}")
+    wait_for((tmp_path / "begun").exists)
+    wait_for(lambda: act == "hold" or state(pid) == "T")
+
+    def say_much() -> None:
+        for number in range(40):
+            if number != 7:
+                say(talks, number, "x" * 200_000)
+
+    saying = threading.Thread(target=say_much, daemon=True)
+    saying.start()
+    saying.join(PATIENCE_S)
+    assert not saying.is_alive(), "it waits for the pipe"
     found = answers(talks, 40)
     assert found.pop(7).kind == "failed"
     assert {each.kind for each in found.values()} == {"lost"}
     assert not any(each.apart for each in found.values())  # their requests were never taken
 
 
-def test_of_several_calls_in_progress_the_culprit_is_found_by_one_call_at_a_time(talks):
+def test_of_several_calls_in_progress_the_culprit_is_found_by_one_call_at_a_time(talks, tmp_path):
     begin(talks, *range(4))
     for number in range(3):
-        say(talks, number, "await")
-    time.sleep(0.2)
+        say(talks, number, f"await > {tmp_path / str(number)}")
+    wait_for(lambda: len([*tmp_path.iterdir()]) == 3)
     say(talks, 3, "exit")
     found = answers(talks, 4)
     assert {(each.kind, each.apart) for each in found.values()} == {("lost", True)}
@@ -205,10 +216,10 @@ def test_one_that_hangs_in_a_thread_of_its_own_fails_alone_and_the_others_stay(t
     assert not runs(pid)
 
 
-def test_what_blocks_the_loop_that_others_share_is_found(talks):
+def test_what_blocks_the_loop_that_others_share_is_found(talks, tmp_path):
     begin(talks, *range(3))
-    say(talks, 0, "block")
-    time.sleep(0.2)
+    say(talks, 0, f"block > {tmp_path / 'begun'}")
+    wait_for((tmp_path / "begun").exists)
     say(talks, 1, "await")
     found = answers(talks, 3)
     assert {number: each.kind for number, each in found.items()} == dict.fromkeys(range(3), "lost")
@@ -350,24 +361,22 @@ environments = Environments([task], EnvironmentsConfig(workers=1))
 environments.open(0, 0, Prompt(id="", question="", answer=""), 0)
 assert environments.next(60.0).kind == "opened"
 print(environments._pool._shared[0].pid, flush=True)
-environments.say(0, Turn(text={act!r}, number=0))
+environments.say(0, Turn(text={act!r} + " > " + {begun!r}, number=0))
 time.sleep(600)
 """
 
 
 @pytest.mark.parametrize("act", ["hold", "stop", "sleep"])
-def test_a_process_that_holds_its_own_lock_or_is_stopped_ends_with_its_trainer(act):
-    code = TRAINER.format(tests=[str(Path(__file__).parent), str(ROOT / "tests")], act=act)
+def test_a_process_that_holds_its_own_lock_or_is_stopped_ends_with_its_trainer(act, tmp_path):
+    begun = tmp_path / "begun"
+    code = TRAINER.format(tests=[str(Path(__file__).parent), str(ROOT / "tests")], act=act, begun=str(begun))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) as trainer:
         assert trainer.stdout is not None
         pid = int(trainer.stdout.readline())
-        time.sleep(0.5)
+        wait_for(begun.exists)
         assert runs(pid)
         trainer.kill()
-    end = time.monotonic() + PATIENCE_S
-    while runs(pid) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not runs(pid)
+    wait_for(lambda: not runs(pid))
 
 
 def test_a_program_that_leaves_a_process_behind_ends_when_it_ends(tmp_path):

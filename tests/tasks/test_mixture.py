@@ -1,7 +1,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.config.schema import TaskConfig
@@ -17,7 +17,6 @@ weights = st.floats(0.01, 100, allow_nan=False)
 mixtures = st.lists(st.tuples(st.integers(1, 12), weights), min_size=1, max_size=4)
 
 
-@settings(deadline=None)
 @given(mixtures, st.integers(0, 2**32), st.integers(1, 40), st.integers(1, 40))
 def test_next_n_twice_is_next_2n_and_is_prompt_at(tasks, seed, first, second):
     configs = [echo(*task) for task in tasks]
@@ -29,7 +28,6 @@ def test_next_n_twice_is_next_2n_and_is_prompt_at(tasks, seed, first, second):
     assert [other.prompt_at(cursor) for cursor in reversed(range(first + second))] == drawn[::-1]
 
 
-@settings(deadline=None)
 @given(mixtures, st.integers(0, 2**32))
 def test_each_epoch_of_each_task_has_every_prompt_once(tasks, seed):
     mixture = TaskMixture([echo(*task) for task in tasks], seed=seed)
@@ -40,7 +38,6 @@ def test_each_epoch_of_each_task_has_every_prompt_once(tasks, seed):
             assert len(set(ids[start : start + count])) == count
 
 
-@settings(deadline=None)
 @given(mixtures, st.integers(0, 2**32), st.integers(1, 500))
 def test_tasks_are_drawn_by_weight_at_every_moment(tasks, seed, n):
     mixture = TaskMixture([echo(*task) for task in tasks], seed=seed)

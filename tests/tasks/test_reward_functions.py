@@ -78,22 +78,24 @@ def test_what_counts_as_correct_is_held_within_0_and_1():
 
 
 def test_a_call_that_is_too_slow_counts_as_0_and_is_told_once(caplog):
-    @reward(timeout_s=0.6)
+    ended = threading.Event()
+
+    @reward(timeout_s=1.5)
     def slow(completion: str) -> float:
-        time.sleep(20 if completion == "slow" else 0)
+        if completion == "slow":
+            ended.wait(60)
         return 1.0
 
-    @reward(timeout_s=0.6)
+    @reward(timeout_s=1.5)
     async def slower(completion: str) -> float:
-        await asyncio.sleep(20 if completion == "slow" else 0)
+        await asyncio.sleep(60 if completion == "slow" else 0)
         return 1.0
 
-    start = time.monotonic()
     rewards = graded(slow, slower, texts=("slow", "quick", "slow"))
-    assert time.monotonic() - start < 10
+    ended.set()
     assert [each.total for each in rewards] == [0.0, 2.0, 0.0]
     assert [each.timed_out for each in rewards] == [True, False, True]
-    assert len([line for line in caplog.messages if "took longer than 0.6 s" in line]) == 2
+    assert len([line for line in caplog.messages if "took longer than 1.5 s" in line]) == 2
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), "many", "0.5", b"1", [1.0]])
@@ -287,19 +289,21 @@ def test_a_judge_that_never_answers_well_stops_the_run(judge):
 
 
 def test_closing_does_not_wait_for_calls():
-    @reward(timeout_s=60)
+    ended = threading.Event()
+
+    @reward(timeout_s=600)
     def stuck(completion: str) -> float:
-        time.sleep(5)
+        ended.wait(600)
         return 1.0
 
     name = name_of(stuck)
     config = TaskConfig(name="arithmetic", rewards={name: 1.0}, correct=name)
     grader = Grader([config], GradingConfig(workers=0), max_new_tokens=64)
-    grading, start = grader.submit(group("a")), time.monotonic()
+    grading = grader.submit(group("a"))
     grader.close()
     with pytest.raises(CancelledError):
         grading.result()
-    assert time.monotonic() - start < 2
+    ended.set()
 
 
 RUN = ["model=nobody/nothing"]

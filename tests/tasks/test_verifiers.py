@@ -109,8 +109,8 @@ def test_its_episodes_ask_on_their_line_and_pay_the_role_that_is_trained(package
         paid.append(led.grade())
         led.close()
     assert paid == [1.0, 0.0]
-    assert task._environment.serves == 1
-    assert task._environment.settings == {
+    assert task._load().environment.serves == 1
+    assert task._load().environment.settings == {
         "one": {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}, "max_turns": 3},
         "taskset": {"id": "sums"},
     }
@@ -138,7 +138,7 @@ def test_what_goes_wrong_in_it_is_our_failure_and_a_limit_is_not(package):
 def test_harnesses_of_an_environment_stay_its_own(package):
     task = make_task(TaskConfig(name="verifiers:own", options={"eval_size": 1, "taskset": {"tasks": 3}}))
     assert len(task.prompts("train")) == 2
-    assert task._environment.settings["one"] == {"runtime": {"type": "subprocess"}}
+    assert task._load().environment.settings["one"] == {"runtime": {"type": "subprocess"}}
 
 
 def test_a_page_and_a_label_come_from_its_name(package):

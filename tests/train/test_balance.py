@@ -48,7 +48,7 @@ def spread(rows: list[list[Chunk]], samples: list[Lengths]) -> float:
     return float((found.max() - found.min()) / found.max())
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=6, derandomize=True)
 @given(
     groups=st.integers(16, 64),
     completions=st.sampled_from((8, 16)),

@@ -3,7 +3,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_runs import sizes
 
@@ -50,7 +50,6 @@ def batch_of(samples, packing, rows=3, row_tokens=ROW_TOKENS) -> tuple[Batch, li
     return make_batch(samples, sizes(row_tokens=row_tokens, rows=rows, max_rows=max(1, len(samples)), packing=packing))
 
 
-@settings(max_examples=60, deadline=None)
 @given(samples=samples_in_groups(), packing=st.sampled_from(PACKINGS), rows=st.integers(1, 4))
 def test_every_prediction_of_every_sample_is_in_the_batch_exactly_once(samples, packing, rows):
     batch, _ = batch_of(samples, packing, rows)
@@ -74,7 +73,6 @@ def test_every_prediction_of_every_sample_is_in_the_batch_exactly_once(samples, 
         assert not fields[name][~chosen].any(), name
 
 
-@settings(max_examples=60, deadline=None)
 @given(samples=samples_in_groups(), packing=st.sampled_from(PACKINGS), rows=st.integers(1, 4))
 def test_a_prediction_sees_its_prompt_and_the_completion_before_it_and_nothing_else(samples, packing, rows):
     batch, spans = batch_of(samples, packing, rows)
@@ -94,7 +92,6 @@ def test_a_prediction_sees_its_prompt_and_the_completion_before_it_and_nothing_e
             assert positions[seen].tolist() == list(range(len(each.prompt) + offset))
 
 
-@settings(max_examples=60, deadline=None)
 @given(samples=samples_in_groups(), packing=st.sampled_from(PACKINGS), rows=st.integers(1, 4))
 def test_segments_are_numbered_from_1_to_at_most_T_and_name_one_sequence_each(samples, packing, rows):
     batch, spans = batch_of(samples, packing, rows)
@@ -112,7 +109,6 @@ def test_segments_are_numbered_from_1_to_at_most_T_and_name_one_sequence_each(sa
     assert not fields["tokens"][padding].any()
 
 
-@settings(max_examples=60, deadline=None)
 @given(samples=samples_in_groups(), packing=st.sampled_from(PACKINGS), rows=st.integers(1, 4))
 def test_places_point_at_the_samples_predictions(samples, packing, rows):
     batch, spans = batch_of(samples, packing, rows)
@@ -120,7 +116,6 @@ def test_places_point_at_the_samples_predictions(samples, packing, rows):
         assert found.tolist() == each.tokens.tolist()
 
 
-@settings(max_examples=60, deadline=None)
 @given(samples=samples_in_groups(), packing=st.sampled_from(PACKINGS), rows=st.integers(1, 4))
 def test_used_micro_batches_come_first_and_shapes_do_not_depend_on_how_much_is_used(samples, packing, rows):
     batch, _ = batch_of(samples, packing, rows)

@@ -39,7 +39,8 @@ GROUPS = "groups"
 OVER_HOSTS = "over-hosts"
 """The run in which the devices of all hosts do, so that they decode together."""
 GRIDS = [
-    pytest.param((2, 1, {"full": "host_local", OVER_HOSTS: "auto"}), id="2x1"),
+    # Two runs of two processes: slow, whichever test asks for them first.
+    pytest.param((2, 1, {"full": "host_local", OVER_HOSTS: "auto"}), id="2x1", marks=pytest.mark.slow),
     *(
         pytest.param(grid, id=name, marks=pytest.mark.long)
         for name, grid in {

@@ -11,6 +11,7 @@ from held_steps import CARRIED
 from processes import below, runs
 from tiny_runs import assert_same_run, trained
 
+from benches.children.talking import HOLDS
 from benches.kill_resume import CARRIED_TALKS, TALKING, Kill, table
 from podium.observe.run_dir import METRICS
 from podium.train.loop import train
@@ -22,7 +23,7 @@ LIMIT_S = 120.0
 def test_run_killed_while_tools_run_and_conversations_are_in_flight_is_continued_bit_for_bit(
     talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Killed in the second step, in which conversations of the first go on; its tools have started processes."""
+    """Killed after the first step, whose conversations go on; its tools have started processes, and one still runs."""
     task = {"name": "arithmetic", "environment": "benches.children.talking:Talking"}
     changes = {
         "tasks": [task],
@@ -38,7 +39,7 @@ def test_run_killed_while_tools_run_and_conversations_are_in_flight_is_continued
     (file := tmp_path / "killed.yaml").write_text(yaml.safe_dump(configs["killed"].model_dump(mode="json")))
     command = [sys.executable, "-m", "podium.cli", "train", str(file), "--plain"]
     with (tmp_path / "log").open("wb") as log:
-        own = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
+        own = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT), HOLDS: str(killed / METRICS)}
         process = subprocess.Popen(command, env=own, stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + LIMIT_S

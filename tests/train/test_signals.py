@@ -77,12 +77,10 @@ import hashlib, threading, time
 def type_ctrl_c():
     for _ in range(2):
         time.sleep(0.5)
-        began[:] = [time.monotonic()]
         os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(1.9)
+    time.sleep(50)
     print("still here", flush=True)
     os._exit(1)
-began = []
 with StopSignal() as stop:
     threading.Thread(target=type_ctrl_c, daemon=True).start()
     hashlib.pbkdf2_hmac("sha256", b"a", b"b", 2_000_000_000)  # hours
