@@ -100,7 +100,7 @@ SOURCES = {
     "carried": "podium/train/recorder.py",
     "memory": "podium/train/recorder.py",
     "host_memory": "podium/train/recorder.py",
-    "conversations": "podium/train/recorder.py, podium/train/episodes.py",
+    "conversations": "podium/train/recorder.py, podium/train/conversations.py",
     "levels": "podium/train/recorder.py",
 }
 """Who measures each part of `podium.observe.stats.StepStats`."""

@@ -3,11 +3,9 @@
 import dataclasses
 import time
 
-from podium.models.chat_format import Message
-from podium.rollout.request import Completion, Key, StopReason
-from podium.rollout.transcript import Transcript
-from podium.tasks.conversation import Asking
-from podium.train.episode import Episode, State
+from podium.rollout.request import Key
+from podium.train.episode import Episode
+from podium.train.replay import Replay
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -18,74 +16,25 @@ class Live:
     """Index of its prompt among those that are answered."""
     sample: int
     """Index among the prompt's conversations."""
-    attempt: int = 0
+    episode: Episode = dataclasses.field(default_factory=lambda: Episode(state="beginning"))
+    """What there is of it; replaced as it goes on."""
     apart: bool = False
     """Whether its environment is held by a process with one call at a time, because it may have ended another one."""
-    state: State = "beginning"
     number: int = -1
-    """Its number in `Environments`; another one for each attempt."""
+    """Its number in `Environments`; another one for each environment that is opened."""
     due: int | None = None
     """The step in which the answer of its environment is taken, if clocks must not decide; None: it was not asked."""
+    replay: Replay | None = None
+    """Its earlier answers, which its new environment is still told."""
     key: Key | None = None
-    first: str | None = None
-    """What the environment added to the prompt."""
-    asking: Asking | None = None
-    """What its program asked last; None: no program leads it."""
     tokens: tuple[int, ...] | None = None
     """Tokens of the prompt, once the environment has begun."""
-    before: list[Message] = dataclasses.field(default_factory=list)
-    """The messages of the prompt, or of the last whole prompt of a program."""
-    messages: list[Message] = dataclasses.field(default_factory=list)
-    """Those after the first prompt."""
-    since: int = 0
-    """How many of these came before `before`."""
-    transcript: Transcript = dataclasses.field(default_factory=Transcript)
-    drawing: Completion | None = None
-    """What had been drawn of its turn when the last step ended."""
-    rewards: list[float] = dataclasses.field(default_factory=list)
-    replies: int = 0
-    calls: int = 0
     began: float = 0.0
-    stop: StopReason | None = None
 
-    @classmethod
-    def of(cls, episode: Episode, index: int, sample: int) -> "Live":
-        """A conversation that goes on."""
-        return cls(
-            index=index,
-            sample=sample,
-            attempt=episode.attempt,
-            state="ending" if episode.ended else episode.state,
-            asking=episode.asking,
-            before=list(episode.before),
-            since=episode.since,
-            messages=list(episode.transcript.messages),
-            transcript=episode.transcript,
-            drawing=episode.drawing,
-            rewards=list(episode.turn_rewards),
-            replies=episode.replies,
-            calls=episode.calls,
-            began=time.monotonic() - episode.seconds,
-            stop=episode.transcript.finish_reason,
-        )
+    def __post_init__(self) -> None:
+        self.began = time.monotonic() - self.episode.seconds
 
     @property
-    def history(self) -> list[Message]:
-        """The conversation so far, from the last whole prompt on."""
-        return [*self.before, *self.messages[self.since :]]
-
-    def episode(self, reason: StopReason | None, *, ended: bool = False, timed: bool = False) -> Episode:
-        """What there is of it so far; its seconds count only if it is `timed`."""
-        return Episode(
-            transcript=dataclasses.replace(self.transcript, finish_reason=reason, messages=tuple(self.messages)),
-            turn_rewards=tuple(self.rewards),
-            state="ended" if ended else self.state,
-            drawing=self.drawing,
-            first=self.first,
-            asking=None if ended else self.asking,
-            before=() if ended or self.asking is None else tuple(self.before),
-            since=self.since,
-            replies=self.replies,
-            attempt=self.attempt,
-            seconds=time.monotonic() - self.began if timed and not ended else 0.0,
-        )
+    def place(self) -> tuple[int, int]:
+        """Sorts conversations by prompt, and by their index among the prompt's."""
+        return self.index, self.sample

@@ -8,12 +8,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from podium.models.chat_format import Message
+from podium.rollout.transcript import Transcript
 from podium.tasks.conversation import Reply, Turn, call_id
 from podium.tasks.conversing import Answered
 from podium.tasks.tool_calls import Calls
 from podium.train.dialogue import Dialogue
 from podium.train.episode import Episode
-from podium.train.live import Live
 
 CHANGED = (
     "an environment must depend on nothing but its prompt, its seed and the answers (docs/carry-over.md); if it cannot,"
@@ -25,7 +25,6 @@ CHANGED = (
 class Replay:
     """A resumed conversation whose earlier answers are sent again to a newly opened environment."""
 
-    live: Live
     episode: Episode
     """The conversation as it was."""
     dialogue: Dialogue
@@ -56,11 +55,11 @@ class Replay:
         if self.told == self.episode.replies:
             return None
         self.told += 1
-        return self.turn(self.told - 1)
+        return self.turn(self.told - 1, self.episode.transcript)
 
-    def turn(self, number: int) -> Turn:
-        """The model's answer with this number, as it was sent to the environment."""
-        spans = self.live.transcript.spans
+    def turn(self, number: int, transcript: Transcript) -> Turn:
+        """The model's answer with this number in a transcript, as it was sent to the environment."""
+        spans = transcript.spans
         place = [place for place, span in enumerate(spans) if span.drawn][number]
         span, before = spans[place], spans[place - 1].tokens.tolist()
         return turn_of(number, span.text, self.dialogue.read(span.text, span.tokens.tolist(), before=before))

@@ -2,16 +2,17 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from podium.config.schema import RolloutConfig
 from podium.models.chat_format import Message
 from podium.rollout.engine import RolloutEngine
-from podium.rollout.request import SamplingParams, StopReason
+from podium.rollout.request import Completion, Request, SamplingParams, StopReason
 from podium.rollout.sequence import check_sampling, check_tokens
 from podium.tasks.conversation import Asking, Reply
 from podium.train.dialogue import Dialogue, with_calls
+from podium.train.episode import Opening
 from podium.train.feed import EncodedPrompt, prompt_messages, request_seed
 from podium.train.live import Live
 
@@ -39,6 +40,7 @@ class Turns:
         dialogues: Sequence[Dialogue | None],
         rollout: RolloutConfig,
         sampling: SamplingParams,
+        completions: int,
     ) -> None:
         """Prepare nothing yet.
 
@@ -48,23 +50,26 @@ class Turns:
             dialogues: of each task, how its conversations are written; None: its prompts are answered once.
             rollout: limits of conversations.
             sampling: settings of every turn, before limits.
+            completions: conversations, or single answers, of each prompt.
         """
-        self._engine, self._prompts, self._dialogues = engine, prompts, dialogues
+        self.prompts, self.completions, self.limits = list(prompts), completions, rollout.limits
+        self._engine, self._dialogues = engine, dialogues
         self._rollout, self._sampling = rollout, sampling
 
     def dialogue(self, index: int) -> Dialogue | None:
         """How the conversations about a prompt are written; None: it is answered once."""
-        return self._dialogues[self._prompts[index].prompt.task]
+        return self._dialogues[self.prompts[index].prompt.task]
 
     def dialogue_of(self, live: Live) -> Dialogue:
         """How a conversation is written, with the tools that its program offers. ValueError if there is no way."""
         dialogue = self.dialogue(live.index)
         assert dialogue is not None, "single answers have no environment"
-        return dialogue if live.asking is None else dialogue.offering(live.asking.tools, live.asking.options)
+        asking = live.episode.asking
+        return dialogue if asking is None else dialogue.offering(asking.tools, asking.options)
 
     def begun(self, live: Live) -> str:
         """The beginning of the next answer that its program prescribes; empty: none."""
-        asking = live.asking
+        asking = live.episode.asking
         if asking is None or asking.must_call is None:
             return ""
         return self.dialogue_of(live).begun(asking.must_call or None)
@@ -80,18 +85,18 @@ class Turns:
             AskingError: a program asks what cannot be answered.
             ValueError: it is too long, or empty.
         """
-        prompt = self._prompts[live.index]
+        prompt = self.prompts[live.index]
         if isinstance(first, Asking):
             live.tokens = self._whole_prompt(live, first)
         else:
-            live.first = first
-            messages = prompt_messages(prompt.prompt, first)
-            live.before = with_calls(self.dialogue_of(live).tokenizer.chat_format, messages)
-            live.tokens = prompt.tokens if first is None else self.dialogue_of(live).prompt(live.before)
-        limit = self._rollout.prompt_tokens
-        if len(live.tokens) > limit or not (live.before or live.asking):
+            dialogue = self.dialogue_of(live)
+            messages = with_calls(dialogue.tokenizer.chat_format, prompt_messages(prompt.prompt, first))
+            live.episode = dataclasses.replace(live.episode, first=first, opening=Opening(tuple(messages)))
+            live.tokens = prompt.tokens if first is None else dialogue.prompt(messages)
+        limit, given = self._rollout.prompt_tokens, live.episode.opening.messages
+        if len(live.tokens) > limit or not (given or live.episode.asking):
             what = f"has {len(live.tokens)} tokens and rollout.max_prompt_tokens is {limit}; raise it"
-            what = what if live.before else "is empty: reset() must return its first message, or rows hold a prompt"
+            what = what if given else "is empty: reset() must return its first message, or rows hold a prompt"
             raise ValueError(f"prompt {prompt.prompt.prompt.id} with its environment's first message {what}")
 
     def following(self, live: Live, reply: Reply) -> Following:
@@ -102,29 +107,31 @@ class Turns:
         asking = reply.asking
         if asking is not None and asking.fresh:
             again = self._whole_prompt(live, asking)
-            live.messages += self.fitting(self.dialogue_of(live), _given(asking))
-            live.since = len(live.messages)
+            live.episode = live.episode.saying(self.fitting(self.dialogue_of(live), _given(asking)))
+            opening = Opening(asking.messages, since=len(live.episode.transcript.messages))
+            live.episode = dataclasses.replace(live.episode, opening=opening)
             return Following([], again)
         if asking is not None:
-            live.asking = asking
+            live.episode = dataclasses.replace(live.episode, asking=asking)
             self._check(live, asking.tokens)
-        dialogue, ended = self.dialogue_of(live), int(live.transcript.spans[-1].tokens[-1])
+        dialogue, ended = self.dialogue_of(live), int(live.episode.transcript.spans[-1].tokens[-1])
         given = reply.messages if asking is None else asking.messages
         if asking is not None and asking.tokens:
-            live.messages.append({"role": "user", "content": dialogue.tokenizer.decode(list(asking.tokens))})
+            text = dialogue.tokenizer.decode(list(asking.tokens))
+            live.episode = live.episode.saying([{"role": "user", "content": text}])
             return Following(list(asking.tokens), None)
         messages = self.fitting(dialogue, given)
-        history = live.history[:-1]
-        live.messages += messages
+        history = live.episode.history[:-1]
+        live.episode = live.episode.saying(messages)
         drawn_end = ended if ended in dialogue.tokenizer.eos_tokens else None
         tokens = [*dialogue.reply(messages, history=history, drawn_end=drawn_end), *self.begun_tokens(live)]
         return Following(tokens, self._rendered(live, dialogue, messages))
 
     def _whole_prompt(self, live: Live, asking: Asking) -> tuple[int, ...]:
         """The tokens of a program's whole prompt. Raises AskingError if it cannot be answered."""
-        live.asking, live.before = asking, list(asking.messages)
+        live.episode = dataclasses.replace(live.episode, asking=asking, opening=Opening(asking.messages))
         try:
-            tokens = asking.tokens or (*self.dialogue_of(live).prompt(live.before), *self.begun_tokens(live))
+            tokens = asking.tokens or (*self.dialogue_of(live).prompt(asking.messages), *self.begun_tokens(live))
         except ValueError as error:
             raise AskingError(str(error)) from error
         self._check(live, tokens)
@@ -146,20 +153,50 @@ class Turns:
         segments = self._rollout.thinking == "segment"
         if not segments or not any(message.get("role") == "user" for message in new):
             return None
-        return dialogue.prompt(live.history)
+        return dialogue.prompt(live.episode.history)
 
     def fitting(self, dialogue: Dialogue, messages: Sequence[Message]) -> list[Message]:
         """Messages of at most `rollout.limits.max_reply_tokens` tokens each; the middle of a longer one is cut out."""
-        return [dialogue.fitting(message, self._rollout.limits.max_reply_tokens) for message in messages]
+        return [dialogue.fitting(message, self.limits.max_reply_tokens) for message in messages]
 
-    def seed(self, index: int, turn: int) -> int:
-        """The seed of the draws of a turn."""
-        seed = self._prompts[index].seed
+    def single_request(self, index: int, begun: Mapping[int, Completion]) -> Request:
+        """The engine's request for a prompt that is answered once, with what has been drawn so far."""
+        prompt = self.prompts[index]
+        return Request(
+            prompt=prompt.tokens,
+            sampling=self._sampling,
+            seed=prompt.seed,
+            completions=self.completions,
+            begun=begun,
+        )
+
+    def request(
+        self,
+        live: Live,
+        prompt: tuple[int, ...],
+        ledgers: Mapping[int, tuple[int, ...]],
+        begun: Mapping[int, Completion],
+    ) -> Request:
+        """The engine's request for the next turn of a conversation, and of others that have come as far alike."""
+        return Request(
+            prompt=prompt,
+            sampling=self.sampling_of(live, len(ledgers.get(live.sample, prompt))),
+            seed=self.seed(live),
+            completions=self.completions,
+            keep=True,
+            begun=begun,
+            ledgers=ledgers,
+        )
+
+    def seed(self, live: Live) -> int:
+        """The seed of the draws of a conversation's next turn."""
+        seed, turn = self.prompts[live.index].seed, len(live.episode.turn_rewards)
         return request_seed(seed, "turn", turn) if turn else seed
 
     def sampling_of(self, live: Live, tokens: int) -> SamplingParams:
         """The settings of the next turn of a conversation of `tokens` tokens."""
-        wanted = () if live.asking is None else live.asking.stop_tokens
+        asking = live.episode.asking
+        wanted = () if asking is None else asking.stop_tokens
         own = () if self._engine.tokenizer is None else self._engine.tokenizer.eos_tokens
         more = tuple(each for each in wanted if each not in (*own, *self._sampling.stop_tokens))
         return dataclasses.replace(
@@ -170,27 +207,27 @@ class Turns:
 
     def _most(self, live: Live, tokens: int) -> int:
         """Most tokens that a turn may draw in a conversation of `tokens` tokens."""
-        most = min(self._sampling.max_new_tokens, self._rollout.longest - tokens)
-        if live.asking is not None and live.asking.max_tokens is not None:
-            most = min(most, live.asking.max_tokens)
-        drawn = self._rollout.limits.max_drawn_tokens
-        return most if drawn is None else min(most, drawn - live.transcript.num_drawn)
+        most, asking = min(self._sampling.max_new_tokens, self._rollout.longest - tokens), live.episode.asking
+        if asking is not None and asking.max_tokens is not None:
+            most = min(most, asking.max_tokens)
+        drawn = self.limits.max_drawn_tokens
+        return most if drawn is None else min(most, drawn - live.episode.transcript.num_drawn)
 
     def why_none(self, live: Live, tokens: int) -> StopReason | None:
         """Why a conversation of `tokens` tokens gets no further turn; None: it gets one."""
-        limits = self._rollout.limits
-        if len(live.rewards) >= limits.max_turns:
+        limits = self.limits
+        if len(live.episode.turn_rewards) >= limits.max_turns:
             return "turns"
         if limits.episode_timeout_s is not None and time.monotonic() - live.began > limits.episode_timeout_s:
             return "timeout"
-        if limits.max_drawn_tokens is not None and live.transcript.num_drawn >= limits.max_drawn_tokens:
+        if limits.max_drawn_tokens is not None and live.episode.transcript.num_drawn >= limits.max_drawn_tokens:
             return "drawn"
         return "length" if self._most(live, tokens) < 1 else None
 
     def why_cut(self, live: Live) -> StopReason:
         """Which limit cut a turn."""
-        most = self._rollout.limits.max_drawn_tokens
-        return "drawn" if most is not None and live.transcript.num_drawn >= most else "length"
+        most = self.limits.max_drawn_tokens
+        return "drawn" if most is not None and live.episode.transcript.num_drawn >= most else "length"
 
 
 def _given(asking: Asking) -> list[Message]:

@@ -42,10 +42,10 @@ from podium.rollout.transcript import Transcript
 from podium.tasks import grading
 from podium.train import (
     batch,
-    episodes,
+    conversation_carry,
+    conversations,
     feed,
     generate,
-    live,
     offload,
     optimizer,
     prepare,
@@ -650,16 +650,18 @@ def carried_tokens_called_new() -> Plant:
 
 def carried_turns_called_new() -> Plant:
     """A turn that older weights drew is said to be of the newest, in a conversation that goes on."""
-    original = live.Live.of
+    original = conversation_carry.Carry._go_on
 
-    def planted(episode, index, sample):
-        found = original(episode, index, sample)
-        spans = found.transcript.spans
-        newer = [dataclasses.replace(span, versions=span.versions + 1) if span.drawn else span for span in spans]
-        found.transcript = dataclasses.replace(found.transcript, spans=tuple(newer))
-        return found
+    def planted(carry, live):
+        transcript = live.episode.transcript
+        spans = [
+            dataclasses.replace(span, versions=span.versions + 1) if span.drawn else span for span in transcript.spans
+        ]
+        newer = dataclasses.replace(transcript, spans=tuple(spans))
+        live.episode = dataclasses.replace(live.episode, transcript=newer)
+        original(carry, live)
 
-    return live.Live, "of", planted
+    return conversation_carry.Carry, "_go_on", planted
 
 
 def logprobs_of_the_turn_before() -> Plant:
@@ -705,14 +707,14 @@ def last_token_before_an_update_lost() -> Plant:
 
 def reply_given_twice_after_an_update() -> Plant:
     """A reply that comes after an update is given to the engine twice, and trained once."""
-    original = episodes._Rollout._submit_turn
+    original = conversations.Conversations.submit_turn
 
-    def planted(rollout, live, tokens):
-        again = live.transcript.spans[-1].tokens.tolist()
+    def planted(talks, live, tokens):
+        again = live.episode.transcript.spans[-1].tokens.tolist()
         fits = len(tokens) + len(again) <= LONGEST_CONVERSATION - MAX_NEW_TOKENS
-        return original(rollout, live, (*tokens, *again) if fits else tokens)
+        return original(talks, live, (*tokens, *again) if fits else tokens)
 
-    return episodes._Rollout, "_submit_turn", planted
+    return conversations.Conversations, "submit_turn", planted
 
 
 def turns_paid_in_reverse() -> Plant:

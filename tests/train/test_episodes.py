@@ -384,7 +384,7 @@ def test_the_loop_takes_as_long_as_the_planner_says(talk, roomy_model, seconds):
         timed = Timed(seconds, clock)
         timed.watch(rollouts.engine)
         rollouts.environments.close()
-        rollouts.episodes.environments = timed  # pyright: ignore[reportAttributeAccessIssue]
+        rollouts.episodes.client.environments = timed  # pyright: ignore[reportAttributeAccessIssue]
         groups, _ = rollouts.answer(rollouts.feed.next(8))
     found = [group.transcripts for group in groups]
     assert {transcript.num_turns for each in found for transcript in each} == {3}
