@@ -13,7 +13,7 @@ class CriticConfig(Section):
     """Its peak learning rate; all other settings are those of `train.optimizer`."""
     warmup_steps: NotNegative = 0
     """Steps at the start of the run in which it learns alone, and the policy stays as it is."""
-    updates: Positive = 1
+    updates: Positive = 1  # verl: critic.ppo_epochs
     """How often it learns from each of a step's minibatches."""
-    clip: PositiveFloat | None = 0.5
+    clip: PositiveFloat | None = 0.5  # verl: critic.cliprange_value
     """How far an estimate may move in a step before its gradient stops, in units of the reward; null: without bound."""

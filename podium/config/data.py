@@ -13,6 +13,7 @@ class FilterConfig(Section):
     file: str
     """File of the measured shares, which `podium filter` writes: for one model, one set of data and one number of
     samples."""
+    # prime-rl: easy_threshold, hard_threshold
     pass_rate: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.1, 0.9]
     """Least and largest share of right answers of a prompt that is kept."""
     samples: Positive = 8
@@ -22,7 +23,7 @@ class FilterConfig(Section):
 class RetireConfig(Section):
     """Prompts that are solved are not drawn again."""
 
-    pass_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    pass_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9  # prime-rl: easy_threshold
     """Share of right answers in one group from which on its prompt is not drawn again."""
     keep: Positive = 64
     """Prompts of each task, or of each level of a curriculum, that are drawn on however well they go."""

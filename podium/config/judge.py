@@ -12,19 +12,20 @@ class JudgeConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]
     """Its name among the parts in `tasks[].rewards`, where its weight is, and in metrics and samples."""
+    # verifiers: judge_client
     url: Annotated[str, Field(pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$")]
     """Base of an OpenAI-compatible server, such as `http://127.0.0.1:8000/v1`; `/chat/completions` is added."""
     model: str
     """Name of the model on that server."""
-    rubric: str
+    rubric: str  # verifiers: judge_prompt
     """What makes an answer good, and what the numbers mean. The conversation and the reference answer follow it."""
     lowest: Finite = 0.0
     """Number of the worst answer, which earns 0."""
     highest: Finite = 10.0
     """Number of the best answer, which earns 1; a number outside is none."""
-    key_env: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
+    key_env: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None  # verifiers: judge_client
     """Environment variable with the key of the server; unset: no key."""
-    max_tokens: Positive = 1024
+    max_tokens: Positive = 1024  # verifiers: judge_sampling_args
     """Longest reply in tokens, reasoning included."""
     timeout_s: PositiveFloat = 60.0
     """Time limit of one request in seconds."""

@@ -37,7 +37,7 @@ class LoraConfig(Section):
 
     rank: Positive = 32
     """Rank of the adapters. In RL, small ranks suffice: an episode carries little information."""
-    alpha: PositiveFloat = 32.0
+    alpha: PositiveFloat = 32.0  # TRL: lora_alpha
     """An adapter's output is multiplied by alpha / rank."""
     targets: Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)] = ["all"]
     """Matrices that get an adapter: all, attention, mlp, experts, or names of q, k, v, o, gate, up, down, expert_gate,
@@ -54,7 +54,7 @@ class LoraConfig(Section):
     GPU has a second copy, with each layer's matrices ready for decoding; shared: the same, but with one copy on a GPU
     too, which decodes up to three times slower; merged: in a copy of the model with the adapters added, remade after
     every update and rounded to its number format. auto: apart up to rank 64, shared if base is int8 or nf4."""
-    adapter: str | None = None
+    adapter: str | None = None  # verl: lora_adapter_path
     """Folder of an adapter in PEFT's format to start from, instead of new adapters."""
 
 

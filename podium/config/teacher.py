@@ -20,13 +20,13 @@ class TeacherConfig(Section):
     model: str
     """The teacher, named like `model`, or `model` itself behind another prompt. Its tokenizer must be the same, token
     by token. It is read again, and not saved with the run's checkpoints."""
-    weight: PositiveFloat = 1.0
+    weight: PositiveFloat = 1.0  # prime-rl: teacher_tau
     """Weight of the teacher beside the recipe's own advantages, which are about 1 after GRPO's normalisation."""
     loss: Literal["sampled", "full"] = "sampled"
     """sampled: each token's advantage grows by weight x (teacher's - policy's log-probability of it). full: the loss
     grows by weight x the KL between both distributions over the whole vocabulary, which has less variance; the update
     holds the teacher's hidden states of the batch, and computes its logits beside the policy's."""
-    reverse: Fraction = 1.0
+    reverse: Fraction = 1.0  # TRL: GKD's beta
     """Share of KL(policy || teacher) in `loss: full`; the rest is KL(teacher || policy)."""
     base: Base = "bfloat16"
     """Storage format of its layers' matrices, except experts: these are bfloat16. int8: half the memory, with a scale
@@ -34,7 +34,7 @@ class TeacherConfig(Section):
     prompt: Literal["same", "privileged"] = "same"
     """What the teacher reads before a completion. same: the policy's prompt; privileged: the same messages, but the
     last one of the user is made from `template`, which may tell the solution. Only with `loss: sampled`."""
-    template: str | None = None
+    template: str | None = None  # SDPO: reprompt_template
     """The privileged message: `{question}` is the policy's message, `{answer}` the reference answer, and any other name
     a column of the task's data, such as `{solution}`; `{{` is a brace."""
     max_prompt_tokens: Positive | None = None
