@@ -197,8 +197,10 @@ def ask(server, **body):
     return server.ask("/v1/completions", "POST", raw, **JSON)
 
 
-def test_answers_in_progress_end_and_new_requests_are_told_to_come_again(ending):
+def test_answers_in_progress_end_and_new_requests_are_told_to_come_again(ending, monkeypatch):
     server, worker = ending
+    step, go_on = worker.engine.step, threading.Event()
+    monkeypatch.setattr(worker.engine, "step", lambda: go_on.wait(60) and step())  # nothing ends before it is to
     with concurrent.futures.ThreadPoolExecutor(20) as pool:
         answers = [pool.submit(ask, server, max_tokens=40, temperature=1e6) for _ in range(16)]
         wait_for(lambda: worker.counters.in_flight == 16)
@@ -212,6 +214,7 @@ def test_answers_in_progress_end_and_new_requests_are_told_to_come_again(ending)
         late = [ask(server, max_tokens=1), server.ask("/health")]
         refused = http.client.HTTPResponse(half)
         refused.begin()
+        go_on.set()
         assert [each.result()[0] for each in answers] == [200] * 16
     for status, text, answer in late:
         assert (status, json.loads(text)["error"]["code"]) == (503, "ending") and int(answer.headers["retry-after"]) > 0
