@@ -59,7 +59,7 @@ IMPORTABLE: Mapping[str, str] = {
 class Settings(Loaded):
     """The settings of a run, checked, with their recipe."""
 
-    recipe: Recipe | None
+    recipe: Recipe
 
 
 def load_settings(
@@ -76,8 +76,7 @@ def load_settings(
     """
     check = Checks(reads_disk=True)
     if elsewhere:
-        loaded = load(files, overrides, environ, rules=[check])
-        return Settings(config=loaded.config, provenance=loaded.provenance, recipe=check.recipe)
+        return check.settings(load(files, overrides, environ, rules=[check]))
     paths = [Path(file) if isinstance(file, str) else file for file in files]
     try:
         loaded = load(paths, overrides, environ, rules=[check], settled=at_home)
@@ -86,7 +85,7 @@ def load_settings(
             raise with_writers(error, paths) from None
         raise
     check_place(paths, loaded)
-    return Settings(config=loaded.config, provenance=loaded.provenance, recipe=check.recipe)
+    return check.settings(loaded)
 
 
 def named_after(loaded: Settings, files: Sequence[Path], recipe: str) -> Settings:
@@ -162,6 +161,11 @@ class Checks:
         rules = _Rules(config)
         yield from rules.found(reads_disk=self.reads_disk)
         self.recipe = rules.recipe
+
+    def settings(self, loaded: Loaded) -> Settings:
+        """The loaded settings with their recipe."""
+        assert self.recipe is not None, "settings that load have a recipe"
+        return Settings(config=loaded.config, provenance=loaded.provenance, recipe=self.recipe)
 
 
 @dataclasses.dataclass(frozen=True)
