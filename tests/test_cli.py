@@ -261,7 +261,6 @@ def test_evaluation_of_a_run_asks_all_of_its_tasks_unless_told_otherwise(podium,
     Path("runs/a/config.yaml").write_text(
         "name: a\nmodel: nobody/nothing\ntasks:\n"
         "- {name: gsm8k, rewards: {correct: 1.0, length: 0.1}}\n- {name: arithmetic}\n"
-        "grading: {overlong_buffer_tokens: 8}\n"
     )
     assert podium("eval", "runs/a", "--show", "5", "--out", "answers.jsonl")[0] == 0
     ((config,), options) = calls[0]
