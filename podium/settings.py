@@ -59,7 +59,7 @@ IMPORTABLE: Mapping[str, str] = {
 class Settings(Loaded):
     """The settings of a run, checked, with their recipe."""
 
-    recipe: Recipe | None
+    recipe: Recipe
 
 
 def load_settings(
@@ -76,8 +76,7 @@ def load_settings(
     """
     check = Checks(reads_disk=True)
     if elsewhere:
-        loaded = load(files, overrides, environ, rules=[check])
-        return Settings(config=loaded.config, provenance=loaded.provenance, recipe=check.recipe)
+        return check.settings(load(files, overrides, environ, rules=[check]))
     paths = [Path(file) if isinstance(file, str) else file for file in files]
     try:
         loaded = load(paths, overrides, environ, rules=[check], settled=at_home)
@@ -86,7 +85,7 @@ def load_settings(
             raise with_writers(error, paths) from None
         raise
     check_place(paths, loaded)
-    return Settings(config=loaded.config, provenance=loaded.provenance, recipe=check.recipe)
+    return check.settings(loaded)
 
 
 def named_after(loaded: Settings, files: Sequence[Path], recipe: str) -> Settings:
@@ -163,6 +162,11 @@ class Checks:
         yield from rules.found(reads_disk=self.reads_disk)
         self.recipe = rules.recipe
 
+    def settings(self, loaded: Loaded) -> Settings:
+        """The loaded settings with their recipe."""
+        assert self.recipe is not None, "settings that load have a recipe"
+        return Settings(config=loaded.config, provenance=loaded.provenance, recipe=self.recipe)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Rules:
@@ -194,6 +198,7 @@ class _Rules:
             self._critic,
             self._reference,
             self._rewards,
+            self._length_reward,
             self._zero_variance,
             self._sampling,
             self._stale_tokens,
@@ -350,6 +355,27 @@ class _Rules:
         ):
             message = "every weight is 0: nothing would be rewarded; set one, as `correct: 1.0`"
             yield Contradiction(("tasks.0.rewards",), message)
+
+    def _length_reward(self) -> Iterator[Contradiction]:
+        """Check that the length reward and its buffer are set together."""
+        config = self.config
+        buffer, longest = config.grading.overlong_buffer_tokens, config.rollout.max_new_tokens
+        key = "grading.overlong_buffer_tokens"
+        shaped = [
+            f"tasks.{index}.rewards.length" for index, task in enumerate(config.tasks) if "length" in task.rewards
+        ]
+        if shaped and not buffer:
+            yield Contradiction(
+                (shaped[0], key),
+                f"the length reward falls over the last {key} tokens, and that is 0; "
+                f"set {key}, for example to {max(1, longest // 5)}, or remove the reward",
+            )
+        if shaped and buffer >= longest:
+            rule = f"{buffer} is not less than rollout.max_new_tokens {longest}: every completion would be overlong"
+            yield Contradiction((key, "rollout.max_new_tokens"), f"{rule}; lower it")
+        if buffer and not shaped:
+            message = f"{buffer} has no effect: no task has a length reward; add `length: 1.0` to its rewards"
+            yield Contradiction((key,), message)
 
     def _zero_variance(self) -> Iterator[Contradiction]:
         """Check that every task's reward has the part by which groups are left out."""

@@ -661,25 +661,6 @@ def _staleness(config: Config) -> Iterator[Contradiction]:
         yield Contradiction((bound, this), f"{rule}; set {least} or more, or {this} to {1 + oldest} or less")
 
 
-def _length_reward(config: Config) -> Iterator[Contradiction]:
-    """Check that the length reward and its buffer are set together."""
-    buffer, longest = config.grading.overlong_buffer_tokens, config.rollout.max_new_tokens
-    key = "grading.overlong_buffer_tokens"
-    shaped = [f"tasks.{index}.rewards.length" for index, task in enumerate(config.tasks) if "length" in task.rewards]
-    if shaped and not buffer:
-        yield Contradiction(
-            (shaped[0], key),
-            f"the length reward falls over the last {key} tokens, and that is 0; "
-            f"set {key}, for example to {max(1, longest // 5)}, or remove the reward",
-        )
-    if shaped and buffer >= longest:
-        rule = f"{buffer} is not less than rollout.max_new_tokens {longest}: every completion would be overlong"
-        yield Contradiction((key, "rollout.max_new_tokens"), f"{rule}; lower it")
-    if buffer and not shaped:
-        message = f"{buffer} has no effect: no task has a length reward; add `length: 1.0` to its rewards"
-        yield Contradiction((key,), message)
-
-
 def _judges(config: Config) -> Iterator[Contradiction]:
     for index, judge in enumerate(config.grading.judges):
         if judge.lowest >= judge.highest:
@@ -744,7 +725,6 @@ RULES: tuple[Rule, ...] = (
     _layout,
     _rollout_weights,
     _staleness,
-    _length_reward,
     _judges,
     _data,
     _evaluation,

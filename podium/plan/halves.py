@@ -8,10 +8,9 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar, get_args
+from typing import NamedTuple, get_args
 
-from podium.config.schema import Config, Remat
-from podium.config.section import Section
+from podium.config.schema import Remat
 from podium.config.sizes import check_split, table_pages
 from podium.plan.calibration import find_chip
 from podium.plan.calls import Call, packed_run, rollout_calls, update_calls
@@ -32,8 +31,6 @@ FAR = 1.3  # share of the memory above which a candidate's variants with more ro
 CUT = 0.05  # share of a peak that an array must have for a smaller one to be tried
 SIMULATED = 4  # rollouts that fit and are simulated, for each choice of shared settings
 COARSE = 64  # decode calls that the longest completion is simulated with
-
-AnySection = TypeVar("AnySection", bound=Section)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +95,7 @@ class Halves:
         for values in itertools.product(*choices.values()):
             changes = self._changes(dict(zip(choices, values, strict=True)))
             try:
-                run = with_changes(self.own, changes)
+                run = self.own.changed(changes)
             except ValueError:  # a mesh that does not divide
                 continue
             yield Place(
@@ -190,7 +187,7 @@ class Halves:
     def _update(self, planned: Planned, values: Mapping[str, Value]) -> tuple[Half, Phase]:
         """The cost of an update with these values, and its largest phase."""
         changes = self._changes(values)
-        changed, run = changed_config(planned.config, changes), planned.sizes
+        changed, run = planned.changed_settings(changes), planned.sizes
         spec = run.spec
         recipe, teacher = spec.recipe, spec.teacher
         if teacher is not None and teacher.own_batch is not None:
@@ -273,7 +270,7 @@ class Halves:
         """A candidate for the rollout before it is simulated; None if the values do not divide over the devices."""
         changes = self._changes(values)
         try:
-            run = with_changes(planned, changes).sizes
+            run = planned.changed(changes).sizes
             check_split(run.rollout, run.rollout_shards)
             calls = rollout_calls(run, no_rollout(self.drawn))
         except ValueError:
@@ -323,21 +320,3 @@ class _Rough(NamedTuple):
     """That phase."""
     seconds: float
     """A rough estimate."""
-
-
-def with_changes(run: Planned, changes: Iterable[Change]) -> Planned:
-    """A run with changed settings, whose rules are not checked. Raises ValueError if they do not fit the machine."""
-    return Planned.of(changed_config(run.config, changes), run.sizes.accelerator)
-
-
-def changed_config(config: Config, changes: Iterable[Change]) -> Config:
-    """A copy of a config with changes, whose rules are not checked."""
-    for change in changes:
-        config = _assigned(config, change.key.split("."), change.value)
-    return config
-
-
-def _assigned(section: AnySection, keys: Sequence[str], value: object) -> AnySection:
-    name, *rest = keys
-    inner = _assigned(getattr(section, name), rest, value) if rest else value
-    return section.model_copy(update={name: inner})

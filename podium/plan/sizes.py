@@ -7,8 +7,8 @@ follows from the axis table of the training or rollout layout.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from podium.accelerators import Accelerator
 from podium.algorithms.recipes import TEACHER_HIDDEN
@@ -18,6 +18,7 @@ from podium.config.imports import is_path
 from podium.config.mesh import MeshSizes
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config, RolloutConfig
+from podium.config.section import Section
 from podium.config.sizes import cache_pages, prompt_buckets, ring_pages, ring_piece, touched_pages
 from podium.models import params
 from podium.models.architecture import DecoderConfig
@@ -29,6 +30,7 @@ from podium.models.params import (
     trained_specs,
 )
 from podium.models.presets import find_decoder
+from podium.plan.study import Change
 from podium.plan.workload import SequenceLengths, draw_lengths
 from podium.rollout.kept import Kept, kept_places, kv_pages, num_cells
 from podium.run.machine import Machine
@@ -39,6 +41,7 @@ F32 = 4
 ENDS = ("embed", "head")
 """Weights outside the layers that have the size of the vocabulary."""
 ITEMSIZES = {"float32": F32, "bfloat16": 2}
+AnySection = TypeVar("AnySection", bound=Section)
 Parts = Mapping[str, int]  # logical axis -> number of parts it is split into
 
 
@@ -487,6 +490,24 @@ class Planned(NamedTuple):
     def of(cls, config: Config, accelerator: Accelerator, decoder: DecoderConfig | None = None) -> "Planned":
         """The run of a config; without a decoder, that of the config's model. Raises ValueError as `make_sizes`."""
         return cls(config, make_sizes(config, decoder or find_decoder(config), accelerator))
+
+    def changed(self, changes: Iterable[Change]) -> "Planned":
+        """The run with changed settings, whose rules are not checked. Raises ValueError as `make_sizes`."""
+        return Planned.of(self.changed_settings(changes), self.sizes.accelerator)
+
+    def changed_settings(self, changes: Iterable[Change]) -> Config:
+        """The run's settings with changes, whose rules are not checked."""
+        config = self.config
+        for change in changes:
+            config = _assigned(config, change.key.split("."), change.value)
+        return config
+
+
+def _assigned(section: AnySection, keys: Sequence[str], value: object) -> AnySection:
+    """A copy of a section with one value changed, which a path of keys leads to."""
+    name, *rest = keys
+    inner = _assigned(getattr(section, name), rest, value) if rest else value
+    return section.model_copy(update={name: inner})
 
 
 def sizes_on(spec: RunSpec, accelerator: Accelerator) -> RunSizes:

@@ -14,6 +14,7 @@ import os
 import shlex
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -135,7 +136,10 @@ def pack(config: Config, folder: Path, *, here: Path, options: RunOptions, secre
         files.append(_copied(options.prepare, folder / "prepare.sh"))
         if held := secrets.found_in(files[-1].read_text(encoding="utf-8", errors="replace")):
             raise PushError(f"--prepare {options.prepare} contains the value of {held[0]}; it is sent separately")
-    _check_paths(config, here, checkout)
+    named = {"model": config.model, "chat_template": config.chat_template}
+    for index, task in enumerate(config.tasks):
+        named |= {f"tasks.{index}.path": task.path, f"tasks.{index}.eval_path": task.eval_path}
+    _check_paths(named, here, checkout)
     wanted = extras(config)
     sent = (file.name.encode() + file.read_bytes() for file in files if file.suffix != ".bundle")
     return Package(
@@ -198,11 +202,8 @@ def _difference(checkout: Checkout) -> str:
         return _git(checkout.top, "diff", "--cached", "--binary", "HEAD", env=index).stdout
 
 
-def _check_paths(config: Config, here: Path, checkout: Checkout | None) -> None:
-    """Raise PushError if the config names a file that is in neither the commit nor the patch."""
-    named = {"model": config.model, "chat_template": config.chat_template}
-    for index, task in enumerate(config.tasks):
-        named |= {f"tasks.{index}.path": task.path, f"tasks.{index}.eval_path": task.eval_path}
+def _check_paths(named: Mapping[str, str | None], here: Path, checkout: Checkout | None) -> None:
+    """Raise PushError if a setting, by its key, names a file that is in neither the commit nor the patch."""
     for key, text in named.items():
         if not text or Path(text).is_absolute() or not (here / text).exists():
             continue

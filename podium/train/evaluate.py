@@ -6,7 +6,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from podium.train.feed import request_seed
 from podium.train.generate import AnswerSettings, FailingEnvironmentError, Group, Rollouts
 from podium.train.prompt_lengths import check_prompt_lengths, with_prompt_tokens
 from podium.train.reward_models import load_reward_models
-from podium.train.setup import load_parts, make_model, rollout_spec
+from podium.train.setup import Model, load_parts, make_model, rollout_spec
 
 Z_95 = 1.959963984540054
 SHOWN_CHARACTERS = 400
@@ -131,23 +132,37 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def evaluate_weights(config: Config, run: Fork | None) -> tuple[Evaluation, int | None]:
-    """Evaluate a run's weights (None: the config's model) on the config's tasks; also returns the weights' step."""
+@contextlib.contextmanager
+def opened_rollouts(
+    config: Config, announce: Callable[[str], None], *, trains: bool, evaluates: bool
+) -> Iterator[tuple[Model, Rollouts]]:
+    """Open the sampling and grading of a config without a trainer; its weights are not loaded yet.
+
+    Training prompts are asked, or evaluation questions, or both. `announce` is called with a line about their lengths.
+    """
     recipe = resolve_recipe(config)
-    config, measured = with_prompt_tokens(config, recipe, trains=False, evaluates=True)
-    if measured is not None:
-        print(measured, file=sys.stderr)
+    config, line = with_prompt_tokens(config, recipe, trains=trains, evaluates=evaluates)
+    if line is not None:
+        announce(line)
     model = make_model(config)
-    if run is not None and run.step is None:
-        run = run._replace(step=max(saved_steps(run.checkpoints), default=None))
-    spec, update = rollout_spec(config, model, recipe), resolve_update(config, recipe, model.machine, model.mesh.shape)
+    update = resolve_update(config, recipe, model.machine, model.mesh.shape)
+    spec = rollout_spec(config, model, recipe)
     models = load_reward_models(spec, update, model.mesh)
     with contextlib.closing(Rollouts(spec, model.decoder, model.tokenizer, model.mesh, scorers=models)) as rollouts:
+        yield model, rollouts
+
+
+def evaluate_weights(config: Config, run: Fork | None) -> tuple[Evaluation, int | None]:
+    """Evaluate a run's weights (None: the config's model) on the config's tasks; also returns the weights' step."""
+    say = partial(print, file=sys.stderr)
+    if run is not None and run.step is None:
+        run = run._replace(step=max(saved_steps(run.checkpoints), default=None))
+    with opened_rollouts(config, say, trains=False, evaluates=True) as (model, rollouts):
         rollouts.check([prompts[0] for prompts in rollouts.feed.tasks.eval_prompts(1).values()])
         rollouts.feed.tasks.check_answers(trains=False, evaluates=True)
-        questions = rollouts.feed.tasks.eval_prompts(spec.evaluation.questions)
+        questions = rollouts.feed.tasks.eval_prompts(rollouts.spec.evaluation.questions)
         for line in check_prompt_lengths(rollouts.feed, questions, "questions", "count as wrong"):
-            print(line, file=sys.stderr)
+            say(line)
         rollouts.compile_ahead()
         rollouts.load(*load_parts(model, run))
         return evaluate(rollouts), None if run is None else run.step

@@ -1,21 +1,18 @@
 """`podium filter`: measures how often the run's model solves each training prompt, once, for `data.filter`."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from podium.config.schema import Config
 from podium.files import as_path, to_json
-from podium.run.resolve import resolve_recipe, resolve_update
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.pass_rates import Measured, PassRate, PassRates, digest_of, read_pass_rates
+from podium.train.evaluate import opened_rollouts
 from podium.train.feed import request_seed
 from podium.train.generate import AnswerSettings, FailingEnvironmentError, Rollouts
-from podium.train.prompt_lengths import with_prompt_tokens
-from podium.train.reward_models import load_reward_models
 from podium.train.same_inputs import model_files
-from podium.train.setup import load_parts, make_model, rollout_spec
+from podium.train.setup import Model, load_parts
 
 PROMPTS_AT_ONCE = 256
 """Prompts whose answers are drawn and stored together: what an interruption loses."""
@@ -32,7 +29,9 @@ def filter_command(config: Config) -> int:
             "data.filter is not set, so nothing says where to store what is measured; set data.filter.file, such as"
             " pass_rates.jsonl"
         )
-    found = measure(config, as_path(chosen.file), print)
+    asked = config.model_copy(update={"data": config.data.model_copy(update={"filter": None})})
+    with opened_rollouts(asked, print, trains=True, evaluates=False) as (model, rollouts):
+        found = measure(model, rollouts, as_path(chosen.file), chosen.samples)
     least, most = chosen.pass_rate
     for label, right in found.right.items():
         easy = sum(each > most for each in right.values())
@@ -42,53 +41,41 @@ def filter_command(config: Config) -> int:
     return 0
 
 
-def measure(config: Config, path: Path, announce: Callable[[str], None]) -> PassRates:
-    """Answer every training prompt of the config's tasks, and store the shares of right answers in a file.
+def measure(model: Model, rollouts: Rollouts, path: Path, samples: int) -> PassRates:
+    """Draw `samples` answers to every training prompt, and store the shares of right answers in a file.
 
-    If an interruption left a file, only the prompts that it lacks are answered. `announce` is called with a line after
-    every PROMPTS_AT_ONCE prompts. Raises ValueError if the file is of another model, other data or another number of
-    samples.
+    If an interruption left a file, only the prompts that it lacks are answered. Prints a line after every
+    PROMPTS_AT_ONCE prompts. Raises ValueError if the file is of another model, other data or another number of samples.
     """
-    assert config.data.filter is not None, "the config says how many answers to draw"
-    samples = config.data.filter.samples
-    config = config.model_copy(update={"data": config.data.model_copy(update={"filter": None})})
-    recipe = resolve_recipe(config)
-    config, line = with_prompt_tokens(config, recipe, trains=True, evaluates=False)
-    if line is not None:
-        announce(line)
-    model = make_model(config)
-    spec, update = rollout_spec(config, model, recipe), resolve_update(config, recipe, model.machine, model.mesh.shape)
-    models = load_reward_models(spec, update, model.mesh)
-    with contextlib.closing(Rollouts(spec, model.decoder, model.tokenizer, model.mesh, scorers=models)) as rollouts:
-        tasks, sampling = rollouts.feed.tasks, spec.sampling
-        for line in rollouts.check(tasks.first_prompts()):
-            announce(line)
-        prompts = tasks.train_prompts()
-        measured = Measured(
-            model=model_files(model.source.path),
-            data={label: digest_of([each.prompt for each in own]) for label, own in prompts.items()},
-            samples=samples,
-            sampling={
-                "temperature": sampling.temperature,
-                "top_k": sampling.top_k,
-                "top_p": sampling.top_p,
-                "min_p": sampling.min_p,
-                "repetition_penalty": sampling.repetition_penalty,
-                "max_new_tokens": sampling.max_new_tokens,
-            },
-        )
-        known = _begun(path, measured)
-        rollouts.compile_ahead()
-        rollouts.load(*load_parts(model, None))
-        settings = AnswerSettings(sampling=dataclasses.replace(sampling, greedy_completion=None), completions=samples)
-        for label, own in prompts.items():
-            left = [(n, each) for n, each in enumerate(own) if each.prompt.id not in known.right.get(label, {})]
-            for first in range(0, len(left), PROMPTS_AT_ONCE):
-                part = left[first : first + PROMPTS_AT_ONCE]
-                lines = _rates(rollouts, label, part, settings)
-                with path.open("a", encoding="utf-8") as file:
-                    file.write("".join(to_json(line) + "\n" for line in lines))
-                announce(f"{label}: {len(own) - len(left) + first + len(part):,} of {len(own):,} prompts")
+    tasks, sampling = rollouts.feed.tasks, rollouts.spec.sampling
+    for line in rollouts.check(tasks.first_prompts()):
+        print(line)
+    prompts = tasks.train_prompts()
+    measured = Measured(
+        model=model_files(model.source.path),
+        data={label: digest_of([each.prompt for each in own]) for label, own in prompts.items()},
+        samples=samples,
+        sampling={
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "max_new_tokens": sampling.max_new_tokens,
+        },
+    )
+    known = _begun(path, measured)
+    rollouts.compile_ahead()
+    rollouts.load(*load_parts(model, None))
+    settings = AnswerSettings(sampling=dataclasses.replace(sampling, greedy_completion=None), completions=samples)
+    for label, own in prompts.items():
+        left = [(n, each) for n, each in enumerate(own) if each.prompt.id not in known.right.get(label, {})]
+        for first in range(0, len(left), PROMPTS_AT_ONCE):
+            part = left[first : first + PROMPTS_AT_ONCE]
+            lines = _rates(rollouts, label, part, settings)
+            with path.open("a", encoding="utf-8") as file:
+                file.write("".join(to_json(line) + "\n" for line in lines))
+            print(f"{label}: {len(own) - len(left) + first + len(part):,} of {len(own):,} prompts")
     return read_pass_rates(path)
 
 

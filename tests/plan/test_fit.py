@@ -12,7 +12,7 @@ from podium.accelerators import find_accelerator
 from podium.config.schema import Config
 from podium.plan import fit as module
 from podium.plan.fit import Choice, Fit, Fitted
-from podium.plan.halves import Half, Halves, Place, changed_config
+from podium.plan.halves import Half, Halves, Place
 from podium.plan.planner import make_plan
 from podium.plan.probe import Prober
 from podium.plan.result import Peak, Plan
@@ -126,7 +126,7 @@ def test_changes_that_are_not_checked_are_those_of_the_loader():
         Change(key="train.offload_optimizer", value=True),
         Change(key="train.layer_chunk_tokens", value=None),
     )
-    assert changed_config(load(case), changes) == load(case.but(*changes))
+    assert planned_of(load)(case).changed_settings(changes) == load(case.but(*changes))
     assert [str(each) for each in changes[2:]] == ["train.offload_optimizer=true", "train.layer_chunk_tokens=null"]
 
 

@@ -194,3 +194,22 @@ def test_the_run_of_every_config_can_be_opened_to_answer(path, monkeypatch):
     (alone, shared) = opened
     assert shared.rollout.longest == 2048 and alone.rollout.slots == shared.rollout.slots
     assert alone.model == shared.model and alone.lora == shared.lora
+
+
+def test_a_run_that_was_rewarded_for_length_is_opened_to_give_shorter_answers(tmp_path, monkeypatch):
+    """Its rewards do not matter here, and neither does the length over which they fell."""
+    opened = []
+
+    def make_model(config):
+        opened.append(config)
+        raise InterruptedError
+
+    rewarded = {"name": "arithmetic", "rewards": {"correct": 1.0, "length": 1.0}}
+    settings = {"model": "demo", "tasks": [rewarded], "grading": {"overlong_buffer_tokens": 128}}
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    monkeypatch.setattr("podium.api.answers.run_of", lambda model: Fork(str(tmp_path), None))
+    monkeypatch.setattr("podium.api.answers.make_model", make_model)
+    shorter = {"rollout": {"max_new_tokens": 64}}
+    with pytest.raises(InterruptedError), open_model("run", asked=Asked(), slots=4, settings=shorter):
+        pass
+    assert opened[0].rollout.max_new_tokens == 64
