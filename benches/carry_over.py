@@ -32,6 +32,7 @@ from benches.record import arguments, record
 from podium.config.schema import Config, RolloutConfig
 from podium.models.architecture import DecoderConfig, with_layers
 from podium.models.params import ROLLOUT_AXES, param_specs
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Completion, Request, SamplingParams
 from podium.sharding import Params, ShardingRules, init_params, make_mesh
@@ -62,7 +63,7 @@ class Flight:
         slots = self.room * G
         config = RolloutConfig(max_prompt_tokens=PROMPT, max_new_tokens=LONGEST, slots=slots, refill_steps=8)
         rules = ShardingRules(make_mesh("auto"), ROLLOUT_AXES)
-        self.engine = RolloutEngine(config, decoder, rules, None, dtype=jnp.dtype("bfloat16"))
+        self.engine = RolloutEngine(Device(config, decoder, rules, dtype=jnp.dtype("bfloat16")), None)
         self.engine.load(params)
         self.engine.warm_up()
         self.vocab, self.pending, self.begun = decoder.vocab, dict[int, list[list[Completion]]](), 0

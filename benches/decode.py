@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from benches.record import arguments, record
-from podium.bench.rollout import full_requests, make_engine, measure, rollout_config, run_lengths
+from podium.bench.rollout import device_of, full_requests, make_engine, measure, rollout_config, run_lengths
 from podium.config.lora import MATRICES
 from podium.doctor.subject import smollm2
 from podium.models.architecture import LAYERS, DecoderConfig, with_layers
@@ -51,13 +51,14 @@ def cpu_ms(function: Callable[[], Any]) -> float:
 
 def parts(engine: RolloutEngine) -> dict[str, float]:
     """CPU milliseconds per decode step of the head and of sampling, each alone."""
-    S, params, rules = engine.config.slots, engine.device.params, engine.rules
+    device = device_of(engine)
+    S, params, rules = engine.config.slots, device.params, device.rules
     assert params is not None
     rows = idle_rows(S)
     for row in range(S):
         fill_row(rows, row, SamplingParams(max_new_tokens=1), seed=0, completion=row)
-    head = jax.jit(lambda params, x: logits_at(x, head_weights(params, rules, engine.dtype), 1.0))
-    hidden = jnp.ones((S, engine.decoder.width), engine.dtype)
+    head = jax.jit(lambda params, x: logits_at(x, head_weights(params, rules, device.dtype), 1.0))
+    hidden = jnp.ones((S, device.decoder.width), device.dtype)
     logits, draw, live = head(params, hidden), jax.jit(sample), jnp.ones(S, bool)
     return {
         "head_cpu_ms": cpu_ms(lambda: head(params, hidden)),
@@ -114,12 +115,13 @@ class ByTurns:
 
 def over_products(engine: RolloutEngine, requests: list[Request]) -> dict[str, Any]:
     """CPU milliseconds of decode steps and of their products, and their ratio: median over turns."""
-    programs = engine.device.programs
-    timed = ByTurns(programs.decode, products_of(engine.decoder, engine.config.slots))
+    device = device_of(engine)
+    programs = device.programs
+    timed = ByTurns(programs.decode, products_of(device.decoder, engine.config.slots))
     jax.block_until_ready(timed.products())
-    engine.device.programs = programs._replace(decode=timed)
+    device.programs = programs._replace(decode=timed)
     engine.generate(requests)
-    engine.device.programs = programs
+    device.programs = programs
     steps, alone = zip(*timed.turns, strict=True)
     return {
         "step_cpu_ms": statistics.median(steps),
@@ -147,7 +149,7 @@ def main() -> None:
     engine = make_engine(spec, mesh)
     lengths = run_lengths(args.lengths, spec)
     found = dataclasses.asdict(measure(spec, engine, lengths)) | parts(engine)
-    if jax.default_backend() == "cpu" and engine.dtype == jnp.float32:
+    if jax.default_backend() == "cpu" and device_of(engine).dtype == jnp.float32:
         found |= over_products(engine, full_requests(config.rollout, lengths, decoder.vocab))
     result = {"layers": args.layers, "vocab": args.vocab, "lengths": args.lengths, **found}
     print(json.dumps(result))

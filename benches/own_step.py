@@ -83,5 +83,5 @@ class OwnStep:
             self.steps += 1
         with self.clock("sync"):
             self.rollouts.load(self.state.params, version=self.steps)
-            jax.block_until_ready(self.rollouts.engine.device.params)
+            jax.block_until_ready(self.rollouts.device.params)
         return groups, batched, updated

@@ -22,6 +22,7 @@ from benches.decode import SMOLLM2_135M
 from benches.record import arguments, record
 from podium.config.schema import RolloutConfig
 from podium.models.params import ROLLOUT_AXES, param_specs
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules, init_params, make_mesh
@@ -44,7 +45,7 @@ def ours(dtype: str) -> RolloutEngine:
     """The engine, its programs compiled."""
     rules = ShardingRules(make_mesh("auto"), ROLLOUT_AXES)
     config = RolloutConfig(max_prompt_tokens=PROMPT, max_new_tokens=NEW, slots=REQUESTS)
-    engine = RolloutEngine(config, SMOLLM2_135M, rules, None, dtype=jnp.dtype(dtype))
+    engine = RolloutEngine(Device(config, SMOLLM2_135M, rules, dtype=jnp.dtype(dtype)), None)
     engine.load(init_params(0, param_specs(SMOLLM2_135M), rules))
     engine.warm_up()
     return engine

@@ -25,10 +25,12 @@ import numpy as np
 
 from benches.decode import SMOLLM2_135M
 from benches.record import arguments, record
+from podium.bench.rollout import device_of
 from podium.config.schema import RolloutConfig
 from podium.models.architecture import with_layers
 from podium.models.params import ROLLOUT_AXES, param_specs
 from podium.rollout import cache as caches
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules, init_params, make_mesh
@@ -62,7 +64,7 @@ def engine_of(decoder: Any, params: Any, **settings: Any) -> RolloutEngine:
     """An engine with its programs compiled."""
     rules = ShardingRules(make_mesh("auto"), ROLLOUT_AXES)
     config = RolloutConfig(max_prompt_tokens=64, max_new_tokens=512, **settings)
-    engine = RolloutEngine(config, decoder, rules, None, dtype=jnp.dtype("bfloat16"))
+    engine = RolloutEngine(Device(config, decoder, rules, dtype=jnp.dtype("bfloat16")), None)
     engine.load(params)
     engine.warm_up()
     return engine
@@ -119,9 +121,10 @@ def host_bench(decoder: Any, params: Any) -> dict[str, float]:
     A thread notes when each call ends; from then until the next one is given out the device waits for the host.
     """
     engine = engine_of(decoder, params, slots=16, refill_steps=8)
-    engine.overlap = True
+    device = device_of(engine)
+    device.overlap = True
     given, ended, threads = [], [], []
-    decode = engine.device.programs.decode
+    decode = device.programs.decode
 
     def watched(*arguments: Any) -> Any:
         given.append(time.perf_counter())
@@ -137,7 +140,7 @@ def host_bench(decoder: Any, params: Any) -> dict[str, float]:
         return *kept, steps
 
     watched._cache_size = decode._cache_size  # pyright: ignore[reportFunctionMemberAccess]
-    engine.device.programs = engine.device.programs._replace(decode=watched)
+    device.programs = device.programs._replace(decode=watched)
     start = time.perf_counter()
     _, stats = engine.generate(requests_of([128] * 48, decoder.vocab))
     wall = time.perf_counter() - start

@@ -36,6 +36,7 @@ from podium.models.params import TRAIN_AXES, param_specs
 from podium.models.presets import PRESETS
 from podium.models.recorded_routing import balances, joined_choices, recorded_choices
 from podium.models.visibility import Visibility
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.rollout.transcript import transcript_of
@@ -92,7 +93,7 @@ def decoder_of(model: str) -> DecoderConfig:
 def make_engine(decoder: DecoderConfig, dtype: str) -> RolloutEngine:
     """An engine without weights."""
     rules = rollout_rules(Layout(name="replicated"), decoder, make_mesh("auto", jax.devices()[:1]))
-    return RolloutEngine(ROLLOUT, decoder, rules, Letters(), dtype=jnp.dtype(dtype))
+    return RolloutEngine(Device(ROLLOUT, decoder, rules, dtype=jnp.dtype(dtype)), Letters())
 
 
 def sampled(engine: RolloutEngine, decoder: DecoderConfig, seed: int) -> Batch[np.ndarray]:

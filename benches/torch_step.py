@@ -49,7 +49,7 @@ class Programs:
         """From now on every call of a program is waited for."""
         self.podium = podium
         self.batch: Batch | None = None
-        device, trainer = podium.rollouts.engine.device, podium.trainer
+        device, trainer = podium.rollouts.device, podium.trainer
         timed = {name: self._timed(f"rollout/{name}", getattr(device.programs, name)) for name in ROLLOUT_PROGRAMS}
         device.programs = device.programs._replace(**timed)
         trainer.train_step = self._keeping_batch(self._timed("update/train_step", trainer.train_step))

@@ -36,9 +36,10 @@ from benches.children.talking import WAITING
 from benches.kill_resume import TEMPLATE
 from benches.recipes import write_tiny_model
 from benches.record import arguments, record
+from podium.bench.rollout import device_of
 from podium.config.schema import Config
-from podium.plan.workload import Clock, Replies, SequenceLengths, simulate_rollout
-from podium.rollout.device import Device
+from podium.plan.simulated_device import Clock
+from podium.plan.workload import Replies, SequenceLengths, simulate_rollout
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import RolloutStats
 from podium.tasks.conversation import Turn
@@ -91,7 +92,7 @@ class Watch:
         """Watch from now on."""
         self.prefills: dict[int, list[float]] = collections.defaultdict(list)
         self.decodes: dict[int, list[tuple[int, float]]] = collections.defaultdict(list)
-        self._device: Device = engine.device
+        self._device = device_of(engine)
         self._prefill, self._decode = self._device.prefill, self._device.decode
         self._device.prefill = self._timed_prefill
         self._device.decode = self._timed_decode
@@ -115,9 +116,9 @@ class Watch:
 
     def _timed_decode(self, rows: Any, tokenizer: Any) -> Any:
         start = time.perf_counter()
-        drawn, steps = jax.block_until_ready(self._decode(rows, tokenizer))
-        self.decodes[len(drawn.counts)].append((int(steps), time.perf_counter() - start))
-        return drawn, steps
+        drawn = self._decode(rows, tokenizer)()
+        self.decodes[len(drawn.counts)].append((drawn.steps, time.perf_counter() - start))
+        return lambda: drawn
 
 
 def make_config(folder: Path, *, turns: int, model: str, prompts: int, **rollout: Any) -> Config:

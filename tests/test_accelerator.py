@@ -18,6 +18,7 @@ from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config, RolloutConfig
 from podium.models.params import GATHERED_AXES, ROLLOUT_AXES, TRAIN_AXES, param_specs
 from podium.plan.workload import SequenceLengths
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules, init_params, make_mesh
@@ -49,7 +50,7 @@ def mesh_of(platform: str | None):
 def completions(platform: str | None, dtype=jnp.float32):
     config = RolloutConfig(max_prompt_tokens=32, max_new_tokens=16, slots=8, prefill_rows=4)
     mesh = mesh_of(platform)
-    engine = RolloutEngine(config, DECODER, ShardingRules(mesh, ROLLOUT_AXES), None, dtype=jnp.dtype(dtype))
+    engine = RolloutEngine(Device(config, DECODER, ShardingRules(mesh, ROLLOUT_AXES), dtype=jnp.dtype(dtype)), None)
     params = init_params(0, param_specs(DECODER), ShardingRules(mesh, TRAIN_AXES))
     engine.load({name: value if "norm" in name else 5 * value for name, value in params.items()})
     prompts = np.random.default_rng(0).integers(0, DECODER.vocab, (6, 20)).tolist()

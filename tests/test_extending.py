@@ -23,6 +23,7 @@ from podium.observe.metrics import evaluation_metrics, find_metric
 from podium.observe.stats import EvaluationStats, TaskScores
 from podium.plan.planner import make_plan
 from podium.plan.sizes import Planned, make_sizes
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.settings import NAMES, load_settings
 from podium.sharding import ShardingRules, make_mesh, param_shardings
@@ -89,7 +90,7 @@ def test_a_rollout_layout_is_an_entry(monkeypatch):
     mesh = make_mesh("dp:2,fsdp:2,tp:2")
     config = ALL_DEVICES_CONFIG.model_copy(update={"max_prompt_tokens": ONE_BUCKET.max_prompt_tokens})
     engine = RolloutEngine(
-        config, DECODER, ShardingRules(mesh, ROLLOUT_LAYOUTS[layout]), Letters(EOS), dtype=jnp.float32
+        Device(config, DECODER, ShardingRules(mesh, ROLLOUT_LAYOUTS[layout]), dtype=jnp.float32), Letters(EOS)
     )
     shardings = param_shardings(param_specs(DECODER), ShardingRules(mesh, TRAIN_AXES))
     engine.load({name: jax.device_put(value, shardings[name]) for name, value in tiny_params().items()})

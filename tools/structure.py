@@ -79,9 +79,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("ahead",),
     ("kernels",),
     ("models",),
-    ("rollout", "algorithms"),
+    ("rollout", "rollout.engine", "algorithms"),
     ("train",),
-    ("plan",),
+    ("plan", "plan.workload"),
     ("certify", "bench"),
     ("doctor",),
     ("api",),
@@ -92,7 +92,7 @@ WHEN_APPLIED = {"models.blocks.mathematics", "models.blocks.delta_rule", "models
 """Imported by layers only when they are applied, in functions that are traced: they need jax, and of Podium no more
 than the layers do."""
 WITHOUT_JAX = {part for floor in FLOORS[:10] for part in floor} - WHEN_APPLIED
-WITHOUT_JAX |= {"hlo", "compiler", "cli", "plan.cli", "bench.cli"}
+WITHOUT_JAX |= {"hlo", "compiler", "cli", "plan.cli", "bench.cli", "rollout.engine", "plan.workload"}
 HEIGHTS = {part: height for height, floor in enumerate(FLOORS) for part in floor}
 
 Modules = Mapping[str, str]

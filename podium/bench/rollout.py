@@ -30,6 +30,7 @@ from podium.plan.calibration import load_chip
 from podium.plan.estimate import decode_phase
 from podium.plan.sizes import F32, RunSizes
 from podium.plan.workload import SequenceLengths, draw_lengths
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, RolloutStats, SamplingParams
 from podium.run.spec import RunSpec
@@ -80,12 +81,19 @@ def make_engine(spec: RunSpec, mesh: Mesh) -> RolloutEngine:
     """Make an engine with random weights and compile its programs."""
     decoder, rollout = spec.decoder, spec.rollout
     rules = rollout_rules(rollout.layout, decoder, mesh)
-    engine = RolloutEngine(rollout.settings, decoder, rules, None, dtype=jnp.dtype(rollout.dtype))
+    device = Device(rollout.settings, decoder, rules, dtype=jnp.dtype(rollout.dtype))
+    engine = RolloutEngine(device, None)
     engine.load(init_params(0, param_specs(decoder), ShardingRules(mesh, TRAIN_AXES)))
     with CompileAhead(threads_for(rules.platform)) as ahead:
-        engine.device.compile_ahead(ahead)
+        device.compile_ahead(ahead)
         engine.warm_up()
     return engine
+
+
+def device_of(engine: RolloutEngine) -> Device:
+    """The device side of an engine that runs programs."""
+    assert isinstance(engine.device, Device), "it is not simulated"
+    return engine.device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +114,7 @@ class RolloutBench:
 
 def measure(spec: RunSpec, engine: RolloutEngine, lengths: SequenceLengths) -> RolloutBench:
     """Measure a rollout of these lengths, and one in which all slots stay busy."""
-    rollout, vocab = spec.rollout.settings, engine.decoder.vocab
+    rollout, vocab, device = spec.rollout.settings, spec.decoder.vocab, device_of(engine)
     found: dict[str, dict[str, float]] = {}
     for name, requests in (
         ("full", full_requests(rollout, lengths, vocab)),
@@ -117,10 +125,10 @@ def measure(spec: RunSpec, engine: RolloutEngine, lengths: SequenceLengths) -> R
         found[name] = _figures(stats, time.perf_counter() - start, time.process_time() - cpu)
         assert not stats.compilations, "programs were compiled in advance"
     context = float(np.mean(np.repeat(lengths.prompts, lengths.completions.shape[1]) + lengths.completions.ravel() / 2))
-    floor_ms, floor = _floor(spec, engine, context)
+    floor_ms, floor = _floor(spec, device, context)
     for each in found.values():
         each["floor_ms"] = floor_ms
-    mesh = engine.rules.mesh
+    mesh = device.rules.mesh
     return RolloutBench(
         model=spec.model,
         layout=spec.rollout.layout.name,
@@ -128,7 +136,7 @@ def measure(spec: RunSpec, engine: RolloutEngine, lengths: SequenceLengths) -> R
         devices=mesh.size,
         batch=int(lengths.completions.size),
         slots=rollout.slots,
-        dtype=str(engine.dtype),
+        dtype=str(device.dtype),
         floor=floor,
         full=found["full"],
         rollout=found["rollout"],
@@ -197,14 +205,13 @@ def _figures(stats: RolloutStats, wall_s: float, cpu_s: float) -> dict[str, floa
     }
 
 
-def _floor(spec: RunSpec, engine: RolloutEngine, context: float) -> tuple[float, str]:
+def _floor(spec: RunSpec, device: Device, context: float) -> tuple[float, str]:
     """The minimum time in milliseconds of a decode step of all slots, and the source of this figure."""
-    rules, slots = engine.rules, spec.rollout.settings.slots
-    params = engine.device.params
+    rules, slots, params = device.rules, spec.rollout.settings.slots, device.params
     assert params is not None
     if rules.on_cpu:
-        products = jax.jit(functools.partial(_products, rules=rules, dtype=engine.dtype))
-        x = jnp.ones((slots, spec.decoder.width), activation_dtype(rules, engine.dtype))
+        products = jax.jit(functools.partial(_products, rules=rules, dtype=device.dtype))
+        x = jnp.ones((slots, spec.decoder.width), activation_dtype(rules, device.dtype))
         return 1e3 * fastest_s(products, params, x), "the step's matrix products alone, measured"
     accelerator = spec.machine.accelerator
     if accelerator is None:

@@ -12,9 +12,10 @@ from podium.plan.calibration import Chip, Line, calibrated
 from podium.plan.calls import Call, largest_calls
 from podium.plan.estimate import PhaseEstimate, Piece
 from podium.plan.result import BoundBy, LargeArray, Phase, Seconds, total
+from podium.plan.simulated_device import Clock
 from podium.plan.sizes import F32, RunSizes, network_bytes
 from podium.plan.worker import CompiledPhase
-from podium.plan.workload import Clock, SequenceLengths
+from podium.plan.workload import SequenceLengths
 
 KINDS: Mapping[str, str] = {
     "prefill": "prefill",

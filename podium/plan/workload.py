@@ -1,28 +1,27 @@
 """The workload of a step: lengths of prompts and completions, and the calls and steps that their rollout takes.
 
-Lengths are drawn from a distribution or from an earlier run. The engine's own scheduler is then driven with them,
-without a model. Of conversations also the number of turns, the tokens of replies and their seconds are given: a `Clock`
-says how long calls take, so that replies come while others are decoded.
+Lengths are drawn from a distribution or from an earlier run. The engine itself then answers requests of these lengths
+on a simulated device. Of conversations also the number of turns, the tokens of replies and their seconds are given: a
+`Clock` says how long calls take, so that replies come while others are decoded.
 """
 
 import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from podium.config.schema import RolloutConfig
-from podium.config.sizes import check_split, steps_at_once
+from podium.config.sizes import check_split
 from podium.files import read_lines
 from podium.observe.run_dir import LENGTHS
-from podium.rollout.kept import make_scheduler
-from podium.rollout.request import Key, SamplingParams
-from podium.rollout.scheduler import DecodeRow
-from podium.rollout.sequence import Sequence as EngineSequence
+from podium.plan.simulated_device import END, TOKEN, Clock, SimulatedDevice, Work
+from podium.rollout.engine import RolloutEngine
+from podium.rollout.request import Completion, Key, Request, SamplingParams
 from podium.train.carry import chosen
 
 # GSM8K's 7,473 training questions under SmolLM2's tokenizer and chat template with the task's system prompt: 38 tokens
@@ -74,23 +73,6 @@ class SequenceLengths:
         """Tokens that the model draws, [N, G]."""
         replies = self.replies
         return self.completions if replies is None else self.completions - (replies.turns - 1) * replies.tokens
-
-
-class Clock(NamedTuple):
-    """How long the engine's calls take, in seconds."""
-
-    prefill_s: Mapping[int, float]
-    """A prefill call, by chunk length."""
-    decode_s: Mapping[int, float]
-    """A decode step, by slots."""
-
-    def seconds(self, chunks: Iterable[int], slots: int, steps: int) -> float:
-        """Prefill calls of these chunk lengths, and decode steps; for unknown sizes those of the nearest one."""
-        return sum(_nearest(self.prefill_s, chunk) for chunk in chunks) + steps * _nearest(self.decode_s, slots)
-
-
-def _nearest(seconds: Mapping[int, float], size: int) -> float:
-    return seconds[min(seconds, key=lambda known: abs(known - size))] if seconds else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,7 +219,7 @@ def simulate_rollout(
     clock: Clock | None = None,
     most_calls: int = MOST_CALLS,
 ) -> Workload:
-    """Simulate the engine's work for these lengths, with slots split over `shards`: its scheduler, without a model.
+    """Simulate the engine's work for these lengths, with slots split over `shards`: on a simulated device.
 
     With `overlap`, a decode call is issued before the previous one is read, as the engine does on TPU and GPU. `clock`
     times calls, so that replies come in time; None: replies come at once. Completions that take more than `most_calls`
@@ -250,7 +232,8 @@ def simulate_rollout(
     lengths = lengths.decoded
     at_once = -(-int(lengths.completions.max()) // (most_calls * rollout.refill_steps))
     if clock is not None:
-        return _Rollout(lengths, rollout, shards, overlap, at_once, clock).run()
+        device = SimulatedDevice(rollout, shards, overlap=overlap, calls=at_once, clock=clock)
+        return _Rollouts(lengths, rollout, device, reply_s=lengths.replies.seconds if lengths.replies else 0.0).run()
     given = (content(lengths), rollout.model_dump_json(exclude=PLACEMENT))
     simulation = _Simulation(
         content=given, lengths=lengths, rollout=rollout, shards=shards, overlap=overlap, at_once=at_once
@@ -279,7 +262,9 @@ class _Simulation:
 
 @functools.lru_cache(maxsize=64)
 def _simulated(given: _Simulation) -> Workload:
-    return _Rollout(given.lengths, given.rollout, given.shards, given.overlap, given.at_once, None).run()
+    clock = Clock({}, {})
+    device = SimulatedDevice(given.rollout, given.shards, overlap=given.overlap, calls=given.at_once, clock=clock)
+    return _Rollouts(given.lengths, given.rollout, device, reply_s=0.0).run()
 
 
 def _gsm8k_prompts(rng: np.random.Generator, prompts: int, longest: int) -> np.ndarray:
@@ -333,251 +318,208 @@ def _groups(record: dict[str, object], path: Path, number: int) -> list[tuple[in
     )
 
 
-class _Rollout:
-    """Simulates the engine over one or several steps, with all lengths known in advance."""
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Live:
+    """A completion, or a conversation, that has not ended."""
+
+    number: int
+    """Of its prompt, in the run."""
+    index: int
+    """Among its prompt's completions."""
+    context: int
+    """Tokens before the current turn."""
+    turn: int = 0
+    key: Key | None = None
+    """Its name in the engine; None: the engine does not have it."""
+    drawn: Completion | None = None
+    """What an earlier step has drawn of the current turn."""
+    replying: bool = False
+
+
+class _Rollouts:
+    """The rollouts of several steps: the engine on a simulated device, with all lengths known in advance."""
 
     def __init__(
-        self,
-        lengths: SequenceLengths,
-        rollout: RolloutConfig,
-        shards: int,
-        overlap: bool,
-        calls: int,
-        clock: Clock | None,
+        self, lengths: SequenceLengths, rollout: RolloutConfig, device: SimulatedDevice, *, reply_s: float
     ) -> None:
-        self.lengths = lengths
-        self.drawn: list[list[int]] = lengths.drawn.tolist()
-        self.clock, self.now = clock, 0.0
-        self.turns: collections.Counter[Key] = collections.Counter()
-        """Answers that each conversation has completed."""
-        self.due: collections.deque[tuple[float, EngineSequence]] = collections.deque()
-        """When the replies to parked conversations come, soonest first: all take as long."""
-        self.given: collections.Counter[Key] = collections.Counter()
-        """Tokens between the prompt and the current answer of conversations that an earlier step left."""
-        self.waiting: dict[Key, float] = {}
-        """When the replies come that they wait for."""
-        self.calls = calls
-        """Decode calls of the engine that are simulated as one."""
-        self.steps = calls * rollout.refill_steps
-        self.overlap = overlap
-        self.at_once = steps_at_once(rollout.refill_steps, shards)
-        self.scheduler = make_scheduler(rollout, shards)
-        self.rollout, self.room = rollout, int(rollout.in_flight * len(lengths.prompts) + 1e-6)
-        self.made: dict[int, dict[int, int]] = {}
-        """Generated tokens of unfinished completions, by prompt number in the run and completion index."""
-        self.first: dict[int, int] = {}
+        """Begin no step yet. Environments reply after `reply_s` seconds of the device's clock."""
+        self._lengths, self._rollout, self._device = lengths, rollout, device
+        self._engine = RolloutEngine(device, None)
+        self._drawn: list[list[int]] = lengths.drawn.tolist()
+        self._reply_s = reply_s
+        self._live: dict[int, dict[int, _Live]] = {}
+        """What has not ended, by number of the prompt in the run, and by index; empty: the prompt is complete."""
+        self._drawing: dict[Key, _Live] = {}
+        """What the engine draws."""
+        self._replies: collections.deque[tuple[float, _Live]] = collections.deque()
+        """When the replies come that conversations wait for, soonest first: all take as long."""
+        self._first: dict[int, int] = {}
         """Step in which a prompt's first token was drawn."""
-        self.left: dict[EngineSequence, int] = {}
-        self.unread: list[_Made] = []
-        self.begun = self.step = 0
-        self.count_anew()
-
-    def count_anew(self) -> None:
-        """Reset the counts."""
-        self.scheduler.take_counts()
-        self.prefills: collections.Counter[int] = collections.Counter()
-        self.decodes: dict[int, tuple[int, int, float]] = {}
-        self.copies = self.copied = self.occupied = self.attended = 0
-        self.idle_s, self.began = 0.0, self.now
-        self.staleness: list[int] = []
+        self._begun = self._step = 0
+        self._staleness: list[int] = []
+        self._idle_s = 0.0
 
     def run(self) -> Workload:
         """One step's work; with carry-over, the average of several steps once the number in flight has settled."""
-        carries = self.room > len(self.lengths.prompts)
+        lengths, device = self._lengths, self._device
+        carries = self._room > len(lengths.prompts)
         for _ in range(STEPS_BEFORE if carries else 0):
-            self.complete()
-        self.count_anew()
+            self._answer()
+        self._engine.stats()
+        device.work = work = Work()
+        self._staleness, self._idle_s, began = [], 0.0, device.now
         steps = STEPS_COUNTED if carries else 1
         for _ in range(steps):
-            self.complete()
-        counts = self.scheduler.take_counts()
+            self._answer()
+        stats = self._engine.stats()
         return Workload(
-            prefill_calls={chunk: -(-calls // steps) for chunk, calls in self.prefills.items()},
-            prefill_tokens=counts.prefill_tokens // steps,
-            copy_calls=-(-self.copies // steps),
-            copied_pages=self.copied // steps,
+            prefill_calls={chunk: -(-calls // steps) for chunk, calls in work.prefills.items()},
+            prefill_tokens=stats.prefill_tokens // steps,
+            copy_calls=-(-work.copies // steps),
+            copied_pages=work.copied // steps,
             decodes={
                 size: (-(-calls // steps), -(-ran // steps), total / max(ran, 1))
-                for size, (calls, ran, total) in self.decodes.items()
+                for size, (calls, ran, total) in work.decodes.items()
             },
-            occupied_slot_steps=self.occupied // steps,
-            mean_context=self.attended / self.occupied if self.occupied else 0.0,
-            prompt_tokens=int(self.lengths.prompts.sum()),
-            completion_tokens=int(self.lengths.drawn.sum()),
-            completions=self.lengths.completions.size,
-            preempted=counts.preempted // steps,
-            staleness=float(np.mean(self.staleness)),
-            rebuilt_tokens=counts.rebuilt_tokens // steps,
-            pages_peak=counts.pages_peak,
-            seconds=(self.now - self.began) / steps,
-            idle_s=self.idle_s / steps,
+            occupied_slot_steps=work.occupied // steps,
+            mean_context=work.attended / work.occupied if work.occupied else 0.0,
+            prompt_tokens=int(lengths.prompts.sum()),
+            completion_tokens=int(lengths.drawn.sum()),
+            completions=lengths.completions.size,
+            preempted=stats.preempted // steps,
+            staleness=float(np.mean(self._staleness)),
+            rebuilt_tokens=stats.rebuilt_tokens // steps,
+            pages_peak=stats.pages_peak,
+            seconds=(device.now - began) / steps,
+            idle_s=self._idle_s / steps,
         )
 
-    def complete(self) -> None:
-        """Simulate one step's rollout: submit prompts, then run the engine until enough prompts are complete."""
-        sampling = SamplingParams(max_new_tokens=self.rollout.max_new_tokens)
-        per_step = len(self.lengths.prompts)
-        while len(self.made) < self.room:
-            self.made[self.begun] = dict.fromkeys(range(self.lengths.completions.shape[1]), 0)
-            self.begun += 1
-        for number, begun in self.made.items():
-            prompt = (0,) * int(self.lengths.prompts[number % len(self.lengths.prompts)])
-            sequences = [
-                EngineSequence(
-                    key=Key(number, index),
-                    context=prompt + (0,) * self.given[Key(number, index)],
-                    sampling=sampling,
-                    seed=0,
-                    drawn=[0] * made,
-                    keep=self.lengths.replies is not None,
-                )
-                for index, made in begun.items()
-            ]
-            self.scheduler.submit(prompt, sequences)
-            for sequence in sequences:
-                if (reply := self.waiting.get(sequence.key)) is not None:
-                    self.scheduler.park(sequence)
-                    self.due.append((reply, sequence))
-                else:
-                    self.left[sequence] = self.whole(sequence) - len(sequence.drawn)
-        self.due = collections.deque(sorted(self.due, key=lambda each: each[0]))
-        first = [self.first.get(number) for number in self.made]
-        while True:
-            complete = [not each for each in self.made.values()]
-            taken = chosen(
-                first,
-                complete,
-                per_step,
-                per_step=per_step,
-                version=self.step,
-                max_staleness=self.rollout.max_staleness,
-            )
-            if taken is not None:
-                break
-            self.take_replies()
-            self.engine_step()
-        self.read()
-        self.waiting = {sequence.key: reply for reply, sequence in self.due}
-        for sequence in (*self.left, *(sequence for _, sequence in self.due)):
-            number, index = sequence.key
-            self.made[number][index] = len(sequence.drawn)
-            self.given[sequence.key] = len(sequence.context) - int(self.lengths.prompts[number % per_step])
-            self.scheduler.retire(sequence)
-        self.left.clear()
-        self.due.clear()
-        numbers = list(self.made)
-        for index in taken:
-            del self.made[numbers[index]]
-            self.staleness.append(self.step - self.first.pop(numbers[index]))
-        self.step += 1
+    @property
+    def _room(self) -> int:
+        """Prompts that are answered at the same time."""
+        return int(self._rollout.in_flight * len(self._lengths.prompts) + 1e-6)
 
-    def whole(self, sequence: EngineSequence) -> int:
-        """The final length of a completion, or of a conversation's current answer, in tokens."""
-        request, completion = sequence.key
-        drawn = self.drawn[request % len(self.drawn)][completion]
-        if (replies := self.lengths.replies) is None:
+    def _answer(self) -> None:
+        """One step's rollout: submit what is new and what was left, then run the engine until there is enough."""
+        while len(self._live) < self._room:
+            prompt = int(self._lengths.prompts[self._begun % len(self._lengths.prompts)])
+            self._live[self._begun] = {
+                index: _Live(number=self._begun, index=index, context=prompt)
+                for index in range(self._lengths.completions.shape[1])
+            }
+            self._begun += 1
+        alike: dict[tuple[int, int, int], list[_Live]] = {}
+        for live in (each for group in self._live.values() for each in group.values() if not each.replying):
+            alike.setdefault((live.number, live.turn, self._most(live)), []).append(live)
+        for lives in alike.values():
+            self._submit(lives, int(self._lengths.prompts[lives[0].number % len(self._lengths.prompts)]))
+        first = [self._first.get(number) for number in self._live]
+        while (taken := self._chosen(first)) is None:
+            self._take_replies()
+            self._engine.step()
+            for key, completion in self._engine.poll():
+                self._end_turn(self._drawing.pop(key), completion)
+        self._put_aside()
+        numbers = list(self._live)
+        for index in taken:
+            del self._live[numbers[index]]
+            self._staleness.append(self._step - self._first.pop(numbers[index]))
+        self._step += 1
+
+    def _chosen(self, first: Sequence[int | None]) -> list[int] | None:
+        """Which of the prompts form the step; None if there are not enough yet."""
+        per_step = len(self._lengths.prompts)
+        return chosen(
+            first,
+            [not group for group in self._live.values()],
+            per_step,
+            per_step=per_step,
+            version=self._step,
+            max_staleness=self._rollout.max_staleness,
+        )
+
+    def _put_aside(self) -> None:
+        """Take what has not ended out of the engine."""
+        for key, completion in self._engine.withdraw(list(self._drawing)).items():
+            live = self._drawing.pop(key)
+            if completion.finish_reason is not None:
+                self._end_turn(live, completion)
+                continue
+            live.key, live.drawn = None, completion
+            if len(completion.tokens):
+                self._first.setdefault(live.number, self._step)
+        for _, live in self._replies:
+            if live.key is not None:
+                self._engine.cancel(live.key)
+                live.key = None
+
+    # Turns.
+
+    def _whole(self, live: _Live) -> int:
+        """The length of a completion, or of a conversation's current answer, in tokens."""
+        drawn = self._drawn[live.number % len(self._drawn)][live.index]
+        replies = self._lengths.replies
+        if replies is None:
             return drawn
         size, longer = divmod(drawn, replies.turns)
-        return size + (self.turns[sequence.key] < longer)
+        return size + (live.turn < longer)
 
-    def take_replies(self) -> None:
-        """Begin the next answers of conversations whose replies have come; wait for one if there is nothing to do."""
-        replies = self.lengths.replies
-        if replies is None or not self.due:
+    def _most(self, live: _Live) -> int:
+        """Most tokens that the current turn may have."""
+        return min(max(self._rollout.max_new_tokens, self._whole(live)), self._rollout.longest - live.context)
+
+    def _submit(self, lives: Sequence[_Live], prompt: int) -> None:
+        """Submit completions of a prompt that go on alike, and share these first tokens of their contexts."""
+        request = Request(
+            prompt=(TOKEN,) * prompt,
+            sampling=self._sampling(lives[0]),
+            seed=0,
+            completions=self._lengths.completions.shape[1],
+            keep=self._lengths.replies is not None,
+            begun={live.index: live.drawn for live in lives if live.drawn is not None},
+            ledgers={live.index: (TOKEN,) * live.context for live in lives if live.context > prompt},
+        )
+        number = self._engine.submit(request)
+        for live in lives:
+            self._draw(live, Key(number, live.index))
+
+    def _sampling(self, live: _Live) -> SamplingParams:
+        return SamplingParams(max_new_tokens=self._most(live), stop_tokens=(END,))
+
+    def _draw(self, live: _Live, key: Key) -> None:
+        """Note that the engine draws a turn."""
+        live.key, live.drawn, live.replying = key, None, False
+        self._drawing[key] = live
+        self._device.lengths[key] = min(self._whole(live), self._most(live))
+
+    def _take_replies(self) -> None:
+        """Begin the next turns of conversations whose replies have come; wait for one if there is nothing to do."""
+        replies, device = self._lengths.replies, self._device
+        if replies is None or not self._replies:
             return
-        if not self.scheduler.busy and not self.unread:
-            soonest = self.due[0][0]
-            self.idle_s += max(0.0, soonest - self.now)
-            self.now = max(self.now, soonest)
-        sampling = SamplingParams(max_new_tokens=self.rollout.max_new_tokens)
-        while self.due and self.due[0][0] <= self.now:
-            _, sequence = self.due.popleft()
-            sequence.begin_turn([0] * replies.tokens, sampling, seed=0, keep=True)
-            self.left[sequence] = self.whole(sequence)
-            self.scheduler.resume(sequence)
-
-    def engine_step(self) -> None:
-        """One step of the engine."""
-        if self.scheduler.wants_size():
-            self.read()
-            self.scheduler.resize()
-        plan = self.scheduler.plan(self.steps)
-        self.prefills.update(call.chunk for call in plan.prefills)
-        self.copies += bool(plan.copies)
-        self.copied += len(plan.copies)
-        made = self.decode(plan.rows)
-        if self.clock is not None:
-            steps = -(-max((each.steps for each in made), default=0) // self.at_once) * self.at_once
-            self.now += self.clock.seconds((call.chunk for call in plan.prefills), self.scheduler.size, steps)
-        if self.overlap:
-            self.read()
-        self.unread = made
-        if not self.overlap:
-            self.read()
-
-    def decode(self, rows: Sequence[DecodeRow]) -> "list[_Made]":
-        """One decode call: runs until `refill_steps` are done or every slot has finished."""
-        made = [self.drawn_by(row) for row in rows]
-        ran = -(-max((each.steps for each in made), default=0) // self.at_once) * self.at_once
-        longest = 0
-        for row, tokens, steps in made:
-            sequence = row.sequence
-            visible = self.visible(sequence)
-            if steps:
-                longest = max(longest, visible + row.first)
-            first = row.first and tokens > 0
-            self.left[sequence] -= first + steps
-            self.occupied += steps
-            self.attended += steps * (visible + first) + steps * (steps - 1) // 2
-        if any(each.tokens for each in made):
-            calls, steps, total = self.decodes.get(self.scheduler.size, (0, 0, 0.0))
-            total += ran * (longest + (ran - 1) / 2)
-            own = 1 if self.calls == 1 else -(-ran // self.rollout.refill_steps)
-            self.decodes[self.scheduler.size] = calls + own, steps + ran, total
-        return made
-
-    def drawn_by(self, row: DecodeRow) -> "_Made":
-        """What a decode call draws in a row."""
-        tokens = min(self.steps + row.first, self.left[row.sequence])
-        return _Made(row, tokens, max(0, tokens - row.first))
-
-    def visible(self, sequence: EngineSequence) -> int:
-        """Tokens visible to a sequence's next query, its own included."""
-        return len(sequence.context) + self.whole(sequence) - self.left[sequence]
-
-    def read(self) -> None:
-        """Report a call's tokens to the scheduler; sequences preempted meanwhile will generate theirs again."""
-        for row, tokens, _ in self.unread:
-            sequence = row.sequence
-            if sequence.releases != row.releases:
-                if sequence in self.left:
-                    self.left[sequence] += tokens
+        if not self._engine.busy:
+            soonest = self._replies[0][0]
+            self._idle_s += max(0.0, soonest - device.now)
+            device.now = max(device.now, soonest)
+        while self._replies and self._replies[0][0] <= device.now:
+            _, live = self._replies.popleft()
+            live.context += replies.tokens
+            if live.key is None:  # the last step ended before the reply came
+                self._submit([live], 1)
                 continue
-            sequence.drawn += [0] * tokens
-            self.scheduler.advance(sequence, most=self.steps + row.first)
-            if tokens:
-                self.first.setdefault(sequence.key.request, self.step)
-            if len(sequence.drawn) == self.whole(sequence):
-                self.end_turn(sequence)
-        self.unread = []
+            self._engine.extend(live.key, (TOKEN,) * replies.tokens, self._sampling(live), seed=0, keep=True)
+            self._draw(live, live.key)
 
-    def end_turn(self, sequence: EngineSequence) -> None:
-        """Park a conversation until its reply comes; retire it, or a completion, at its end."""
-        replies = self.lengths.replies
-        del self.left[sequence]
-        self.turns[sequence.key] += 1
-        if replies is not None and self.turns[sequence.key] < replies.turns:
-            self.scheduler.park(sequence)
-            self.due.append((self.now + replies.seconds * (self.clock is not None), sequence))
+    def _end_turn(self, live: _Live, completion: Completion) -> None:
+        """Let a conversation wait for its reply; remove it, or a completion, at its end."""
+        replies = self._lengths.replies
+        live.turn += 1
+        live.context += len(completion.tokens)
+        self._first.setdefault(live.number, self._step)
+        if replies is None or live.turn == replies.turns:
+            del self._live[live.number][live.index]
+            if live.key is not None:
+                self._engine.cancel(live.key)
             return
-        self.scheduler.retire(sequence)
-        del self.made[sequence.key.request][sequence.key.completion]
-
-
-class _Made(NamedTuple):
-    """Tokens drawn in one row of a decode call that the host has not read yet."""
-
-    row: DecodeRow
-    tokens: int
-    steps: int
-    """Tokens drawn by decode steps, excluding the first token of a prompt."""
+        live.replying = True
+        self._replies.append((self._device.now + self._reply_s, live))

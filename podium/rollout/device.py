@@ -1,7 +1,11 @@
-"""The engine's device side: weights, cache, slots, and calls of compiled programs. Only `wait` blocks on them."""
+"""The engine's device side: weights, cache, slots, and calls of compiled programs.
+
+Only `wait`, and reading what a call made, block on them.
+"""
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import TypeVar, cast
 
 import jax
@@ -13,6 +17,7 @@ from podium.config.schema import RolloutConfig
 from podium.config.sizes import table_pages
 from podium.models.architecture import DecoderConfig
 from podium.rollout.cache import NO_PAGE, Cache, make_empty
+from podium.rollout.engine_device import DrawnRows, EngineModel, PrefilledRows
 from podium.rollout.kept import num_cells
 from podium.rollout.programs import (
     Chunk,
@@ -33,6 +38,7 @@ from podium.rollout.programs import (
     scored_calls,
     seen_words,
 )
+from podium.rollout.request import PromptScores, Request
 from podium.rollout.sampling import fill_row, words_of
 from podium.rollout.scheduler import Copy, DecodeRow, PrefillCall
 from podium.rollout.sequence import Sequence, TextDecoder, stop_tokens
@@ -45,12 +51,36 @@ Tree = TypeVar("Tree")
 class Device:
     """An engine's arrays on the devices, and the compiled programs that update them."""
 
-    def __init__(self, config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> None:
-        """Make the programs; `load` and the first call of a program allocate memory."""
+    def __init__(
+        self,
+        config: RolloutConfig,
+        decoder: DecoderConfig,
+        rules: ShardingRules,
+        *,
+        dtype: jnp.dtype,
+        overlap: bool | None = None,
+    ) -> None:
+        """Make the programs; each is compiled at its first use, or before it (`compile_ahead`).
+
+        `load` and the first call of a program allocate memory.
+
+        Args:
+            config: lengths, slots, pages and rows of the programs; sampling settings come with each request.
+            decoder: the model.
+            rules: a layout of ROLLOUT_LAYOUTS on a mesh.
+            dtype: of the weights; activations and cache follow it (`podium.models.linear`).
+            overlap: `EngineDevice.overlap`. Unset: True except on CPU, where host and device are the same.
+
+        Raises:
+            ValueError: slots or prefill rows do not divide over devices.
+        """
         self.config = config
         self.decoder = decoder
         self.rules = rules
-        self._dtype = dtype
+        self.dtype = dtype
+        self.overlap = not rules.on_cpu if overlap is None else overlap
+        self.shards = rules.num_shards("batch")
+        self.model = EngineModel(decoder.vocab, num_cells(decoder, config), decoder.choices, decoder.choice_format)
         self.programs = make_engine_programs(config, decoder, rules, dtype)
         self.params: Params | None = None
         self._frozen: Params = {}
@@ -60,7 +90,6 @@ class Device:
         self._cache: Cache | None = None
         self._table = table_pages(config)
         self._words = seen_words(decoder, rules)
-        self.num_cells = num_cells(decoder, config)
         self._ahead = CompileAhead(threads=0)
         self.resize(config.slots)
 
@@ -69,23 +98,26 @@ class Device:
 
         Copies of cells, and what `extra_calls` names, are compiled at their first call.
         """
-        calls = engine_calls(self.programs, self.config, self.decoder, self.rules, self._dtype)
+        calls = engine_calls(self.programs, self.config, self.decoder, self.rules, self.dtype)
         ahead.begin(sorted(calls.items(), key=lambda item: not item[0].startswith("decode")))
         self._ahead = ahead
 
-    def extra_calls(self, *, penalised: bool, scored: bool) -> dict[str, Call]:
-        """The calls that only sequences with a repetition penalty, or prompts with scores, need, by name.
-
-        They have abstract arguments, and `warm_up` leaves them out.
-        """
-        given = self.programs, self.config, self.decoder, self.rules, self._dtype
-        return (penalised_calls(*given) if penalised else {}) | (scored_calls(*given) if scored else {})
+    def extra_calls(self, request: Request) -> dict[str, Call]:
+        """The calls that this request needs and `warm_up` leaves out, by name, with abstract arguments."""
+        given = self.programs, self.config, self.decoder, self.rules, self.dtype
+        penalised = request.sampling.repetition_penalty != 1
+        return (penalised_calls(*given) if penalised else {}) | (scored_calls(*given) if request.score_prompt else {})
 
     def freeze(self, params: Params) -> None:
         """Set the weights that no update changes; copied only if the rollout's layout or format differs."""
         self._frozen = {}
-        as_it_is = keeps(params, self.decoder, self.rules, self._dtype)
+        as_it_is = keeps(params, self.decoder, self.rules, self.dtype)
         self._frozen = params if as_it_is else self.programs.place(params)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether there are weights."""
+        return self.params is not None
 
     def load(self, params: Params) -> None:
         """Copy these weights and use them from now on, in place of the old ones."""
@@ -116,7 +148,7 @@ class Device:
         for chunk in chunks:
             self.prefill(PrefillCall(chunk=chunk, fills=()))
         self.copy(())
-        if self.num_cells:
+        if self.model.num_cells:
             self.copy_cells(())
         for size in sizes:
             self.resize(size)
@@ -129,7 +161,7 @@ class Device:
 
     def nonfinite(self, sequence: Sequence) -> str:
         """A sentence that says where a sequence's logits became NaN or infinite."""
-        where = nonfinite_layer(self._loaded(), sequence.tokens, self.decoder, self.rules, self._dtype)
+        where = nonfinite_layer(self._loaded(), sequence.tokens, self.decoder, self.rules, self.dtype)
         key = sequence.key
         begun = f"request {key.request}, completion {key.completion}, after {sequence.length} tokens"
         return f"{begun}: the model's logits are NaN or infinite; {where}. Find out what made the weights diverge"
@@ -138,11 +170,10 @@ class Device:
         """Number of variants of the programs that have been called so far, each of which was compiled once."""
         return sum(program._cache_size() for program in self.programs)
 
-    def prefill(self, call: PrefillCall) -> tuple[jax.Array | None, Scores | None]:
-        """Issue a prefill call.
+    def prefill(self, call: PrefillCall) -> Callable[[], PrefilledRows] | None:
+        """Issue a prefill call. Returns what waits for its results, which every host can read.
 
-        Returns its tokens' experts [R, T, C] (None: the model has none), and the scores of the tokens after them (None:
-        no row asks for them), both on every host.
+        None: the model has no experts, and no row asks for scores.
         """
         chunk = idle_chunk(self.config.prefill_rows, call.chunk, self._table)
         targets, scored = np.zeros_like(chunk.tokens), False
@@ -164,7 +195,9 @@ class Device:
             self._ahead.wait(f"prefill:{call.chunk}")
             self._cache, choices = self.programs.extend(self._loaded(), self._made_cache(), given)
             scores = None
-        return self._replicate((choices, scores)) if self._over_hosts else (choices, scores)
+        if choices is None and scores is None:
+            return None
+        return functools.partial(_read_prefilled, *self._on_every_host((choices, scores)))
 
     def copy(self, copies: Iterable[Copy]) -> None:
         """Copy pages within each shard; a call copies up to as many pages as there are slots."""
@@ -188,9 +221,8 @@ class Device:
         given = cast(tuple[jax.Array, jax.Array], self._put((sources.reshape(-1), targets.reshape(-1))))
         self._cache = program(self._made_cache(), *given)
 
-    def decode(self, rows: Iterable[DecodeRow], tokenizer: TextDecoder | None) -> tuple[Drawn, jax.Array]:
-        """Issue a decode call for rows. Returns its tokens, replicated on every host, and the number of steps []."""
-        rows = tuple(rows)
+    def decode(self, rows: tuple[DecodeRow, ...], tokenizer: TextDecoder | None) -> Callable[[], DrawnRows]:
+        """Issue a decode call for rows. Returns what waits for its tokens, which every host can read."""
         self._remember(any(each.sequence.sampling.repetition_penalty != 1 for each in rows))
         slots = self._slots
         slots.taken[:] = slots.fresh[:] = slots.first[:] = False
@@ -211,7 +243,10 @@ class Device:
         self._ahead.wait(f"decode:{len(slots.taken)}")
         made = self.programs.decode(self._loaded(), self._made_cache(), self._where, given)
         self._cache, self._where, drawn, steps = made
-        return self._replicate(drawn) if self._over_hosts else drawn, steps
+        return functools.partial(_read_drawn, self._on_every_host(drawn), steps)
+
+    def _on_every_host(self, tree: Tree) -> Tree:
+        return self._replicate(tree) if self._over_hosts else tree
 
     def _remember(self, penalised: bool) -> None:
         """Begin to hold the tokens of slots' sequences where a row has a repetition penalty, and end it where none has.
@@ -261,3 +296,30 @@ class Device:
         # the values are equal on every host; `device_put` would compare them over the network
         make = jax.make_array_from_callback
         return jax.tree.map(lambda x, sharding: make(x.shape, sharding, x.__getitem__), copied, shardings)
+
+
+def _read_prefilled(choices: jax.Array | None, scores: Scores | None) -> PrefilledRows:
+    """Wait for the results of a prefill call."""
+    choices, scores = jax.device_get((choices, scores))
+    found = scores and PromptScores(
+        logprobs=np.asarray(scores.logprobs),
+        best_tokens=np.asarray(scores.best_tokens),
+        best_logprobs=np.asarray(scores.best_logprobs),
+    )
+    return PrefilledRows(None if choices is None else np.asarray(choices), found)
+
+
+def _read_drawn(drawn: Drawn, steps: jax.Array) -> DrawnRows:
+    """Wait for the tokens of a decode call."""
+    drawn, steps = jax.device_get((drawn, steps))
+    counts = np.asarray(drawn.counts)
+    columns = slice(0, 1 + int(counts.max()))
+    return DrawnRows(
+        counts=counts.tolist(),
+        tokens=drawn.tokens[:, columns].tolist(),
+        logprobs=drawn.logprobs[:, columns].tolist(),
+        full_logprobs=drawn.full_logprobs[:, columns].tolist(),
+        finite=drawn.finite.tolist(),
+        choices=None if drawn.choices is None else np.asarray(drawn.choices),
+        steps=int(steps),
+    )

@@ -10,18 +10,13 @@ pages and the other sequences. Log-probabilities may differ by 1e-5 in float32 b
 import dataclasses
 import time
 from collections.abc import Callable, Container, Iterable
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from podium.ahead import Call
-from podium.config.schema import RolloutConfig
-from podium.models.architecture import DecoderConfig
-from podium.rollout.device import Device
+from podium.rollout.answer import TextDecoder
+from podium.rollout.engine_device import DrawnRows, EngineDevice, PrefilledRows
 from podium.rollout.kept import make_scheduler
-from podium.rollout.programs import Drawn, Scores
 from podium.rollout.request import (
     Completion,
     Drawing,
@@ -37,12 +32,13 @@ from podium.rollout.sequence import (
     LONGEST,
     Sequence,
     SharedPrompt,
-    TextDecoder,
     check_sampling,
     check_tokens,
     sequences_of,
 )
-from podium.sharding import Params, ShardingRules
+
+if TYPE_CHECKING:
+    from podium.sharding import Params
 
 OnGroup = Callable[[int, list[Completion]], None]
 OnPoll = Callable[[], None]
@@ -57,8 +53,7 @@ class _Prefilled(NamedTuple):
     """A prefill call of whose tokens the host has not read experts and scores yet."""
 
     fills: tuple[Fill, ...]
-    choices: jax.Array | None  # [R, T, C]
-    scores: Scores | None  # [R, T]
+    read: Callable[[], PrefilledRows]
 
 
 class _DecodeCall(NamedTuple):
@@ -66,56 +61,53 @@ class _DecodeCall(NamedTuple):
 
     prefilled: tuple[_Prefilled, ...]
     rows: tuple[DecodeRow, ...]
-    drawn: Drawn
-    steps: jax.Array
+    read: Callable[[], DrawnRows]
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Counts:
+    """What the engine counts beside its scheduler, each as in `RolloutStats`."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    decoded_tokens: int = 0
+    decode_steps: int = 0
+    slot_steps: int = 0
+    compilations: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    generate_s: float = 0.0
 
 
 class RolloutEngine:
     """Answers requests with the most recently loaded policy."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        decoder: DecoderConfig,
-        rules: ShardingRules,
-        tokenizer: TextDecoder | None,
-        *,
-        dtype: jnp.dtype,
-        overlap: bool | None = None,
-    ) -> None:
-        """Make the programs; each is compiled at its first use, or before it (`Device.compile_ahead`).
+    def __init__(self, device: EngineDevice, tokenizer: TextDecoder | None) -> None:
+        """Start without work.
 
         Args:
-            config: lengths, slots, pages and rows of the programs; sampling settings come with each request.
-            decoder: the model.
-            rules: a layout of ROLLOUT_LAYOUTS on a mesh.
+            device: holds weights and cache, and runs the calls; a `podium.rollout.device.Device`, or a simulated one.
             tokenizer: finds stop strings and the model's end-of-sequence tokens; None: completions end by length or a
                 request's stop tokens, and have no text.
-            dtype: of the weights; activations and cache follow it (`podium.models.linear`).
-            overlap: whether to issue a decode call before the previous one is read; a slot then stays empty for one
-                more call when its sequence ends. Unset: True except on CPU, where host and device are the same.
 
         Raises:
-            ValueError: slots or prefill rows do not divide over devices, or the cache cannot hold one sequence.
+            ValueError: the cache cannot hold one sequence.
         """
-        self.config = config
-        self.decoder = decoder
-        self.rules = rules
+        self.device = device
+        self.config = device.config
         self.tokenizer = tokenizer
-        self.dtype = dtype
-        self.overlap = not rules.on_cpu if overlap is None else overlap
-        self.device = Device(config, decoder, rules, dtype)
-        self._scheduler = make_scheduler(config, rules.num_shards("batch"), self.device.num_cells)
+        self._scheduler = make_scheduler(device.config, device.shards, device.model.num_cells)
+        device.resize(self._scheduler.size)
         self._sequences: dict[Key, Sequence] = {}
         self._finished: list[Finished] = []
         self._submitted = 0
         self._version = 0
         self._unread: _DecodeCall | None = None
-        self._stats = RolloutStats(slots=config.slots)
+        self._counts = _Counts()
 
     # Weights.
 
-    def load(self, params: Params, version: int = 0) -> None:
+    def load(self, params: "Params", version: int = 0) -> None:
         """Copy these weights and answer with them; the originals may be donated afterwards.
 
         Active completions continue with the new weights: their tokens stay, their keys and values are recomputed, and
@@ -135,14 +127,6 @@ class RolloutEngine:
         assert not self._scheduler.busy, "programs are warmed up before there is work"
         self.device.warm_up(self._scheduler.chunks, self._scheduler.sizes, self.tokenizer)
         self.device.resize(self._scheduler.size)
-
-    def extra_calls(self, request: Request) -> dict[str, Call]:
-        """The calls that this request needs and `warm_up` leaves out, by name, with abstract arguments.
-
-        Compile them (`Call.lower`), on any thread, before the request is submitted, or `step` waits for it.
-        """
-        penalised = request.sampling.repetition_penalty != 1
-        return self.device.extra_calls(penalised=penalised, scored=request.score_prompt)
 
     # Completions, one by one.
 
@@ -165,7 +149,7 @@ class RolloutEngine:
         if request.completions < 1:
             raise ValueError(f"completions is {request.completions}; ask for at least one")
         sequences = sequences_of(
-            request, self._submitted, choices=self.decoder.choices, choice_format=self.decoder.choice_format
+            request, self._submitted, choices=self.device.model.choices, choice_format=self.device.model.choice_format
         )
         for index in request.ledgers:
             self._check_turn(request.ledgers[index], sampling)
@@ -173,7 +157,7 @@ class RolloutEngine:
         self._submitted += 1
         self._sequences |= {sequence.key: sequence for sequence in sequences}
         if not (request.begun or request.ledgers):
-            self._count(RolloutStats(prompt_tokens=len(prompt)))
+            self._counts.prompt_tokens += len(prompt)
         return self._submitted - 1
 
     def step(self) -> None:
@@ -181,29 +165,25 @@ class RolloutEngine:
 
         Raises NonFiniteError if the model's logits are NaN or infinite; the completion is dropped.
         """
-        device, begun = self.device, time.perf_counter()
+        device, counts, begun = self.device, self._counts, time.perf_counter()
         compiled = device.num_compiled()
         rows, filled = self._prefill()
-        if not self.overlap:
+        if not device.overlap:
             device.wait()
         prefilled = time.perf_counter()
         if rows:
-            call = _DecodeCall(filled, rows, *device.decode(rows, self.tokenizer))
+            call = _DecodeCall(filled, rows, device.decode(rows, self.tokenizer))
             before, self._unread = self._unread, call
             self._read(before)
-        if not (rows and self.overlap):
+        if not (rows and device.overlap):
             self._read_all()
         if not rows:
             self._read_prefilled(filled)
         ended = time.perf_counter()
-        self._count(
-            RolloutStats(
-                compilations=device.num_compiled() - compiled,
-                prefill_s=prefilled - begun,
-                decode_s=ended - prefilled,
-                generate_s=ended - begun,
-            )
-        )
+        counts.compilations += device.num_compiled() - compiled
+        counts.prefill_s += prefilled - begun
+        counts.decode_s += ended - prefilled
+        counts.generate_s += ended - begun
 
     def poll(self) -> list[Finished]:
         """Completions and turns that ended since the last call, in the order in which they ended."""
@@ -291,9 +271,9 @@ class RolloutEngine:
 
     def stats(self) -> RolloutStats:
         """Counts and seconds since the last call of `stats`."""
-        stats, counts = self._stats, self._scheduler.take_counts()
-        self._stats = RolloutStats(slots=self.config.slots)
-        return dataclasses.replace(stats, **dataclasses.asdict(counts))
+        counts, self._counts = self._counts, _Counts()
+        planned = self._scheduler.take_counts()
+        return RolloutStats(slots=self.config.slots, **dataclasses.asdict(counts), **dataclasses.asdict(planned))
 
     # Many requests at once.
 
@@ -362,10 +342,10 @@ class RolloutEngine:
 
     def _check(self, tokens: tuple[int, ...], sampling: SamplingParams, room: int, rule: str) -> None:
         """Check a context. Raises ValueError if it exceeds the engine's shapes, RuntimeError without weights."""
-        if self.device.params is None:
+        if not self.device.loaded:
             raise RuntimeError("the rollout engine has no parameters; call load(params) first")
         check_sampling(sampling, self.tokenizer, self.config.longest)
-        check_tokens(tokens, self.decoder.vocab, room, rule)
+        check_tokens(tokens, self.device.model.vocab, room, rule)
 
     def _check_turn(self, tokens: tuple[int, ...], sampling: SamplingParams) -> None:
         """Raises ValueError if a conversation with these tokens leaves no room for another turn."""
@@ -388,9 +368,8 @@ class RolloutEngine:
         plan = scheduler.plan(self.config.refill_steps)
         filled: list[_Prefilled] = []
         for call in plan.prefills:
-            choices, scores = self.device.prefill(call)
-            if choices is not None or scores is not None:
-                filled.append(_Prefilled(call.fills, choices, scores))
+            if (read := self.device.prefill(call)) is not None:
+                filled.append(_Prefilled(call.fills, read))
         if plan.copies:
             self.device.copy(plan.copies)
         if plan.cell_copies:
@@ -407,43 +386,47 @@ class RolloutEngine:
         if call is None:
             return
         self._read_prefilled(call.prefilled)
-        drawn, steps = jax.device_get((call.drawn, call.steps))
-        decoded = 0
+        drawn, counts = call.read(), self._counts
         for row, sequence, releases, _, first in call.rows:
-            begin = 0 if first else 1
-            columns = slice(begin, begin + int(drawn.counts[row]))
-            tokens = drawn.tokens[row, columns].tolist()
-            decoded += len(tokens) - first
+            count = drawn.counts[row]
+            counts.decoded_tokens += count - first
             if sequence.releases != releases:
                 continue  # parked, cancelled or preempted since the call was issued
             if not drawn.finite[row]:
                 self._fail(sequence)
-            if tokens:
-                logprobs = drawn.logprobs[row, columns].tolist()
-                full_logprobs = drawn.full_logprobs[row, columns].tolist()
-                choices = None if drawn.choices is None else drawn.choices[row, columns]
-                sequence.append(tokens, logprobs, full_logprobs, self.tokenizer, version=self._version, choices=choices)
+            if count:
+                begin = 0 if first else 1
+                columns = slice(begin, begin + count)
+                sequence.append(
+                    drawn.tokens[row][columns],
+                    drawn.logprobs[row][columns],
+                    drawn.full_logprobs[row][columns],
+                    self.tokenizer,
+                    version=self._version,
+                    choices=None if drawn.choices is None else drawn.choices[row, columns],
+                )
             self._scheduler.advance(sequence, most=self.config.refill_steps + first)
             if sequence.finish_reason is not None:
                 self._finish(sequence)
-        ran = int(steps)
-        self._count(RolloutStats(decode_steps=ran, slot_steps=ran * len(drawn.counts), decoded_tokens=decoded))
+        counts.decode_steps += drawn.steps
+        counts.slot_steps += drawn.steps * len(drawn.counts)
 
     def _read_prefilled(self, calls: Iterable[_Prefilled]) -> None:
         """Record the experts and scores of prefilled tokens with the sequences that have these tokens."""
-        for fills, choices, scores in calls:
-            if choices is not None:
-                self._record_routes(fills, np.asarray(jax.device_get(choices)))
-            if scores is not None:
-                self._record_scores(fills, jax.device_get(scores))
+        for fills, read in calls:
+            found = read()
+            if found.choices is not None:
+                self._record_routes(fills, found.choices)
+            if found.scores is not None:
+                self._record_scores(fills, found.scores)
 
-    def _record_scores(self, fills: Iterable[Fill], scores: Scores) -> None:
+    def _record_scores(self, fills: Iterable[Fill], scores: PromptScores) -> None:
         for fill in fills:
             if isinstance(fill.owner, Sequence):
                 found = PromptScores(
-                    logprobs=np.asarray(scores.logprobs)[fill.row, : fill.count],
-                    best_tokens=np.asarray(scores.best_tokens)[fill.row, : fill.count],
-                    best_logprobs=np.asarray(scores.best_logprobs)[fill.row, : fill.count],
+                    logprobs=scores.logprobs[fill.row, : fill.count],
+                    best_tokens=scores.best_tokens[fill.row, : fill.count],
+                    best_logprobs=scores.best_logprobs[fill.row, : fill.count],
                 )
                 fill.owner.record_scores(fill.start + 1, found)
 
@@ -481,12 +464,8 @@ class RolloutEngine:
         return taken
 
     def _completion(self, sequence: Sequence) -> Completion:
-        completion = sequence.completion(self.tokenizer)
-        self._count(RolloutStats(completion_tokens=len(completion.tokens) - sequence.carried))
-        return completion
-
-    def _count(self, counts: RolloutStats) -> None:
-        self._stats = self._stats.then(counts)
+        self._counts.completion_tokens += len(sequence.drawn) - sequence.carried
+        return sequence.completion(self.tokenizer)
 
     def _fail(self, sequence: Sequence) -> NoReturn:
         """Drop the sequence and the whole cache, then raise NonFiniteError."""

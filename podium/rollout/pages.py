@@ -122,6 +122,8 @@ class Pages:
     def grow(self, sequence: Sequence, tokens: int) -> bool:
         """Allocate pages up to `tokens` tokens or the sequence's limit; returns False if there are too few."""
         need = self.number(min(tokens, sequence.limit)) - len(sequence.pages)
+        if need <= 0:
+            return True
         if not self._make_room(sequence.shard, need, 0, keep=sequence):
             return False
         sequence.pages += self._take(sequence.shard, need)

@@ -258,13 +258,15 @@ class Scheduler:
         """Plan one engine step; its decode call draws up to `steps` tokens per sequence, plus a first token."""
         self._admit()
         prefills: list[PrefillCall] = []
-        running = self.queues.running
+        running, filling = self.queues.running, self.queues.filling
         while (call := self._next_prefill()) is not None:
             prefills.append(call)
-            if 2 * sum(sequence.ready for sequence in running) >= len(running):
+            if 2 * sum(not sequence.ready for sequence in filling) <= len(running):
                 break  # the rest of longer prompts is prefilled between decode calls
         copies, cell_copies = self._copies()
-        ready = [sequence for sequence in running if sequence.ready]
+        for sequence in [sequence for sequence in filling if sequence.ready]:
+            del filling[sequence]
+        ready = [sequence for sequence in running if sequence not in filling]
         self._reserve(ready, steps)
         rows = tuple(self._decode_row(sequence, steps) for sequence in ready if sequence.state == "running")
         counts = self.queues.counts
@@ -273,13 +275,8 @@ class Scheduler:
 
     def _decode_row(self, sequence: Sequence, steps: int) -> DecodeRow:
         first = sequence.fresh and sequence.filled == sequence.length
-        row = DecodeRow(
-            row=sequence.shard * self.slots.per_shard + sequence.slot,
-            sequence=sequence,
-            releases=sequence.releases,
-            fresh=sequence.fresh,
-            first=first,
-        )
+        place = sequence.shard * self.slots.per_shard + sequence.slot
+        row = DecodeRow(place, sequence, sequence.releases, sequence.fresh, first)
         sequence.fresh = False
         sequence.ahead += steps + first
         return row
@@ -309,7 +306,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Assign slots and pages to waiting sequences, in order."""
         queues, free = self.queues, self.slots.count_free()
-        if not queues.waiting:
+        if not (queues.waiting and any(free)):
             return
         headroom = [self.pages.reserved(shard) for shard in range(self.shards)]
         for anywhere in (False, True):  # first where prompts are: slots of other shards are left for later sequences
@@ -327,7 +324,7 @@ class Scheduler:
                 self.slots.allocate(sequence)
                 queues.waiting.remove(sequence)
                 sequence.state = "running"
-                queues.running[sequence] = None
+                queues.running[sequence] = queues.filling[sequence] = None
                 free[shard] -= 1
                 headroom[shard] += self.pages.headroom(sequence) - held
 
@@ -388,7 +385,7 @@ class Scheduler:
     def _unfilled(self) -> Iterable[SharedPrompt | Sequence]:
         """Prompts and sequences to prefill, in order of admission."""
         found: dict[SharedPrompt | Sequence, None] = {}
-        for sequence in self.queues.running:
+        for sequence in self.queues.filling:
             if sequence.shared is not None and sequence.shared.missing:
                 found[sequence.shared] = None
             elif sequence.missing and not sequence.copies:
@@ -414,7 +411,7 @@ class Scheduler:
         """Copies of prefilled prompts' partial pages and cells, for the sequences that still need them."""
         pages: list[Copy] = []
         cells: list[Copy] = []
-        for sequence in self.queues.running:
+        for sequence in self.queues.filling:
             shared = sequence.shared
             if shared is None or shared.missing:
                 continue

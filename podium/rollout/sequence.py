@@ -74,6 +74,8 @@ class Sequence:
     cut: bool = False
     """Whether the device may have drawn tokens past the end, because a stop string ended the turn."""
     finish_reason: FinishReason | None = None
+    stops: tuple[int, ...] | None = None
+    """Tokens that end the turn; None: nothing has been drawn in it yet."""
     routes: Routes | None = None
     """Experts of all its tokens; None: the model has no experts."""
     prompt_scores: PromptScores | None = None
@@ -154,6 +156,7 @@ class Sequence:
         self.versions = []
         self.carried = 0
         self.finish_reason = None
+        self.stops = None
         self.cut = False
 
     def append(
@@ -177,9 +180,11 @@ class Sequence:
         self.logprobs += logprobs
         self.full_logprobs += full_logprobs
         self.versions += [version] * len(tokens)
-        if self.drawn[-1] in stop_tokens(self.sampling, tokenizer):
+        if self.stops is None:
+            self.stops = stop_tokens(self.sampling, tokenizer)
+        if self.drawn[-1] in self.stops:
             self.finish_reason = "stop"
-        elif self.length >= self.limit:
+        elif len(self.drawn) >= self.sampling.max_new_tokens:
             self.finish_reason = "length"
         if tokenizer is not None:
             self._stop_at_string(before, tokenizer)
@@ -304,6 +309,8 @@ class Queues:
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: dict[Sequence, None] = {}
         """Running sequences in order of admission."""
+        self.filling: dict[Sequence, None] = {}
+        """Those of them whose first decode call has not been planned; the others are ready until they stop running."""
         self.parked: dict[Sequence, None] = {}
         """Parked sequences, longest parked first."""
         self.counts = Counts()
@@ -312,6 +319,7 @@ class Queues:
         """Remove a sequence from its queue."""
         if sequence.state == "running":
             del self.running[sequence]
+            self.filling.pop(sequence, None)
         elif sequence.state == "waiting":
             self.waiting.remove(sequence)
         elif sequence.state == "parked":
@@ -337,7 +345,7 @@ def check_tokens(tokens: tuple[int, ...], vocab: int, room: int, rule: str) -> N
         raise ValueError("prompt is empty; it needs at least one token")
     if len(tokens) > room:
         raise ValueError(f"prompt has {len(tokens)} tokens and {rule} is {room}; raise it, or drop the prompt")
-    if not all(0 <= token < vocab for token in tokens):
+    if min(tokens) < 0 or max(tokens) >= vocab:
         raise ValueError(
             f"prompt has a token outside the model's vocabulary of {vocab}; does the tokenizer belong to the model?"
         )

@@ -105,7 +105,7 @@ def model_of(opened: Opened, name: str, *, max_queue: int, aliases: tuple[str, .
         tokenizer=tokenizer,
         answering=opened.answering,
         tools=tools,
-        vocab=engine.decoder.vocab,
+        vocab=engine.device.model.vocab,
         longest=engine.config.longest,
         most=engine.config.slots + max_queue,
     )

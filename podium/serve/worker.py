@@ -267,7 +267,7 @@ class EngineThread:
     def _submit(self, ticket: Ticket) -> None:
         if not ticket.remaining:  # its client has left while programs were compiled for it
             return
-        calls = {name: call for each in ticket.requests for name, call in self.engine.extra_calls(each).items()}
+        calls = {name: call for each in ticket.requests for name, call in self.engine.device.extra_calls(each).items()}
         missing = {name: call for name, call in calls.items() if name not in self._compiled}
         if missing and not self.failure:
             self._compiler.submit(self._compile, missing, ticket)

@@ -24,6 +24,7 @@ from podium.models.layouts import Layout
 from podium.models.params import ROLLOUT_LAYOUTS
 from podium.models.tokenizer import Tokenizer
 from podium.observe.stats import EnvironmentStats
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Completion, Request, RolloutStats, SamplingParams
 from podium.rollout.transcript import Transcript, transcript_of
@@ -222,7 +223,8 @@ class Rollouts:
         rules = rollout_rules(self.layout, decoder, local)
         settings = host_share(spec.settings, mesh.size // local.size)
         self._localize = make_localize(decoder, mesh, local, dtype)
-        self.engine = RolloutEngine(settings, decoder, rules, tokenizer, dtype=dtype)
+        self.device = Device(settings, decoder, rules, dtype=dtype)
+        self.engine = RolloutEngine(self.device, tokenizer)
         self.ahead = CompileAhead(threads_for(rules.platform))
         self._stop = stop or AgreedStop(StopSignal())
         self._watchdog = watchdog or alone().watchdog
@@ -270,7 +272,7 @@ class Rollouts:
 
     def compile_ahead(self) -> None:
         """Begin to compile the engine's programs on other threads, if they are for an accelerator."""
-        self.engine.device.compile_ahead(self.ahead)
+        self.device.compile_ahead(self.ahead)
 
     def load(self, params: Params, frozen: Params | None = None, *, version: int = 0) -> float:
         """Use these weights from now on; returns the seconds that loading took.
@@ -280,7 +282,7 @@ class Rollouts:
         """
         start = time.perf_counter()
         if frozen:
-            self.engine.device.freeze(self._localize(frozen))
+            self.device.freeze(self._localize(frozen))
         self._version = version
         self.engine.load(self._localize(params), version)
         return time.perf_counter() - start

@@ -142,7 +142,7 @@ class Turns:
         engine = self._engine
         try:
             if tokens:
-                check_tokens(tokens, engine.decoder.vocab, len(tokens), "")
+                check_tokens(tokens, engine.device.model.vocab, len(tokens), "")
             sampling = dataclasses.replace(self.sampling_of(live, 0), max_new_tokens=1)
             check_sampling(sampling, engine.tokenizer, engine.config.longest)
         except ValueError as error:

@@ -25,6 +25,7 @@ from podium.models.layouts import Layout
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, count, frozen_dtype, is_adapter, param_specs, trained_specs
 from podium.models.peft import load_adapter, save_adapter
 from podium.models.presets import PRESETS
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules, make_mesh, param_shardings
@@ -114,7 +115,7 @@ def test_the_sampler_s_log_probabilities_are_those_of_plain_float64(merge, layou
     config = RolloutConfig(
         max_prompt_tokens=8, max_new_tokens=4, slots=8, refill_steps=2, prefill_rows=8, page_tokens=4
     )
-    engine = RolloutEngine(config, decoder, rules, None, dtype=jnp.dtype("float32"))
+    engine = RolloutEngine(Device(config, decoder, rules, dtype=jnp.dtype("float32")), None)
     shardings = param_shardings(param_specs(decoder), ShardingRules(mesh, TRAIN_AXES))
     params = {name: jax.device_put(x, shardings[name]) for name, x in weights.items()}
     engine.device.freeze({name: x for name, x in params.items() if not is_adapter(name)})

@@ -22,6 +22,7 @@ from podium.models.hf_config import from_hf_config, to_hf_config
 from podium.models.params import ROLLOUT_AXES
 from podium.models.presets import PRESETS
 from podium.models.source import ModelSource, read_architecture
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.kept import kept_places
 from podium.rollout.request import Request, SamplingParams
@@ -79,7 +80,7 @@ def test_the_sampler_s_log_probabilities_are_those_of_plain_float64(model: str):
     decoder = tiny_clone(PRESETS[model])
     weights = random_weights(decoder, seed=0)
     rules = ShardingRules(make_mesh("auto", jax.devices()[:1]), ROLLOUT_AXES)
-    engine = RolloutEngine(PIECE, decoder, rules, None, dtype=jnp.dtype("float32"))
+    engine = RolloutEngine(Device(PIECE, decoder, rules, dtype=jnp.dtype("float32")), None)
     assert any(each.ring or each.states for each in kept_places(decoder, PIECE))
     engine.load({name: jnp.asarray(value) for name, value in weights.items()})
     random = np.random.default_rng(0)

@@ -19,6 +19,7 @@ from podium.plan.estimate import residents
 from podium.plan.phases import PhaseProgram, device_bytes, phase_programs
 from podium.plan.residents import frozen_bytes
 from podium.plan.sizes import RunSizes, make_sizes
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import EnginePrograms
 from podium.rollout.request import Request, SamplingParams
@@ -63,7 +64,7 @@ def make_engine(config: Config) -> RolloutEngine:
     mesh = make_mesh(config.mesh)
     spec = run_spec(config, DECODER, mesh).rollout
     rules = rollout_rules(spec.layout, DECODER, mesh)
-    return RolloutEngine(config.rollout, DECODER, rules, Letters(), dtype=jnp.dtype(spec.dtype))
+    return RolloutEngine(Device(config.rollout, DECODER, rules, dtype=jnp.dtype(spec.dtype)), Letters())
 
 
 def make_trainer(config: Config, reference: Any) -> Trainer:

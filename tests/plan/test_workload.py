@@ -10,7 +10,8 @@ from podium.config.schema import Config
 from podium.models.visibility import Visibility
 from podium.observe.records import lengths_record
 from podium.plan.packing import packed
-from podium.plan.workload import Clock, Replies, SequenceLengths, Workload, draw_lengths, simulate_rollout
+from podium.plan.simulated_device import Clock
+from podium.plan.workload import Replies, SequenceLengths, Workload, draw_lengths, simulate_rollout
 from podium.train.batch import BatchSizes, make_batch
 from podium.train.samples import single_answer
 from tests.rollout.tiny_engine import CONFIG, make_engine, random_requests

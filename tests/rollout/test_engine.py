@@ -26,6 +26,7 @@ from whole_slots import whole_slots
 from podium.config.sizes import cache_pages, prompt_buckets
 from podium.models.linear import of_bits
 from podium.models.params import ROLLOUT_AXES
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import abstract_engine_cache, abstract_slots
 from podium.rollout.request import Request, RolloutStats, SamplingParams
@@ -98,6 +99,12 @@ def test_eight_devices_give_the_tokens_of_one():
     assert same(answers_of(make_engine(ALL_DEVICES_CONFIG, devices=8), MIXED), mixed_answers())
 
 
+def test_the_first_requests_of_a_new_engine_may_be_few():
+    """They fit its smallest program: a slot on each device, where it has two."""
+    requests = random_requests(4, seed=5, completions=2)
+    assert same(answers_of(make_engine(ALL_DEVICES_CONFIG, devices=8), requests), answers_of(shared_engine(), requests))
+
+
 def test_another_number_of_slots_gives_the_same_tokens():
     more = CONFIG.model_copy(update={"slots": 3 * CONFIG.slots})
     expected = mixed_answers()
@@ -107,8 +114,8 @@ def test_another_number_of_slots_gives_the_same_tokens():
 
 def lowered_decode(engine):
     """The decode program of all slots, lowered."""
-    config, rules = engine.config, engine.rules
-    cache = abstract_engine_cache(config, DECODER, rules, engine.dtype)
+    config, rules = engine.config, engine.device.rules
+    cache = abstract_engine_cache(config, DECODER, rules, engine.device.dtype)
     return engine.device.programs.decode.lower(
         engine.device.params, cache, *abstract_slots(config, DECODER, config.slots, rules, penalised=False)
     )
@@ -382,7 +389,7 @@ def test_what_does_not_divide_over_the_devices_is_an_error_by_name(name, value):
     config = ALL_DEVICES_CONFIG.model_copy(update={name: value})
     rules = ShardingRules(mesh_of(8), ROLLOUT_AXES)
     with pytest.raises(ValueError, match=rf"rollout\.{name} is {value} and is split over 8 devices; .* multiple of 8"):
-        RolloutEngine(config, DECODER, rules, Letters(EOS), dtype=jnp.float32)
+        RolloutEngine(Device(config, DECODER, rules, dtype=jnp.float32), Letters(EOS))
 
 
 def test_an_engine_without_parameters_says_so():
@@ -393,7 +400,7 @@ def test_an_engine_without_parameters_says_so():
 
 
 def test_an_engine_without_a_tokenizer_gives_tokens_without_text():
-    engine = RolloutEngine(CONFIG, DECODER, ShardingRules(mesh_of(1), ROLLOUT_AXES), None, dtype=jnp.float32)
+    engine = RolloutEngine(Device(CONFIG, DECODER, ShardingRules(mesh_of(1), ROLLOUT_AXES), dtype=jnp.float32), None)
     engine.load(tiny_params())
     sampling = dataclasses.replace(MIXED[0].sampling, stop_tokens=(EOS,))
     (made,) = answers_of(engine, [dataclasses.replace(MIXED[0], sampling=sampling)])
@@ -430,7 +437,7 @@ def test_on_cpu_bfloat16_weights_are_taken_out_of_their_stacks_as_they_are():
 def test_decoding_keeps_one_copy_of_the_cache():
     config = CONFIG.model_copy(update={"max_prompt_tokens": 4096})
     engine = make_engine(config)
-    cache = abstract_engine_cache(config, DECODER, engine.rules, engine.dtype)
+    cache = abstract_engine_cache(config, DECODER, engine.device.rules, engine.device.dtype)
     memory = lowered_decode(engine).compile().memory_analysis()
     nbytes = 2 * cache.places[0].kv.keys.size * 4
     assert memory.alias_size_in_bytes >= nbytes, "the cache is not donated"

@@ -28,6 +28,7 @@ from podium.models.blocks.weights import Codes
 from podium.models.linear import integer_product
 from podium.models.params import GROUP_AXES, ROLLOUT_AXES, TRAIN_AXES, is_adapter, param_specs
 from podium.models.presets import PRESETS
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import abstract_engine_cache, abstract_slots, make_engine_programs
 from podium.rollout.weights import abstract_weights, engine_decoder, keeps, make_sync
@@ -68,7 +69,7 @@ def of_codes(synced, params):
 
 def engine_of(decoder, params=None, *, devices=1, dtype=jnp.float32, frozen=None):
     rules = ShardingRules(mesh_of(devices), ROLLOUT_AXES)
-    engine = RolloutEngine(ONE_BUCKET, decoder, rules, Letters(EOS), dtype=dtype)
+    engine = RolloutEngine(Device(ONE_BUCKET, decoder, rules, dtype=dtype), Letters(EOS))
     if frozen is not None:
         engine.device.freeze(frozen)
     engine.load(tiny_params() if params is None else params)

@@ -15,6 +15,7 @@ from whole_slots import whole_slots
 
 from podium.config.schema import RolloutConfig
 from podium.models.params import ROLLOUT_AXES
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import abstract_engine_cache
 from podium.rollout.request import Key, Request, SamplingParams
@@ -26,7 +27,7 @@ SMALL = CONFIG.model_copy(update={"cache_tokens": 4 * 24})
 
 def make_engine(config=CONFIG, *, devices=1, overlap=False, version=0):
     rules = ShardingRules(mesh_of(devices), ROLLOUT_AXES)
-    engine = RolloutEngine(config, MIXED, rules, Letters(), dtype=jnp.dtype("float32"), overlap=overlap)
+    engine = RolloutEngine(Device(config, MIXED, rules, dtype=jnp.dtype("float32"), overlap=overlap), Letters())
     engine.load(weights(rules), version)
     return engine
 
@@ -86,7 +87,7 @@ def check(context, completion, temperature=1.0):
 
 def test_the_kinds_of_this_decoder_keep_what_they_declare():
     engine = shared_engine()
-    cache = abstract_engine_cache(CONFIG, MIXED, engine.rules, engine.dtype)
+    cache = abstract_engine_cache(CONFIG, MIXED, engine.device.rules, engine.device.dtype)
     near, decay, far, last = cache.places
     cells, tokens = 4 + 2, 4 * 13 * 4 + 2 * 10 * 4
     assert near.kv.values.shape == (2, cells * 3, 2, 4, 8)  # 3 pages hold 2 tokens behind and 4 new ones anywhere
@@ -148,7 +149,7 @@ def test_new_weights_in_the_middle_make_all_anew():
         engine.step()
         found |= dict(engine.poll())
         if len(found) == 6:
-            engine.load(weights(engine.rules), 1)
+            engine.load(weights(engine.device.rules), 1)
     assert same(
         [[found[Key(n, i)] for i in range(r.completions)] for n, r in zip(numbers, REQUESTS, strict=True)], answers()
     )

@@ -30,6 +30,7 @@ from podium.models.layouts import Layout
 from podium.models.linear import of_bits
 from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, VOCAB_BLOCK, param_specs
 from podium.plan.topology import compiler_environment
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import make_sync
 from podium.rollout.weights import engine_specs
@@ -72,7 +73,7 @@ def expected_answers():
     ],
 )
 def test_every_layout_gives_the_tokens_and_log_probabilities_of_one_device(layout, mesh):
-    engine = RolloutEngine(ALL_DEVICES, TINY, rules_of(layout, mesh), Letters(EOS), dtype=jnp.float32)
+    engine = RolloutEngine(Device(ALL_DEVICES, TINY, rules_of(layout, mesh), dtype=jnp.float32), Letters(EOS))
     engine.load(trained_params(mesh))
     assert same(answers_of(engine, REQUESTS), expected_answers())
 
@@ -84,7 +85,7 @@ def test_every_layout_gives_the_tokens_and_log_probabilities_of_one_device(layou
 def test_groups_of_any_size_give_the_tokens_and_log_probabilities_of_one_device(layout, group, devices):
     mesh = make_mesh("auto", jax.devices()[:devices])
     rules = rollout_rules(Layout(name=layout, group=group), TINY, mesh)
-    engine = RolloutEngine(ALL_DEVICES, TINY, rules, Letters(EOS), dtype=jnp.float32)
+    engine = RolloutEngine(Device(ALL_DEVICES, TINY, rules, dtype=jnp.float32), Letters(EOS))
     shardings = param_shardings(param_specs(TINY), ShardingRules(mesh, TRAIN_AXES))
     engine.load({name: jax.device_put(value, shardings[name]) for name, value in tiny_params().items()})
     assert same(answers_of(engine, REQUESTS), expected_answers())
@@ -95,9 +96,9 @@ def test_slots_must_divide_over_the_devices_that_a_layout_splits_them_over(layou
     config = ALL_DEVICES_CONFIG.model_copy(update={"slots": shards + 1})
     message = rf"rollout\.slots is {shards + 1} and is split over {shards} devices; .* multiple of {shards}"
     with pytest.raises(ValueError, match=message):
-        RolloutEngine(config, TINY, rules_of(layout, mesh), Letters(EOS), dtype=jnp.float32)
+        RolloutEngine(Device(config, TINY, rules_of(layout, mesh), dtype=jnp.float32), Letters(EOS))
     fitting = config.model_copy(update={"slots": shards, "prefill_rows": shards})
-    RolloutEngine(fitting, TINY, rules_of(layout, mesh), Letters(EOS), dtype=jnp.float32)
+    RolloutEngine(Device(fitting, TINY, rules_of(layout, mesh), dtype=jnp.float32), Letters(EOS))
 
 
 @pytest.mark.parametrize("layout", ROLLOUT_LAYOUTS)

@@ -10,6 +10,7 @@ from podium.certify.naive_draws import NO_CUT, draw_errors, random_numbers
 from podium.certify.tiny import random_weights
 from podium.config.schema import RolloutConfig
 from podium.models.params import ROLLOUT_AXES
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Completion, Request, SamplingParams
 from podium.sharding import ShardingRules
@@ -39,7 +40,9 @@ def naive_table(weights: dict[str, np.ndarray], prompt: tuple[int, ...], drawn: 
 
 def test_sequences_over_many_pages_and_past_256_positions_are_drawn_from_the_naive_model():
     weights = random_weights(DECODER, seed=3)
-    engine = RolloutEngine(CONFIG, DECODER, ShardingRules(mesh_of(1), ROLLOUT_AXES), Letters(), dtype=jnp.float32)
+    engine = RolloutEngine(
+        Device(CONFIG, DECODER, ShardingRules(mesh_of(1), ROLLOUT_AXES), dtype=jnp.float32), Letters()
+    )
     engine.load({name: jnp.asarray(value) for name, value in weights.items()})
     random = np.random.default_rng(0)
     prompts = [tuple(random.integers(0, 300, length).tolist()) for length in LENGTHS]

@@ -151,7 +151,7 @@ def test_an_engine_that_expects_a_penalty_gives_the_same_tokens():
 def test_requests_that_come_one_by_one_or_are_preempted_give_the_same(overlap):
     with whole_slots():
         engine = make_engine(SMALL)
-    engine.overlap = overlap
+    engine.device.overlap = overlap
     answers, stats = engine.generate(MIXED)
     assert stats.preempted > 0
     assert same(answers, expected())

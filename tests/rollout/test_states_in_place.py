@@ -11,6 +11,7 @@ from podium.models.layouts import Layout
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.models.presets import PRESETS
 from podium.rollout import cache
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules, make_mesh, param_shardings
@@ -34,7 +35,9 @@ def answers(layout: Layout, devices: int, refill_steps: int):
     """Of more completions than slots, which end at different steps; an engine of the same settings is compiled once."""
     config = CONFIG.model_copy(update={"refill_steps": refill_steps})
     mesh = make_mesh("auto", jax.devices()[:devices])
-    engine = RolloutEngine(config, DECODER, rollout_rules(layout, DECODER, mesh), Letters(), dtype=jnp.dtype("float32"))
+    engine = RolloutEngine(
+        Device(config, DECODER, rollout_rules(layout, DECODER, mesh), dtype=jnp.dtype("float32")), Letters()
+    )
     shardings = param_shardings(param_specs(DECODER), ShardingRules(mesh, TRAIN_AXES))
     weights = random_weights(DECODER, seed=0)
     engine.load({name: jax.device_put(value, shardings[name]) for name, value in weights.items()})

@@ -21,6 +21,7 @@ from podium.models.decoder import forward
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, frozen_specs, is_adapter, param_specs
 from podium.models.presets import PRESETS
 from podium.rollout import cache as caches
+from podium.rollout.device import Device
 from podium.rollout.engine import NonFiniteError, RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.rollout.scheduler import PrefillCall
@@ -40,7 +41,7 @@ def without_kernel(monkeypatch: pytest.MonkeyPatch):
 
 def make_engine(kind, decoder, config=ONE_BUCKET, tokenizer=None):
     rules = kind(mesh_of(1), ROLLOUT_AXES)
-    return RolloutEngine(config, decoder, rules, tokenizer or Letters(299), dtype=jnp.float32)
+    return RolloutEngine(Device(config, decoder, rules, dtype=jnp.float32), tokenizer or Letters(299))
 
 
 def opinionated(decoder, seed):

@@ -60,7 +60,7 @@ def check_all(found):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_requests_that_come_one_by_one_give_the_tokens_of_all_at_once(overlap):
     engine = shared_engine()
-    engine.overlap, numbers, found = overlap, [], {}
+    engine.device.overlap, numbers, found = overlap, [], {}
     for request in MIXED:
         numbers.append(engine.submit(request))
         engine.step()
@@ -68,7 +68,7 @@ def test_requests_that_come_one_by_one_give_the_tokens_of_all_at_once(overlap):
     while engine.busy:
         engine.step()
         found |= dict(engine.poll())
-    engine.overlap = False
+    engine.device.overlap = False
     check_all({Key(numbers.index(key.request), key.completion): each for key, each in found.items()})
     assert_clean(engine)
 

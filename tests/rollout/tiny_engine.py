@@ -14,6 +14,7 @@ from podium.models.attention import causal_attention
 from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import logits_at
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules, init_params, make_mesh
@@ -58,7 +59,7 @@ def tiny_params(seed: int = 0, devices: int = 1):
 
 def make_engine(config=CONFIG, *, devices=1, dtype=jnp.float32, eos_tokens=(EOS,), seed=0):
     rules = ShardingRules(mesh_of(devices), ROLLOUT_AXES)
-    engine = RolloutEngine(config, DECODER, rules, Letters(*eos_tokens), dtype=dtype)
+    engine = RolloutEngine(Device(config, DECODER, rules, dtype=dtype), Letters(*eos_tokens))
     engine.load(tiny_params(seed, devices))
     return engine
 

@@ -254,10 +254,12 @@ def test_a_request_that_needs_other_programs_holds_up_no_other(served, monkeypat
             assert go_on.wait(60)
             return self.call.lower()
 
-    extra = served.engine.extra_calls
+    extra = served.engine.device.extra_calls
     monkeypatch.setattr(served.worker, "_compiled", set())
     monkeypatch.setattr(
-        served.engine, "extra_calls", lambda request: {name: Patient(call) for name, call in extra(request).items()}
+        served.engine.device,
+        "extra_calls",
+        lambda request: {name: Patient(call) for name, call in extra(request).items()},
     )
     odd = [{"repetition_penalty": 1.3}, {"echo": True, "logprobs": 0}]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -289,15 +291,15 @@ def test_the_programs_that_are_compiled_beside_are_those_that_the_engine_calls(s
         Request(prompt=encode(served), sampling=penalised, seed=0),
         Request(prompt=encode(served), sampling=plain, seed=0, score_prompt=True),
     ]
-    assert engine.extra_calls(Request(prompt=(1,), sampling=plain, seed=0)) == {}
-    names = [set(engine.extra_calls(each)) for each in requests]
+    assert engine.device.extra_calls(Request(prompt=(1,), sampling=plain, seed=0)) == {}
+    names = [set(engine.device.extra_calls(each)) for each in requests]
     assert names == [{"penalised:8", "penalised:4", "penalised:2"}, {f"scored:{n}" for n in (32, 64, 127)}]
     jax.clear_caches()
     engine.warm_up()
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
         for request in requests:
-            for call in engine.extra_calls(request).values():
+            for call in engine.device.extra_calls(request).values():
                 call.lower().compile()
         ahead = len(compiled)
         assert ahead >= 6

@@ -90,6 +90,8 @@ class FakeEngine:
     busy = property(lambda self: bool(self.requests))
     keys = property(lambda self: list(self.requests))
 
+    device = property(lambda self: self)
+
     def extra_calls(self, request):
         return {}
 

@@ -19,7 +19,8 @@ from tiny_runs import make_config, merged, recipe_of, sizes, weights_of
 import podium
 from podium.observe.records import read_metrics, read_samples
 from podium.observe.run_dir import LENGTHS, METRICS, SAMPLES
-from podium.plan.workload import Clock, Replies, SequenceLengths, simulate_rollout
+from podium.plan.simulated_device import Clock
+from podium.plan.workload import Replies, SequenceLengths, simulate_rollout
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import RolloutStats
 from podium.rollout.transcript import Transcript
@@ -330,13 +331,13 @@ class Timed:
         prefill, decode = engine.device.prefill, engine.device.decode
 
         def prefilled(call):
-            self.now += self.clock.seconds([call.chunk], 8, 0)
+            self.now += self.clock.call_seconds(call.chunk)
             return prefill(call)
 
         def decoded(rows, tokenizer):
-            drawn, steps = decode(rows, tokenizer)
-            self.now += self.clock.seconds([], len(drawn.counts), int(steps))
-            return drawn, steps
+            drawn = decode(rows, tokenizer)()
+            self.now += drawn.steps * self.clock.step_seconds(len(drawn.counts))
+            return lambda: drawn
 
         engine.device.prefill, engine.device.decode = prefilled, decoded
 

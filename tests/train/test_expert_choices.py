@@ -23,6 +23,7 @@ from podium.models.params import TRAIN_AXES, param_specs
 from podium.models.presets import PRESETS
 from podium.models.recorded_routing import joined_choices, recorded_choices
 from podium.models.visibility import Visibility
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.rollout.routes import Routes, unknown
@@ -60,7 +61,7 @@ class Letters:
 def engine_on(layout: Layout, devices: int, decoder=DECODER, weights=WEIGHTS) -> RolloutEngine:
     mesh = make_mesh("auto", jax.devices()[:devices])
     rules = rollout_rules(layout, decoder, mesh)
-    engine = RolloutEngine(CONFIG, decoder, rules, Letters(), dtype=jnp.dtype("float32"))
+    engine = RolloutEngine(Device(CONFIG, decoder, rules, dtype=jnp.dtype("float32")), Letters())
     shardings = param_shardings(param_specs(decoder), ShardingRules(mesh, TRAIN_AXES))
     engine.load({name: jax.device_put(value, shardings[name]) for name, value in weights.items()})
     return engine

@@ -58,8 +58,8 @@ def test_engine_and_update_multiply_in_the_format_that_is_faster_on_this_cpu(
         generate.Rollouts(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
     ) as rollouts:
         rollouts.load(load_weights(model, None))
-        params = rollouts.engine.device.params
-        assert rollouts.engine.dtype == jnp.dtype(engine)
+        params = rollouts.device.params
+        assert rollouts.device.dtype == jnp.dtype(engine)
         assert params is not None
         assert params["layers.q"].dtype == params["embed"].dtype == kept_dtype(jnp.dtype(engine), model.rules)
 
@@ -75,5 +75,5 @@ def test_what_no_update_changes_is_there_once_in_bfloat16_too(tiny_model, tmp_pa
         generate.Rollouts(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
     ) as rollouts:
         rollouts.load(load_trained(model, None, frozen), frozen)
-        assert rollouts.engine.device.params is not None
-        assert all(rollouts.engine.device.params[name] is value for name, value in frozen.items())
+        assert rollouts.device.params is not None
+        assert all(rollouts.device.params[name] is value for name, value in frozen.items())

@@ -21,6 +21,7 @@ from tiny_runs import (
 )
 
 from podium.models.params import ROLLOUT_AXES
+from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.rollout.transcript import Span, Transcript, transcript_of
@@ -230,7 +231,9 @@ def test_rows_are_as_long_as_the_longest_sequence_and_as_many_as_tokens_allow(tr
 def sampled_groups(params, dtype: str, **settings: float) -> list[Group]:
     """What the engine makes of four prompts with these weights, a group of 4 each."""
     config = make_config(rollout={"max_prompt_tokens": 8, "max_new_tokens": 8}).rollout
-    engine = RolloutEngine(config, DECODER, ShardingRules(rules_of().mesh, ROLLOUT_AXES), None, dtype=jnp.dtype(dtype))
+    engine = RolloutEngine(
+        Device(config, DECODER, ShardingRules(rules_of().mesh, ROLLOUT_AXES), dtype=jnp.dtype(dtype)), None
+    )
     engine.load(params)
     groups = groups_of()
     sampling = SamplingParams(max_new_tokens=8, stop_tokens=(299,), **settings)

@@ -1,0 +1,129 @@
+"""What a rollout engine asks of the device that it drives. No jax: the planner's device is simulated."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from podium.config.schema import RolloutConfig
+from podium.models.blocks.choices import ChoiceFormat
+from podium.rollout.answer import TextDecoder
+from podium.rollout.request import PromptScores, Request
+from podium.rollout.scheduler import Copy, DecodeRow, PrefillCall
+from podium.rollout.sequence import Sequence as EngineSequence
+
+if TYPE_CHECKING:
+    from podium.ahead import Call
+    from podium.sharding import Params
+
+
+class EngineModel(NamedTuple):
+    """What the host has to know of the model."""
+
+    vocab: int
+    num_cells: int = 0
+    """Cells of the cache over all shards; 0 if sequences are stored in pages alone."""
+    choices: int = 0
+    """Experts that a token goes to, over all layers; 0: the model has none."""
+    choice_format: ChoiceFormat = "uint8"
+
+
+class DrawnRows(NamedTuple):
+    """What a decode call drew, on the host."""
+
+    counts: list[int]
+    """[S], number of tokens drawn in each slot."""
+    tokens: Sequence[list[int]]
+    """[S, 1 + k], a first token where the row asked for it, then from column 1 on one per step; may be cut off behind
+    the last token of any slot."""
+    logprobs: Sequence[list[float]]
+    """[S, 1 + k], under the distribution that was sampled; empty rows: the device is simulated."""
+    full_logprobs: Sequence[list[float]]
+    """[S, 1 + k], under the softmax before penalty, top-k, top-p and min-p."""
+    finite: list[bool]
+    """[S], whether all logits were finite; a slot stops where they are not."""
+    choices: np.ndarray | None
+    """[S, 1 + k, C], experts of the tokens from which they were drawn; None: the model has none."""
+    steps: int
+    """Decode steps that ran."""
+
+
+class PrefilledRows(NamedTuple):
+    """What a prefill call found, on the host."""
+
+    choices: np.ndarray | None
+    """[R, T, C], experts of the tokens; None: the model has none."""
+    scores: PromptScores | None
+    """[R, T] each, scores of the tokens after them; None: no row asks for them."""
+
+
+class EngineDevice(Protocol):
+    """Weights, cache and slots, and calls that update them; only `wait`, and reading what a call made, block."""
+
+    config: RolloutConfig
+    model: EngineModel
+    shards: int
+    """Number of devices, or groups of devices, over which slots and pages are split."""
+    overlap: bool
+    """Whether a decode call should be issued before the previous one is read; a slot then stays empty for one more call
+    when its sequence ends."""
+
+    @property
+    def loaded(self) -> bool:
+        """Whether there are weights."""
+        ...
+
+    def load(self, params: "Params") -> None:
+        """Copy these weights and use them from now on, in place of the old ones."""
+        ...
+
+    def unload(self) -> None:
+        """Free the memory of weights and cache."""
+        ...
+
+    def forget(self) -> None:
+        """Free the memory of the cache."""
+        ...
+
+    def resize(self, slots: int) -> None:
+        """Use the decode program with `slots` slots from now on; all slots become empty."""
+        ...
+
+    def warm_up(self, chunks: Iterable[int], sizes: Iterable[int], tokenizer: TextDecoder | None) -> None:
+        """Compile every program; leaves the slots empty, at the last of `sizes`."""
+        ...
+
+    def extra_calls(self, request: Request) -> "dict[str, Call]":
+        """The calls that this request needs and `warm_up` leaves out, by name, with abstract arguments.
+
+        Compile them (`Call.lower`), on any thread, before the request is submitted, or `RolloutEngine.step` waits.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Block until all issued calls have finished."""
+        ...
+
+    def num_compiled(self) -> int:
+        """Number of programs that have been compiled so far."""
+        ...
+
+    def prefill(self, call: PrefillCall) -> Callable[[], PrefilledRows] | None:
+        """Issue a prefill call. Returns what waits for its results; None: it has none to read."""
+        ...
+
+    def copy(self, copies: tuple[Copy, ...]) -> None:
+        """Issue copies of pages within each shard."""
+        ...
+
+    def copy_cells(self, copies: tuple[Copy, ...]) -> None:
+        """Issue copies of cells within each shard."""
+        ...
+
+    def decode(self, rows: tuple[DecodeRow, ...], tokenizer: TextDecoder | None) -> Callable[[], DrawnRows]:
+        """Issue a decode call. Returns what waits for its tokens."""
+        ...
+
+    def nonfinite(self, sequence: EngineSequence) -> str:
+        """A sentence that says where a sequence's logits became NaN or infinite."""
+        ...
