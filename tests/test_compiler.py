@@ -22,6 +22,7 @@ from podium.compiler import (
     hide_plugin_errors,
 )
 from podium.config.schema import Config
+from podium.run.resolve import resolve_recipe
 from podium.run.sizes import tokens_per_gather
 
 
@@ -89,7 +90,7 @@ def test_tokens_for_which_weights_are_gathered_are_those_of_a_devices_rows(sp, t
     train = {"rows_per_device": 8, "layer_chunk_tokens": chunk}
     settings = {"model": "none", "tasks": [{"name": "arithmetic"}], "train": train}
     config = Config.model_validate({**settings, "rollout": {"max_prompt_tokens": 128, "max_new_tokens": 384}})
-    assert tokens_per_gather(config, sp=sp, tp=tp) == tokens
+    assert tokens_per_gather(config, resolve_recipe(config), sp=sp, tp=tp) == tokens
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ import podium.sharding as sharding
 from podium.models.attention import causal_attention
 from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import logits_at
+from podium.run.resolve import resolve_recipe
 from podium.run.sizes import row_groups
 from podium.train.batch import Sample, make_batch, take
 from podium.train.state import init_state
@@ -217,7 +218,7 @@ def test_gradients_are_the_same_where_devices_exchange_them_in_several_steps(sam
 )
 def test_groups_of_rows_are_equal_and_as_few_as_hold_no_more_tokens_than_asked(limit, groups):
     config = make_config(train={"row_tokens": 20, "rows_per_device": 6, "layer_chunk_tokens": limit})
-    assert row_groups(config) == groups
+    assert row_groups(config, resolve_recipe(config)) == groups
 
 
 @pytest.mark.parametrize(
