@@ -26,8 +26,8 @@ class PartialRollouts:
         self.version = 0
         """Number of steps that trained the current weights."""
         self.pending = tuple[Pending, ...]()
-        self.failures = ("it was in an earlier part of the run",)
-        """Why conversations failed in the last step in which some did: one in flight may have failed before this one."""
+        self.failures: tuple[str, ...] = ("it was in an earlier part of the run",)
+        """Those of the last step with any: an episode in flight may have failed before this step."""
 
     @property
     def position(self) -> Position:
