@@ -37,7 +37,7 @@ from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Completion, Request, SamplingParams
 from podium.sharding import Params, ShardingRules, init_params, make_mesh
 from podium.train.carry import chosen
-from podium.train.generate import Rollouts
+from podium.train.generate import Sampler
 from podium.train.setup import load_weights, make_model, rollout_spec
 
 BARS = {"speed": 1.3, "lengths": 0.01}
@@ -55,7 +55,7 @@ def draw_lengths(count: int) -> np.ndarray:
 
 
 class Flight:
-    """Steps of an engine over prompts whose completions have known lengths, as `Rollouts` makes them."""
+    """Steps of an engine over prompts whose completions have known lengths, as `Sampler` makes them."""
 
     def __init__(self, decoder: DecoderConfig, params: Params, lengths: np.ndarray, in_flight: float) -> None:
         """Programs are compiled; nothing is in flight."""
@@ -144,7 +144,7 @@ def trained(model: Path, steps: int, **settings: Any) -> dict[tuple[int, tuple[i
         }
     )
     made, found = make_model(config), {}
-    with contextlib.closing(Rollouts(rollout_spec(config, made), made.decoder, made.tokenizer, made.mesh)) as rollouts:
+    with contextlib.closing(Sampler(rollout_spec(config, made), made.decoder, made.tokenizer, made.mesh)) as rollouts:
         weights = load_weights(made, None)
         for step in range(steps):
             rollouts.load(weights, version=step)

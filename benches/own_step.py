@@ -11,7 +11,8 @@ import jax
 
 from podium.config.schema import Config
 from podium.observe.stats import BatchStats, UpdateStats
-from podium.train.generate import Group, Rollouts
+from podium.train.generate import Sampler
+from podium.train.groups import Group
 from podium.train.setup import load_parts, make_model, make_run_optimizer, make_train_settings, run_spec
 from podium.train.state import init_state
 from podium.train.trainer import Trainer
@@ -57,7 +58,7 @@ class OwnStep:
         self.recipe = spec.recipe
         self.optimizer = make_run_optimizer(spec.optimizer, self.model.decoder)
         self.settings = make_train_settings(spec.update, self.model.decoder, self.model.mesh)
-        self.rollouts = Rollouts(spec.rollout, self.model.decoder, self.model.tokenizer, self.model.mesh)
+        self.rollouts = Sampler(spec.rollout, self.model.decoder, self.model.tokenizer, self.model.mesh)
         params, frozen = load_parts(self.model, None)
         self.trainer = Trainer(
             self.recipe,

@@ -29,7 +29,7 @@ from podium.settings import load_settings
 from podium.sharding import Params
 from podium.tasks.registry import make_task
 from podium.train.batch import Batch
-from podium.train.generate import Group
+from podium.train.groups import Group
 from podium.train.state import TrainState
 from podium.train.step import make_score
 

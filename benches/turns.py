@@ -45,7 +45,8 @@ from podium.rollout.request import RolloutStats
 from podium.tasks.conversation import Turn
 from podium.tasks.environments import Environments
 from podium.train.feed import request_seed
-from podium.train.generate import AnswerSettings, Group, Rollouts
+from podium.train.generate import AnswerSettings, Sampler
+from podium.train.groups import Group
 from podium.train.setup import Model, load_weights, make_model, rollout_spec
 
 BARS = {"wall": 1.15, "planned": 0.2}
@@ -145,17 +146,17 @@ def make_config(folder: Path, *, turns: int, model: str, prompts: int, **rollout
 
 
 @contextlib.contextmanager
-def opened(config: Config, model: Model) -> Iterator[Rollouts]:
+def opened(config: Config, model: Model) -> Iterator[Sampler]:
     """The run's sampling, with weights and compiled programs."""
     with contextlib.closing(
-        Rollouts(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
+        Sampler(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
     ) as rollouts:
         rollouts.load(load_weights(model, None))
         rollouts.engine.warm_up()
         yield rollouts
 
 
-def hold(rollouts: Rollouts, waits: Mapping[str, Any]) -> Held:
+def hold(rollouts: Sampler, waits: Mapping[str, Any]) -> Held:
     """Hold the same conversations, with replies after `low` to `high` seconds."""
     os.environ[WAITING] = f"{waits['turns']},{waits['low']},{waits['high']}"
     rollouts.environments.close()  # the next processes read it
@@ -169,14 +170,14 @@ def hold(rollouts: Rollouts, waits: Mapping[str, Any]) -> Held:
     return Held(groups=groups, stats=stats, wall_s=time.perf_counter() - start, cpu_s=time.process_time() - cpu)
 
 
-def start_processes(rollouts: Rollouts, prompts: Any) -> None:
+def start_processes(rollouts: Sampler, prompts: Any) -> None:
     """Begin and drop a conversation, so that no measured second is the start of a process."""
     rollouts.environments.open(-1, 0, prompts[0].prompt.prompt, 0)
     assert rollouts.environments.next(60.0) is not None
     rollouts.environments.drop(-1)
 
 
-def environments_alone(rollouts: Rollouts, waits: Mapping[str, Any]) -> float:
+def environments_alone(rollouts: Sampler, waits: Mapping[str, Any]) -> float:
     """Seconds of the same conversations with answers that take no time."""
     environments: Environments = rollouts.environments
     rollouts.feed.cursor = 0

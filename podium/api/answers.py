@@ -28,7 +28,7 @@ from podium.sharding import find_devices
 from podium.tasks.question_sets import math_equal
 from podium.train.evaluate import evaluate_weights
 from podium.train.feed import request_seed
-from podium.train.generate import Rollouts
+from podium.train.generate import Sampler
 from podium.train.platform import prepare_platform
 from podium.train.setup import load_parts, make_model, rollout_spec
 
@@ -147,7 +147,7 @@ def generate(
 class Opened(NamedTuple):
     """An engine with weights, and how it answers unless a request says otherwise."""
 
-    rollouts: Rollouts
+    rollouts: Sampler
     answering: Answering
 
 
@@ -198,7 +198,7 @@ def open_model(
     lengths["rollout.repetition_penalty"] = sampling.repetition_penalty  # the first decode program is made for it
     config = load_settings(files, [*before, *given, *_overrides({**UNUSED, **lengths})], os.environ).config
     opened = make_model(config)
-    rollouts = Rollouts(rollout_spec(config, opened), opened.decoder, opened.tokenizer, opened.mesh)
+    rollouts = Sampler(rollout_spec(config, opened), opened.decoder, opened.tokenizer, opened.mesh)
     with giving_back_memory(), contextlib.closing(rollouts):
         rollouts.compile_ahead()
         rollouts.load(*load_parts(opened, fork))

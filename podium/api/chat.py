@@ -20,7 +20,7 @@ from podium.rollout.turn_format import TurnFormat, TurnFormatError
 from podium.run.answering import Answering, Asked
 from podium.terminal import harmless, printable
 from podium.train.feed import request_seed
-from podium.train.generate import Rollouts
+from podium.train.generate import Sampler
 
 STEPS_SHOWN = 4
 """Decode steps between updates of the shown text."""
@@ -34,7 +34,7 @@ class Conversation:
 
     def __init__(
         self,
-        rollouts: Rollouts,
+        rollouts: Sampler,
         answering: Answering,
         *,
         seed: int,

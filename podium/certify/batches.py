@@ -39,7 +39,7 @@ from podium.rollout.transcript import Transcript
 from podium.sharding import Params
 from podium.tasks.mixture import TaskPrompt
 from podium.train.batch import Batch
-from podium.train.generate import Group
+from podium.train.groups import Group
 from podium.train.prepare import prepare_step
 from podium.train.scorers import OwnPrompts, Scorer, make_scorers
 

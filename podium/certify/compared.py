@@ -31,7 +31,7 @@ from podium.config.critic import CriticConfig
 from podium.config.optimizer import OptimizerConfig
 from podium.models.params import trained_specs
 from podium.tasks.task import Prompt, TaskSource
-from podium.train.generate import Group
+from podium.train.groups import Group
 
 OF_UPDATE = (
     *OF_BATCH,

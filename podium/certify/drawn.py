@@ -22,7 +22,7 @@ from podium.certify.subject import Subject, episode_of
 from podium.certify.training import Step, Training
 from podium.rollout.transcript import Transcript
 from podium.tasks.task import FAILED
-from podium.train.generate import Group
+from podium.train.groups import Group
 
 OF_MODEL = ("log-probabilities", "temperature")
 OF_SAMPLER = ("sampling", "sampler", "long completions")

@@ -11,7 +11,7 @@ from podium.certify.subject import EVAL_SAMPLES, Subject
 from podium.certify.talk import asked, is_right
 from podium.certify.task import QUESTIONS
 from podium.certify.training import Evaluated, Training
-from podium.train.generate import Group
+from podium.train.groups import Group
 
 AFTER = ("hand-over", "repetition penalty", "cuts", "order of prompts", "draws", "conversations", "episodes")
 LIKELIEST = 1e-4  # nat by which a greedy token may be less likely than the likeliest, which rounding may exchange

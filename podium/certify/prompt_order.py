@@ -11,7 +11,7 @@ from podium.certify.subject import Subject
 from podium.certify.task import QUESTIONS
 from podium.certify.training import Step, Training
 from podium.train.carry import Pending
-from podium.train.generate import Group
+from podium.train.groups import Group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from podium.models.tokenizer import Tokenizer
 from podium.rollout.request import Completion
 from podium.run.resolve import resolve_rollout
 from podium.sharding import ShardingRules, make_mesh
-from podium.train.generate import Rollouts
+from podium.train.generate import Sampler
 from podium.train.platform import machine_of
 
 DEVICES, GROUP = 4, 2
@@ -34,7 +34,7 @@ def rollout_device_checks(updates: Updates) -> Iterator[Check]:
         return
     spec = resolve_rollout(subject.config, subject.recipe, subject.decoder, machine_of(one_device()))
     spec = dataclasses.replace(spec, layout=Layout(name="hybrid", group=GROUP))
-    rollouts = Rollouts(spec, subject.decoder, Tokenizer(LetterBackend(), eos_tokens=()), mesh)
+    rollouts = Sampler(spec, subject.decoder, Tokenizer(LetterBackend(), eos_tokens=()), mesh)
     whole = NamedSharding(mesh, PartitionSpec())
     trained, frozen = (jax.device_put(each(one_device()), whole) for each in (subject.trained, subject.frozen))
     rollouts.load(trained, frozen)

@@ -35,7 +35,8 @@ from podium.tasks.environment_forms import conversing
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import FAILED as FAILED_REWARD
 from podium.tasks.task import Prompt, Reward
-from podium.train.generate import Greedy, Group, Rollouts
+from podium.train.generate import Sampler
+from podium.train.groups import Greedy, Group
 from podium.train.platform import machine_of
 from podium.train.scorers import OwnPrompts, Scorer, make_teacher_scorer
 from podium.train.setup import load_weights, make_model
@@ -177,11 +178,11 @@ class Subject:
         return {name: value for name, value in self.params(mesh).items() if name in specs}
 
     @functools.cached_property
-    def rollouts(self) -> Rollouts:
+    def rollouts(self) -> Sampler:
         """The run's own sampling and grading, on the first device. Call its `load` before use."""
         mesh = one_device()
         spec = resolve_rollout(self.config, self.recipe, self.decoder, machine_of(mesh))
-        return Rollouts(spec, self.decoder, Tokenizer(LetterBackend(), eos_tokens=()), mesh)
+        return Sampler(spec, self.decoder, Tokenizer(LetterBackend(), eos_tokens=()), mesh)
 
     @functools.cached_property
     def sampled(self) -> list[list[Completion]]:
@@ -503,7 +504,7 @@ def make_group(
     *,
     greedy: float,
 ) -> Group:
-    """Make a graded group like those that `Rollouts` returns, with the reward of a greedy completion.
+    """Make a graded group like those that `Sampler` returns, with the reward of a greedy completion.
 
     `turns` are the rewards of conversations' turns.
     """

@@ -1,6 +1,6 @@
 """Runs a short training with the regular loop, and records what was sampled, each gradient and each new weight.
 
-`run_steps`, `Rollouts` and `Trainer` are those of every run; only progress display and metric records are stubbed. The
+`run_steps`, `Sampler` and `Trainer` are those of every run; only progress display and metric records are stubbed. The
 run has several minibatches with several updates each, completions that continue across updates, groups of equal
 rewards, warm-up, weight decay, and clipped gradients. If the config has tools or environments, its prompts are answered
 by conversations, and what the engine is given of each is recorded.
@@ -41,9 +41,10 @@ from podium.train.critic import make_critic, make_critic_optimizer
 from podium.train.distributed import AgreedStop
 from podium.train.evaluate import evaluate
 from podium.train.feed import EncodedPrompt
-from podium.train.generate import AnswerSettings, Group, Rollouts
+from podium.train.generate import AnswerSettings, Sampler
+from podium.train.groups import Group
 from podium.train.loop import run_steps
-from podium.train.run import RunParts
+from podium.train.run import RunParts, make_source
 from podium.train.saving import SaveTimer, Saving
 from podium.train.scorers import OwnPrompts
 from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
@@ -259,7 +260,7 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
         dropped = list(ledgers.dropped)
         evaluation = None
         if evaluated:
-            if not run.samples:
+            if not run.source.draws:
                 rollouts.load(subject.params(mesh, weights), frozen, version=spec.steps)
             evaluation = _evaluated(rollouts)
     return Training(
@@ -323,7 +324,7 @@ def _make_trainer(
 
 
 def _make_run(
-    spec: RunSpec, rollouts: Rollouts, trainer: "_Watched", checkpointer: Checkpointer, resources: contextlib.ExitStack
+    spec: RunSpec, rollouts: Sampler, trainer: "_Watched", checkpointer: Checkpointer, resources: contextlib.ExitStack
 ) -> RunParts:
     """A run without displays and records."""
     silent: Any = _Silent()
@@ -335,6 +336,7 @@ def _make_run(
         phase=lambda name: None,
         stop=stop,
         rollouts=rollouts,
+        source=make_source(spec, rollouts),
         trainer=cast(Trainer, trainer),
         recorder=silent,
         saving=Saving(checkpointer, SaveTimer(0.0), stop, to_continue=lambda: ""),
@@ -343,7 +345,7 @@ def _make_run(
     )
 
 
-def _evaluated(rollouts: Rollouts) -> Evaluated:
+def _evaluated(rollouts: Sampler) -> Evaluated:
     """Evaluate the loaded weights."""
     answered: list[list[Group]] = []
     answer, before = rollouts.answer, rollouts.position.record()
@@ -392,7 +394,7 @@ def keeping_gradient(optimizer: optax.GradientTransformation) -> optax.GradientT
 class _Watched:
     """Wraps a trainer, and records the inputs and results of each step and update."""
 
-    def __init__(self, trainer: Trainer, rollouts: Rollouts, learned: list[Learned]) -> None:
+    def __init__(self, trainer: Trainer, rollouts: Sampler, learned: list[Learned]) -> None:
         """`learned` has what was learned since the last step, and is emptied in each."""
         self._trainer, self._rollouts, self._learned = trainer, rollouts, learned
         trainer.train_step = self._recording(trainer.train_step, lambda step: step.updates)

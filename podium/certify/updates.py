@@ -49,7 +49,7 @@ from podium.models.params import trained_specs
 from podium.run.resolve import resolve_update
 from podium.sharding import Params
 from podium.train.batch import Batch, BatchSizes, take
-from podium.train.generate import Group
+from podium.train.groups import Group
 from podium.train.packing import Packing
 from podium.train.platform import machine_of
 from podium.train.prepare import pack_step, prepare_step

@@ -7,7 +7,7 @@ saved but recomputed from the tokens, so a resumed run is identical to an uninte
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NotRequired, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 from pydantic import JsonValue
 
@@ -83,6 +83,24 @@ class Pending:
         versions = [int(each.versions[0]) for each in self.completions if len(each.versions)]
         versions += [each.first_version for each in self.episodes if each.first_version is not None]
         return min(versions, default=None)
+
+
+class Answer(NamedTuple):
+    """The completions of a prompt, or in a run with conversations its episodes, with their rewards."""
+
+    completions: list[Completion]
+    rewards: list[Reward]
+    """Empty until all have ended."""
+    episodes: list[Episode]
+
+    def of(self, pending: Pending) -> Pending:
+        """The prompt with this answer."""
+        return dataclasses.replace(
+            pending,
+            completions=tuple(self.completions),
+            rewards=tuple(self.rewards),
+            episodes=tuple(self.episodes),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

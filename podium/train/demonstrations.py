@@ -15,8 +15,24 @@ from podium.rollout.transcript import transcript_of
 from podium.run.spec import RolloutSpec
 from podium.tasks.mixture import TaskMixture, TaskPrompt
 from podium.tasks.task import Prompt, Reward
-from podium.train.feed import EncodedPrompt
-from podium.train.generate import Group
+from podium.train.feed import EncodedPrompt, Feed
+from podium.train.groups import Group, StepGroups
+
+
+class Demonstrations:
+    """The groups of a run's steps, taken from its data."""
+
+    draws = False
+
+    def __init__(self, feed: Feed, spec: RolloutSpec, form: DataForm) -> None:
+        """`form` is that of each row."""
+        self._feed, self._spec = feed, spec
+        self._form: DataForm = form
+
+    def next(self, prompts: int) -> StepGroups:
+        """The groups of the next step; errors as of `demonstrate`."""
+        asked = self._feed.next(prompts)
+        return StepGroups(*demonstrate(asked, self._spec, self._feed.tokenizer, form=self._form))
 
 
 def demonstrate(

@@ -24,7 +24,8 @@ from podium.run.answering import evaluation_sampling
 from podium.run.resolve import resolve_recipe, resolve_update
 from podium.tasks.mixture import TaskPrompt
 from podium.train.feed import request_seed
-from podium.train.generate import AnswerSettings, FailingEnvironmentError, Group, Rollouts
+from podium.train.generate import AnswerSettings, FailingEnvironmentError, Sampler
+from podium.train.groups import Group
 from podium.train.prompt_lengths import check_prompt_lengths, with_prompt_tokens
 from podium.train.reward_models import load_reward_models
 from podium.train.setup import Model, load_parts, make_model, rollout_spec
@@ -52,7 +53,7 @@ class Evaluation:
         ]
 
 
-def evaluate(rollouts: Rollouts) -> Evaluation:
+def evaluate(rollouts: Sampler) -> Evaluation:
     """Answer the evaluation questions of every task, as set in `eval`, with the loaded weights.
 
     Seeds depend only on the question's number, so two evaluations of the same weights are equal.
@@ -135,7 +136,7 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
 @contextlib.contextmanager
 def opened_rollouts(
     config: Config, announce: Callable[[str], None], *, trains: bool, evaluates: bool
-) -> Iterator[tuple[Model, Rollouts]]:
+) -> Iterator[tuple[Model, Sampler]]:
     """Open the sampling and grading of a config without a trainer; its weights are not loaded yet.
 
     Training prompts are asked, or evaluation questions, or both. `announce` is called with a line about their lengths.
@@ -148,7 +149,7 @@ def opened_rollouts(
     update = resolve_update(config, recipe, model.machine, model.mesh.shape)
     spec = rollout_spec(config, model, recipe)
     models = load_reward_models(spec, update, model.mesh)
-    with contextlib.closing(Rollouts(spec, model.decoder, model.tokenizer, model.mesh, scorers=models)) as rollouts:
+    with contextlib.closing(Sampler(spec, model.decoder, model.tokenizer, model.mesh, scorers=models)) as rollouts:
         yield model, rollouts
 
 
@@ -218,7 +219,7 @@ def _scores(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _answers(
-    rollouts: Rollouts, task: str, prompts: Sequence[TaskPrompt], *, greedy: bool, completions: int
+    rollouts: Sampler, task: str, prompts: Sequence[TaskPrompt], *, greedy: bool, completions: int
 ) -> tuple[list[Group], RolloutStats]:
     """The graded answers to the questions that fit. Raises ValueError if none fits."""
     if not completions:

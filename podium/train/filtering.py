@@ -10,7 +10,7 @@ from podium.tasks.mixture import TaskPrompt
 from podium.tasks.pass_rates import Measured, PassRate, PassRates, digest_of, read_pass_rates
 from podium.train.evaluate import opened_rollouts
 from podium.train.feed import request_seed
-from podium.train.generate import AnswerSettings, FailingEnvironmentError, Rollouts
+from podium.train.generate import AnswerSettings, FailingEnvironmentError, Sampler
 from podium.train.same_inputs import model_files
 from podium.train.setup import Model, load_parts
 
@@ -41,7 +41,7 @@ def filter_command(config: Config) -> int:
     return 0
 
 
-def measure(model: Model, rollouts: Rollouts, path: Path, samples: int) -> PassRates:
+def measure(model: Model, rollouts: Sampler, path: Path, samples: int) -> PassRates:
     """Draw `samples` answers to every training prompt, and store the shares of right answers in a file.
 
     If an interruption left a file, only the prompts that it lacks are answered. Prints a line after every
@@ -94,7 +94,7 @@ def _begun(path: Path, measured: Measured) -> PassRates:
 
 
 def _rates(
-    rollouts: Rollouts, label: str, part: Sequence[tuple[int, TaskPrompt]], settings: AnswerSettings
+    rollouts: Sampler, label: str, part: Sequence[tuple[int, TaskPrompt]], settings: AnswerSettings
 ) -> list[PassRate]:
     """The share of right answers of prompts, which are numbered within their task; 0 of those that are too long."""
     seed = rollouts.spec.prompts.seed

@@ -9,7 +9,7 @@ from podium.observe.stats import PreferenceStats
 from podium.run.spec import RunSpec
 from podium.train.demonstrations import demonstrate
 from podium.train.feed import Feed, request_seed
-from podium.train.generate import Group
+from podium.train.groups import Group
 from podium.train.state import TrainState
 from podium.train.trainer import Trainer
 

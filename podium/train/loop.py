@@ -77,7 +77,7 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
         CheckpointError: a checkpoint cannot be written.
     """
     spec, saving = run.spec, run.saving
-    rollouts, trainer = run.rollouts, run.trainer
+    rollouts, source, trainer = run.rollouts, run.source, run.trainer
     saving.begin(done, state, rollouts.position)
     checkpoint_s = None
     try:
@@ -86,8 +86,7 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
             run.profiler.begin(step + 1)
             run.recorder.begin_step(checkpoint_s)
             run.phase("rollout")
-            prompts = rollouts.feed.next(spec.prompts_per_step)
-            groups, rolled = run.answer(prompts)  # completions, rewards; refills inside
+            groups, rolled, held = source.next(spec.prompts_per_step)  # completions, rewards; refills inside
             run.phase("update")
             rollouts.unload()  # free the rollout weights; the update needs the memory
             batches, batched = trainer.prepare(state, groups)  # samples, scores, advantages
@@ -95,8 +94,7 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
             done = step + 1
             saving.reached(done, state, rollouts.position)
             evaluates = evaluation_due(spec, done)
-            sync_s = rollouts.load(state.params, version=done) if evaluates or run.samples else 0.0
-            held = rollouts.held if run.samples and rollouts.converses else None
+            sync_s = rollouts.load(state.params, version=done) if evaluates or source.draws else 0.0
             run.recorder.write(done, groups, rolled, batched, updated, sync_s, held)
             run.profiler.end(done)
             score = evaluate_now(run, state, done) if evaluates else None

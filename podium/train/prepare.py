@@ -43,7 +43,7 @@ from podium.observe.stats import BatchStats, RewardKl, ValueStats
 from podium.sharding import Params, ShardingRules, to_devices
 from podium.train.batch import Batch, BatchSizes, TokenSpan, make_batch, put, take
 from podium.train.distributed import on_host
-from podium.train.generate import Group
+from podium.train.groups import Group
 from podium.train.samples import Sample, transcript_sample, with_advantage, with_weight
 from podium.train.scorers import Scorer, behind_own_prompts, with_scores
 from podium.train.step import batch_sharding, shard_batch

@@ -35,7 +35,7 @@ from podium.rollout.request import RolloutStats
 from podium.run.spec import RunSpec
 from podium.train.distributed import gather, local_memory
 from podium.train.evaluate import Evaluation
-from podium.train.generate import Group
+from podium.train.groups import Group
 
 STEPS_AVERAGED = 10
 

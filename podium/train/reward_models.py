@@ -27,7 +27,7 @@ from podium.train.batch import Batch, make_batch, take
 from podium.train.dialogue import ToolFormat
 from podium.train.distributed import on_host
 from podium.train.feed import Feed, prompt_messages
-from podium.train.generate import Group
+from podium.train.groups import Group
 from podium.train.samples import single_answer
 from podium.train.setup import Model, load_frozen, make_train_settings
 from podium.train.step import CompiledScore, TrainSettings, make_values, shard_batch

@@ -26,7 +26,6 @@ from podium.observe.progress import Progress, run_console
 from podium.observe.run_dir import Fork, RunDir, Settings, recipe_of, run_home
 from podium.observe.summary import how_to_continue, versions
 from podium.observe.writers import MetricWriter
-from podium.rollout.request import RolloutStats
 from podium.run.divisible import check_tokens
 from podium.run.resolve import resolve_format, resolve_recipe
 from podium.run.spec import RunSpec
@@ -34,10 +33,11 @@ from podium.sharding import Params, abstract_params
 from podium.train.carry import HostState, Position
 from podium.train.checkpoint import Checkpointer, restore_state, saved_names
 from podium.train.critic import make_critic, make_critic_optimizer
-from podium.train.demonstrations import check_demonstrations, demonstrate
+from podium.train.demonstrations import Demonstrations, check_demonstrations
 from podium.train.distributed import AgreedStop, failing_fast, from_leader, joined
-from podium.train.feed import EncodedPrompt, Feed
-from podium.train.generate import Group, Rollouts
+from podium.train.feed import Feed
+from podium.train.generate import Sampler
+from podium.train.groups import Source
 from podium.train.platform import devices_line, machine_text, prepare_platform, this_machine
 from podium.train.profile import Profiler, Window
 from podium.train.prompt_lengths import check_prompt_lengths, with_prompt_tokens
@@ -74,7 +74,8 @@ class RunParts:
     phase: Callable[[str], None]
     """Announces the current phase to the user and the watchdog."""
     stop: AgreedStop
-    rollouts: Rollouts
+    rollouts: Sampler
+    source: Source
     trainer: Trainer
     recorder: Recorder
     saving: Saving
@@ -82,22 +83,12 @@ class RunParts:
     resources: contextlib.ExitStack
     """Closes the run's own resources: services, the last checkpoint, graders, the engine."""
 
-    @property
-    def samples(self) -> bool:
-        """Whether completions are sampled, rather than taken from the data."""
-        return not self.spec.recipe.demonstrations
 
-    @property
-    def answer(self) -> Callable[[Sequence[EncodedPrompt]], tuple[list[Group], RolloutStats]]:
-        """The function from a step's prompts to their graded completions and statistics."""
-        if self.samples:
-            return self.rollouts.answer
-        return partial(
-            demonstrate,
-            spec=self.spec.rollout,
-            tokenizer=self.rollouts.feed.tokenizer,
-            form=self.spec.recipe.data_form,
-        )
+def make_source(spec: RunSpec, rollouts: Sampler) -> Source:
+    """Where the groups of the run's steps come from."""
+    if spec.recipe.demonstrations:
+        return Demonstrations(rollouts.feed, spec.rollout, spec.recipe.data_form)
+    return rollouts
 
 
 @contextlib.contextmanager
@@ -154,7 +145,7 @@ def open_run(
             progress.message(line)
         optimizer = make_run_optimizer(spec.optimizer, model.decoder)
         scorers = load_reward_models(spec.rollout, spec.update, model.mesh)
-        rollouts = Rollouts(
+        rollouts = Sampler(
             spec.rollout,
             model.decoder,
             model.tokenizer,
@@ -166,6 +157,7 @@ def open_run(
             on_progress=progress.advance,
         )
         resources.callback(rollouts.close)
+        source = make_source(spec, rollouts)
         check_same_inputs(
             model.source,
             None if config.lora is None else config.lora.adapter,
@@ -180,7 +172,7 @@ def open_run(
         for line in _checked_data(spec, rollouts, evaluates=evaluates, first=measured):
             progress.message(line)
         frozen = load_frozen(model)
-        if not spec.recipe.demonstrations:  # else only evaluations sample, if there are any
+        if source.draws:  # else only evaluations sample, if there are any
             rollouts.compile_ahead()
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, job.watchdog.beat))
         checkpointer = Checkpointer(
@@ -255,6 +247,7 @@ def open_run(
             phase=phase,
             stop=stop,
             rollouts=rollouts,
+            source=source,
             trainer=trainer,
             recorder=recorder,
             saving=saving,
@@ -281,7 +274,7 @@ class Valuing(NamedTuple):
         return abstract_state(abstract_params(specs, jnp.float32, self.model.rules), self.optimizer)
 
 
-def _checked_data(spec: RunSpec, rollouts: Rollouts, *, evaluates: bool, first: str | None) -> list[str]:
+def _checked_data(spec: RunSpec, rollouts: Sampler, *, evaluates: bool, first: str | None) -> list[str]:
     """Check that a run's data can be asked, and graded or learned from; returns lines about it, `first` before others.
 
     Raises ValueError if it cannot.

@@ -20,7 +20,7 @@ from podium.sharding import Params, to_devices
 from podium.train.batch import Batch, make_batch
 from podium.train.critic import Critic, update_critic
 from podium.train.distributed import is_leader, on_host
-from podium.train.generate import Group
+from podium.train.groups import Group
 from podium.train.optimizer import learning_rate
 from podium.train.prepare import group_samples, log_ratios, prepare_step
 from podium.train.scorers import Scorer, make_scorers, teacher_head

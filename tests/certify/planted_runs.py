@@ -16,7 +16,19 @@ from podium.rollout import cache, device, engine, programs, sampling
 from podium.rollout.sequence import Sequence
 from podium.rollout.transcript import Transcript
 from podium.tasks import curriculum, mixture
-from podium.train import carry, checkpoint, episodes, evaluate, feed, generate, optimizer, prepare, trainer, turns
+from podium.train import (
+    carry,
+    checkpoint,
+    environment_client,
+    evaluate,
+    feed,
+    generate,
+    optimizer,
+    partial_rollouts,
+    prepare,
+    trainer,
+    turns,
+)
 
 Plant = tuple[Any, str, Any]
 """Object, attribute, and what the bug puts there."""
@@ -80,7 +92,7 @@ def newest_prompts_first() -> Plant:
         ready = [index for index in reversed(range(len(complete))) if complete[index]]
         return ready[:count] if len(ready) >= count else None
 
-    return generate, "chosen", planted
+    return partial_rollouts, "chosen", planted
 
 
 # The critic.
@@ -245,21 +257,21 @@ def seed_ignored() -> Plant:
 
 def staleness_ignored() -> Plant:
     """The oldest complete prompts are taken, and none is waited for."""
-    original = generate.chosen
+    original = partial_rollouts.chosen
 
     def planted(first, complete, count, *, per_step, version, max_staleness):
         return original(first, complete, count, per_step=per_step, version=version, max_staleness=10**6)
 
-    return generate, "chosen", planted
+    return partial_rollouts, "chosen", planted
 
 
 def one_step_staler() -> Plant:
-    original = generate.chosen
+    original = partial_rollouts.chosen
 
     def planted(first, complete, count, *, per_step, version, max_staleness):
         return original(first, complete, count, per_step=per_step, version=version, max_staleness=max_staleness + 1)
 
-    return generate, "chosen", planted
+    return partial_rollouts, "chosen", planted
 
 
 def any_complete_prompts_taken() -> Plant:
@@ -270,27 +282,27 @@ def any_complete_prompts_taken() -> Plant:
 
 def unfinished_prompts_dropped() -> Plant:
     """What a step leaves is not gone on with."""
-    original = generate.Rollouts.answer
+    original = generate.Sampler.answer
 
     def planted(own, prompts, settings=None):
         made = original(own, prompts, settings)
-        own._pending = ()
+        own.partial.pending = ()
         return made
 
-    return generate.Rollouts, "answer", planted
+    return generate.Sampler, "answer", planted
 
 
 def nothing_in_flight() -> Plant:
-    original = generate.Rollouts.answer
+    original = generate.Sampler.answer
 
     def planted(own, prompts, settings=None):
-        kept, own.training = own.training, dataclasses.replace(own.training, in_flight=0)
+        kept, own.spec = own.spec, dataclasses.replace(own.spec, in_flight=0)
         try:
             return original(own, prompts, settings)
         finally:
-            own.training = kept
+            own.spec = kept
 
-    return generate.Rollouts, "answer", planted
+    return generate.Sampler, "answer", planted
 
 
 def a_prompt_skipped_each_step() -> Plant:
@@ -644,29 +656,26 @@ def evaluation_seeds_alike() -> Plant:
 
 def environments_of_all_prompts_alike() -> Plant:
     """The seed of an environment does not depend on its prompt."""
-    original = episodes.request_seed
-    return episodes, "request_seed", lambda seed, purpose, index: original(0, purpose, index)
+    original = environment_client.request_seed
+    return environment_client, "request_seed", lambda seed, purpose, index: original(0, purpose, index)
 
 
 def every_conversation_in_its_own_environment() -> Plant:
     """The environments of a prompt's conversations have different seeds, where they are to share one."""
-    original = episodes._Rollout._open_environment
+    original = environment_client.EnvironmentClient.open
 
-    def planted(own, live):
-        first, config = own._prompts[live.index], own._owner._config
-        others = dict(enumerate(own._prompts)) | {live.index: dataclasses.replace(first, seed=first.seed + live.sample)}
-        own._prompts, kept = [others[index] for index in sorted(others)], own._prompts
-        original(own, live)
-        own._prompts = kept
-        assert config.group_seed == "shared"
+    def planted(own, live, prompt, *, here):
+        kept, own._own_seeds = own._own_seeds, True
+        original(own, live, prompt, here=here)
+        own._own_seeds = kept
 
-    return episodes._Rollout, "_open_environment", planted
+    return environment_client.EnvironmentClient, "open", planted
 
 
 def half_of_the_answers_not_learned() -> Plant:
     """Curricula and retirement are told of the first half of a step's prompts alone."""
-    original = generate.Rollouts._learn
-    return generate.Rollouts, "_learn", lambda own, groups: original(own, groups[: len(groups) // 2])
+    original = generate.Sampler._learn
+    return generate.Sampler, "_learn", lambda own, groups: original(own, groups[: len(groups) // 2])
 
 
 def rewards_charged_with_the_first_coefficient() -> Plant:

@@ -46,6 +46,8 @@ from podium.train import (
     conversations,
     feed,
     generate,
+    grades,
+    groups,
     offload,
     optimizer,
     prepare,
@@ -628,13 +630,13 @@ def rounded_in_the_hand_over() -> Plant:
 
 
 def hand_over_one_step_late() -> Plant:
-    original, given = generate.Rollouts.load, []
+    original, given = generate.Sampler.load, []
 
     def planted(rollouts, params, frozen=None, *, version=0):
         given.append(jax.tree.map(jnp.copy, params))
         return original(rollouts, given[max(0, len(given) - 2)], frozen, version=version)
 
-    return generate.Rollouts, "load", planted
+    return generate.Sampler, "load", planted
 
 
 def carried_tokens_called_new() -> Plant:
@@ -718,8 +720,8 @@ def reply_given_twice_after_an_update() -> Plant:
 
 
 def turns_paid_in_reverse() -> Plant:
-    original = generate.with_turns
-    return generate, "with_turns", lambda reward, turns, weight: original(reward, turns[::-1], weight)
+    original = grades.with_turns
+    return grades, "with_turns", lambda reward, turns, weight: original(reward, turns[::-1], weight)
 
 
 def reward_weights_ignored() -> Plant:
@@ -902,8 +904,8 @@ def correction_without_the_penalty() -> Plant:
 
 
 def groups_judged_by_their_totals() -> Plant:
-    original = generate.Group.judged
-    return generate.Group, "judged", lambda group, part: original(group, None)
+    original = groups.Group.judged
+    return groups.Group, "judged", lambda group, part: original(group, None)
 
 
 def engine_checks(updates: Updates) -> Iterator[Check]:

@@ -11,7 +11,8 @@ from podium.observe.stats import EnvironmentStats
 from podium.rollout.request import RolloutStats
 from podium.rollout.transcript import Transcript
 from podium.train.carry import Position
-from podium.train.generate import Group, Rollouts
+from podium.train.generate import Sampler
+from podium.train.groups import Group
 from podium.train.setup import load_weights, make_model, rollout_spec
 
 CARRIED = {"in_flight": 1.5, "max_staleness": 1, "refill_steps": 2}
@@ -37,15 +38,15 @@ class Steps:
                     self.run(rollouts, step)
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[Rollouts]:
+    def opened(self) -> Iterator[Sampler]:
         model = self.model
         spec = rollout_spec(self.config, model)
-        with contextlib.closing(Rollouts(spec, model.decoder, model.tokenizer, model.mesh)) as rollouts:
+        with contextlib.closing(Sampler(spec, model.decoder, model.tokenizer, model.mesh)) as rollouts:
             if self.position is not None:
                 rollouts.position = Position.read(json.loads(json.dumps(self.position.record())), rollouts.feed)
             yield rollouts
 
-    def run(self, rollouts: Rollouts, step: int) -> None:
+    def run(self, rollouts: Sampler, step: int) -> None:
         rollouts.load(self.weights, version=step)
         groups, stats = rollouts.answer(rollouts.feed.next(self.config.prompts_per_step))
         assert rollouts.engine.keys == [] and rollouts.engine.pages_used == 0

@@ -17,7 +17,7 @@ from podium.rollout.request import Completion, RolloutStats
 from podium.settings import load_settings
 from podium.tasks.task import Reward
 from podium.train.carry import Pending, Position, chosen
-from podium.train.generate import Rollouts
+from podium.train.generate import Sampler
 from podium.train.loop import train
 from podium.train.setup import load_weights, make_model, rollout_spec
 
@@ -72,7 +72,7 @@ class Made:
         model = make_model(config)
         self.steps, self.stats = [], []
         with contextlib.closing(
-            Rollouts(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
+            Sampler(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
         ) as rollouts:
             weights = load_weights(model, None)
             for step in range(steps):

@@ -7,7 +7,7 @@ from tiny_runs import assert_same_run, make_config, trained
 
 from podium.observe.records import read_samples
 from podium.observe.run_dir import SAMPLES
-from podium.train.generate import Rollouts
+from podium.train.generate import Sampler
 from podium.train.loop import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -73,7 +73,7 @@ def test_a_level_that_is_solved_gives_way_and_the_last_is_evaluated(unbroken):
 
 def break_off_in(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupt a run after the rollout of a step, counted from 1."""
-    answer, left = Rollouts.answer, [step]
+    answer, left = Sampler.answer, [step]
 
     def break_off(self, prompts, settings=None):
         found = answer(self, prompts, settings)  # what was learned in this step is lost with it
@@ -82,7 +82,7 @@ def break_off_in(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
         return found
 
-    monkeypatch.setattr(Rollouts, "answer", break_off)
+    monkeypatch.setattr(Sampler, "answer", break_off)
 
 
 def test_a_run_broken_off_in_a_rollout_goes_on_as_if_nothing_had_happened(tiny_model, tmp_path, unbroken, monkeypatch):

@@ -30,8 +30,10 @@ from podium.tasks.task import Prompt
 from podium.tasks.tool_calls import Calls
 from podium.tasks.worker_process import WorkerProcess
 from podium.train.dialogue import Dialogue
+from podium.train.exchange import Exchange
 from podium.train.feed import prompt_messages
-from podium.train.generate import AnswerSettings, FailingEnvironmentError, Group, Rollouts
+from podium.train.generate import AnswerSettings, FailingEnvironmentError, Sampler
+from podium.train.groups import Group
 from podium.train.loop import train
 from podium.train.prepare import group_samples, pack_step, step_advantages
 from podium.train.setup import load_weights, make_model, rollout_spec
@@ -40,17 +42,17 @@ GRPO = recipe_of(make_config())
 
 
 @contextlib.contextmanager
-def opened(config) -> Iterator[Rollouts]:
+def opened(config) -> Iterator[Sampler]:
     model = make_model(config)
     with contextlib.closing(
-        Rollouts(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
+        Sampler(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
     ) as rollouts:
         rollouts.load(load_weights(model, None))
         yield rollouts
         assert rollouts.engine.keys == [] and rollouts.engine.pages_used == 0
 
 
-def answered(config) -> tuple[list[Group], Rollouts, RolloutStats]:
+def answered(config) -> tuple[list[Group], Sampler, RolloutStats]:
     with opened(config) as rollouts:
         groups, stats = rollouts.answer(rollouts.feed.next(config.prompts_per_step))
         return groups, rollouts, stats
@@ -239,7 +241,7 @@ def test_an_environment_in_processes_survives_one_that_is_killed(talk):
                 killed.append(rollouts.environments._pool._shared[0].pid)
                 os.kill(killed[0], signal.SIGKILL)
 
-        rollouts._poll = poll
+        rollouts.exchange.poll = poll
         groups, _ = rollouts.answer(prompts, settings)
         assert rollouts.held.failures == () and rollouts.held.moved == 8
     expected, _, _ = answered(talk())
@@ -278,7 +280,7 @@ def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
                 if left[0] == 0 and rollouts.environments._pool._shared:
                     os.kill(rollouts.environments._pool._shared[0].pid, signal.SIGKILL)
 
-            rollouts._poll = poll
+            rollouts.exchange.poll = poll
             with contextlib.suppress(KeyboardInterrupt):
                 groups, stats = rollouts.answer(rollouts.feed.next(10), settings)
                 seen["evicted"] += stats.evicted + stats.preempted
@@ -300,15 +302,20 @@ def test_a_run_broken_off_while_tools_run_continues_as_if_nothing_had_happened(t
     quiet = {"eval": {"at_start": False, "at_end": False}, "steps": 3}
     config, other = (talk("Slow", **merged(saving, quiet), runs_dir=str(tmp_path / name)) for name in ("one", "two"))
     assert train(config, plain=True) == 0
-    poll, left = Rollouts._poll, [polls]
+    poll, load, left, versions = Exchange.poll, Sampler.load, [polls], list[int]()
 
-    def break_off(rollouts: Rollouts) -> None:
-        poll(rollouts)
-        left[0] -= rollouts._version == 1
+    def loaded(rollouts: Sampler, *weights: Any, version: int) -> float:
+        versions.append(version)
+        return load(rollouts, *weights, version=version)
+
+    def break_off(exchange: Exchange) -> None:
+        poll(exchange)
+        left[0] -= versions[-1] == 1
         if not left[0]:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Rollouts, "_poll", break_off)
+    monkeypatch.setattr(Sampler, "load", loaded)
+    monkeypatch.setattr(Exchange, "poll", break_off)
     with pytest.raises(KeyboardInterrupt):
         train(other, plain=True)
     monkeypatch.undo()

@@ -52,7 +52,7 @@ def test_what_is_measured_decides_what_is_drawn(tiny_model, tmp_path, monkeypatc
     monkeypatch.setattr(filtering, "PROMPTS_AT_ONCE", 4)
     path = tmp_path / "rates" / "pass.jsonl"
     filtered = config(tiny_model, tmp_path, steps=2, data={"filter": {"file": str(path), "samples": 2}})
-    answer, left = filtering.Rollouts.answer, [2]
+    answer, left = filtering.Sampler.answer, [2]
 
     def break_off(self, prompts, settings=None):
         left[0] -= 1
@@ -60,7 +60,7 @@ def test_what_is_measured_decides_what_is_drawn(tiny_model, tmp_path, monkeypatc
             raise KeyboardInterrupt
         return answer(self, prompts, settings)
 
-    monkeypatch.setattr(filtering.Rollouts, "answer", break_off)
+    monkeypatch.setattr(filtering.Sampler, "answer", break_off)
     with pytest.raises(KeyboardInterrupt):
         filter_command(filtered)
     assert len(path.read_text().splitlines()) == 1 + 2 * 4

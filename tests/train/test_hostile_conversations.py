@@ -24,7 +24,8 @@ from podium.rollout.transcript import Transcript
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import FAILED, Prompt
 from podium.train.feed import request_seed
-from podium.train.generate import AnswerSettings, Greedy, Group
+from podium.train.generate import AnswerSettings
+from podium.train.groups import Greedy, Group
 from podium.train.loop import train
 from podium.train.prepare import pack_step, step_advantages
 
@@ -105,7 +106,7 @@ def test_programs_whose_processes_are_lost_begin_again_without_a_failure(talk, m
                 killed.append(rollouts.environments._pool._shared[0].pid)
                 os.kill(killed[0], signal.SIGKILL)
 
-        rollouts._poll = poll
+        rollouts.exchange.poll = poll
         settings = AnswerSettings(sampling=rollouts.spec.sampling, completions=4)
         groups, _ = rollouts.answer(rollouts.feed.next(4), settings)
         assert len(rollouts.held.failures) <= 1  # if a single program was being answered, it may be to blame

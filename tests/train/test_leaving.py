@@ -25,7 +25,7 @@ from podium.job.watchdog import Watchdog
 from podium.observe.run_dir import saved_steps
 from podium.tasks.conversation import Reply, Turn
 from podium.train.evaluate import evaluate
-from podium.train.generate import Rollouts
+from podium.train.generate import Sampler
 from podium.train.loop import train
 from podium.train.trainer import DivergedError, Trainer
 
@@ -98,14 +98,14 @@ def test_an_error_in_an_environment_loses_no_whole_step(talk, monkeypatch, capfd
     config = config.model_copy(
         update={"tasks": [config.tasks[0].model_copy(update={"environment": "test_leaving:Fragile"})]}
     )
-    answer = Rollouts.answer
+    answer = Sampler.answer
 
-    def counted(self: Rollouts, *arguments: Any):
+    def counted(self: Sampler, *arguments: Any):
         found = answer(self, *arguments)
         Asked.prompts += 1  # steps, here
         return found
 
-    monkeypatch.setattr(Rollouts, "answer", counted)
+    monkeypatch.setattr(Sampler, "answer", counted)
     with pytest.raises(ValueError, match="Mend the environment, then continue the run"):
         train(config, plain=True)
     assert "step 2 is saved; to continue" in said(capfd)
@@ -133,7 +133,7 @@ WAYS: dict[str, tuple[str, int, BaseException, int]] = {
     # what raises, at which call, what, and how many steps are whole then
     "evaluation": ("podium.train.loop.evaluate", 2, RuntimeError("no memory"), 2),
     "an interrupted evaluation": ("podium.train.loop.evaluate", 2, KeyboardInterrupt(), 2),
-    "Ctrl-C": ("podium.train.generate.Rollouts.answer", 4, KeyboardInterrupt(), 1),
+    "Ctrl-C": ("podium.train.generate.Sampler.answer", 4, KeyboardInterrupt(), 1),
     "SystemExit": ("podium.train.trainer.Trainer.prepare", 4, SystemExit(7), 3),
 }
 
@@ -160,7 +160,7 @@ def test_whatever_ends_the_loop_the_newest_whole_step_is_saved(
     ("target", "number", "name"),
     [
         ("podium.observe.run_dir.RunDir.append", 5, "lengths.jsonl"),  # metrics, two samples, lengths of each step
-        ("podium.train.generate.Rollouts.load", 3, "metrics.jsonl"),
+        ("podium.train.generate.Sampler.load", 3, "metrics.jsonl"),
     ],
 )
 def test_a_step_that_could_not_be_recorded_is_saved_and_its_missing_line_is_said(
@@ -212,7 +212,7 @@ def test_a_step_whose_weights_the_failed_update_replaced_is_said_to_be_lost(tiny
 
 def test_an_error_in_the_first_step_saves_nothing_and_says_nothing(tiny_model, tmp_path, monkeypatch, capfd):
     config = make_config(tiny_model, tmp_path, **merged(STEPWISE, NEVER))
-    monkeypatch.setattr("podium.train.generate.Rollouts.answer", fail_at(1, Rollouts.answer, RuntimeError("at once")))
+    monkeypatch.setattr("podium.train.generate.Sampler.answer", fail_at(1, Sampler.answer, RuntimeError("at once")))
     with pytest.raises(RuntimeError, match="at once"):
         train(config, plain=True)
     assert "saved" not in said(capfd)
@@ -244,9 +244,9 @@ def test_a_process_that_hangs_saves_its_newest_step_before_the_watchdog_ends_it(
         ended.set()
 
     watchdog = Watchdog(report, poll_s=0.01, clock=lambda: clock[0], end=end)
-    answer = fail_at(4, Rollouts.answer, KeyboardInterrupt())  # one evaluation came before
+    answer = fail_at(4, Sampler.answer, KeyboardInterrupt())  # one evaluation came before
 
-    def stuck(self: Rollouts, *arguments: Any) -> Any:
+    def stuck(self: Sampler, *arguments: Any) -> Any:
         try:
             return answer(self, *arguments)
         except KeyboardInterrupt:
@@ -255,7 +255,7 @@ def test_a_process_that_hangs_saves_its_newest_step_before_the_watchdog_ends_it(
             assert saved_steps(tmp_path / "run" / "checkpoints") == [1]
             raise
 
-    monkeypatch.setattr(Rollouts, "answer", stuck)
+    monkeypatch.setattr(Sampler, "answer", stuck)
     config = make_config(tiny_model, tmp_path, **merged(STEPWISE, NEVER))
     job = JobContext(cluster=None, report=report, watchdog=watchdog)
     with pytest.raises(KeyboardInterrupt):

@@ -18,7 +18,7 @@ from podium.observe.metrics import find_metric
 from podium.observe.run_dir import read_config
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.scheduler import Scheduler
-from podium.train.generate import Rollouts
+from podium.train.generate import Sampler
 from podium.train.loop import train
 from podium.train.setup import load_weights, make_model, rollout_spec
 from podium.train.trainer import DivergedError
@@ -104,7 +104,7 @@ def test_a_group_is_graded_while_others_are_still_decoded(tiny_model, tmp_path, 
     model = make_model(config)
     monkeypatch.setattr(Scheduler, "retire", lambda self, slot: (events.append("ended"), retire(self, slot)))
     with contextlib.closing(
-        Rollouts(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
+        Sampler(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
     ) as rollouts:
         submit = rollouts.grader.submit
         monkeypatch.setattr(rollouts.grader, "submit", lambda items: (events.append("graded"), submit(items))[1])
@@ -191,7 +191,7 @@ def children() -> set[str]:
 
 def test_the_schedule_follows_the_run_where_steps_have_nothing_to_train_on(tiny_model, tmp_path, monkeypatch):
     """Steps 2 and 4 of 5 earn equal rewards: no update, and the last step's rate is the schedule's last."""
-    answer, steps = Rollouts.answer, iter([1, 0, 1, 0, 1])
+    answer, steps = Sampler.answer, iter([1, 0, 1, 0, 1])
 
     def some_without_difference(self, prompts, settings=None):
         groups, stats = answer(self, prompts, settings)
@@ -206,7 +206,7 @@ def test_the_schedule_follows_the_run_where_steps_have_nothing_to_train_on(tiny_
             ]
         return groups, stats
 
-    monkeypatch.setattr(Rollouts, "answer", some_without_difference)
+    monkeypatch.setattr(Sampler, "answer", some_without_difference)
     settings: dict[str, Any] = {
         "steps": 5,
         "algorithm": {"zero_variance": "drop"},
@@ -225,7 +225,7 @@ def test_the_schedule_follows_the_run_where_steps_have_nothing_to_train_on(tiny_
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps_without_update"] == 2
 
 
-def test_between_the_command_and_the_compiled_decode_there_are_six_calls(tiny_model, tmp_path, monkeypatch):
+def test_between_the_command_and_the_compiled_decode_there_are_seven_calls(tiny_model, tmp_path, monkeypatch):
     """Podium's own functions on the stack below `podium.cli.train`, itself included, each time a decode is called."""
     depths: list[list[str]] = []
     init = RolloutEngine.__init__
@@ -258,7 +258,8 @@ def test_between_the_command_and_the_compiled_decode_there_are_six_calls(tiny_mo
             "Device.decode",
             "RolloutEngine.step",
             "RolloutEngine.generate",
-            "Rollouts.answer",
+            "Sampler.answer",
+            "Sampler.next",
             "run_steps",
             "train",
             "train",

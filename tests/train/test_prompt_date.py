@@ -97,7 +97,7 @@ def test_the_date_of_a_run_is_kept_unless_it_has_not_begun(dated, on_day, tmp_pa
 
     on_day(1)
     with monkeypatch.context() as patch:
-        patch.setattr("podium.train.generate.Rollouts.answer", fail)
+        patch.setattr("podium.train.generate.Sampler.answer", fail)
         with pytest.raises(RuntimeError):
             train(dated(), plain=True)
     on_day(2)

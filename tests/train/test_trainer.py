@@ -29,7 +29,7 @@ from podium.run.resolve import resolve_recipe
 from podium.run.sizes import row_tokens, rows_per_device
 from podium.sharding import ShardingRules
 from podium.train.batch import make_batch
-from podium.train.generate import Group
+from podium.train.groups import Group
 from podium.train.prepare import group_samples, pack_step
 from podium.train.samples import with_advantage, with_weight
 from podium.train.step import shard_batch

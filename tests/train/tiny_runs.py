@@ -30,7 +30,7 @@ from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Prompt, Reward
 from podium.train.batch import BatchSizes, make_batch, take
-from podium.train.generate import Group
+from podium.train.groups import Group
 from podium.train.optimizer import make_optimizer
 from podium.train.prepare import group_samples
 from podium.train.recorder import completion_stats
