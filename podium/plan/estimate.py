@@ -29,7 +29,7 @@ from podium.plan.gpu_forward import (
     scoring_passes,
     scoring_products,
 )
-from podium.plan.residents import Parts, frozen_bytes, in_updates, residents
+from podium.plan.residents import Parts, frozen_bytes, residents
 from podium.plan.sizes import (
     F32,
     RunSizes,
@@ -171,7 +171,7 @@ def sync_phase(run: RunSizes) -> PhaseEstimate:
     if run.decoder.lora is not None and not run.decoder.lora.merged:
         return PhaseEstimate(
             name="sync",
-            parts=residents(run),
+            parts=residents(run, "sync"),
             flops=0,
             hbm_bytes=2 * F32 * run.own_count,
             ici_bytes=0,
@@ -182,7 +182,7 @@ def sync_phase(run: RunSizes) -> PhaseEstimate:
     beside = ends_count(run.decoder, run.rollout_parts) * run.rollout_activation
     return PhaseEstimate(
         name="sync",
-        parts=residents(run) | {"gathered_weights": beside if whole > held else 0},
+        parts=residents(run, "sync") | {"gathered_weights": beside if whole > held else 0},
         flops=0,
         hbm_bytes=F32 * (run.own_count + frozen_bytes(run) // run.rollout_activation) + 2 * whole,
         ici_bytes=max(whole - held, whole - whole // run.shards if run.layout.group > 1 else 0),
@@ -234,7 +234,7 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
         kernels = 0, 0
     return PhaseEstimate(
         name="prefill",
-        parts=_rollout_residents(run)
+        parts=residents(run, "rollout")
         | {"logits": logits, "gathered_weights": run.gathered_in_rollout}
         | _forward_peak(run, rows, bucket, a, split=heads, mixture=_windows(run, tokens * run.layout.group // heads)),
         flops=flops,
@@ -272,7 +272,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
     operands = operand_bytes(run) if on_gpu else _expanded_bytes(run)
     return PhaseEstimate(
         name="decode",
-        parts=_rollout_residents(run)
+        parts=residents(run, "rollout")
         | {
             "relaid_weights": relaid,
             "attention_scores": F32 * slots * decoder.heads * run.block // heads + block,
@@ -299,13 +299,13 @@ def copy_phase(run: RunSizes, pages: float) -> PhaseEstimate:
     """One call in which each device copies `pages` pages, each with the states of a sequence if there are any."""
     moved = floor.copy_bytes(run, pages)
     return PhaseEstimate(
-        name="copy", parts=_rollout_residents(run), flops=0, hbm_bytes=moved, ici_bytes=0, least_bytes=moved
+        name="copy", parts=residents(run, "rollout"), flops=0, hbm_bytes=moved, ici_bytes=0, least_bytes=moved
     )
 
 
 def score_phase(run: RunSizes) -> PhaseEstimate:
     """Log-probabilities of a batch under frozen weights: a forward pass."""
-    return _scoring("score", run, in_updates(run) | _batch(run))
+    return _scoring("score", run, residents(run, "update") | _batch(run))
 
 
 def teacher_phase(run: RunSizes) -> PhaseEstimate:
@@ -315,14 +315,14 @@ def teacher_phase(run: RunSizes) -> PhaseEstimate:
     batch = _batch(run)
     if run.spec.teacher is not None and run.spec.teacher.own_batch is not None:  # beside the policy's
         batch = {"batch": batch["batch"] + _batch(teacher)["batch"]}
-    return _scoring("teacher", teacher, in_updates(run) | batch, logits=not run.compares)
+    return _scoring("teacher", teacher, residents(run, "update") | batch, logits=not run.compares)
 
 
 def values_phase(run: RunSizes) -> PhaseEstimate:
     """Values of a batch by the critic: a forward pass without logits."""
     critic = run.of_critic
     assert critic is not None, "the run has a critic"
-    return _scoring("values", critic, in_updates(run) | _batch(run))
+    return _scoring("values", critic, residents(run, "update") | _batch(run))
 
 
 def critic_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
@@ -330,13 +330,13 @@ def critic_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
     critic = run.of_critic
     assert critic is not None, "the run has a critic"
     form = update_phase(critic, micro_batches)
-    return dataclasses.replace(form, name="critic", parts=in_updates(run) | _batch(run) | update_peak(critic))
+    return dataclasses.replace(form, name="critic", parts=residents(run, "update") | _batch(run) | update_peak(critic))
 
 
 def reward_phase(run: RunSizes, name: str) -> PhaseEstimate:
     """One call of a reward model, on a micro-batch of whole conversations, with the rollout's weights and cache."""
     model = run.of_reward_models[name]
-    return _scoring("reward", model, _rollout_residents(run) | _batch(model))
+    return _scoring("reward", model, residents(run, "rollout") | _batch(model))
 
 
 def _scoring(name: str, run: RunSizes, beside: Parts, *, logits: bool = True) -> PhaseEstimate:
@@ -396,7 +396,7 @@ def update_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
     pieces = _update_pieces(run, micro_batches)
     return PhaseEstimate(
         name="update",
-        parts=in_updates(run) | _batch(run) | update_peak(run),
+        parts=residents(run, "update") | _batch(run) | update_peak(run),
         flops=sum(piece.flops for piece in pieces),
         hbm_bytes=sum(piece.hbm_bytes for piece in pieces),
         ici_bytes=gathered
@@ -446,7 +446,7 @@ def _host_copies(run: RunSizes, micro_batches: float) -> tuple[tuple[float, int,
 
 def checkpoint_phase(run: RunSizes) -> PhaseEstimate:
     """Copying the state to the host; allocates nothing on the device."""
-    parts = residents(run)
+    parts = residents(run, "sync")
     saved = SAVED if run.spec.reference is None else (*SAVED, "reference_weights")
     moved = sum(parts.get(name, 0) for name in saved)
     return PhaseEstimate(name="checkpoint", parts=parts, flops=0, hbm_bytes=moved, ici_bytes=0, least_bytes=moved)
@@ -505,11 +505,6 @@ def _batch(run: RunSizes) -> Parts:
     if run.spec.teacher is not None and run.compares:
         of_token += run.activation * run.spec.teacher.decoder.width - 4
     return {"batch": of_token * batch.max_micro_batches * run.tokens}
-
-
-def _rollout_residents(run: RunSizes) -> Parts:
-    """What stays on a device throughout a rollout: residents and cache."""
-    return residents(run) | {"kv_cache": run.cache_bytes}
 
 
 def _attention_flops(run: RunSizes, rows: int, length: int, products: int, *, split: int) -> int:

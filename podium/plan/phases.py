@@ -7,8 +7,8 @@ The programs come from the factories that trainer and engine call. The mesh may 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,11 @@ from podium.models.architecture import DecoderConfig
 from podium.models.decoder import head_weights
 from podium.models.logprobs import logits_at
 from podium.models.params import trained_specs
+from podium.plan.residents import STEP, Resident, Stage, held
 from podium.rollout.cache import Cache
 from podium.rollout.programs import (
     Chunk,
+    EnginePrograms,
     ExtendProgram,
     abstract_engine_cache,
     engine_calls,
@@ -80,59 +82,59 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     if taught and TEACHER_HIDDEN in scored.scores:
         compared[TEACHER_HEAD] = taught.get("head", taught["embed"])
 
-    own = {"parameters": device_bytes(params)}
-    moments = {"optimizer": device_bytes((state.step, state.opt_state))}
-    anchor = {"reference_weights": device_bytes(params)} if recipe.needs_reference and not frozen else {}
     rewarding = {each.name: abstract_frozen(each.decoder, settings.stored) for each in spec.rollout.reward_models}
-    teachers = {"teacher_weights": device_bytes(taught), "reward_weights": device_bytes(rewarding)}
     valued = _abstract_critic(spec, settings)
-    critics = {
-        "critic_weights": device_bytes(valued and valued.params),
-        "critic_optimizer": device_bytes(valued and (valued.step, valued.opt_state)),
-    }
-    kept = _kept(spec, mesh, frozen)
+    engine = _abstract_engine(spec, mesh)
     merged = decoder.lora is not None and decoder.lora.merged
-    under = {"frozen_weights": device_bytes(frozen)}
-    # Unless it has its own copy, the rollout reads the trainer's frozen weights.
-    trainers = own | moments | anchor | teachers | critics | (under if kept or merged else {})
-    beside = moments | anchor | teachers | critics | ({} if merged else under | kept)
-    rollout = _rollout_programs(spec, mesh, params | frozen if merged else params, trainers, beside)
-    found = {"init": _phase(make_opt_init(optimizer, params), (params,), {}), **rollout}
+    kept = [] if keeps(frozen, decoder, engine.rules, engine.dtype) else engine.frozen
+    waiting = recipe.minibatches * device_bytes(scored)
+    table = [
+        Resident("parameters", device_bytes(params)),
+        Resident("optimizer", device_bytes((state.step, state.opt_state))),
+        Resident("reference_weights", device_bytes(params) if recipe.needs_reference and not frozen else 0),
+        Resident("teacher_weights", device_bytes(taught)),
+        Resident("reward_weights", device_bytes(rewarding)),
+        Resident("critic_weights", device_bytes(valued and valued.params)),
+        Resident("critic_optimizer", device_bytes(valued and (valued.step, valued.opt_state))),
+        # Unless it has its own copy, the rollout reads the trainer's frozen weights.
+        Resident("frozen_weights", device_bytes(frozen), STEP if kept or merged else ("sync", "update")),
+        Resident("rollout_weights", device_bytes(kept), ("sync", "update")),
+        Resident("rollout_weights", device_bytes(engine.weights), ("rollout",)),
+        Resident("kv_cache", device_bytes(engine.cache), ("rollout",)),
+        Resident("batch", waiting, ("update",)),
+    ]
+    phase = functools.partial(_phase, table)
+    own, under = {"parameters": params}, {"frozen_weights": frozen}
+    found = {"init": _phase([], "sync", make_opt_init(optimizer, params), (params,), {})}
+    synced = own | under if merged else own
+    found["sync"] = phase("sync", engine.programs.sync, (params | frozen if merged else params,), synced)
+    for name, call in engine_calls(engine.programs, spec.rollout.settings, decoder, engine.rules, engine.dtype).items():
+        weights = {} if name == "copy" else {"rollout_weights": engine.weights}
+        found[name] = phase("rollout", *call, {"kv_cache": engine.cache, **weights})
     for each in spec.rollout.reward_models:
         _, program = make_reward_program(each, settings)
         shape = make_batch([], reward_batch(each, shards=settings.computing.num_shards("batch")))[0]
-        scoring = (rewarding[each.name], abstract_batch(shape, settings.computing))
-        others = {"reward_weights": teachers["reward_weights"] - device_bytes(scoring[0])}
-        found[f"reward:{each.name}"] = _phase(program, scoring, trainers | _rollout_bytes(spec, mesh) | others)
-    waiting = recipe.minibatches * device_bytes(scored)
+        graded = (rewarding[each.name], abstract_batch(shape, settings.computing))
+        found[f"reward:{each.name}"] = phase("rollout", program, graded, {"reward_weights": graded[0]})
     if recipe.scorers:
-        beside = moments | anchor | teachers | critics | kept | {"batch": waiting - device_bytes(batch)}
-        found["score"] = _phase(score, (params | frozen, batch), beside)
+        found["score"] = phase("update", score, (params | frozen, batch), own | under | {"batch": batch})
+    unrouted = dataclasses.replace(batch, choices=None)
     if teacher is not None and recipe.teacher is not None:
-        own_batch, held = dataclasses.replace(batch, choices=None), {"reward_weights": teachers["reward_weights"]}
-        if teacher.own_batch is None:
-            held["batch"] = waiting - device_bytes(own_batch)
-        else:
-            own_batch = abstract_batch(make_batch([], teacher.own_batch)[0], settings.computing)
-            held["batch"] = waiting
-        beside = own | moments | anchor | ({} if teacher.is_base else under) | critics | kept | held
-        found["teacher"] = _phase(
-            make_teacher_program(recipe.teacher, settings, teacher.decoder), (taught or frozen, own_batch), beside
-        )
+        read = under if teacher.is_base else {"teacher_weights": taught}
+        shown, given = unrouted, {"batch": unrouted}
+        if teacher.own_batch is not None:
+            shown, given = abstract_batch(make_batch([], teacher.own_batch)[0], settings.computing), {}
+        program = make_teacher_program(recipe.teacher, settings, teacher.decoder)
+        found["teacher"] = phase("update", program, (taught or frozen, shown), read | given)
     if spec.critic is not None and valued is not None:
-        critic = make_critic(spec.critic, settings, make_critic_optimizer(spec.critic))
-        own_batch = dataclasses.replace(batch, choices=None)
-        others = own | moments | anchor | teachers | under | kept
-        beside = others | {
-            "critic_optimizer": critics["critic_optimizer"],
-            "batch": waiting - device_bytes(own_batch),
-        }
-        found["values"] = _phase(critic.values, (valued.params, own_batch), beside)
-        beside = others | {"batch": waiting - device_bytes(scored)}
-        found["critic"] = _phase(critic.step, (valued, scored), beside)
-    rest = teachers | {"teacher_weights": teachers["teacher_weights"] - device_bytes(compared)}
-    beside = anchor | rest | critics | kept | {"batch": waiting - device_bytes(scored)}
-    return found | {"update": _phase(train_step, (state, scored, frozen | compared), beside)}
+        critic, moments = make_critic(spec.critic, settings, make_critic_optimizer(spec.critic)), valued.opt_state
+        read = {"critic_weights": valued.params}
+        found["values"] = phase("update", critic.values, (valued.params, unrouted), read | {"batch": unrouted})
+        read |= {"critic_optimizer": (valued.step, moments), "batch": scored}
+        found["critic"] = phase("update", critic.step, (valued, scored), read)
+    trained = own | under | {"optimizer": (state.step, state.opt_state), "batch": scored, "teacher_weights": compared}
+    found["update"] = phase("update", train_step, (state, scored, frozen | compared), trained)
+    return found
 
 
 def _abstract_critic(spec: RunSpec, settings: TrainSettings) -> TrainState | None:
@@ -143,47 +145,34 @@ def _abstract_critic(spec: RunSpec, settings: TrainSettings) -> TrainState | Non
     return abstract_state(params, make_critic_optimizer(spec.critic))
 
 
-def _kept(spec: RunSpec, mesh: Mesh, frozen: AbstractParams) -> dict[str, int]:
-    """Bytes of the rollout's own copy of frozen weights, which it keeps during updates."""
-    rules = rollout_rules(spec.rollout.layout, spec.decoder, mesh)
-    dtype = jnp.dtype(spec.rollout.dtype)
-    if keeps(frozen, spec.decoder, rules, dtype):
-        return {}
-    weights = abstract_weights(spec.decoder, rules, dtype)
-    own = [weight for name, weight in weights.items() if frozen_in_rollout(spec.decoder, name)]
-    return {"rollout_weights": device_bytes(own)}
+class _AbstractEngine(NamedTuple):
+    """The rollout's programs and arrays."""
+
+    rules: ShardingRules
+    dtype: jnp.dtype
+    programs: EnginePrograms
+    weights: AbstractParams
+    frozen: list[jax.ShapeDtypeStruct]
+    """Those of `weights` that no update changes."""
+    cache: Cache
 
 
-def _rollout_bytes(spec: RunSpec, mesh: Mesh) -> dict[str, int]:
-    """Bytes of the engine's weights and cache."""
-    rules = rollout_rules(spec.rollout.layout, spec.decoder, mesh)
-    dtype = jnp.dtype(spec.rollout.dtype)
-    cache = abstract_engine_cache(spec.rollout.settings, spec.decoder, rules, dtype)
-    weights = abstract_weights(spec.decoder, rules, dtype)
-    return {"rollout_weights": device_bytes(weights), "kv_cache": device_bytes(cache)}
-
-
-def _rollout_programs(
-    spec: RunSpec,
-    mesh: Mesh,
-    params: AbstractParams,
-    trainers: Mapping[str, int],
-    beside_params: Mapping[str, int],
-) -> dict[str, PhaseProgram]:
-    """The engine's programs. `trainers`: bytes that the trainer holds; `beside_params`: the same without `params`."""
+def _abstract_engine(spec: RunSpec, mesh: Mesh) -> _AbstractEngine:
     decoder, rollout = spec.decoder, spec.rollout.settings
     rules = rollout_rules(spec.rollout.layout, decoder, mesh)
     dtype = jnp.dtype(spec.rollout.dtype)
-    engine = (rollout, decoder, rules, dtype)
-    programs = make_engine_programs(*engine)
-    weights = abstract_weights(decoder, rules, dtype)
+    programs = make_engine_programs(rollout, decoder, rules, dtype)
     if rollout.layout == "legacy":
         programs = programs._replace(extend=_with_all_logits(engine_decoder(decoder, rules), rules, dtype))
-    found = {"sync": _phase(programs.sync, (params,), beside_params)}
-    for name, call in engine_calls(programs, *engine).items():
-        beside = {"rollout_weights": device_bytes(weights)} if name == "copy" else {}  # elsewhere they are arguments
-        found[name] = _phase(*call, {**trainers, **beside})
-    return found
+    weights = abstract_weights(decoder, rules, dtype)
+    return _AbstractEngine(
+        rules=rules,
+        dtype=dtype,
+        programs=programs,
+        weights=weights,
+        frozen=[weight for name, weight in weights.items() if frozen_in_rollout(decoder, name)],
+        cache=abstract_engine_cache(rollout, decoder, rules, dtype),
+    )
 
 
 def _with_all_logits(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> ExtendProgram:
@@ -198,9 +187,17 @@ def _with_all_logits(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dt
     return cast(ExtendProgram, jax.jit(extend, donate_argnums=1))  # which is lowered only: its results differ
 
 
-def _phase(program: Lowerable, arguments: tuple[object, ...], residents: Mapping[str, int]) -> PhaseProgram:
-    held = {name: size for name, size in residents.items() if size}
-    return PhaseProgram(lower=functools.partial(program.lower, *arguments), arguments=arguments, residents=held)
+def _phase(
+    table: Iterable[Resident],
+    stage: Stage,
+    program: Lowerable,
+    arguments: tuple[object, ...],
+    own: Mapping[str, object],
+) -> PhaseProgram:
+    """A program, and what is on a device beside its arguments; `own` are those of them that are residents, by kind."""
+    beside = held(table, stage, {name: device_bytes(tree) for name, tree in own.items()})
+    residents = {name: size for name, size in beside.items() if size}
+    return PhaseProgram(lower=functools.partial(program.lower, *arguments), arguments=arguments, residents=residents)
 
 
 def device_bytes(tree: object) -> int:

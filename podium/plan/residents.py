@@ -1,12 +1,38 @@
 """The bytes that stay on a device between the programs of a run, by kind of array. No jax."""
 
+import collections
 import math
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
 
 from podium.models.architecture import DecoderConfig
 from podium.models.params import frozen_dtype, frozen_specs, is_adapter, param_specs, rollout_dtype, rollout_specs
 from podium.plan.sizes import F32, RunSizes, local_count, offloaded_bytes, optimizer_bytes, rollout_bytes
 
 Parts = dict[str, int]
+Stage = Literal["sync", "rollout", "update"]
+"""Parts of a step: new weights for the rollout; the rollout, with grades by reward models; scores, and updates."""
+STEP: tuple[Stage, ...] = ("sync", "rollout", "update")
+
+
+class Resident(NamedTuple):
+    """Arrays that stay on a device between programs."""
+
+    name: str
+    """Their kind."""
+    bytes: int
+    stages: tuple[Stage, ...] = STEP
+    """The stages in which they exist."""
+
+
+def held(table: Iterable[Resident], stage: Stage, arguments: Mapping[str, int] | None = None) -> Parts:
+    """Bytes on a device in a stage by kind, without those that are a program's own `arguments`, by kind."""
+    found: collections.Counter[str] = collections.Counter()
+    for name, size, stages in table:
+        if stage in stages:
+            found[name] += size
+    found.subtract(arguments or {})
+    return dict(found)
 
 
 def frozen_bytes(run: RunSizes) -> int:
@@ -37,12 +63,23 @@ def kept_bytes(run: RunSizes) -> int:
     return rollout_bytes(run, specs) if own else 0
 
 
-def trainers(run: RunSizes) -> Parts:
-    """Bytes that the trainer keeps on a device through every phase, by part."""
-    parts = {"parameters": F32 * run.own_count, "optimizer": optimizer_bytes(run) - offloaded_bytes(run)}
-    if run.decoder.lora is not None:
-        parts["frozen_weights"] = frozen_bytes(run)
-    return parts | scorers(run)
+def residents(run: RunSizes, stage: Stage) -> Parts:
+    """Bytes that stay on a device in a stage, by kind, by the closed form.
+
+    Frozen weights that trainer and rollout share count once, as the trainer's.
+    """
+    lora, kept = run.decoder.lora, kept_bytes(run)
+    shared = frozen_bytes(run) if shares_frozen(run) else 0
+    table = [
+        Resident("parameters", F32 * run.own_count),
+        Resident("optimizer", optimizer_bytes(run) - offloaded_bytes(run)),
+        *([] if lora is None else [Resident("frozen_weights", frozen_bytes(run))]),
+        *(Resident(name, size) for name, size in scorers(run).items()),
+        Resident("rollout_weights", run.rollout_weight_bytes - shared, ("sync", "rollout")),
+        *([Resident("rollout_weights", kept, ("update",))] if kept else []),
+        Resident("kv_cache", run.cache_bytes, ("rollout",)),
+    ]
+    return held(table, stage)
 
 
 def scorers(run: RunSizes) -> Parts:
@@ -67,17 +104,3 @@ def scorers(run: RunSizes) -> Parts:
 def scorer_bytes(run: RunSizes, decoder: DecoderConfig) -> int:
     """Bytes on a device of a scorer's float32 weights, stored as the trainer's are."""
     return F32 * sum(local_count(spec, run.train_parts) for spec in param_specs(decoder).values())
-
-
-def residents(run: RunSizes) -> Parts:
-    """Bytes that stay on a device outside updates, by part: the trainer's arrays and the rollout's weights.
-
-    Frozen weights that trainer and rollout share count once.
-    """
-    shared = frozen_bytes(run) if shares_frozen(run) else 0
-    return trainers(run) | {"rollout_weights": run.rollout_weight_bytes - shared}
-
-
-def in_updates(run: RunSizes) -> Parts:
-    """Bytes that stay on a device during updates, by part: the trainer's arrays, and frozen weights of the rollout."""
-    return trainers(run) | ({"rollout_weights": kept_bytes(run)} if kept_bytes(run) else {})

@@ -68,7 +68,7 @@ class SequenceLengths:
         whole = np.concatenate([self.completions, self.greedy[:, None]], axis=1)
         return dataclasses.replace(self, completions=whole, greedy=None)
 
-    @property
+    @functools.cached_property
     def drawn(self) -> np.ndarray:
         """Tokens that the model draws, [N, G]."""
         replies = self.replies
@@ -233,7 +233,7 @@ def simulate_rollout(
     at_once = -(-int(lengths.completions.max()) // (most_calls * rollout.refill_steps))
     if clock is not None:
         device = SimulatedDevice(rollout, shards, overlap=overlap, calls=at_once, clock=clock)
-        return _Rollouts(lengths, rollout, device, reply_s=lengths.replies.seconds if lengths.replies else 0.0).run()
+        return _Rollouts(lengths, device, reply_s=lengths.replies.seconds if lengths.replies else 0.0).run()
     given = (content(lengths), rollout.model_dump_json(exclude=PLACEMENT))
     simulation = _Simulation(
         content=given, lengths=lengths, rollout=rollout, shards=shards, overlap=overlap, at_once=at_once
@@ -264,7 +264,7 @@ class _Simulation:
 def _simulated(given: _Simulation) -> Workload:
     clock = Clock({}, {})
     device = SimulatedDevice(given.rollout, given.shards, overlap=given.overlap, calls=given.at_once, clock=clock)
-    return _Rollouts(given.lengths, given.rollout, device, reply_s=0.0).run()
+    return _Rollouts(given.lengths, device, reply_s=0.0).run()
 
 
 def _gsm8k_prompts(rng: np.random.Generator, prompts: int, longest: int) -> np.ndarray:
@@ -339,13 +339,10 @@ class _Live:
 class _Rollouts:
     """The rollouts of several steps: the engine on a simulated device, with all lengths known in advance."""
 
-    def __init__(
-        self, lengths: SequenceLengths, rollout: RolloutConfig, device: SimulatedDevice, *, reply_s: float
-    ) -> None:
+    def __init__(self, lengths: SequenceLengths, device: SimulatedDevice, *, reply_s: float) -> None:
         """Begin no step yet. Environments reply after `reply_s` seconds of the device's clock."""
-        self._lengths, self._rollout, self._device = lengths, rollout, device
+        self._lengths, self._device = lengths, device
         self._engine = RolloutEngine(device, None)
-        self._drawn: list[list[int]] = lengths.drawn.tolist()
         self._reply_s = reply_s
         self._live: dict[int, dict[int, _Live]] = {}
         """What has not ended, by number of the prompt in the run, and by index; empty: the prompt is complete."""
@@ -397,7 +394,7 @@ class _Rollouts:
     @property
     def _room(self) -> int:
         """Prompts that are answered at the same time."""
-        return int(self._rollout.in_flight * len(self._lengths.prompts) + 1e-6)
+        return int(self._device.config.in_flight * len(self._lengths.prompts) + 1e-6)
 
     def _answer(self) -> None:
         """One step's rollout: submit what is new and what was left, then run the engine until there is enough."""
@@ -414,11 +411,15 @@ class _Rollouts:
         for lives in alike.values():
             self._submit(lives, int(self._lengths.prompts[lives[0].number % len(self._lengths.prompts)]))
         first = [self._first.get(number) for number in self._live]
+        stuck = False
         while (taken := self._chosen(first)) is None:
-            self._take_replies()
+            self._take_replies(waits=stuck or not self._engine.busy)
+            began = self._device.now
             self._engine.step()
-            for key, completion in self._engine.poll():
+            finished = self._engine.poll()
+            for key, completion in finished:
                 self._end_turn(self._drawing.pop(key), completion)
+            stuck = self._device.now == began and not finished
         self._put_aside()
         numbers = list(self._live)
         for index in taken:
@@ -435,7 +436,7 @@ class _Rollouts:
             per_step,
             per_step=per_step,
             version=self._step,
-            max_staleness=self._rollout.max_staleness,
+            max_staleness=self._device.config.max_staleness,
         )
 
     def _put_aside(self) -> None:
@@ -457,7 +458,7 @@ class _Rollouts:
 
     def _whole(self, live: _Live) -> int:
         """The length of a completion, or of a conversation's current answer, in tokens."""
-        drawn = self._drawn[live.number % len(self._drawn)][live.index]
+        drawn = int(self._lengths.drawn[live.number % len(self._lengths.prompts), live.index])
         replies = self._lengths.replies
         if replies is None:
             return drawn
@@ -466,7 +467,9 @@ class _Rollouts:
 
     def _most(self, live: _Live) -> int:
         """Most tokens that the current turn may have."""
-        return min(max(self._rollout.max_new_tokens, self._whole(live)), self._rollout.longest - live.context)
+        return min(
+            max(self._device.config.max_new_tokens, self._whole(live)), self._device.config.longest - live.context
+        )
 
     def _submit(self, lives: Sequence[_Live], prompt: int) -> None:
         """Submit completions of a prompt that go on alike, and share these first tokens of their contexts."""
@@ -492,12 +495,15 @@ class _Rollouts:
         self._drawing[key] = live
         self._device.lengths[key] = min(self._whole(live), self._most(live))
 
-    def _take_replies(self) -> None:
-        """Begin the next turns of conversations whose replies have come; wait for one if there is nothing to do."""
+    def _take_replies(self, *, waits: bool) -> None:
+        """Begin the next turns of conversations whose replies have come.
+
+        `waits` for one first: the engine has nothing to do, or no pages for it until these conversations end.
+        """
         replies, device = self._lengths.replies, self._device
         if replies is None or not self._replies:
             return
-        if not self._engine.busy:
+        if waits:
             soonest = self._replies[0][0]
             self._idle_s += max(0.0, soonest - device.now)
             device.now = max(device.now, soonest)

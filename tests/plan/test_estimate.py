@@ -16,8 +16,9 @@ from podium.models.architecture import DecoderConfig
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
 from podium.models.presets import find_decoder
 from podium.plan.calls import step_calls
-from podium.plan.estimate import estimate, far_too_large, first_flops, residents
+from podium.plan.estimate import estimate, far_too_large, first_flops
 from podium.plan.planner import make_plan
+from podium.plan.residents import residents
 from podium.plan.sizes import Planned, local_count, make_sizes, offloaded_bytes, optimizer_count
 from podium.plan.workload import simulate_rollout
 from podium.rollout.programs import (
@@ -210,7 +211,7 @@ def test_layouts_of_the_rollout_hold_and_send_what_they_say():
         for layout, mesh in (("replicated", "auto"), ("legacy", "auto"), ("maxtext", "host_local"))
     }
     whole = 2 * sum(math.prod(spec.shape) for spec in param_specs(QWEN_3B).values())
-    held = {layout: residents(run)["rollout_weights"] / whole for layout, run in runs.items()}
+    held = {layout: residents(run, "sync")["rollout_weights"] / whole for layout, run in runs.items()}
     assert held == pytest.approx({"replicated": 1.0, "legacy": 1 / 16, "maxtext": 1 / 4}, rel=2e-3)  # norms are whole
     sent = {layout: phase(run, "decode").ici_bytes for layout, run in runs.items()}
     assert sent["replicated"] == 0
@@ -230,8 +231,8 @@ def test_a_reference_is_held_and_scored_with():
         "update",
         "checkpoint",
     ]
-    added = sum(residents(anchored).values()) - sum(residents(plain).values())
-    assert added == residents(plain)["parameters"]
+    added = sum(residents(anchored, "sync").values()) - sum(residents(plain, "sync").values())
+    assert added == residents(plain, "sync")["parameters"]
 
 
 @pytest.mark.parametrize(("flags", "size"), [({"avx2"}, 4), ({"avx2", "avx512_bf16"}, 2)])
@@ -299,11 +300,11 @@ def test_a_teacher_stays_beside_the_trainer_and_is_a_phase_of_its_own(base, numb
     student = find_decoder(plain)
     taught = config(**settings, teacher={"model": "Qwen/Qwen3-8B", "base": base})
     alone, run = make_sizes(plain, student, accelerator), make_sizes(taught, student, accelerator)
-    added = residents(run)["teacher_weights"]
+    added = residents(run, "sync")["teacher_weights"]
     layers, ends = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288), 2 * 151936 * 4096
     scales = 36 * 4 * (4096 + 2 * 1024 + 2 * 12288 + 2 * 4096 / 8) * (base == "int8")  # those of the width are split
     assert added == pytest.approx((number * layers + 2 * ends) / 8 + scales, rel=1e-3)
-    assert sum(residents(run).values()) - sum(residents(alone).values()) == added
+    assert sum(residents(run, "sync").values()) - sum(residents(alone, "sync").values()) == added
     assert [each.name for each in estimate(run)][4:7] == ["score", "teacher", "update"]
     teacher, score = phase(run, "teacher"), phase(run, "score")
     assert teacher.parts["teacher_weights"] == score.parts["teacher_weights"] == added
@@ -370,17 +371,17 @@ def test_a_critic_stays_beside_the_trainer_and_has_a_forward_pass_and_an_update(
     student = find_decoder(plain)
     alone, run = make_sizes(plain, student, accelerator), make_sizes(valued, student, accelerator)
     layers, embedding = 28 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072), 151936 * 1024
-    added = {name: residents(run)[name] for name in ("critic_weights", "critic_optimizer")}
+    added = {name: residents(run, "sync")[name] for name in ("critic_weights", "critic_optimizer")}
     assert added["critic_weights"] == pytest.approx(4 * (layers + embedding) / 8, rel=1e-3)
     assert added["critic_optimizer"] == 2 * added["critic_weights"]
-    assert sum(residents(run).values()) - sum(residents(alone).values()) == sum(added.values())
+    assert sum(residents(run, "sync").values()) - sum(residents(alone, "sync").values()) == sum(added.values())
     assert [each.name for each in estimate(run)][4:7] == ["values", "critic", "update"]
     values, critic, update = (phase(run, name) for name in ("values", "critic", "update"))
     assert 2 * run.tokens * layers < values.flops < 1.4 * 2 * run.tokens * layers
     assert 3 * values.flops < critic.flops < 4.3 * values.flops
     for each in (values, critic, update):
         assert added.items() <= each.parts.items()
-        assert each.parts["parameters"] == residents(run)["parameters"]
+        assert each.parts["parameters"] == residents(run, "sync")["parameters"]
     assert critic.parts.get("logits", 0) <= 4 * run.tokens, "one number per token"
     assert update.flops == phase(alone, "update").flops
 
@@ -412,9 +413,9 @@ def test_a_reward_model_stays_beside_the_trainer_and_scores_whole_conversations_
     accelerator, student = find_accelerator("v6e-8"), find_decoder(config(**settings))
     alone, run = (make_sizes(config(**each), student, accelerator) for each in (settings, judged))
     layers, embedding = 4 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072), 151936 * 1024
-    added = residents(run)["reward_weights"]
+    added = residents(run, "sync")["reward_weights"]
     assert added == pytest.approx(2 * (layers + embedding) / 8, rel=1e-3)
-    assert sum(residents(run).values()) - sum(residents(alone).values()) == added
+    assert sum(residents(run, "sync").values()) - sum(residents(alone, "sync").values()) == added
     assert [each.name for each in estimate(run)][4:6] == ["reward", "update"]
     reward, decode = phase(run, "reward"), phase(run, "decode")
     assert reward.parts["reward_weights"] == decode.parts["reward_weights"] == added

@@ -17,7 +17,7 @@ from podium.plan.compile import compile_phases
 from podium.plan.estimate import decode_phase, estimate, sync_phase, update_phase
 from podium.plan.knobs import candidates, search_range
 from podium.plan.phases import device_bytes, phase_programs
-from podium.plan.residents import frozen_bytes, kept_bytes, residents, shares_frozen, trainers
+from podium.plan.residents import frozen_bytes, kept_bytes, residents, shares_frozen
 from podium.plan.sizes import Planned, RunSizes, make_sizes
 from podium.plan.worker import Job
 from podium.sharding import make_mesh
@@ -59,7 +59,7 @@ def test_on_one_device_trainer_and_rollout_have_one_base_between_them(base):
     assert (frozen == BASE) == (base == "bfloat16")
     assert "frozen_weights" not in found["decode"].residents  # they are among its arguments
     assert not found["update"].residents
-    weights = residents(run)["rollout_weights"] + frozen
+    weights = residents(run, "sync")["rollout_weights"] + frozen
     assert weights == device_bytes(found["decode"].arguments[0])
     assert kept_bytes(run) == 0
 
@@ -109,7 +109,7 @@ def weighed(lora: dict[str, Any] | None, devices: int, weights: RolloutWeights):
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "rollout": "merged"}])
 def test_an_int8_copy_of_all_weights_goes_before_the_update(lora, weights):
     found, run = weighed(lora, 8, weights)
-    assert device_bytes(found["decode"].arguments[0]) == residents(run)["rollout_weights"] < 0.8 * BASE
+    assert device_bytes(found["decode"].arguments[0]) == residents(run, "sync")["rollout_weights"] < 0.8 * BASE
     assert not found["update"].residents.get("rollout_weights")
     assert kept_bytes(run) == 0
     (_, plain) = weighed(lora, 8, "dtype")
@@ -120,7 +120,7 @@ def test_an_int8_copy_of_all_weights_goes_before_the_update(lora, weights):
 def test_an_int8_copy_of_a_frozen_base_stays_beside_it():
     found, run = weighed({"rank": 4}, 1, "int8")
     assert not shares_frozen(run)
-    assert device_bytes(found["decode"].arguments[0]) == residents(run)["rollout_weights"]
+    assert device_bytes(found["decode"].arguments[0]) == residents(run, "sync")["rollout_weights"]
     assert found["update"].residents["rollout_weights"] == kept_bytes(run) < 0.8 * BASE
     assert frozen_bytes(run) == BASE
     _, shared = weighed({"rank": 4, "base": "int8"}, 1, "int8")
@@ -131,7 +131,7 @@ def test_merged_weights_are_a_copy_that_goes_before_the_update():
     found, run = programs({"rank": 4, "rollout": "merged"}, 1), sizes({"rank": 4, "rollout": "merged"})
     assert not found["update"].residents
     assert kept_bytes(run) == 0
-    assert device_bytes(found["decode"].arguments[0]) == residents(run)["rollout_weights"] == BASE
+    assert device_bytes(found["decode"].arguments[0]) == residents(run, "sync")["rollout_weights"] == BASE
     assert found["decode"].residents["frozen_weights"] == BASE
     assert found["sync"].arguments[0].keys() == param_specs(run.decoder).keys()
 
@@ -139,8 +139,9 @@ def test_merged_weights_are_a_copy_that_goes_before_the_update():
 def test_the_base_is_the_reference_and_only_adapters_have_moments():
     run = sizes({"rank": 4})
     trained = 4 * count(trained_specs(run.decoder))
-    assert trainers(run) == {"parameters": trained, "optimizer": 2 * trained, "frozen_weights": BASE}
-    assert "reference_weights" in trainers(sizes(None))
+    trainers = {"parameters": trained, "optimizer": 2 * trained, "frozen_weights": BASE}
+    assert trainers.items() <= residents(run, "sync").items()
+    assert "reference_weights" in residents(sizes(None), "sync")
     assert count(frozen_specs(run.decoder)) == count(param_specs(DECODER))
 
 

@@ -15,9 +15,8 @@ from podium.algorithms.advantages import RETURNS, VALUES
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig, frozen_decoder, scoring_decoder, with_lora
 from podium.models.params import TRAIN_AXES, param_specs
-from podium.plan.estimate import residents
 from podium.plan.phases import PhaseProgram, device_bytes, phase_programs
-from podium.plan.residents import frozen_bytes
+from podium.plan.residents import frozen_bytes, residents
 from podium.plan.sizes import RunSizes, make_sizes
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
@@ -184,7 +183,7 @@ def test_residents_are_what_is_held_beside_a_programs_own_arguments(run):
 def test_the_closed_form_says_the_same_of_what_stays(optimizer):
     config = config_of(train={"optimizer": {"name": optimizer}})
     programs, run = planned(config), make_sizes(config, DECODER, CPU)
-    estimated = residents(run)
+    estimated = residents(run, "sync")
     update = programs["update"]
     assert device_bytes(update.arguments[0].params) == estimated["parameters"]
     counts = 200  # bytes of counters
@@ -260,7 +259,7 @@ def test_a_teacher_that_is_the_base_of_the_adapters_takes_no_memory(loss):
     assert {name: total(apart[name]) - total(shared[name]) for name in shared} == dict.fromkeys(shared, weights) | {
         "init": 0
     }
-    assert sum(residents(sizes[1]).values()) - sum(residents(sizes[0]).values()) == weights
+    assert sum(residents(sizes[1], "sync").values()) - sum(residents(sizes[0], "sync").values()) == weights
     assert {x.shape for x in shared["teacher"].arguments[0].values()} == {
         x.shape for x in apart["teacher"].arguments[0].values()
     }
@@ -366,7 +365,7 @@ def test_a_reward_model_is_a_program_beside_the_rollouts_arrays_and_its_weights_
     assert programs["reward:helpful"].lower().out_info.shape == batch.tokens.shape
     held = {name: device_bytes(programs[f"reward:{name}"].arguments[0]) for name in ("helpful", "harmless")}
     assert held == {name: frozen_bytes(each) for name, each in sizes.of_reward_models.items()}
-    assert residents(sizes)["reward_weights"] == sum(held.values())
+    assert residents(sizes, "sync")["reward_weights"] == sum(held.values())
     beside = {name: each.residents.get("reward_weights") for name, each in programs.items() if name != "init"}
     assert beside == dict.fromkeys(beside, sum(held.values())) | {
         "reward:helpful": held["harmless"],

@@ -21,7 +21,7 @@ from podium.plan.compile import compile_phases
 from podium.plan.device import Device
 from podium.plan.formatting import step_parts
 from podium.plan.planner import ROLLOUT, make_jobs, make_plan
-from podium.plan.residents import residents, trainers
+from podium.plan.residents import residents
 from podium.plan.result import Plan, Seconds, judge, total
 from podium.plan.sizes import Planned, make_sizes, network_bytes
 from podium.plan.worker import CompiledPhase, LoopedWork, _skipped
@@ -87,7 +87,7 @@ def test_planned_memory_is_that_of_the_programs_that_a_trainer_compiles(plan):
     train_step: Any = made.trainer.train_step
     stats = train_step.lower(made.state, made.batch).compile().memory_analysis()
     allocated = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    stays = trainers(make_sizes(tiny_config(), DECODER, CPU))["reference_weights"]
+    stays = residents(make_sizes(tiny_config(), DECODER, CPU), "sync")["reference_weights"]
     phase = plan.phase("update")
     assert phase.bytes == allocated + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes + stays
     score: Any = made.trainer.score
@@ -110,7 +110,7 @@ def test_a_plan_has_every_phase_in_the_order_of_a_run(plan):
 
 
 def test_what_programs_make_has_its_name_also_when_nobody_holds_it_yet(plan):
-    run = residents(make_sizes(tiny_config(), DECODER, CPU))
+    run = residents(make_sizes(tiny_config(), DECODER, CPU), "sync")
     assert run["optimizer"] <= plan.phase("init").parts["optimizer"] < run["optimizer"] + 200
     assert plan.phase("sync").parts["rollout_weights"] == run["rollout_weights"]
     assert "gradients" in plan.phase("update").parts
@@ -372,7 +372,7 @@ def test_a_small_model_is_compiled_for_a_tpu_that_is_not_there(cache):
     found = compile_phases(make_jobs(Planned.of(config, V6E, DECODER), {"update": 1.0, "decode:16": 1.0}))
     update, decode = found["update"], found["decode:16"]
     assert any(each.axes == ("fsdp",) and each.group == 8 for each in update.cost(1).collectives)
-    held = residents(make_sizes(config, DECODER, V6E))["rollout_weights"]
+    held = residents(make_sizes(config, DECODER, V6E), "sync")["rollout_weights"]
     assert decode.parts["rollout_weights"] >= held
     assert "rollout_weights" not in {*update.parts, *update.residents}
     assert not update.refused and 0 < update.device_bytes < V6E.hbm_bytes == 31.25 * GIB

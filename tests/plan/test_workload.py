@@ -337,3 +337,16 @@ def test_lengths_of_conversations_are_said_and_must_fit():
         draw_lengths("gsm8k,turns:3", rollout, prompts=2, completions=2)
     with pytest.raises(ValueError, match=r"has no room for 9 answers and 8 replies of 400 tokens; raise it"):
         draw_lengths("gsm8k,turns:9,reply:400,seconds:1", rollout, prompts=2, completions=2)
+
+
+def test_conversations_whose_pages_are_reserved_let_others_begin_when_they_end():
+    """Four slots, and pages for six of 32 conversations: where all six wait for replies, nothing else can begin."""
+    sizes = {"max_prompt_tokens": 100, "max_new_tokens": 100, "max_episode_tokens": 460, "page_tokens": 16}
+    shape = {**sizes, "slots": 4, "prefill_rows": 8, "reproducible": True}
+    lengths = SequenceLengths(
+        prompts=np.full(8, 40), completions=np.full((8, 4), 66), replies=Replies(turns=3, tokens=3, seconds=3.0)
+    )
+    clock = Clock(prefill_s={100: 0.1}, decode_s={4: 0.01})
+    found = simulate_rollout(lengths, config(prompts=8, group=4, rollout=shape).rollout, clock=clock)
+    assert found.completion_tokens == 32 * 60
+    assert found.idle_s > 5 * 3.0  # six conversations after another six
