@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benches.record import arguments, medians, record
-from podium.models.attention import row_attention
+from podium.hosts.platform import prepare_platform
+from podium.models.attention.mask import Visibility
+from podium.models.attention.packed_attention import row_attention
 from podium.models.params import GATHERED_AXES
-from podium.models.visibility import Visibility
 from podium.sharding import ShardingRules, make_mesh
-from podium.train.platform import prepare_platform
 
 HEADS, KV_HEADS, HEAD_DIM, REPEATS = 9, 3, 64, 7
 # Name, rows, tokens of a row, tokens of the prompt, completions of how many tokens.

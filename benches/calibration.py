@@ -20,11 +20,11 @@ from typing import Any
 from benches.plan_accuracy import BASE, SETTINGS, config_of, measured_step
 from benches.record import ROOT, arguments, record
 from podium.accelerators import this_cpu
-from podium.bench.timing import cpu_peaks
+from podium.doctor.benchmarks.timing import cpu_peaks
 from podium.observe.run_dir import LENGTHS
 from podium.plan.calibration import Chip, uncalibrated
 from podium.plan.planner import make_plan
-from podium.plan.sizes import Planned
+from podium.plan.request.phase_sizes import Planned
 
 SEEN = ("demo", "2 prompts", "rows 4")
 UNSEEN = ("rows 1", "long rows", "12 prompts", "packed without sharing", "8 slots", "a reference")

@@ -35,9 +35,9 @@ from podium.models.params import ROLLOUT_AXES, param_specs
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Completion, Request, SamplingParams
+from podium.sampling.conversations.carry import chosen
+from podium.sampling.sampler import Sampler
 from podium.sharding import Params, ShardingRules, init_params, make_mesh
-from podium.train.carry import chosen
-from podium.train.generate import Sampler
 from podium.train.setup import load_weights, make_model, rollout_spec
 
 BARS = {"speed": 1.3, "lengths": 0.01}

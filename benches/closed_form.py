@@ -29,17 +29,17 @@ from typing import Any
 from benches.record import MEASUREMENTS, ROOT, arguments, record, write_section
 from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config
-from podium.models.presets import PRESETS, find_decoder
+from podium.models.families.presets import PRESETS, find_decoder
 from podium.plan.calibration import load_chip
-from podium.plan.calls import Call, packed_run, step_calls
-from podium.plan.compile import compile_phases
-from podium.plan.device import Device
-from podium.plan.estimate import PhaseEstimate, estimate
+from podium.plan.compiled.compile import compile_phases
+from podium.plan.compiled.compile_worker import CompiledPhase
+from podium.plan.planned_device import Device
 from podium.plan.planner import is_compiled, make_jobs
+from podium.plan.request.phase_sizes import Planned, RunSizes, make_sizes
+from podium.plan.request.step_calls import Call, packed_run, step_calls
+from podium.plan.request.workload import simulate_rollout
 from podium.plan.result import Seconds, judge, total
-from podium.plan.sizes import Planned, RunSizes, make_sizes
-from podium.plan.worker import CompiledPhase
-from podium.plan.workload import simulate_rollout
+from podium.plan.traced.estimate import PhaseEstimate, estimate
 from podium.run.divisible import check_divisible
 from podium.settings import load_settings
 

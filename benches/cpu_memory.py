@@ -14,11 +14,11 @@ from typing import Any
 from benches.record import arguments, record
 from podium.accelerators import Accelerator
 from podium.config.schema import Config
-from podium.models.presets import find_architecture
-from podium.plan.compile import compile_phases
-from podium.plan.estimate import estimate
+from podium.models.families.presets import find_architecture
+from podium.plan.compiled.compile import compile_phases
 from podium.plan.planner import make_jobs
-from podium.plan.sizes import Planned, make_sizes
+from podium.plan.request.phase_sizes import Planned, make_sizes
+from podium.plan.traced.estimate import estimate
 
 BAR_GB = 9.0
 CPU = Accelerator(name="cpu-1", generation="cpu", devices=1, hosts=1, hbm_bytes=16 * 10**9)

@@ -31,10 +31,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benches import damage_runs
 from benches.record import arguments, record
 from podium.config.schema import CheckpointConfig
-from podium.train import checkpoint
-from podium.train.checkpoint import Checkpointer, restore_state
+from podium.train.checkpoints import checkpoint
+from podium.train.checkpoints.checkpoint import Checkpointer, restore_state
+from podium.train.checkpoints.step_files import ASIDE, BLOCK, Beat, CheckpointError, newest_whole_step
 from podium.train.state import TrainState
-from podium.train.step_files import ASIDE, BLOCK, Beat, CheckpointError, newest_whole_step
 
 STEPS = (2, 4, 6)
 TIMES = {"flipped": 60, "cut": 20, "deleted": 20}

@@ -2,7 +2,7 @@
 
 A run's folder with three checkpoints and the records of seven steps is copied and damaged: records (a file deleted,
 shortened, with a hole, a doubled line, a changed number), checkpoints (digests gone and a bit flipped, symbolic links,
-strangers among the steps, read-only), or any file at random. Then it is continued as `podium.train.run` does. Right is
+strangers among the steps, read-only), or any file at random. Then it is continued as `podium.train.open` does. Right is
 an error that says what is wrong, or a continued run whose arrays are those that were saved and which says what its
 records lack.
 """
@@ -26,11 +26,11 @@ from podium.config.schema import CheckpointConfig, Config
 from podium.files import RunFileError, read_lines
 from podium.observe.record_check import Extent
 from podium.observe.run_dir import LENGTHS, METRICS, RECORDS, SAMPLES, RunDir
-from podium.train import checkpoint
-from podium.train.carry import Position
-from podium.train.checkpoint import Checkpointer
+from podium.sampling.conversations.carry import Position
+from podium.train.checkpoints import checkpoint
+from podium.train.checkpoints.checkpoint import Checkpointer
+from podium.train.checkpoints.step_files import DIGESTS, CheckpointError, newest_whole_step
 from podium.train.state import TrainState
-from podium.train.step_files import DIGESTS, CheckpointError, newest_whole_step
 
 RECORDED = 7
 """Steps in the records; the last checkpoint is of the step before."""

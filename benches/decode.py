@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from benches.record import arguments, record
-from podium.bench.rollout import device_of, full_requests, make_engine, measure, rollout_config, run_lengths
 from podium.config.lora import MATRICES
-from podium.doctor.subject import smollm2
+from podium.doctor.benchmarks.rollout import device_of, full_requests, make_engine, measure, rollout_config, run_lengths
+from podium.doctor.machine_subject import smollm2
+from podium.hosts.platform import prepare_platform
 from podium.models.architecture import LAYERS, DecoderConfig, with_layers
 from podium.models.decoder import head_weights
 from podium.models.logprobs import logits_at
@@ -32,7 +33,6 @@ from podium.rollout.programs import DecodeProgram
 from podium.rollout.request import Request, SamplingParams
 from podium.rollout.sampling import fill_row, idle_rows, sample
 from podium.sharding import Params, make_mesh
-from podium.train.platform import prepare_platform
 from podium.train.setup import run_spec
 
 SMOLLM2_135M = smollm2()

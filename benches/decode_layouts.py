@@ -20,13 +20,13 @@ from podium.config.schema import Config
 from podium.config.sizes import steps_at_once
 from podium.hlo.cost import Roofline, roofline
 from podium.models.architecture import DecoderConfig
+from podium.models.families.presets import PRESETS, find_decoder
 from podium.models.layouts import DecodeFloor, machine_of
-from podium.models.presets import PRESETS, find_decoder
 from podium.plan.calibration import calibrated, load_chip
-from podium.plan.compile import compile_phases
+from podium.plan.compiled.compile import compile_phases
+from podium.plan.compiled.compile_worker import CompiledPhase
 from podium.plan.planner import make_jobs
-from podium.plan.sizes import Planned, make_sizes
-from podium.plan.worker import CompiledPhase
+from podium.plan.request.phase_sizes import Planned, make_sizes
 from podium.run.machine import Machine
 from podium.run.resolve import resolve_layout
 from podium.settings import load_settings

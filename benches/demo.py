@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benches.record import ROOT, arguments, children_cpu_s, record, train_command
-from podium.tasks.arithmetic import Arithmetic
+from podium.tasks.games.arithmetic import Arithmetic
 from podium.tasks.task import Prompt
 
 CONFIG = ROOT / "configs" / "demo.yaml"

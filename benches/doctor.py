@@ -14,7 +14,7 @@ import jax
 from benches.record import arguments, record
 from podium.doctor.command import as_object, diagnose
 from podium.doctor.system import ThisSystem
-from podium.train.platform import prepare_platform
+from podium.hosts.platform import prepare_platform
 
 
 def main() -> int:

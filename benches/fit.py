@@ -19,13 +19,13 @@ from typing import Any
 
 from benches.record import ROOT, arguments, children_cpu_s, record, recorded, write_section
 from podium.accelerators import GIB, find_accelerator
-from podium.plan.compile import cache_folder
-from podium.plan.fit import Fit
+from podium.plan.compiled.compile import cache_folder
 from podium.plan.planner import make_plan
-from podium.plan.probe import Prober
+from podium.plan.request.phase_sizes import Planned
 from podium.plan.result import Peak, Plan
-from podium.plan.sizes import Planned
-from podium.plan.study import Case, Study
+from podium.plan.search.fit import Fit
+from podium.plan.search.memory_probe import Prober
+from podium.plan.search.study import Case, Study
 from podium.settings import load_settings
 
 NAME = "fit-planned"

@@ -24,16 +24,16 @@ from benches.record import MEASUREMENTS, arguments, record, recorded, write_sect
 from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config, Remat
 from podium.config.sizes import check_split, table_pages
-from podium.models.presets import find_decoder
+from podium.models.families.presets import find_decoder
 from podium.plan.calibration import find_chip
-from podium.plan.calls import Call, packed_run, rollout_calls, update_calls
-from podium.plan.device import Device
+from podium.plan.planned_device import Device
 from podium.plan.planner import make_plan
-from podium.plan.probe import Prober
+from podium.plan.request.phase_sizes import Planned, RunSizes, make_sizes
+from podium.plan.request.step_calls import Call, packed_run, rollout_calls, update_calls
+from podium.plan.request.workload import Workload, simulate_rollout
 from podium.plan.result import Plan, margin, total
-from podium.plan.sizes import Planned, RunSizes, make_sizes
-from podium.plan.study import Change, Value
-from podium.plan.workload import Workload, simulate_rollout
+from podium.plan.search.memory_probe import Prober
+from podium.plan.search.study import Change, Value
 from podium.run.divisible import check_divisible
 from podium.settings import load_settings
 

@@ -5,10 +5,11 @@
 
 A case is a model on a machine: sync, the longest prefill, the decode that runs most steps, and the update, of steps of
 16 prompts with 8 answers of GSM8K's lengths and 4 rows a device, whether or not that fits. Of each, the ratio of its
-time to its floor (`podium.plan.beyond`) and what takes most of it without being a product. Nothing here runs on a TPU
-or GPU; GPUs need pip install 'podium-rl[plan-gpu]', and cases whose compiler is not installed are left out. Cases that
-the results have are not compiled again unless they are named. Writes benches/results/floors-planned.json and its part
-of docs/planner-measurements.md; `make test-long` compiles each recorded case again and fails where a ratio has risen.
+time to its floor (`podium.plan.traced.over_floor`) and what takes most of it without being a product. Nothing here runs
+on a TPU or GPU; GPUs need pip install 'podium-rl[plan-gpu]', and cases whose compiler is not installed are left out.
+Cases that the results have are not compiled again unless they are named. Writes benches/results/floors-planned.json and
+its part of docs/planner-measurements.md; `make test-long` compiles each recorded case again and fails where a ratio has
+risen.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,16 +17,16 @@ from pathlib import Path
 
 from benches.record import MEASUREMENTS, RESULTS, ROOT, arguments, record, recorded, show_progress, write_section
 from podium.accelerators import find_accelerator
-from podium.models.presets import PRESETS, find_decoder
+from podium.models.families.presets import PRESETS, find_decoder
 from podium.plan.calibration import load_chip
-from podium.plan.calls import Call, packed_run, step_calls
-from podium.plan.compile import compile_phases
-from podium.plan.device import Device
+from podium.plan.compiled.compile import compile_phases
+from podium.plan.planned_device import Device
 from podium.plan.planner import make_jobs
+from podium.plan.request.phase_sizes import Planned, make_sizes
+from podium.plan.request.step_calls import Call, packed_run, step_calls
+from podium.plan.request.topology import check_compiler, compiler_versions
+from podium.plan.request.workload import simulate_rollout
 from podium.plan.result import Phase
-from podium.plan.sizes import Planned, make_sizes
-from podium.plan.topology import check_compiler, compiler_versions
-from podium.plan.workload import simulate_rollout
 from podium.settings import load_settings
 
 MACHINES = (

@@ -22,8 +22,8 @@ from typing import Any
 from benches.record import arguments, record, recorded
 from podium.accelerators import GIB, find_accelerator
 from podium.hlo.cost import ProgramCost, roofline, unknown_loops, walk
+from podium.hlo.hlo_text import parse
 from podium.hlo.memory import parse_out_of_memory
-from podium.hlo.text import parse
 from podium.plan.calibration import load_chip
 
 COMMIT = "86da4e7"

@@ -15,10 +15,10 @@ import jax
 
 from benches.record import arguments, record
 from podium.accelerators import find_accelerator
-from podium.plan.topology import compiler_environment, topology_devices
+from podium.hosts.platform import prepare_platform
+from podium.plan.request.topology import compiler_environment, topology_devices
 from podium.sharding import make_mesh
-from podium.train.gather_memory import DTYPES, GIB, measure, planned
-from podium.train.platform import prepare_platform
+from podium.train.optimizer.gather_memory import DTYPES, GIB, measure, planned
 
 MODES = ("sharded", "gather")
 

@@ -21,12 +21,12 @@ from typing import Any
 from benches.plan_accuracy import MEASURED, config_of, measured_step
 from benches.record import ROOT, arguments, record
 from podium.accelerators import GIB, Accelerator, recognise
-from podium.models.presets import find_architecture
+from podium.models.families.presets import find_architecture
 from podium.observe.run_dir import LENGTHS
-from podium.plan.compile import compile_phases
-from podium.plan.device import KINDS
+from podium.plan.compiled.compile import compile_phases
+from podium.plan.planned_device import KINDS
 from podium.plan.planner import make_jobs, make_plan
-from podium.plan.sizes import Planned
+from podium.plan.request.phase_sizes import Planned
 
 BFLOAT16 = ("rollout.dtype=bfloat16", "train.dtype=bfloat16")
 SIZES: Mapping[str, Sequence[str]] = {
@@ -67,7 +67,7 @@ def measure_program(program: str, size: str) -> dict[str, int]:
     import jax
     import jax.numpy as jnp
 
-    from podium.plan.phases import phase_programs
+    from podium.plan.compiled.phases import phase_programs
     from podium.sharding import make_mesh
     from podium.train.setup import run_spec
 

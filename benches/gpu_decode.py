@@ -2,11 +2,12 @@
 
     python -m benches.gpu_decode            (half an hour of CPU time; needs pip install 'podium-rl[plan-gpu]')
 
-For each case, the bytes of a step over those of its floor (`podium.plan.floor`: each weight, key and value read once,
-logits written); its milliseconds by the roofline and as `podium plan` has them; its kernels; how many instructions,
-products apart, write an array with the dimensions of a matrix of weights; and the largest array that a step writes,
-logits apart; with 256 slots and on eight GPUs it is one that sampling makes of them. Activations and partial sums of
-products count as bytes moved, although those smaller than the GPU's L2 cache (50 MB in an H100) need not leave it.
+For each case, the bytes of a step over those of its floor (`podium.plan.traced.least_bytes`: each weight, key and value
+read once, logits written); its milliseconds by the roofline and as `podium plan` has them; its kernels; how many
+instructions, products apart, write an array with the dimensions of a matrix of weights; and the largest array that a
+step writes, logits apart; with 256 slots and on eight GPUs it is one that sampling makes of them. Activations and
+partial sums of products count as bytes moved, although those smaller than the GPU's L2 cache (50 MB in an H100) need
+not leave it.
 
 Three forms are compiled in the same run: `stacks`, a loop over the trainer's stacks, in which XLA copies each layer's
 slice, joins weights in every call and gathers pages of the cache (of one case only); `layers`, an array for each

@@ -20,7 +20,7 @@ from typing import Any
 
 from benches.record import ROOT, arguments, record, train_command
 from podium.config.schema import TaskConfig
-from podium.tasks.numbers import read_number
+from podium.tasks.math_answers.number_text import read_number
 from podium.tasks.registry import make_task
 from podium.tasks.task import Prompt, Task
 

@@ -40,13 +40,13 @@ import yaml
 
 from benches.recipes import write_tiny_model
 from benches.record import arguments, record
-from podium.job.records import PROGRESS, read_json
+from podium.job.job_records import PROGRESS, read_json
 from podium.models.params import param_specs
 from podium.observe.run_dir import CHECKPOINTS, CONFIG, LENGTHS, METRICS, SAMPLES, read_config, saved_steps
-from podium.run.sizes import optimizer_steps
+from podium.run.token_sizes import optimizer_steps
 from podium.sharding import abstract_params
-from podium.train.checkpoint import restore_state
-from podium.train.optimizer import make_optimizer
+from podium.train.checkpoints.checkpoint import restore_state
+from podium.train.optimizer.transforms import make_optimizer
 from podium.train.setup import make_model
 from podium.train.state import abstract_state
 

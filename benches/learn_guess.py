@@ -26,7 +26,7 @@ from benches.recipes import write_tiny_model
 from benches.record import arguments, record
 from podium.config.schema import Config
 from podium.observe.run_dir import Fork
-from podium.tasks.guess import GuessGame
+from podium.tasks.games.guess import GuessGame
 from podium.tasks.task import TaskSource
 from podium.train.loop import train
 

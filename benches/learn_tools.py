@@ -21,7 +21,7 @@ from typing import Any
 
 from benches.demo import seeds_of
 from benches.record import ROOT, arguments, children_cpu_s, record, train_command
-from podium.tasks.calculator_task import CalculatorTask
+from podium.tasks.games.calculator_task import CalculatorTask
 from podium.tasks.task import Prompt
 
 FIRST, LAST = 2, 3

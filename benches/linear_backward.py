@@ -16,10 +16,10 @@ import jax.numpy as jnp
 
 from benches.decode import SMOLLM2_135M
 from benches.record import arguments, medians, record
-from podium.models import context, decoder, linear
+from podium.hosts.platform import prepare_platform
+from podium.models import decoder, layer_context, linear
 from podium.models.params import GATHERED_AXES, TRAIN_AXES
 from podium.sharding import ShardingRules, init_params, make_mesh
-from podium.train.platform import prepare_platform
 
 ROWS, TOKENS, REPEATS = 4, 256, 5
 SMOLLM2 = dataclasses.replace(SMOLLM2_135M, vocab=64)  # the embedding is not what is measured
@@ -45,7 +45,7 @@ def main() -> None:
         return jnp.sum(hidden)
 
     ours = jax.jit(jax.grad(loss)).lower(params).compile()
-    with mock.patch.object(context, "make_linear", lambda rules: jnp.einsum):
+    with mock.patch.object(layer_context, "make_linear", lambda rules: jnp.einsum):
         plain = jax.jit(jax.grad(lambda params: loss(params))).lower(params).compile()
     with mock.patch.object(linear, "_gradient_of_weights", as_they_lie):
         unturned = jax.jit(jax.grad(lambda params: loss(params))).lower(params).compile()

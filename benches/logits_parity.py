@@ -18,10 +18,10 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers
 
 from benches.record import arguments, record
-from podium.models.hf import load_params, save_model
+from podium.models.files.hf import load_params, save_model
+from podium.models.files.source import ModelSource, read_architecture, resolve
 from podium.models.params import TRAIN_AXES
-from podium.models.source import ModelSource, read_architecture, resolve
-from podium.models.tokenizer import load_tokenizer
+from podium.models.text.tokenizer import load_tokenizer
 from podium.sharding import ShardingRules, make_mesh
 from tests.models.tiny_models import CASES, VOCAB, make_logits, write_model
 

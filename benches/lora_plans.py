@@ -13,14 +13,14 @@ from typing import Any
 from benches.record import arguments, record, recorded
 from podium.accelerators import GIB, find_accelerator
 from podium.config.document import dump_value
-from podium.models.presets import find_decoder
-from podium.plan.compile import compile_jobs
-from podium.plan.defaults import with_defaults
-from podium.plan.estimate import estimate
+from podium.models.families.presets import find_decoder
+from podium.plan.compiled.compile import compile_jobs
 from podium.plan.planner import make_jobs, make_plan
-from podium.plan.probe import Prober
+from podium.plan.request.defaults import with_defaults
+from podium.plan.request.phase_sizes import Planned, make_sizes
 from podium.plan.result import judge
-from podium.plan.sizes import Planned, make_sizes
+from podium.plan.search.memory_probe import Prober
+from podium.plan.traced.estimate import estimate
 from podium.settings import load_settings
 
 CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {

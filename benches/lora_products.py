@@ -20,13 +20,13 @@ from benches.decode import SMOLLM2_135M
 from benches.record import arguments, medians, record
 from podium.compiler import compiler_options
 from podium.config.lora import LoraConfig
-from podium.models import context, decoder, linear
+from podium.hosts.platform import prepare_platform
+from podium.models import decoder, layer_context, linear
 from podium.models.architecture import DecoderConfig, make_lora
 from podium.models.blocks.weights import Adapted, LayerWeight, LayerWeights, Weight
 from podium.models.linear import Linear
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, is_adapter, param_specs
 from podium.sharding import Params, ShardingRules, init_params, make_mesh
-from podium.train.platform import prepare_platform
 
 ROWS, TOKENS, REPEATS = 2, 320, 3
 PLAIN = dataclasses.replace(SMOLLM2_135M, vocab=64)  # the embedding is not what is measured
@@ -65,7 +65,7 @@ def together(
 
 
 def of_layer(
-    layer: context.LayerContext, pattern: str, x: jax.Array, w: LayerWeights, names: Sequence[str]
+    layer: layer_context.LayerContext, pattern: str, x: jax.Array, w: LayerWeights, names: Sequence[str]
 ) -> list[jax.Array]:
     """In the place of `LayerContext.several`: `together` for gate and up."""
     return together(layer.linear, layer.rules, pattern, x, [w[name] for name in names], "mlp")
@@ -152,9 +152,12 @@ def main() -> None:
         "apart": (gradient(ADAPTED, adapters, frozen), adapters, frozen),
     }
     for name, factory in (("float32", in_float32), ("joined", side_by_side)):
-        with mock.patch.object(context, "make_linear", factory):
+        with mock.patch.object(layer_context, "make_linear", factory):
             sides[name] = (gradient(ADAPTED, adapters, frozen), adapters, frozen)
-    with mock.patch.object(context, "several", together), mock.patch.object(context.LayerContext, "several", of_layer):
+    with (
+        mock.patch.object(layer_context, "several", together),
+        mock.patch.object(layer_context.LayerContext, "several", of_layer),
+    ):
         sides["A's together"] = (gradient(ADAPTED, adapters, frozen), adapters, frozen)
     found = medians({name: functools.partial(*side) for name, side in sides.items()}, REPEATS)
     ratios = {name: seconds["cpu_s"] / found["full"]["cpu_s"] for name, seconds in found.items()}

@@ -23,7 +23,7 @@ from typing import Any
 from benches.record import arguments, record
 from podium.accelerators import find_accelerator
 from podium.plan.calibration import load_chip
-from podium.plan.topology import compiler_environment
+from podium.plan.request.topology import compiler_environment
 
 SHAPE = (1, 4096, 151643)
 MACHINES = ("v4-8", "v5litepod-8", "v6e-8")

@@ -11,8 +11,8 @@ import jax
 
 from podium.config.schema import Config
 from podium.observe.stats import BatchStats, UpdateStats
-from podium.train.generate import Sampler
-from podium.train.groups import Group
+from podium.sampling.groups import Group
+from podium.sampling.sampler import Sampler
 from podium.train.setup import load_parts, make_model, make_run_optimizer, make_train_settings, run_spec
 from podium.train.state import init_state
 from podium.train.trainer import Trainer

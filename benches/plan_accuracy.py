@@ -33,14 +33,14 @@ from podium.accelerators import Accelerator
 from podium.config.schema import Config
 from podium.files import read_lines
 from podium.hlo.cost import Peaks
-from podium.models.presets import find_architecture
+from podium.models.families.presets import find_architecture
 from podium.observe.run_dir import LENGTHS, METRICS
 from podium.plan.calibration import Chip, Factor
-from podium.plan.compile import compile_phases
-from podium.plan.device import KINDS
+from podium.plan.compiled.compile import compile_phases
+from podium.plan.planned_device import KINDS
 from podium.plan.planner import make_jobs, make_plan
+from podium.plan.request.phase_sizes import Planned
 from podium.plan.result import Plan
-from podium.plan.sizes import Planned
 from podium.settings import load_settings
 
 STEPS = 5
@@ -255,7 +255,7 @@ def measure_program(name: str, program: str) -> int:
     import jax.numpy as jnp
 
     jax.config.update("jax_platforms", "cpu")
-    from podium.plan.phases import phase_programs
+    from podium.plan.compiled.phases import phase_programs
     from podium.sharding import make_mesh
     from podium.train.setup import run_spec
 

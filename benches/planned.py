@@ -14,14 +14,14 @@ from podium.accelerators import GIB, Accelerator
 from podium.config.schema import Config
 from podium.config.sizes import steps_at_once
 from podium.hlo.cost import Roofline, roofline
-from podium.hlo.text import Module, parse
+from podium.hlo.hlo_text import Module, parse
+from podium.models.families.presets import find_decoder
 from podium.models.layouts import DecodeFloor, machine_of
-from podium.models.presets import find_decoder
 from podium.plan.calibration import load_chip
-from podium.plan.compile import cache_folder, compile_jobs
+from podium.plan.compiled.compile import cache_folder, compile_jobs
+from podium.plan.compiled.compile_worker import CompiledPhase
 from podium.plan.planner import make_jobs
-from podium.plan.sizes import Planned, make_sizes
-from podium.plan.worker import CompiledPhase
+from podium.plan.request.phase_sizes import Planned, make_sizes
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
 

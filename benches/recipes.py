@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from benches.record import arguments, record
 from podium.algorithms.recipes import RECIPES
-from podium.config.critic import CriticConfig
+from podium.config.critic_section import CriticConfig
 from podium.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,

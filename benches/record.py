@@ -23,8 +23,8 @@ from typing import Any
 
 from podium.accelerators import find_accelerator
 from podium.observe.summary import commit, versions
-from podium.plan.compile import CompileProgress
-from podium.plan.topology import compiler_environment
+from podium.plan.compiled.compile import CompileProgress
+from podium.plan.request.topology import compiler_environment
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benches" / "results"
@@ -171,7 +171,7 @@ def machine() -> dict[str, Any]:
     """The processor, how busy it was, and the accelerators that jax sees."""
     import jax
 
-    from podium.train.platform import prepare_platform
+    from podium.hosts.platform import prepare_platform
 
     prepare_platform()
     accelerators = [device.device_kind for device in jax.devices() if device.platform != "cpu"]

@@ -18,7 +18,7 @@ from benches.record import ROOT, arguments, record, write_section
 from podium.accelerators import find_accelerator
 from podium.plan.calibration import load_chip
 from podium.plan.planner import ROLLOUT, make_plan
-from podium.plan.sizes import Planned
+from podium.plan.request.phase_sizes import Planned
 from podium.settings import load_settings
 
 TPU = "v6e-8"

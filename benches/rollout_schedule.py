@@ -25,8 +25,8 @@ import numpy as np
 
 from benches.decode import SMOLLM2_135M
 from benches.record import arguments, record
-from podium.bench.rollout import device_of
 from podium.config.schema import RolloutConfig
+from podium.doctor.benchmarks.rollout import device_of
 from podium.models.architecture import with_layers
 from podium.models.params import ROLLOUT_AXES, param_specs
 from podium.rollout import cache as caches

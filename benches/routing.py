@@ -26,24 +26,24 @@ from podium.algorithms.routers import router_stats
 from podium.certify.tiny import Arrays, random_weights, tiny_clone
 from podium.config.schema import RolloutConfig
 from podium.models.architecture import DecoderConfig
-from podium.models.attention import row_attention
+from podium.models.attention.mask import Visibility
+from podium.models.attention.packed_attention import row_attention
 from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import At, Block, Stack
 from podium.models.decoder import forward, head_weights
+from podium.models.families.presets import PRESETS
 from podium.models.layouts import Layout
 from podium.models.logprobs import logits_at
 from podium.models.params import TRAIN_AXES, param_specs
-from podium.models.presets import PRESETS
-from podium.models.recorded_routing import balances, joined_choices, recorded_choices
-from podium.models.visibility import Visibility
+from podium.models.recorded_experts import balances, joined_choices, recorded_choices
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.rollout.transcript import transcript_of
+from podium.sampling.sampler import rollout_rules
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
-from podium.train.batch import Batch, BatchSizes, make_batch
-from podium.train.generate import rollout_rules
-from podium.train.samples import transcript_sample, with_advantage, with_weight
+from podium.train.batches.batch import Batch, BatchSizes, make_batch
+from podium.train.batches.samples import transcript_sample, with_advantage, with_weight
 
 MODELS = {"Qwen3-MoE": "Qwen/Qwen3-30B-A3B", "gpt-oss": "openai/gpt-oss-20b"}
 LAYERS, WIDTH = 4, 32

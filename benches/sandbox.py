@@ -21,7 +21,7 @@ from benches.record import arguments, record
 from podium.config.schema import GradingConfig, TaskConfig
 from podium.sandbox.check import check
 from podium.sandbox.runs import Limits, Sandbox
-from podium.tasks.code_task import Code
+from podium.tasks.code.code_task import Code
 from podium.tasks.grading import Grader
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Graded, TaskSource

@@ -13,8 +13,8 @@ from benches.record import ROOT, arguments, record, show_progress, write_section
 from podium.accelerators import GIB, find_accelerator
 from podium.config.schema import Config
 from podium.plan.planner import make_plan
+from podium.plan.request.phase_sizes import Planned
 from podium.plan.result import Plan
-from podium.plan.sizes import Planned
 from podium.settings import load_settings
 
 MODELS = ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-8B")

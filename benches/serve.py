@@ -36,8 +36,8 @@ from podium.rollout.request import Request, SamplingParams
 from podium.run.answering import Asked
 from podium.serve.app import Server, make_app
 from podium.serve.command import STEPS_SHOWN, model_of
-from podium.serve.prepare import Model
-from podium.serve.worker import EngineThread
+from podium.serve.engine_thread import EngineThread
+from podium.serve.prepare_requests import Model
 
 BAR = 0.9
 PROMPTS, ROUNDS, TOKENS, SLOTS = 64, 3, 128, 16

@@ -17,8 +17,8 @@ from benches.record import ROOT, arguments, record, recorded, show_progress
 from podium.accelerators import GIB, find_accelerator
 from podium.config.schema import Config
 from podium.plan.planner import make_plan
+from podium.plan.request.phase_sizes import Planned
 from podium.plan.result import Phase, Plan
-from podium.plan.sizes import Planned
 from podium.settings import load_settings
 
 NAME, TPU = "signals-planned", "v6e-8"

@@ -218,10 +218,10 @@ def load(source: str) -> None:
     """Loads a model as a run does. Raises ModelError where it is refused, AssertionError where it is wrong."""
     import jax
 
-    from podium.models.hf import load_params
+    from podium.models.files.hf import load_params
+    from podium.models.files.source import read_architecture, resolve
     from podium.models.params import TRAIN_AXES, param_specs
-    from podium.models.source import read_architecture, resolve
-    from podium.models.tokenizer import load_tokenizer
+    from podium.models.text.tokenizer import load_tokenizer
     from podium.sharding import ShardingRules, make_mesh
 
     found = resolve(source)
@@ -285,7 +285,7 @@ def trial(folder: Path, seed: int) -> dict[str, Any]:
 
 def serve(folder: str, connection: Connection) -> None:
     """Carries out the trials whose seeds come, in a process of its own."""
-    from podium.train.platform import prepare_platform
+    from podium.hosts.platform import prepare_platform
 
     prepare_platform()
     load(f"{folder}/whole")  # imports and compiles

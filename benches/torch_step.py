@@ -24,12 +24,12 @@ import numpy as np
 from benches.own_step import Clock, OwnStep
 from benches.record import ROOT, arguments, record
 from podium.algorithms.advantages import equal_reward_groups, token_weights
-from podium.models.hf import save_model
+from podium.models.files.hf import save_model
+from podium.sampling.groups import Group
 from podium.settings import load_settings
 from podium.sharding import Params
 from podium.tasks.registry import make_task
-from podium.train.batch import Batch
-from podium.train.groups import Group
+from podium.train.batches.batch import Batch
 from podium.train.state import TrainState
 from podium.train.step import make_score
 

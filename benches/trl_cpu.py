@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from benches.demo import CONFIG
 from benches.record import ROOT, arguments, record, train_command
-from podium.models.hf import save_model
+from podium.models.files.hf import save_model
 from podium.settings import load_settings
 from podium.train.setup import load_parts, make_model
 

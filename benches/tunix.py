@@ -31,7 +31,7 @@ from benches.own_step import OwnStep
 from benches.record import ROOT, arguments, record
 from podium.config.schema import Config
 from podium.models.architecture import dense_decoder
-from podium.models.hf import save_model
+from podium.models.files.hf import save_model
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.settings import load_settings
 from podium.sharding import ShardingRules, init_params, make_mesh

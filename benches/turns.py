@@ -36,17 +36,17 @@ from benches.children.talking import WAITING
 from benches.kill_resume import TEMPLATE
 from benches.recipes import write_tiny_model
 from benches.record import arguments, record
-from podium.bench.rollout import device_of
 from podium.config.schema import Config
-from podium.plan.simulated_device import Clock
-from podium.plan.workload import Replies, SequenceLengths, simulate_rollout
+from podium.doctor.benchmarks.rollout import device_of
+from podium.plan.request.simulated_device import Clock
+from podium.plan.request.workload import Replies, SequenceLengths, simulate_rollout
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import RolloutStats
+from podium.sampling.feed import request_seed
+from podium.sampling.groups import Group
+from podium.sampling.sampler import AnswerSettings, Sampler
 from podium.tasks.conversation import Turn
-from podium.tasks.environments import Environments
-from podium.train.feed import request_seed
-from podium.train.generate import AnswerSettings, Sampler
-from podium.train.groups import Group
+from podium.tasks.conversations.environments import Environments
 from podium.train.setup import Model, load_weights, make_model, rollout_spec
 
 BARS = {"wall": 1.15, "planned": 0.2}

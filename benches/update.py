@@ -14,12 +14,12 @@ import jax
 
 from benches.decode import SMOLLM2_135M
 from benches.record import arguments, record
-from podium.bench.rollout import run_lengths
-from podium.bench.update import measure
+from podium.doctor.benchmarks.rollout import run_lengths
+from podium.doctor.benchmarks.update import measure
+from podium.hosts.platform import prepare_platform
 from podium.models.architecture import with_layers
 from podium.settings import load_settings
 from podium.sharding import make_mesh
-from podium.train.platform import prepare_platform
 from podium.train.setup import run_spec
 
 DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"

@@ -17,7 +17,7 @@ from benches.record import ROOT, arguments, record, recorded, write_section
 from podium.accelerators import GIB, find_accelerator
 from podium.plan.calibration import load_chip
 from podium.plan.planner import make_plan
-from podium.plan.sizes import Planned
+from podium.plan.request.phase_sizes import Planned
 from podium.settings import load_settings
 
 NAME, TPU = "update-planned", "v6e-8"

@@ -16,14 +16,14 @@ from typing import NamedTuple
 from benches.record import arguments, record, show_progress
 from benches.scaling import GROUP, PROMPTS, config_of
 from podium.accelerators import GIB, find_accelerator
-from podium.models.presets import find_decoder
+from podium.models.families.presets import find_decoder
 from podium.plan.calibration import load_chip
-from podium.plan.calls import packed_run, step_calls
-from podium.plan.compile import compile_phases
-from podium.plan.device import Device
+from podium.plan.compiled.compile import compile_phases
+from podium.plan.planned_device import Device
 from podium.plan.planner import make_jobs
-from podium.plan.sizes import Planned, make_sizes
-from podium.plan.workload import no_rollout
+from podium.plan.request.phase_sizes import Planned, make_sizes
+from podium.plan.request.step_calls import packed_run, step_calls
+from podium.plan.request.workload import no_rollout
 
 MODEL, TOKENS = "Qwen/Qwen2.5-7B-Instruct", 200
 CASES = {

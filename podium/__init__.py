@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from podium.algorithms.losses import TokenLoss, Tokens
     from podium.algorithms.recipes import Recipe
     from podium.api.answers import Answer, evaluate, generate
-    from podium.api.run import Run, load_run
+    from podium.api.run_handle import Run, load_run
     from podium.api.train import grpo, train
     from podium.plan import plan
     from podium.tasks.functions import reward
@@ -48,7 +48,7 @@ _HOMES = {
     "podium.algorithms.losses": ("TokenLoss", "Tokens"),
     "podium.algorithms.recipes": ("Recipe",),
     "podium.api.answers": ("Answer", "evaluate", "generate"),
-    "podium.api.run": ("Run", "load_run"),
+    "podium.api.run_handle": ("Run", "load_run"),
     "podium.api.train": ("grpo",),
     "podium.tasks.functions": ("reward",),
     "podium.tasks.question_sets": ("math_equal", "text_equal"),

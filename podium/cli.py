@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 import typer
 
 from podium import __version__
-from podium.bench.cli import bench_app
-from podium.compat.hints import offer_hints
+from podium.compat.foreign_keys import offer_hints
+from podium.doctor.benchmarks.cli import bench_app
 from podium.malloc import keep_freed_memory
 from podium.plain import message_of
 from podium.plan.cli import plan
@@ -60,7 +60,7 @@ def main() -> None:
         app(prog_name="podium")
     except (ValueError, OSError) as error:
         from podium.config.errors import ConfigError, raised_here
-        from podium.job.records import exit_status
+        from podium.job.job_records import exit_status
 
         if isinstance(error, OSError | ConfigError) or raised_here(error):
             _fail(error, status=exit_status(error))
@@ -110,7 +110,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a model. If the run's folder exists and its settings agree, the run is continued."""
-    from podium.job.context import join_job
+    from podium.job.job_context import join_job
     from podium.settings import load_settings
 
     with join_job(os.environ) as job:  # on several hosts, this tells the others at once that this one has started
@@ -124,7 +124,7 @@ def train(
             except ValueError as error:
                 _fail(error, status=2)
         job.agree(loaded.config)
-        from podium.plan.check import RunCheck
+        from podium.plan.report.deviation import RunCheck
         from podium.train.loop import train as run
         from podium.train.profile import parse_window
 
@@ -159,7 +159,7 @@ def sft(
 ) -> None:
     """Imitate the answers that the data has: a warm start. Then `podium train CONFIG --from runs/NAME-sft`."""
     from podium.config.load import Override
-    from podium.job.context import join_job
+    from podium.job.job_context import join_job
     from podium.settings import load_settings, named_after
 
     as_sft = [
@@ -182,7 +182,7 @@ def dpo(
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
 ) -> None:
     """Learn from preferences: pairs by DPO, IPO or the hinge, labelled answers by KTO, as `algorithm.loss` says."""
-    from podium.job.context import join_job
+    from podium.job.job_context import join_job
     from podium.settings import load_settings, named_after, preference_overrides
 
     with join_job(os.environ) as job:
@@ -381,7 +381,7 @@ def report(
     out: Annotated[Path, typer.Option("-o", "--out", help="File to write.")] = Path("report.html"),
 ) -> None:
     """Write an HTML page about one run, or several: whether it learned, why not, and where the time went."""
-    from podium.observe.report.page import write_report
+    from podium.observe.report.report_page import write_report
 
     write_report(runs, out)
     print(f"{out} ({out.stat().st_size / 1e6:.1f} MB); open it in a browser, it loads nothing from the network")
@@ -490,8 +490,8 @@ def tasks(
     say: Annotated[list[str] | None, typer.Option(help="With `try`: an answer; repeatable. Unset: typed in.")] = None,
 ) -> None:
     """List the built-in tasks, or describe one and its options; `try TASK` talks to tools and environments."""
-    from podium.tasks.page import family_doc, task_doc, task_page
     from podium.tasks.registry import FAMILIES, TASKS
+    from podium.tasks.task_list import family_doc, task_doc, task_page
 
     if name == "try":
         _try_task(played, seed, number, say)
@@ -553,7 +553,7 @@ def sandbox_run(
 
 def _try_task(target: str | None, seed: int, number: int, say: list[str] | None) -> None:
     """Talk to a task's environment with given answers, or from the keyboard."""
-    from podium.tasks.play import play
+    from podium.tasks.try_task import play
 
     def lines() -> Iterator[str]:
         with contextlib.suppress(EOFError, KeyboardInterrupt):

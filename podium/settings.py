@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import cast
 
 from podium.algorithms.advantages import no_advantages
-from podium.algorithms.options import RecipeError
+from podium.algorithms.recipe_options import RecipeError
 from podium.algorithms.recipes import LOSSES, RECIPES, Recipe, find_recipe
 from podium.config.document import Plain
 from podium.config.errors import ConfigError, Contradiction, nearest, not_in
@@ -25,14 +25,14 @@ from podium.config.schema import ASSUMED_PROMPT_TOKENS, Config, RolloutConfig, T
 from podium.config.sizes import too_long, too_long_to_score
 from podium.files import as_path
 from podium.models.architecture import ModelError
+from podium.models.files.source import on_disk, read_architecture, read_reward_model, read_scorer, resolve
 from podium.models.layouts import AUTO
 from podium.models.params import ROLLOUT_LAYOUTS
-from podium.models.source import on_disk, read_architecture, read_reward_model, read_scorer, resolve
 from podium.observe.own_config import at_home, check_place, continues, with_writers
 from podium.observe.run_dir import Fork, recipe_of
 from podium.run.resolve import resolve_recipe
+from podium.tasks.conversations.environment_forms import conversing
 from podium.tasks.curriculum import leveled
-from podium.tasks.environment_forms import conversing
 from podium.tasks.functions import RewardFunction
 from podium.tasks.registry import make_task
 from podium.tasks.rewards import BUILT_IN, GRADED_REWARDS, label

@@ -18,9 +18,9 @@ from tokenizers import AddedToken, Regex, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from podium.models.chat_format import ChatFormat, Message, ToolSchema
-from podium.models.source import resolve
-from podium.models.tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, Tokenizer, load_tokenizer
+from podium.models.files.source import resolve
+from podium.models.text.chat_format import ChatFormat, Message, ToolSchema
+from podium.models.text.tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, Tokenizer, load_tokenizer
 
 CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 QWEN = (*CHATML, "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")

@@ -46,7 +46,7 @@ import jax
 from made_once import forget_programs
 from whole_slots import whole_slots
 
-from podium.models.source import DEMO_WHEEL
+from podium.models.files.source import DEMO_WHEEL
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

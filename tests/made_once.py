@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from podium.algorithms.options import make_recipe
+from podium.algorithms.recipe_options import make_recipe
+from podium.rollout.engine_weights import make_sync
 from podium.rollout.programs import make_copy, make_copy_cells, make_decode, make_extend
-from podium.rollout.weights import make_sync
-from podium.train.optimizer import make_optimizer
+from podium.train.optimizer.transforms import make_optimizer
 from podium.train.step import make_score, make_train_step
 
 FACTORIES = (

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from podium.models.source import DEMO_VERSION, DEMO_WHEEL, resolve
+from podium.models.files.source import DEMO_VERSION, DEMO_WHEEL, resolve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 VOCABULARY = Path("resources") / "qwen.tiktoken"

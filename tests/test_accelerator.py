@@ -11,18 +11,18 @@ from tiny_decoder import tiny
 
 from podium.accelerators import kernels_of
 from podium.algorithms.recipes import RECIPES
-from podium.bench.update import random_batch
-from podium.config.attention import attention_backend
+from podium.config.attention_blocks import attention_backend
 from podium.config.head import head_kind
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config, RolloutConfig
+from podium.doctor.benchmarks.update import random_batch
 from podium.models.params import GATHERED_AXES, ROLLOUT_AXES, TRAIN_AXES, param_specs
-from podium.plan.workload import SequenceLengths
+from podium.plan.request.workload import SequenceLengths
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules, init_params, make_mesh
-from podium.train.optimizer import make_optimizer
+from podium.train.optimizer.transforms import make_optimizer
 from podium.train.setup import run_spec
 from podium.train.state import init_state
 from podium.train.step import TrainSettings, make_train_step, shard_batch

@@ -66,7 +66,7 @@ def test_what_a_module_reaches_is_followed_to_its_end():
 
 def test_what_reads_settings_and_text_knows_no_jax():
     names = [module for module in NAMES if part_of(module) in WITHOUT_JAX]
-    names += ["podium.plan.cli", "podium.models.tokenizer"]
+    names += ["podium.plan.cli", "podium.models.text.tokenizer"]
     assert len(names) > 30
     code = (
         f"import importlib, sys\nfor name in {names}:\n    importlib.import_module(name)\n"

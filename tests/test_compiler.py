@@ -23,7 +23,7 @@ from podium.compiler import (
 )
 from podium.config.schema import Config
 from podium.run.resolve import resolve_recipe
-from podium.run.sizes import tokens_per_gather
+from podium.run.token_sizes import tokens_per_gather
 
 
 @pytest.mark.parametrize(

@@ -16,18 +16,18 @@ from podium.accelerators import find_accelerator
 from podium.config.errors import ConfigError
 from podium.config.show import file_schema
 from podium.models.architecture import with_layers
+from podium.models.families.presets import PRESETS, find_architecture
 from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, param_specs
-from podium.models.presets import PRESETS, find_architecture
 from podium.observe.metric_table import METRICS, Metric
 from podium.observe.metrics import evaluation_metrics, find_metric
 from podium.observe.stats import EvaluationStats, TaskScores
 from podium.plan.planner import make_plan
-from podium.plan.sizes import Planned, make_sizes
+from podium.plan.request.phase_sizes import Planned, make_sizes
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.settings import NAMES, load_settings
 from podium.sharding import ShardingRules, make_mesh, param_shardings
-from podium.tasks.arithmetic import Arithmetic
+from podium.tasks.games.arithmetic import Arithmetic
 from podium.tasks.mixture import TaskMixture
 from podium.tasks.registry import TASKS
 from podium.tasks.task import TaskSource

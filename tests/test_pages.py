@@ -24,8 +24,8 @@ from podium.config.schema import Config
 from podium.observe.metric_table import METRICS
 from podium.observe.metrics import find_metric
 from podium.plan.planner import make_plan
+from podium.plan.request.phase_sizes import Planned
 from podium.plan.result import Seconds
-from podium.plan.sizes import Planned
 from podium.settings import load_settings
 from tools.reference_pages import PAGES, settings_page
 from tools.site_hooks import on_page_content

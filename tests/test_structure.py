@@ -41,7 +41,7 @@ def package(tmp_path, monkeypatch):
         "podium/run/resolve.py": "def f(config: Config | None):\n" + "    x = 1\n" * 60,
         "podium/plan/cli.py": "# Reference and teachers",
         "podium/run/cli.py": "preferences = self_taught",
-        "podium/tasks/answers.py": "reference = 1",
+        "podium/tasks/math_answers/correctness.py": "reference = 1",
     }.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)

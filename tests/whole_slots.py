@@ -12,7 +12,7 @@ from unittest import mock
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import slot_sizes
 
-ASKED_AT = "podium.rollout.kept.slot_sizes"
+ASKED_AT = "podium.rollout.cache_layout.slot_sizes"
 
 
 def all_slots(rollout: RolloutConfig, shards: int) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ def every_size() -> Iterator[None]:
 @contextlib.contextmanager
 def _sizes(found: Callable[[RolloutConfig, int], tuple[int, ...]]) -> Iterator[None]:
     """Plans keep simulations of rollouts, which must not outlive the sizes that they were made with."""
-    simulated = pkgutil.resolve_name("podium.plan.workload:_simulated")
+    simulated = pkgutil.resolve_name("podium.plan.request.workload:_simulated")
     with mock.patch(ASKED_AT, found):
         simulated.cache_clear()
         yield

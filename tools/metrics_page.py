@@ -89,18 +89,18 @@ def metrics_page() -> str:
 
 SOURCES = {
     "completions": "podium/train/recorder.py",
-    "rolled": "podium/rollout/engine.py, podium/train/generate.py",
+    "rolled": "podium/rollout/engine.py, podium/sampling/sampler.py",
     "batched": "podium/train/trainer.py",
     "updated": "podium/train/trainer.py, podium/train/step.py",
     "step_s": "podium/train/recorder.py",
     "mean_step_s": "podium/train/recorder.py",
     "cpu_s": "podium/train/recorder.py",
-    "sync_s": "podium/train/generate.py",
-    "checkpoint_s": "podium/train/checkpoint.py",
+    "sync_s": "podium/sampling/sampler.py",
+    "checkpoint_s": "podium/train/checkpoints/checkpoint.py",
     "carried": "podium/train/recorder.py",
     "memory": "podium/train/recorder.py",
     "host_memory": "podium/train/recorder.py",
-    "conversations": "podium/train/recorder.py, podium/train/conversations.py",
+    "conversations": "podium/train/recorder.py, podium/sampling/conversations/conversations.py",
     "levels": "podium/train/recorder.py",
 }
 """Who measures each part of `podium.observe.stats.StepStats`."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union
 
 from podium.files import to_json
-from podium.plan.json_answer import NAMES, ROLLOUT
+from podium.plan.report.json_answer import NAMES, ROLLOUT
+from podium.plan.request.workload import Workload
 from podium.plan.result import Plan, Seconds
-from podium.plan.study import RunCost
-from podium.plan.workload import Workload
+from podium.plan.search.study import RunCost
 
 SIMPLE = {int: "integer", float: "number", str: "string", bool: "boolean"}
 TIME = {"$ref": "#/$defs/Seconds"}

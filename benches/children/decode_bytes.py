@@ -15,34 +15,34 @@ from collections.abc import Iterable, Iterator
 
 import jax.numpy as jnp
 
+import podium.rollout.engine_weights
 import podium.rollout.programs
-import podium.rollout.weights
 from benches.record import ROOT
 from podium.accelerators import Accelerator, find_accelerator
-from podium.config.attention import cache_block_pages
+from podium.config.attention_blocks import cache_block_pages
 from podium.config.mesh import mesh_text
 from podium.config.sizes import steps_at_once
 from podium.hlo.cost import ProgramCost, roofline
+from podium.hlo.hlo_text import Computation, Instruction, Module, parse
 from podium.hlo.liveness import computations_run
-from podium.hlo.text import Computation, Instruction, Module, parse
 from podium.hlo.traffic import fused, products, updates
 from podium.kernels import gpu_decode
 from podium.models.architecture import DecoderConfig, rollout_decoder, unrolled
+from podium.models.families.presets import find_decoder
 from podium.models.params import param_specs
-from podium.models.presets import find_decoder
 from podium.plan.calibration import calibrated, load_chip
-from podium.plan.floor import decode_bytes
-from podium.plan.phases import phase_programs
-from podium.plan.sizes import RunSizes
-from podium.plan.topology import topology_devices
-from podium.plan.worker import looped_work
-from podium.rollout.weights import abstract_weights
+from podium.plan.compiled.compile_worker import looped_work
+from podium.plan.compiled.phases import phase_programs
+from podium.plan.request.phase_sizes import RunSizes
+from podium.plan.request.topology import topology_devices
+from podium.plan.traced.least_bytes import decode_bytes
+from podium.rollout.engine_weights import abstract_weights
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
-from podium.run.spec import RunSpec
+from podium.run.run_spec import RunSpec
+from podium.sampling.sampler import rollout_rules
 from podium.settings import load_settings
 from podium.sharding import AbstractParams, make_mesh
-from podium.train.generate import rollout_rules
 
 CONFIG = ROOT / "configs" / "gsm8k_qwen25_3b.yaml"
 SMALLEST_MATRIX = 2**18  # elements; biases of heads have fewer, and the dimensions of some activations
@@ -52,12 +52,12 @@ STEP = "while/body"  # in the sources of what a step does
 
 def main(machine: str, form: str, slots: str, context: str, *settings: str) -> None:
     if form == "stacks":
-        podium.rollout.weights.engine_decoder = lambda decoder, rules: rollout_decoder(decoder)
+        podium.rollout.engine_weights.engine_decoder = lambda decoder, rules: rollout_decoder(decoder)
         podium.rollout.programs.engine_decoder = lambda decoder, rules: rollout_decoder(decoder)
         podium.rollout.programs.engine_options = lambda platform: {}
         gpu_decode.fits = lambda page_tokens, head_dim: False
     if form == "layers":
-        podium.rollout.weights.engine_decoder = lambda decoder, rules: unrolled(rollout_decoder(decoder))
+        podium.rollout.engine_weights.engine_decoder = lambda decoder, rules: unrolled(rollout_decoder(decoder))
         podium.rollout.programs.engine_decoder = lambda decoder, rules: unrolled(rollout_decoder(decoder))
     accelerator = find_accelerator(machine)
     config = load_settings([str(CONFIG)], [f"rollout.slots={slots}", *settings]).config

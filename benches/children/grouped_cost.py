@@ -17,11 +17,11 @@ from jax.sharding import SingleDeviceSharding
 
 from podium.accelerators import Kernels, find_accelerator
 from podium.hlo.cost import roofline, walk
+from podium.hlo.hlo_text import parse
 from podium.hlo.memory import measure
-from podium.hlo.text import parse
 from podium.kernels.grouped import Form, grouped_product
 from podium.plan.calibration import load_chip
-from podium.plan.topology import topology_devices
+from podium.plan.request.topology import topology_devices
 
 KINDS: dict[str, Kernels] = {"kernels": "gpu", "ragged_dot": "none"}
 

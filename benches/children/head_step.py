@@ -10,12 +10,12 @@ from podium.accelerators import find_accelerator
 from podium.compiler import compiler_options
 from podium.config.head import fast_memory, head_tile
 from podium.hlo.cost import roofline, walk
-from podium.hlo.text import parse
+from podium.hlo.hlo_text import parse
 from podium.models.blocks.weights import Weight
 from podium.models.logprobs import token_logprobs
 from podium.models.params import GATHERED_AXES, TRAIN_AXES
 from podium.plan.calibration import load_chip
-from podium.plan.topology import topology_devices
+from podium.plan.request.topology import topology_devices
 from podium.sharding import ShardingRules, make_mesh
 
 

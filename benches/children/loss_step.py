@@ -10,11 +10,11 @@ from jax.sharding import SingleDeviceSharding
 from podium.accelerators import find_accelerator
 from podium.algorithms.logits_loss import grpo_loss_of_logits
 from podium.hlo.cost import walk
-from podium.hlo.text import parse
+from podium.hlo.hlo_text import parse
 from podium.kernels.logits import LogitsOptions
 from podium.kernels.tiles import Tiles
 from podium.kernels.tpu_logits import STRIP
-from podium.plan.topology import topology_devices
+from podium.plan.request.topology import topology_devices
 
 
 def main(machine: str, impl: str, *sizes: str) -> None:

@@ -33,7 +33,7 @@ from benches.pods.renting import PLANTED, bar_f, bar_g
 from benches.pods.runs import bar_a, bar_d, bar_e
 from benches.pods.soak import bar_soak
 from benches.record import arguments, record
-from podium.train.platform import prepare_platform
+from podium.hosts.platform import prepare_platform
 from tests.pods.hosts import ROOT
 from tests.pods.network_world import network_world, why_no_network
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benches.pods.bench import DEVICES, LIMIT_S, WORKERS, Bench, Row, on_cpu, options, rented, seconds_since, wait
-from podium.job.records import GUARD, first_failure
+from podium.job.job_records import GUARD, first_failure
 from podium.pods.launch import AGENT, poll
 from podium.pods.remote import Remote
 from tests.pods.network_world import job_processes

@@ -1,8 +1,8 @@
 """Algorithms as data: advantage, loss and mean of each recipe, and the options that a config may change.
 
 A recipe is a function that cites its paper and states how ours differs; `RECIPES` lists them. A config's options are
-applied in `podium.algorithms.options`. Nothing here imports jax, so that an invalid combination is reported as a config
-error; the losses are in `podium.algorithms.losses`.
+applied in `podium.algorithms.recipe_options`. Nothing here imports jax, so that an invalid combination is reported as a
+config error; the losses are in `podium.algorithms.losses`.
 """
 
 import dataclasses

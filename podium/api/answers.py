@@ -10,11 +10,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from podium.api.data import Rewards, overrides, task_settings
+from podium.api.given_data import Rewards, overrides, task_settings
 from podium.api.rows import Data, data_file, is_task
 from podium.config.document import Plain
 from podium.config.load import Override, load
 from podium.files import as_path
+from podium.hosts.platform import prepare_platform
 from podium.malloc import giving_back_memory
 from podium.observe.notebook import table
 from podium.observe.records import SampleRecord
@@ -23,13 +24,12 @@ from podium.observe.stats import TaskScores
 from podium.observe.text import shown
 from podium.rollout.request import Completion, Request
 from podium.run.answering import Answering, Asked, resolve_answering
+from podium.sampling.feed import request_seed
+from podium.sampling.sampler import Sampler
 from podium.settings import load_settings
 from podium.sharding import find_devices
 from podium.tasks.question_sets import math_equal
 from podium.train.evaluate import evaluate_weights
-from podium.train.feed import request_seed
-from podium.train.generate import Sampler
-from podium.train.platform import prepare_platform
 from podium.train.setup import load_parts, make_model, rollout_spec
 
 Answer = Completion

@@ -12,15 +12,15 @@ from rich.text import Text
 
 from podium.api.answers import open_model, run_of
 from podium.files import as_path
-from podium.models.chat_format import Message
-from podium.models.source import read_architecture, resolve
+from podium.models.files.source import read_architecture, resolve
+from podium.models.text.chat_format import Message
 from podium.observe.run_dir import read_config
 from podium.rollout.request import Key, Request
 from podium.rollout.turn_format import TurnFormat, TurnFormatError
 from podium.run.answering import Answering, Asked
+from podium.sampling.feed import request_seed
+from podium.sampling.sampler import Sampler
 from podium.terminal import harmless, printable
-from podium.train.feed import request_seed
-from podium.train.generate import Sampler
 
 STEPS_SHOWN = 4
 """Decode steps between updates of the shown text."""

@@ -11,8 +11,8 @@ from typing import Protocol, TypeGuard
 import numpy as np
 
 from podium.files import write_atomically
-from podium.tasks.data import NARROW, READERS, any_of, floats_as_written, kinds_of, refuse_repeated
 from podium.tasks.known_sets import SUBSETS
+from podium.tasks.question_files import NARROW, READERS, any_of, floats_as_written, kinds_of, refuse_repeated
 
 Rows = Iterable[Mapping[str, object]]
 """Dicts, a dict of columns, a datasets.Dataset, or a pandas or polars DataFrame."""

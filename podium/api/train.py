@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from podium.api.data import Rewards, overrides, task_settings
+from podium.api.given_data import Rewards, overrides, task_settings
 from podium.api.rows import Data, is_task
-from podium.api.run import Run
+from podium.api.run_handle import Run
 from podium.config.load import Override
 from podium.config.schema import Config
 from podium.files import as_path, in_bucket
@@ -122,7 +122,7 @@ def train(
 def _train(loaded: Settings, fork: Fork | None, on_step: "OnStep | None") -> Run:
     config = loaded.config
     print(f"run {config.runs_dir}/{config.name}: loading jax and the model", flush=True)
-    from podium.plan.check import RunCheck
+    from podium.plan.report.deviation import RunCheck
     from podium.train.loop import train as train_run
     from podium.train.recorder import unheard
 

@@ -29,18 +29,18 @@ from podium.algorithms.recipes import (
     Recipe,
     Teaching,
 )
+from podium.certify.check_result import Check, largest
 from podium.certify.naive import Sequences
 from podium.certify.naive_rules import RULES, Rules
 from podium.certify.naive_step import optimizer_steps
-from podium.certify.result import Check, largest
 from podium.certify.subject import RIGHT, Subject, episodes_of
 from podium.certify.updates import Form, Updates, privileged_sizes, sizes_of, usable_form
 from podium.rollout.transcript import Transcript
+from podium.sampling.groups import Group
 from podium.sharding import Params
 from podium.tasks.mixture import TaskPrompt
-from podium.train.batch import Batch
-from podium.train.groups import Group
-from podium.train.prepare import prepare_step
+from podium.train.batches.batch import Batch
+from podium.train.batches.prepare import prepare_step
 from podium.train.scorers import OwnPrompts, Scorer, make_scorers
 
 Prediction = tuple[int, int, int, float]

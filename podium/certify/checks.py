@@ -17,10 +17,10 @@ from podium.accelerators import kernels_of
 from podium.algorithms.advantages import VALUES
 from podium.algorithms.recipes import ENTROPY, OLD_LOGPROBS, REFERENCE_LOGPROBS
 from podium.certify.batches import OF_BATCH, batch_checks
+from podium.certify.check_result import Check, largest
 from podium.certify.compared import training_checks
 from podium.certify.formulas import CLAIMS, formula_checks
 from podium.certify.long_sequences import long_checks
-from podium.certify.result import Check, largest
 from podium.certify.rollout_devices import DEVICES, device_mesh, rollout_device_checks
 from podium.certify.subject import ROW_TOKENS, Subject, make_group, one_device
 from podium.certify.tiny import tiny_clone
@@ -35,13 +35,13 @@ from podium.certify.updates import (
     relative,
     usable_form,
 )
-from podium.config.attention import KERNELS
-from podium.config.critic import CriticConfig
+from podium.config.attention_blocks import KERNELS
+from podium.config.critic_section import CriticConfig
 from podium.config.lora import TARGETS
 from podium.config.mesh import mesh_sizes
 from podium.config.schema import Attention, Remat
+from podium.models.families.presets import find_decoder
 from podium.models.params import TRAIN_AXES, indivisible, param_specs, trained_specs
-from podium.models.presets import find_decoder
 from podium.sharding import ShardingRules, make_mesh
 from podium.train.step import make_score, shard_batch
 

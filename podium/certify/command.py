@@ -8,16 +8,16 @@ from collections.abc import Callable
 import jax
 from rich.console import Console
 
+from podium.certify.check_result import Certificate, Check
 from podium.certify.checks import STAGES, skipped
 from podium.certify.report import as_object, print_certificate
-from podium.certify.result import Certificate, Check
 from podium.certify.subject import Subject, make_subject
 from podium.certify.updates import Updates
 from podium.compiler import add_xla_flags, quick_flags
 from podium.config.schema import Config
+from podium.hosts.platform import prepare_platform
 from podium.malloc import only_cpu
 from podium.models.params import param_specs
-from podium.train.platform import prepare_platform
 
 CPU_DEVICES = 8
 """Number of devices that jax simulates on the CPU, to check programs that are split over devices."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from podium.algorithms.recipes import Recipe
 from podium.certify.batches import OF_BATCH
+from podium.certify.check_result import BAR, RUN_BAR, Check, largest
 from podium.certify.drawn import OF_MODEL, fits, sampling_checks
 from podium.certify.evaluated import evaluation_check
 from podium.certify.followed import Followed, follow, rules_of_run
@@ -19,19 +20,18 @@ from podium.certify.ledgers import Ledger
 from podium.certify.naive import in_float64
 from podium.certify.naive_draws import request_seed
 from podium.certify.naive_optimizer import NaiveOptimizer
+from podium.certify.numbers_task import LetterBackend, Numbers
 from podium.certify.prompt_order import superfluous, taken_prompts
-from podium.certify.result import BAR, RUN_BAR, Check, largest
 from podium.certify.subject import Subject, episodes_of, make_subject, shortest_prompt
 from podium.certify.talk import Asked, asked, is_right
-from podium.certify.task import LetterBackend, Numbers
 from podium.certify.tiny import Arrays
 from podium.certify.training import OptimizerStep, Step, Training, watch_training, with_other_options
 from podium.certify.updates import Updates, weight_difference
-from podium.config.critic import CriticConfig
+from podium.config.critic_section import CriticConfig
 from podium.config.optimizer import OptimizerConfig
 from podium.models.params import trained_specs
+from podium.sampling.groups import Group
 from podium.tasks.task import Prompt, TaskSource
-from podium.train.groups import Group
 
 OF_UPDATE = (
     *OF_BATCH,

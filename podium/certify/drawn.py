@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from podium.certify.check_result import Check, largest
 from podium.certify.naive_draws import (
     NO_CUT,
     Cut,
@@ -17,12 +18,11 @@ from podium.certify.naive_draws import (
     turn_seed,
 )
 from podium.certify.naive_step import Episode, padded_tokens
-from podium.certify.result import Check, largest
 from podium.certify.subject import Subject, episode_of
 from podium.certify.training import Step, Training
 from podium.rollout.transcript import Transcript
+from podium.sampling.groups import Group
 from podium.tasks.task import FAILED
-from podium.train.groups import Group
 
 OF_MODEL = ("log-probabilities", "temperature")
 OF_SAMPLER = ("sampling", "sampler", "long completions")

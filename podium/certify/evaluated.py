@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from podium.certify.check_result import Check
 from podium.certify.drawn import DRAW_BAR, OF_MODEL, OF_SAMPLER, Drawing, Sampling, compared, fits
 from podium.certify.naive_draws import NO_CUT, Cut, request_seed
-from podium.certify.result import Check
+from podium.certify.numbers_task import QUESTIONS
 from podium.certify.subject import EVAL_SAMPLES, Subject
 from podium.certify.talk import asked, is_right
-from podium.certify.task import QUESTIONS
 from podium.certify.training import Evaluated, Training
-from podium.train.groups import Group
+from podium.sampling.groups import Group
 
 AFTER = ("hand-over", "repetition penalty", "cuts", "order of prompts", "draws", "conversations", "episodes")
 LIKELIEST = 1e-4  # nat by which a greedy token may be less likely than the likeliest, which rounding may exchange

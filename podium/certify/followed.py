@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from podium.algorithms.controllers import ENTROPY_BONUS, KL_COEF, LAST_ENTROPY
+from podium.certify.check_result import largest
 from podium.certify.naive import Sequences
 from podium.certify.naive_rules import Rules
 from podium.certify.naive_run import Coefficients, moved_reference
-from podium.certify.result import largest
 from podium.certify.subject import Subject
 from podium.certify.tiny import Arrays
 from podium.certify.training import Step, Training

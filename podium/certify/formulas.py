@@ -17,20 +17,20 @@ from podium.algorithms.recipes import (
     REFERENCE_POINT,
     UNCERTAIN,
 )
+from podium.certify.check_result import Check, largest
 from podium.certify.mixtures import choice_check, mixture_check
 from podium.certify.naive import Scores, Sequences, in_float64, kl_losses, objective, policy_losses
 from podium.certify.naive_optimizer import Arrays, NaiveOptimizer, gradient_norm, scheduled_rate
 from podium.certify.naive_rules import Rules
-from podium.certify.result import Check, largest
-from podium.certify.sampler import sampling_check
+from podium.certify.sampler_check import sampling_check
 from podium.certify.small_moments import moments_check
 from podium.certify.subject import Subject
 from podium.certify.updates import Updates, relative, weight_difference
 from podium.config.optimizer import OPTIMIZER_COPIES, OptimizerConfig
 from podium.models.architecture import Lora, dense_decoder
 from podium.models.params import param_specs
-from podium.run.sizes import optimizer_steps
-from podium.train.optimizer import learning_rate, make_optimizer
+from podium.run.token_sizes import optimizer_steps
+from podium.train.optimizer.transforms import learning_rate, make_optimizer
 
 S, LENGTH = 24, 16
 LOW, HIGH = 0.1, 0.3

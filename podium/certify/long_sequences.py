@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from podium.certify.batches import OF_BATCH
+from podium.certify.check_result import Check, largest
 from podium.certify.formulas import CLAIMS
-from podium.certify.result import Check, largest
 from podium.certify.subject import LONG, with_long_sequences
 from podium.certify.updates import Form, Updates, gradient_difference, loss_difference
 

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from podium.certify.check_result import Check
 from podium.certify.naive_mixture import NaiveMixture
-from podium.certify.result import Check
-from podium.certify.task import NAME, QUESTIONS
+from podium.certify.numbers_task import NAME, QUESTIONS
 from podium.config.data import DataConfig, ProgressConfig, RetireConfig
 from podium.config.schema import CurriculumConfig, TaskConfig
 from podium.rollout.request import Completion
 from podium.rollout.transcript import transcript_of
+from podium.sampling.conversations.carry import Pending, chosen
+from podium.sampling.conversations.episode import Episode
+from podium.sampling.feed import EncodedPrompt
 from podium.tasks.mixture import TaskMixture, TaskPrompt
 from podium.tasks.task import Prompt
-from podium.train.carry import Pending, chosen
-from podium.train.episode import Episode
-from podium.train.feed import EncodedPrompt
 
 FIRSTS: Sequence[tuple[Sequence[Sequence[int]], int | None]] = (
     ([[3, 3, 4], [4, 5]], 3),

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from podium.certify.naive_draws import prompt_index
+from podium.certify.numbers_task import QUESTIONS
 from podium.certify.subject import Subject
-from podium.certify.task import QUESTIONS
 from podium.certify.training import Step, Training
-from podium.train.carry import Pending
-from podium.train.groups import Group
+from podium.sampling.conversations.carry import Pending
+from podium.sampling.groups import Group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

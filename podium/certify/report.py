@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from podium.certify.result import Certificate, Check
+from podium.certify.check_result import Certificate, Check
 
 
 def as_object(certificate: Certificate) -> dict[str, object]:

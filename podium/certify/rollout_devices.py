@@ -7,20 +7,20 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from podium.certify.check_result import Check, largest
 from podium.certify.drawn import DRAW_BAR, OF_MODEL, OF_SAMPLER
 from podium.certify.naive_draws import Cut, draw_errors, random_numbers
-from podium.certify.result import Check, largest
+from podium.certify.numbers_task import LetterBackend
 from podium.certify.subject import Subject, one_device
-from podium.certify.task import LetterBackend
 from podium.certify.updates import Updates
+from podium.hosts.platform import machine_of
 from podium.models.layouts import Layout
 from podium.models.params import TRAIN_AXES, indivisible, param_specs
-from podium.models.tokenizer import Tokenizer
+from podium.models.text.tokenizer import Tokenizer
 from podium.rollout.request import Completion
 from podium.run.resolve import resolve_rollout
+from podium.sampling.sampler import Sampler
 from podium.sharding import ShardingRules, make_mesh
-from podium.train.generate import Sampler
-from podium.train.platform import machine_of
 
 DEVICES, GROUP = 4, 2
 OF_ONE_DEVICE = ("hand-over", "greedy completions", "repetition penalty", "cuts", "draws")

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podium.certify.result import Check, largest
+from podium.certify.check_result import Check, largest
 from podium.config.optimizer import OptimizerConfig
 from podium.models.blocks.spec import ParamSpec
-from podium.train.optimizer import make_optimizer
+from podium.train.optimizer.transforms import make_optimizer
 
 UPDATES = 4
 SHAPE = (64, 96)

@@ -12,32 +12,40 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.algorithms.advantages import VALUES
-from podium.algorithms.options import make_recipe
+from podium.algorithms.recipe_options import make_recipe
 from podium.algorithms.recipes import Recipe
+from podium.certify.check_result import BAR, RECURRENT_BAR
 from podium.certify.naive import Scores, Sequences, Weights, continuation_values, distributions, in_float64, scores
 from podium.certify.naive_rules import Rules, rules_of
 from podium.certify.naive_step import Episode, Room, optimizer_steps
-from podium.certify.result import BAR, RECURRENT_BAR
-from podium.certify.task import CONVERSATIONS, LONGEST_QUESTION, LONGEST_REPLY, NAME, STOPS, TURNS, LetterBackend
+from podium.certify.numbers_task import (
+    CONVERSATIONS,
+    LONGEST_QUESTION,
+    LONGEST_REPLY,
+    NAME,
+    STOPS,
+    TURNS,
+    LetterBackend,
+)
 from podium.certify.tiny import Arrays, other_weights, random_weights, tiny_clone
 from podium.config.data import DataConfig
 from podium.config.imports import is_path
 from podium.config.schema import Config, EnvironmentsConfig, GradingConfig, LimitsConfig, TaskConfig
+from podium.hosts.platform import machine_of
 from podium.models.architecture import DecoderConfig, frozen_decoder, scoring_decoder
+from podium.models.families.presets import find_decoder
 from podium.models.params import TRAIN_AXES, frozen_specs, is_adapter, param_specs, trained_specs
-from podium.models.presets import find_decoder
-from podium.models.tokenizer import Tokenizer
+from podium.models.text.tokenizer import Tokenizer
 from podium.rollout.request import Completion, Request
 from podium.rollout.transcript import Transcript, transcript_of
 from podium.run.resolve import resolve_algorithm, resolve_recipe, resolve_rollout, sampling_params
+from podium.sampling.groups import Greedy, Group
+from podium.sampling.sampler import Sampler
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
-from podium.tasks.environment_forms import conversing
+from podium.tasks.conversations.environment_forms import conversing
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import FAILED as FAILED_REWARD
 from podium.tasks.task import Prompt, Reward
-from podium.train.generate import Sampler
-from podium.train.groups import Greedy, Group
-from podium.train.platform import machine_of
 from podium.train.scorers import OwnPrompts, Scorer, make_teacher_scorer
 from podium.train.setup import load_weights, make_model
 from podium.train.step import TrainSettings, make_values

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from podium.certify.naive_draws import environment_seed
+from podium.certify.numbers_task import TURNS, final_pay, grade, has_ended, is_open, letters, pay, reply_to
 from podium.certify.subject import MAX_NEW_TOKENS, OVERLONG_TOKENS, Subject
-from podium.certify.task import TURNS, final_pay, grade, has_ended, is_open, letters, pay, reply_to
 from podium.certify.training import Training
 from podium.rollout.transcript import Span, Transcript
 from podium.tasks.task import Reward

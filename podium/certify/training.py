@@ -25,30 +25,30 @@ from podium.certify.naive_rules import rules_of
 from podium.certify.subject import Subject, one_device
 from podium.certify.tiny import Arrays, other_weights
 from podium.certify.updates import PLAIN, naive_update
-from podium.config.critic import CriticConfig
+from podium.config.critic_section import CriticConfig
 from podium.config.schema import AlgorithmConfig, CheckpointConfig, Config
+from podium.hosts.distributed import AgreedStop
+from podium.hosts.signals import StopSignal
 from podium.models.adapters import base_of
 from podium.observe.stats import BatchStats, TaskScores
 from podium.rollout.request import RolloutStats
 from podium.run.resolve import resolve_recipe
-from podium.run.spec import RunSpec
+from podium.run.run_spec import RunSpec
+from podium.sampling.conversations.carry import Position
+from podium.sampling.feed import EncodedPrompt
+from podium.sampling.groups import Group
+from podium.sampling.sampler import AnswerSettings, Sampler
 from podium.sharding import Params
 from podium.tasks.mixture import TaskMixture, TaskPrompt
-from podium.train.batch import Batch
-from podium.train.carry import Position
-from podium.train.checkpoint import Checkpointer
+from podium.train.batches.batch import Batch
+from podium.train.checkpoints.checkpoint import Checkpointer
+from podium.train.checkpoints.saving import SaveTimer, Saving
 from podium.train.critic import make_critic, make_critic_optimizer
-from podium.train.distributed import AgreedStop
 from podium.train.evaluate import evaluate
-from podium.train.feed import EncodedPrompt
-from podium.train.generate import AnswerSettings, Sampler
-from podium.train.groups import Group
 from podium.train.loop import run_steps
-from podium.train.run import RunParts, make_source
-from podium.train.saving import SaveTimer, Saving
+from podium.train.open import RunParts, make_source
 from podium.train.scorers import OwnPrompts
 from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
-from podium.train.signals import StopSignal
 from podium.train.state import TrainState, init_state, with_coefs
 from podium.train.step import Metrics, TrainStep
 from podium.train.trainer import Trainer

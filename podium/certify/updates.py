@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 
 from podium.algorithms.advantages import VALUES
 from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
+from podium.certify.check_result import largest
 from podium.certify.naive import (
     Sequences,
     Weights,
@@ -31,7 +32,6 @@ from podium.certify.naive import (
     value_objective,
 )
 from podium.certify.naive_rules import Rules
-from podium.certify.result import largest
 from podium.certify.subject import (
     HINT,
     LONGEST_PROMPT,
@@ -44,15 +44,15 @@ from podium.certify.subject import (
     one_device,
 )
 from podium.certify.tiny import Arrays
+from podium.hosts.platform import machine_of
 from podium.models.architecture import DecoderConfig
 from podium.models.params import trained_specs
 from podium.run.resolve import resolve_update
+from podium.sampling.groups import Group
 from podium.sharding import Params
-from podium.train.batch import Batch, BatchSizes, take
-from podium.train.groups import Group
-from podium.train.packing import Packing
-from podium.train.platform import machine_of
-from podium.train.prepare import pack_step, prepare_step
+from podium.train.batches.batch import Batch, BatchSizes, take
+from podium.train.batches.packing import Packing
+from podium.train.batches.prepare import pack_step, prepare_step
 from podium.train.scorers import OwnPrompts, Scorer, make_scorers, teacher_head, with_scores
 from podium.train.setup import make_train_settings
 from podium.train.state import init_state

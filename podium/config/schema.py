@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from podium.config.critic import CriticConfig
+from podium.config.critic_section import CriticConfig
 from podium.config.data import DataConfig
 from podium.config.errors import Contradiction
 from podium.config.judge import JudgeConfig

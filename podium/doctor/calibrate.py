@@ -18,20 +18,20 @@ from typing import cast
 from scipy.stats import t as student
 
 from podium.accelerators import GIB, Accelerator, recognise, this_cpu
-from podium.bench.timing import cpu_peaks
 from podium.config.errors import UsageError
 from podium.config.schema import Config
+from podium.doctor.benchmarks.timing import cpu_peaks
 from podium.files import read_lines, to_json
+from podium.hosts.platform import machine_text
 from podium.observe.records import LengthsRecord, MetricsRecord, read_metrics
 from podium.observe.run_dir import CONFIG, LENGTHS, METRICS, read_config, read_machine
 from podium.plan.calibration import Chip, Constant, Factor, UserFile, find_chip, uncalibrated
-from podium.plan.cause import PEAK, STEP
-from podium.plan.check import COMPILED, SETTLED_STEP
-from podium.plan.device import KINDS
+from podium.plan.planned_device import KINDS
 from podium.plan.planner import make_plan
+from podium.plan.report.deviation import COMPILED, SETTLED_STEP
+from podium.plan.report.deviation_causes import PEAK, STEP
+from podium.plan.request.phase_sizes import Planned
 from podium.plan.result import Plan
-from podium.plan.sizes import Planned
-from podium.train.platform import machine_text
 
 MEASURED: Mapping[str, tuple[str, ...]] = {
     "prefill": ("rollout/prefill_s",),

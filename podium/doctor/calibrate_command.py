@@ -13,8 +13,8 @@ from podium.chips import user_file
 from podium.config.errors import UsageError
 from podium.doctor.calibrate import WRITER, Calibration, learn, read_sample
 from podium.files import write_atomically
+from podium.hosts.platform import prepare_platform
 from podium.plan.calibration import USER_FILE, read_user_file
-from podium.train.platform import prepare_platform
 
 
 def calibrate(runs: Sequence[Path], *, fast: bool, as_json: bool) -> int:

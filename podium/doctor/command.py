@@ -15,12 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from podium.doctor import facts, measure
+from podium.doctor.diagnosis import Diagnosis, Row
 from podium.doctor.kernels import kernels
+from podium.doctor.machine_subject import Probe, Sizes, Subject, make_subject
 from podium.doctor.model import small_model
-from podium.doctor.result import Diagnosis, Row
-from podium.doctor.subject import Probe, Sizes, Subject, make_subject
 from podium.doctor.system import System, ThisSystem
-from podium.train.platform import prepare_platform
+from podium.hosts.platform import prepare_platform
 
 WITHOUT_DEVICES: Mapping[str, Probe] = {
     "versions": lambda subject: facts.versions(subject.facts),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from podium.accelerators import GIB, GPUS, LEAST_CAPABILITY, Accelerator, kernels_on
 from podium.chips import chip_constants
-from podium.doctor.result import Row, rate
+from podium.doctor.diagnosis import Row, rate
 from podium.doctor.system import SeenDevice, SmiGpu, System
 
 LEAST_DRIVER: Mapping[str, int] = {"jax-cuda12-plugin": 525, "jax-cuda13-plugin": 580}

@@ -9,25 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.accelerators import Kernels
-from podium.bench.timing import fastest_s
 from podium.config.head import fast_memory
-from podium.doctor.result import Row
-from podium.doctor.subject import Pages, Rows, Sizes, Subject
+from podium.doctor.benchmarks.timing import fastest_s
+from podium.doctor.diagnosis import Row
+from podium.doctor.machine_subject import Pages, Rows, Sizes, Subject
+from podium.kernels.gpu_attention import gpu_attention, options_for
 from podium.kernels.gpu_decode import paged_attention
 from podium.kernels.grouped import Form, grouped_product
 from podium.kernels.logits import LogitsOptions, Way, logprobs_of_logits
+from podium.kernels.tpu_attention import tpu_attention
 from podium.kernels.tpu_delta import delta_step
 from podium.kernels.tpu_head import HeadOptions, tpu_head
-from podium.models.attention import causal_attention
+from podium.models.attention.blockwise import blockwise_attention
+from podium.models.attention.mask import Visibility
+from podium.models.attention.mask import packed_rows as sequences_of
+from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.delta import CHUNK
 from podium.models.blocks.delta_rule import Tokens, one_step, packed, unit
 from podium.models.blocks.kind import DeltaRows, Packed
-from podium.models.blockwise import blockwise_attention
-from podium.models.gpu_attention import gpu_attention, options_for
-from podium.models.recurrence import by_kernel
-from podium.models.tpu_attention import tpu_attention
-from podium.models.visibility import Visibility
-from podium.models.visibility import packed_rows as sequences_of
+from podium.models.packed_delta_rule import by_kernel
 
 BARS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 1e-2}
 """Largest error of a kernel, as a share of the largest value. On an H100 it was 3e-6 and 4e-3."""

@@ -8,12 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from podium.bench.timing import copy_rate, fastest_s, from_device_rate, product_rate, read_rate, to_device_rate
-from podium.doctor.result import Row, rate, seconds
-from podium.doctor.subject import Subject
+from podium.doctor.benchmarks.timing import (
+    copy_rate,
+    fastest_s,
+    from_device_rate,
+    product_rate,
+    read_rate,
+    to_device_rate,
+)
+from podium.doctor.diagnosis import Row, rate, seconds
+from podium.doctor.machine_subject import Subject
 from podium.files import in_bucket
 from podium.hlo.cost import roofline, walk
-from podium.hlo.text import parse
+from podium.hlo.hlo_text import parse
 from podium.plan.calibration import calibrated
 
 TERA = 1e12

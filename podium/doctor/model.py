@@ -3,17 +3,17 @@
 from collections.abc import Iterator
 
 from podium.accelerators import Accelerator, this_cpu
-from podium.bench import update
-from podium.bench.rollout import make_engine, measure, run_lengths
-from podium.bench.timing import cpu_peaks
 from podium.config.schema import Config
-from podium.doctor.result import Row
-from podium.doctor.subject import Sizes, Subject
+from podium.doctor.benchmarks import update
+from podium.doctor.benchmarks.rollout import make_engine, measure, run_lengths
+from podium.doctor.benchmarks.timing import cpu_peaks
+from podium.doctor.diagnosis import Row
+from podium.doctor.machine_subject import Sizes, Subject
 from podium.plan.calibration import Chip, uncalibrated
 from podium.plan.planner import plan_run
+from podium.plan.request.phase_sizes import sizes_on
 from podium.plan.result import Plan, Seconds, total
-from podium.plan.sizes import sizes_on
-from podium.run.spec import RunSpec
+from podium.run.run_spec import RunSpec
 from podium.sharding import make_mesh
 from podium.train.setup import run_spec
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from podium.hlo.text import Computation, Instruction, numbers
+from podium.hlo.hlo_text import Computation, Instruction, numbers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from podium.hlo.collectives import KINDS, Beside, Transfer, kind_of, transfer
-from podium.hlo.text import Computation, Instruction, Module
+from podium.hlo.hlo_text import Computation, Instruction, Module
 from podium.hlo.traffic import ASYNC_STARTS, fused, hbm_traffic, host_traffic, products
 
 HOP_S = 1e-6  # seconds of a message to the neighbouring chip: jax-ml.github.io/scaling-book/sharding

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from podium.hlo.cost import ProgramCost
-from podium.hlo.text import Module
+from podium.hlo.hlo_text import Module
 
 # github.com/openxla/xla, xla/hlo/ir/hlo_opcode.h, in November 2026.
 OPCODES = frozenset(

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from podium.hlo.text import HBM, Computation, Instruction, Module, Shape, Type, leaves
+from podium.hlo.hlo_text import HBM, Computation, Instruction, Module, Shape, Type, leaves
 from podium.hlo.traffic import ASYNC_STARTS, updates
 
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from podium.hlo.hlo_text import Computation, Module, Shape
 from podium.hlo.liveness import ArrayRef, Buffer, find_buffers, live_at_peak
-from podium.hlo.text import Computation, Module, Shape
 
 OTHER = "other"
 """Name of arrays that match no rule."""
@@ -66,7 +66,7 @@ def measure(compiled: Compiled) -> Memory:
     """The memory of a program compiled for CPU or GPU.
 
     On these, temporaries are one allocation that lasts as long as the program; outputs that reuse donated arguments
-    count once. (For TPU programs, `podium.plan.tpu_compile` reads the compiler's report.)
+    count once. (For TPU programs, `podium.plan.compiled.tpu_compile` reads the compiler's report.)
     """
     stats = compiled.memory_analysis()
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes

@@ -1,16 +1,16 @@
 """What the instructions of a program do that compute no product, in words: `slice of rollout_weights bf16[2048,11008]`.
 
-What a program takes beyond its floor (`podium.plan.floor`) is mostly theirs: copies of arrays into another layout,
-slices of stacks, joined or converted weights, and passes over activations. Arrays have the names of
+What a program takes beyond its floor (`podium.plan.traced.least_bytes`) is mostly theirs: copies of arrays into another
+layout, slices of stacks, joined or converted weights, and passes over activations. Arrays have the names of
 `podium.hlo.memory`. No jax.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 
 from podium.hlo.collectives import kind_of
+from podium.hlo.hlo_text import HBM, Computation, Instruction, Module, Shape
 from podium.hlo.liveness import ArrayRef, computations_run
 from podium.hlo.memory import ArrayNames, NamedBuffer, array_namer
-from podium.hlo.text import HBM, Computation, Instruction, Module, Shape
 from podium.hlo.traffic import IN_PLACE, SLICES, fused, hbm_traffic, products, updates
 
 LEAST = 2**20

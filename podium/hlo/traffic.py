@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from podium.hlo.collectives import kind_of
-from podium.hlo.text import HBM, HOST, Computation, Instruction, Module, Shape
+from podium.hlo.hlo_text import HBM, HOST, Computation, Instruction, Module, Shape
 
 # These move nothing themselves: they only rename arrays, or run computations that are counted separately.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}

@@ -27,7 +27,7 @@ from typing import Any
 
 from podium.files import RunFileError, absolute, in_bucket, write_atomically
 from podium.job.cluster import Cluster, ClusterError
-from podium.job.records import exit_status, one_line
+from podium.job.job_records import exit_status, one_line
 from podium.job.redact import own_redactor
 
 ARRIVAL_S = 60.0

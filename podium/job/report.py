@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from podium.job.records import NO_JOB, PROGRESS, RECORD, Status, first_failure, outcome, read_json
+from podium.job.job_records import NO_JOB, PROGRESS, RECORD, Status, first_failure, outcome, read_json
 
 
 def statuses(folder: Path) -> list[Status]:

@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 
 from podium.files import RunFileError
-from podium.job.records import HANG, ProgressReport
+from podium.job.job_records import HANG, ProgressReport
 
 HANG_S, COMPILE_S = 600.0, 3600.0
 TIMES_MEDIAN = 5.0

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from podium.config.attention import CACHE_BLOCK
+from podium.config.attention_blocks import CACHE_BLOCK
 
 MASKED = -1e30  # score of an invisible key; finite, so that differences of two are numbers
 SMALLEST = 16  # rows and columns of Triton's smallest product

@@ -1,6 +1,6 @@
 """A decoder's architecture: its numbers, stacks of blocks and adapters, and the rules they keep. No jax.
 
-`podium.models.hf_config` reads it from config.json, `podium.models.gguf` from GGUF.
+`podium.models.families.hf_config` reads it from config.json, `podium.models.files.gguf` from GGUF.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
-from podium.config.attention import kv_layout
+from podium.config.attention_blocks import kv_layout
 from podium.config.lora import ADAPTABLE, APART_RANK, TARGETS, Base, LoraConfig
 from podium.config.rollout_weights import RolloutWeights
 from podium.models.blocks.attention import Attention
@@ -77,7 +77,7 @@ class DecoderConfig:
     """A decoder: embedding, stacks of blocks (`podium.models.blocks`), final norm, head."""
 
     model_type: str
-    """Model type in config.json, one of FAMILIES in `podium.models.families`; exports write it back."""
+    """Model type in config.json, one of FAMILIES in `podium.models.families.model_types`; exports write it back."""
     vocab: int
     width: int
     stacks: tuple[Stack, ...]

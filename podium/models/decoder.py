@@ -19,7 +19,7 @@ from podium.models.blocks.choices import Recorded
 from podium.models.blocks.kind import Attend, Block, Kind, Place, Recur, Tree
 from podium.models.blocks.mathematics import rms_norm, rope_tables
 from podium.models.blocks.weights import AnyWeight, Codes, LayerWeights, Weight
-from podium.models.context import LayerContext, Tables
+from podium.models.layer_context import LayerContext, Tables
 from podium.models.linear import (
     activation_dtype,
     coded,

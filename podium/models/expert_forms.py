@@ -1,6 +1,6 @@
 """The computation of a mixture on one device: with all experts for every token, or with its rows sorted by expert.
 
-Pure jax, without a mesh: `podium.models.mixture` gives each device its experts.
+Pure jax, without a mesh: `podium.models.expert_mixture` gives each device its experts.
 """
 
 import functools

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from podium.accelerators import Accelerator
 from podium.chips import chip_constants
-from podium.config.attention import kv_layout
+from podium.config.attention_blocks import kv_layout
 from podium.config.optimizer import OPTIMIZER_COPIES
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import ring_pages

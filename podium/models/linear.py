@@ -27,7 +27,7 @@ Linear = Callable[[str, jax.Array, LayerWeight], jax.Array]
 
 def of_experts(spec: ParamSpec) -> bool:
     """Whether a weight has a matrix of each expert; it is gathered where it is multiplied with
-    (`podium.models.mixture`).
+    (`podium.models.expert_mixture`).
     """
     return is_matrix(spec) and "experts" in spec.axes
 

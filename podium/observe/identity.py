@@ -1,7 +1,7 @@
 """Which run a folder is, and which version of Podium wrote it.
 
     run.json         the run's id, and the version that last trained it
-    identity.json    the same id, beside the checkpoints that repeat it (podium.train.step_files)
+    identity.json    the same id, beside the checkpoints that repeat it (podium.train.checkpoints.step_files)
 
 The id is there twice so that another run's checkpoints, copied here with their identity.json, are not taken for this
 run's. Imports no jax.

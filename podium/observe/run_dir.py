@@ -6,11 +6,11 @@
     machine.json     the devices it last ran on
     fork.json        the run and step it was forked from, if any
     run.json         the run's id, and the version that last trained it (podium.observe.identity)
-    identity.json    the run's id, which its checkpoints repeat (podium.train.step_files)
+    identity.json    the run's id, which its checkpoints repeat (podium.train.checkpoints.step_files)
     curve.svg        chart of reward and accuracy
     data/            rows passed from Python (podium.api)
-    plan.json        its plan (podium.plan.check), on TPU and GPU
-    checkpoints/     podium.train.checkpoint
+    plan.json        its plan (podium.plan.report.deviation), on TPU and GPU
+    checkpoints/     podium.train.checkpoints.checkpoint
 
 A run in a bucket has all of this there and, except for checkpoints, a local copy (podium.observe.bucket). The format of
 the records is in `podium.observe.records`. Imports no jax.

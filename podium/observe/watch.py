@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 from podium.config.errors import UsageError
 from podium.observe.access import LOOPBACK, check_installed, hosts_of, is_token, knows_host, token_of
 from podium.observe.listening import run, take_port
-from podium.observe.report.page import make_page, page_policy, plotly_script, report_object
+from podium.observe.report.report_page import make_page, page_policy, plotly_script, report_object
 from podium.observe.run_dir import METRICS, SAMPLES
 from podium.observe.run_list import POLICY, RunLine, is_run, list_page, state
 

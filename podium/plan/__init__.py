@@ -26,11 +26,11 @@ def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = Fal
         ValueError: the config, the machine or the lengths are invalid.
         CompilerError: a program could not be compiled.
     """
-    from podium.compat.hints import offer_hints
+    from podium.compat.foreign_keys import offer_hints
     from podium.plan.calibration import find_machine
-    from podium.plan.defaults import names_model, with_defaults
     from podium.plan.planner import make_plan
-    from podium.plan.sizes import Planned
+    from podium.plan.request.defaults import names_model, with_defaults
+    from podium.plan.request.phase_sizes import Planned
     from podium.run.divisible import check_divisible
     from podium.settings import load_settings
 

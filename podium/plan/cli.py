@@ -98,7 +98,7 @@ def plan(
     failed.
     """
     from podium.plan.command import PlanRequest, check_command, plan_command
-    from podium.plan.defaults import names_model
+    from podium.plan.request.defaults import names_model
     from podium.settings import load_settings
 
     others = (config, on, settings, fast, search, fit, write, compare, suggest, steps, prices, html)
@@ -136,7 +136,7 @@ def plan(
 def _answered(answer: Callable[[], int]) -> int:
     """Run `answer` and return its exit status; print errors and exit: with status 2 if settings or usage are wrong."""
     from podium.config.errors import ConfigError, raised_here
-    from podium.plan.compile import CompilerError
+    from podium.plan.compiled.compile import CompilerError
 
     try:
         return answer()

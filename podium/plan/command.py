@@ -19,24 +19,16 @@ from podium.config.document import dump_value
 from podium.config.load import Override
 from podium.files import to_json
 from podium.observe.out_files import check_new, check_page
-from podium.plan.auto import AUTO, rank
 from podium.plan.calibration import find_machine
-from podium.plan.check import check_object, check_run
-from podium.plan.compare import ranked
-from podium.plan.defaults import Load, given, with_defaults
-from podium.plan.fit import Fit, Fitted
-from podium.plan.fit_sections import fit_sections
-from podium.plan.formatting import parted, probe_text, verdict_line
-from podium.plan.json_answer import Object, comparison_object, plan_object, search_object
-from podium.plan.knobs import candidates, search_range
-from podium.plan.page import write_page
+from podium.plan.compiled.compile_progress import follow
 from podium.plan.planner import make_plan
-from podium.plan.probe import Prober
-from podium.plan.progress import follow
-from podium.plan.report import WIDTH, print_sections
-from podium.plan.result import Peak, Plan
-from podium.plan.search import search
-from podium.plan.sections import (
+from podium.plan.report.deviation import check_object, check_run
+from podium.plan.report.fit_sections import fit_sections
+from podium.plan.report.formatting import parted, probe_text, verdict_line
+from podium.plan.report.html_page import write_page
+from podium.plan.report.json_answer import Object, comparison_object, plan_object, search_object
+from podium.plan.report.report import WIDTH, print_sections
+from podium.plan.report.sections import (
     SHOWN,
     Line,
     ReportSection,
@@ -46,11 +38,19 @@ from podium.plan.sections import (
     plan_sections,
     search_section,
 )
-from podium.plan.sizes import Planned
-from podium.plan.study import Case, Change, Outcome, RunCost, Study, cost_of
-from podium.plan.suggest import suggestions
-from podium.plan.topology import check_compiler
-from podium.plan.write import write_config
+from podium.plan.report.write import write_config
+from podium.plan.request.defaults import Load, given, with_defaults
+from podium.plan.request.phase_sizes import Planned
+from podium.plan.request.topology import check_compiler
+from podium.plan.result import Peak, Plan
+from podium.plan.search.compare_plans import ranked
+from podium.plan.search.fit import Fit, Fitted
+from podium.plan.search.memory_probe import Prober
+from podium.plan.search.rank_machines import AUTO, rank
+from podium.plan.search.search import search
+from podium.plan.search.study import Case, Change, Outcome, RunCost, Study, cost_of
+from podium.plan.search.suggest import suggestions
+from podium.plan.search.tunable_settings import candidates, search_range
 from podium.prices import Price, load_prices
 from podium.run.divisible import check_divisible
 

@@ -11,16 +11,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from podium import __version__
 from podium.config.sizes import slot_sizes
 from podium.plan.calibration import Chip, find_chip
-from podium.plan.calls import Call, largest_calls, packed_run, step_calls
-from podium.plan.compile import OnProgress, cache_folder, compile_phases
-from podium.plan.device import Device, rate
-from podium.plan.explain import explain
-from podium.plan.formatting import number
+from podium.plan.compiled.compile import OnProgress, cache_folder, compile_phases
+from podium.plan.compiled.compile_worker import CompiledPhase, Job
+from podium.plan.planned_device import Device, rate
+from podium.plan.report.formatting import number
+from podium.plan.report.plan_notes import explain
+from podium.plan.request.phase_sizes import Planned, RunSizes
+from podium.plan.request.step_calls import Call, largest_calls, packed_run, step_calls
+from podium.plan.request.topology import compiler_versions
+from podium.plan.request.workload import SequenceLengths, Workload, no_rollout, simulate_rollout
 from podium.plan.result import Phase, Plan, Seconds, Verdict, judge, total
-from podium.plan.sizes import Planned, RunSizes
-from podium.plan.topology import compiler_versions
-from podium.plan.worker import CompiledPhase, Job
-from podium.plan.workload import SequenceLengths, Workload, no_rollout, simulate_rollout
 
 ROLLOUT = ("sync", "prefill", "copy", "decode")
 SLOWEST_FIRST = (

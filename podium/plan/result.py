@@ -10,7 +10,7 @@ from typing import Literal
 from podium.accelerators import GIB
 from podium.hlo.cost import CollectiveTotal
 from podium.observe.notebook import table
-from podium.plan.workload import Workload
+from podium.plan.request.workload import Workload
 
 Verdict = Literal["fits", "does_not_fit", "too_close"]
 BoundBy = Literal["compute", "hbm", "ici", "latency", "host", ""]

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from podium.job.records import JsonObject, Status, first_failure
+from podium.job.job_records import JsonObject, Status, first_failure
 from podium.pods.clusters import k8s_manifest, slurm_script
 from podium.pods.gcloud import GcloudError
 from podium.pods.inventory import RUN, STOP, Slice, machine_name
@@ -25,7 +25,7 @@ from podium.pods.project import Project, open_project
 from podium.pods.rehearsal import Placeholders
 from podium.pods.remote import RemoteError
 from podium.pods.rental import rent_slice
-from podium.pods.run import run_config
+from podium.pods.run_command import run_config
 from podium.pods.sky import sky_task
 from podium.pods.slices import BadRequestError, SliceError
 from podium.pods.tables import slice_json, slice_table, worker_table

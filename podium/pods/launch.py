@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from podium.accelerators import find_accelerator
-from podium.job.records import NO_JOB, JobOutcome, Status, listed, outcome
+from podium.job.job_records import NO_JOB, JobOutcome, Status, listed, outcome
 from podium.pods.gcloud import GcloudError
 from podium.pods.push import DEMO_MODEL, HOME, Package
 from podium.pods.remote import Remote, RemoteError, UnusableError, WorkerReply, arrived

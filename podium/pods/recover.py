@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from podium.job.records import ABORTED, GUARD, STOPPED, first_failure, listed
+from podium.job.job_records import ABORTED, GUARD, STOPPED, first_failure, listed
 from podium.pods.gcloud import GcloudError
 from podium.pods.launch import JobStatus
 from podium.pods.patience import Patience

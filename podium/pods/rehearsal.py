@@ -12,7 +12,7 @@ import shlex
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 
-from podium.job.records import NO_JOB
+from podium.job.job_records import NO_JOB
 from podium.pods.gcloud import Finished
 from podium.pods.inventory import LEASE, OWNER, machine_name
 from podium.pods.world import World

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from podium.job.records import JsonObject
+from podium.job.job_records import JsonObject
 from podium.pods.gcloud import Gcloud, failure
 from podium.pods.inventory import Slice
 from podium.pods.world import random_word

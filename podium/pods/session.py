@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from typing import Literal
 
-from podium.job.records import NO_JOB
+from podium.job.job_records import NO_JOB
 from podium.pods.gcloud import GcloudError
 from podium.pods.inventory import END, RUN, STOP, Slice, label_text
 from podium.pods.launch import LOG_BYTES, JobStatus, RunSpec, poll, prepare, read_log, start, stop_job

@@ -5,7 +5,7 @@ import datetime
 from collections.abc import Sequence
 
 from podium.accelerators import find_accelerator
-from podium.job.records import JsonObject, Status
+from podium.job.job_records import JsonObject, Status
 from podium.pods.inventory import Slice
 from podium.prices import HOUR_S, load_prices
 

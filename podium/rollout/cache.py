@@ -3,14 +3,14 @@
 A page holds P positions of one sequence; a table lists a sequence's pages in order. Each batch shard has its own pages,
 numbered from 0 in tables; a number beyond the last page means no page, and writes to it are dropped. The head dimension
 comes before positions. How a head is stored in a page depends on the platform and the head size
-(`podium.config.attention.kv_layout`): transposed keys on CPU, rows that fill whole tiles on TPU.
+(`podium.config.attention_blocks.kv_layout`): transposed keys on CPU, rows that fill whole tiles on TPU.
 
 Each page also stores the hidden state of the last of its tokens that prefill computed. It is copied with the page to
 each of a prompt's completions, whose first tokens are sampled from it without another forward pass.
 
-What has a fixed size per sequence is stored in its cell (`podium.rollout.kept`), numbered per shard like pages: the
-states of recurrent layers, and rings. A ring holds the pages of a windowed layer: page c of the sequence is the ring's
-page c modulo the ring's length, and overwrites positions that the window no longer reaches.
+What has a fixed size per sequence is stored in its cell (`podium.rollout.cache_layout`), numbered per shard like pages:
+the states of recurrent layers, and rings. A ring holds the pages of a windowed layer: page c of the sequence is the
+ring's page c modulo the ring's length, and overwrites positions that the window no longer reaches.
 
 Attention loops over blocks of pages up to the longest sequence of its rows, with a running softmax (arXiv:1805.02867):
 its cost depends on the tokens in the cache, not on the cache's size, and a row's bits do not depend on other rows. With
@@ -29,17 +29,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from podium.config.attention import KvLayout, cache_block_pages, kv_layout, window_blocks, window_scope
+from podium.config.attention_blocks import KvLayout, cache_block_pages, kv_layout, window_blocks, window_scope
 from podium.config.recurrence import whole_tiles
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import cache_pages, ring_piece, touched_pages
 from podium.kernels import gpu_decode
 from podium.kernels.tpu_delta import delta_step
 from podium.models.architecture import DecoderConfig
+from podium.models.attention.mask import seen_in_sequence
 from podium.models.blocks.kind import Advance, At, States, StateSpec, Stepping, StoredState, Work
 from podium.models.linear import full_precision
-from podium.models.visibility import seen_in_sequence
-from podium.rollout.kept import Kept, kept_places, kv_pages, num_cells
+from podium.rollout.cache_layout import Kept, kept_places, kv_pages, num_cells
 from podium.sharding import ShardingRules
 
 AXES = (None, "batch", "cache_heads", None, None)  # of keys and values

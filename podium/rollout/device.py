@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podium.ahead import Call, CompileAhead
+from podium.compile_ahead import Call, CompileAhead
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import table_pages
 from podium.models.architecture import DecoderConfig
 from podium.rollout.cache import NO_PAGE, Cache, make_empty
+from podium.rollout.cache_layout import num_cells
 from podium.rollout.engine_device import DrawnRows, EngineModel, PrefilledRows
-from podium.rollout.kept import num_cells
+from podium.rollout.engine_weights import keeps
 from podium.rollout.programs import (
     Chunk,
     CopyProgram,
@@ -42,7 +43,6 @@ from podium.rollout.request import PromptScores, Request
 from podium.rollout.sampling import fill_row, words_of
 from podium.rollout.scheduler import Copy, DecodeRow, PrefillCall
 from podium.rollout.sequence import Sequence, TextDecoder, stop_tokens
-from podium.rollout.weights import keeps
 from podium.sharding import Params, ShardingRules
 
 Tree = TypeVar("Tree")

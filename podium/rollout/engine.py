@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import numpy as np
 
 from podium.rollout.answer import TextDecoder
+from podium.rollout.cache_layout import make_scheduler
 from podium.rollout.engine_device import DrawnRows, EngineDevice, PrefilledRows
-from podium.rollout.kept import make_scheduler
 from podium.rollout.request import (
     Completion,
     Drawing,

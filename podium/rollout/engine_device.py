@@ -13,7 +13,7 @@ from podium.rollout.scheduler import Copy, DecodeRow, PrefillCall
 from podium.rollout.sequence import Sequence as EngineSequence
 
 if TYPE_CHECKING:
-    from podium.ahead import Call
+    from podium.compile_ahead import Call
     from podium.sharding import Params
 
 

@@ -12,24 +12,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podium.ahead import Call
+from podium.compile_ahead import Call
 from podium.compiler import engine_options
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import check_split, prompt_buckets, slot_sizes, steps_at_once, table_pages
 from podium.models.architecture import DecoderConfig
-from podium.models.attention import causal_attention
+from podium.models.attention.mask import Visibility
+from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.choices import unknown_choice
 from podium.models.blocks.kind import Advance, At, States
 from podium.models.decoder import forward, head_weights
 from podium.models.linear import activation_dtype, of_bits
 from podium.models.logprobs import logits_at
-from podium.models.recorded_routing import joined_choices
-from podium.models.visibility import Visibility
+from podium.models.recorded_experts import joined_choices
 from podium.rollout import cache as caches
 from podium.rollout.cache import Cache, Rows
+from podium.rollout.engine_weights import (
+    Program,
+    SyncProgram,
+    abstract_weights,
+    engine_decoder,
+    engine_specs,
+    make_sync,
+)
 from podium.rollout.sampling import A, SamplingRows, idle_rows, num_words, sample_split, with_tokens
 from podium.rollout.sequence import MAX_STOP_TOKENS
-from podium.rollout.weights import Program, SyncProgram, abstract_weights, engine_decoder, engine_specs, make_sync
 from podium.sharding import Params, ShardingRules
 
 Tree = TypeVar("Tree")
@@ -192,7 +199,7 @@ class EnginePrograms(NamedTuple):
     """Used instead of `extend` for prompts that are scored (`Request.score_prompt`)."""
     copy: CopyProgram
     copy_cells: CopyProgram
-    """Used if layers store something of a fixed size (`podium.rollout.kept`)."""
+    """Used if layers store something of a fixed size (`podium.rollout.cache_layout`)."""
     decode: DecodeProgram
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from podium.models.blocks.choices import ChoiceFormat
 from podium.rollout.answer import TextDecoder, answer_text
+from podium.rollout.recorded_routes import Routes, unknown
 from podium.rollout.request import Completion, FinishReason, Key, PromptScores, Request, SamplingParams, unscored
-from podium.rollout.routes import Routes, unknown
 
 MAX_STOP_TOKENS = 8
 LONGEST = "rollout.max_episode_tokens (unset: max_prompt_tokens + max_new_tokens)"

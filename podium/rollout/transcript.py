@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
+from podium.rollout.recorded_routes import known
 from podium.rollout.request import Completion, FinishReason, StopReason
-from podium.rollout.routes import known
 
 Source = Literal["prompt", "drawn", "environment"]
 

@@ -17,8 +17,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from podium.models.chat_format import ChatFormat, Message, ToolSchema, any_of
-from podium.models.template import TemplateError
+from podium.models.text.chat_format import ChatFormat, Message, ToolSchema, any_of
+from podium.models.text.template import TemplateError
 
 Rule = Literal["tails", "history"]
 RULES: tuple[Rule, ...] = ("tails", "history")

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from podium.config.schema import Config, EvalConfig
-from podium.models.chat_format import Message, with_system_prompt
+from podium.models.text.chat_format import Message, with_system_prompt
 from podium.rollout.request import SamplingParams
 from podium.run.resolve import sampling_params
-from podium.tasks.environment_forms import led_by_program
+from podium.tasks.conversations.environment_forms import led_by_program
 from podium.tasks.registry import make_task, task_labels
 
 

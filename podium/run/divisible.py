@@ -18,7 +18,7 @@ from podium.models.params import (
     param_specs,
     rollout_specs,
 )
-from podium.run.spec import RolloutSpec, RunSpec
+from podium.run.run_spec import RolloutSpec, RunSpec
 
 _IN_WORDS = {
     "vocab": "a vocabulary of {}",

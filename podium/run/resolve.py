@@ -6,33 +6,23 @@ All call the same functions, so a plan has the same spec as the run.
 
 import dataclasses
 
-from podium.algorithms.options import make_recipe
+from podium.algorithms.recipe_options import make_recipe
 from podium.algorithms.recipes import Recipe, Teaching, find_recipe
-from podium.config.attention import attention_backend
-from podium.config.critic import CriticConfig
+from podium.config.attention_blocks import attention_backend
+from podium.config.critic_section import CriticConfig
 from podium.config.head import head_kind
 from podium.config.mesh import MeshSizes, mesh_shape
 from podium.config.rollout_weights import CORRECTION
 from podium.config.schema import AlgorithmConfig, Config, Dtype, RolloutConfig
 from podium.config.sizes import check_split, conversation_tokens, too_long, too_long_to_score
 from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder, scoring_decoder
+from podium.models.families.presets import find_architecture, find_reward_model, find_scorer
 from podium.models.flops import matrix_elements, pair_flops
 from podium.models.layouts import Layout, choose_layout
 from podium.models.params import TRAIN_AXES, axis_parts
-from podium.models.presets import find_architecture, find_reward_model, find_scorer
 from podium.rollout.request import SamplingParams
 from podium.run.machine import Machine
-from podium.run.sizes import (
-    batch_sequences,
-    optimizer_steps,
-    privileged_row_tokens,
-    privileged_tokens,
-    row_groups,
-    row_tokens,
-    rows_per_device,
-    tokens_per_gather,
-)
-from podium.run.spec import (
+from podium.run.run_spec import (
     BatchSizes,
     CriticSpec,
     Format,
@@ -44,6 +34,16 @@ from podium.run.spec import (
     RunSpec,
     TeacherSpec,
     UpdateSpec,
+)
+from podium.run.token_sizes import (
+    batch_sequences,
+    optimizer_steps,
+    privileged_row_tokens,
+    privileged_tokens,
+    row_groups,
+    row_tokens,
+    rows_per_device,
+    tokens_per_gather,
 )
 
 

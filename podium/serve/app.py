@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from podium.observe.access import is_token, knows_host
 from podium.serve.bodies import ChatBody, CompletionBody, GenerateBody, RequestError, read_body
 from podium.serve.documents import LAST_EVENT, Document, event_of, head_of, headers_of
-from podium.serve.prepare import Model, Prepared
+from podium.serve.engine_thread import EngineThread, Piece, Ticket
+from podium.serve.prepare_requests import Model, Prepared
 from podium.serve.replies import token_choice
-from podium.serve.worker import EngineThread, Piece, Ticket
 
 if TYPE_CHECKING:  # an extra
     from starlette.applications import Starlette

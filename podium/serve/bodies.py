@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from podium.models.chat_format import Message, ToolSchema
+from podium.models.text.chat_format import Message, ToolSchema
 from podium.plain import clean_texts, plain
 from podium.rollout.request import SamplingParams
 

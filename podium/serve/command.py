@@ -7,15 +7,15 @@ from pathlib import Path
 from podium.api.answers import Opened, open_model, run_of
 from podium.config.errors import UsageError
 from podium.files import as_path
-from podium.models.source import read_architecture, resolve
+from podium.models.files.source import read_architecture, resolve
 from podium.observe.access import check_installed, hosts_of, is_local, token_of
 from podium.observe.listening import run, take_port
 from podium.observe.run_dir import read_config
 from podium.run.answering import Asked
+from podium.sampling.conversations.dialogue import ToolFormat
 from podium.serve.app import GRACE_S, Server, make_app
-from podium.serve.prepare import Model
-from podium.serve.worker import EngineThread
-from podium.train.dialogue import ToolFormat
+from podium.serve.engine_thread import EngineThread
+from podium.serve.prepare_requests import Model
 
 CONTEXT_TOKENS = 4096
 """Longest sequence in tokens, if the model allows it and the user does not say one."""

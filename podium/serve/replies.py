@@ -10,12 +10,12 @@ import secrets
 from collections.abc import Sequence
 from typing import Protocol
 
-from podium.models.chat_format import ToolSchema
-from podium.models.tokenizer import Tokenizer
+from podium.models.text.chat_format import ToolSchema
+from podium.models.text.tokenizer import Tokenizer
 from podium.rollout.answer import CHANNEL
+from podium.sampling.conversations.dialogue import ToolFormat
 from podium.serve.documents import Document, call_of, delta_choice, message_choice, tokens_choice
-from podium.serve.worker import Piece
-from podium.train.dialogue import ToolFormat
+from podium.serve.engine_thread import Piece
 
 HALF = "\ufffd"
 """What an incomplete character is decoded to."""

@@ -12,16 +12,17 @@ A conversation replies to each answer of the model until it ends:
         def grade(self) -> float: ...
 
 It may also have `begin`, which returns a text to append to the prompt, and `close`. All methods may be async. They run
-in a process of their own (`podium.tasks.environments`). An exception is a failure of the environment, never a reward of
-0. Without `grade`, or if it returns None, the task grades the last answer. What a conversation says may depend on
-nothing but its prompt, its seed and the answers, or else a run is not determined by its seed. Nothing here imports jax.
+in a process of their own (`podium.tasks.conversations.environments`). An exception is a failure of the environment,
+never a reward of 0. Without `grade`, or if it returns None, the task grades the last answer. What a conversation says
+may depend on nothing but its prompt, its seed and the answers, or else a run is not determined by its seed. Nothing
+here imports jax.
 """
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
-from podium.models.chat_format import Message, ToolSchema
+from podium.models.text.chat_format import Message, ToolSchema
 from podium.plain import clean, number_of, plain
 from podium.tasks.task import Prompt
 
@@ -82,7 +83,9 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asking:
-    """What a program asks the model to answer (`podium.tasks.program`): messages, or tokens as they are."""
+    """What a program asks the model to answer (`podium.tasks.conversations.program`): messages, or tokens as they
+    are.
+    """
 
     messages: tuple[Message, ...] = ()
     tokens: tuple[int, ...] = ()
@@ -134,7 +137,8 @@ Replied: TypeAlias = Reply | str | None
 
 
 class Conversation(Protocol):
-    """One conversation about a prompt; `podium.tasks.environment_forms` makes them of tools and other people's classes.
+    """One conversation about a prompt; `podium.tasks.conversations.environment_forms` makes them of tools and other
+    people's classes.
 
     Optional beside `reply`: `begin() -> str | Asking | None`, `grade() -> float | None` and `close() -> None`.
     """

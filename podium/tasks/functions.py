@@ -229,7 +229,7 @@ def _answer(text: str) -> dict[str, str]:
 
 
 class GroupFunction(Protocol):
-    """What grades completions of a prompt: a `RewardFunction`, or a judge (`podium.tasks.judge`)."""
+    """What grades completions of a prompt: a `RewardFunction`, or a judge (`podium.tasks.judges`)."""
 
     @property
     def name(self) -> str:

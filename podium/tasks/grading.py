@@ -18,14 +18,14 @@ from typing import Any
 from podium.config.schema import GradingConfig, TaskConfig
 from podium.plain import message_of
 from podium.tasks.child_environment import child_environment
-from podium.tasks.environment_forms import machine_checks
+from podium.tasks.conversations.environment_forms import machine_checks
 from podium.tasks.functions import FunctionGrader, Part
-from podium.tasks.judge import Judge, JudgeCounts, ReplyStore
+from podium.tasks.grading_worker import BEGUN, Item, Outcome, grade_item
+from podium.tasks.judges import Judge, JudgeCounts, ReplyStore
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.registry import make_task, task_labels
 from podium.tasks.rewards import LengthLimits, label, make_reward, named_parts, own_functions
 from podium.tasks.task import Graded, Reward
-from podium.tasks.worker import BEGUN, Item, Outcome, grade_item
 from podium.tasks.worker_process import START_LIMIT_S, WorkerProcess
 from podium.terminal import harmless
 
@@ -317,7 +317,7 @@ class _Worker:
     def __init__(self, configs: list[TaskConfig], timeout_s: float, variables: Mapping[str, str]) -> None:
         self._limits_s: list[float] = []
         """Seconds for an answer of each task, which the process says once it is ready."""
-        self._process = WorkerProcess("podium.tasks.worker", variables)
+        self._process = WorkerProcess("podium.tasks.grading_worker", variables)
         with contextlib.suppress(EOFError, TimeoutError):  # `grade` says so
             self._process.channel.send(pickle.dumps((configs, timeout_s)), START_LIMIT_S)
 

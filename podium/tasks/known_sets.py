@@ -8,7 +8,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from podium.tasks.final_answer import final_answer
+from podium.tasks.math_answers.final_answer import final_answer
 
 logger = logging.getLogger(__name__)
 

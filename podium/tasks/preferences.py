@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from podium.tasks.data import HubDataset, is_missing, question_of, read_rows, refuse_written_messages
 from podium.tasks.messages import Message, read_messages, refuse_tools, said_by_assistant, text_of
+from podium.tasks.question_files import HubDataset, is_missing, question_of, read_rows, refuse_written_messages
 from podium.tasks.task import Prompt, TaskSource
 
 Messages = list[Message]

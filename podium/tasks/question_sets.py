@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from podium.tasks.answers import is_correct
-from podium.tasks.data import Columns, HubDataset, QuestionSet, read_rows
-from podium.tasks.final_answer import final_answer, stated_text
 from podium.tasks.known_sets import QUESTIONS, after_hashes, boxed
+from podium.tasks.math_answers.correctness import is_correct
+from podium.tasks.math_answers.final_answer import final_answer, stated_text
 from podium.tasks.messages import Message, read_messages, refuse_tools, said_by_assistant, text_of
+from podium.tasks.question_files import Columns, HubDataset, QuestionSet, read_rows
 from podium.tasks.task import Prompt, TaskSource
 
 

@@ -15,30 +15,30 @@ from podium.config.schema import TaskConfig
 from podium.tasks.task import Task, TaskSource
 
 TASKS: dict[str, str] = {
-    "arithmetic": "podium.tasks.arithmetic:Arithmetic",
-    "calculator": "podium.tasks.calculator_task:CalculatorTask",
+    "arithmetic": "podium.tasks.games.arithmetic:Arithmetic",
+    "calculator": "podium.tasks.games.calculator_task:CalculatorTask",
     "chat": "podium.tasks.question_sets:Chat",
-    "code": "podium.tasks.code_task:Code",
-    "environment": "podium.tasks.environment_rows:EnvironmentRows",
-    "frozen_lake": "podium.tasks.frozen_lake:FrozenLake",
+    "code": "podium.tasks.code.code_task:Code",
+    "environment": "podium.tasks.conversations.environment_rows:EnvironmentRows",
+    "frozen_lake": "podium.tasks.games.frozen_lake:FrozenLake",
     "gsm8k": "podium.tasks.question_sets:Gsm8k",
-    "guess": "podium.tasks.guess:GuessGame",
+    "guess": "podium.tasks.games.guess:GuessGame",
     "jsonl": "podium.tasks.question_sets:Jsonl",
     "labelled": "podium.tasks.preferences:Labelled",
-    "mastermind": "podium.tasks.mastermind:Mastermind",
+    "mastermind": "podium.tasks.games.mastermind:Mastermind",
     "math": "podium.tasks.question_sets:Math",
     "math500": "podium.tasks.question_sets:math500",
     "preferences": "podium.tasks.preferences:Preferences",
-    "program": "podium.tasks.program:Program",
-    "reasoning_gym": "podium.tasks.reasoning_gym:ReasoningGym",
-    "sqlite": "podium.tasks.sqlite_task:SqliteTask",
-    "wordle": "podium.tasks.wordle:Wordle",
+    "program": "podium.tasks.conversations.program:Program",
+    "reasoning_gym": "podium.tasks.adapters.reasoning_gym:ReasoningGym",
+    "sqlite": "podium.tasks.games.sqlite_task:SqliteTask",
+    "wordle": "podium.tasks.games.wordle:Wordle",
 }
 """Built-in tasks: config name -> path of the class or factory."""
 
 FAMILIES: dict[str, str] = {
-    "textarena": "podium.tasks.textarena:textarena_task",
-    "verifiers": "podium.tasks.verifiers_task:verifiers_task",
+    "textarena": "podium.tasks.adapters.textarena:textarena_task",
+    "verifiers": "podium.tasks.adapters.verifiers_task:verifiers_task",
 }
 """Tasks named `FAMILY:NAME`: family -> path of a function that makes a task's class from the name."""
 

@@ -12,10 +12,10 @@ from podium.algorithms.advantages import VALUES
 from podium.models.architecture import DecoderConfig
 from podium.models.params import trained_specs
 from podium.observe.stats import CriticStats
-from podium.run.spec import CriticSpec
+from podium.run.run_spec import CriticSpec
 from podium.sharding import Params
-from podium.train.batch import Batch
-from podium.train.optimizer import learning_rate, make_optimizer
+from podium.train.batches.batch import Batch
+from podium.train.optimizer.transforms import learning_rate, make_optimizer
 from podium.train.scorers import Scorer
 from podium.train.state import TrainState, at_schedule_step
 from podium.train.step import CompiledScore, CompiledTrainStep, Metrics, TrainSettings, make_value_step, make_values

@@ -22,11 +22,11 @@ from podium.observe.text import shown
 from podium.rollout.request import RolloutStats
 from podium.run.answering import evaluation_sampling
 from podium.run.resolve import resolve_recipe, resolve_update
+from podium.sampling.feed import request_seed
+from podium.sampling.groups import Group
+from podium.sampling.prompt_lengths import check_prompt_lengths, with_prompt_tokens
+from podium.sampling.sampler import AnswerSettings, FailingEnvironmentError, Sampler
 from podium.tasks.mixture import TaskPrompt
-from podium.train.feed import request_seed
-from podium.train.generate import AnswerSettings, FailingEnvironmentError, Sampler
-from podium.train.groups import Group
-from podium.train.prompt_lengths import check_prompt_lengths, with_prompt_tokens
 from podium.train.reward_models import load_reward_models
 from podium.train.setup import Model, load_parts, make_model, rollout_spec
 

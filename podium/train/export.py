@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from podium.config.errors import UsageError
 from podium.files import as_path, in_bucket
 from podium.models.adapters import merged
-from podium.models.base import base_of, name_for_others
-from podium.models.hf import save_model
+from podium.models.files.hf import save_model
+from podium.models.files.model_licence import base_of, name_for_others
+from podium.models.files.peft import save_adapter
 from podium.models.params import LAYERS, own_name
-from podium.models.peft import save_adapter
 from podium.observe.bucket import copy_records
 from podium.observe.card import model_card
 from podium.observe.run_dir import Fork, parse_fork, read_config, saved_steps

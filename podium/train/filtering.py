@@ -6,12 +6,12 @@ from pathlib import Path
 
 from podium.config.schema import Config
 from podium.files import as_path, to_json
+from podium.hosts.same_inputs import model_files
+from podium.sampling.feed import request_seed
+from podium.sampling.sampler import AnswerSettings, FailingEnvironmentError, Sampler
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.pass_rates import Measured, PassRate, PassRates, digest_of, read_pass_rates
 from podium.train.evaluate import opened_rollouts
-from podium.train.feed import request_seed
-from podium.train.generate import AnswerSettings, FailingEnvironmentError, Sampler
-from podium.train.same_inputs import model_files
 from podium.train.setup import Model, load_parts
 
 PROMPTS_AT_ONCE = 256

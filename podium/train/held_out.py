@@ -6,10 +6,10 @@ import numpy as np
 
 from podium.algorithms.recipes import LOSSES, Recipe
 from podium.observe.stats import PreferenceStats
-from podium.run.spec import RunSpec
-from podium.train.demonstrations import demonstrate
-from podium.train.feed import Feed, request_seed
-from podium.train.groups import Group
+from podium.run.run_spec import RunSpec
+from podium.sampling.demonstrations import demonstrate
+from podium.sampling.feed import Feed, request_seed
+from podium.sampling.groups import Group
 from podium.train.state import TrainState
 from podium.train.trainer import Trainer
 

@@ -4,18 +4,18 @@ import dataclasses
 
 from podium.algorithms.recipes import Recipe
 from podium.config.schema import Config
-from podium.job.context import JobContext, alone
+from podium.hosts.distributed import Interrupted, from_leader
+from podium.job.job_context import JobContext, alone
 from podium.observe.curve_svg import save_curve
 from podium.observe.history import read_history
 from podium.observe.run_dir import Fork
 from podium.observe.summary import print_summary, save_summary
-from podium.run.spec import RunSpec
-from podium.train.distributed import Interrupted, from_leader
+from podium.run.run_spec import RunSpec
 from podium.train.evaluate import evaluate
 from podium.train.held_out import held_out_preferences
+from podium.train.open import RunParts, open_run
 from podium.train.profile import Window
 from podium.train.recorder import OnStep, PlanCheck, unheard
-from podium.train.run import RunParts, open_run
 from podium.train.state import TrainState
 
 

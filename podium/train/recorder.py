@@ -9,15 +9,16 @@ from typing import Protocol
 import numpy as np
 
 from podium.algorithms.losses import narrow_clip_warning
-from podium.job.records import ProgressReport
+from podium.hosts.distributed import gather, local_memory
+from podium.job.job_records import ProgressReport
 from podium.observe.alarms import CarryAlarms, GapAlarm, RewardAlarm, check_gap, length_distance
+from podium.observe.live_view import Progress, ShownCompletion
 from podium.observe.metrics import (
     COMPARED_WITH_SAMPLER,
     STEP_REPORT,
     evaluation_metrics,
     step_metrics,
 )
-from podium.observe.progress import Progress, ShownCompletion
 from podium.observe.records import SampleRecord, lengths_record, sample_record, sampled_groups
 from podium.observe.run_dir import LENGTHS, SAMPLES, RunDir
 from podium.observe.stats import (
@@ -32,10 +33,9 @@ from podium.observe.stats import (
 )
 from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
-from podium.run.spec import RunSpec
-from podium.train.distributed import gather, local_memory
+from podium.run.run_spec import RunSpec
+from podium.sampling.groups import Group
 from podium.train.evaluate import Evaluation
-from podium.train.groups import Group
 
 STEPS_AVERAGED = 10
 
@@ -48,7 +48,9 @@ def unheard(step: int, metrics: Mapping[str, float], samples: list[SampleRecord]
 
 
 class PlanCheck(Protocol):
-    """Plans a run and compares it with its plan. `podium.plan.check` is passed in: the planner imports the trainer."""
+    """Plans a run and compares it with its plan. `podium.plan.report.deviation` is passed in: the planner imports the
+    trainer.
+    """
 
     def begin(self, spec: RunSpec, folder: Path | None) -> str | None:
         """Plan before the first step; return a line to print. Raises ValueError if the run is far too large."""

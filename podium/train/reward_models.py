@@ -10,25 +10,25 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from podium.hosts.distributed import on_host
 from podium.models.adapters import base_of
-from podium.models.chat_format import Message, ToolSchema
+from podium.models.files.source import ModelSource, padding_token
+from podium.models.files.source import resolve as find_source
 from podium.models.linear import kept
-from podium.models.source import ModelSource, padding_token
-from podium.models.source import resolve as find_source
-from podium.models.tokenizer import Tokenizer, load_tokenizer
+from podium.models.text.chat_format import Message, ToolSchema
+from podium.models.text.tokenizer import Tokenizer, load_tokenizer
 from podium.run.divisible import check_conversations
-from podium.run.spec import BatchSizes, RewardModelSpec, RolloutSpec, UpdateSpec
+from podium.run.run_spec import BatchSizes, RewardModelSpec, RolloutSpec, UpdateSpec
+from podium.sampling.conversations.dialogue import ToolFormat
+from podium.sampling.feed import Feed, prompt_messages
+from podium.sampling.groups import Group
 from podium.sharding import Params
-from podium.tasks.environment_forms import conversing
+from podium.tasks.conversations.environment_forms import conversing
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.rewards import raised, with_score
 from podium.tasks.task import Reward
-from podium.train.batch import Batch, make_batch, take
-from podium.train.dialogue import ToolFormat
-from podium.train.distributed import on_host
-from podium.train.feed import Feed, prompt_messages
-from podium.train.groups import Group
-from podium.train.samples import single_answer
+from podium.train.batches.batch import Batch, make_batch, take
+from podium.train.batches.samples import single_answer
 from podium.train.setup import Model, load_frozen, make_train_settings
 from podium.train.step import CompiledScore, TrainSettings, make_values, shard_batch
 

@@ -24,14 +24,14 @@ from podium.algorithms.recipes import (
     score_name,
 )
 from podium.config.imports import imported
+from podium.hosts.distributed import on_host
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.choices import unknown_choice
-from podium.run.spec import BatchSizes
+from podium.run.run_spec import BatchSizes
 from podium.sharding import Params, ShardingRules
 from podium.tasks.mixture import TaskPrompt
-from podium.train.batch import Batch, make_batch, take
-from podium.train.distributed import on_host
-from podium.train.samples import Sample
+from podium.train.batches.batch import Batch, make_batch, take
+from podium.train.batches.samples import Sample
 from podium.train.step import CompiledScore, ScoreProgram, TrainSettings, make_hidden, make_score, shard_batch
 
 

@@ -10,26 +10,26 @@ from jax.sharding import Mesh
 from podium.algorithms.recipes import Recipe
 from podium.config.lora import LoraConfig
 from podium.config.schema import Config
+from podium.hosts.platform import machine_of, prepare_platform
 from podium.models.adapters import base_of
 from podium.models.architecture import DecoderConfig
-from podium.models.hf import load_params
+from podium.models.families.presets import decoder_of_run
+from podium.models.files.hf import load_params
+from podium.models.files.peft import load_adapter
+from podium.models.files.source import ModelSource, read_architecture
+from podium.models.files.source import resolve as find_source
 from podium.models.params import TRAIN_AXES, frozen_dtype, param_specs, trained_specs
-from podium.models.peft import load_adapter
-from podium.models.presets import decoder_of_run
 from podium.models.quantised import make_quantise
-from podium.models.source import ModelSource, read_architecture
-from podium.models.source import resolve as find_source
-from podium.models.tokenizer import Tokenizer, load_tokenizer
+from podium.models.text.tokenizer import Tokenizer, load_tokenizer
 from podium.observe.run_dir import Fork
 from podium.run.machine import Machine
 from podium.run.resolve import resolve, resolve_recipe, resolve_rollout
-from podium.run.spec import OptimizerSpec, RolloutSpec, RunSpec, UpdateSpec
+from podium.run.run_spec import OptimizerSpec, RolloutSpec, RunSpec, UpdateSpec
+from podium.sampling.conversations.carry import HostState
 from podium.sharding import Params, ShardingRules, abstract_params, init_params, make_mesh
-from podium.train.carry import HostState
-from podium.train.checkpoint import restore_params
-from podium.train.offload import check_host_memory
-from podium.train.optimizer import make_optimizer
-from podium.train.platform import machine_of, prepare_platform
+from podium.train.checkpoints.checkpoint import restore_params
+from podium.train.optimizer.offload import check_host_memory
+from podium.train.optimizer.transforms import make_optimizer
 from podium.train.step import TrainSettings
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from podium.sharding import Params, to_devices
-from podium.train.optimizer import abstract_opt_state, make_opt_init, replicated
+from podium.train.optimizer.transforms import abstract_opt_state, make_opt_init, replicated
 
 
 @jax.tree_util.register_dataclass

@@ -22,24 +22,24 @@ from podium.algorithms.losses import entropy_loss, policy_loss, value_loss
 from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
 from podium.algorithms.routers import router_loss, router_stats
 from podium.compiler import Lowerable, compiler_options
-from podium.config.attention import Backend
+from podium.config.attention_blocks import Backend
 from podium.config.head import HeadKind
 from podium.config.schema import Remat
 from podium.models.architecture import DecoderConfig
-from podium.models.attention import row_attention
+from podium.models.attention.mask import Visibility, packed_rows
+from podium.models.attention.packed_attention import row_attention
 from podium.models.blocks.choices import Balance
 from podium.models.blocks.kind import Advance, At, Packed, States
 from podium.models.decoder import forward, head_weights, token_scores
 from podium.models.linear import activation_dtype
 from podium.models.logprobs import Taught, TokenLogprobs, token_logprobs
+from podium.models.packed_delta_rule import row_recurrence
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, trained_specs
-from podium.models.recorded_routing import balances, recorded_choices
-from podium.models.recurrence import row_recurrence
-from podium.models.visibility import Visibility, packed_rows
-from podium.run.spec import BatchSizes
+from podium.models.recorded_experts import balances, recorded_choices
+from podium.run.run_spec import BatchSizes
 from podium.sharding import Params, ShardingRules, abstract_params, to_devices
-from podium.train.batch import Batch, make_batch
-from podium.train.offload import Offloaded, apply_gradients
+from podium.train.batches.batch import Batch, make_batch
+from podium.train.optimizer.offload import Offloaded, apply_gradients
 from podium.train.state import TrainState, abstract_state
 
 Metrics = dict[str, jax.Array]

@@ -10,19 +10,19 @@ import jax
 import numpy as np
 import optax
 
-from podium.ahead import Call, CompileAhead
 from podium.algorithms.controllers import KL_COEF, Coefs, after_step, after_update, loss_coefs
 from podium.algorithms.recipes import REFERENCE_LOGPROBS, TEACHER_HIDDEN, Recipe
+from podium.compile_ahead import Call, CompileAhead
 from podium.config.reference import ReferenceConfig
+from podium.hosts.distributed import is_leader, on_host
 from podium.observe.stats import BatchStats, RewardKl, UpdateStats
-from podium.run.spec import BatchSizes, OptimizerSpec
+from podium.run.run_spec import BatchSizes, OptimizerSpec
+from podium.sampling.groups import Group
 from podium.sharding import Params, to_devices
-from podium.train.batch import Batch, make_batch
+from podium.train.batches.batch import Batch, make_batch
+from podium.train.batches.prepare import group_samples, log_ratios, prepare_step
 from podium.train.critic import Critic, update_critic
-from podium.train.distributed import is_leader, on_host
-from podium.train.groups import Group
-from podium.train.optimizer import learning_rate
-from podium.train.prepare import group_samples, log_ratios, prepare_step
+from podium.train.optimizer.transforms import learning_rate
 from podium.train.scorers import Scorer, make_scorers, teacher_head
 from podium.train.state import TrainState, at_schedule_step, mixed, with_coefs
 from podium.train.step import (

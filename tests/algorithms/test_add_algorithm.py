@@ -9,7 +9,7 @@ import pytest
 
 from podium.algorithms.advantages import group_advantages, token_weights
 from podium.algorithms.losses import policy_loss
-from podium.algorithms.options import make_recipe
+from podium.algorithms.recipe_options import make_recipe
 from podium.algorithms.recipes import RECIPES, Recipe
 from podium.config.errors import ConfigError
 from podium.config.schema import AlgorithmConfig

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from podium.algorithms.controllers import after_step, after_update, first_coefs, loss_coefs
-from podium.algorithms.options import RecipeError, make_recipe
+from podium.algorithms.recipe_options import RecipeError, make_recipe
 from podium.algorithms.recipes import Recipe
 from podium.config.schema import AlgorithmConfig
 

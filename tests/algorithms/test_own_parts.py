@@ -9,13 +9,13 @@ import pytest
 
 from podium.algorithms.advantages import group_advantages
 from podium.algorithms.losses import Tokens, make_loss
-from podium.algorithms.options import make_recipe
+from podium.algorithms.recipe_options import make_recipe
 from podium.algorithms.recipes import RECIPES, Recipe
 from podium.config.errors import ConfigError
 from podium.config.show import file_schema
 from podium.models.blocks.spec import ParamSpec
 from podium.settings import IMPORTABLE, NAMES, load_settings
-from podium.train.optimizer import make_optimizer
+from podium.train.optimizer.transforms import make_optimizer
 
 RUN = ("model=nobody/nothing", "tasks=[{name: arithmetic}]")
 

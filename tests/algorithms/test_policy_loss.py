@@ -10,7 +10,7 @@ import pytest
 from packed_rows import Batch, packed
 
 from podium.algorithms.losses import Tokens, entropy_loss, make_loss, narrow_clip_warning, policy_loss
-from podium.algorithms.options import make_recipe
+from podium.algorithms.recipe_options import make_recipe
 from podium.algorithms.recipes import RECIPES, Recipe
 from podium.config.schema import AlgorithmConfig
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from podium.algorithms import recipes
-from podium.algorithms.options import RecipeError, make_recipe
+from podium.algorithms.recipe_options import RecipeError, make_recipe
 from podium.algorithms.recipes import LOSSES, OPTION_RANGES, RECIPES, Recipe
 from podium.config.schema import AlgorithmConfig
 from tools.algorithms_page import algorithms_page

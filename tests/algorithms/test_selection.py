@@ -9,7 +9,7 @@ import pytest
 from packed_rows import packed
 
 from podium.algorithms.losses import policy_loss
-from podium.algorithms.options import RecipeError, make_recipe
+from podium.algorithms.recipe_options import RecipeError, make_recipe
 from podium.algorithms.selection import TIE, clip_cov_tokens, covariances, kl_cov_tokens, top_entropy_tokens
 from podium.config.schema import AlgorithmConfig
 

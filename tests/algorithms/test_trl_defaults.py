@@ -80,7 +80,7 @@ def test_an_optimizer_with_trls_settings_moves_weights_as_trls(steps: int) -> No
 
     from podium.config.optimizer import OptimizerConfig
     from podium.models.params import ParamSpec
-    from podium.train.optimizer import make_optimizer
+    from podium.train.optimizer.transforms import make_optimizer
 
     torch = others_code("torch")
     settings = OptimizerConfig(learning_rate=1e-2, clip_norm=0.0, **PLAIN["train"]["optimizer"])

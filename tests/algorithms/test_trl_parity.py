@@ -14,7 +14,7 @@ from others_code import others_code
 
 from podium.algorithms.advantages import token_weights
 from podium.algorithms.losses import entropy_loss, policy_loss
-from podium.algorithms.options import make_recipe
+from podium.algorithms.recipe_options import make_recipe
 from podium.algorithms.selection import top_entropy_tokens
 from podium.config.schema import AlgorithmConfig
 from podium.observe.metric_table import clip_fractions

@@ -14,7 +14,7 @@ from others_code import others_code
 
 from podium.algorithms.advantages import token_weights
 from podium.algorithms.losses import policy_loss
-from podium.algorithms.options import make_recipe
+from podium.algorithms.recipe_options import make_recipe
 from podium.config.schema import AlgorithmConfig
 
 SCRIPT = Path(__file__).parents[1] / "golden" / "record_preferences.py"

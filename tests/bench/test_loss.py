@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from podium.bench.cli import bench_app
+from podium.doctor.benchmarks.cli import bench_app
 
 TINY = [
     "--batch",

@@ -7,8 +7,8 @@ import pytest
 from tiny_decoder import tiny
 
 from podium.accelerators import find_accelerator
-from podium.bench import rollout, update
 from podium.config.schema import Config
+from podium.doctor.benchmarks import rollout, update
 from podium.models.architecture import make_lora
 from podium.run.machine import Machine
 from podium.run.resolve import resolve

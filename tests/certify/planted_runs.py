@@ -15,20 +15,13 @@ from podium.models import decoder
 from podium.rollout import cache, device, engine, programs, sampling
 from podium.rollout.sequence import Sequence
 from podium.rollout.transcript import Transcript
+from podium.sampling import feed, partial_rollouts, sampler
+from podium.sampling.conversations import carry, environment_client, turns
 from podium.tasks import curriculum, mixture
-from podium.train import (
-    carry,
-    checkpoint,
-    environment_client,
-    evaluate,
-    feed,
-    generate,
-    optimizer,
-    partial_rollouts,
-    prepare,
-    trainer,
-    turns,
-)
+from podium.train import evaluate, trainer
+from podium.train.batches import prepare
+from podium.train.checkpoints import checkpoint
+from podium.train.optimizer import transforms
 
 Plant = tuple[Any, str, Any]
 """Object, attribute, and what the bug puts there."""
@@ -282,18 +275,18 @@ def any_complete_prompts_taken() -> Plant:
 
 def unfinished_prompts_dropped() -> Plant:
     """What a step leaves is not gone on with."""
-    original = generate.Sampler.answer
+    original = sampler.Sampler.answer
 
     def planted(own, prompts, settings=None):
         made = original(own, prompts, settings)
         own.partial.pending = ()
         return made
 
-    return generate.Sampler, "answer", planted
+    return sampler.Sampler, "answer", planted
 
 
 def nothing_in_flight() -> Plant:
-    original = generate.Sampler.answer
+    original = sampler.Sampler.answer
 
     def planted(own, prompts, settings=None):
         kept, own.spec = own.spec, dataclasses.replace(own.spec, in_flight=0)
@@ -302,7 +295,7 @@ def nothing_in_flight() -> Plant:
         finally:
             own.spec = kept
 
-    return generate.Sampler, "answer", planted
+    return sampler.Sampler, "answer", planted
 
 
 def a_prompt_skipped_each_step() -> Plant:
@@ -422,8 +415,8 @@ def threshold_of_good_sequences_too() -> Plant:
 
 
 def embeddings_not_decayed() -> Plant:
-    original = optimizer.is_matrix
-    return optimizer, "is_matrix", lambda spec: original(spec) and "vocab" not in spec.axes
+    original = transforms.is_matrix
+    return transforms, "is_matrix", lambda spec: original(spec) and "vocab" not in spec.axes
 
 
 def no_bias_correction() -> Plant:
@@ -441,16 +434,16 @@ def no_bias_correction() -> Plant:
 
         return optax.GradientTransformation(init, update)
 
-    return optimizer.optax, "scale_by_adam", planted
+    return transforms.optax, "scale_by_adam", planted
 
 
 def moments_rounded_to_nearest() -> Plant:
-    return optimizer, "round_at_random", lambda x, key: x.astype(jnp.bfloat16)
+    return transforms, "round_at_random", lambda x, key: x.astype(jnp.bfloat16)
 
 
 def rounded_alike_in_every_update() -> Plant:
     """Moments are rounded by the same random numbers in every update."""
-    original = optimizer.small_moments
+    original = transforms.small_moments
 
     def planted(rule):
         made = original(rule)
@@ -458,13 +451,13 @@ def rounded_alike_in_every_update() -> Plant:
         update = lambda updates, state, params=None: made.update(updates, begun(state), params)  # noqa: E731
         return optax.GradientTransformation(made.init, update)
 
-    return optimizer, "small_moments", planted
+    return transforms, "small_moments", planted
 
 
 def rounded_alike_in_all_arrays() -> Plant:
     """All moments of an update are rounded by the same random numbers."""
-    original = optimizer.round_at_random
-    return optimizer, "round_at_random", lambda x, key: original(x, jax.random.key(0))
+    original = transforms.round_at_random
+    return transforms, "round_at_random", lambda x, key: original(x, jax.random.key(0))
 
 
 def moments_begin_anew_every_step() -> Plant:
@@ -479,7 +472,7 @@ def moments_begin_anew_every_step() -> Plant:
 
 
 def warm_up_one_step_late() -> Plant:
-    original = optimizer.learning_rate
+    original = transforms.learning_rate
 
     def planted(config, total):
         rate = original(config, total)
@@ -489,7 +482,7 @@ def warm_up_one_step_late() -> Plant:
 
 
 def final_fraction_ignored() -> Plant:
-    original = optimizer.learning_rate
+    original = transforms.learning_rate
     return (
         formulas,
         "learning_rate",
@@ -674,8 +667,8 @@ def every_conversation_in_its_own_environment() -> Plant:
 
 def half_of_the_answers_not_learned() -> Plant:
     """Curricula and retirement are told of the first half of a step's prompts alone."""
-    original = generate.Sampler._learn
-    return generate.Sampler, "_learn", lambda own, groups: original(own, groups[: len(groups) // 2])
+    original = sampler.Sampler._learn
+    return sampler.Sampler, "_learn", lambda own, groups: original(own, groups[: len(groups) // 2])
 
 
 def rewards_charged_with_the_first_coefficient() -> Plant:

@@ -12,12 +12,12 @@ from rich.console import Console
 from podium.algorithms.recipes import LOSSES, RECIPES
 from podium.certify import command
 from podium.certify.batches import batch_checks, variants
+from podium.certify.check_result import Certificate, Check, largest
 from podium.certify.formulas import formula_cases
 from podium.certify.naive import in_float32, in_float64
 from podium.certify.naive_optimizer import scheduled_rate
 from podium.certify.naive_rules import rules_of
 from podium.certify.report import as_object, print_certificate
-from podium.certify.result import Certificate, Check, largest
 from podium.certify.subject import make_subject
 from podium.certify.tiny import tiny_clone
 from podium.certify.training import training_config
@@ -32,8 +32,8 @@ from podium.certify.updates import (
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import AlgorithmConfig, Config
 from podium.models.blocks.delta import DeltaNet
-from podium.models.presets import PRESETS
-from podium.train.optimizer import learning_rate
+from podium.models.families.presets import PRESETS
+from podium.train.optimizer.transforms import learning_rate
 
 MODELS = ("meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B")
 

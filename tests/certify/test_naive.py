@@ -17,14 +17,14 @@ from podium.algorithms.controllers import (
     first_coefs,
     loss_coefs,
 )
-from podium.algorithms.options import make_recipe
+from podium.algorithms.recipe_options import make_recipe
 from podium.certify.naive import divergences
 from podium.certify.naive_rules import Rules, rules_of
 from podium.certify.naive_run import Coefficients, moved_reference
 from podium.certify.naive_step import Episode, Room, optimizer_steps
-from podium.certify.task import LetterBackend, Numbers
+from podium.certify.numbers_task import LetterBackend, Numbers
 from podium.config.schema import AlgorithmConfig
-from podium.models.tokenizer import Tokenizer
+from podium.models.text.tokenizer import Tokenizer
 from podium.tasks.task import TaskSource
 from tools.structure import imports, reached, read_modules
 

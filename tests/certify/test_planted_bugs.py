@@ -20,42 +20,32 @@ from planted_runs import Plant
 from podium.algorithms import advantages, controllers, losses, recipes, selection
 from podium.certify import batches
 from podium.certify.batches import batch_checks
+from podium.certify.check_result import Certificate, Check
 from podium.certify.checks import Stage, form_checks, model_checks, scoring_checks, update_checks
 from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
 from podium.certify.long_sequences import long_checks
 from podium.certify.mixtures import choice_check
-from podium.certify.result import Certificate, Check
 from podium.certify.rollout_devices import rollout_device_checks
 from podium.certify.small_moments import moments_check
 from podium.certify.subject import LONGEST_CONVERSATION, MAX_NEW_TOKENS, Subject, make_subject
 from podium.certify.updates import Updates
 from podium.config.schema import Config
 from podium.models import architecture, logprobs
+from podium.models.attention.mask import Visibility
 from podium.models.blocks import routing
-from podium.models.visibility import Visibility
 from podium.rollout import device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import SamplingParams
 from podium.rollout.sequence import Sequence
 from podium.rollout.transcript import Transcript
+from podium.sampling import feed, grades, groups, sampler
+from podium.sampling.conversations import conversation_carry, conversations
 from podium.tasks import grading
-from podium.train import (
-    batch,
-    conversation_carry,
-    conversations,
-    feed,
-    generate,
-    grades,
-    groups,
-    offload,
-    optimizer,
-    prepare,
-    samples,
-    scorers,
-    step,
-    trainer,
-)
+from podium.train import scorers, step, trainer
+from podium.train.batches import batch, prepare, samples
+from podium.train.optimizer import offload
+from podium.train.optimizer import transforms as optimizer
 
 QWEN3 = "Qwen/Qwen3-0.6B"
 EXPERTS = "Qwen/Qwen3-30B-A3B-Instruct-2507"
@@ -630,13 +620,13 @@ def rounded_in_the_hand_over() -> Plant:
 
 
 def hand_over_one_step_late() -> Plant:
-    original, given = generate.Sampler.load, []
+    original, given = sampler.Sampler.load, []
 
     def planted(rollouts, params, frozen=None, *, version=0):
         given.append(jax.tree.map(jnp.copy, params))
         return original(rollouts, given[max(0, len(given) - 2)], frozen, version=version)
 
-    return generate.Sampler, "load", planted
+    return sampler.Sampler, "load", planted
 
 
 def carried_tokens_called_new() -> Plant:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from podium.compat.hints import offer_hints
+from podium.compat.foreign_keys import offer_hints
 from podium.config.errors import ConfigError, nearest
 from podium.config.schema import Config
 from podium.settings import load_settings

@@ -15,11 +15,11 @@ from podium.chips import user_file
 from podium.config.schema import Config
 from podium.config.show import to_yaml
 from podium.doctor.calibrate import MEASURED, learn, middle, read_sample
+from podium.hosts.platform import machine_text
 from podium.plan.calibration import Chip, Factor, find_chip, find_machine, load_chip, uncalibrated
-from podium.plan.device import KINDS
+from podium.plan.planned_device import KINDS
 from podium.plan.planner import make_plan
-from podium.plan.sizes import Planned
-from podium.train.platform import machine_text
+from podium.plan.request.phase_sizes import Planned
 from tests.plan.test_search import config as config_3b
 
 V6E_8 = find_accelerator("v6e-8")

@@ -10,11 +10,11 @@ import jax
 import pytest
 
 from podium import cli
-from podium.bench import timing
 from podium.doctor import command, model
+from podium.doctor.benchmarks import timing
 from podium.doctor.command import WITHOUT_DEVICES, as_object, diagnose
-from podium.doctor.result import Row, rate, seconds
-from podium.doctor.subject import TINY
+from podium.doctor.diagnosis import Row, rate, seconds
+from podium.doctor.machine_subject import TINY
 from podium.doctor.system import SmiGpu
 from podium.sharding import make_mesh
 from tests.doctor.machines import CUDA, GIB, GOOD, H100, MadeSystem, with_chips, with_gpus

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 
-from podium.tasks.arithmetic import Arithmetic
+from podium.tasks.games.arithmetic import Arithmetic
 from podium.tasks.task import Prompt, TaskSource
 
 NUM_HELD_OUT = 20

@@ -32,9 +32,9 @@ def main() -> None:
     import jax.numpy as jnp
     from tiny_models import CASES, rules_on, tokens_of, write_model
 
-    from podium.models.hf import load_params, save_model
-    from podium.models.source import read_architecture, resolve
-    from podium.models.tokenizer import load_tokenizer
+    from podium.models.files.hf import load_params, save_model
+    from podium.models.files.source import read_architecture, resolve
+    from podium.models.text.tokenizer import load_tokenizer
 
     golden = {}
     with tempfile.TemporaryDirectory() as temporary:

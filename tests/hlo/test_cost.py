@@ -8,8 +8,8 @@ import pytest
 from recorded_programs import FSDP, GOLDEN, HIDDEN, LAYERS, MESH, TOKENS, WIDTH, by_kind
 
 from podium.hlo.cost import unknown_loops, walk
+from podium.hlo.hlo_text import parse
 from podium.hlo.liveness import live_at_peak
-from podium.hlo.text import parse
 
 GENERATE = GPU_GENERATE = "jit(generate)/while"
 

@@ -10,9 +10,9 @@ from recorded_programs import GOLDEN
 
 from podium.hlo.cost import walk
 from podium.hlo.doubts import Counted, doubts, known_opcode, unknown_text
+from podium.hlo.hlo_text import parse
 from podium.hlo.liveness import live_at_peak
 from podium.hlo.memory import measure
-from podium.hlo.text import parse
 
 RECORDED = sorted(path.stem for path in GOLDEN.glob("*.hlo"))
 

@@ -5,11 +5,11 @@ import math
 import pytest
 from recorded_programs import FSDP, MESH, by_kind
 
-from podium.config.attention import window_scope
+from podium.config.attention_blocks import window_scope
 from podium.hlo.collectives import group_of
 from podium.hlo.cost import Peaks, roofline, walk
-from podium.hlo.text import parse
-from podium.plan.worker import looped_work
+from podium.hlo.hlo_text import parse
+from podium.plan.compiled.compile_worker import looped_work
 
 
 def module_of(instructions, *, computations="", mesh=FSDP):

@@ -8,10 +8,10 @@ import pytest
 from recorded_programs import GOLDEN, HIDDEN, LAYERS, TOKENS, WIDTH
 
 from podium.accelerators import GIB
+from podium.hlo.hlo_text import parse
 from podium.hlo.liveness import live_at_peak
 from podium.hlo.memory import NamedBuffer, NamedPeak, largest, measure, parse_out_of_memory
-from podium.hlo.text import parse
-from podium.plan.array_names import ARGUMENTS, names_of
+from podium.plan.compiled.array_names import ARGUMENTS, names_of
 
 STACK = dataclasses.replace(names_of("jit_step"), arguments={"params": "parameters", "x": "batch"})
 DECODE = names_of("jit_decode")

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 from recorded_programs import GOLDEN
 
-from podium.hlo.text import Shape, item_bits, parse
+from podium.hlo.hlo_text import Shape, item_bits, parse
 
 LOOP = """HloModule jit_loop, is_scheduled=true, input_output_alias={{ {{1}}: (0, {{}}, may-alias) }}, num_partitions=4
 

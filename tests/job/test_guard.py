@@ -18,9 +18,9 @@ import yaml
 
 from podium.config.schema import Config, TaskConfig
 from podium.job.cluster import Cluster, ClusterError, check_devices, find_cluster, from_metadata, local_worker
-from podium.job.context import identity
 from podium.job.guard import ARRIVAL_S, Guard, GuardError, MissingError
-from podium.job.records import read_json
+from podium.job.job_context import identity
+from podium.job.job_records import read_json
 
 SAME = {"steps": "3", "commit": "abc", "version of jax": "0.10.2"}
 

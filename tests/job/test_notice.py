@@ -10,11 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from podium.job.context import JobContext
+from podium.hosts.signals import StopSignal
+from podium.job.job_context import JobContext
+from podium.job.job_records import ProgressReport
 from podium.job.notice import Notice
-from podium.job.records import ProgressReport
 from podium.job.watchdog import Watchdog
-from podium.train.signals import StopSignal
 
 
 class Metadata:

@@ -5,7 +5,7 @@ import urllib.parse
 
 import pytest
 
-from podium.job.records import read_json, write_record
+from podium.job.job_records import read_json, write_record
 from podium.job.redact import HIDDEN, Redactor, filtered, without_controls
 
 TOKEN = "hf_QaZwSxEdCrFvTgB/yHn+UjM"

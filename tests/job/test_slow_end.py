@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from podium.hosts.distributed import CLEAN_UP_S, SHUTDOWN_S
 from podium.observe.services import FINISH_TIMEOUT_S
-from podium.train.distributed import CLEAN_UP_S, SHUTDOWN_S
 
 ROOT = Path(__file__).parents[2]
 SLOW_S = 35
 """Longer than jax's barrier lasted when such runs were told as failed."""
 PROCESS = f"""
 import os, time
-from podium.job.context import join_job
-from podium.train.distributed import joined
+from podium.job.job_context import join_job
+from podium.hosts.distributed import joined
 with join_job(os.environ) as job:
     job.guard.agree({{}}, None)
     with joined(job):

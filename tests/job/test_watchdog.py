@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from podium.job.cluster import ClusterError
-from podium.job.context import join_job
-from podium.job.records import ProgressReport, exit_status, first_failure, outcome, read_json, write_record
+from podium.job.job_context import join_job
+from podium.job.job_records import ProgressReport, exit_status, first_failure, outcome, read_json, write_record
 from podium.job.watchdog import Watchdog
 
 
@@ -116,7 +116,7 @@ def test_a_process_that_lets_no_thread_run_is_ended_all_the_same(tmp_path):
     """A regular expression that backtracks for ages holds the interpreter: only faulthandler's own thread is left."""
     code = (
         "import pathlib, re, threading, podium.job.watchdog as w\n"
-        "from podium.job.records import ProgressReport\n"
+        "from podium.job.job_records import ProgressReport\n"
         "w.BACKUP_S = 0.2\n"
         f"dog = w.Watchdog(ProgressReport(pathlib.Path({str(tmp_path)!r})), hang_s=0.3, compile_s=0.3, poll_s=0.05)\n"
         "armed, arm = threading.Event(), w.faulthandler.dump_traceback_later\n"

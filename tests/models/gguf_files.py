@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from podium.models.source import ModelSource
+from podium.models.files.source import ModelSource
 
 if TYPE_CHECKING:
     import gguf  # tests skip where it is not installed

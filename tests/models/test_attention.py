@@ -15,13 +15,14 @@ from lowering import lowered_for_gpu, lowered_for_tpu
 from tiny_models import rules_on
 
 from podium.accelerators import find_accelerator
-from podium.config import attention
-from podium.config.attention import GPU_BLOCKS, attended_pairs, attention_backend, cut, gpu_block
-from podium.models import blockwise, gpu_attention, tpu_attention
-from podium.models.attention import causal_attention, row_attention
+from podium.config import attention_blocks
+from podium.config.attention_blocks import GPU_BLOCKS, attended_pairs, attention_backend, cut, gpu_block
+from podium.kernels import gpu_attention, tpu_attention
+from podium.models.attention import blockwise
+from podium.models.attention.mask import Visibility
+from podium.models.attention.packed_attention import causal_attention, row_attention
 from podium.models.params import GATHERED_AXES, ROLLOUT_LAYOUTS
-from podium.models.visibility import Visibility
-from podium.plan.topology import compiler_environment
+from podium.plan.request.topology import compiler_environment
 from podium.sharding import ShardingRules, make_mesh
 
 BACKENDS = {
@@ -44,8 +45,8 @@ ROWS = {
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     """Blocks of which a row has several, the last one not whole."""
-    monkeypatch.setattr(attention, "BLOCK", 32)
-    monkeypatch.setattr(attention, "TPU_BLOCKS", (64,))
+    monkeypatch.setattr(attention_blocks, "BLOCK", 32)
+    monkeypatch.setattr(attention_blocks, "TPU_BLOCKS", (64,))
 
 
 def visible(rows=tuple(ROWS), window: int | None = None) -> Visibility:
@@ -149,10 +150,10 @@ def test_the_gpus_kernel_takes_blocks_that_fit_the_devices_shared_memory():
 COMPILED_FOR_GPUS = """
 import os, sys
 from podium.accelerators import find_accelerator
-from podium.plan.topology import topology_devices
+from podium.plan.request.topology import topology_devices
 import jax, jax.numpy as jnp
-from podium.models.gpu_attention import gpu_attention, options_for
-from podium.models.visibility import Visibility
+from podium.kernels.gpu_attention import gpu_attention, options_for
+from podium.models.attention.mask import Visibility
 
 for machine in sys.argv[1:]:
     device = topology_devices(find_accelerator(machine))[0]
@@ -300,7 +301,7 @@ def test_values_that_no_query_sees_may_be_anything():
 
 
 def test_rows_are_cut_so_that_little_is_padded(monkeypatch):
-    monkeypatch.setattr(attention, "TPU_BLOCKS", (512, 384, 256, 128))
+    monkeypatch.setattr(attention_blocks, "TPU_BLOCKS", (512, 384, 256, 128))
     found = {length: cut("tpu_kernel", length) for length in (100, 2176, 2304, 2560)}
     assert found == {100: (1, 128), 2176: (6, 384), 2304: (6, 384), 2560: (5, 512)}
     assert [cut("blocks", length) for length in (20, 32, 33, 100)] == [(1, 20), (1, 32), (2, 17), (4, 25)]
@@ -327,7 +328,7 @@ def test_the_reference_is_one_of_the_choices():
 @pytest.mark.parametrize("sinks", [None, jnp.zeros(4, jnp.bfloat16)], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 50])
 def test_the_tpus_kernels_lower_for_a_tpu_whether_or_not_other_layers_need_positions(window, sinks, monkeypatch):
-    monkeypatch.setattr(attention, "TPU_BLOCKS", (128,))
+    monkeypatch.setattr(attention_blocks, "TPU_BLOCKS", (128,))
     q, k = (jnp.zeros((2, 256, n, 64), jnp.bfloat16) for n in (4, 2))
     ones = jnp.ones((2, 256), jnp.int32)
     visibility = Visibility(ones, ones, ones, window)

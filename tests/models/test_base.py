@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from podium.models.base import DEMO_MODEL, BaseModel, base_of, name_for_others
-from podium.models.source import ModelSource, resolve
+from podium.models.files.model_licence import DEMO_MODEL, BaseModel, base_of, name_for_others
+from podium.models.files.source import ModelSource, resolve
 from podium.observe.card import _front_matter, _snippet
 
 

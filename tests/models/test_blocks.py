@@ -12,13 +12,13 @@ from tiny_decoder import tiny
 from tiny_models import rules_on
 
 from podium.models.architecture import Lora
-from podium.models.attention import causal_attention
+from podium.models.attention.mask import Visibility, packed_rows
+from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.kind import Stack
 from podium.models.blocks.rope import RopeScaling
 from podium.models.decoder import forward
+from podium.models.files.decoder_json import StoredDecoder
 from podium.models.params import param_specs
-from podium.models.stored import StoredDecoder
-from podium.models.visibility import Visibility, packed_rows
 
 T, B = 8, 4
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64)

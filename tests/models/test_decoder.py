@@ -10,14 +10,14 @@ from tiny_decoder import tiny
 from tiny_models import rules_on
 
 from podium.models.architecture import DecoderConfig
-from podium.models.attention import causal_attention
+from podium.models.attention.mask import Visibility
+from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.kind import Stack
 from podium.models.blocks.mathematics import rms_norm, rope_tables, rotate, rotate_by_product
 from podium.models.blocks.rope import Rope, RopeScaling
 from podium.models.decoder import forward, head_weights
 from podium.models.linear import activation_dtype
 from podium.models.params import param_specs
-from podium.models.visibility import Visibility
 
 CHANGED: dict[str, Any] = {
     "model_type": "qwen2",

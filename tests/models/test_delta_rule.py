@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tiny_models import error_of_scale
 
+from podium.models.attention.mask import packed_rows
 from podium.models.blocks import delta_rule
 from podium.models.blocks.delta_rule import Tokens, next_conv, one_step, short_conv, unit_lower_inverse
 from podium.models.blocks.kind import Packed
-from podium.models.visibility import packed_rows
 
 chunked = functools.partial(delta_rule.chunked, chunk=64)
 packed = functools.partial(delta_rule.packed, chunk=64)

@@ -17,9 +17,9 @@ from podium import sharding
 from podium.config.lora import LoraConfig
 from podium.kernels import gpu_grouped, grouped
 from podium.kernels.grouped import TILE_ROWS, Form, gradient_tiles, grouped_product, product_tiles, token_sums
-from podium.models import mixture
+from podium.models import expert_mixture
 from podium.models.architecture import ModelError, with_lora
-from podium.models.attention import causal_attention
+from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.choices import Recorded, choice_format, unknown_choice
 from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Block, Stack
@@ -27,10 +27,10 @@ from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.routing import route
 from podium.models.decoder import forward
 from podium.models.expert_forms import Group, Matrices, _of_rows, beyond_tiles, dense_form, sorted_form, split_form
-from podium.models.hf_config import from_hf_config
-from podium.models.mixture import mixed
+from podium.models.expert_mixture import mixed
+from podium.models.families.hf_config import from_hf_config
+from podium.models.families.presets import PRESETS
 from podium.models.params import GATHERED_AXES, GROUP_AXES, TRAIN_AXES, param_specs, trained_specs
-from podium.models.presets import PRESETS
 from podium.sharding import ShardingRules, make_mesh
 
 E, K, D, F, N = 8, 3, 16, 24, 40
@@ -365,7 +365,7 @@ def test_parts_of_many_devices_are_exchanged_in_two_phases(monkeypatch):
 
     def both(x, own):
         names = ("fsdp",)
-        return mixture._gather(x, 0, names, mesh)[None], mixture._scattered(own[0], 0, names, mesh)
+        return expert_mixture._gather(x, 0, names, mesh)[None], expert_mixture._scattered(own[0], 0, names, mesh)
 
     split = P("fsdp")
     whole, sums = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))(x, every)

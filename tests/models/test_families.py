@@ -17,14 +17,14 @@ from podium.config.schema import RolloutConfig
 from podium.config.sizes import table_pages
 from podium.models.architecture import ModelError
 from podium.models.blocks.rope import LinearScaling
-from podium.models.hf import load_params
-from podium.models.hf_config import from_hf_config, to_hf_config
+from podium.models.families.hf_config import from_hf_config, to_hf_config
+from podium.models.families.presets import PRESETS
+from podium.models.files.hf import load_params
+from podium.models.files.source import ModelSource, read_architecture
 from podium.models.params import ROLLOUT_AXES
-from podium.models.presets import PRESETS
-from podium.models.source import ModelSource, read_architecture
+from podium.rollout.cache_layout import kept_places
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
-from podium.rollout.kept import kept_places
 from podium.rollout.request import Request, SamplingParams
 from podium.sharding import ShardingRules, make_mesh
 

@@ -23,14 +23,14 @@ from tiny_models import (
     write_model,
 )
 
-from podium.models import gguf as podium_gguf
 from podium.models.architecture import ModelError
-from podium.models.base import base_of
-from podium.models.gguf import GgufTensors, read_header
-from podium.models.gguf_config import read_config
-from podium.models.hf import load_params
-from podium.models.source import ModelSource, read_architecture, resolve
-from podium.models.tokenizer import load_tokenizer
+from podium.models.families.gguf_config import read_config
+from podium.models.files import gguf as podium_gguf
+from podium.models.files.gguf import GgufTensors, read_header
+from podium.models.files.hf import load_params
+from podium.models.files.model_licence import base_of
+from podium.models.files.source import ModelSource, read_architecture, resolve
+from podium.models.text.tokenizer import load_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="the gguf library (extra demo) is not installed")
 GOLDEN = Path(__file__).parents[1] / "golden" / "logits.npz"

@@ -17,8 +17,8 @@ from test_gpt_oss import write_packed
 from tiny_models import hf_config, hf_tensors, logits_of, rules_on, tokens_of, write_model
 
 from podium.models.architecture import ModelError
-from podium.models.hf import load_params
-from podium.models.source import ModelSource, read_architecture
+from podium.models.files.hf import load_params
+from podium.models.files.source import ModelSource, read_architecture
 
 gguf = pytest.importorskip("gguf", reason="the gguf library (extra demo) is not installed")
 ARCHITECTURES = {

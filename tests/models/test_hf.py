@@ -21,11 +21,11 @@ from tiny_models import (
     write_model,
 )
 
-from podium.models import hf
 from podium.models.architecture import ModelError
-from podium.models.hf import load_params, save_model
+from podium.models.files import hf
+from podium.models.files.hf import load_params, save_model
+from podium.models.files.source import ModelSource, read_architecture, resolve
 from podium.models.params import param_specs
-from podium.models.source import ModelSource, read_architecture, resolve
 from podium.sharding import Params
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "logits.npz"
@@ -326,8 +326,8 @@ def test_logits_do_not_depend_on_the_mesh(tmp_path: Path):
 MEASURE = """
 import sys
 import jax, jax.numpy as jnp
-from podium.models.hf import load_params
-from podium.models.source import read_architecture, resolve
+from podium.models.files.hf import load_params
+from podium.models.files.source import read_architecture, resolve
 from podium.models.params import TRAIN_AXES
 from podium.sharding import ShardingRules, make_mesh
 

@@ -11,12 +11,12 @@ import pytest
 from fake_hub import ANSWERS, CUT, MODEL, SILENT, fake_hub
 from tiny_models import hf_config, write_model
 
-from podium.models.hf_config import from_hf_config
+from podium.models.families.hf_config import from_hf_config
 
 ASK = """
 import dataclasses, json, sys, time
 from podium.models import presets, source
-from podium.models.presets import find_architecture
+from podium.models.families.presets import find_architecture
 source.HUB_TIMEOUT_S = presets.HUB_TIMEOUT_S = 0.3
 pauses = []
 time.sleep = pauses.append
@@ -94,7 +94,7 @@ def test_a_model_of_the_hub_is_read(answers):
 def test_a_plan_downloads_one_small_file_and_a_run_the_weights(tmp_path: Path):
     write_model(tmp_path / "model", "llama")
     code = (
-        "from podium.models.presets import find_architecture; from podium.models.source import resolve;"
+        "from podium.models.families.presets import find_architecture; from podium.models.files.source import resolve;"
         f"find_architecture({MODEL!r}); import glob, os;"
         "names = lambda: sorted(os.path.basename(p) for p in glob.glob(os.environ['HF_HOME'] + '/**/snapshots/*/*',"
         " recursive=True)); planned = names(); import json;"

@@ -14,6 +14,7 @@ from tiny_models import make_logits, rules_on
 from podium.config.lora import MATRICES
 from podium.models.adapters import fingerprint, merged
 from podium.models.architecture import Lora, ModelError, with_layers
+from podium.models.files.peft import load_adapter, save_adapter
 from podium.models.params import (
     LAYERS,
     TRAIN_AXES,
@@ -24,7 +25,6 @@ from podium.models.params import (
     param_specs,
     trained_specs,
 )
-from podium.models.peft import load_adapter, save_adapter
 
 LORA = Lora(rank=4, alpha=6.0, targets=MATRICES)
 ADAPTED = tiny(tied=False, qkv_bias=True, qk_norm=True, lora=LORA)

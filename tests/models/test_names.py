@@ -8,14 +8,14 @@ from safetensors.numpy import load_file
 from tiny_decoder import DECODER, tiny
 from tiny_models import rules_on
 
-from podium.models import names
 from podium.models.blocks.kind import Block, Stack
 from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.spec import ParamSpec
-from podium.models.hf import load_params, save_model
-from podium.models.hf_config import to_hf_config
+from podium.models.families.hf_config import to_hf_config
+from podium.models.files import names
+from podium.models.files.hf import load_params, save_model
+from podium.models.files.source import ModelSource
 from podium.models.params import param_specs
-from podium.models.source import ModelSource
 
 
 class Experts(Mlp):
@@ -46,7 +46,7 @@ def test_a_file_may_join_what_is_several_of_ours_and_split_what_is_one(tmp_path,
     plain, sparse = (Block(mixer=attention, feed_forward=kind(width=12)) for kind in (Mlp, Experts))
     decoder = dataclasses.replace(tiny(tied=False), stacks=(Stack(pattern=(plain, sparse), repeats=2),))
     params = random_params(decoder)
-    monkeypatch.setattr("podium.models.hf.to_hf_config", lambda _: to_hf_config(DECODER))
+    monkeypatch.setattr("podium.models.files.hf.to_hf_config", lambda _: to_hf_config(DECODER))
     save_model(params, decoder, None, tmp_path / "model", dtype="float32")
     file = load_file(tmp_path / "model" / "model.safetensors")
     assert file["model.layers.2.qkv.weight"].shape == (32 + 16 + 16, 32)

@@ -10,10 +10,10 @@ from tiny_models import LOGITS_TOLERANCE, error_of_scale, make_logits, rules_on,
 
 from podium.config.lora import EXPERTS, MATRICES, TARGETS
 from podium.models.architecture import Lora
-from podium.models.hf import load_params
+from podium.models.files.hf import load_params
+from podium.models.files.peft import load_adapter, save_adapter
+from podium.models.files.source import read_architecture
 from podium.models.params import trained_specs
-from podium.models.peft import load_adapter, save_adapter
-from podium.models.source import read_architecture
 
 pytestmark = [
     pytest.mark.long,

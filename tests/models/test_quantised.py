@@ -13,14 +13,14 @@ from tiny_models import error_of_scale, make_logits, rules_on
 from podium.config.lora import MATRICES
 from podium.models.adapters import merged
 from podium.models.architecture import Lora, ModelError
-from podium.models.attention import causal_attention
+from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.spec import matrix_outputs
 from podium.models.decoder import forward
-from podium.models.hf import load_params
+from podium.models.files.hf import load_params
+from podium.models.files.source import read_architecture, resolve
 from podium.models.params import LAYERS, frozen_dtype, is_adapter, param_specs
 from podium.models.quantised import NF4_LEVELS, dequantised, make_quantise
 from podium.models.quantised import nf4 as quantised_nf4
-from podium.models.source import read_architecture, resolve
 
 LORA = Lora(rank=4, alpha=6.0, targets=MATRICES)
 PLAIN = tiny(width=128, heads=4, kv_heads=2, head_dim=64, mlp_width=256, tied=False)

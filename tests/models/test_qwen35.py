@@ -22,18 +22,18 @@ from podium.certify.naive import logits as naive_logits
 from podium.certify.tiny import random_weights, tiny_clone
 from podium.config.lora import LoraConfig
 from podium.models.architecture import DecoderConfig, ModelError, with_lora
-from podium.models.attention import row_attention
+from podium.models.attention.mask import Visibility, packed_rows
+from podium.models.attention.packed_attention import row_attention
 from podium.models.blocks.attention import Attention
 from podium.models.blocks.delta import DeltaNet
 from podium.models.decoder import forward, head_weights
-from podium.models.hf import load_params, save_model
-from podium.models.hf_config import from_hf_config, to_hf_config
+from podium.models.families.hf_config import from_hf_config, to_hf_config
+from podium.models.families.presets import PRESETS
+from podium.models.files.hf import load_params, save_model
+from podium.models.files.peft import load_adapter, save_adapter
+from podium.models.files.source import read_architecture
 from podium.models.logprobs import logits_at
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs, trained_specs
-from podium.models.peft import load_adapter, save_adapter
-from podium.models.presets import PRESETS
-from podium.models.source import read_architecture
-from podium.models.visibility import Visibility, packed_rows
 from podium.sharding import ShardingRules, make_mesh
 
 CASE, MIXTURE = "qwen3_5", "qwen3_5_moe"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tiny_models import error_of_scale
 
+from podium.models.attention.mask import packed_rows
 from podium.models.blocks.delta_rule import Tokens, packed, unit
-from podium.models.recurrence import by_kernel, row_recurrence
-from podium.models.visibility import packed_rows
+from podium.models.packed_delta_rule import by_kernel, row_recurrence
 from podium.sharding import ShardingRules, make_mesh
 
 B, T, K, R, N, P = 2, 150, 2, 2, 8, 6  # three chunks, the last one not full

@@ -15,13 +15,13 @@ from tiny_models import LOGITS_TOLERANCE, SCORED, WIDTH, error_of_scale, rules_o
 
 from podium.certify.naive import in_float64, values
 from podium.models.architecture import DecoderConfig, ModelError
-from podium.models.attention import causal_attention
+from podium.models.attention.mask import seen_in_sequence
+from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.kind import At
 from podium.models.decoder import forward, token_scores
-from podium.models.hf import load_params, save_model
+from podium.models.files.hf import load_params, save_model
+from podium.models.files.source import ModelSource, read_scorer, resolve
 from podium.models.params import param_specs
-from podium.models.source import ModelSource, read_scorer, resolve
-from podium.models.visibility import seen_in_sequence
 from podium.sharding import Params, ShardingRules
 
 

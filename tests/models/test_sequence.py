@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podium.models.attention import row_attention
+from podium.models.attention.mask import Visibility
+from podium.models.attention.packed_attention import row_attention
 from podium.models.params import GATHERED_AXES
-from podium.models.visibility import Visibility
 from podium.sharding import ShardingRules, make_mesh
 
 B, T, Q = 2, 24, 8

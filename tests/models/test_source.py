@@ -10,14 +10,14 @@ from tiny_models import LLAMA3_ROPE, hf_config, needs_demo, write_model
 
 from podium.models.architecture import DecoderConfig, ModelError, dense_decoder
 from podium.models.blocks.rope import Rope, RopeScaling
-from podium.models.hf_config import from_hf_config, to_hf_config
-from podium.models.source import ModelSource, read_architecture, resolve
+from podium.models.families.hf_config import from_hf_config, to_hf_config
+from podium.models.files.source import ModelSource, read_architecture, resolve
 
 
 def test_architecture_is_read_without_jax(tmp_path: Path):
     write_model(tmp_path, "qwen3")
     code = (
-        "import sys; from podium.models.source import *;"
+        "import sys; from podium.models.files.source import *;"
         f"assert read_architecture(resolve({str(tmp_path)!r})).head_dim == 16; sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

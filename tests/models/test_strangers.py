@@ -12,13 +12,13 @@ from tiny_models import LLAMA3_ROPE, hf_config, rules_on, write_model
 
 from benches.strangers import trial, write_models
 from podium.models.architecture import DecoderConfig, ModelError
-from podium.models.folder import read_json
-from podium.models.gguf import GgufTensors, read_header
-from podium.models.gguf_config import read_config
-from podium.models.hf import load_params
-from podium.models.hf_config import from_hf_config
-from podium.models.source import read_architecture
-from podium.models.tokenizer import load_tokenizer
+from podium.models.families.gguf_config import read_config
+from podium.models.families.hf_config import from_hf_config
+from podium.models.files.folder import read_json
+from podium.models.files.gguf import GgufTensors, read_header
+from podium.models.files.hf import load_params
+from podium.models.files.source import read_architecture
+from podium.models.text.tokenizer import load_tokenizer
 
 STRING, ARRAY, UINT32, FLOAT32, UINT64 = 8, 9, 4, 6, 10
 

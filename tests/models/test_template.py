@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from podium.models.template import MAX_STEPS, ChatTemplate, TemplateError
+from podium.models.text.template import MAX_STEPS, ChatTemplate, TemplateError
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " What is 2 + 2? "}]
 # As models in use write them: namespaces, slices, macros, filters, methods, whitespace control.

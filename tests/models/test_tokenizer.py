@@ -10,10 +10,10 @@ from others_code import others_code
 from tiny_models import hf_config, needs_demo, rules_on, write_model
 
 from podium.models.architecture import ModelError
-from podium.models.gguf import GgufHeader
-from podium.models.hf import load_params, save_model
-from podium.models.source import ModelSource, read_architecture, resolve
-from podium.models.tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, SPLITS, _gguf_backend, load_tokenizer
+from podium.models.files.gguf import GgufHeader
+from podium.models.files.hf import load_params, save_model
+from podium.models.files.source import ModelSource, read_architecture, resolve
+from podium.models.text.tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, SPLITS, _gguf_backend, load_tokenizer
 
 WORDS = ["<unk>", "<|im_start|>", "<|im_end|>", "<pad>", "user", "system", "assistant", "two", "plus", "Be", "brief"]
 TEMPLATE = (
@@ -235,7 +235,7 @@ def test_code_that_a_model_brings_along_is_not_run_even_if_somebody_says_yes(tmp
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "theirs", "auto_map": {}}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Theirs", "auto_map": auto_map}))
     (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').write('it ran')\nclass Theirs: pass\n")
-    code = f"import pathlib, podium.models.tokenizer as t; t._folder_backend(pathlib.Path({str(tmp_path)!r}))"
+    code = f"import pathlib, podium.models.text.tokenizer as t; t._folder_backend(pathlib.Path({str(tmp_path)!r}))"
     home = {**os.environ, "HF_HOME": str(tmp_path / "home")}
     done = subprocess.run([sys.executable, "-c", code], input="y\ny\n", capture_output=True, text=True, env=home)
     assert not (tmp_path / "ran").exists()

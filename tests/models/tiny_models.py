@@ -13,14 +13,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from podium.models.architecture import DecoderConfig, ModelError
-from podium.models.attention import causal_attention
+from podium.models.attention.mask import seen_in_sequence
+from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.kind import Advance, At, States
 from podium.models.decoder import forward, head_weights
-from podium.models.hf import load_params
+from podium.models.files.hf import load_params
+from podium.models.files.source import ModelSource, read_architecture, resolve
 from podium.models.logprobs import logits_at
 from podium.models.params import TRAIN_AXES
-from podium.models.source import ModelSource, read_architecture, resolve
-from podium.models.visibility import seen_in_sequence
 from podium.sharding import Params, ShardingRules, make_mesh
 
 

@@ -7,8 +7,8 @@ import types
 
 import pytest
 
+from podium.observe.live_view import Progress, run_console
 from podium.observe.notebook import in_notebook
-from podium.observe.progress import Progress, run_console
 
 METRICS = {"train-reward/total/mean": 0.5, "train-seq_len/completion/mean": 12.5, "time/train/step_s": 4.2}
 

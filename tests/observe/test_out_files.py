@@ -6,7 +6,7 @@ import pytest
 
 from podium.config.errors import UsageError
 from podium.observe.out_files import check_new, check_page, page_mark
-from podium.observe.report.page import write_report
+from podium.observe.report.report_page import write_report
 
 
 def test_a_new_file_must_be_new_and_have_a_folder(tmp_path):

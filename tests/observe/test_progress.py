@@ -9,7 +9,7 @@ import textwrap
 import pytest
 from rich.console import Console
 
-from podium.observe.progress import SIDE_BY_SIDE, Progress, ShownCompletion
+from podium.observe.live_view import SIDE_BY_SIDE, Progress, ShownCompletion
 
 METRICS = {
     "train-reward/total/mean": 0.75,
@@ -194,7 +194,7 @@ def test_labels_and_values_are_whole_at_every_width(columns):
 
 def test_a_long_phase_says_every_30_seconds_how_far_it_is(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("podium.observe.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("podium.observe.live_view.time.monotonic", lambda: now[0])
     console = plain_console()
     progress = Progress("demo", 10, console)
     progress.phase("evaluation")
@@ -236,7 +236,7 @@ def test_a_message_is_not_read_as_markup():
 
 def test_the_time_left_leaves_the_first_step_out(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("podium.observe.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("podium.observe.live_view.time.monotonic", lambda: now[0])
     console = plain_console()
     progress = Progress("demo", 10, console)
     for step, seconds in ((1, 60.0), (2, 4.0), (3, 6.0)):  # the first step compiles
@@ -257,7 +257,7 @@ def test_an_exception_inside_passes_and_ends_the_view():
 def test_ctrl_c_on_a_real_terminal_gives_the_cursor_back():
     program = """
         import os, signal, sys
-        from podium.observe.progress import Progress
+        from podium.observe.live_view import Progress
         with Progress("demo", 40) as progress:
             progress.phase("rollout")
             print("stray output of a library")
@@ -290,7 +290,7 @@ def test_a_run_behind_another_program_is_not_stopped_by_the_terminal():
     program = """
         import os, subprocess, sys
         os.open(os.ttyname(0), os.O_RDWR)  # the terminal is this session's, and this process is in front
-        run = "from podium.observe.progress import Progress\\nwith Progress('demo', 40): pass"
+        run = "from podium.observe.live_view import Progress\\nwith Progress('demo', 40): pass"
         child = subprocess.Popen([sys.executable, "-c", run], process_group=0)
         _, status = os.waitpid(child.pid, os.WUNTRACED)
         child.kill()

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.observe.text import BARS, ago, bucket_means, clock, cut, shown, sparkline
+from podium.sampling.sampler import FailingEnvironmentError
 from podium.tasks.functions import FunctionError
 from podium.tasks.grading import GradingError
 from podium.terminal import harmless, printable
-from podium.train.generate import FailingEnvironmentError
 
 
 def test_control_sequences_are_written_out():

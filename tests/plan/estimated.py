@@ -6,8 +6,8 @@ from typing import Any
 from podium.accelerators import GIB, Accelerator
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig, dense_decoder
-from podium.plan.estimate import PhaseEstimate, estimate, score_phase
-from podium.plan.sizes import RunSizes
+from podium.plan.request.phase_sizes import RunSizes
+from podium.plan.traced.estimate import PhaseEstimate, estimate, score_phase
 
 CPU = Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
 

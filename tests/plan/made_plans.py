@@ -5,9 +5,9 @@ from typing import Any
 
 from podium.accelerators import find_accelerator
 from podium.hlo.cost import CollectiveTotal
+from podium.plan.request.workload import Workload
 from podium.plan.result import LargeArray, Phase, Plan, Seconds, judge, total
-from podium.plan.study import Case, Change, Outcome
-from podium.plan.workload import Workload
+from podium.plan.search.study import Case, Change, Outcome
 
 GIB = 2**30
 HBM = int(31.25 * GIB)

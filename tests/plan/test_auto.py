@@ -6,13 +6,14 @@ import json
 import pytest
 
 from podium.accelerators import find_accelerator
-from podium.plan import auto, plan
-from podium.plan.auto import machines, rank
-from podium.plan.defaults import names_model, with_defaults
+from podium.plan import plan
 from podium.plan.planner import make_plan
-from podium.plan.sections import Line, Table, auto_sections
-from podium.plan.sizes import Planned
-from podium.plan.study import RunCost, Study
+from podium.plan.report.sections import Line, Table, auto_sections
+from podium.plan.request.defaults import names_model, with_defaults
+from podium.plan.request.phase_sizes import Planned
+from podium.plan.search import rank_machines
+from podium.plan.search.rank_machines import machines, rank
+from podium.plan.search.study import RunCost, Study
 from podium.settings import load_settings
 from tests.plan.made_plans import estimated, seconds, too_large
 from tests.plan.made_plans import plan as made
@@ -24,7 +25,7 @@ PRICES = {"l4-1": 1.0, "h100-1": 2.0, "v6e-4": 3.0, "v6e-8": 4.0, "h100-8": 5.0}
 @pytest.fixture
 def compiled(monkeypatch):
     """The machines that were compiled for, in order; every compiler is there."""
-    monkeypatch.setattr(auto, "check_compiler", lambda machine: None)
+    monkeypatch.setattr(rank_machines, "check_compiler", lambda machine: None)
     return []
 
 
@@ -81,7 +82,7 @@ def test_without_a_compiler_a_machine_stays_an_estimate(compiled, monkeypatch):
         if machine.platform == "gpu":
             raise ValueError("h100-1: the GPU compiler is not installed; pip install it")
 
-    monkeypatch.setattr(auto, "check_compiler", check)
+    monkeypatch.setattr(rank_machines, "check_compiler", check)
     found = rank(study(compiled))
     assert compiled == ["v6e-4", "v6e-8"] and found.not_compiled == [
         "h100-1: the GPU compiler is not installed; pip install it"

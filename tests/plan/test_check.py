@@ -12,14 +12,14 @@ import pytest
 
 from podium.accelerators import GIB, Accelerator, find_accelerator, recognise
 from podium.files import RunFileError
-from podium.plan import check
-from podium.plan.cause import DRAWN, MEASURED, PEAK, STEP
-from podium.plan.check import RunCheck, check_run, compare_with_measured, this_accelerator
-from podium.plan.formatting import step_parts
 from podium.plan.planner import make_plan
+from podium.plan.report import deviation as check
+from podium.plan.report.deviation import RunCheck, check_run, compare_with_measured, this_accelerator
+from podium.plan.report.deviation_causes import DRAWN, MEASURED, PEAK, STEP
+from podium.plan.report.formatting import step_parts
+from podium.plan.request.phase_sizes import Planned, make_sizes
 from podium.plan.result import Plan
-from podium.plan.sizes import Planned, make_sizes
-from podium.run.spec import RunSpec
+from podium.run.run_spec import RunSpec
 from tests.plan.estimated import QWEN_3B
 from tests.plan.made_plans import plan
 from tests.plan.test_search import config as config_3b

@@ -15,15 +15,15 @@ import pytest
 from tiny_decoder import DECODER
 
 from podium.accelerators import GIB, Accelerator, find_accelerator
-from podium.config.attention import window_scope
+from podium.config.attention_blocks import window_scope
 from podium.hlo.cost import unknown_loops, walk
+from podium.hlo.hlo_text import parse
 from podium.hlo.memory import Memory
-from podium.hlo.text import parse
-from podium.plan import compile as compiling
-from podium.plan.compile import CompileProgress, CompilerError, answer_key, cache_folder, compile_phases
-from podium.plan.phases import phase_programs
-from podium.plan.tpu_compile import CODE_PER_TEXT, compile_tpu
-from podium.plan.worker import Job, _compile_kernels, looped_work, named_memory
+from podium.plan.compiled import compile as compiling
+from podium.plan.compiled.compile import CompileProgress, CompilerError, answer_key, cache_folder, compile_phases
+from podium.plan.compiled.compile_worker import Job, _compile_kernels, looped_work, named_memory
+from podium.plan.compiled.phases import phase_programs
+from podium.plan.compiled.tpu_compile import CODE_PER_TEXT, compile_tpu
 from podium.sharding import make_mesh
 from podium.train.setup import run_spec
 from tests.plan.estimated import tiny_config
@@ -292,7 +292,8 @@ def test_a_process_ends_when_nobody_waits_for_it(tmp_path):
     """Its parent dies without a word; it notices."""
     code = (
         "import os, subprocess, sys\n"
-        "command = [sys.executable, '-m', 'podium.plan.worker', sys.argv[1], 'none', str(os.getpid())]\n"
+        "command = [sys.executable, '-m', 'podium.plan.compiled.compile_worker', sys.argv[1]]\n"
+        "command += ['none', str(os.getpid())]\n"
         "process = subprocess.Popen(command)\n"
         "print(process.pid, flush=True)\nos._exit(0)\n"
     )

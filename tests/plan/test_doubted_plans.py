@@ -7,12 +7,12 @@ import pytest
 from tiny_decoder import DECODER
 
 from podium.accelerators import Accelerator
-from podium.plan import worker
-from podium.plan.phases import phase_programs
+from podium.plan.compiled import compile_worker
+from podium.plan.compiled.compile_worker import CompiledPhase, Job
+from podium.plan.compiled.phases import phase_programs
+from podium.plan.compiled.tpu_compile import TpuProgram
 from podium.plan.planner import few_operations
-from podium.plan.sections import plan_sections
-from podium.plan.tpu_compile import TpuProgram
-from podium.plan.worker import CompiledPhase, Job
+from podium.plan.report.sections import plan_sections
 from podium.sharding import make_mesh
 from podium.train.setup import run_spec
 from tests.plan.estimated import tiny_config
@@ -29,14 +29,14 @@ class Decode:
         self.spec = run_spec(self.config, DECODER, mesh)
         self.name = f"decode:{self.config.rollout.slots}"
         self.lowered = phase_programs(self.spec, mesh)[self.name].lower()
-        self.made = worker._compile(self.lowered, self.job(None))
+        self.made = compile_worker._compile(self.lowered, self.job(None))
 
     def job(self, folder) -> Job:
         return Job(phase=self.name, config=self.config, decoder=DECODER, accelerator=CPU, programs=folder)
 
     def finished(self, made: TpuProgram, folder, monkeypatch) -> CompiledPhase | str:
-        monkeypatch.setattr(worker, "_compile", lambda lowered, job: made)
-        return worker._finished(self.job(folder), self.spec, self.lowered, {})
+        monkeypatch.setattr(compile_worker, "_compile", lambda lowered, job: made)
+        return compile_worker._finished(self.job(folder), self.spec, self.lowered, {})
 
 
 @pytest.fixture(scope="module")

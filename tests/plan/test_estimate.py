@@ -9,18 +9,18 @@ from estimated import CPU, QWEN_3B, QWEN_7B, SMALL, config, decoder, phase
 from mixed_decoder import MIXED
 
 from podium.accelerators import Accelerator, find_accelerator
-from podium.algorithms.options import make_recipe
+from podium.algorithms.recipe_options import make_recipe
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
+from podium.models.families.presets import find_decoder
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
-from podium.models.presets import find_decoder
-from podium.plan.calls import step_calls
-from podium.plan.estimate import estimate, far_too_large, first_flops
 from podium.plan.planner import make_plan
-from podium.plan.residents import residents
-from podium.plan.sizes import Planned, local_count, make_sizes, offloaded_bytes, optimizer_count
-from podium.plan.workload import simulate_rollout
+from podium.plan.request.phase_sizes import Planned, local_count, make_sizes, offloaded_bytes, optimizer_count
+from podium.plan.request.step_calls import step_calls
+from podium.plan.request.workload import simulate_rollout
+from podium.plan.traced.estimate import estimate, far_too_large, first_flops
+from podium.plan.traced.resident_memory import residents
 from podium.rollout.programs import (
     abstract_chunk,
     abstract_engine_cache,
@@ -30,9 +30,9 @@ from podium.rollout.programs import (
     make_sync,
 )
 from podium.sharding import ShardingRules, abstract_params, make_mesh, param_shardings
-from podium.train.batch import Batch
-from podium.train.offload import HOST_MEMORY
-from podium.train.optimizer import abstract_opt_state, make_optimizer
+from podium.train.batches.batch import Batch
+from podium.train.optimizer.offload import HOST_MEMORY
+from podium.train.optimizer.transforms import abstract_opt_state, make_optimizer
 from podium.train.state import abstract_state
 from podium.train.step import TrainSettings, make_score, make_train_step
 

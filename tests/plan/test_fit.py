@@ -10,14 +10,14 @@ import pytest
 
 from podium.accelerators import find_accelerator
 from podium.config.schema import Config
-from podium.plan import fit as module
-from podium.plan.fit import Choice, Fit, Fitted
-from podium.plan.halves import Half, Halves, Place
 from podium.plan.planner import make_plan
-from podium.plan.probe import Prober
+from podium.plan.request.phase_sizes import Planned
 from podium.plan.result import Peak, Plan
-from podium.plan.sizes import Planned
-from podium.plan.study import Case, Change, Study
+from podium.plan.search import fit as module
+from podium.plan.search.fit import Choice, Fit, Fitted
+from podium.plan.search.fit_candidates import Half, Halves, Place
+from podium.plan.search.memory_probe import Prober
+from podium.plan.search.study import Case, Change, Study
 from podium.settings import load_settings
 from tests.plan.made_plans import GIB, HBM, close, plan, seconds, too_large
 from tests.plan.test_plan_command import planner, podium  # noqa: F401  # fixtures

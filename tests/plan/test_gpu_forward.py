@@ -7,11 +7,12 @@ from estimated import SMALL, config, decoder
 from podium.accelerators import find_accelerator
 from podium.models.architecture import make_lora
 from podium.models.blocks.attention import Attention
-from podium.models.presets import PRESETS
+from podium.models.families.presets import PRESETS
 from podium.plan.calibration import load_chip
-from podium.plan.device import closed_form_roofline
-from podium.plan.estimate import Piece, decode_phase, prefill_phase, score_phase
-from podium.plan.gpu_forward import (
+from podium.plan.planned_device import closed_form_roofline
+from podium.plan.request.phase_sizes import RunSizes, make_sizes
+from podium.plan.traced.estimate import Piece, decode_phase, prefill_phase, score_phase
+from podium.plan.traced.gpu_forward import (
     DRAW_KERNELS,
     STEP_KERNELS,
     decode_kernels,
@@ -20,7 +21,6 @@ from podium.plan.gpu_forward import (
     prefill_passes,
     scoring_passes,
 )
-from podium.plan.sizes import RunSizes, make_sizes
 
 WIDTH, INNER, HEADS, KEYS, LAYERS = 16, 24, 16, 8, 2  # of SMALL, and of all heads' queries and keys
 ROWS, TOKENS, PAGE = 8, 8, 16

@@ -8,13 +8,13 @@ from estimated import QWEN_3B, config, decoder
 from podium.accelerators import find_accelerator
 from podium.hlo.cost import Peaks, Roofline
 from podium.plan.calibration import Chip, Factor, calibrated
-from podium.plan.compile import compile_phases
-from podium.plan.estimate import update_phase
+from podium.plan.compiled.compile import compile_phases
+from podium.plan.compiled.compile_worker import Job
 from podium.plan.planner import make_plan
-from podium.plan.probe import Prober
+from podium.plan.request.phase_sizes import Planned, make_sizes, offloaded_bytes
 from podium.plan.result import Seconds
-from podium.plan.sizes import Planned, make_sizes, offloaded_bytes
-from podium.plan.worker import Job
+from podium.plan.search.memory_probe import Prober
+from podium.plan.traced.estimate import update_phase
 
 V6E, H100 = find_accelerator("v6e-8"), find_accelerator("h100-8")
 WAYS = {"inputs": {"remat": "offload"}, "moments": {"offload_optimizer": True}, "neither": {}}

@@ -11,9 +11,9 @@ from tiny_decoder import tiny
 
 from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config
-from podium.hlo.text import parse
-from podium.plan.compile import compile_phases
-from podium.plan.worker import Job
+from podium.hlo.hlo_text import parse
+from podium.plan.compiled.compile import compile_phases
+from podium.plan.compiled.compile_worker import Job
 
 T = 1000  # of rows and of the longest prompts, and of nothing else: it is larger than every other dimension
 CPU = Accelerator(name="cpu-1", generation="cpu", devices=1, hosts=1, hbm_bytes=GIB)

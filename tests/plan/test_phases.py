@@ -15,18 +15,18 @@ from podium.algorithms.advantages import RETURNS, VALUES
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig, frozen_decoder, scoring_decoder, with_lora
 from podium.models.params import TRAIN_AXES, param_specs
-from podium.plan.phases import PhaseProgram, device_bytes, phase_programs
-from podium.plan.residents import frozen_bytes, residents
-from podium.plan.sizes import RunSizes, make_sizes
+from podium.plan.compiled.phases import PhaseProgram, device_bytes, phase_programs
+from podium.plan.request.phase_sizes import RunSizes, make_sizes
+from podium.plan.traced.resident_memory import frozen_bytes, residents
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import EnginePrograms
 from podium.rollout.request import Request, SamplingParams
-from podium.run.spec import RewardModelSpec, RunSpec
+from podium.run.run_spec import RewardModelSpec, RunSpec
+from podium.sampling.sampler import rollout_rules
 from podium.sharding import ShardingRules, init_params, make_mesh
-from podium.train.batch import make_batch
-from podium.train.generate import rollout_rules
-from podium.train.samples import single_answer
+from podium.train.batches.batch import make_batch
+from podium.train.batches.samples import single_answer
 from podium.train.scorers import with_scores
 from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
 from podium.train.state import init_state

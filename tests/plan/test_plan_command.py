@@ -13,10 +13,11 @@ import pytest
 from podium import cli
 from podium.config.schema import Config
 from podium.hlo.memory import Memory
-from podium.plan import command, probe
-from podium.plan.compile import CompileProgress, CompilerError
+from podium.plan import command
+from podium.plan.compiled.compile import CompileProgress, CompilerError
+from podium.plan.compiled.compile_worker import CompiledPhase, Job
 from podium.plan.result import Plan
-from podium.plan.worker import CompiledPhase, Job
+from podium.plan.search import memory_probe
 from tests.plan.made_plans import GIB, HBM, close, estimated, plan, seconds, too_large
 from tests.plan.test_check import write_run
 
@@ -286,7 +287,7 @@ def compiler(monkeypatch):
 
     compiler = Compiler()
     compiler.jobs = []
-    monkeypatch.setattr(probe, "compile_jobs", compiler)
+    monkeypatch.setattr(memory_probe, "compile_jobs", compiler)
     return compiler
 
 

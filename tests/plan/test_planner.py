@@ -16,20 +16,20 @@ from podium.hlo.cost import Peaks, Roofline, Work
 from podium.hlo.memory import Memory
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.plan.calibration import Chip, Factor, calibrated, load_chip
-from podium.plan.calls import step_calls
-from podium.plan.compile import compile_phases
-from podium.plan.device import Device
-from podium.plan.formatting import step_parts
+from podium.plan.compiled.compile import compile_phases
+from podium.plan.compiled.compile_worker import CompiledPhase, LoopedWork, _skipped
+from podium.plan.planned_device import Device
 from podium.plan.planner import ROLLOUT, make_jobs, make_plan
-from podium.plan.residents import residents
+from podium.plan.report.formatting import step_parts
+from podium.plan.request.phase_sizes import Planned, make_sizes, network_bytes
+from podium.plan.request.step_calls import step_calls
+from podium.plan.request.workload import Workload
 from podium.plan.result import Plan, Seconds, judge, total
-from podium.plan.sizes import Planned, make_sizes, network_bytes
-from podium.plan.worker import CompiledPhase, LoopedWork, _skipped
-from podium.plan.workload import Workload
+from podium.plan.traced.resident_memory import residents
 from podium.settings import load_settings
 from podium.sharding import ShardingRules, init_params, make_mesh
-from podium.train.batch import make_batch
-from podium.train.samples import single_answer
+from podium.train.batches.batch import make_batch
+from podium.train.batches.samples import single_answer
 from podium.train.scorers import with_scores
 from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
 from podium.train.state import init_state

@@ -6,11 +6,13 @@ import pytest
 
 from podium.accelerators import find_accelerator
 from podium.hlo.memory import Memory
-from podium.plan import probe, sizes, worker
-from podium.plan.probe import Prober
-from podium.plan.sizes import Planned
-from podium.plan.tpu_compile import TpuProgram
-from podium.plan.worker import CompiledPhase, Job
+from podium.plan.compiled import compile_worker
+from podium.plan.compiled.compile_worker import CompiledPhase, Job
+from podium.plan.compiled.tpu_compile import TpuProgram
+from podium.plan.request import phase_sizes
+from podium.plan.request.phase_sizes import Planned
+from podium.plan.search import memory_probe
+from podium.plan.search.memory_probe import Prober
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
 from tests.plan.made_plans import GIB, HBM
@@ -25,7 +27,7 @@ def architecture(monkeypatch):
     """Every config here is of the 3B model."""
     from tests.plan.estimated import QWEN_3B
 
-    monkeypatch.setattr(sizes, "find_decoder", lambda config: QWEN_3B)
+    monkeypatch.setattr(phase_sizes, "find_decoder", lambda config: QWEN_3B)
 
 
 def planned(**changed: Any) -> Planned:
@@ -59,14 +61,14 @@ def test_a_probe_has_the_largest_of_its_programs_and_any_refusal(monkeypatch):
         refused = job.phase == "update"
         return CompiledPhase(residents={"a": GIB}, memory=Memory(peak=size, code=7), refused=refused, **empty)
 
-    monkeypatch.setattr(probe, "compile_jobs", lambda jobs, progress=None: [compiled(job) for job in jobs])
+    monkeypatch.setattr(memory_probe, "compile_jobs", lambda jobs, progress=None: [compiled(job) for job in jobs])
     (found,) = PROBER([planned()], ["update", "decode"])
     assert (found.phase, found.bytes, found.refused) == ("decode", 31 * GIB + 14, True)
     assert not found.fits(HBM)
 
 
 def test_a_probe_by_the_closed_form_compiles_nothing(monkeypatch):
-    monkeypatch.setattr(probe, "compile_jobs", None)
+    monkeypatch.setattr(memory_probe, "compile_jobs", None)
     few, many = Prober("gsm8k", fast=True)([planned(), planned(train={"rows_per_device": 16})], ["update"])
     assert few.bytes < many.bytes and not few.compiled and not many.refused
 
@@ -92,8 +94,8 @@ def test_a_program_without_its_code_is_compiled_again_when_that_is_asked_for(mon
             whole=whole,
         )
         spec = resolve(job.config, job.decoder, Machine.planned(V6E))
-        return worker._build(Lowered(), job, spec)[0].whole
+        return compile_worker._build(Lowered(), job, spec)[0].whole
 
-    monkeypatch.setattr(worker, "compile_tpu", compile_tpu)
+    monkeypatch.setattr(compile_worker, "compile_tpu", compile_tpu)
     assert [build(whole) for whole in (False, False, True, True, False)] == [False, False, True, True, True]
     assert asked == [False, True]

@@ -7,16 +7,16 @@ import re
 import pytest
 from rich.console import Console
 
-from podium.plan.compare import ranked
-from podium.plan.fit import Fitted
-from podium.plan.formatting import duration, method_line, number, step_parts, verdict_line
-from podium.plan.json_answer import comparison_object, plan_object
-from podium.plan.knobs import SearchRange
-from podium.plan.report import print_sections
+from podium.plan.report.formatting import duration, method_line, number, step_parts, verdict_line
+from podium.plan.report.json_answer import comparison_object, plan_object
+from podium.plan.report.report import print_sections
+from podium.plan.report.sections import ReportSection, comparison_sections, plan_sections, search_line, search_section
 from podium.plan.result import Peak, Plan, Seconds
-from podium.plan.search import Largest
-from podium.plan.sections import ReportSection, comparison_sections, plan_sections, search_line, search_section
-from podium.plan.study import Change, Outcome, cost_of
+from podium.plan.search.compare_plans import ranked
+from podium.plan.search.fit import Fitted
+from podium.plan.search.search import Largest
+from podium.plan.search.study import Change, Outcome, cost_of
+from podium.plan.search.tunable_settings import SearchRange
 from podium.prices import Price, load_prices
 from tests.plan.made_plans import GIB, HBM, close, estimated, outcome, phases, plan, seconds, too_large, written
 

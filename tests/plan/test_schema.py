@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from podium.plan.json_answer import comparison_object, plan_object
-from podium.plan.study import Outcome, RunCost
+from podium.plan.report.json_answer import comparison_object, plan_object
+from podium.plan.search.study import Outcome, RunCost
 from tests.plan.made_plans import outcome, plan, seconds
 from tools.plan_schema import plan_schema
 

@@ -6,13 +6,13 @@ import pytest
 
 from podium.accelerators import find_accelerator
 from podium.config.schema import Config
-from podium.plan.compare import difference, ranked
-from podium.plan.knobs import SearchRange, candidates, search_range
+from podium.plan.request.phase_sizes import Planned, RunSizes, make_sizes
 from podium.plan.result import TOO_CLOSE, Peak, Plan
-from podium.plan.search import MOST_PROBES, Largest, search
-from podium.plan.sizes import Planned, RunSizes, make_sizes
-from podium.plan.study import Case, Change, Outcome, Study, cost_of, helps
-from podium.plan.suggest import suggestions
+from podium.plan.search.compare_plans import difference, ranked
+from podium.plan.search.search import MOST_PROBES, Largest, search
+from podium.plan.search.study import Case, Change, Outcome, Study, cost_of, helps
+from podium.plan.search.suggest import suggestions
+from podium.plan.search.tunable_settings import SearchRange, candidates, search_range
 from podium.prices import Price
 from tests.plan.estimated import QWEN_3B
 from tests.plan.made_plans import (

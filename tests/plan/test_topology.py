@@ -9,7 +9,7 @@ import pytest
 
 from podium.accelerators import GPUS, accelerators, find_accelerator, pool_share, reserve_gpu_memory, usable_gpu_memory
 from podium.plan.calibration import load_chip
-from podium.plan.topology import compiler_environment, gpu_target, missing_library, topology_devices
+from podium.plan.request.topology import compiler_environment, gpu_target, missing_library, topology_devices
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
@@ -170,7 +170,7 @@ GPU_COMPILER = importlib.util.find_spec("jax_cuda12_plugin") is not None
 DESCRIBE_GPU = """
 import sys
 from podium.accelerators import GPUS, find_accelerator
-from podium.plan.topology import topology_devices
+from podium.plan.request.topology import topology_devices
 for kind in GPUS:
     devices = topology_devices(find_accelerator(f"{kind}-4"))
     print(kind, len(devices), *{device.platform for device in devices})
@@ -198,7 +198,7 @@ def test_the_compilers_environment_keeps_it_from_looking_for_a_tpu():
 DESCRIBE = """
 import json, sys
 from podium.accelerators import find_accelerator
-from podium.plan.topology import topology_devices
+from podium.plan.request.topology import topology_devices
 from podium.sharding import make_mesh
 seen = {}
 for name in sys.argv[1:]:

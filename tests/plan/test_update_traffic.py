@@ -7,11 +7,19 @@ from estimated import CPU, QWEN_3B, SMALL, decoder, tiny_config
 from podium.accelerators import find_accelerator
 from podium.models.architecture import make_lora
 from podium.plan.calibration import load_chip
-from podium.plan.device import OF_LOOPS, closed_form_roofline
-from podium.plan.estimate import Piece, update_phase
+from podium.plan.planned_device import OF_LOOPS, closed_form_roofline
 from podium.plan.planner import make_plan
-from podium.plan.sizes import F32, Planned, RunSizes, fused_chunks, head_number, make_sizes, optimizer_bytes
-from podium.plan.update_traffic import SUMMED, update_kernels, update_passes
+from podium.plan.request.phase_sizes import (
+    F32,
+    Planned,
+    RunSizes,
+    fused_chunks,
+    head_number,
+    make_sizes,
+    optimizer_bytes,
+)
+from podium.plan.traced.estimate import Piece, update_phase
+from podium.plan.traced.update_traffic import SUMMED, update_kernels, update_passes
 
 WIDTH, INNER, HEADS, KEYS, LAYERS, VOCAB = 16, 24, 16, 8, 2, 32  # of SMALL
 
@@ -207,5 +215,5 @@ def test_an_update_that_a_compiler_makes_loops_of_has_a_wider_range(machine, mod
         return seconds.high / seconds.low
 
     given = spread()
-    monkeypatch.setattr("podium.plan.device.OF_LOOPS", (1.0, 1.0))
+    monkeypatch.setattr("podium.plan.planned_device.OF_LOOPS", (1.0, 1.0))
     assert given / spread() == pytest.approx(OF_LOOPS[1] / OF_LOOPS[0] if wide else 1.0)

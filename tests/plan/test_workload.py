@@ -5,15 +5,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from podium.config.attention import cut
+from podium.config.attention_blocks import cut
 from podium.config.schema import Config
-from podium.models.visibility import Visibility
+from podium.models.attention.mask import Visibility
 from podium.observe.records import lengths_record
-from podium.plan.packing import packed
-from podium.plan.simulated_device import Clock
-from podium.plan.workload import Replies, SequenceLengths, Workload, draw_lengths, simulate_rollout
-from podium.train.batch import BatchSizes, make_batch
-from podium.train.samples import single_answer
+from podium.plan.request.planned_rows import packed
+from podium.plan.request.simulated_device import Clock
+from podium.plan.request.workload import Replies, SequenceLengths, Workload, draw_lengths, simulate_rollout
+from podium.train.batches.batch import BatchSizes, make_batch
+from podium.train.batches.samples import single_answer
 from tests.rollout.tiny_engine import CONFIG, make_engine, random_requests
 
 

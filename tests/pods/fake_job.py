@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from podium.files import write_atomically
-from podium.job.records import ProgressReport
+from podium.job.job_records import ProgressReport
 
 
 def careless(value: str) -> str:

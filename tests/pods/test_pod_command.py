@@ -165,7 +165,7 @@ def test_status_shows_a_running_job_and_logs_follow_it_to_its_end(make_world, po
 
 def test_a_failure_is_told_with_its_worker_and_ends_the_following(make_world, pod, monkeypatch):
     patient = functools.partial(Policy, ends_s=1e9)  # the others end when they end, however slow this machine is
-    monkeypatch.setattr("podium.pods.run.Policy", patient)
+    monkeypatch.setattr("podium.pods.run_command.Policy", patient)
     world = make_world(workers=2)
     world.plan(steps=50, save_every=100)  # a worker that starts late begins at step 1 too
     for worker, step, status in ((1, 2, 1), (0, 6, 134)):

@@ -17,7 +17,7 @@ from podium.pods.project import Project
 from podium.pods.push import Package
 from podium.pods.remote import RemoteError
 from podium.pods.rental import rent_slice
-from podium.pods.run import follow
+from podium.pods.run_command import follow
 from podium.pods.secrets import Secrets
 from podium.pods.session import Session
 from podium.pods.slices import Slices, TakenError

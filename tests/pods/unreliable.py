@@ -4,8 +4,8 @@ import os
 import time
 from pathlib import Path
 
-from podium.tasks.arithmetic import Arithmetic
-from podium.tasks.final_answer import final_number
+from podium.tasks.games.arithmetic import Arithmetic
+from podium.tasks.math_answers.final_answer import final_number
 from podium.tasks.task import Prompt
 from tests.pods.fake_job import spill
 

@@ -18,11 +18,11 @@ from podium.accelerators import find_accelerator
 from podium.config.schema import RolloutConfig
 from podium.models.architecture import DecoderConfig
 from podium.models.layouts import Layout
-from podium.plan.topology import topology_devices
+from podium.plan.request.topology import topology_devices
+from podium.rollout.engine_weights import engine_specs
 from podium.rollout.programs import abstract_chunk, abstract_engine_cache, abstract_slots, make_engine_programs
-from podium.rollout.weights import engine_specs
+from podium.sampling.sampler import rollout_rules
 from podium.sharding import abstract_params, make_mesh
-from podium.train.generate import rollout_rules
 from tests.tiny_decoder import tiny
 
 MODELS = {  # heads, heads of keys, head size, width

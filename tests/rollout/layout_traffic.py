@@ -13,16 +13,16 @@ from podium.accelerators import find_accelerator
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import steps_at_once
 from podium.hlo.cost import unknown_loops, walk
-from podium.hlo.text import parse
+from podium.hlo.hlo_text import parse
 from podium.models.architecture import dense_decoder
 from podium.models.layouts import Layout
 from podium.models.params import ROLLOUT_LAYOUTS
-from podium.plan.topology import topology_devices
-from podium.plan.worker import ATTENTION
+from podium.plan.compiled.compile_worker import ATTENTION
+from podium.plan.request.topology import topology_devices
+from podium.rollout.engine_weights import engine_specs
 from podium.rollout.programs import abstract_engine_cache, abstract_slots, make_decode
-from podium.rollout.weights import engine_specs
+from podium.sampling.sampler import rollout_rules
 from podium.sharding import abstract_params, make_mesh
-from podium.train.generate import rollout_rules
 
 STEPS = 8
 CONFIG = RolloutConfig(max_prompt_tokens=128, max_new_tokens=128, slots=32)

@@ -15,10 +15,10 @@ from cache_copies import MACHINES, MODELS
 from tiny_engine import DECODER, mesh_of
 
 from podium.accelerators import find_accelerator
-from podium.config.attention import kv_layout
+from podium.config.attention_blocks import kv_layout
 from podium.config.schema import RolloutConfig
 from podium.models.params import ROLLOUT_AXES
-from podium.plan.topology import compiler_environment
+from podium.plan.request.topology import compiler_environment
 from podium.rollout import cache as caches
 from podium.rollout.cache import NO_PAGE, Cache
 from podium.sharding import ShardingRules
@@ -36,7 +36,7 @@ def layout(request, monkeypatch):
     platform, _, rows = request.param.partition(" ")
     lanes = {"apart": 2 * Q - 4, "joined": 2 * Q + 4}.get(rows)  # rows of the tests' heads are padded either way
     if lanes:
-        monkeypatch.setattr("podium.config.attention.LANES", lanes)
+        monkeypatch.setattr("podium.config.attention_blocks.LANES", lanes)
     found = kv_layout(Q, platform)
     assert found.joined == (rows == "joined")
     monkeypatch.setattr(caches, "kv_layout", lambda head_dim, _: kv_layout(head_dim, platform))

@@ -29,13 +29,13 @@ from podium.models.architecture import with_layers
 from podium.models.layouts import Layout
 from podium.models.linear import of_bits
 from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, VOCAB_BLOCK, param_specs
-from podium.plan.topology import compiler_environment
+from podium.plan.request.topology import compiler_environment
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
+from podium.rollout.engine_weights import engine_specs
 from podium.rollout.programs import make_sync
-from podium.rollout.weights import engine_specs
+from podium.sampling.sampler import rollout_rules
 from podium.sharding import ShardingRules, abstract_params, make_mesh, param_shardings
-from podium.train.generate import rollout_rules
 
 pytestmark = pytest.mark.usefixtures("whole_slots")
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from podium.models.chat_format import Message
-from podium.models.tokenizer import Tokenizer
+from podium.models.text.chat_format import Message
+from podium.models.text.tokenizer import Tokenizer
 from podium.rollout.turn_format import TurnFormat, TurnFormatError
 from tests.chat_formats import FORMATS, TOOLS, backend_of, conversation, format_of, stop_tokens_of
 

@@ -10,7 +10,7 @@ from tiny_decoder import DECODER
 
 from podium.config.schema import RolloutConfig
 from podium.models.architecture import DecoderConfig
-from podium.models.attention import causal_attention
+from podium.models.attention.packed_attention import causal_attention
 from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import logits_at
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs

@@ -7,10 +7,10 @@ import jax
 import pytest
 
 from podium.accelerators import find_accelerator
-from podium.plan.sizes import make_sizes
+from podium.plan.request.phase_sizes import make_sizes
 from podium.run.machine import Machine
 from podium.run.resolve import host_share, resolve
-from podium.run.spec import RunSpec
+from podium.run.run_spec import RunSpec
 from podium.sharding import make_mesh
 from podium.train.setup import run_spec
 from tests.plan.estimated import CPU, SMALL, tiny_config

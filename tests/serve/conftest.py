@@ -19,8 +19,8 @@ from podium.run.answering import Asked
 from podium.serve.app import Server as Routes
 from podium.serve.app import make_app
 from podium.serve.command import model_of
-from podium.serve.prepare import Model
-from podium.serve.worker import EngineThread
+from podium.serve.engine_thread import EngineThread
+from podium.serve.prepare_requests import Model
 from podium.sharding import make_mesh
 
 WORDS = (*VOCAB, "Reads", "weather", "city")

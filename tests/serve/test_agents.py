@@ -9,17 +9,17 @@ from models.tiny_models import needs_demo
 from test_replies import completion_of
 from test_server import CHAT, JSON, QUESTION, post
 
-from podium.models.tokenizer import Tokenizer
+from podium.models.text.tokenizer import Tokenizer
 from podium.observe.run_dir import Fork
 from podium.rollout.request import SamplingParams
 from podium.run.answering import Answering
+from podium.sampling.conversations.dialogue import Dialogue, ToolFormat
 from podium.serve.bodies import ChatBody, RequestError, read_body
 from podium.serve.command import model_id
 from podium.serve.documents import IGNORED
-from podium.serve.prepare import Model
-from podium.serve.worker import Piece
-from podium.tasks.tool_calls import read_calls
-from podium.train.dialogue import Dialogue, ToolFormat
+from podium.serve.engine_thread import Piece
+from podium.serve.prepare_requests import Model
+from podium.tasks.conversations.tool_calls import read_calls
 
 USER = {"role": "user", "content": QUESTION}
 TOOL = {

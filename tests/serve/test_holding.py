@@ -18,7 +18,7 @@ from podium.observe.access import LOOPBACK
 from podium.rollout.request import Request, SamplingParams
 from podium.serve import app as routes
 from podium.serve.app import make_app
-from podium.serve.worker import EngineThread
+from podium.serve.engine_thread import EngineThread
 
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-A: "
 """The beginning of a head that never ends."""

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from models.tiny_models import needs_demo
 
-from podium.models.source import resolve
-from podium.models.tokenizer import load_tokenizer
+from podium.models.files.source import resolve
+from podium.models.text.tokenizer import load_tokenizer
 from podium.rollout.engine import NonFiniteError
 from podium.rollout.request import Completion, Finished, Key, Request, RolloutStats, SamplingParams
+from podium.sampling.conversations.dialogue import ToolFormat
 from podium.serve.bodies import RequestError
+from podium.serve.engine_thread import EngineThread, Piece
 from podium.serve.replies import ChatForm, TextStream, end_at
-from podium.serve.worker import EngineThread, Piece
-from podium.train.dialogue import ToolFormat
 
 TEXT = 'Grüße aus 東京 👩‍👩‍👧 — naïve "quotes"\n\n  STOP and more'
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import podium
-from podium.api.data import task_settings
+from podium.api.given_data import task_settings
 from podium.config.imports import name_of
 from podium.config.schema import TaskConfig
 from podium.tasks.functions import RewardFunction
@@ -28,7 +28,7 @@ def read(rows: list[dict[str, Any]], folder: Path, name: str = "jsonl", **option
     """The prompts of rows in a .jsonl file."""
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {"environment": "podium.tasks.frozen_lake:FrozenLake"} if name == "environment" else {}
+    config = {"environment": "podium.tasks.games.frozen_lake:FrozenLake"} if name == "environment" else {}
     return list(make_task(TaskConfig(name=name, path=str(path), options=options, **config)).prompts("train"))
 
 

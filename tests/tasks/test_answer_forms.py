@@ -2,7 +2,7 @@ r"""Answers in forms that math-verify does not read: reference, answer. `WRONG` 
 
 import pytest
 
-from podium.tasks.answers import is_correct
+from podium.tasks.math_answers.correctness import is_correct
 
 RIGHT = {
     "intervals": [

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from podium.tasks.answers import is_correct
-from podium.tasks.final_answer import final_answer
-from podium.tasks.numbers import read_number
+from podium.tasks.math_answers.correctness import is_correct
+from podium.tasks.math_answers.final_answer import final_answer
+from podium.tasks.math_answers.number_text import read_number
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 

@@ -17,16 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.files import to_json
-from podium.models.tokenizer import Tokenizer
+from podium.models.text.tokenizer import Tokenizer
 from podium.plain import LEVELS, clean, message_of, plain
+from podium.sampling.conversations.dialogue import Dialogue
 from podium.serve.bodies import ChatBody, RequestError, read_body
 from podium.tasks.conversation import CUT_MARK, LONGEST_TEXT, Reply, ToolCall, ToolRun, Turn, plain_first, plain_reply
-from podium.tasks.data import read_rows
-from podium.tasks.play import play
+from podium.tasks.conversations.tool_calls import FORMS, read_calls
+from podium.tasks.conversations.tools import answer_calls, by_name, tool_schema
+from podium.tasks.question_files import read_rows
 from podium.tasks.task import TaskSource
-from podium.tasks.tool_calls import FORMS, read_calls
-from podium.tasks.tools import answer_calls, by_name, tool_schema
-from podium.train.dialogue import Dialogue
+from podium.tasks.try_task import play
 from tests.chat_formats import TOOLS, backend_of
 
 TEXT = st.text(st.characters(exclude_categories=()), max_size=12)  # lone surrogates included

@@ -6,7 +6,7 @@ import pytest
 
 from podium.config.load import load
 from podium.config.schema import TaskConfig
-from podium.tasks.arithmetic import MAX_PAIRS, Arithmetic
+from podium.tasks.games.arithmetic import MAX_PAIRS, Arithmetic
 from podium.tasks.registry import make_task
 from podium.tasks.task import Prompt, TaskSource
 

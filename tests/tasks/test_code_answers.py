@@ -10,8 +10,8 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from podium.tasks.code_blocks import code_of
-from podium.tasks.code_task import Code, parsed
+from podium.tasks.code.code_blocks import code_of
+from podium.tasks.code.code_task import Code, parsed
 from podium.tasks.task import OutOfTime, Prompt, TaskSource
 from tests.sandbox.sandboxes import need_sandbox
 

@@ -10,9 +10,9 @@ import pytest
 from podium.config.schema import GradingConfig, TaskConfig
 from podium.sandbox.runs import Limits, Sandbox
 from podium.sandbox.values import written
-from podium.tasks import python_tool
-from podium.tasks.code_blocks import Code as CodeText
-from podium.tasks.code_grading import (
+from podium.tasks.code import python_tool
+from podium.tasks.code.code_blocks import Code as CodeText
+from podium.tasks.code.code_grading import (
     Assertions,
     Call,
     Program,
@@ -23,12 +23,12 @@ from podium.tasks.code_grading import (
     same,
     same_output,
 )
-from podium.tasks.code_grading import grade as graded
-from podium.tasks.code_task import Code
+from podium.tasks.code.code_grading import grade as graded
+from podium.tasks.code.code_task import Code
+from podium.tasks.code.small_functions import FAMILIES, small_functions
 from podium.tasks.grading import Grader
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.registry import make_task
-from podium.tasks.small_functions import FAMILIES, small_functions
 from podium.tasks.task import Graded, OutOfTime, Prompt, TaskSource
 from tests.sandbox.sandboxes import need_sandbox
 
@@ -391,7 +391,9 @@ def test_a_run_says_how_code_is_graded_or_that_it_cannot_be(monkeypatch: pytest.
     grader.close()
 
 
-@pytest.mark.parametrize("talk", [{"tools": ["python"]}, {"environment": "podium.tasks.python_tool:PythonSession"}])
+@pytest.mark.parametrize(
+    "talk", [{"tools": ["python"]}, {"environment": "podium.tasks.code.python_tool:PythonSession"}]
+)
 def test_a_machine_without_a_sandbox_is_found_before_a_tool_is_called(monkeypatch, talk):
     def refuse() -> str:
         raise ValueError("this machine permits no sandbox")

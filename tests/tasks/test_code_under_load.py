@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from podium.sandbox.runs import Limits, Sandbox
-from podium.tasks.code_blocks import Code
-from podium.tasks.code_grading import Call, Program, Solution, TimeLimits, grade
+from podium.tasks.code.code_blocks import Code
+from podium.tasks.code.code_grading import Call, Program, Solution, TimeLimits, grade
 from tests.sandbox.sandboxes import need_sandbox
 from tests.tasks.stdin_programs import PROBLEMS, WAYS, programs
 

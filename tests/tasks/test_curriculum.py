@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from podium.config.errors import ConfigError
 from podium.config.schema import CurriculumConfig, TaskConfig
+from podium.sampling.conversations.carry import Pending, Position
+from podium.sampling.feed import EncodedPrompt
 from podium.settings import load_settings
 from podium.tasks.curriculum import Curriculum, by_success, level_labels, leveled
 from podium.tasks.mixture import TaskMixture
-from podium.train.carry import Pending, Position
-from podium.train.feed import EncodedPrompt
 
 LEVELS = [{"largest": 16}, {"largest": 32, "turns": 7}, {}]
 

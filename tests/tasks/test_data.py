@@ -9,11 +9,11 @@ from podium.config.data import DataConfig
 from podium.config.errors import ConfigError
 from podium.config.schema import TaskConfig
 from podium.files import to_json
+from podium.sampling.conversations.carry import Position
 from podium.settings import load_settings
 from podium.tasks.curriculum import learned_fast, progress
 from podium.tasks.mixture import TaskMixture
 from podium.tasks.pass_rates import Measured, PassRate, digest_of
-from podium.train.carry import Position
 
 
 def rows(tmp_path, name: str, count: int) -> TaskConfig:

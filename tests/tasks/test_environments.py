@@ -14,14 +14,14 @@ from processes import below, runs
 from podium.config.judge import JudgeConfig
 from podium.config.schema import EnvironmentsConfig, TaskConfig
 from podium.tasks.conversation import Reply, Turn
-from podium.tasks.environments import Environments
+from podium.tasks.conversations.environments import Environments
 from podium.tasks.task import Prompt
 
 ROOT = Path(__file__).parents[2]
 TRAINER = """
 from podium.config.schema import EnvironmentsConfig, TaskConfig
 from podium.tasks.conversation import Turn
-from podium.tasks.environments import Environments
+from podium.tasks.conversations.environments import Environments
 from podium.tasks.task import Prompt
 
 task = TaskConfig(name="arithmetic", environment="benches.children.talking:Talking")

@@ -4,12 +4,12 @@ from fractions import Fraction
 
 import pytest
 
-from podium.tasks.answers import is_correct
-from podium.tasks.equality import same_answer
-from podium.tasks.formula import Apply, Number, Symbol, read_formula
-from podium.tasks.formula_values import constant, same_value
-from podium.tasks.number_words import in_figures
-from podium.tasks.units import read_unit, split_unit
+from podium.tasks.math_answers.correctness import is_correct
+from podium.tasks.math_answers.equality import same_answer
+from podium.tasks.math_answers.formula import Apply, Number, Symbol, read_formula
+from podium.tasks.math_answers.formula_values import constant, same_value
+from podium.tasks.math_answers.number_words import in_figures
+from podium.tasks.math_answers.units import read_unit, split_unit
 
 X = Symbol("x")
 

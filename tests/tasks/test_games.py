@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.config.schema import TaskConfig
-from podium.tasks import frozen_lake, mastermind, wordle
 from podium.tasks.conversation import Turn
-from podium.tasks.environment_forms import conversing
-from podium.tasks.five_letter_words import WORDS
-from podium.tasks.frozen_lake import Walk
-from podium.tasks.play import play
+from podium.tasks.conversations.environment_forms import conversing
+from podium.tasks.games import frozen_lake, mastermind, wordle
+from podium.tasks.games.five_letter_words import WORDS
+from podium.tasks.games.frozen_lake import Walk
 from podium.tasks.registry import make_task
+from podium.tasks.try_task import play
 
 GAMES = ("mastermind", "wordle", "frozen_lake")
 SMALL = {"frozen_lake": {"size": 300}}

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from podium.config.schema import TaskConfig
-from podium.tasks.answers import is_correct
+from podium.tasks.math_answers.correctness import is_correct
 from podium.tasks.registry import make_task
 from podium.tasks.task import Prompt
 

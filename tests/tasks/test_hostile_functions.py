@@ -16,8 +16,8 @@ from podium.config.schema import GradingConfig, TaskConfig
 from podium.tasks import functions
 from podium.tasks.functions import FunctionError, RewardFunction, reward
 from podium.tasks.grading import Grader
+from podium.tasks.grading_worker import Item, grade_item
 from podium.tasks.task import Prompt
-from podium.tasks.worker import Item, grade_item
 
 RAISED = [
     SystemExit(0),

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.config.schema import GradingConfig, TaskConfig
-from podium.tasks import answers
-from podium.tasks.equality import same_answer
-from podium.tasks.formula import Number, read_formula
-from podium.tasks.formula_values import constant
 from podium.tasks.grading import Grader
+from podium.tasks.math_answers import correctness
+from podium.tasks.math_answers.equality import same_answer
+from podium.tasks.math_answers.formula import Number, read_formula
+from podium.tasks.math_answers.formula_values import constant
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Graded, Prompt
 
@@ -129,9 +129,9 @@ UNBOUNDED = [
 def test_what_would_fill_memory_or_time_has_no_value_and_equals_only_itself(answer):
     formula = read_formula(answer)
     assert formula is None or constant(formula) is None
-    assert not answers.is_correct(f"\\boxed{{{answer}}}", "p - q")
-    assert not answers.is_correct(f"\\boxed{{{answer}}}", answer + "+1")
-    assert answers.is_correct(f"\\boxed{{{answer}}}", answer)
+    assert not correctness.is_correct(f"\\boxed{{{answer}}}", "p - q")
+    assert not correctness.is_correct(f"\\boxed{{{answer}}}", answer + "+1")
+    assert correctness.is_correct(f"\\boxed{{{answer}}}", answer)
 
 
 PIECES = [
@@ -148,8 +148,8 @@ PIECES = [
 def test_many_characters_of_anything_are_wrong(reference, length):
     """That takes a second or ten for all of them; if time grew with the square of the length, it would be hours."""
     texts = [piece * (length // len(piece)) for piece in PIECES]
-    assert [text[:20] for text in texts if answers.is_correct(text, reference)] == []
-    assert [text[:20] for text in texts if answers.is_correct(f"The answer is {text}", reference)] == []
+    assert [text[:20] for text in texts if correctness.is_correct(text, reference)] == []
+    assert [text[:20] for text in texts if correctness.is_correct(f"The answer is {text}", reference)] == []
 
 
 @given(st.text(alphabet="0123456789xe!^{}()+-*/\\frac sqrtlogni|,.=<>_pi", max_size=80))

@@ -16,7 +16,7 @@ from chat_server import Server, chat_server, said
 from podium.config.judge import JudgeConfig
 from podium.config.schema import GradingConfig, TaskConfig
 from podium.tasks.grading import Grader
-from podium.tasks.judge import Judge, JudgeCounts, JudgeError, ReplyStore
+from podium.tasks.judges import Judge, JudgeCounts, JudgeError, ReplyStore
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Graded, Prompt, Reward
 

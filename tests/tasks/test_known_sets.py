@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import podium
-from podium.api.data import task_settings
+from podium.api.given_data import task_settings
 from podium.config.schema import TaskConfig
-from podium.tasks.code_grading import Program
-from podium.tasks.code_task import parsed
+from podium.tasks.code.code_grading import Program
+from podium.tasks.code.code_task import parsed
 from podium.tasks.mixture import TaskMixture
 from podium.tasks.registry import make_task
 from podium.tasks.task import Prompt

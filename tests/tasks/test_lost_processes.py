@@ -16,11 +16,12 @@ import pytest
 from processes import runs, state, wait_for
 
 from podium.config.schema import EnvironmentsConfig, TaskConfig
-from podium.tasks import conversation_processes, program, worker_process
+from podium.tasks import worker_process
 from podium.tasks.conversation import Reply, Turn
-from podium.tasks.conversing import Answered
-from podium.tasks.environments import Environments
-from podium.tasks.loopback import Line
+from podium.tasks.conversations import conversation_processes, program
+from podium.tasks.conversations.conversing import Answered
+from podium.tasks.conversations.environments import Environments
+from podium.tasks.conversations.loopback import Line
 from podium.tasks.task import Prompt
 
 ROOT = Path(__file__).parents[2]
@@ -352,8 +353,8 @@ import sys, time
 sys.path[:0] = {tests!r}
 from podium.config.schema import EnvironmentsConfig, GradingConfig, TaskConfig
 from podium.tasks.conversation import Turn
-from podium.tasks.environments import Environments
-from podium.tasks.loopback import Line
+from podium.tasks.conversations.environments import Environments
+from podium.tasks.conversations.loopback import Line
 from podium.tasks.task import Prompt
 
 task = TaskConfig(name="arithmetic", environment="test_lost_processes:Talk")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from podium.tasks.answers import is_correct
+from podium.tasks.math_answers.correctness import is_correct
 
 CORPUS = Path(__file__).parent / "data" / "math_answers.txt"
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from podium.tasks.numbers import last_number, read_number, same_number
+from podium.tasks.math_answers.number_text import last_number, read_number, same_number
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 
 from podium.config.schema import TaskConfig
 from podium.tasks.conversation import Turn
-from podium.tasks.guess import Game
-from podium.tasks.play import play
+from podium.tasks.games.guess import Game
 from podium.tasks.registry import make_task
 from podium.tasks.task import TaskSource
+from podium.tasks.try_task import play
 
 
 class Rows:

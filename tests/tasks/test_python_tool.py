@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 from podium.config.schema import TaskConfig
-from podium.tasks import python_tool
+from podium.tasks.code import python_tool
+from podium.tasks.code.python_tool import MAX_CHARACTERS, PythonSession, python
 from podium.tasks.conversation import ToolCall, Turn
-from podium.tasks.environment_forms import conversing
-from podium.tasks.play import play
-from podium.tasks.python_tool import MAX_CHARACTERS, PythonSession, python
+from podium.tasks.conversations.environment_forms import conversing
 from podium.tasks.task import Prompt
+from podium.tasks.try_task import play
 from tests.sandbox.sandboxes import need_sandbox
 
 PROMPT = Prompt(id="a", question="?", answer="4")
@@ -72,12 +72,12 @@ def test_a_task_may_name_the_tool_or_the_conversation():
     shown: list[str] = []
     call = '<tool_call>{"name": "python", "arguments": {"code": "2 + 2"}}</tool_call>'
     stateless = conversing(TaskConfig(name="arithmetic", tools=["python"]))
-    kept = conversing(TaskConfig(name="arithmetic", environment="podium.tasks.python_tool:PythonSession"))
+    kept = conversing(TaskConfig(name="arithmetic", environment="podium.tasks.code.python_tool:PythonSession"))
     assert stateless is not None
     assert kept is not None
     assert [tool["function"] for tool in kept.tools] == [tool["function"] for tool in stateless.tools]
     running = kept.open(PROMPT, 0, lambda value: value)
     assert running.grade() is None  # the task grades the last answer
     running.close()
-    play("podium.tasks.python_tool:PythonSession", [call, "4"], shown.append)
+    play("podium.tasks.code.python_tool:PythonSession", [call, "4"], shown.append)
     assert "[python] 4\n" in shown

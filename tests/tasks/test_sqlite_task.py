@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from podium.config.schema import TaskConfig
 from podium.tasks.conversation import ToolCall, Turn
-from podium.tasks.database import MAX_CHARACTERS, Database
-from podium.tasks.environment_forms import conversing
-from podium.tasks.play import play
+from podium.tasks.conversations.environment_forms import conversing
+from podium.tasks.games.database import MAX_CHARACTERS, Database
+from podium.tasks.games.sqlite_task import Customer, Order, Product, Shop, is_answer, shop_of
 from podium.tasks.registry import make_task
-from podium.tasks.sqlite_task import Customer, Order, Product, Shop, is_answer, shop_of
+from podium.tasks.try_task import play
 
 SHOP = Shop(
     customers=(Customer(1, "Ada", "Oslo"), Customer(2, "Ben", "Lima"), Customer(3, "Cy", "Oslo")),

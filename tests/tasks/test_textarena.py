@@ -9,10 +9,10 @@ import pytest
 
 from podium.config.schema import TaskConfig
 from podium.tasks.conversation import Turn
-from podium.tasks.environment_forms import conversing
-from podium.tasks.page import task_page
-from podium.tasks.play import play
+from podium.tasks.conversations.environment_forms import conversing
 from podium.tasks.registry import make_task, task_labels
+from podium.tasks.task_list import task_page
+from podium.tasks.try_task import play
 
 
 class Kind(enum.Enum):

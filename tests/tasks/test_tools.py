@@ -11,12 +11,12 @@ from typing import Literal
 import pytest
 import yaml
 
-from podium.models.tokenizer import Tokenizer
-from podium.tasks.calculator import calculator
+from podium.models.text.tokenizer import Tokenizer
+from podium.sampling.conversations.dialogue import Dialogue
 from podium.tasks.conversation import Reply, ToolCall, Turn, as_reply
-from podium.tasks.tool_calls import BEGIN, END, FORMS, SEPARATOR, instructions, read_calls
-from podium.tasks.tools import answer_calls, by_name, find_tool, tool_schema
-from podium.train.dialogue import Dialogue
+from podium.tasks.conversations.tool_calls import BEGIN, END, FORMS, SEPARATOR, instructions, read_calls
+from podium.tasks.conversations.tools import answer_calls, by_name, find_tool, tool_schema
+from podium.tasks.games.calculator import calculator
 from tests.chat_formats import FORMATS, TOOLS, backend_of, stop_tokens_of
 
 ROOT = Path(__file__).parents[2]

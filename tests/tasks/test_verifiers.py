@@ -12,11 +12,11 @@ import urllib.request
 import pytest
 
 from podium.config.schema import TaskConfig
+from podium.tasks.adapters.verifiers_task import verifiers_task
 from podium.tasks.conversation import Turn
-from podium.tasks.environment_forms import conversing
-from podium.tasks.page import task_page
+from podium.tasks.conversations.environment_forms import conversing
 from podium.tasks.registry import make_task, task_labels
-from podium.tasks.verifiers_task import verifiers_task
+from podium.tasks.task_list import task_page
 
 
 class AgentConfig(types.SimpleNamespace):
@@ -89,7 +89,7 @@ def package(monkeypatch):
     whole.__spec__ = importlib.machinery.ModuleSpec("verifiers", None)
     monkeypatch.setitem(sys.modules, "verifiers", whole)
     monkeypatch.setitem(sys.modules, "verifiers.v1", v1)
-    monkeypatch.setattr("podium.tasks.verifiers_task.shutil.which", lambda name, path=None: f"/bin/{name}")
+    monkeypatch.setattr("podium.tasks.adapters.verifiers_task.shutil.which", lambda name, path=None: f"/bin/{name}")
 
 
 SUMS = TaskConfig(name="verifiers:sums", options={"eval_size": 2, "env": {"one": {"max_turns": 3}}})
@@ -170,7 +170,7 @@ def test_one_of_several_roles_is_trained_if_the_others_have_clients(package):
 
 
 def test_uv_is_asked_for_by_name(package, monkeypatch):
-    monkeypatch.setattr("podium.tasks.verifiers_task.shutil.which", lambda name, path=None: None)
+    monkeypatch.setattr("podium.tasks.adapters.verifiers_task.shutil.which", lambda name, path=None: None)
     with pytest.raises(ValueError, match="pip install uv"):
         make_task(SUMS).prompts("train")
 

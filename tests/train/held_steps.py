@@ -10,9 +10,9 @@ from podium.config.schema import Config
 from podium.observe.stats import EnvironmentStats
 from podium.rollout.request import RolloutStats
 from podium.rollout.transcript import Transcript
-from podium.train.carry import Position
-from podium.train.generate import Sampler
-from podium.train.groups import Group
+from podium.sampling.conversations.carry import Position
+from podium.sampling.groups import Group
+from podium.sampling.sampler import Sampler
 from podium.train.setup import load_weights, make_model, rollout_spec
 
 CARRIED = {"in_flight": 1.5, "max_staleness": 1, "refill_steps": 2}

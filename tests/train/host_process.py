@@ -11,12 +11,13 @@ import jax
 import numpy as np
 
 from podium.config.schema import Config
-from podium.job.context import alone, join_job
+from podium.hosts import distributed
+from podium.job.job_context import alone, join_job
 from podium.models.params import GATHERED_AXES
 from podium.observe.writers import MetricWriter
 from podium.rollout.engine import RolloutEngine
 from podium.sharding import ShardingRules, make_mesh
-from podium.train import distributed, loop
+from podium.train import loop
 from tests.whole_slots import whole_slots
 
 COUNT = 5 * 10**12

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_runs import sizes
 
+from podium.models.families.presets import PRESETS
 from podium.models.flops import Work, group_work, matrix_elements, pair_flops
-from podium.models.presets import PRESETS
-from podium.train.balance import Lengths
-from podium.train.batch import make_batch
-from podium.train.packing import Chunk, balanced_rows, chunk_tokens, pack_rows
-from podium.train.samples import Sample, single_answer
+from podium.train.batches.balance import Lengths
+from podium.train.batches.batch import make_batch
+from podium.train.batches.packing import Chunk, balanced_rows, chunk_tokens, pack_rows
+from podium.train.batches.samples import Sample, single_answer
 
 MODEL = PRESETS["Qwen/Qwen2.5-3B-Instruct"]
 PAIR_COST = pair_flops(MODEL) / (2 * matrix_elements(MODEL))

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_runs import sizes
 
-from podium.train.batch import Batch, TokenSpan, make_batch, take
-from podium.train.samples import Sample, single_answer
+from podium.train.batches.batch import Batch, TokenSpan, make_batch, take
+from podium.train.batches.samples import Sample, single_answer
 
 PACKINGS = ("none", "sequences", "shared_prompts")
 ROW_TOKENS = 24

@@ -21,8 +21,8 @@ from tiny_runs import TINY, make_config, merged, metrics_of, weights_of
 
 from podium.config.schema import Config
 from podium.observe.run_dir import saved_steps
+from podium.train.checkpoints.step_files import seal
 from podium.train.loop import train
-from podium.train.step_files import seal
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_device")]
 SETTINGS: dict[str, Any] = {"steps": 4, "eval": {"every_steps": 2}, "checkpoint": {"every_steps": 2}}

@@ -14,10 +14,10 @@ from podium.config.errors import ConfigError
 from podium.observe.alarms import length_distance
 from podium.observe.run_dir import saved_steps
 from podium.rollout.request import Completion, RolloutStats
+from podium.sampling.conversations.carry import Pending, Position, chosen
+from podium.sampling.sampler import Sampler
 from podium.settings import load_settings
 from podium.tasks.task import Reward
-from podium.train.carry import Pending, Position, chosen
-from podium.train.generate import Sampler
 from podium.train.loop import train
 from podium.train.setup import load_weights, make_model, rollout_spec
 

@@ -9,10 +9,10 @@ from held_steps import CARRIED, Steps, assert_same_draws
 from scripted import Counting
 from tiny_runs import assert_same_run, config_of, trained
 
+from podium.sampling.conversations.carry import Position
+from podium.sampling.conversations.dialogue import Dialogue
 from podium.tasks.conversation import ToolCall
-from podium.tasks.tool_calls import Calls
-from podium.train.carry import Position
-from podium.train.dialogue import Dialogue
+from podium.tasks.conversations.tool_calls import Calls
 from podium.train.loop import train
 
 TASKS = [

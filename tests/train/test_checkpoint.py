@@ -25,12 +25,12 @@ from podium.models.blocks.spec import ParamSpec
 from podium.models.params import TRAIN_AXES
 from podium.observe.run_dir import saved_steps
 from podium.sharding import ShardingRules, abstract_params, make_mesh
-from podium.train import checkpoint
-from podium.train.checkpoint import Checkpointer, restore_params, restore_state
-from podium.train.optimizer import make_optimizer
-from podium.train.s3 import take_s3_for_a_bucket
+from podium.train.checkpoints import checkpoint
+from podium.train.checkpoints.checkpoint import Checkpointer, restore_params, restore_state
+from podium.train.checkpoints.s3 import take_s3_for_a_bucket
+from podium.train.checkpoints.step_files import CheckpointError, newest_whole_step
+from podium.train.optimizer.transforms import make_optimizer
 from podium.train.state import TrainState, abstract_state
-from podium.train.step_files import CheckpointError, newest_whole_step
 
 SPECS = {
     "embed": ParamSpec((64, 32), ("vocab", "width"), 0.02),

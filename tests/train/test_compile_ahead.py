@@ -11,7 +11,7 @@ import pytest
 from made_once import made_anew
 from tiny_runs import SHORT, make_config, merged
 
-from podium.ahead import Call, CompileAhead, threads_for
+from podium.compile_ahead import Call, CompileAhead, threads_for
 from podium.train.evaluate import evaluate_weights
 from podium.train.loop import train
 
@@ -50,7 +50,7 @@ def named(function: str) -> bool:
 def test_a_run_compiles_nothing_large_when_it_calls_it(
     run: str, tiny_model: Path, tmp_path: Path, compiled: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("podium.train.generate.threads_for", lambda platform: 2)
+    monkeypatch.setattr("podium.sampling.sampler.threads_for", lambda platform: 2)
     assert train(make_config(tiny_model, tmp_path, **merged(SHORT, {"steps": 2, **RUNS[run]})), plain=True) == 0
     found = [(name, own) for name, own in compiled if named(name)]
     assert any("train_step" in name for name, _ in found)
@@ -74,9 +74,9 @@ def test_held_out_preferences_wait_for_the_program_that_scores(
             wanted.set()
         wait(self, *names)
 
-    monkeypatch.setattr("podium.ahead.ThreadPoolExecutor", Patient)
+    monkeypatch.setattr("podium.compile_ahead.ThreadPoolExecutor", Patient)
     monkeypatch.setattr(CompileAhead, "wait", note_and_wait)
-    monkeypatch.setattr("podium.train.generate.threads_for", lambda platform: 2)
+    monkeypatch.setattr("podium.sampling.sampler.threads_for", lambda platform: 2)
     rows = [{"prompt": f"{n} + 1", "chosen": str(n + 1), "rejected": str(n) * 2} for n in range(1, 3)]
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -96,7 +96,7 @@ def test_held_out_preferences_wait_for_the_program_that_scores(
 def test_an_evaluation_compiles_nothing_large_when_it_calls_it(
     tiny_model: Path, tmp_path: Path, compiled: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("podium.train.generate.threads_for", lambda platform: 2)
+    monkeypatch.setattr("podium.sampling.sampler.threads_for", lambda platform: 2)
     evaluate_weights(make_config(tiny_model, tmp_path), None)
     assert any("decode" in name for name, _ in compiled)
     assert [name for name, own in compiled if named(name) and own] == []

@@ -10,8 +10,8 @@ import pytest
 from tiny_runs import make_config, make_params, make_train_settings, recipe_of, rules_of, sizes
 
 from podium.rollout.transcript import Transcript
-from podium.train.batch import Batch, make_batch
-from podium.train.samples import Sample, transcript_sample, with_advantage, with_weight
+from podium.train.batches.batch import Batch, make_batch
+from podium.train.batches.samples import Sample, transcript_sample, with_advantage, with_weight
 from podium.train.state import init_state
 from podium.train.step import make_train_step, shard_batch
 

@@ -32,12 +32,12 @@ from podium.models.params import param_specs
 from podium.observe.run_dir import Fork
 from podium.observe.stats import ValueStats
 from podium.run.resolve import resolve_critic, resolve_recipe
-from podium.run.spec import CriticSpec
+from podium.run.run_spec import CriticSpec
 from podium.sharding import Params, ShardingRules, param_shardings
-from podium.train.batch import Batch
+from podium.train.batches.batch import Batch
+from podium.train.batches.prepare import prepare_step
 from podium.train.critic import Critic, CriticDivergedError, make_critic, make_critic_optimizer, update_critic
 from podium.train.loop import train
-from podium.train.prepare import prepare_step
 from podium.train.state import TrainState, init_state
 from podium.train.step import CompiledTrainStep, Metrics
 

@@ -7,7 +7,7 @@ from tiny_runs import assert_same_run, make_config, trained
 
 from podium.observe.records import read_samples
 from podium.observe.run_dir import SAMPLES
-from podium.train.generate import Sampler
+from podium.sampling.sampler import Sampler
 from podium.train.loop import train
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny_runs import changed, groups_of, make_config, make_group, make_trainer, recipe_of, with_logprobs
 
-from podium.run.spec import BatchSizes
-from podium.train.prepare import pack_step
+from podium.run.run_spec import BatchSizes
+from podium.train.batches.prepare import pack_step
 
 LENGTHS = [[2, 5], [1, 3], [4, 4], [6, 1]]
 """Tokens of two completions each of four prompts: the first two prompts have 11 tokens, the last two 15."""

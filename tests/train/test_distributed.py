@@ -19,7 +19,7 @@ from host_process import COUNT, ROWS
 from processes import below, runs
 from tiny_runs import SHORT, assert_same_run, make_config, merged, read_records, trained
 
-from podium.job.records import first_failure, outcome, read_json
+from podium.job.job_records import first_failure, outcome, read_json
 from podium.observe.run_dir import saved_steps
 from podium.train.loop import train
 

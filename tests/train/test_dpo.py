@@ -9,15 +9,15 @@ import pytest
 from tiny_runs import assert_same_run, config_of, make_config, read_records, spec_of
 
 from podium.algorithms.losses import policy_loss
-from podium.algorithms.options import make_recipe
+from podium.algorithms.recipe_options import make_recipe
 from podium.config.errors import ConfigError
 from podium.config.schema import AlgorithmConfig, TaskConfig
-from podium.models.source import resolve
-from podium.models.tokenizer import load_tokenizer
+from podium.models.files.source import resolve
+from podium.models.text.tokenizer import load_tokenizer
+from podium.sampling.demonstrations import demonstrate
+from podium.sampling.feed import Feed
 from podium.settings import load_settings
 from podium.tasks.mixture import TaskMixture
-from podium.train.demonstrations import demonstrate
-from podium.train.feed import Feed
 from podium.train.loop import train
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -18,11 +18,11 @@ from podium.observe.records import read_samples
 from podium.observe.run_dir import SAMPLES
 from podium.settings import load_settings
 from podium.tasks.conversation import ToolCall
-from podium.tasks.environment_forms import conversing
+from podium.tasks.conversations.environment_forms import conversing
+from podium.tasks.conversations.tools import run_call
 from podium.tasks.functions import RewardFunction
-from podium.tasks.play import play
 from podium.tasks.task import Graded, Prompt
-from podium.tasks.tools import run_call
+from podium.tasks.try_task import play
 from podium.train.loop import train
 
 PAGE = ROOT / "docs" / "environments.md"

@@ -19,23 +19,23 @@ from tiny_runs import make_config, merged, recipe_of, sizes, weights_of
 import podium
 from podium.observe.records import read_metrics, read_samples
 from podium.observe.run_dir import LENGTHS, METRICS, SAMPLES
-from podium.plan.simulated_device import Clock
-from podium.plan.workload import Replies, SequenceLengths, simulate_rollout
+from podium.plan.request.simulated_device import Clock
+from podium.plan.request.workload import Replies, SequenceLengths, simulate_rollout
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import RolloutStats
 from podium.rollout.transcript import Transcript
+from podium.sampling.conversations.dialogue import Dialogue
+from podium.sampling.exchange import Exchange
+from podium.sampling.feed import prompt_messages
+from podium.sampling.groups import Group
+from podium.sampling.sampler import AnswerSettings, FailingEnvironmentError, Sampler
 from podium.tasks.conversation import ToolCall, Turn, as_reply
-from podium.tasks.conversing import Answered
+from podium.tasks.conversations.conversing import Answered
+from podium.tasks.conversations.tool_calls import Calls
 from podium.tasks.task import Prompt
-from podium.tasks.tool_calls import Calls
 from podium.tasks.worker_process import WorkerProcess
-from podium.train.dialogue import Dialogue
-from podium.train.exchange import Exchange
-from podium.train.feed import prompt_messages
-from podium.train.generate import AnswerSettings, FailingEnvironmentError, Sampler
-from podium.train.groups import Group
+from podium.train.batches.prepare import group_samples, pack_step, step_advantages
 from podium.train.loop import train
-from podium.train.prepare import group_samples, pack_step, step_advantages
 from podium.train.setup import load_weights, make_model, rollout_spec
 
 GRPO = recipe_of(make_config())

@@ -7,8 +7,8 @@ from tiny_runs import make_group
 
 from podium.observe.metrics import evaluation_metrics
 from podium.observe.stats import EvaluationStats
+from podium.sampling.feed import request_seed
 from podium.train.evaluate import Evaluation, task_scores, wilson_interval
-from podium.train.feed import request_seed
 
 
 def task_metrics(greedy, sampled, *, too_long=0) -> dict[str, float]:

@@ -14,28 +14,28 @@ from podium.certify.naive import in_float64, logits
 from podium.certify.tiny import random_weights, tiny_clone
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import RolloutConfig
-from podium.models.attention import row_attention
+from podium.models.attention.mask import Visibility
+from podium.models.attention.packed_attention import row_attention
 from podium.models.blocks.choices import unknown_choice
 from podium.models.blocks.kind import Stack
 from podium.models.decoder import forward
+from podium.models.families.presets import PRESETS
 from podium.models.layouts import Layout
 from podium.models.params import TRAIN_AXES, param_specs
-from podium.models.presets import PRESETS
-from podium.models.recorded_routing import joined_choices, recorded_choices
-from podium.models.visibility import Visibility
+from podium.models.recorded_experts import joined_choices, recorded_choices
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
+from podium.rollout.recorded_routes import Routes, unknown
 from podium.rollout.request import Request, SamplingParams
-from podium.rollout.routes import Routes, unknown
 from podium.rollout.transcript import Transcript, transcript_of
+from podium.sampling.conversations.episode_json import completion_record, read_completion
+from podium.sampling.sampler import rollout_rules
 from podium.sharding import ShardingRules, make_mesh, param_shardings
-from podium.train.batch import make_batch
-from podium.train.generate import rollout_rules
-from podium.train.optimizer import make_optimizer
-from podium.train.samples import transcript_sample, with_advantage, with_weight
+from podium.train.batches.batch import make_batch
+from podium.train.batches.samples import transcript_sample, with_advantage, with_weight
+from podium.train.optimizer.transforms import make_optimizer
 from podium.train.state import init_state
 from podium.train.step import make_train_step, shard_batch
-from podium.train.stored import completion_record, read_completion
 
 DECODER = tiny_clone(PRESETS["Qwen/Qwen3-30B-A3B"])
 C = DECODER.choices

@@ -14,14 +14,14 @@ from safetensors.numpy import load_file, save_file
 from tiny_runs import SHORT, make_config, read_records, write_tiny_model
 
 from podium.config.errors import UsageError
-from podium.models.hf import load_params
-from podium.models.source import read_architecture, resolve
-from podium.models.tokenizer import load_tokenizer
+from podium.models.files.hf import load_params
+from podium.models.files.source import read_architecture, resolve
+from podium.models.text.tokenizer import load_tokenizer
 from podium.observe.run_dir import Fork, read_config
+from podium.train.checkpoints.step_files import CheckpointError
 from podium.train.export import PushError, export_run
 from podium.train.loop import train
 from podium.train.setup import load_weights, make_model
-from podium.train.step_files import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -112,7 +112,7 @@ def test_transformers_computes_the_same_logits_of_an_export(run, tmp_path):
     torch = others_code("torch")
     import transformers
 
-    from podium.models.attention import causal_attention
+    from podium.models.attention.packed_attention import causal_attention
     from podium.models.decoder import forward, head_weights
     from podium.models.logprobs import logits_at
 

@@ -9,9 +9,9 @@ import pytest
 
 from podium import cli
 from podium.accelerators import find_accelerator
-from podium.plan.topology import compiler_environment
+from podium.plan.request.topology import compiler_environment
 from podium.sharding import make_mesh
-from podium.train.gather_memory import buffer_shape, measure
+from podium.train.optimizer.gather_memory import buffer_shape, measure
 
 HEADER = [
     "jax_version",
@@ -89,9 +89,9 @@ def test_processes_that_are_required_and_missing_are_an_error(monkeypatch, capsy
 PLAN = """
 import json, math
 from podium.accelerators import find_accelerator
-from podium.plan.topology import topology_devices
+from podium.plan.request.topology import topology_devices
 from podium.sharding import make_mesh
-from podium.train.gather_memory import GIB, allocate, buffer_shape, gathered
+from podium.train.optimizer.gather_memory import GIB, allocate, buffer_shape, gathered
 
 shares, compiled = {}, {}
 for text in ("auto", "host_local"):

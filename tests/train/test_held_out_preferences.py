@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_runs import make_config, make_group, read_records
 
-from podium.algorithms.options import make_recipe
+from podium.algorithms.recipe_options import make_recipe
 from podium.config.schema import AlgorithmConfig, TaskConfig
 from podium.train.held_out import preference_stats
 from podium.train.loop import train

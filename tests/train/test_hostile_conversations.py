@@ -21,13 +21,13 @@ from podium.config.imports import imported
 from podium.observe.records import read_metrics, read_samples
 from podium.observe.run_dir import METRICS, SAMPLES
 from podium.rollout.transcript import Transcript
+from podium.sampling.feed import request_seed
+from podium.sampling.groups import Greedy, Group
+from podium.sampling.sampler import AnswerSettings
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import FAILED, Prompt
-from podium.train.feed import request_seed
-from podium.train.generate import AnswerSettings
-from podium.train.groups import Greedy, Group
+from podium.train.batches.prepare import pack_step, step_advantages
 from podium.train.loop import train
-from podium.train.prepare import pack_step, step_advantages
 
 ACTS = ("hold", "stop", "exit", "sleep", "surrogate")
 GROUPS, SIZE = 30, 10

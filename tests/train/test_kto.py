@@ -10,20 +10,20 @@ from tiny_decoder import DECODER
 from tiny_runs import assert_same_run, config_of, make_config, read_records, spec_of
 
 from podium.algorithms.losses import policy_loss
-from podium.algorithms.options import make_recipe
+from podium.algorithms.recipe_options import make_recipe
 from podium.config.errors import ConfigError
 from podium.config.schema import AlgorithmConfig, TaskConfig
+from podium.models.files.source import resolve
 from podium.models.params import TRAIN_AXES
-from podium.models.source import resolve
-from podium.models.tokenizer import load_tokenizer
+from podium.models.text.tokenizer import load_tokenizer
+from podium.sampling.demonstrations import demonstrate
+from podium.sampling.feed import Feed
 from podium.settings import load_settings, preference_overrides
 from podium.sharding import ShardingRules, make_mesh
 from podium.tasks.mixture import TaskMixture
-from podium.train.batch import take
-from podium.train.demonstrations import demonstrate
-from podium.train.feed import Feed
+from podium.train.batches.batch import take
+from podium.train.batches.prepare import pack_step, reference_point
 from podium.train.loop import train
-from podium.train.prepare import pack_step, reference_point
 from podium.train.scorers import Scorer
 
 pytestmark = pytest.mark.usefixtures("one_device")

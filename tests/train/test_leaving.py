@@ -19,13 +19,13 @@ from tiny_runs import SHORT, STEPWISE, assert_same_run, make_config, merged, tra
 
 from podium.config.schema import Config
 from podium.files import RunFileError
-from podium.job.context import JobContext
-from podium.job.records import HANG, ProgressReport
+from podium.job.job_context import JobContext
+from podium.job.job_records import HANG, ProgressReport
 from podium.job.watchdog import Watchdog
 from podium.observe.run_dir import saved_steps
+from podium.sampling.sampler import Sampler
 from podium.tasks.conversation import Reply, Turn
 from podium.train.evaluate import evaluate
-from podium.train.generate import Sampler
 from podium.train.loop import train
 from podium.train.trainer import DivergedError, Trainer
 
@@ -133,7 +133,7 @@ WAYS: dict[str, tuple[str, int, BaseException, int]] = {
     # what raises, at which call, what, and how many steps are whole then
     "evaluation": ("podium.train.loop.evaluate", 2, RuntimeError("no memory"), 2),
     "an interrupted evaluation": ("podium.train.loop.evaluate", 2, KeyboardInterrupt(), 2),
-    "Ctrl-C": ("podium.train.generate.Sampler.answer", 4, KeyboardInterrupt(), 1),
+    "Ctrl-C": ("podium.sampling.sampler.Sampler.answer", 4, KeyboardInterrupt(), 1),
     "SystemExit": ("podium.train.trainer.Trainer.prepare", 4, SystemExit(7), 3),
 }
 
@@ -160,7 +160,7 @@ def test_whatever_ends_the_loop_the_newest_whole_step_is_saved(
     ("target", "number", "name"),
     [
         ("podium.observe.run_dir.RunDir.append", 5, "lengths.jsonl"),  # metrics, two samples, lengths of each step
-        ("podium.train.generate.Sampler.load", 3, "metrics.jsonl"),
+        ("podium.sampling.sampler.Sampler.load", 3, "metrics.jsonl"),
     ],
 )
 def test_a_step_that_could_not_be_recorded_is_saved_and_its_missing_line_is_said(
@@ -212,7 +212,7 @@ def test_a_step_whose_weights_the_failed_update_replaced_is_said_to_be_lost(tiny
 
 def test_an_error_in_the_first_step_saves_nothing_and_says_nothing(tiny_model, tmp_path, monkeypatch, capfd):
     config = make_config(tiny_model, tmp_path, **merged(STEPWISE, NEVER))
-    monkeypatch.setattr("podium.train.generate.Sampler.answer", fail_at(1, Sampler.answer, RuntimeError("at once")))
+    monkeypatch.setattr("podium.sampling.sampler.Sampler.answer", fail_at(1, Sampler.answer, RuntimeError("at once")))
     with pytest.raises(RuntimeError, match="at once"):
         train(config, plain=True)
     assert "saved" not in said(capfd)
@@ -223,7 +223,7 @@ def test_a_disk_that_is_full_at_the_end_hides_no_error(tiny_model, tmp_path, mon
     config = make_config(tiny_model, tmp_path, **merged(STEPWISE, NEVER))
     monkeypatch.setattr("podium.train.loop.evaluate", fail_at(2, evaluate, RuntimeError("the first error")))
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    target = "podium.train.checkpoint._try_to_write"
+    target = "podium.train.checkpoints.checkpoint._try_to_write"
     monkeypatch.setattr(target, fail_at(2, pkgutil.resolve_name(target), full))
     with pytest.raises(RuntimeError, match="the first error"):
         train(config, plain=True)

@@ -18,7 +18,7 @@ from podium.observe.metrics import find_metric
 from podium.observe.run_dir import read_config
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.scheduler import Scheduler
-from podium.train.generate import Sampler
+from podium.sampling.sampler import Sampler
 from podium.train.loop import train
 from podium.train.setup import load_weights, make_model, rollout_spec
 from podium.train.trainer import DivergedError

@@ -17,11 +17,11 @@ from podium.models.architecture import ModelError
 from podium.models.params import is_adapter
 from podium.models.quantised import NF4_LEVELS
 from podium.observe.run_dir import Fork, parse_fork, read_config
+from podium.train.checkpoints.step_files import CheckpointError
 from podium.train.evaluate import evaluate_command
 from podium.train.export import export_run
 from podium.train.loop import train
 from podium.train.setup import load_frozen, load_trained, load_weights, make_model
-from podium.train.step_files import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -116,7 +116,7 @@ def test_the_reference_of_the_kl_is_the_base_without_a_second_model(tiny_model, 
 
 
 def _counting(calls: list) -> Any:
-    from podium.models.hf import load_params
+    from podium.models.files.hf import load_params
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)

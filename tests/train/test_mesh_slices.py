@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from podium.accelerators import find_accelerator
-from podium.plan.topology import compiler_environment
+from podium.plan.request.topology import compiler_environment
 
 PROGRAM = """
 import json, re

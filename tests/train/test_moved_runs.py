@@ -9,7 +9,7 @@ import yaml
 from tiny_runs import STEPS, STEPWISE, assert_same_run, make_config, merged, trained
 
 import podium
-from podium.api.run import load_run
+from podium.api.run_handle import load_run
 from podium.cli import app
 from podium.config.errors import ConfigError, UsageError
 from podium.observe.run_dir import read_config, saved_steps

@@ -8,7 +8,7 @@ from tiny_runs import make_config
 
 from podium import accelerators
 from podium.models.linear import kept, kept_dtype
-from podium.train import generate
+from podium.sampling import sampler
 from podium.train.setup import (
     load_frozen,
     load_trained,
@@ -55,7 +55,7 @@ def test_engine_and_update_multiply_in_the_format_that_is_faster_on_this_cpu(
         run_spec(config, model.decoder, model.mesh).update, model.decoder, model.mesh
     ).dtype == jnp.dtype(update)
     with contextlib.closing(
-        generate.Sampler(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
+        sampler.Sampler(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
     ) as rollouts:
         rollouts.load(load_weights(model, None))
         params = rollouts.device.params
@@ -72,7 +72,7 @@ def test_what_no_update_changes_is_there_once_in_bfloat16_too(tiny_model, tmp_pa
     frozen = kept(load_frozen(model), model.rules)
     assert {value.dtype for value in frozen.values()} == {jnp.dtype(jnp.uint16)}
     with contextlib.closing(
-        generate.Sampler(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
+        sampler.Sampler(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
     ) as rollouts:
         rollouts.load(load_trained(model, None, frozen), frozen)
         assert rollouts.device.params is not None

@@ -15,14 +15,14 @@ from tiny_runs import DECODER, make_config, rules_of
 from podium.accelerators import find_accelerator
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import CheckpointConfig
-from podium.hlo.text import parse
+from podium.hlo.hlo_text import parse
 from podium.models.params import param_specs
-from podium.plan.compile import compile_phases
-from podium.plan.worker import Job
+from podium.plan.compiled.compile import compile_phases
+from podium.plan.compiled.compile_worker import Job
 from podium.sharding import abstract_params, init_params
-from podium.train.checkpoint import Checkpointer
-from podium.train.offload import HOST_MEMORY, apply_gradients, check_host_memory
-from podium.train.optimizer import make_optimizer
+from podium.train.checkpoints.checkpoint import Checkpointer
+from podium.train.optimizer.offload import HOST_MEMORY, apply_gradients, check_host_memory
+from podium.train.optimizer.transforms import make_optimizer
 from podium.train.state import TrainState, abstract_state, init_state
 
 SPECS = {name: param_specs(DECODER)[name] for name in ("embed", "layers.gate", "layers.mlp_norm")}

@@ -11,7 +11,7 @@ from podium.models.architecture import dense_decoder
 from podium.models.blocks.spec import ParamSpec, is_matrix
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.sharding import ShardingRules, abstract_params, init_params, make_mesh
-from podium.train.optimizer import (
+from podium.train.optimizer.transforms import (
     abstract_opt_state,
     learning_rate,
     make_optimizer,

@@ -7,8 +7,8 @@ import pytest
 from tiny_runs import make_config, read_records
 
 from podium.accelerators import find_accelerator
-from podium.plan import check
-from podium.plan.check import RunCheck, check_run
+from podium.plan.report import deviation
+from podium.plan.report.deviation import RunCheck, check_run
 from podium.train.loop import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 def on(monkeypatch, **changed) -> None:
     """Has this process take itself for a machine with one chip."""
     machine = dataclasses.replace(find_accelerator("v6e-1"), **changed)
-    monkeypatch.setattr(check, "this_accelerator", lambda: machine)
+    monkeypatch.setattr(deviation, "this_accelerator", lambda: machine)
 
 
 def test_a_run_leaves_its_plan_and_how_wrong_it_was(tiny_model, tmp_path, monkeypatch, capsys):

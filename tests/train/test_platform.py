@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from podium.train import platform
-from podium.train.platform import devices_line
+from podium.hosts import platform
+from podium.hosts.platform import devices_line
 
 CHILD = """
 from podium.malloc import giving_back_memory
-from podium.train.platform import prepare_platform
+from podium.hosts.platform import prepare_platform
 prepare_platform()
 import jax, jax.numpy as jnp
 resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20

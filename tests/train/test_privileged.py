@@ -18,16 +18,16 @@ from podium.certify.naive import Weights, distributions, in_float64, scores
 from podium.certify.tiny import Arrays, random_weights
 from podium.config.teacher import template_names
 from podium.models.architecture import DecoderConfig
-from podium.models.source import resolve as find_source
-from podium.models.tokenizer import load_tokenizer
+from podium.models.files.source import resolve as find_source
+from podium.models.text.tokenizer import load_tokenizer
 from podium.run.machine import Machine
 from podium.run.resolve import privileged_batch, resolve, resolve_recipe, resolve_rollout
+from podium.sampling.feed import Feed
+from podium.sampling.privileged import privileged_messages
 from podium.tasks.task import Prompt
-from podium.train.batch import take
-from podium.train.feed import Feed
+from podium.train.batches.batch import take
+from podium.train.batches.prepare import pack_step, prepare_step
 from podium.train.loop import train
-from podium.train.prepare import pack_step, prepare_step
-from podium.train.privileged import privileged_messages
 from podium.train.scorers import OwnPrompts, make_scorers, make_teacher_scorer
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -18,16 +18,16 @@ from tiny_runs import recipe_of
 from podium.config.schema import TaskConfig
 from podium.observe.records import read_metrics, read_samples
 from podium.observe.run_dir import METRICS, SAMPLES
+from podium.sampling.conversations.carry import Position
+from podium.sampling.sampler import FailingEnvironmentError
 from podium.serve.bodies import ChatBody, GenerateBody, RequestError, read_body
 from podium.tasks.conversation import ToolCall, Turn
-from podium.tasks.environment_forms import conversing
-from podium.tasks.loopback import Line, Prompts, server
-from podium.tasks.play import play
+from podium.tasks.conversations.environment_forms import conversing
+from podium.tasks.conversations.loopback import Line, Prompts, server
 from podium.tasks.registry import make_task
-from podium.train.carry import Position
-from podium.train.generate import FailingEnvironmentError
+from podium.tasks.try_task import play
+from podium.train.batches.prepare import group_samples
 from podium.train.loop import train
-from podium.train.prepare import group_samples
 
 TALKER = [sys.executable, "-I", "-S", str(Path(__file__).parent / "talker.py")]
 
@@ -276,7 +276,7 @@ def test_a_body_in_chunks_and_an_unknown_route_are_refused_by_name():
 
 def test_a_program_is_played_from_the_keyboard_without_a_model(monkeypatch):
     lines: list[str] = []
-    monkeypatch.setattr("podium.tasks.play._config", lambda target: TaskConfig(**program("counting")))
+    monkeypatch.setattr("podium.tasks.try_task._config", lambda target: TaskConfig(**program("counting")))
     assert play("program", ["one", "two", "three"], lines.append) == 1
     assert sum("What is" in line for line in lines) == 3
 

@@ -5,9 +5,9 @@ import json
 import pytest
 from published import published_tokenizer
 
-from podium.models.chat_format import Message
+from podium.models.text.chat_format import Message
+from podium.sampling.conversations.dialogue import with_calls
 from podium.tasks.messages import read_messages
-from podium.train.dialogue import with_calls
 from tests.chat_formats import FORMATS, format_of
 
 WRITTEN = [

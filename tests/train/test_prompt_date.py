@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import SHORT, assert_same_run, make_config, metrics_of
 
-from podium.api.run import load_run
+from podium.api.run_handle import load_run
 from podium.config.errors import ConfigError
 from podium.config.schema import Config
 from podium.files import RunFileError
@@ -38,7 +38,7 @@ def on_day(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
                 return datetime.datetime(2031, 1, day, 12)
 
         clock = types.SimpleNamespace(date=Date, datetime=Moment, time=datetime.time)
-        for module in ("podium.observe.run_dir", "podium.models.template"):
+        for module in ("podium.observe.run_dir", "podium.models.text.template"):
             monkeypatch.setattr(f"{module}.datetime", clock)
 
     return set_day
@@ -97,7 +97,7 @@ def test_the_date_of_a_run_is_kept_unless_it_has_not_begun(dated, on_day, tmp_pa
 
     on_day(1)
     with monkeypatch.context() as patch:
-        patch.setattr("podium.train.generate.Sampler.answer", fail)
+        patch.setattr("podium.sampling.sampler.Sampler.answer", fail)
         with pytest.raises(RuntimeError):
             train(dated(), plain=True)
     on_day(2)

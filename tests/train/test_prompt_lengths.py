@@ -11,12 +11,12 @@ from published import published_tokenizer
 from tiny_runs import make_config
 
 from podium.config.schema import Config
-from podium.models.source import resolve as find_source
-from podium.models.tokenizer import load_tokenizer
+from podium.models.files.source import resolve as find_source
+from podium.models.text.tokenizer import load_tokenizer
 from podium.run.resolve import resolve_prompts, resolve_recipe
-from podium.train.feed import Feed
+from podium.sampling.feed import Feed
+from podium.sampling.prompt_lengths import check_prompt_lengths, longest_first, with_prompt_tokens
 from podium.train.loop import train
-from podium.train.prompt_lengths import check_prompt_lengths, longest_first, with_prompt_tokens
 
 QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
 SUMS = [{"prompt": f"What is {a} + 1 ?", "answer": str(a + 1)} for a in range(1, 9)]
@@ -174,7 +174,7 @@ def test_a_run_that_cannot_ask_its_data_ends_before_weights_are_read(tiny_model,
     def refuse(*_: object) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr("podium.train.run.load_frozen", refuse)
+    monkeypatch.setattr("podium.train.open.load_frozen", refuse)
     short = [{"question": "What is 1", "answer": "1"}]
     for name, rows, said in (
         ("long", [{"question": "What is 1 " * 9, "answer": "1"}], "none of the 1 training prompts of jsonl fits"),

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from tiny_runs import make_config, make_group, spec_of
 
-from podium.job.records import ProgressReport
+from podium.job.job_records import ProgressReport
 from podium.observe.stats import BatchStats, UpdateStats
 from podium.rollout.request import RolloutStats
 from podium.train import recorder as recorder_module

@@ -29,13 +29,13 @@ from tiny_runs import (
 )
 
 from podium.files import RunFileError
-from podium.job.context import alone
+from podium.job.job_context import alone
 from podium.observe.run_dir import Fork, RunDir, RunInUseError, read_config, run_home, saved_steps
-from podium.train.checkpoint import restore_params
+from podium.train.checkpoints.checkpoint import restore_params
+from podium.train.checkpoints.step_files import CheckpointError
 from podium.train.loop import train
+from podium.train.open import open_run
 from podium.train.recorder import Recorder, unheard
-from podium.train.run import open_run
-from podium.train.step_files import CheckpointError
 from podium.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_device")

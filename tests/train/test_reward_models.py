@@ -31,15 +31,15 @@ from podium.config.errors import ConfigError
 from podium.config.schema import TaskConfig
 from podium.files import to_json
 from podium.models.architecture import ModelError
-from podium.models.hf import load_params
-from podium.models.source import read_reward_model, resolve
-from podium.run.spec import PromptSpec, RolloutSpec
+from podium.models.files.hf import load_params
+from podium.models.files.source import read_reward_model, resolve
+from podium.run.run_spec import PromptSpec, RolloutSpec
+from podium.sampling.feed import Feed
 from podium.settings import load_settings
-from podium.tasks.environment_forms import conversing
+from podium.tasks.conversations.environment_forms import conversing
 from podium.tasks.rewards import with_score
 from podium.tasks.task import FAILED, Reward
 from podium.train.evaluate import evaluate_weights
-from podium.train.feed import Feed
 from podium.train.loop import train
 from podium.train.reward_models import Conversation, RewardModel, load_reward_models
 from podium.train.setup import make_model, rollout_spec, run_spec

@@ -9,9 +9,9 @@ from safetensors.numpy import load_file, save_file
 from tiny_runs import write_tiny_model
 
 from podium.config.schema import TaskConfig
+from podium.hosts.same_inputs import BLOCK, BLOCKS, compare, file_fingerprint, model_files, questions
 from podium.job.guard import GuardError
 from podium.tasks.mixture import TaskMixture
-from podium.train.same_inputs import BLOCK, BLOCKS, compare, file_fingerprint, model_files, questions
 
 
 def copy_of(folder: Path, to: Path, scale: float) -> Path:

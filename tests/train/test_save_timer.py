@@ -1,6 +1,6 @@
 """Saving by the time, whichever comes first with the steps."""
 
-from podium.train.saving import SaveTimer
+from podium.train.checkpoints.saving import SaveTimer
 
 
 def test_a_save_is_due_so_long_after_the_last():

@@ -9,7 +9,7 @@ from scripted import LATEST
 from tiny_runs import merged
 
 from podium.rollout.transcript import Transcript
-from podium.train.groups import Group
+from podium.sampling.groups import Group
 
 AT_ONCE: dict[str, Any] = {"environment": "Counting", "prompts_per_step": 16, "rollout": {"refill_steps": 2}}
 LATE: dict[str, Any] = AT_ONCE | {"environment": "Late"}

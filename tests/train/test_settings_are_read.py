@@ -18,9 +18,9 @@ from made_once import made_anew
 from pydantic import create_model
 from tiny_runs import TINY, merged
 
-from podium.algorithms.options import make_recipe
+from podium.algorithms.recipe_options import make_recipe
 from podium.algorithms.recipes import Recipe
-from podium.config.critic import CriticConfig
+from podium.config.critic_section import CriticConfig
 from podium.config.data import FilterConfig, ProgressConfig, RetireConfig
 from podium.config.judge import JudgeConfig
 from podium.config.reference import ReferenceConfig

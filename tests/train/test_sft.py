@@ -10,14 +10,14 @@ from tiny_runs import make_config, read_records, spec_of
 from podium import cli
 from podium.config.errors import ConfigError
 from podium.config.schema import TaskConfig
-from podium.models.source import resolve
-from podium.models.tokenizer import load_tokenizer
+from podium.models.files.source import resolve
+from podium.models.text.tokenizer import load_tokenizer
 from podium.observe.run_dir import Fork
+from podium.sampling.demonstrations import completion_text, demonstrate
+from podium.sampling.feed import Feed
 from podium.settings import load_settings
 from podium.tasks.mixture import TaskMixture
 from podium.tasks.task import Prompt
-from podium.train.demonstrations import completion_text, demonstrate
-from podium.train.feed import Feed
 from podium.train.loop import train
 from tests.chat_formats import backend_of, format_of, stop_tokens_of
 

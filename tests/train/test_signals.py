@@ -5,14 +5,14 @@ import threading
 
 import pytest
 
-from podium.train import distributed
-from podium.train.distributed import AgreedStop, HostFailedError
-from podium.train.signals import StopSignal
+from podium.hosts import distributed
+from podium.hosts.distributed import AgreedStop, HostFailedError
+from podium.hosts.signals import StopSignal
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     """The code in a process of its own, where it may send signals to itself."""
-    header = "import os, signal, sys\nfrom podium.train.signals import StopSignal\n"
+    header = "import os, signal, sys\nfrom podium.hosts.signals import StopSignal\n"
     return subprocess.run([sys.executable, "-c", header + code], capture_output=True, text=True, timeout=60)
 
 

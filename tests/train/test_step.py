@@ -23,12 +23,12 @@ from tiny_runs import (
 )
 
 import podium.sharding as sharding
-from podium.models.attention import causal_attention
+from podium.models.attention.packed_attention import causal_attention
 from podium.models.decoder import forward, head_weights
 from podium.models.logprobs import logits_at
 from podium.run.resolve import resolve_recipe
-from podium.run.sizes import row_groups
-from podium.train.batch import Sample, make_batch, take
+from podium.run.token_sizes import row_groups
+from podium.train.batches.batch import Sample, make_batch, take
 from podium.train.state import init_state
 from podium.train.step import TrainSettings, make_score, make_train_step, shard_batch
 

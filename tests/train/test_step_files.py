@@ -9,12 +9,12 @@ from processes import wait_for
 from test_checkpoint import assert_bit_equal, make_state, open_checkpointer, target  # noqa: F401  # a fixture
 
 from podium.config.schema import CheckpointConfig
-from podium.job.records import ProgressReport
+from podium.job.job_records import ProgressReport
 from podium.job.watchdog import Watchdog
 from podium.observe.run_dir import saved_steps
-from podium.train import checkpoint
-from podium.train.checkpoint import Checkpointer, restore_state
-from podium.train.step_files import CheckpointError, damage, newest_whole_step
+from podium.train.checkpoints import checkpoint
+from podium.train.checkpoints.checkpoint import Checkpointer, restore_state
+from podium.train.checkpoints.step_files import CheckpointError, damage, newest_whole_step
 
 
 def flip(file: Path, rng: random.Random) -> None:

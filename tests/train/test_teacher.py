@@ -32,17 +32,17 @@ from podium.algorithms.advantages import taught_advantages
 from podium.algorithms.recipes import OLD_LOGPROBS, TEACHER_HIDDEN, TEACHER_LOGPROBS, Teaching
 from podium.certify.tiny import random_weights
 from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder
+from podium.models.files.source import resolve
 from podium.models.linear import kept
-from podium.models.source import resolve
-from podium.models.tokenizer import load_tokenizer
-from podium.observe.progress import Progress
+from podium.models.text.tokenizer import load_tokenizer
+from podium.observe.live_view import Progress
 from podium.observe.stats import BatchStats
 from podium.run.resolve import resolve_recipe
 from podium.sharding import Params
-from podium.train.batch import Batch, make_batch
+from podium.train.batches.batch import Batch, make_batch
+from podium.train.batches.prepare import prepare_step
 from podium.train.loop import train
-from podium.train.prepare import prepare_step
-from podium.train.run import _load_teacher
+from podium.train.open import _load_teacher
 from podium.train.scorers import make_scorers, make_teacher_scorer
 from podium.train.setup import (
     load_frozen,

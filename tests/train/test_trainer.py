@@ -26,12 +26,12 @@ from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.rollout.transcript import Span, Transcript, transcript_of
 from podium.run.resolve import resolve_recipe
-from podium.run.sizes import row_tokens, rows_per_device
+from podium.run.token_sizes import row_tokens, rows_per_device
+from podium.sampling.groups import Group
 from podium.sharding import ShardingRules
-from podium.train.batch import make_batch
-from podium.train.groups import Group
-from podium.train.prepare import group_samples, pack_step
-from podium.train.samples import with_advantage, with_weight
+from podium.train.batches.batch import make_batch
+from podium.train.batches.prepare import group_samples, pack_step
+from podium.train.batches.samples import with_advantage, with_weight
 from podium.train.step import shard_batch
 from podium.train.trainer import DivergedError
 

@@ -12,14 +12,14 @@ from trl_shapes import CatchEnv, EchoToolEnv, WordleEnv
 from podium.config.schema import EnvironmentsConfig, TaskConfig
 from podium.observe.records import read_metrics, read_samples
 from podium.observe.run_dir import METRICS, SAMPLES
+from podium.sampling.conversations.dialogue import Dialogue
 from podium.tasks.conversation import ToolCall, Turn
-from podium.tasks.conversing import Answered
-from podium.tasks.environment_forms import conversing
-from podium.tasks.environments import Environments
+from podium.tasks.conversations.conversing import Answered
+from podium.tasks.conversations.environment_forms import conversing
+from podium.tasks.conversations.environments import Environments
+from podium.tasks.conversations.tool_calls import Calls
 from podium.tasks.functions import RewardFunction
 from podium.tasks.task import Graded, Prompt
-from podium.tasks.tool_calls import Calls
-from podium.train.dialogue import Dialogue
 from podium.train.loop import train
 
 CALLS = {

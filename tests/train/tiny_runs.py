@@ -24,17 +24,17 @@ from podium.rollout.request import Completion, RolloutStats
 from podium.rollout.transcript import Transcript, transcript_of
 from podium.run.machine import Machine
 from podium.run.resolve import resolve, resolve_recipe
-from podium.run.sizes import optimizer_steps
-from podium.run.spec import RunSpec
+from podium.run.run_spec import RunSpec
+from podium.run.token_sizes import optimizer_steps
+from podium.sampling.groups import Group
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Prompt, Reward
-from podium.train.batch import BatchSizes, make_batch, take
-from podium.train.groups import Group
-from podium.train.optimizer import make_optimizer
-from podium.train.prepare import group_samples
+from podium.train.batches.batch import BatchSizes, make_batch, take
+from podium.train.batches.prepare import group_samples
+from podium.train.batches.samples import Sample, single_answer
+from podium.train.optimizer.transforms import make_optimizer
 from podium.train.recorder import completion_stats
-from podium.train.samples import Sample, single_answer
 from podium.train.setup import load_weights, make_model
 from podium.train.state import TrainState, init_state
 from podium.train.step import TrainSettings, shard_batch

@@ -15,7 +15,7 @@ from podium.observe.identity import SUMMARY
 from podium.observe.record_check import listed, missing_steps
 from podium.observe.run_dir import CONFIG, MACHINE, METRICS
 
-PLAN = "plan.json"  # podium.plan.check
+PLAN = "plan.json"  # podium.plan.report.deviation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Series:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """The records of a run, except its samples (`podium.observe.report.samples`)."""
+    """The records of a run, except its samples (`podium.observe.report.sample_pages`)."""
 
     folder: Path
     config: Mapping[str, Any]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from podium.files import RunFileError, write_atomically
-from podium.job.records import NO_JOB, PROGRESS, RECORD, JsonObject, one_line, read_json
+from podium.job.job_records import NO_JOB, PROGRESS, RECORD, JsonObject, one_line, read_json
 from podium.pods.host.processes import kill, marked, wait_until
 
 State = Literal["none", "starting", "running", "finished", "killed"]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 from podium.files import BUCKETS, write_atomically
-from podium.job.records import PROGRESS, Progress, read_json, write_record
+from podium.job.job_records import PROGRESS, Progress, read_json, write_record
 from podium.job.redact import Redactor, filtered
 from podium.pods.host.jobs import (
     ASKED,

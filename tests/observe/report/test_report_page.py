@@ -10,8 +10,8 @@ from made_run import CONFIG, make_run, sample
 
 from podium.observe.metrics import find_metric
 from podium.observe.report.charts import CURVES, PHASES, WORK
-from podium.observe.report.page import make_page, report_object, write_report
-from podium.observe.report.samples import HEAT_ROWS, SAMPLE_BYTES
+from podium.observe.report.report_page import make_page, report_object, write_report
+from podium.observe.report.sample_pages import HEAT_ROWS, SAMPLE_BYTES
 
 HOSTILE = (
     "</script><script>document.title='pwned'</script>",

@@ -1,0 +1,1 @@
+"""`podium bench`: times the parts of a step on this machine."""

@@ -1,0 +1,205 @@
+"""The subject of a diagnosis: a machine's facts, what plans assume of it, and how large its probes are."""
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from podium.accelerators import GIB, Accelerator, Kernels, kernels_on, recognise
+from podium.doctor.diagnosis import Row
+from podium.doctor.facts import Facts, ask
+from podium.doctor.system import System
+from podium.models.architecture import DecoderConfig, dense_decoder
+from podium.plan.calibration import Chip, load_chip
+
+MIB = 2**20
+
+
+def smollm2(layers: int = 30, vocab: int = 49_152) -> DecoderConfig:
+    """The shape of SmolLM2-135M, or of a smaller relative."""
+    return dense_decoder(
+        model_type="llama",
+        vocab=vocab,
+        width=576,
+        layers=layers,
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        mlp_width=1536,
+        max_positions=8192,
+        rope_theta=1e5,
+        rope_scaling=None,
+        norm_eps=1e-5,
+        tied=True,
+        qkv_bias=False,
+        qk_norm=False,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Shape of attention over packed rows."""
+
+    rows: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pages:
+    """Shape of a decode step's attention: rows with one new token each, over pages of a cache."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    page_tokens: int
+    head_dim: int
+    pages: int  # of each row
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grouped:
+    """Shape of the products of a mixture: rows that are sorted by expert, each with its expert's matrix."""
+
+    rows: int  # of all experts
+    experts: int
+    width: int  # of a row
+    expert_width: int  # of its product
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much the probes compute."""
+
+    product: int  # rows and columns of the products
+    array_bytes: int  # of the array that is read, copied and sent
+    calls: int  # calls of a round, of which an accelerator has many in flight
+    disk_bytes: int
+    rows: tuple[Rows, ...]
+    pages: tuple[Pages, ...]
+    grouped: Grouped
+    logits: tuple[int, int]  # tokens, vocabulary
+    decoder: DecoderConfig
+    slots: int
+    new_tokens: int  # of each completion
+    row_tokens: int
+    rows_per_device: int
+    interpret: bool = False  # emulate the kernels of accelerators on a CPU
+
+
+TINY = Sizes(
+    product=64,
+    array_bytes=MIB,
+    calls=1,
+    disk_bytes=MIB,
+    rows=(Rows(rows=1, tokens=64, heads=2, kv_heads=1, head_dim=16),),
+    pages=(Pages(rows=2, heads=2, kv_heads=1, page_tokens=16, head_dim=16, pages=2),),
+    grouped=Grouped(rows=40, experts=3, width=24, expert_width=40),
+    logits=(8, 300),
+    decoder=smollm2(layers=1, vocab=512),
+    slots=4,
+    new_tokens=4,
+    row_tokens=96,
+    rows_per_device=1,
+)
+"""For tests."""
+CPU = dataclasses.replace(
+    TINY,
+    product=2048,
+    array_bytes=256 * MIB,
+    disk_bytes=256 * MIB,
+    decoder=smollm2(),
+    slots=8,
+    new_tokens=16,
+    row_tokens=128,
+    rows_per_device=2,
+)
+ACCELERATOR = Sizes(
+    product=8192,
+    array_bytes=GIB,
+    calls=10,
+    disk_bytes=GIB,
+    rows=(Rows(rows=4, tokens=1024, heads=16, kv_heads=2, head_dim=128),),
+    pages=(Pages(rows=64, heads=16, kv_heads=2, page_tokens=64, head_dim=128, pages=16),),
+    grouped=Grouped(rows=16_384, experts=16, width=2048, expert_width=768),
+    logits=(2048, 151_936),
+    decoder=smollm2(),
+    slots=64,
+    new_tokens=128,
+    row_tokens=512,
+    rows_per_device=8,
+)
+FULL = dataclasses.replace(
+    ACCELERATOR,
+    disk_bytes=8 * GIB,
+    rows=(
+        Rows(rows=4, tokens=1024, heads=9, kv_heads=3, head_dim=64),
+        Rows(rows=4, tokens=1536, heads=16, kv_heads=2, head_dim=128),
+        Rows(rows=4, tokens=1536, heads=8, kv_heads=1, head_dim=256),
+        Rows(rows=16, tokens=1024, heads=9, kv_heads=3, head_dim=64),
+    ),
+    pages=(
+        Pages(rows=64, heads=16, kv_heads=2, page_tokens=16, head_dim=128, pages=64),
+        Pages(rows=64, heads=16, kv_heads=2, page_tokens=32, head_dim=128, pages=32),
+        Pages(rows=64, heads=16, kv_heads=2, page_tokens=64, head_dim=128, pages=16),
+        Pages(rows=512, heads=9, kv_heads=3, page_tokens=64, head_dim=64, pages=8),
+        Pages(rows=64, heads=32, kv_heads=8, page_tokens=64, head_dim=128, pages=16),
+    ),
+    slots=512,
+    new_tokens=256,
+    row_tokens=1024,
+    rows_per_device=16,
+)
+"""The shapes that one H100 was measured with."""
+FULL_CPU = dataclasses.replace(CPU, slots=32, new_tokens=64, row_tokens=512, disk_bytes=GIB)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A machine to examine."""
+
+    system: System
+    facts: Facts
+    sizes: Sizes
+    runs_dir: Path
+    accelerator: Accelerator | None
+    """This host's devices in the table of accelerators; None: a CPU, or devices that are not in it."""
+    chip: Chip | None
+    """What plans assume of a device; None: nothing."""
+
+    @property
+    def platform(self) -> str:
+        """The jax platform."""
+        return self.facts.platform
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kind of kernels that the devices run."""
+        return kernels_on(self.platform, self.facts.devices[0].capability)
+
+
+class Probe(Protocol):
+    """A part of the examination: yields one row per fact or measurement."""
+
+    def __call__(self, subject: Subject, /) -> Iterable[Row]:
+        """Examine the machine."""
+        ...
+
+
+def make_subject(system: System, sizes: Sizes | None, runs_dir: Path, *, full: bool = False) -> Subject:
+    """Ask a machine what it is; `sizes` None: those that suit it."""
+    facts = ask(system)
+    kinds = [device.kind for device in facts.devices]
+    accelerator = recognise(kinds[0], len(kinds)) if kinds else None
+    on_cpu = facts.platform in ("cpu", "")
+    suiting = (FULL_CPU if full else CPU) if on_cpu else (FULL if full else ACCELERATOR)
+    return Subject(
+        system=system,
+        facts=facts,
+        sizes=sizes or suiting,
+        runs_dir=runs_dir,
+        accelerator=accelerator,
+        chip=None if accelerator is None else load_chip(accelerator.generation),
+    )

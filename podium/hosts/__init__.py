@@ -1,0 +1,1 @@
+"""The machines of a run: jax's settings, agreement between hosts, and signals."""

@@ -1,0 +1,1 @@
+"""The model families: their config.json, GGUF metadata and presets. No jax."""

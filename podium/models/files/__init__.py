@@ -1,0 +1,1 @@
+"""Model files: safetensors, GGUF and PEFT, found, read and written."""

@@ -1,0 +1,1 @@
+"""Tokenizers, chat templates and chat formats. No jax."""

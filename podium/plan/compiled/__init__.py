@@ -1,0 +1,1 @@
+"""Plans from compiled programs."""

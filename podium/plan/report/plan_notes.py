@@ -1,0 +1,158 @@
+"""The notes of a plan: sentences about what its figures do not show."""
+
+from collections.abc import Iterator, Sequence
+
+from podium.accelerators import ALLOCATOR_RESERVE, GIB, GPUS, POOL_VARIABLE, Accelerator, pool_share
+from podium.config.attention_blocks import LANES
+from podium.config.schema import TaskConfig
+from podium.config.sizes import cache_pages
+from podium.plan.calibration import load_chip
+from podium.plan.report.formatting import LITTLE
+from podium.plan.request.phase_sizes import F32, RunSizes, offloaded_bytes, optimizer_bytes, reduced_number
+from podium.plan.request.workload import Replies, Workload
+from podium.plan.result import Phase, judge, margin
+from podium.plan.traced.over_floor import spread
+from podium.tasks.conversations.environment_forms import conversing
+
+LEAST_AGAIN = 0.01  # share of prefilled tokens that are prefilled again, from which a plan says so
+MORE_OPERATIONS = 1.02  # ratio to the closed form's operations above which a program is said to recompute
+
+
+def explain(
+    run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], workload: Workload, replies: Replies | None = None
+) -> tuple[str, ...]:
+    """The notes of a plan, most important first; `replies` are those of conversations."""
+    found = [*_verdict(phases, accelerator), *_recomputation(phases), *spread(phases), *_decode(phases, workload)]
+    found += _conversations(run, workload, replies)
+    host = (F32 * run.own_count + optimizer_bytes(run)) * accelerator.devices_per_host
+    checkpoint = f"a checkpoint copies {host / GIB:.1f} GiB to each host's memory"
+    return (*found, *_padding(run), *_rollout(run, workload), *_reduction(run), *_offload(run, accelerator), checkpoint)
+
+
+def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]:
+    compiled = any(phase.compiled for phase in phases)
+    if judge((phase.bytes for phase in phases), accelerator.hbm_bytes, compiled=compiled) == "too_close":
+        way_out = "" if compiled else ", as far as the closed form errs; --compile asks the compiler"
+        yield f"within {margin(compiled):.0%} of the memory limit: it may or may not fit on the device{way_out}"
+    if accelerator.platform == "gpu":
+        yield (
+            f"usable is {pool_share():.0%} of {GPUS[accelerator.generation].memory / GIB:.1f} GiB, what jax takes for"
+            f" arrays ({POOL_VARIABLE} sets another share), less {ALLOCATOR_RESERVE:.0%} for its allocator; CUDA's"
+            " context is outside. Only an H100 was measured, and briefly: docs/planner.md"
+        )
+
+
+def _conversations(run: RunSizes, workload: Workload, replies: Replies | None) -> Iterator[str]:
+    """What conversations were planned with, and whether parked ones keep their pages."""
+    if replies is None:
+        if any(map(_converses, run.spec.rollout.prompts.tasks)):
+            yield (
+                "tasks have conversations, and each prompt is planned with one answer: --lengths"
+                " LENGTHS,turns:T,reply:R,seconds:S plans T answers, and replies of R tokens after S seconds"
+            )
+        return
+    pages = cache_pages(run.rollout, run.rollout_shards)
+    yield (
+        f"conversations of {replies.turns} answers, replies of {replies.tokens} tokens after {replies.seconds:g} s;"
+        f" with those that wait for replies they fill {workload.pages_peak / pages:.0%} of the cache"
+    )
+    again = workload.rebuilt_tokens / max(workload.prefill_tokens, 1)
+    if again > LEAST_AGAIN:
+        yield (
+            f"{again:.0%} of the prefilled tokens are of conversations that lost their pages while they waited: raise"
+            " rollout.cache_tokens"
+        )
+
+
+def _converses(task: TaskConfig) -> bool:
+    try:
+        return conversing(task) is not None
+    except (ValueError, OSError):  # code that is on another machine
+        return bool(task.tools or task.environment)
+
+
+def _reduction(run: RunSizes) -> Iterator[str]:
+    """What `train.reduce_dtype: bfloat16` would save, if gradients are reduced in float32."""
+    more = reduced_number(run) - run.activation
+    layers, head = run.gathered_counts
+    if more > 0 and run.shards > 1 and run.decoder.lora is None:
+        sent, held = more * (layers + head) * (run.shards - 1) // run.shards, more * head
+        yield (
+            f"shares of gradients are float32: train.reduce_dtype=bfloat16 would send {sent / 1e9:.1f} GB less from"
+            f" every device per micro-batch, and hold {held / GIB:.1f} GiB less at the head"
+        )
+
+
+def _offload(run: RunSizes, accelerator: Accelerator) -> Iterator[str]:
+    streams = run.update.remat == "offload"
+    moments = offloaded_bytes(run)
+    if streams:
+        inputs = run.decoder.layers * run.tokens * run.decoder.width * run.activation
+        yield (
+            f"during an update the layers' inputs take {inputs * accelerator.devices_per_host / GIB:.1f} GiB of each"
+            " host's memory"
+        )
+    if moments:
+        yield (
+            f"between updates the optimizer's moments take {moments * accelerator.devices_per_host / GIB:.1f} GiB of"
+            f" each host's memory; an update copies {moments / GIB:.2f} GiB to each device and back"
+        )
+    if moments and accelerator.platform == "gpu":
+        yield "estimated, not compiled: jax cannot use the host memory of an absent GPU, which holds the moments"
+    if (streams or moments) and accelerator.platform != "cpu":
+        chip = load_chip(accelerator.generation)
+        link, peak = chip.calibration["host"], chip.peaks.host_bandwidth / 1e9
+        yield (
+            f"copies between a device and its host are taken to reach {link.value:.2f} ({link.low:.2f}-{link.high:.2f})"
+            f" of {peak:.0f} GB/s, and to be waited for where no work hides them: not measured yet"
+        )
+
+
+def _recomputation(phases: Sequence[Phase]) -> Iterator[str]:
+    for phase in phases:
+        if phase.compiled and phase.flops > MORE_OPERATIONS * phase.closed_form_flops > 0:
+            more = phase.flops / phase.closed_form_flops - 1
+            yield f"{phase.name} does {more:.0%} more operations than the code asks for: the compiler recomputes some"
+
+
+def _decode(phases: Sequence[Phase], workload: Workload) -> Iterator[str]:
+    phase = next(phase for phase in phases if phase.name == "decode")
+    steps = workload.decode_steps
+    if not phase.compiled or not steps:
+        return
+    sent = sum(each.sent for each in phase.collectives) / steps
+    waits = f"{sum(each.calls for each in phase.collectives) / steps:.2g} collectives"
+    if sent < LITTLE:
+        yield f"a decode step sends next to nothing between devices: {waits}"
+        return
+    kinds = ", ".join(
+        f"{each.calls / steps:.0f} {each.kind} over {' and '.join(each.axes)}"
+        for each in phase.collectives
+        if each.sent / steps >= LITTLE
+    )
+    yield f"each decode step sends {sent / 1e9:.2f} GB from every device in {waits}: {kinds}"
+
+
+def _padding(run: RunSizes) -> Iterator[str]:
+    """How much memory the padding of the cache's rows takes."""
+    numbers = run.decoder.total(lambda work: 2 * work.kv_heads * work.head_dim)
+    stored = run.decoder.cached(run.platform)
+    if stored > numbers:
+        yield (
+            f"the KV cache takes {stored / numbers:.2f} times the memory of its keys and values: heads of"
+            f" {run.decoder.head_dim} are stored in rows of {LANES} numbers, which fill a TPU's tiles"
+        )
+
+
+def _rollout(run: RunSizes, workload: Workload) -> Iterator[str]:
+    rollout, recipe = run.rollout, run.spec.recipe
+    if recipe.demonstrations:
+        return
+    if run.layout.why:
+        yield f"rollout.layout {'auto ' if run.rollout.layout == 'auto' else ''}is {run.layout.why}"
+    busy, ran = workload.slots_busy(rollout.slots), workload.slot_utilisation
+    yield f"slots are {busy:.0%} busy over {workload.decode_steps} decode steps, and {ran:.0%} of the programs' rows"
+    if recipe.zero_variance == "refill":
+        yield "groups of equal rewards are replaced: refills generate completions that are not counted here"
+    elif recipe.zero_variance == "drop":
+        yield "groups of equal rewards are dropped from the update, which then takes less time than shown here"

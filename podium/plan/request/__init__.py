@@ -1,0 +1,1 @@
+"""What is planned: machine, sizes, workload and the calls of a step."""

@@ -1,0 +1,1 @@
+"""Searches over settings and machines."""

@@ -1,0 +1,322 @@
+"""The candidates of `--fit`: settings of the update and of the rollout, each with its cost by the closed form. No jax.
+
+What an update needs and how long it takes does not depend on the rollout's settings, nor the reverse, apart from a few
+settings that both share. So each half of a step is costed by itself, and `podium.plan.search.fit` joins two of them.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, get_args
+
+from podium.config.schema import Remat
+from podium.config.sizes import check_split, table_pages
+from podium.plan.calibration import find_chip
+from podium.plan.planned_device import Device, closed_form_roofline
+from podium.plan.planner import is_compiled
+from podium.plan.request.phase_sizes import Planned, RunSizes
+from podium.plan.request.planned_rows import packed_rows
+from podium.plan.request.step_calls import Call, packed_run, rollout_calls, update_calls
+from podium.plan.request.workload import SequenceLengths, no_rollout, simulate_rollout
+from podium.plan.result import Phase, margin, total
+from podium.plan.search.study import Change, Changes, Value
+from podium.plan.search.tunable_settings import value_of
+from podium.plan.traced.estimate import decode_phase
+from podium.run.resolve import privileged_batch, resolve_batch, resolve_update
+
+APART = 1.15  # ratio between neighbouring numbers of rows that are tried
+TIGHT = 0.8  # share of the memory above which smaller variants of a candidate are tried too
+FAR = 1.3  # share of the memory above which a candidate's variants with more rows are not tried
+CUT = 0.05  # share of a peak that an array must have for a smaller one to be tried
+SIMULATED = 4  # rollouts that fit and are simulated, for each choice of shared settings
+COARSE = 64  # decode calls that the longest completion is simulated with
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Half:
+    """Settings of one half of a step, and its cost by the closed form."""
+
+    changes: Changes
+    """The half's settings that differ from the run's."""
+    peaks: Mapping[str, int]
+    """Bytes of a device at the peak of each phase."""
+    seconds: float
+    """In a step, with the host's."""
+    like: str
+    """Equal for halves whose estimates are wrong by similar shares."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Settings that both halves share, and the candidates for the halves with them."""
+
+    changes: Changes
+    compiled: bool
+    """Whether the compiler can judge them."""
+    ordinary: bool
+    """Whether rows are split as the run's own mesh splits them."""
+    make_updates: Callable[[], Sequence[Half]]
+    make_rollouts: Callable[[], Sequence[Half]]
+
+    @functools.cached_property
+    def updates(self) -> Sequence[Half]:
+        """Candidates for the update."""
+        return self.make_updates()
+
+    @functools.cached_property
+    def rollouts(self) -> Sequence[Half]:
+        """Candidates for the rollout."""
+        return self.make_rollouts()
+
+    @property
+    def simulated(self) -> Sequence[Half]:
+        """The candidates for the rollout if they were asked for, else none: making them takes long."""
+        return vars(self).get("rollouts", ())
+
+
+class Halves:
+    """The candidates for one run on one machine; settings in `fixed` keep their values."""
+
+    def __init__(self, run: Planned, lengths: str, fixed: Collection[str] = ()) -> None:
+        """Draw the lengths of a step. Raises ValueError if their source is invalid."""
+        self.own = run
+        self.machine = run.sizes.accelerator
+        self.fixed = frozenset(fixed)
+        self.drawn: SequenceLengths = run.sizes.draw_lengths(lengths)
+        self.device = Device(self.machine, find_chip(self.machine.generation))
+
+    def places(self) -> Iterator[Place]:
+        """The values of the shared settings, the run's own first, with the candidates for both halves."""
+        choices: dict[str, list[Value]] = {"mesh": self._values("mesh", self._meshes())}
+        if adapters := self._adapters():
+            choices["lora.rollout"] = self._values("lora.rollout", adapters)
+        choices["train.offload_optimizer"] = self._values("train.offload_optimizer", (False, True))
+        for values in itertools.product(*choices.values()):
+            changes = self._changes(dict(zip(choices, values, strict=True)))
+            try:
+                run = self.own.changed(changes)
+            except ValueError:  # a mesh that does not divide
+                continue
+            yield Place(
+                changes=changes,
+                compiled=is_compiled(run.sizes),
+                ordinary=run.config.mesh == self.own.config.mesh,
+                make_updates=functools.partial(self._updates, run),
+                make_rollouts=functools.partial(self._rollouts, run),
+            )
+
+    def _values(self, key: str, values: Iterable[Value]) -> list[Value]:
+        """The values of a setting to try, the run's own first."""
+        own = value_of(self.own, key)
+        if key in self.fixed:
+            return [own]
+        return list(dict.fromkeys((own, *values)))
+
+    def _changes(self, values: Mapping[str, Value]) -> Changes:
+        """The values that differ from the run's, as changes."""
+        old = {key: value_of(self.own, key) for key in values}
+        return tuple(Change(key=key, value=value, old=old[key]) for key, value in values.items() if value != old[key])
+
+    def _adapters(self) -> Sequence[Value]:
+        """Ways of the rollout to apply adapters: on a GPU, with one copy of the frozen weights or with two."""
+        lora = self.own.config.lora
+        return (
+            () if lora is None or lora.rollout == "merged" or self.own.sizes.platform != "gpu" else ("apart", "shared")
+        )
+
+    def _meshes(self) -> Iterator[Value]:
+        """Meshes that split each row over 2, 4, ... devices that the run's mesh splits weights over."""
+        mesh = self.own.sizes.mesh
+        if mesh["sp"] > 1:
+            return
+        parts = 2
+        while mesh["fsdp"] % parts == 0 and parts <= self.machine.devices_per_host:
+            axes = {**mesh, "fsdp": mesh["fsdp"] // parts, "sp": parts}
+            yield ",".join(f"{axis}:{size}" for axis, size in axes.items() if size > 1)
+            parts *= 2
+
+    # The update
+
+    def _updates(self, run: Planned) -> list[Half]:
+        """Candidates for the update: for each way to recompute, fewest rows first, up to far too many."""
+        key, unit = "train.rows_per_device", 1
+        if run.config.train.tokens_per_device is not None:
+            key, unit = "train.tokens_per_device", run.sizes.row_tokens
+        numbers = sorted(
+            {max(1, int(each or 0) // unit) for each in self._values(key, [unit * n for n in self._rows(run.sizes)])}
+        )
+        halves: list[Half] = []
+        for remat in self._values("train.remat", get_args(Remat)):
+            for rows in numbers:
+                found = list(self._chunked(run, {"train.remat": remat, key: unit * rows}, rows))
+                halves += found
+                if min(max(half.peaks.values()) for half in found) > FAR * self.machine.hbm_bytes:
+                    break
+        return halves
+
+    def _rows(self, run: RunSizes) -> list[int]:
+        """Rows per device with which as few as possible of a micro-batch are padding, for each number of them."""
+        packs = packed_rows(
+            self.drawn, run.spec.batch, minibatches=run.spec.recipe.minibatches, attention=run.update.attention
+        )
+        most = -(-max(packs.rows) // run.batch_shards)
+        found: list[int] = []
+        for rows in (-(-most // count) for count in range(1, most + 1)):
+            if not found or rows * APART <= found[-1]:
+                found.append(rows)
+        return found
+
+    def _chunked(self, run: Planned, values: Mapping[str, Value], rows: int) -> Iterator[Half]:
+        """A candidate for the update and, where memory is short, variants that compute fewer tokens at once."""
+        chunks, head = ("train.layer_chunk_tokens", "train.head_chunk_tokens")
+        whole, phase = self._update(run, values)
+        yield whole
+        if phase.bytes < TIGHT * self.machine.hbm_bytes:
+            return
+        own = run.config.train.head_chunk_tokens
+        heads = [own // 4] if phase.parts.get("logits", 0) > CUT * phase.bytes and own >= 4 else []
+        layers: list[Value] = []
+        if phase.parts.get("layer_activations", 0) > CUT * phase.bytes and values["train.remat"] != "none":
+            layers = [run.sizes.row_tokens * size for size in range(rows // 2, 0, -1) if not rows % size]
+        of_head, of_layers = self._values(head, heads), self._values(chunks, layers)
+        for tokens, size in itertools.product(of_head, of_layers):
+            if tokens != own or size != run.config.train.layer_chunk_tokens:
+                yield self._update(run, {**values, head: tokens, chunks: size})[0]
+
+    def _update(self, planned: Planned, values: Mapping[str, Value]) -> tuple[Half, Phase]:
+        """The cost of an update with these values, and its largest phase."""
+        changes = self._changes(values)
+        changed, run = planned.changed_settings(changes), planned.sizes
+        spec = run.spec
+        recipe, teacher = spec.recipe, spec.teacher
+        if teacher is not None and teacher.own_batch is not None:
+            own = privileged_batch(changed, recipe, teacher.decoder, run.mesh)
+            teacher = dataclasses.replace(teacher, own_batch=own)
+        spec = dataclasses.replace(
+            spec,
+            batch=resolve_batch(changed, recipe, run.decoder, run.mesh),
+            teacher=teacher,
+            update=resolve_update(changed, recipe, spec.machine, run.mesh),
+        )
+        sized, count = packed_run(RunSizes(spec=spec), self.drawn)
+        phases, seconds = self._cost(update_calls(sized, count), sized)
+        remat, grouped = values["train.remat"], spec.update.row_groups > 1
+        half = Half(
+            changes=changes,
+            peaks={phase.name: phase.bytes for phase in phases},
+            seconds=seconds,
+            like=f"{remat}{' in groups' if grouped else ''}",
+        )
+        return half, max(phases, key=lambda phase: phase.bytes)
+
+    # The rollout
+
+    def _rollouts(self, run: Planned) -> list[Half]:
+        """Candidates for the rollout, simulated: the fastest by a rough estimate, the run's own, and the smallest."""
+        found: list[_Rough] = []
+        for layout, slots in itertools.product(self._layouts(), self._slots()):
+            found += self._cached(run, {**layout, "rollout.slots": slots})
+        found.sort(key=lambda each: (each.seconds, len(each.changes)))
+        most = (1 - margin(False)) * self.machine.hbm_bytes
+        fits = [each for each in found if each.peak <= most]
+        near = [each for each in found if most < each.peak <= FAR * self.machine.hbm_bytes]
+        own = [each for each in found if not each.changes]
+        kept = [*fits[:SIMULATED], *near[:1], *own, *([min(found, key=lambda each: each.peak)] if found else [])]
+        return [self._rollout(each) for each in {id(each): each for each in kept}.values()]
+
+    def _slots(self) -> list[Value]:
+        """Slots for all completions of a step, or for a half, a quarter, ... of them, over all devices."""
+        sequences = self.own.config.prompts_per_step * self.own.config.group_size
+        each = -(-sequences // self.machine.devices)
+        return self._values("rollout.slots", [-(-each // part) * self.machine.devices for part in (1, 2, 4, 8, 16)])
+
+    def _layouts(self) -> Iterator[Mapping[str, Value]]:
+        """The run's layout, and all others in which each host decodes by itself."""
+        chips = self.machine.devices_per_host
+        yield {}
+        if not self.fixed.isdisjoint(("rollout.layout", "rollout.group_chips")):
+            return
+        for layout in ("replicated", "tensor") if chips > 1 else ():
+            yield {"rollout.layout": layout, "rollout.group_chips": None}
+        for size in range(2, chips):
+            if chips % size == 0:
+                yield {"rollout.layout": "hybrid", "rollout.group_chips": size}
+
+    def _cached(self, run: Planned, values: Mapping[str, Value]) -> Iterator["_Rough"]:
+        """A candidate for the rollout and, where memory is short, variants with a smaller cache or fewer prefill rows.
+
+        Nothing if the values do not divide over the devices.
+        """
+        if (whole := self._rough(run, values)) is None:
+            return
+        yield whole
+        if whole.peak < TIGHT * self.machine.hbm_bytes:
+            return
+        rollout, shards = whole.run.rollout, whole.run.rollout_shards
+        least, each = table_pages(rollout), rollout.slots * table_pages(rollout) // shards
+        unit = shards * rollout.page_tokens
+        smaller = [max(each // share, least + 1) * unit for share in (2, 4)] if rollout.slots > shards else []
+        fewer = [max(rollout.prefill_rows // shards // 4, 1) * shards] if whole.phase == "prefill" else []
+        for tokens, rows in itertools.product(
+            self._values("rollout.cache_tokens", smaller), self._values("rollout.prefill_rows", fewer)
+        ):
+            if tokens != rollout.cache_tokens or rows != rollout.prefill_rows:
+                changed = self._rough(run, {**values, "rollout.cache_tokens": tokens, "rollout.prefill_rows": rows})
+                if changed is not None:
+                    yield changed
+
+    def _rough(self, planned: Planned, values: Mapping[str, Value]) -> "_Rough | None":
+        """A candidate for the rollout before it is simulated; None if the values do not divide over the devices."""
+        changes = self._changes(values)
+        try:
+            run = planned.changed(changes).sizes
+            check_split(run.rollout, run.rollout_shards)
+            calls = rollout_calls(run, no_rollout(self.drawn))
+        except ValueError:
+            return None
+        drawn = self.drawn.drawn
+        prompt, tokens = float(self.drawn.prompts.mean()), float(drawn.mean())
+        held = run.cache_tokens * run.rollout_shards / (prompt + tokens)
+        steps = max(float(drawn.max()), float(drawn.sum()) / min(run.rollout.slots, held))
+        form = decode_phase(run, run.rollout.slots, prompt + tokens / 2)
+        step, _ = self.device.timed(
+            "decode", lambda chip, links: [(1.0, closed_form_roofline(form, run, chip.peaks, links))]
+        )
+        peak, phase = max((call.closed_form.total, call.phase) for call in calls if call.closed_form is not None)
+        return _Rough(changes, run, peak, phase, step.value * steps if step else 0.0)
+
+    def _rollout(self, rough: "_Rough") -> Half:
+        """The cost of a rollout, simulated."""
+        run = rough.run
+        if run.spec.recipe.demonstrations:
+            workload = no_rollout(self.drawn)
+        else:
+            overlap = self.device.chip is not None
+            workload = simulate_rollout(
+                self.drawn, run.rollout, shards=run.rollout_shards, overlap=overlap, most_calls=COARSE
+            )
+        phases, seconds = self._cost(rollout_calls(run, workload), run)
+        peaks = {phase.name: phase.bytes for phase in phases}
+        return Half(changes=rough.changes, peaks=peaks, seconds=seconds, like="rollout")
+
+    def _cost(self, calls: list[Call], run: RunSizes) -> tuple[list[Phase], float]:
+        """The phases of some calls, and their seconds in a step with the host's."""
+        names = {call.phase for call in calls}
+        phases = [phase for phase in self.device.phases(calls, {}, run) if phase.name in names]
+        host = self.device.host(sum(call.calls for call in calls))
+        times = [*(phase.seconds for phase in phases), host]
+        return phases, total(each for each in times if each is not None).value
+
+
+class _Rough(NamedTuple):
+    """A candidate for the rollout before it is simulated."""
+
+    changes: Changes
+    run: RunSizes
+    peak: int
+    """Bytes of a device in the largest phase."""
+    phase: str
+    """That phase."""
+    seconds: float
+    """A rough estimate."""

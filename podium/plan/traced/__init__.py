@@ -1,0 +1,1 @@
+"""Plans from closed forms, without a compiler."""

@@ -1,0 +1,106 @@
+"""The bytes that stay on a device between the programs of a run, by kind of array. No jax."""
+
+import collections
+import math
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+from podium.models.architecture import DecoderConfig
+from podium.models.params import frozen_dtype, frozen_specs, is_adapter, param_specs, rollout_dtype, rollout_specs
+from podium.plan.request.phase_sizes import F32, RunSizes, local_count, offloaded_bytes, optimizer_bytes, rollout_bytes
+
+Parts = dict[str, int]
+Stage = Literal["sync", "rollout", "update"]
+"""Parts of a step: new weights for the rollout; the rollout, with grades by reward models; scores, and updates."""
+STEP: tuple[Stage, ...] = ("sync", "rollout", "update")
+
+
+class Resident(NamedTuple):
+    """Arrays that stay on a device between programs."""
+
+    name: str
+    """Their kind."""
+    bytes: int
+    stages: tuple[Stage, ...] = STEP
+    """The stages in which they exist."""
+
+
+def held(table: Iterable[Resident], stage: Stage, arguments: Mapping[str, int] | None = None) -> Parts:
+    """Bytes on a device in a stage by kind, without those that are a program's own `arguments`, by kind."""
+    found: collections.Counter[str] = collections.Counter()
+    for name, size, stages in table:
+        if stage in stages:
+            found[name] += size
+    found.subtract(arguments or {})
+    return dict(found)
+
+
+def frozen_bytes(run: RunSizes) -> int:
+    """Bytes of frozen weights that a device stores in training; 0 if all weights are trained."""
+    sizes = {"bfloat16": 2, "int8": 1, "uint8": 1, "float32": F32}
+    return sum(
+        sizes[frozen_dtype(name, run.decoder)] * local_count(spec, run.train_parts)
+        for name, spec in frozen_specs(run.decoder).items()
+    )
+
+
+def shares_frozen(run: RunSizes) -> bool:
+    """Whether the rollout reads the trainer's frozen weights directly: both hold all of them, in one format."""
+    lora, specs = run.decoder.lora, frozen_specs(run.decoder)
+    if lora is None or lora.merged or run.rollout_activation == F32 or (run.platform == "gpu" and not lora.shared):
+        return False
+    if any(rollout_dtype(name, run.decoder, "bfloat16") != frozen_dtype(name, run.decoder) for name in specs):
+        return False
+    layouts = (run.train_parts, run.rollout_parts)
+    return all(local_count(spec, parts) == math.prod(spec.shape) for parts in layouts for spec in specs.values())
+
+
+def kept_bytes(run: RunSizes) -> int:
+    """Bytes of the rollout's own copy of frozen weights, which it keeps during updates."""
+    lora = run.decoder.lora
+    own = lora is not None and not lora.merged and not shares_frozen(run)
+    specs = {name: spec for name, spec in rollout_specs(run.decoder, 1).items() if not is_adapter(name)}
+    return rollout_bytes(run, specs) if own else 0
+
+
+def residents(run: RunSizes, stage: Stage) -> Parts:
+    """Bytes that stay on a device in a stage, by kind, by the closed form.
+
+    Frozen weights that trainer and rollout share count once, as the trainer's.
+    """
+    lora, kept = run.decoder.lora, kept_bytes(run)
+    shared = frozen_bytes(run) if shares_frozen(run) else 0
+    table = [
+        Resident("parameters", F32 * run.own_count),
+        Resident("optimizer", optimizer_bytes(run) - offloaded_bytes(run)),
+        *([] if lora is None else [Resident("frozen_weights", frozen_bytes(run))]),
+        *(Resident(name, size) for name, size in scorers(run).items()),
+        Resident("rollout_weights", run.rollout_weight_bytes - shared, ("sync", "rollout")),
+        *([Resident("rollout_weights", kept, ("update",))] if kept else []),
+        Resident("kv_cache", run.cache_bytes, ("rollout",)),
+    ]
+    return held(table, stage)
+
+
+def scorers(run: RunSizes) -> Parts:
+    """Bytes of models that score batches, other than the trainer's own, each from its own decoder; a critic's with its
+    optimizer state.
+
+    A scorer given by import path is not counted, because the planner does not know its weights.
+    """
+    own = {"reference_weights": run.decoder} if run.spec.recipe.needs_reference and run.decoder.lora is None else {}
+    found = {name: scorer_bytes(run, decoder) for name, decoder in own.items()}  # under LoRA the reference is frozen
+    is_base = run.spec.teacher is not None and run.spec.teacher.is_base
+    if (teacher := run.of_teacher) is not None and not is_base:
+        found["teacher_weights"] = frozen_bytes(teacher)
+    if models := run.of_reward_models:
+        found["reward_weights"] = sum(frozen_bytes(each) for each in models.values())
+    if (critic := run.of_critic) is not None:
+        found["critic_weights"] = F32 * critic.own_count
+        found["critic_optimizer"] = optimizer_bytes(critic) - offloaded_bytes(critic)
+    return found
+
+
+def scorer_bytes(run: RunSizes, decoder: DecoderConfig) -> int:
+    """Bytes on a device of a scorer's float32 weights, stored as the trainer's are."""
+    return F32 * sum(local_count(spec, run.train_parts) for spec in param_specs(decoder).values())

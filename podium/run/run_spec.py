@@ -1,0 +1,240 @@
+"""A resolved run: typed parts, each for one component. Plain data, no jax.
+
+Components take these values from here, and do not derive them from the settings again.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from podium.algorithms.recipes import Recipe
+from podium.config.attention_blocks import Backend
+from podium.config.data import DataConfig
+from podium.config.head import HeadKind
+from podium.config.mesh import MeshSizes
+from podium.config.optimizer import OptimizerConfig
+from podium.config.reference import ReferenceConfig
+from podium.config.schema import (
+    CheckpointConfig,
+    EnvironmentsConfig,
+    EvalConfig,
+    GradingConfig,
+    MetricsConfig,
+    Remat,
+    RolloutConfig,
+    TaskConfig,
+)
+from podium.models.architecture import DecoderConfig
+from podium.models.blocks.choices import ChoiceFormat
+from podium.models.layouts import Layout
+from podium.rollout.request import SamplingParams
+from podium.run.machine import Machine
+
+Format = Literal["float32", "bfloat16"]
+"""A number format."""
+Packing = Literal["none", "sequences", "shared_prompts"]
+"""Which completions share a row; see `podium.train.batches.packing`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchSizes:
+    """The shapes of a run's batches, which are the same in all steps, and how rows are filled."""
+
+    row_tokens: int
+    """T: tokens per row; also the maximum length of a prompt with its completion."""
+    rows: int
+    """B: rows of a micro-batch, over all devices."""
+    max_rows: int
+    """Maximum number of rows in an optimizer step; determines K."""
+    packing: Packing
+    max_new_tokens: int
+    """Maximum length of a completion, or of a conversation: the denominator of `mean: constant`."""
+    choices: int = 0
+    """C: number of experts to which a token goes, over all layers; 0 without a mixture of experts."""
+    choice_format: ChoiceFormat = "uint8"
+    """Number format of these choices."""
+    ages: bool = False
+    """Whether batches record the age of tokens."""
+    devices: int = 1
+    """Number of devices that share a micro-batch's rows; with several, rows are balanced."""
+    pairs: bool = False
+    """Whether the two completions of a group must share a row; rows are then not balanced."""
+    pair_cost: float = 0.0
+    """Cost of a query-key pair relative to the products of one token; used to give rows equal work."""
+
+    @property
+    def max_micro_batches(self) -> int:
+        """K: maximum number of micro-batches of an optimizer step."""
+        return -(-self.max_rows // self.rows)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateSpec:
+    """How the trainer's programs score a batch and train on it."""
+
+    dtype: Format
+    """Number format of activations and of the weights' copies during a layer's computation."""
+    reduce_dtype: Format
+    """Number format of gradients between devices."""
+    head_dtype: Format | None
+    """Number format of the head's operands; None: `dtype`."""
+    temperature: float
+    """Temperature of the softmax, equal to the sampler's."""
+    remat: Remat
+    head: HeadKind
+    head_chunk_tokens: int
+    attention: Backend
+    row_groups: int
+    """Number of groups of a device's rows that a layer computes one after another."""
+    replay_routing: bool
+    """Whether tokens go to the experts that the sampler chose."""
+    tokens_per_gather: int
+    """Tokens per device in a product with gathered weights; 0 if heads are split or row groups share the weights."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """The optimizer and its schedule."""
+
+    settings: OptimizerConfig
+    steps: int
+    """Optimizer steps of the whole run, over which the schedule spans."""
+    offload: bool
+    """Whether its state is in host memory between updates."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TeacherSpec:
+    """The teacher, all of which is frozen, and what it reads."""
+
+    model: str
+    """Its name in the config."""
+    decoder: DecoderConfig
+    is_base: bool
+    """Whether its weights are the frozen ones of the policy, beside its adapters: there is no second copy."""
+    own_batch: BatchSizes | None
+    """The shapes of the batches that it scores behind its own prompts; None: it scores the policy's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticSpec:
+    """The critic, all of which is trained, and how it learns."""
+
+    model: str | None
+    """The name of the model that it starts from, as in the config; None: it is the policy's."""
+    decoder: DecoderConfig
+    optimizer: OptimizerSpec
+    warmup_steps: int
+    """Steps in which the policy is not updated yet."""
+    updates: int
+    """Updates on each minibatch."""
+    clip: float | None
+    """How far a value may move in a step; None: without bound."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrivilegedSpec:
+    """The prompts of a teacher that reads more than the policy."""
+
+    template: str
+    """Of the last message of the user."""
+    max_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptSpec:
+    """The source of a run's prompts, and their maximum length."""
+
+    tasks: tuple[TaskConfig, ...]
+    data: DataConfig
+    seed: int
+    max_tokens: int
+    long_prompts: Literal["drop", "error"]
+    privileged: PrivilegedSpec | None = None
+    """None: a teacher, if there is one, reads the policy's prompts."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardModelSpec:
+    """A reward model, all of which is frozen, and the rows in which it scores conversations."""
+
+    name: str
+    """Its part of the reward."""
+    model: str
+    """Its name in the config, as of a model."""
+    chat_template: str | None
+    template_date: str | None
+    """The date that a chat template shows; None: it shows today's."""
+    decoder: DecoderConfig
+    row_tokens: int
+    """T: tokens per row; longer conversations get no score."""
+    rows_per_device: int
+    """Rows of a call on each device that the batch is split over."""
+    standardise: Literal["none", "batch"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutSpec:
+    """How prompts are completed and graded, in training and in evaluation."""
+
+    settings: RolloutConfig
+    """The engine's sizes over all hosts; `podium.run.resolve.host_share` gives those of one host."""
+    layout: Layout
+    dtype: Format
+    """Number format of the engine's weights, activations and cache."""
+    prompts: PromptSpec
+    grading: GradingConfig
+    reward_models: tuple[RewardModelSpec, ...]
+    """Those that a task's rewards name."""
+    environments: EnvironmentsConfig
+    evaluation: EvalConfig
+    sampling: SamplingParams
+    completions: int
+    """Completions per training prompt: G, and the greedy one of a recipe that compares with it."""
+    zero_variance_metric: str | None
+    """Part of the reward that decides whether a group's rewards are equal; None: their total."""
+    max_refills: int
+    """Maximum number of times that prompts with equal rewards are replaced by the next prompts."""
+    in_flight: int
+    """Number of prompts answered at the same time; at least those of one step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """A run on a machine, with every choice made."""
+
+    name: str
+    """What the run is called; without a name in the config, as its model."""
+    model: str
+    """The policy's name in the config."""
+    machine: Machine
+    decoder: DecoderConfig
+    teacher: TeacherSpec | None
+    """None: the config has no teacher."""
+    critic: CriticSpec | None
+    """None: the recipe has no critic."""
+    recipe: Recipe
+    reference: ReferenceConfig | None
+    """How the reference moves; None: it stays the first model."""
+    mesh: MeshSizes
+    """Axis sizes of the training mesh; the rollout's mesh follows from its layout."""
+    batch: BatchSizes
+    update: UpdateSpec
+    optimizer: OptimizerSpec
+    rollout: RolloutSpec
+    steps: int
+    prompts_per_step: int
+    """N: prompts per step."""
+    evaluation: EvalConfig
+    checkpoint: CheckpointConfig
+    metrics: MetricsConfig
+
+    @property
+    def group_size(self) -> int:
+        """G: completions of a prompt that are trained on."""
+        return self.rollout.completions - ("baselines" in self.recipe.reads)
+
+    @property
+    def rollout_mesh(self) -> Mapping[str, int]:
+        """Axis sizes of the rollout's mesh."""
+        return self.rollout.layout.mesh(self.mesh, self.decoder.kv_heads)

@@ -1,0 +1,1 @@
+"""Where groups of completions come from: prompts, sampling, partial rollouts, demonstrations."""

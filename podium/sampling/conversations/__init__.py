@@ -1,0 +1,1 @@
+"""Conversations between the engine and environments: turns, partial episodes, replays."""

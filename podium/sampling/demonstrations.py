@@ -1,0 +1,161 @@
+"""Completions taken from the data instead of sampled: the training data of `algorithm.recipe: sft`.
+
+Each becomes a group of one completion with reward 1, so batches and updates are the same as for other recipes. Of
+preferences (`algorithm.recipe: dpo`), a group is a pair or a labelled completion, with rewards 1 and -1.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from podium.algorithms.recipes import DataForm
+from podium.models.text.tokenizer import Tokenizer
+from podium.rollout.request import Completion, RolloutStats
+from podium.rollout.transcript import transcript_of
+from podium.run.run_spec import RolloutSpec
+from podium.sampling.feed import EncodedPrompt, Feed
+from podium.sampling.groups import Group, StepGroups
+from podium.tasks.mixture import TaskMixture, TaskPrompt
+from podium.tasks.task import Prompt, Reward
+
+
+class Demonstrations:
+    """The groups of a run's steps, taken from its data."""
+
+    draws = False
+
+    def __init__(self, feed: Feed, spec: RolloutSpec, form: DataForm) -> None:
+        """`form` is that of each row."""
+        self._feed, self._spec = feed, spec
+        self._form: DataForm = form
+
+    def next(self, prompts: int) -> StepGroups:
+        """The groups of the next step; errors as of `demonstrate`."""
+        asked = self._feed.next(prompts)
+        return StepGroups(*demonstrate(asked, self._spec, self._feed.tokenizer, form=self._form))
+
+
+def demonstrate(
+    prompts: Sequence[EncodedPrompt], spec: RolloutSpec, tokenizer: Tokenizer, *, form: DataForm = "text"
+) -> tuple[list[Group], RolloutStats]:
+    """The groups of a step, and statistics (nothing is decoded). A text that is too long is cut, with reason `length`.
+
+    Of a pair, a group is the chosen completion, with reward 1, and the rejected one, with reward -1. Of a labelled
+    completion, it is that one, with reward 1 or -1.
+
+    Raises ValueError if a row has no completion, or a preference that does not fit.
+    """
+    groups = []
+    for each in prompts:
+        if form == "pair" and len(each.tokens) < 2:  # in a row, the prompt's segment identifies a pair
+            raise ValueError(f"prompt {each.prompt.prompt.id} has one token; a pair needs a prompt of two or more")
+        found, rewards = _demonstration(each.prompt, spec, tokenizer, form)
+        transcripts = [transcript_of(each.tokens, completion) for completion in found]
+        groups.append(Group(prompt=each.prompt, transcripts=transcripts, rewards=rewards))
+    return groups, RolloutStats(
+        prompt_tokens=sum(len(group.tokens) for group in groups),
+        completion_tokens=sum(each.num_drawn for group in groups for each in group.transcripts),
+        dropped_prompts=sum(each.skipped for each in prompts),
+    )
+
+
+def check_demonstrations(tasks: TaskMixture, spec: RolloutSpec, tokenizer: Tokenizer, *, form: DataForm) -> None:
+    """Check completions before anything is compiled: of each task's first row, or of all rows if they are preferences.
+
+    Held-out preferences are checked too if the run evaluates.
+
+    Raises ValueError as `demonstrate` does.
+    """
+    if form == "text":
+        for each in tasks.first_prompts():
+            completion_text(each.prompt, spec.prompts.tasks[each.task].completion)
+        return
+    evaluation = spec.evaluation
+    evaluates = evaluation.at_start or evaluation.every_steps or evaluation.at_end
+    held_out = tasks.eval_prompts(evaluation.questions) if evaluates else {}
+    for prompts in (*tasks.train_prompts().values(), *held_out.values()):
+        for each in prompts:
+            _demonstration(each, spec, tokenizer, form)
+
+
+def _demonstration(
+    prompt: TaskPrompt, spec: RolloutSpec, tokenizer: Tokenizer, form: DataForm
+) -> tuple[list[Completion], list[Reward]]:
+    """A row's completions and their rewards. Raises ValueError if it has none, or a preference that would be cut."""
+    if form == "text":
+        text = completion_text(prompt.prompt, spec.prompts.tasks[prompt.task].completion)
+        return [_completion(text, spec, tokenizer)], [Reward(total=1.0, parts={"correct": 1.0})]
+    if form == "pair":
+        named = dict(zip(("chosen ", "rejected "), pair_texts(prompt.prompt), strict=True))
+        totals = [1.0, -1.0]
+    else:
+        text, desirable = labelled_text(prompt.prompt)
+        named, totals = {"": text}, [1.0 if desirable else -1.0]
+    found = [_completion(text, spec, tokenizer) for text in named.values()]
+    for name, each in zip(named, found, strict=True):
+        if each.finish_reason == "length":
+            raise ValueError(
+                f"prompt {prompt.prompt.id}: its {name}completion has more than rollout.max_new_tokens"
+                f" {spec.sampling.max_new_tokens} tokens, and half a completion is no preference; raise it, or drop the"
+                " row"
+            )
+    return found, [Reward(total=total, parts={"preferred": total}) for total in totals]
+
+
+def _completion(text: str, spec: RolloutSpec, tokenizer: Tokenizer) -> Completion:
+    """The text as a completion with an end, cut at `rollout.max_new_tokens`."""
+    tokens = np.array([*tokenizer.chat_format.encode_answer(text), tokenizer.eos_tokens[0]], np.int32)
+    cut = tokens[: spec.sampling.max_new_tokens]
+    nothing = np.zeros(len(cut), np.float32)
+    return Completion(
+        tokens=cut,
+        sampled_logprobs=nothing,
+        full_logprobs=nothing,
+        versions=np.zeros(len(cut), np.int32),
+        text=text,
+        finish_reason="stop" if len(cut) == len(tokens) else "length",
+    )
+
+
+def pair_texts(prompt: Prompt) -> tuple[str, str]:
+    """A row's chosen and rejected completion. Raises ValueError if its task has no pairs."""
+    pair = tuple(prompt.metadata.get(name) for name in ("chosen", "rejected"))
+    chosen, rejected = pair
+    if not isinstance(chosen, str) or not isinstance(rejected, str):
+        raise ValueError(
+            f"prompt {prompt.id} has no pair of completions; train on pairs with `tasks: [{{name: preferences}}]`"
+        )
+    return chosen, rejected
+
+
+def labelled_text(prompt: Prompt) -> tuple[str, bool]:
+    """A row's completion and whether it is desirable. Raises ValueError if its task has no labels."""
+    text, label = (prompt.metadata.get(name) for name in ("completion", "label"))
+    if not isinstance(text, str) or not isinstance(label, bool):
+        raise ValueError(
+            f"prompt {prompt.id} has no completion with a label; train on them with `tasks: [{{name: labelled}}]`"
+        )
+    return text, label
+
+
+def completion_text(prompt: Prompt, column: str | None) -> str:
+    """A row's completion: the named column, or else `completion`, or else the reference answer.
+
+    Raises ValueError if the column does not exist, or is not text, or if the reference is only a part of a longer text.
+    """
+    row = {"answer": prompt.answer, **prompt.metadata}
+    if column is not None and column not in row:
+        raise ValueError(f"tasks.completion: prompt {prompt.id} has no column {column!r}; its row has {', '.join(row)}")
+    text = row[column] if column is not None else row.get("completion")
+    if column is None and text is None:
+        if prompt.within:
+            raise ValueError(
+                f"prompt {prompt.id}: its reference {prompt.answer!r:.80} is a part of column {prompt.within!r}; set"
+                f" tasks.completion to {prompt.within} to learn the whole text, or to a column with the completion"
+            )
+        text = prompt.answer
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(
+            f"prompt {prompt.id}: its completion is {text!r}, and must be text; set tasks.completion to its column"
+        )
+    return text

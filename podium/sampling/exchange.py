@@ -1,0 +1,115 @@
+"""What the hosts of a run tell each other while they answer prompts, and how they stop together."""
+
+import contextlib
+import dataclasses
+import functools
+import signal
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+from podium.hosts.distributed import AgreedStop, HostFailedError, Interrupted, share
+from podium.job.watchdog import Watchdog
+from podium.observe.stats import EnvironmentStats
+from podium.rollout.request import RolloutStats
+from podium.sampling.conversations.carry import Answer
+from podium.tasks.conversations.conversing import Answered
+
+Value = TypeVar("Value")
+
+
+class HostPart(NamedTuple):
+    """The results that a host sends to the others."""
+
+    answers: list[Answer]
+    stats: RolloutStats
+    episodes: EnvironmentStats = EnvironmentStats()
+
+
+class Ending(contextlib.AbstractContextManager["Ending"]):
+    """How a host's part of a rollout ends inside the block: by a result, a stop or an error, for the other hosts."""
+
+    def __init__(self, *, together: bool) -> None:
+        """`together`: all hosts decode together, so that an error of one cannot be exchanged and is raised at once."""
+        self._together = together
+        self.part: HostPart | None = None
+        """The result; None if the run must stop now, or if there was an error."""
+        self.failed: Exception | None = None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, Interrupted):
+            return True
+        if self._together or not isinstance(error, Exception) or isinstance(error, HostFailedError):
+            return False
+        self.failed = error
+        return True
+
+
+class Exchange:
+    """The other hosts of a run. All hosts must call `agree` and `gather` equally often, in the same order."""
+
+    def __init__(self, stop: AgreedStop, watchdog: Watchdog, *, together: bool) -> None:
+        """`together`: all hosts decode all prompts together; otherwise each has its share. `watchdog` is pinged."""
+        self.stop, self.watchdog, self.together = stop, watchdog, together
+
+    def poll(self) -> None:
+        """Raises Interrupted if the run must stop now."""
+        self.watchdog.beat()
+        self.stop.poll()
+
+    def graded_here(self, prompts: int) -> slice:
+        """Which of the prompts that are drawn here this host grades, of `prompts` of all hosts."""
+        return share(prompts) if self.together else slice(None)
+
+    def drawn_here(self, prompts: int) -> slice:
+        """Which of the prompts of all hosts this host draws."""
+        return slice(None) if self.together else share(prompts)
+
+    def ending(self) -> Ending:
+        """The block in which this host makes its part."""
+        return Ending(together=self.together)
+
+    def agree(self, value: Value) -> list[Value]:
+        """A value of each host, in order. Raises Interrupted on all of them if one must stop."""
+        with contextlib.suppress(Interrupted):
+            self.stop.poll()  # signals received by other processes
+        with self.watchdog.waiting():
+            hosts, asked = self.stop.exchange(value)
+        if signal.SIGTERM in asked:
+            raise Interrupted
+        return hosts
+
+    def answered(self, answered: list[Answered]) -> list[Answered]:
+        """What the environments of all hosts have answered. Raises Interrupted on all of them if one must stop."""
+        return [each for found in self.agree(answered) for each in found]
+
+    def gather(self, ending: Ending) -> HostPart:
+        """The parts of all hosts as one, in the order of their prompts. If one has no part, all raise Interrupted.
+
+        If one has failed, it raises its error, and the others HostFailedError.
+        """
+        with self.watchdog.waiting():
+            gathered, asked = self.stop.exchange(ending.part, ending.failed)
+        self.stop.agree(asked)
+        parts = [part for part in gathered if part is not None]
+        if len(parts) < len(gathered):
+            raise Interrupted
+        return HostPart(
+            answers=[answer for part in parts for answer in part.answers],
+            stats=self._stats([part.stats for part in parts]),
+            episodes=functools.reduce(
+                EnvironmentStats.then, [part.episodes for part in (parts[:1] if self.together else parts)]
+            ),
+        )
+
+    def _stats(self, hosts: Sequence[RolloutStats]) -> RolloutStats:
+        """The statistics of all hosts as one."""
+        if not self.together:
+            return functools.reduce(RolloutStats.beside, hosts)
+        return dataclasses.replace(  # all have counted the same, but for what each grades
+            hosts[0],
+            reward_s=max(stats.reward_s for stats in hosts),
+            judge_requests=sum(stats.judge_requests for stats in hosts),
+            judge_tokens=sum(stats.judge_tokens for stats in hosts),
+            judge_cached=sum(stats.judge_cached for stats in hosts),
+            judge_ungraded=sum(stats.judge_ungraded for stats in hosts),
+        )

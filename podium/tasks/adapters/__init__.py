@@ -1,0 +1,1 @@
+"""Tasks of other packages: TextArena, reasoning-gym, verifiers."""

@@ -1,0 +1,205 @@
+"""Runs the conversations of a run's tasks in processes beside the trainer, or in threads of it.
+
+Requests return at once; `next` returns their answers one by one, and may wait. If a request is not answered within the
+time limit, its process is asked to respond. If it does, that request alone hangs, and has failed; the process gets no
+further conversations, and ends with those that it has. If it does not, it is killed. `conversation_processes` says who
+is to blame; the other conversations are lost, and must be opened again.
+"""
+
+import functools
+import queue
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from podium.config.judge import JudgeConfig
+from podium.config.schema import EnvironmentsConfig, TaskConfig
+from podium.tasks.child_environment import child_environment
+from podium.tasks.conversation import Turn
+from podium.tasks.conversations.conversation_processes import Event, Events, Pool, Process, Worker
+from podium.tasks.conversations.conversing import Answered, Asked, Close, Open, Say
+from podium.tasks.conversations.environment_forms import led_by_program
+from podium.tasks.rewards import asks_for_environment
+from podium.tasks.task import Prompt
+from podium.tasks.worker_process import START_LIMIT_S
+
+RESPONSE_SHARE, RESPONSE_S = 0.1, 1.0
+"""A process must respond within this share of the time limit, or within this number of seconds if that is longer."""
+STARTED = 0
+"""The question that a process answers without being asked, once its tasks are made."""
+
+
+class _Awaited(NamedTuple):
+    """What a process must say before its request goes on, or is given up."""
+
+    process: Process
+    question: int
+    until: float
+    """When it must have responded."""
+    why: str
+    """What to say if it has not."""
+
+
+class Environments:
+    """The conversations of a run."""
+
+    def __init__(
+        self, tasks: Sequence[TaskConfig], config: EnvironmentsConfig, *, judges: Sequence[JudgeConfig] = ()
+    ) -> None:
+        """Start nothing yet. `tasks` are in the order of `TaskPrompt.task`; processes get no keys, as of `judges`."""
+        self._tasks = list(tasks)
+        self._timeout_s = config.timeout_s
+        self._events = Events()
+        self._pool = Pool(self._tasks, config.workers, lambda: child_environment(judges), self._events)
+        self._kept: set[int] = set()
+        """Conversations whose environment a reward function asks for."""
+        self._deadlines: dict[int, float] = {}
+        """When each open request is late, soonest first: all have the same limit."""
+        self._awaited: dict[int, _Awaited] = {}
+        """Requests that are late, or whose process is still starting."""
+        self.keeps = functools.cache(lambda task: asks_for_environment(self._tasks[task]))
+        """Whether the environments of a task (by number) are returned with their grades, for reward functions."""
+        self.led = functools.cache(lambda task: led_by_program(self._tasks[task]))
+        """Whether programs lead the conversations of a task (by number)."""
+
+    def open(self, number: int, task: int, prompt: Prompt, seed: int, *, apart: bool = False) -> None:
+        """Begin a conversation under a number of its own.
+
+        `apart`: in a process that carries out one request at a time, because it may be what ended another process.
+        Raises ValueError if no process can be started.
+        """
+        self._pool.place(number, apart=apart)
+        if self.keeps(task):
+            self._kept.add(number)
+        self._ask(Open(number, task, prompt, seed))
+
+    def holds(self, number: int) -> bool:
+        """Whether a conversation was opened here and has not ended."""
+        return self._pool.home(number) is not None
+
+    def say(self, number: int, turn: Turn) -> None:
+        """Pass an answer of the model to its conversation."""
+        self._ask(Say(number, turn))
+
+    def grade(self, number: int) -> None:
+        """End a conversation and ask for its final reward, and for its environment if a reward function wants it."""
+        self._ask(Close(number, graded=True, keep=number in self._kept))
+
+    def drop(self, number: int) -> None:
+        """End a conversation; `next` returns nothing more of it."""
+        worker = self._forget(number)
+        if worker is not None:
+            worker.ask(Close(number, graded=False))
+            self._begin_next(worker, number)
+
+    def next(self, wait_s: float) -> Answered | None:
+        """Return the next answer to a request, waiting up to `wait_s` seconds; None if none came.
+
+        Lost conversations are returned too, whether they have an open request or not.
+        """
+        end = time.monotonic() + wait_s
+        while True:
+            now = time.monotonic()
+            wake = min(
+                end,
+                next(iter(self._deadlines.values()), end),
+                *(each.until for each in self._awaited.values()),
+            )
+            try:
+                event = self._events.get(timeout=wake - now) if wake > now else self._events.get_nowait()
+            except queue.Empty:
+                answered = self._late()
+                if answered is not None or time.monotonic() >= end:
+                    return answered
+                continue
+            answered = self._responded(event) if event.answered is None else self._accepted(event, event.answered)
+            if answered is not None:
+                return answered
+
+    def close(self) -> None:
+        """End all processes."""
+        self._pool.close()
+        self._kept.clear()
+        self._deadlines.clear()
+        self._awaited.clear()
+
+    def _ask(self, asked: Asked) -> None:
+        worker = self._pool.home(asked.number)
+        assert worker is not None, "it was opened, and has not ended"
+        if worker.ask(asked):  # if the process has ended, the conversation is about to be lost
+            self._start_clock(asked.number, worker)
+
+    def _start_clock(self, number: int, worker: Worker) -> None:
+        """Limit the time of a request that was sent, from when its process has started."""
+        if isinstance(worker, Process) and not worker.responded(STARTED):
+            why = f"the process of its environment has not started within {START_LIMIT_S:g} s"
+            self._awaited[number] = _Awaited(worker, STARTED, worker.began + START_LIMIT_S, why)
+        else:
+            self._deadlines[number] = time.monotonic() + self._timeout_s
+
+    def _accepted(self, event: Event, answered: Answered) -> Answered | None:
+        """An answer, unless its request was dropped or has failed; or the loss of a conversation without a request."""
+        self._begin_next(event.worker, answered.number)
+        is_open = answered.number in self._deadlines or answered.number in self._awaited
+        if self._pool.home(answered.number) is not event.worker or not (is_open or event.ended):
+            return None
+        self._deadlines.pop(answered.number, None)
+        self._awaited.pop(answered.number, None)
+        if answered.kind in ("graded", "failed", "lost"):
+            self._forget(answered.number)
+        if answered.kind == "graded":
+            self._pool.ended_well()
+        return answered
+
+    def _begin_next(self, worker: Worker, ended: int) -> None:
+        """Begin the request that waits for one that has ended."""
+        number = worker.next(ended)
+        if number is not None:
+            self._start_clock(number, worker)
+
+    def _late(self) -> Answered | None:
+        """The failure of a request that is beyond the time limit, once it is known that it alone hangs."""
+        now = time.monotonic()
+        for number in [number for number, until in self._deadlines.items() if until <= now]:
+            del self._deadlines[number]
+            worker = self._pool.home(number)
+            if isinstance(worker, Process):
+                until = now + max(RESPONSE_S, RESPONSE_SHARE * self._timeout_s)
+                why = f"{self._limit}, and its process does not respond"
+                self._awaited[number] = _Awaited(worker, worker.question(), until, why)
+            elif worker is not None:
+                return self._failed(number, worker)
+        for number, late in list(self._awaited.items()):
+            if late.until <= now and number in self._awaited:
+                self._awaited = {key: each for key, each in self._awaited.items() if each.process is not late.process}
+                late.process.kill(late.why)
+        return None
+
+    def _responded(self, event: Event) -> Answered | None:
+        """Start the clocks of a process that has started; the failure of a late request whose process has responded."""
+        now = time.monotonic()
+        for number, late in list(self._awaited.items()):
+            if late.process is not event.worker or not late.process.responded(late.question):
+                continue
+            del self._awaited[number]
+            if late.question != STARTED:
+                return self._failed(number, late.process)
+            self._deadlines[number] = now + self._timeout_s
+        return None
+
+    def _failed(self, number: int, worker: Worker) -> Answered:
+        self._pool.retire(worker)
+        worker.ask(Close(number, graded=False))
+        self._forget(number)
+        self._begin_next(worker, number)
+        return Answered(number, "failed", self._limit, self._timeout_s)
+
+    @property
+    def _limit(self) -> str:
+        return f"it took longer than environments.timeout_s, {self._timeout_s:g} s"
+
+    def _forget(self, number: int) -> Worker | None:
+        self._deadlines.pop(number, None)
+        self._awaited.pop(number, None)
+        self._kept.discard(number)
+        return self._pool.forget(number)

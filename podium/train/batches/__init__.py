@@ -1,0 +1,1 @@
+"""From graded groups to the batches of an update."""

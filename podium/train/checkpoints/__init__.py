@@ -1,0 +1,1 @@
+"""Checkpoints: when a step is saved, its files, and their digests."""

@@ -1,0 +1,123 @@
+"""Saves the steps of a run: when the config asks for it, and on every way out of the loop.
+
+An error in a reward function, in an environment or in an evaluation, a full disk, Ctrl-C, SIGTERM and the watchdog end
+a run between two of its checkpoints. The newest whole step is saved then, so that at most the step that was interrupted
+is trained again.
+"""
+
+import time
+from collections.abc import Callable
+
+import jax
+
+from podium.files import cause_of
+from podium.hosts.distributed import AgreedStop, from_leader
+from podium.sampling.conversations.carry import Position
+from podium.train.checkpoints.checkpoint import Checkpointer
+from podium.train.state import TrainState
+
+
+class SaveTimer:
+    """Decides by the time since the last save whether another is due; process 0 decides for all."""
+
+    def __init__(self, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`every_s` 0 means never."""
+        self._every_s, self._clock = every_s, clock
+        self.restart()
+
+    def restart(self) -> None:
+        """Restart the clock; called when a save begins."""
+        self._since = self._clock()
+
+    def due(self) -> bool:
+        """Whether a save is due; the same on all hosts, which must all call this after each step."""
+        return bool(self._every_s) and from_leader(lambda: self._clock() - self._since >= self._every_s)
+
+
+class Saving:
+    """Holds the newest whole step of a run, and saves it."""
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        timer: SaveTimer,
+        stop: AgreedStop,
+        *,
+        to_continue: Callable[[], str],
+        on_failure: Callable[[BaseException], object] = lambda error: None,
+    ) -> None:
+        """Save with `checkpointer`.
+
+        `to_continue` returns how a user continues the run, for messages. `on_failure` is called with the error that
+        ends the run, before the newest step is saved, so that it can be recorded with where it happened.
+        """
+        self.checkpointer = checkpointer
+        self._timer = timer
+        self._stop = stop
+        self._to_continue = to_continue
+        self._on_failure = on_failure
+        self._first = self.done = 0
+        """The steps that were done when the run was opened, and now."""
+        self._whole: tuple[int, TrainState, Position] | None = None
+
+    def begin(self, done: int, state: TrainState, position: Position) -> None:
+        """Start from `state` after `done` steps, of which nothing needs to be saved."""
+        self._first = done
+        self.reached(done, state, position)
+
+    def reached(self, done: int, state: TrainState, position: Position) -> None:
+        """Take the state after `done` steps, in place of the one before, as soon as the update is complete."""
+        self._whole = (done, state, position)
+        self.done = done
+
+    def after_step(self, *, score: float | None, last: bool) -> float | None:
+        """Save the newest step if it is due, or the `last`; returns the seconds that took, None if it is not saved.
+
+        `score` is for `checkpoint.keep_best`; None if the step was not evaluated.
+        """
+        assert self._whole is not None, "a step was done"
+        due = self._timer.due()
+        seconds = self.checkpointer.maybe_save(*self._whole, score=score, last=last, due=due)
+        if seconds is not None:
+            self._timer.restart()
+        return seconds
+
+    def save_newest(self) -> bool:
+        """Save the newest step completely; returns whether its state is still whole.
+
+        An update frees the state before it, so a step whose successor's update failed cannot be saved any more.
+        """
+        if self._whole is None:
+            return False
+        done, state, position = self._whole
+        if any(x.is_deleted() for x in jax.tree.leaves(state)):
+            return False
+        if done > self._first:
+            self.checkpointer.maybe_save(done, state, position, score=None, last=True)
+        return True
+
+    def rescue(self, error: BaseException | None = None) -> str | None:
+        """Save the newest step of a run that fails; returns what was saved and how to go on, None if nothing was done.
+
+        `error` is what ends the run, if it is an error. Raises nothing: the caller has that to report. On several hosts
+        it saves only if all of them leave the loop.
+        """
+        if error is not None:
+            self._on_failure(error)
+        if self.done == self._first:
+            return None
+        lost = f"step {self.done} could not be saved"
+        if not self._stop.leaving_together:
+            return f"{lost}: the other hosts are still in the step after it; {self._way_on()}"
+        try:
+            if not self.save_newest():
+                self.checkpointer.wait()  # for a step before it
+                return f"{lost}: the update that failed had replaced its weights; {self._way_on()}"
+        except Exception as unsaved:  # whatever it is, it must not hide the error that ends the run
+            return f"{lost}: {cause_of(unsaved)}"
+        return f"step {self.done} is saved; to continue: {self._to_continue()}"
+
+    def _way_on(self) -> str:
+        saved = self.checkpointer.steps()
+        newest = f"the newest saved step is {saved[-1]}" if saved else "no step is saved"
+        return f"{newest}; to continue: {self._to_continue()}"
