@@ -192,7 +192,9 @@ def _of_experts(y: jax.Array, w: Weights, experts: Experts) -> jax.Array:
     for each in range(experts.count):
         gate, up, down = (w[name][each] for name in names)
         biases = tuple(w[f"{name}_bias"][each] for name in names) if experts.bias else ()
-        found = found + shares[:, each, None] * _gated(y, gate, up, down, experts.activation, biases)
+        found = found + shares[:, each, None] * _gated(
+            y, gate, up=up, down=down, activation=experts.activation, biases=biases
+        )
     if experts.shared:  # every token goes to it
         always = _gated(y, w["gate"], w["up"], w["down"], experts.activation)
         found = found + always / (1 + jnp.exp(-(y @ w["shared_router"])))

@@ -134,7 +134,7 @@ def optimizer_steps(
         advantages[: len(flat)] = found.reshape(-1, 1)
     taught = np.zeros((*trained.shape, 0))  # [S, n, V]
     if rules.teacher_weight and teacher is not None:
-        advantages, taught = _with_teacher(rules, advantages, flat, room, teacher, policy)
+        advantages, taught = _with_teacher(rules, advantages, episodes=flat, room=room, teacher=teacher, policy=policy)
     entropies = np.zeros(trained.shape) if entropy is None else entropy(tokens, starts)
     old = policy(tokens, starts) if rules.old_logprobs == "trainer" else sampled
 
@@ -161,7 +161,7 @@ def optimizer_steps(
                     returns=returns,  # pyright: ignore[reportArgumentType]
                     point=_reference_point(rules, flat[own], room, policy, reference),  # pyright: ignore[reportArgumentType]
                     covariant=covariant_tokens(  # pyright: ignore[reportArgumentType]
-                        rules, tokens, starts, sampled, advantages, valid
+                        rules, tokens, starts=starts, logprobs=sampled, advantages=advantages, valid=valid
                     ),
                     uncertain=uncertain_tokens(rules, entropies, valid),  # pyright: ignore[reportArgumentType]
                     kl_coef=np.asarray(rules.kl_coef),  # pyright: ignore[reportArgumentType]

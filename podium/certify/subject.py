@@ -634,7 +634,13 @@ def _naive_scorer(decoder: DecoderConfig, n: int) -> _NaiveScorer:
     def scored(
         weights: Weights, tokens: jax.Array, starts: jax.Array, temperature: float, penalty: float
     ) -> Scores[jax.Array]:
-        return scores(distributions(weights, tokens, starts, decoder, temperature, penalty, n), tokens, starts)
+        return scores(
+            distributions(
+                weights, tokens, starts=starts, decoder=decoder, temperature=temperature, penalty=penalty, n=n
+            ),
+            tokens,
+            starts,
+        )
 
     return jax.jit(scored)
 
@@ -649,7 +655,7 @@ class _NaiveDistributions(Protocol):
 def _naive_distributions(decoder: DecoderConfig, n: int) -> _NaiveDistributions:
     return jax.jit(
         lambda weights, tokens, starts, temperature, penalty: distributions(
-            weights, tokens, starts, decoder, temperature, penalty, n
+            weights, tokens, starts=starts, decoder=decoder, temperature=temperature, penalty=penalty, n=n
         )
     )
 

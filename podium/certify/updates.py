@@ -438,7 +438,9 @@ def _naive_gradient(decoder: DecoderConfig, rules: Rules, temperature: float) ->
 
     def values_of(weights: Weights, sequences: Sequences) -> _Values:
         n, starts = sequences.valid.shape[1], sequences.starts
-        table = distributions(weights, sequences.tokens, starts, decoder, temperature, 1.0, n)
+        table = distributions(
+            weights, sequences.tokens, starts=starts, decoder=decoder, temperature=temperature, penalty=1.0, n=n
+        )
         found = scores(table, sequences.tokens, starts)
         loss, size = objective(rules, found, sequences, divergences(rules, table, sequences.teacher))
         count = jnp.sum(sequences.valid)

@@ -85,11 +85,20 @@ def transfer(
         pairs = [numbers(pair) for pair in _listed(instruction, "source_target_pairs")]
         axes = {axis for pair in pairs for axis in _differing(pair, mesh)}
         apart = max((machines(pair) for pair in pairs), default=1)
-        return Transfer(kind, tuple(axis for axis in mesh if axis in axes), 2, given if pairs else 0, overlaps, apart)
+        return Transfer(
+            kind,
+            tuple(axis for axis in mesh if axis in axes),
+            group=2,
+            sent=given if pairs else 0,
+            overlaps=overlaps,
+            machines=apart,
+        )
     devices = group_of(instruction, math.prod(mesh.values()))
     size = len(devices)
     sent = round(given * KINDS[kind].sent(size))
-    return Transfer(kind, _differing(devices, mesh), size, sent, overlaps, machines(devices))
+    return Transfer(
+        kind, _differing(devices, mesh), group=size, sent=sent, overlaps=overlaps, machines=machines(devices)
+    )
 
 
 def group_of(instruction: Instruction, num_devices: int) -> list[int]:

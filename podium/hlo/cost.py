@@ -151,7 +151,7 @@ def walk(
             f"{module.name} is compiled for {module.num_partitions} devices, not for the {math.prod(mesh.values())} of"
             f" mesh {dict(mesh)}; give the mesh that it was lowered on"
         )
-    context = _Context(module, mesh, trips or {}, frozenset(skipped), per_machine, once)
+    context = _Context(module, mesh, trips=trips or {}, skipped=frozenset(skipped), per_machine=per_machine, once=once)
     if not once and (missing := [source for source in unknown_loops(module) if source not in context.trips]):
         raise ValueError(
             f"{module.name}: the trip count of {' and '.join(map(repr, missing))} is not in the program's text;"

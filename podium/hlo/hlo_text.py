@@ -254,7 +254,13 @@ def _with_elements(instructions: Iterable[Instruction]) -> dict[str, Instruction
                     assert not isinstance(kind, Shape), name
                     index = int(mark[1])
                     found[name] = Instruction(
-                        name, kind[index], "get-tuple-element", (whole,), "", f", index={index}", is_root=False
+                        name,
+                        kind[index],
+                        opcode="get-tuple-element",
+                        operands=(whole,),
+                        literal="",
+                        attributes=f", index={index}",
+                        is_root=False,
                     )
         found[each.name] = each
     return found

@@ -51,7 +51,9 @@ def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunO
     remote = project.remote(machine, vm=True)
     _wait_for(remote, project)
     remote.ask_all(TOOLS, "installing git", timeout_s=TOOLS_S)
-    own = keeper_spec(machine.name, machine.zone, project.slices.owner, name, rent, options, spec)
+    own = keeper_spec(
+        machine.name, machine.zone, owner=project.slices.owner, name=name, rent=rent, options=options, spec=spec
+    )
     job, needed = prepare(remote, own, clock=project.clock, say=project.say, stop=f"podium pod down {name}")
     if needed:
         start(remote, own, job, say=project.say)

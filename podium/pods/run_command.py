@@ -75,14 +75,14 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
             if zone is None:
                 raise BadRequestError("which zone? Give --zone: one or more zones in which you have quota")
             assert name is not None
-            keep_on_vm(project, name, zone, rent, options, spec)
+            keep_on_vm(project, name, zone=zone, rent=rent, options=options, spec=spec)
             return 0
         tpu_slice = _find_slice(project, name, rent, options, spec.prefix)
         _check_runs_dir(loaded, options, len(tpu_slice.addresses))
         spec = dataclasses.replace(spec, accelerator=tpu_slice.accelerator)
         _check_divisible(loaded.config, spec)
         if options.on_vm:
-            keep_on_vm(project, tpu_slice.name, tpu_slice.zone, rent, options, spec)
+            keep_on_vm(project, tpu_slice.name, zone=tpu_slice.zone, rent=rent, options=options, spec=spec)
             return 0
         session = Session(project, tpu_slice, rent, spec)
         if options.detach or not options.keep_alive:  # otherwise `keep_alive` starts it and handles failed starts

@@ -485,7 +485,9 @@ def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, 
         def first(where: Where[jax.Array], drawn: Drawn) -> tuple[Where[jax.Array], Drawn]:
             states = caches.kept_states(cache, slots.tables, where.lengths, rules)
             logits = _logits(states, params, decoder=decoder, rules=rules, dtype=dtype)
-            where, drawn = _draw(logits, None, slots, slots.first, where, drawn, 0, rules)
+            where, drawn = _draw(
+                logits, None, slots=slots, drawing=slots.first, where=where, drawn=drawn, column=0, rules=rules
+            )
             return dataclasses.replace(where, any_live=jnp.any(where.live)), drawn
 
         def step(carry: _Carry) -> _Carry:
@@ -494,7 +496,9 @@ def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, 
                 params, cache, where, slots, decoder=decoder, rules=rules, dtype=dtype
             )
             where = dataclasses.replace(where, lengths=where.lengths + where.live)
-            where, drawn = _draw(logits, choices, slots, where.live, where, drawn, i + 1, rules)
+            where, drawn = _draw(
+                logits, choices, slots=slots, drawing=where.live, where=where, drawn=drawn, column=i + 1, rules=rules
+            )
             return cache, where, drawn, i + 1
 
         def some_steps(carry: _Carry) -> _Carry:
@@ -557,7 +561,7 @@ def _draw(
 
     `choices` [S, C] are the experts of the tokens behind which it is drawn; None: unknown.
     """
-    sampled = sample_split(logits, slots.sampling, where.lengths, drawing, rules, where.seen)
+    sampled = sample_split(logits, slots.sampling, positions=where.lengths, live=drawing, rules=rules, seen=where.seen)
     drawn = Drawn(
         tokens=drawn.tokens.at[:, column].set(sampled.tokens),
         logprobs=drawn.logprobs.at[:, column].set(sampled.logprobs),

@@ -109,7 +109,7 @@ def sample_split(
         live: jax.Array,
         seen: jax.Array | None,
     ) -> Sampled:
-        return sample(logits, rows, positions, live, vocab, seen)
+        return sample(logits, rows, positions=positions, live=live, split=vocab, seen=seen)
 
     of_vocab = rules.spec(("rows", "logits"))
     here = (of_vocab, split, split, split, of_vocab)
@@ -158,7 +158,7 @@ def sample(
 
     # Cuts compare the logits as received: rounded values might differ between two uses.
     lowest = jnp.maximum(
-        _lowest_kept(logits, highest, temperature, rows, live & ~greedy, shards),
+        _lowest_kept(logits, highest, temperature=temperature, rows=rows, live=live & ~greedy, shards=shards),
         jnp.where(greedy, highest, highest + temperature * jnp.log(rows.min_p)),
     )  # [S]
 

@@ -306,10 +306,10 @@ class Sampler:
         made = self.episodes.hold(
             [each.prompt for each in here],
             settings.sampling,
-            settings.completions,
-            grades.submit_episodes,
-            exchange.watchdog.beat if meets else exchange.poll,
-            own,
+            completions=settings.completions,
+            on_episodes=grades.submit_episodes,
+            on_poll=exchange.watchdog.beat if meets else exchange.poll,
+            own=own,
             begun=[each.episodes for each in here] if carries else None,
             enough=choice.enough if choice.leaves else None,
         )

@@ -47,7 +47,14 @@ class Evaluation:
     def records(self, step: int, *, questions: int | None = SHOWN_QUESTIONS) -> list[SampleRecord]:
         """Lines of samples.jsonl for the first questions of each task (None: all), the same in every evaluation."""
         return [
-            sample_record(step, "eval", task, group.prompt.prompt, group.transcripts, group.rewards)
+            sample_record(
+                step,
+                "eval",
+                task=task,
+                prompt=group.prompt.prompt,
+                transcripts=group.transcripts,
+                rewards=group.rewards,
+            )
             for task, groups in self.groups.items()
             for group in groups[:questions]
         ]

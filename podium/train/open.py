@@ -193,12 +193,12 @@ def open_run(
         state, saved, done = _load_state(
             run_dir.fork,
             newest,
-            model,
-            optimizer,
-            checkpointer,
-            frozen,
-            valuing,
-            coefs,
+            model=model,
+            optimizer=optimizer,
+            checkpointer=checkpointer,
+            frozen=frozen,
+            valuing=valuing,
+            coefs=coefs,
             recipe=config.algorithm.recipe,
             moves=moves,
             say=progress.message,
@@ -213,7 +213,9 @@ def open_run(
         writer = resources.enter_context(MetricWriter(run_dir, spec.metrics, announce=progress.message))
         frozen = kept(frozen, model.rules)
         teacher = None if taught_by is None else _load_teacher(taught_by, spec, frozen, rollouts.feed, progress)
-        trainer = _make_trainer(spec, model, optimizer, run_dir.path, frozen, teacher, valuing)
+        trainer = _make_trainer(
+            spec, model, optimizer=optimizer, folder=run_dir.path, frozen=frozen, teacher=teacher, valuing=valuing
+        )
         trainer.compile_ahead(state, rollouts.ahead)
         rollouts.load(state.params, trainer.frozen, version=done)
         _say_what_was_chosen(spec, progress)

@@ -169,8 +169,8 @@ def recorded_at_temperature_1() -> Plant:
     """Tokens are drawn at the temperature, and recorded as if it were 1."""
     original = sampling.sample
 
-    def planted(logits, rows, *others):
-        made = original(logits, rows, *others)
+    def planted(logits, rows, **others):
+        made = original(logits, rows, **others)
         plain = jax.nn.log_softmax(logits, axis=1)
         own = jnp.take_along_axis(plain, made.tokens[:, None], axis=1)[:, 0]
         return made._replace(logprobs=own, full_logprobs=own)

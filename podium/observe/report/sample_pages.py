@@ -143,7 +143,9 @@ def _index(path: Path, problems: list[str]) -> Iterator[_Line]:
             strange += 1
             continue
         split, task, prompt = (str(record.get(key, "")) for key in ("split", "task", "prompt"))
-        yield _Line(start, length, record["step"], split, task, prompt, _score(completions))
+        yield _Line(
+            start, length, step=record["step"], split=split, task=task, prompt=prompt, score=_score(completions)
+        )
     if strange:
         problems.append(f"{path.name}: {strange} lines are not samples and were left out")
 

@@ -193,7 +193,11 @@ class Fit:
                     choice.learn(half, phase, peak.bytes, refused=peak.refused)
                     made_by = "its refusal" if peak.refused else "compiler" if peak.compiled else "closed form"
                     fits = choice.need(half) <= choice.limit(pair.place)
-                    self.tried.append(Tried(changed.changes, phase, peak.bytes, fits, pair.seconds, made_by))
+                    self.tried.append(
+                        Tried(
+                            changed.changes, phase, bytes=peak.bytes, fits=fits, seconds=pair.seconds, made_by=made_by
+                        )
+                    )
                 continue
             (found,) = self.study.decide([changed])
             if found.known is None:
@@ -213,7 +217,11 @@ class Fit:
         made_by = "closed form" if plan.estimate_only else "whole plan"
         seconds = plan.step.value if plan.step else 0.0
         fits = plan.verdict == "fits"
-        self.tried.append(Tried(found.case.changes, plan.worst.name, plan.worst.bytes, fits, seconds, made_by))
+        self.tried.append(
+            Tried(
+                found.case.changes, plan.worst.name, bytes=plan.worst.bytes, fits=fits, seconds=seconds, made_by=made_by
+            )
+        )
 
     def _undone(self, best: Outcome) -> list[Outcome]:
         """For each change, the best settings without it, by the closed form; with the best ones as the plan before."""

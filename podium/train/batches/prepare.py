@@ -104,7 +104,8 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
     parts = np.array_split(np.arange(len(kept)), recipe.minibatches)
     failed = np.isnan(rewards[kept])
     minibatches = [
-        _minibatch(part.tolist(), samples, lengths, recipe, sizes, int(failed[part].sum())) for part in parts
+        _minibatch(part.tolist(), samples, lengths=lengths, recipe=recipe, sizes=sizes, failed=int(failed[part].sum()))
+        for part in parts
     ]
     return PackedStep(
         rewards=rewards,
@@ -214,7 +215,7 @@ def prepare_step(
     packed = pack_step(groups, recipe, sizes)
     placed = jax.block_until_ready([shard_batch(each.batch, rules) for each in packed.minibatches])
     placed_at = time.perf_counter()
-    scored = _scored(packed, groups, placed, scorers, policy, rules)
+    scored = _scored(packed, groups, placed=placed, scorers=scorers, policy=policy, rules=rules)
     points = None
     if recipe.data_form == "label":
         points = [reference_point(each.samples, sizes, rules, scorers, policy) for each in packed.minibatches]
@@ -228,7 +229,7 @@ def prepare_step(
         teacher_kl = float(np.mean((own - teacher)[tokens.mask], dtype=np.float64)) if tokens.mask.any() else None
     returns, criticised = _value_targets(packed, recipe, scored, reward_kl)
     batches = [
-        _finish(batch, minibatch, advantages, returns, recipe, rules)
+        _finish(batch, minibatch, advantages=advantages, returns=returns, recipe=recipe, rules=rules)
         for batch, minibatch in zip(scored, packed.minibatches, strict=True)
     ]
     if points is not None:
