@@ -50,11 +50,11 @@ def floor_on(name):
     """What `podium bench rollout` calls the floor on a machine of this name; None: a GPU that has no name here."""
     config = rollout.rollout_config("demo", 8, "auto", 16, 8, shards=1)
     rules = SimpleNamespace(on_cpu=False, mesh=None)
-    engine = SimpleNamespace(rules=rules, device=SimpleNamespace(params={}))
+    device = SimpleNamespace(rules=rules, params={})
     unknown = Machine(platform="gpu", devices=1, capability="8.0")
     machine = unknown if name is None else Machine.planned(find_accelerator(name))
     spec = resolve(config, tiny(vocab=512, max_positions=512), machine)
-    return rollout._floor(spec, engine, 20.0)  # pyright: ignore[reportArgumentType]  # all that it reads
+    return rollout._floor(spec, device, 20.0)  # pyright: ignore[reportArgumentType]  # all that it reads
 
 
 def test_the_floor_of_a_decode_step_is_the_roofline_of_the_machine_that_it_runs_on():
