@@ -131,6 +131,13 @@ def generate(
     """
     if isinstance(prompts, str):
         raise ValueError("prompts: expected a list of questions, got one; write [question]")
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, str):
+            raise ValueError(
+                f"prompts: expected texts, got {prompt!r:.80} at {index}; conversations go to podium serve"
+            )
+    if not isinstance(seed, int):
+        raise ValueError(f"seed: expected a whole number, got {seed!r:.80}")
     asked = Asked(max_new_tokens=max_new_tokens, temperature=temperature, system_prompt=system_prompt)
     if not prompts:
         return []

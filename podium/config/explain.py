@@ -26,6 +26,7 @@ Schema = TypedDict(
         "default": JsonValue,
         "description": str,
         "enum": list[JsonValue],
+        "exclusiveMaximum": float,
         "exclusiveMinimum": float,
         "items": "Schema",
         "maximum": float,
@@ -238,12 +239,14 @@ def rule_text(node: Schema, schema: Schema) -> str:
 def _bounds(node: Schema) -> str:
     low = node.get("minimum")
     high = node.get("maximum")
-    above = node.get("exclusiveMinimum")
+    above, below = node.get("exclusiveMinimum"), node.get("exclusiveMaximum")
     if low is not None and high is not None:
         return f" from {_number(low)} to {_number(high)}"
     if above is not None:
         return f" above {_number(above)}" + (f" and at most {_number(high)}" if high is not None else "")
-    return f" of at least {_number(low)}" if low is not None else ""
+    if low is not None:
+        return f" of at least {_number(low)}" + (f" and below {_number(below)}" if below is not None else "")
+    return ""
 
 
 def _number(value: float) -> str:

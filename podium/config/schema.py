@@ -220,13 +220,13 @@ class RolloutConfig(Section):
     """Sample from the k likeliest tokens; 0: all. Biases the gradient: other tokens are never tried."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # TRL: top_p
     """Sample from the likeliest tokens with this total probability; 1: all. Biases the gradient like top_k."""
-    min_p: Fraction = 0.0  # TRL: min_p
+    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0  # TRL: min_p
     """Drop tokens less likely than this fraction of the likeliest; 0: none. Biases the gradient like top_k."""
     repetition_penalty: PositiveFloat = 1.0
     """Divide positive logits of tokens that the sequence holds already, prompt included, and multiply negative ones by
     this (arXiv:1909.05858); 1: none. The update's policy has none: a correction accounts for it
     (docs/algorithms.md)."""
-    stop: list[str] = []  # NeMo-RL: stop_strings
+    stop: list[Annotated[str, Field(min_length=1)]] = []  # NeMo-RL: stop_strings
     """Strings that end a completion; the string stays in the completion and is trained on."""
 
     @property

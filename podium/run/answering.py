@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from podium.config.schema import Config, EvalConfig
 from podium.models.text.chat_format import Message, with_system_prompt
+from podium.plain import number_of
 from podium.rollout.request import SamplingParams
 from podium.run.resolve import sampling_params
 from podium.tasks.conversations.environment_forms import led_by_program
@@ -40,8 +41,10 @@ class Answering:
 def resolve_answering(config: Config, asked: Asked) -> Answering:
     """How a run with this config answers, with what the caller asks for instead.
 
-    Raises ValueError if a task of the run cannot be made, so that its system prompt is unknown.
+    Raises ValueError if the caller asks for what cannot be, or if a task of the run cannot be made, so that its system
+    prompt is unknown.
     """
+    _check(asked)
     sampling = sampling_params(config.rollout)
     if asked.temperature is not None:
         sampling = sampling.at(asked.temperature)
@@ -53,6 +56,17 @@ def resolve_answering(config: Config, asked: Asked) -> Answering:
         return Answering(system_prompt=asked.system_prompt or None, sampling=sampling)
     prompt, notice = _system_prompt(config)
     return Answering(system_prompt=prompt, sampling=sampling, notice=notice)
+
+
+def _check(asked: Asked) -> None:
+    """Raise ValueError for values of other types or sizes: callers may pass anything."""
+    if asked.system_prompt is not None and not isinstance(asked.system_prompt, str):
+        raise ValueError(f"system_prompt: expected a text, got {asked.system_prompt!r:.80}")
+    temperature, penalty = asked.temperature, asked.repetition_penalty
+    if temperature is not None and ((found := number_of(temperature)) is None or found < 0):
+        raise ValueError(f"temperature: expected a number of at least 0 (greedy), got {temperature!r:.80}")
+    if penalty is not None and ((found := number_of(penalty)) is None or found <= 0):
+        raise ValueError(f"repetition_penalty: expected a number above 0 (1: none), got {penalty!r:.80}")
 
 
 def evaluation_sampling(sampling: SamplingParams, evaluation: EvalConfig, *, greedy: bool) -> SamplingParams:

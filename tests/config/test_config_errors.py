@@ -124,7 +124,8 @@ def test_an_unknown_key_says_the_way_out(errors, text, message):
         ("name: 7", 'name: expected text, got 7; write "7" with quotes'),
         ("rollout: {top_p: 1.5}", "rollout.top_p: expected a number above 0 and at most 1, got 1.5"),
         ("rollout: {repetition_penalty: 0.0}", "rollout.repetition_penalty: expected a number above 0, got 0.0"),
-        ("rollout: {min_p: -1}", "rollout.min_p: expected a number from 0 to 1, got -1"),
+        ("rollout: {min_p: -1}", "rollout.min_p: expected a number of at least 0 and below 1, got -1"),
+        ("rollout: {min_p: 1.0}", "rollout.min_p: expected a number of at least 0 and below 1, got 1.0"),
         ("rollout: {temperature: .nan}", "rollout.temperature: expected a finite number above 0, got .nan"),
         ("rollout: {stop: x}", "rollout.stop: expected a list, each text, got 'x'"),
         ("rollout: {dtype: bf16}", "rollout.dtype: expected one of auto, float32, bfloat16, "

@@ -176,6 +176,36 @@ def test_the_system_prompt_is_the_task_s_own_or_the_config_s(tiny_model, tmp_pat
     assert prompt(lost, asked=Asked(system_prompt="C")).system_prompt == "C"
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"temperature": "hot"}, "temperature: expected a number of at least 0 .* got 'hot'"),
+        ({"temperature": float("nan")}, "temperature: expected a number"),
+        ({"temperature": -1}, "temperature: expected a number"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: expected a number above 0 .* got 0.0"),
+        ({"system_prompt": 3}, "system_prompt: expected a text, got 3"),
+    ],
+)
+def test_what_no_answer_can_have_is_an_error_before_a_model_is_loaded(asked, said):
+    with pytest.raises(ValueError, match=said):
+        resolve_answering(make_config("no-such-model"), Asked(**asked))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "said"),
+    [
+        ([[{"role": "user", "content": "2 + 3"}]], {}, "prompts: expected texts, got .*content.* at 0"),
+        (["2 + 3", 5], {}, "prompts: expected texts, got 5 at 1"),
+        (["2 + 3"], {"seed": "x"}, "seed: expected a whole number, got 'x'"),
+        (["2 + 3"], {"rollout": {"stop": [""]}}, r"rollout\.stop"),
+        (["2 + 3"], {"rollout": {"min_p": 1.0}}, r"rollout\.min_p: expected a number .*below 1"),
+    ],
+)
+def test_questions_and_settings_of_other_kinds_are_errors_before_a_model_is_loaded(prompts, options, said):
+    with pytest.raises(ValueError, match=said):
+        podium.generate("no-such-model", prompts, **options)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_run_of_every_config_can_be_opened_to_answer(path, monkeypatch):
     """Sizes of training, and what only training needs, do not stand in the way of an engine of another size."""
