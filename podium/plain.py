@@ -19,6 +19,7 @@ LONGEST_TRACEBACK = 20_000
 """Characters of a traceback that are kept: an error may quote all that a function was given."""
 DIGITS_BITS = 14_000
 """Bits of the largest plain integer: Python refuses to write more than 4,300 digits, of 3.32 bits each."""
+LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 Value = TypeVar("Value")
 
@@ -116,12 +117,12 @@ def _with_copies(value: object) -> object:
 
 
 def number_of(value: object) -> float | None:
-    """The value as a finite float; None if it is no number, or not finite. Text is no number."""
+    """The value as a float; None if it is no number, or not finite in float32, as rewards must be. Text is none."""
     try:
         number = float(value) if isinstance(value, SupportsFloat) else math.nan
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST_FLOAT32 else None
 
 
 def traceback_of(error: BaseException) -> str:

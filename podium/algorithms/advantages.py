@@ -426,7 +426,7 @@ def _checked(rewards: np.ndarray, lengths: np.ndarray, *, least_group: int) -> t
         prompt, completion = np.argwhere(unknown)[0]
         raise ValueError(
             f"reward of prompt {prompt}, completion {completion} is {rewards[prompt, completion]}; rewards must be"
-            " finite: fix the task's grade()"
+            " finite in float32: make the parts of the reward or their weights smaller"
         )
     if (lengths < 0).any():
         raise ValueError(f"lengths must not be negative, got {lengths.min():g}")

@@ -202,7 +202,7 @@ def finite(value: object, what: str) -> float:
     """A reward as a float. Raises TypeError, which begins with `what`, if it is no finite number."""
     number = number_of(value)
     if number is None:
-        raise TypeError(f"{what} is {value!r:.80}; it must be a finite number")
+        raise TypeError(f"{what} is {value!r:.80}; it must be a finite number, within float32")
     return number
 
 

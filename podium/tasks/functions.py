@@ -63,6 +63,10 @@ STUCK_S = 1.0
 """Seconds in which the loop of async functions must respond after a call was too slow."""
 SHOWN_CHARS = 2_000
 """Characters of the question and of a completion shown in an error."""
+CANCELLED = (
+    "the call was cancelled: some code on the event loop that all async functions share cancels the tasks of others,"
+    " such as those of asyncio.all_tasks()"
+)
 
 TRL_NAMES = frozenset({"prompts", "completion_ids", "environments"})
 """Parameters that only functions for TRL's GRPOTrainer have."""
@@ -332,7 +336,11 @@ class FunctionGrader:
 
         async def awaited() -> list[Part]:
             with _named_errors():
-                return _parts(function, await function.call(**arguments), completions)
+                try:
+                    return _parts(function, await function.call(**arguments), completions)
+                except asyncio.CancelledError as error:
+                    error.add_note(CANCELLED)
+                    raise
 
         if self._users_loop is None:
             self._users_loop = start_loop("async rewards")
@@ -382,10 +390,7 @@ class FunctionGrader:
             begun.add_done_callback(_ignore_late_errors)
             await asyncio.wait((begun,), timeout=settings.timeout_s)
             if begun.cancelled():
-                problem = (
-                    "the call was cancelled: some code on the event loop that all async functions share cancels the"
-                    " tasks of others, such as those of asyncio.all_tasks()"
-                )
+                problem = CANCELLED
             elif begun.done():
                 try:
                     return begun.result()
@@ -425,7 +430,9 @@ def _number(function: GroupFunction, value: object) -> float:
     """Convert a value to a finite float. Raises FunctionError for anything else, including numbers as text."""
     number = number_of(value)
     if number is None:
-        raise FunctionError(f"reward {function.name} returned {value!r:.80}; a reward is a finite number")
+        raise FunctionError(
+            f"reward {function.name} returned {value!r:.80}; a reward is a finite number, within float32"
+        )
     return number
 
 

@@ -196,6 +196,8 @@ def quoting(completion: str) -> float:
         (endless, "returned more than 2 numbers for 2 completions"),
         (quoting, "the end"),
         (lambda completion: 10**400, "a reward is a finite number"),
+        (lambda completion: 1e39, "returned 1e.39; a reward is a finite number, within float32"),
+        (lambda completion: float("nan"), "returned nan; a reward is a finite number"),
     ],
 )
 def test_what_has_no_end_or_no_message_is_a_short_clear_error(function, said):
