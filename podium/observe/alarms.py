@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from podium.config.schema import RolloutConfig
-from podium.observe.metrics import GAP_METRIC, REWARD, TRUNCATED
+from podium.observe.metrics import GAP_METRIC, REWARD, TIMEOUTS, TRUNCATED
 from podium.observe.stats import StepStats
 
 AT_BOUND, WAITED = 5, 0.05
@@ -44,7 +44,9 @@ class RewardAlarm:
         self._said = True
         cut = metrics[TRUNCATED]
         advice = "take easier questions, a reward with more levels, or a larger group_size"
-        if cut > MOSTLY_CUT:
+        if late := metrics[TIMEOUTS]:
+            advice = f"the rewards of {late:g} completions took too long and count as 0: make them faster, or {advice}"
+        elif cut > MOSTLY_CUT:
             advice = f"{cut:.0%} hit rollout.max_new_tokens ({self._config.max_new_tokens}): raise it, or {advice}"
         return [f"all groups earned the same (mean reward {reward:.2f}): nothing was learned; {advice}"]
 

@@ -20,6 +20,7 @@ PAIRS, HELD_OUT_PAIRS = "rewards/accuracies", "eval-rewards/accuracies"
 """Shares of preferences in order: of the pairs of a step, and held out."""
 GAP_METRIC = "policy/logprob_gap/mean"
 TRUNCATED = "rollout/truncated_fraction"
+TIMEOUTS = "grading/timeouts"
 STEP_REPORT = (REWARD, "train-other/loss", ACCURACY, "time/train/step_s")
 """Metrics of the last step to show in a worker's status."""
 COMPARED_WITH_SAMPLER = ("policy/logprob_gap", "policy/kl_sampled", "rollout/entropy", "policy/clip")

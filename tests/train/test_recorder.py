@@ -1,12 +1,14 @@
 import dataclasses
-from typing import Any
+import types
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from tiny_runs import make_config, make_group, spec_of
 
 from podium.job.job_records import ProgressReport
-from podium.observe.stats import BatchStats, UpdateStats
+from podium.observe.alarms import RewardAlarm
+from podium.observe.stats import BatchStats, StepStats, UpdateStats
 from podium.rollout.request import RolloutStats
 from podium.train import recorder as recorder_module
 from podium.train.recorder import Recorder
@@ -129,6 +131,14 @@ def test_samples_have_their_advantages_and_the_first_of_a_step_its_tokens():
     for each in first["completions"]:
         assert len(each["pieces"]) == len(each["logprobs"]) == each["tokens"]
     assert "pieces" not in second["completions"][0]
+
+
+def test_rewards_that_took_too_long_are_named_as_the_cause():
+    stats = types.SimpleNamespace(batched=types.SimpleNamespace(groups=2, equal_groups=2))
+    metrics = {"train-reward/total/mean": 0.0, "rollout/truncated_fraction": 0.5, "grading/timeouts": 16.0}
+    (said,) = RewardAlarm(make_config().rollout).after_step(cast(StepStats, stats), metrics)
+    assert "the rewards of 16 completions took too long and count as 0" in said
+    assert "max_new_tokens" not in said
 
 
 def test_a_step_that_teaches_nothing_is_said_once_with_the_way_out():
