@@ -547,7 +547,13 @@ def sandbox_run(
             _fail(error, status=1)
     print(harmless(result.output) if sys.stdout.isatty() else result.output, end="", flush=True)
     if result.why not in (None, "ended"):
-        _fail(f"{file} was ended: {result.why}", status=1)
+        bound = {
+            "time": f"{wall_s:g} s (--wall-s)",
+            "memory": f"{memory_mib} MiB (--memory-mib)",
+            "processes": f"{limits.processes} processes and threads",
+            "output": f"{limits.output_bytes:,} bytes of output",
+        }[result.why]
+        _fail(f"{file} was ended: it took more than {bound}", status=1)
     raise typer.Exit(result.exit_status)
 
 

@@ -251,6 +251,21 @@ def test_the_command_exits_as_the_file_does(code, status, tmp_path):
     assert CliRunner().invoke(app, ["sandbox", "run", str(file)], input="").exit_code == status
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--wall-s", "0.5"], "while True: pass", "it took more than 0.5 s (--wall-s)"),
+        ([], "print('x' * 2_000_000)", "it took more than 1,048,576 bytes of output"),
+    ],
+)
+def test_the_command_names_the_limit_that_ended_a_file(words, code, said, tmp_path):
+    need_sandbox()
+    (tmp_path / "code.py").write_text(code)
+    done = CliRunner().invoke(app, ["sandbox", "run", *words, str(tmp_path / "code.py")], input="")
+    assert done.exit_code == 1
+    assert said in done.output
+
+
 def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path):
     need_sandbox()
     file = tmp_path / "code.py"
