@@ -18,7 +18,7 @@ from podium.config.schema import Config
 from podium.files import absolute
 from podium.hosts.distributed import AgreedStop, failing_fast, from_leader, joined
 from podium.hosts.platform import devices_line, machine_text, prepare_platform, this_machine
-from podium.hosts.same_inputs import check_same_inputs, model_files
+from podium.hosts.same_inputs import check_same_inputs, model_files, questions
 from podium.hosts.signals import StopSignal
 from podium.job.job_context import JobContext
 from podium.models.adapters import base_of
@@ -174,6 +174,7 @@ def open_run(
         frozen = load_frozen(model)
         if source.draws:  # else only evaluations sample, if there are any
             rollouts.compile_ahead()
+        data = questions(rollouts.feed.tasks, evaluates=False, columns=rollouts.feed.columns)
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, job.watchdog.beat))
         checkpointer = Checkpointer(
             run_dir.checkpoints,
@@ -183,6 +184,7 @@ def open_run(
             beat=job.watchdog.beat,
             records=run_dir.extents,
             settings=run_dir.settings,
+            data=data,
         )
         resources.callback(checkpointer.close)
         valuing = None
@@ -205,7 +207,7 @@ def open_run(
         )
         run_dir.check_saved(saved.get("settings"), done)
         rollouts.position = Position.read(saved, rollouts.feed)
-        _say_what_changed(saved["versions"], progress)
+        _say_what_changed(saved, data, progress)
         job.report.update(step=done)
         for line in run_dir.compare(saved.get("records", {}), done, checkpointer.steps()):
             progress.message(line)
@@ -326,9 +328,16 @@ def lora_line(lora: Lora, decoder: DecoderConfig, rate: float) -> str:
     return text
 
 
-def _say_what_changed(saved: dict[str, str], progress: Progress) -> None:
-    """Print which packages have other versions than when the checkpoint was saved."""
-    if changed := [name for name, version in versions().items() if saved.get(name, version) != version]:
+def _say_what_changed(saved: HostState, data: Mapping[str, str], progress: Progress) -> None:
+    """Print which packages have other versions, and which data is another, than when the checkpoint was saved."""
+    for name, then in saved.get("data", {}).items():
+        if (now := data.get(name)) != then:
+            progress.message(
+                f"{name} have changed since the checkpoint was saved: {then} then, {now or 'none'} now; the run"
+                " continues with what is there now"
+            )
+    before = saved["versions"]
+    if changed := [name for name, version in versions().items() if before.get(name, version) != version]:
         progress.message(
             f"versions differ from the checkpoint's: {', '.join(changed)}; the run will not be bit for bit the same"
         )
@@ -466,4 +475,5 @@ def _begun_again(saved: HostState) -> HostState:
     saved["cursor"] = min(begun, default=saved["cursor"])
     saved.pop("curriculum", None)
     saved.pop("retired", None)
+    saved.pop("data", None)
     return saved

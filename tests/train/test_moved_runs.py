@@ -168,3 +168,21 @@ def test_fewer_steps_than_are_done_name_the_step_to_begin_from(half, tmp_path, e
         UsageError, match=r"or begin another run from an earlier step: --from .*/runs/run@1 --set name="
     ):
         train(config, plain=True)
+
+
+def test_questions_that_changed_under_a_run_are_told(run_of, tmp_path, capsys):
+    data, held_out = tmp_path / "sums.jsonl", tmp_path / "held_out.jsonl"
+    rows = [f'{{"question": "1 + {n}", "answer": "{1 + n}"}}\n' for n in range(1, 9)]
+    data.write_text("".join(rows))
+    held_out.write_text(rows[0])
+    task = {"name": "jsonl", "path": str(data), "eval_path": str(held_out)}
+    run = run_of(tasks=[task], steps=1)
+    config = str(run / "config.yaml")
+    assert go_on(config, "--set", "steps=2") == 0
+    assert "have changed" not in capsys.readouterr().err
+    data.write_text("".join(rows[:-1]))
+    assert go_on(config, "--set", "steps=3") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "training questions of jsonl have changed since the checkpoint was saved: 8 questions with digest" in said
+    assert "7 questions with digest" in said
+    assert len(trained(run)) == 3

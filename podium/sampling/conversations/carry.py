@@ -63,6 +63,8 @@ class HostState(PositionRecord):
     """Extents of the run's record files when it was saved; missing in older checkpoints."""
     settings: NotRequired[Mapping[str, JsonValue]]
     """The settings that it was trained with; missing in older checkpoints."""
+    data: NotRequired[Mapping[str, str]]
+    """Digests of the questions that it was trained on, by task; missing in older checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -88,7 +88,7 @@ class Checkpointer:
     when `maybe_save` starts a save; `beat` is called repeatedly while a caller waits for a save whose files are
     growing. `base` is the fingerprint of the frozen weights, which are not part of the state: restoring requires the
     same weights. `records` returns a summary of the run's records, which `maybe_save` stores beside the state, as it
-    does the run's `settings`.
+    does the run's `settings` and the digests of its `data`.
 
     Raises:
         CheckpointError: if the folder cannot be created or written to.
@@ -104,6 +104,7 @@ class Checkpointer:
         beat: Beat = _idle,
         records: Callable[[], Mapping[str, Extent]] = dict,
         settings: Settings | None = None,
+        data: Mapping[str, str] | None = None,
     ) -> None:
         self._folder = absolute(folder)
         self._config = config
@@ -111,6 +112,7 @@ class Checkpointer:
         self._beat = beat
         self._records = records
         self._settings = settings
+        self._data = data
         self.base = base
         self._step: int | None = None  # last step passed to orbax, complete or not
         self._failed = False  # whether saving it failed
@@ -153,6 +155,8 @@ class Checkpointer:
         }
         if self._settings is not None:
             host_state["settings"] = self._settings
+        if self._data is not None:
+            host_state["data"] = self._data
         self.save(step, state, host_state, score=score, wait=last)
         return time.perf_counter() - start
 
