@@ -91,6 +91,29 @@ def test_template_that_cannot_be_read_or_rendered_is_named(tmp_path: Path):
         load_tokenizer(source, str(tmp_path / "bad.jinja"))
 
 
+PARTS = "{% for m in messages %}{{ m.role }} {% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", ["two", PARTS], ids=["constant", "lists of parts"])
+def test_a_template_that_leaves_out_the_question_is_an_error(template: str, tmp_path: Path):
+    with pytest.raises(ModelError, match=r"of model .tiny.: leaves out what the user says, .*chat_template"):
+        load_tokenizer(write_tokenizer(tmp_path, template=template))
+
+
+def test_a_template_that_leaves_out_system_messages_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "user", template=template))
+    assert not caplog.messages
+    assert tokenizer.encode_chat("two", "Be brief") == [7]
+    assert tokenizer.encode_chat("two", "Be") == [7]
+    assert [each.split(": ")[-1] for each in caplog.messages] == [
+        "leaves out system messages, so the model does not read them"
+    ]
+    caplog.clear()
+    load_tokenizer(write_tokenizer(tmp_path / "whole")).encode_chat("two", "Be brief")
+    assert not caplog.messages
+
+
 def test_folder_without_tokenizer_is_named(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config("llama")))
     with pytest.raises(ModelError, match="has no tokenizer that transformers can load"):

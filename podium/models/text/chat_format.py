@@ -5,11 +5,14 @@ would become that token and end the message. So `render` inserts a mark, a priva
 and `encode` encodes the text before and after a mark separately.
 """
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from podium.models.text.template import ChatTemplate
+from podium.models.text.template import ChatTemplate, TemplateError
+
+logger = logging.getLogger(__name__)
 
 Message = Mapping[str, object]
 """A message as chat templates read it: `role`, `content`, and perhaps `name`, `tool_calls` or `tool_call_id`."""
@@ -21,6 +24,8 @@ ESCAPED = "\\ue0f1"
 """The mark as a template's `tojson` may escape it."""
 PIECES = re.compile(f"{MARK}{MARK}|{MARK}")
 GUARDED_ROLES = ("system", "user", "tool")
+PROBES = ("one question", "another question")
+"""Contents that a template must tell apart if it writes them."""
 
 
 class AddedToken(Protocol):
@@ -65,6 +70,7 @@ class ChatFormat:
         """The variables that the template reads."""
         self._control = any_of([str(token.content) for token in named.values() if token.special])
         self._named = any_of(list(self.texts.values()))
+        self._looked = False  # at what becomes of system messages
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), answer: bool) -> str:
         """Render a conversation, with marks in contents that spell special tokens.
@@ -81,7 +87,30 @@ class ChatFormat:
             TemplateError: the template rejects the conversation, fails, or exceeds its budget.
         """
         guarded = [self._guarded(message) for message in messages]
-        return self._template.render(guarded, tools=tools, answer=answer, options=self._options)
+        rendered = self._template.render(guarded, tools=tools, answer=answer, options=self._options)
+        if not self._looked and any(message.get("role") == "system" for message in messages):
+            self._looked = True
+            self._warn_if_system_is_ignored()
+        return rendered
+
+    def ignores_user(self) -> bool:
+        """Whether the user's words change nothing. Raises TemplateError if the template rejects a question."""
+        return self._are_equal(*([{"role": "user", "content": text}] for text in PROBES))
+
+    def _warn_if_system_is_ignored(self) -> None:
+        question: Message = {"role": "user", "content": "question"}
+        try:
+            ignored = self._are_equal(*([{"role": "system", "content": text}, question] for text in PROBES))
+        except TemplateError:  # it wants other conversations than this one
+            return
+        if ignored:
+            logger.warning("%s: leaves out system messages, so the model does not read them", self._template.name)
+
+    def _are_equal(self, one: Sequence[Message], other: Sequence[Message]) -> bool:
+        first, second = (
+            self._template.render(each, tools=(), answer=True, options=self._options) for each in (one, other)
+        )
+        return first == second
 
     def plain_pieces(self, text: str) -> list[str]:
         """The text in pieces, none of which spells an added token, as `encode` encodes a tool's message."""

@@ -91,7 +91,7 @@ class ChatTemplate:
 
         Raises TemplateError if the source is not a valid template.
         """
-        self._name = name
+        self.name = name
         self._special_tokens = dict(special_tokens)
         if len(source) > MAX_SOURCE:
             raise TemplateError(f"{name}: has {len(source):,} characters, and {MAX_SOURCE:,} are allowed")
@@ -134,10 +134,10 @@ class ChatTemplate:
         try:
             return run()
         except _OverBudget as error:
-            raise TemplateError(f"{self._name}: cannot be rendered: it {error}") from error
+            raise TemplateError(f"{self.name}: cannot be rendered: it {error}") from error
         except Exception as error:  # MemoryError is among them: Python's own compiler raises it for deep nesting
             reason = f"{type(error).__name__}: {error}"[:300]
-            raise TemplateError(f"{self._name}: cannot be rendered ({reason})") from error
+            raise TemplateError(f"{self.name}: cannot be rendered ({reason})") from error
 
 
 class _OverBudget(Exception):

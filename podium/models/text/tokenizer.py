@@ -227,6 +227,11 @@ def load_tokenizer(
         )
         if template:
             tokenizer.encode_chat("question", None)
+            if tokenizer.chat_format.ignores_user():
+                raise ModelError(
+                    f"{name}: leaves out what the user says, perhaps because it reads lists of parts, not text; give"
+                    " one that writes message.content: chat_template: path.jinja"
+                )
     return tokenizer
 
 
