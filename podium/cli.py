@@ -270,8 +270,9 @@ def evaluate(
     from podium.config.load import load
     from podium.files import as_path
     from podium.observe.out_files import check_new
-    from podium.settings import evaluation_overrides, load_settings
+    from podium.settings import check_read_by_evaluations, evaluation_overrides, load_settings
 
+    check_read_by_evaluations(each.partition("=")[0].strip() for each in settings or [])
     if out is not None:
         check_new(out, "--out")
     run = _run_at(target)

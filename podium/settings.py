@@ -9,7 +9,7 @@ import functools
 import os
 import re
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -123,6 +123,14 @@ def evaluation_overrides(
         Override("grading.overlong_buffer_tokens", 0, "podium eval"),
         *(override for override in given if override.value is not None or override.key == "eval.questions"),
     ]
+
+
+def check_read_by_evaluations(keys: Iterable[str]) -> None:
+    """Raise ValueError if the user gives an evaluation a setting of training's answers, which it would not read."""
+    for key in keys:
+        if key in ("rollout.temperature", "rollout.repetition_penalty"):
+            own = key.replace("rollout.", "eval.")
+            raise ValueError(f"{key}: evaluations do not read it; set {own}, and with temperature eval.samples")
 
 
 def _fitting_lengths(model: str) -> list[Override]:

@@ -17,6 +17,7 @@ from podium.config.load import Override, load
 from podium.files import as_path
 from podium.hosts.platform import prepare_platform
 from podium.malloc import giving_back_memory
+from podium.models.text.tokenizer import Tokenizer
 from podium.observe.notebook import table
 from podium.observe.records import SampleRecord
 from podium.observe.run_dir import CONFIG, Fork, parse_fork, read_config
@@ -25,8 +26,9 @@ from podium.observe.text import shown
 from podium.rollout.request import Completion, Request
 from podium.run.answering import Answering, Asked, resolve_answering
 from podium.sampling.feed import request_seed
+from podium.sampling.prompt_lengths import rounded_up
 from podium.sampling.sampler import Sampler
-from podium.settings import load_settings
+from podium.settings import check_read_by_evaluations, load_settings
 from podium.sharding import find_devices
 from podium.tasks.question_sets import math_equal
 from podium.train.evaluate import evaluate_weights
@@ -141,14 +143,19 @@ def generate(
     asked = Asked(max_new_tokens=max_new_tokens, temperature=temperature, system_prompt=system_prompt)
     if not prompts:
         return []
-    with open_model(model, asked=asked, slots=min(SLOTS, len(prompts)), settings=settings) as (rollouts, answering):
-        tokenizer, sampling = rollouts.feed.tokenizer, answering.sampling
-        questions = [answering.messages([{"role": "user", "content": prompt}]) for prompt in prompts]
-        tokens = [tuple(tokenizer.encode_messages(each)) for each in questions]
+    slots = min(SLOTS, len(prompts))
+    with open_model(model, asked=asked, slots=slots, prompts=prompts, settings=settings) as (rollouts, answering):
+        tokens, sampling = _encoded(prompts, rollouts.feed.tokenizer, answering), answering.sampling
         seeds = [request_seed(seed, "generate", index) for index in range(len(prompts))]
         requests = [Request(prompt=p, sampling=sampling, seed=s) for p, s in zip(tokens, seeds, strict=True)]
         completed, _ = rollouts.engine.generate(requests)
     return [answer for (answer,) in completed]
+
+
+def _encoded(prompts: Sequence[str], tokenizer: Tokenizer, answering: Answering) -> list[tuple[int, ...]]:
+    """The tokens of each question, with what the model reads before it."""
+    questions = [answering.messages([{"role": "user", "content": prompt}]) for prompt in prompts]
+    return [tuple(tokenizer.encode_messages(each)) for each in questions]
 
 
 class Opened(NamedTuple):
@@ -166,6 +173,7 @@ def open_model(
     slots: int,
     context: int | None = None,
     new_tokens: int = NEW_TOKENS,
+    prompts: Sequence[str] = (),
     settings: Mapping[str, object] = MappingProxyType({}),
 ) -> Iterator[Opened]:
     """Open an engine with the weights of a model or a run.
@@ -178,6 +186,7 @@ def open_model(
         context: longest prompt with its answer in tokens, in any proportion; unset: as `rollout` has prompts and
             answers.
         new_tokens: longest answer in tokens if neither the caller nor a run says it.
+        prompts: all questions, if they are known: their longest is that of `rollout`, unless it is set.
         settings: settings of the config, as keyword arguments of `generate`.
 
     Raises:
@@ -205,6 +214,11 @@ def open_model(
     lengths["rollout.repetition_penalty"] = sampling.repetition_penalty  # the first decode program is made for it
     config = load_settings(files, [*before, *given, *_overrides({**UNUSED, **lengths})], os.environ).config
     opened = make_model(config)
+    if prompts and config.rollout.max_prompt_tokens is None:
+        longest = max(map(len, _encoded(prompts, opened.tokenizer, answering)))
+        room = opened.decoder.max_positions - sampling.max_new_tokens
+        fitting = {"max_prompt_tokens": max(longest, min(rounded_up(longest), room))}
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update=fitting)})
     rollouts = Sampler(rollout_spec(config, opened), opened.decoder, opened.tokenizer, opened.mesh)
     with giving_back_memory(), contextlib.closing(rollouts):
         rollouts.compile_ahead()
@@ -263,6 +277,7 @@ def evaluate(
         ValueError: an argument or a setting is invalid.
     """
     fork = run_of(model)
+    check_read_by_evaluations(each.key for each in overrides(settings))
     given = [] if fork else [Override("model", str(model), "argument model")]
     known = read_config(as_path(fork.run)) if fork else None
     if data is None and known is None:

@@ -58,14 +58,14 @@ def with_prompt_tokens(config: Config, recipe: Recipe, *, trains: bool, evaluate
     longest = max(lengths, default=0)
     added_to = any(held is not None and held.begins for held in feed.conversing)
     least = ASSUMED_PROMPT_TOKENS if added_to else 1
-    chosen = min(_rounded(max(longest, least)), room)
+    chosen = min(rounded_up(max(longest, least)), room)
     count = sum(map(len, asked.values()))
     line = f"{KEY} is unset: {chosen}, because the longest of {count:,} prompts has {longest} tokens"
     updated = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_prompt_tokens": chosen})})
     teacher = config.teacher
     if teacher is not None and teacher.template is not None and teacher.max_prompt_tokens is None:
         own = max(len(feed.privileged(each)) for prompts in feed.tasks.train_prompts().values() for each in prompts)
-        told = teacher.model_copy(update={"max_prompt_tokens": min(_rounded(own), room)})
+        told = teacher.model_copy(update={"max_prompt_tokens": min(rounded_up(own), room)})
         updated = updated.model_copy(update={"teacher": told})
     return updated, line
 
@@ -84,7 +84,7 @@ def check_prompt_lengths(feed: Feed, prompts: Prompts, what: str, consequence: s
             continue
         number = "none" if len(above) == len(each) else f"{len(above):,}"
         lengths = f"{min(above)} to {max(above)}" if min(above) < max(above) else f"{max(above)}"
-        way_out = f"set it to {_rounded(max(above))} for all, or leave it unset"
+        way_out = f"set it to {rounded_up(max(above))} for all, or leave it unset"
         if number == "none":
             raise ValueError(
                 f"{KEY} is {limit}, and none of the {len(each):,} {what} of {label} fits: with the chat template they"
@@ -133,7 +133,8 @@ def _bytes(prompt: TaskPrompt) -> int:
     return len(text.encode("utf-8", "surrogatepass"))
 
 
-def _rounded(tokens: int) -> int:
+def rounded_up(tokens: int) -> int:
+    """The length to use for prompts of at most so many tokens: few different ones, so that programs are reused."""
     return -(-tokens // ROUNDED_TO) * ROUNDED_TO
 
 

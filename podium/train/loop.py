@@ -57,7 +57,7 @@ def train(
             status = run.stop.exit_code  # of all processes, which are still connected here
     except SystemExit as error:  # or else the run would seem to be done
         raise RuntimeError(
-            f"code that the config names, such as a task, a scorer or an advantage, called sys.exit({error.code!r}),"
+            f"code that the config names, such as a task or an advantage, or on_step, called sys.exit({error.code!r}),"
             " which would end the run; let it raise an error of its own"
         ) from error
     why = job.notice.text or f"stopped by signal {status - 128}"

@@ -23,7 +23,7 @@ from tiny_models import (
 
 from podium.models.architecture import ModelError
 from podium.models.files import hf
-from podium.models.files.hf import load_params, save_model
+from podium.models.files.hf import load_params, new_folder, save_model
 from podium.models.files.source import ModelSource, read_architecture, resolve
 from podium.models.params import param_specs
 from podium.sharding import Params
@@ -210,6 +210,13 @@ def test_export_lists_shards_with_their_size(tmp_path: Path):
         tensors = load_file(tmp_path / "export" / file)
         assert set(tensors) == {name for name, where in index["weight_map"].items() if where == file}
         assert len(tensors) == 1 or sum(value.nbytes for value in tensors.values()) <= 20_000
+
+
+@pytest.mark.parametrize("name", ["file/out", "n" * 300], ids=["below a file", "too long a name"])
+def test_a_folder_that_cannot_be_made_is_named(name: str, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match=f"{name}: cannot be written"), new_folder(tmp_path / name):
+        pass
 
 
 def test_export_does_not_overwrite(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,23 @@ def test_the_settings_of_a_call_are_obeyed_for_a_model_too(tiny_model, submitted
     assert all(np.all(answer.sampled_logprobs == 0) for answer in answers)
     podium.generate(tiny_model, [QUESTION], rollout={"max_prompt_tokens": 16, "max_new_tokens": 2, "stop": ["3"]})
     assert submitted[-1][1] == SamplingParams(max_new_tokens=2, stop=("3",))
+
+
+def test_prompts_have_the_room_that_they_need(tiny_model, submitted):
+    """The model has 64 positions, fewer than are assumed for prompts whose lengths are not known."""
+    podium.generate(tiny_model, [QUESTION, "3 " * 50], max_new_tokens=4)
+    assert [len(tokens) for tokens, _ in submitted] == [len(QUESTION.split()), 50]
+    with pytest.raises(ValueError, match=r"4, with rollout\.max_prompt_tokens 61, makes sequences of 65 tokens"):
+        podium.generate(tiny_model, ["3 " * 61], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("key", ["temperature", "repetition_penalty"])
+def test_an_evaluation_refuses_what_it_does_not_read(key, tiny_model):
+    said = rf"rollout\.{key}: evaluations do not read it; set eval\.{key}"
+    with pytest.raises(ValueError, match=said):
+        podium.evaluate(tiny_model, [{"question": QUESTION, "answer": "3"}], rollout={key: 0.5})
+    done = CliRunner().invoke(cli.app, ["eval", "demo", "--task", "arithmetic", "--set", f"rollout.{key}=0.5"])
+    assert re.search(said, str(done.exception))
 
 
 def test_a_setting_that_is_given_twice_is_an_error(tiny_model):

@@ -311,14 +311,14 @@ def save_model(
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to `folder` if the block succeeds and removed otherwise.
 
-    Raises ModelError if the folder exists and is not empty.
+    Raises ModelError if the folder exists and is not empty, or if it cannot be written.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ModelError(f"{folder}: exists and is not an empty folder; export to another, or remove it first")
-    folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
-    unfinished.mkdir()
     try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ModelError(f"{folder}: exists and is not an empty folder; export to another, or remove it first")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.mkdir()
         yield unfinished
         unfinished.rename(folder)
     except (OSError, SafetensorError) as error:
