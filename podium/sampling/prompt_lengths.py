@@ -45,9 +45,14 @@ def with_prompt_tokens(config: Config, recipe: Recipe, *, trains: bool, evaluate
     source = find_source(config.model)
     rollout, train, new = config.rollout, config.train, config.rollout.max_new_tokens
     behind = 2 * new if recipe.data_form == "pair" else new  # in a row of the update
-    limits = (rollout.max_episode_tokens, new), (train.row_tokens, behind), (train.tokens_per_device, behind)
-    room = read_architecture(source).max_positions - new
-    room = max(1, min([room, *(most - rest for most, rest in limits if most is not None)]))
+    limits = (
+        (read_architecture(source).max_positions, new, f"the {{}} positions of {config.model}"),
+        (rollout.max_episode_tokens, new, "rollout.max_episode_tokens {}"),
+        (train.row_tokens, behind, "train.row_tokens {}"),
+        (train.tokens_per_device, behind, "train.tokens_per_device {}"),
+    )
+    room, limit = min((most - rest, name.format(most)) for most, rest, name in limits if most is not None)
+    room = max(1, room)
     tokenizer = load_tokenizer(
         source, config.chat_template, config.chat_template_options, template_date=config.chat_template_date
     )
@@ -56,11 +61,19 @@ def with_prompt_tokens(config: Config, recipe: Recipe, *, trains: bool, evaluate
         asked = asked_prompts(feed, config.eval.questions, trains=trains, evaluates=evaluates)
     lengths = [length for prompts in asked.values() for length in longest_first(feed, prompts, 0)]
     longest = max(lengths, default=0)
+    everything = [prompt for prompts in asked.values() for prompt in prompts]
+    fits = longest <= room or any(feed.num_tokens(prompt) <= room for prompt in everything)
+    if not fits or (longest > room and rollout.long_prompts == "error"):
+        raise ValueError(
+            f"the longest prompt has {longest} tokens with the chat template; {limit} and answers of"
+            f" rollout.max_new_tokens {new} allow {room}: raise the first or lower the second"
+        )
     added_to = any(held is not None and held.begins for held in feed.conversing)
     least = ASSUMED_PROMPT_TOKENS if added_to else 1
     chosen = min(rounded_up(max(longest, least)), room)
     count = sum(map(len, asked.values()))
-    line = f"{KEY} is unset: {chosen}, because the longest of {count:,} prompts has {longest} tokens"
+    why = "because" if longest <= room else f"as {limit} and rollout.max_new_tokens {new} allow;"
+    line = f"{KEY} is unset: {chosen}, {why} the longest of {count:,} prompts has {longest} tokens"
     updated = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_prompt_tokens": chosen})})
     teacher = config.teacher
     if teacher is not None and teacher.template is not None and teacher.max_prompt_tokens is None:

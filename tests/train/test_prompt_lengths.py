@@ -95,14 +95,38 @@ def test_evaluation_questions_count_and_a_set_length_stays(tmp_path):
 
 @pytest.mark.usefixtures("published_models")
 def test_the_chosen_length_is_what_other_settings_leave(tmp_path):
-    path = written([{"prompt": "What is 1 + 1 ? " * 200, "answer": "2"}], tmp_path)
+    path = written([{"prompt": "What is 1 + 1 ? " * 200, "answer": "2"}, *SUMS], tmp_path)
     assert (chosen(config_of(path))[0] or 0) > 1500
-    rollout = {"max_new_tokens": 16, "max_episode_tokens": 116}
-    assert chosen(config_of(path, rollout=rollout))[0] == 100
-    rows = {"rollout": {"max_new_tokens": 16}, "train": {"row_tokens": 80}}
+    rollout = {"max_new_tokens": 16, "max_episode_tokens": 116, "long_prompts": "drop"}
+    length, line = chosen(config_of(path, rollout=rollout))
+    assert (
+        length == 100
+        and "100, as rollout.max_episode_tokens 116 and rollout.max_new_tokens 16 allow; the longest" in str(line)
+    )
+    with pytest.raises(ValueError, match=r"max_episode_tokens 116 and .* allow 100"):
+        chosen(config_of(path, rollout={**rollout, "long_prompts": "error"}))
+    rows = {"rollout": {"max_new_tokens": 16, "long_prompts": "drop"}, "train": {"row_tokens": 80}}
     assert chosen(config_of(path, **rows))[0] == 64
     pairs = {"algorithm": {"recipe": "dpo"}, "group_size": 2, **rows}
     assert chosen(config_of(path, **pairs))[0] == 48  # a row holds both completions
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        (
+            {"max_episode_tokens": 48},
+            "37 tokens .*; rollout.max_episode_tokens 48 and answers of rollout.max_new_tokens 16 allow 32",
+        ),
+        ({"max_new_tokens": 32740}, "the 32768 positions of Qwen/Qwen2.5-0.5B-Instruct and answers of .* allow 28"),
+    ],
+)
+@pytest.mark.usefixtures("published_models")
+def test_prompts_that_leave_no_room_for_an_answer_name_the_limit(rollout, said, tmp_path):
+    path = written(SUMS, tmp_path)
+    config = config_of(path, rollout={"max_new_tokens": 16, **rollout})
+    with pytest.raises(ValueError, match=said):
+        chosen(config)
 
 
 @pytest.mark.usefixtures("published_models")
