@@ -15,7 +15,8 @@ from podium.models.families.hf_config import from_hf_config
 
 ASK = """
 import dataclasses, json, sys, time
-from podium.models import presets, source
+from podium.models.families import presets
+from podium.models.files import source
 from podium.models.families.presets import find_architecture
 source.HUB_TIMEOUT_S = presets.HUB_TIMEOUT_S = 0.3
 pauses = []
@@ -128,7 +129,7 @@ def test_what_was_downloaded_serves_when_the_hub_is_gone(tmp_path: Path):
 
 def test_a_plan_waits_two_seconds_even_for_a_name_server_that_does_not_answer():
     code = (
-        "import socket, threading; from podium.models import presets, source;"
+        "import socket, threading; from podium.models.families import presets; from podium.models.files import source;"
         "socket.getaddrinfo = lambda *_, **__: threading.Event().wait();\n"
         "try: presets.find_architecture('nobody/nothing')\n"
         "except source.ModelError as error: print(error)"

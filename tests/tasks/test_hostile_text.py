@@ -66,7 +66,7 @@ def test_what_a_computer_algebra_system_would_multiply_out_is_graded_like_any_ot
 AUDITED = r"""
 import os, random, signal, sys
 import hostile
-from podium.tasks import answers
+from podium.tasks.math_answers import correctness as answers
 
 grading = False
 
