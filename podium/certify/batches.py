@@ -7,7 +7,7 @@ what `podium.certify.naive_step` computes from the same episodes and the same ta
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -58,8 +58,10 @@ OF_BATCH = (
     "mask",
     "every token once",
     "prompts untrained",
+    "positions",
     "denominators",
     "scores",
+    "reference point",
     "advantages",
     "chosen by covariance",
 )
@@ -127,7 +129,14 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
         bar=0,
         after=("mask", "every token once"),
     )
-    placed = ("mask", "every token once", "prompts untrained")
+    yield Check(
+        name="positions",
+        claim="each trained token is at its position in its own sequence, counted from the start of its prompt",
+        difference=largest(each.misplaced for each in compared),
+        bar=0,
+        after=("mask", "every token once", "prompts untrained"),
+    )
+    placed = ("mask", "every token once", "prompts untrained", "positions")
     yield Check(
         name="denominators",
         claim="token weights are those of each recipe's mean over its optimizer step",
@@ -275,13 +284,25 @@ class Compared:
 
     @property
     def missing(self) -> float:
-        """Number of expected tokens missing from their optimizer step, as a fraction of all expected tokens."""
-        return self._share(lambda expected, found: Counter(list(expected)) - Counter([cell for cell, _ in found]))
+        """Number of expected tokens missing from their optimizer step, as a fraction of all expected tokens.
+
+        A token is known by its input, its target and its sampled log-probability, wherever it is.
+        """
+        return self._share(lambda expected, found: _unplaced(expected) - _unplaced(cell for cell, _ in found))
 
     @property
     def added(self) -> float:
         """Number of trained tokens that their optimizer step should not train, as a fraction of all expected tokens."""
-        return self._share(lambda expected, found: Counter([cell for cell, _ in found]) - Counter(list(expected)))
+        return self._share(lambda expected, found: _unplaced(cell for cell, _ in found) - _unplaced(expected))
+
+    @property
+    def misplaced(self) -> float:
+        """Number of expected tokens that are trained, but at another position, as a fraction of all expected tokens."""
+
+        def unlike(expected: Any, found: Any) -> Counter[Prediction]:
+            return Counter(list(expected)) - Counter([cell for cell, _ in found])
+
+        return self._share(unlike) - self.missing
 
     @property
     def errors(self) -> Values:
@@ -310,6 +331,11 @@ class Compared:
             return 1.0
         wrong = sum(sum(missing(*pair).values()) for pair in zip(self._expected, self._found, strict=True))
         return wrong / max(1, sum(map(len, self._expected)))
+
+
+def _unplaced(cells: Iterable[Prediction]) -> Counter[tuple[int, int, float]]:
+    """How often each token is among these, whatever its position."""
+    return Counter(cell[1:] for cell in cells)
 
 
 def table(positions: np.ndarray, targets: np.ndarray, which: float) -> np.ndarray:

@@ -69,8 +69,9 @@ def model_checks(updates: Updates) -> Iterator[Check]:
             difference=adapter_errors(subject),
             bar=0,
         )
-    own = (*adapters, "log-probabilities")
-    for name, at, after in (("log-probabilities", 1.0, adapters), ("temperature", OTHER_TEMPERATURE, own)):
+    causes = ("positions", *adapters)
+    own = (*causes, "log-probabilities")
+    for name, at, after in (("log-probabilities", 1.0, causes), ("temperature", OTHER_TEMPERATURE, own)):
         naive = subject.naive_scores(tokens, starts, subject.weights, at).logprobs
         where = "each sequence computed alone, in float64" if at == 1.0 else f"the logits divided by {at:g}"
         yield Check(

@@ -5,6 +5,8 @@ environments. No jax.
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -86,9 +88,14 @@ class Talking:
 
 
 def reply_to(turn: int, text: str, vocab: int, seed: int) -> tuple[int, ...]:
-    """The tokens that follow an answer: 1 to `LONGEST_REPLY`, other ones for other turns, texts and seeds."""
+    """The tokens of a reply to an answer: 1 to `LONGEST_REPLY`, other ones for other turns, texts and seeds."""
     total = sum(map(ord, text)) + 7 * turn + seed
     return tuple(1 + (total * (place + 3) + place) % (vocab - 1) for place in range(1 + total % LONGEST_REPLY))
+
+
+def following(drawn: Sequence[int], turn: int, vocab: int, seed: int) -> tuple[int, ...]:
+    """The tokens between an answer of these tokens and the next one: its end, unless it was drawn, and the reply."""
+    return (*(() if drawn[-1] == 0 else (0,)), *reply_to(turn, letters(drawn), vocab, seed))
 
 
 def pay(question: str, turn: int, text: str) -> float:
@@ -122,21 +129,29 @@ def letters(tokens: Sequence[int]) -> str:
     return "".join(chr(ord("a") + token % LETTERS) for token in tokens if token)
 
 
+class Ending(NamedTuple):
+    """The token that ends an answer, as the tokenizer names it."""
+
+    content: str = "<end>"
+    special: bool = True
+
+
 class LetterBackend:
     """A stand-in for transformers' tokenizer, with the methods that `podium.models.text.tokenizer.Tokenizer` calls."""
 
     eos_token_id = pad_token_id = 0
     bos_token_id = None
-    added_tokens_decoder: Mapping[int, object] = {}
+    added_tokens_decoder: Mapping[int, Ending] = MappingProxyType({0: Ending()})
     special_tokens_map: Mapping[str, str] = {}
 
     def get_chat_template(self) -> str:
-        """A template that renders the contents of messages one after another."""
-        return "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+        """A template that renders the contents of messages one after another, and the end of each answer."""
+        ending = "{% if message['role'] == 'assistant' %}" + f"{Ending().content} " + "{% endif %}"
+        return "{% for message in messages %}{{ message['content'] }} " + ending + "{% endfor %}"
 
     def encode(self, text: str, **_: object) -> list[int]:
-        """Parse the numbers in a text; each is a token."""
-        return [int(number) for number in text.split()]
+        """Parse the numbers in a text; each is a token, and so is the end of an answer."""
+        return [int(number) for number in text.replace(Ending().content, "0").split()]
 
     def decode(self, tokens: list[int], **_: object) -> str:
         """Convert tokens to text as the function `letters` does."""

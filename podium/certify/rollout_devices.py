@@ -13,6 +13,8 @@ from podium.certify.naive_draws import Cut, draw_errors, random_numbers
 from podium.certify.numbers_task import LetterBackend
 from podium.certify.subject import Subject, one_device
 from podium.certify.updates import Updates
+from podium.config.schema import RolloutConfig
+from podium.config.sizes import table_pages
 from podium.hosts.platform import machine_of
 from podium.models.layouts import Layout
 from podium.models.params import TRAIN_AXES, indivisible, param_specs
@@ -33,7 +35,7 @@ def rollout_device_checks(updates: Updates) -> Iterator[Check]:
     if mesh is None:
         return
     spec = resolve_rollout(subject.config, subject.recipe, subject.decoder, machine_of(one_device()))
-    spec = dataclasses.replace(spec, layout=Layout(name="hybrid", group=GROUP))
+    spec = dataclasses.replace(spec, layout=Layout(name="hybrid", group=GROUP), settings=with_room(spec.settings))
     rollouts = Sampler(spec, subject.decoder, Tokenizer(LetterBackend(), eos_tokens=()), mesh)
     whole = NamedSharding(mesh, PartitionSpec())
     trained, frozen = (jax.device_put(each(one_device()), whole) for each in (subject.trained, subject.frozen))
@@ -46,6 +48,13 @@ def rollout_device_checks(updates: Updates) -> Iterator[Check]:
         difference=_error(subject, made),
         after=(*OF_MODEL, *OF_SAMPLER, *OF_ONE_DEVICE),
     )
+
+
+def with_room(settings: RolloutConfig) -> RolloutConfig:
+    """The engine's settings with a cache in which each device has room for the longest sequence, and a page besides."""
+    pages = table_pages(settings) + 1  # the page is the partial one of a shared prompt
+    least = DEVICES * pages * settings.page_tokens
+    return settings.model_copy(update={"cache_tokens": max(least, settings.cache_tokens or 0)})
 
 
 def device_mesh(subject: Subject) -> jax.sharding.Mesh | None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from podium.certify.naive_draws import environment_seed
-from podium.certify.numbers_task import TURNS, final_pay, grade, has_ended, is_open, letters, pay, reply_to
+from podium.certify.numbers_task import TURNS, final_pay, following, grade, has_ended, is_open, letters, pay
 from podium.certify.subject import MAX_NEW_TOKENS, OVERLONG_TOKENS, Subject
 from podium.certify.training import Training
 from podium.rollout.transcript import Span, Transcript
@@ -52,7 +52,8 @@ def _is_right_talk(subject: Subject, training: Training, asked: Asked, transcrip
     texts = [letters(span.tokens.tolist()) for span in drawn]
     right = all(span.source == ("environment", "drawn")[place % 2] for place, span in enumerate(spans, start=1))
     for turn, span in enumerate(spans[1::2]):
-        right &= tuple(span.tokens.tolist()) == reply_to(turn, texts[turn], subject.decoder.vocab, asked.environment)
+        answer = drawn[turn].tokens.tolist()
+        right &= tuple(span.tokens.tolist()) == following(answer, turn, subject.decoder.vocab, asked.environment)
     right &= all(_ended(span) for span in drawn[:-1]) and _ends(subject, transcript, asked.environment)
     return right and _paid(training, asked.question, drawn, texts, reward)
 
@@ -73,7 +74,7 @@ def _ends(subject: Subject, transcript: Transcript, environment: int) -> bool:
         room = min(MAX_NEW_TOKENS, subject.longest - transcript.num_tokens + len(last.tokens))
         tokens = last.tokens.tolist()
         return len(tokens) == room and is_open(tokens)
-    reply = reply_to(transcript.num_turns - 1, letters(last.tokens.tolist()), subject.decoder.vocab, environment)
+    reply = following(last.tokens.tolist(), transcript.num_turns - 1, subject.decoder.vocab, environment)
     return transcript.num_turns < TURNS and transcript.num_tokens + len(reply) >= subject.longest
 
 

@@ -18,6 +18,7 @@ from podium.certify.naive import in_float32, in_float64
 from podium.certify.naive_optimizer import scheduled_rate
 from podium.certify.naive_rules import rules_of
 from podium.certify.report import as_object, print_certificate
+from podium.certify.rollout_devices import rollout_device_checks, with_room
 from podium.certify.subject import make_subject
 from podium.certify.tiny import tiny_clone
 from podium.certify.training import training_config
@@ -297,6 +298,18 @@ def test_batches_of_preferences_are_right(loss, sampled):
     assert [(check.name, check.difference) for check in found if not check.ok] == []
     point = float(subject.sequences.point)
     assert ("reference point" in [check.name for check in found]) == (loss == "kto") == (point > 0)
+
+
+@pytest.mark.long
+def test_an_engine_on_several_devices_answers_labelled_prompts():
+    found = list(rollout_device_checks(Updates(make_subject(of_preferences("kto")))))
+    assert [(check.name, check.ok) for check in found] == [("rollout devices", True)]
+
+
+def test_each_of_several_devices_has_room_for_a_sequence_of_labelled_completions():
+    settings = make_subject(of_preferences("kto")).config.rollout
+    assert (settings.longest, settings.page_tokens) == (28, 4)
+    assert settings.cache_tokens < 4 * (28 + 4) == with_room(settings).cache_tokens  # with a page of a shared prompt
 
 
 @pytest.mark.long

@@ -22,9 +22,10 @@ from podium.certify.naive import divergences
 from podium.certify.naive_rules import Rules, rules_of
 from podium.certify.naive_run import Coefficients, moved_reference
 from podium.certify.naive_step import Episode, Room, optimizer_steps
-from podium.certify.numbers_task import LetterBackend, Numbers
+from podium.certify.numbers_task import LetterBackend, Numbers, following, reply_to
 from podium.config.schema import AlgorithmConfig
 from podium.models.text.tokenizer import Tokenizer
+from podium.sampling.conversations.dialogue import Dialogue
 from podium.tasks.task import TaskSource
 from tools.structure import imports, reached, read_modules
 
@@ -46,6 +47,17 @@ def test_the_questions_of_a_certificate_s_run_are_their_own_numbers():
     assert sorted(map(len, encoded)) == list(map(len, encoded))
     assert (len(encoded[0]), len(encoded[-1])) == (1, 12)
     assert tokenizer.decode([1, 0, 17]) == "bb"
+
+
+def test_an_answer_of_a_certificate_s_conversations_has_one_end():
+    dialogue = Dialogue("talk", Tokenizer(LetterBackend(), eos_tokens=()), [])
+    asked, replied = [{"role": "user", "content": "8 9"}], [{"role": "user", "content": "5 7"}]
+    assert dialogue.prompt(asked) == (8, 9)
+    assert dialogue.reply(replied, history=asked, drawn_end=0) == [5, 7]
+    assert dialogue.reply(replied, history=asked, drawn_end=None) == [0, 5, 7]
+    reply = reply_to(1, "bc", 300, 4)
+    assert following([1, 2, 0], 1, 300, 4) == reply
+    assert following([1, 2], 1, 300, 4) == (0, *reply)
 
 
 def test_an_advantage_of_a_user_s_own_is_given_the_parts_of_rewards():

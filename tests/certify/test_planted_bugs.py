@@ -41,6 +41,7 @@ from podium.rollout.sequence import Sequence
 from podium.rollout.transcript import Transcript
 from podium.sampling import feed, grades, groups, sampler
 from podium.sampling.conversations import conversation_carry, conversations
+from podium.sampling.conversations.dialogue import Dialogue
 from podium.tasks import grading
 from podium.train import scorers, step, trainer
 from podium.train.batches import batch, prepare, samples
@@ -677,7 +678,7 @@ def reply_encoded_anew() -> Plant:
     original = Transcript.add_environment
 
     def planted(transcript, tokens, *, text=""):
-        return original(transcript, (*tokens[:-1], tokens[-1] + 1), text=text)
+        return original(transcript, (*tokens[:-1], tokens[-1] - 1), text=text)
 
     return Transcript, "add_environment", planted
 
@@ -707,6 +708,16 @@ def reply_given_twice_after_an_update() -> Plant:
         return original(talks, live, (*tokens, *again) if fits else tokens)
 
     return conversations.Conversations, "submit_turn", planted
+
+
+def answers_ended_twice() -> Plant:
+    """An answer that ended by itself gets another end before the reply."""
+    original = Dialogue.reply
+
+    def planted(dialogue, messages, *, history, drawn_end):
+        return original(dialogue, messages, history=history, drawn_end=None)
+
+    return Dialogue, "reply", planted
 
 
 def turns_paid_in_reverse() -> Plant:
@@ -926,7 +937,7 @@ SLOW: dict[Callable[[], Plant], Named] = {
     dropped_tail: Named(batch_checks, "every token once"),
     dropped_last_sequence: Named(batch_checks, "every token once"),
     last_token_untrained: Named(batch_checks, "every token once"),
-    positions_behind_shared_prompts: Named(batch_checks, "every token once"),
+    positions_behind_shared_prompts: Named(batch_checks, "positions"),
     prompt_trained: Named(batch_checks, "prompts untrained"),
     environment_trained: Named(batch_checks, "prompts untrained"),
     mean_of_completion_means: Named(batch_checks, "denominators"),
@@ -978,6 +989,7 @@ SLOW: dict[Callable[[], Plant], Named] = {
     reply_encoded_anew: Named(training_checks, "conversations", "talk"),
     last_token_before_an_update_lost: Named(training_checks, "conversations", "talk"),
     reply_given_twice_after_an_update: Named(training_checks, "conversations", "talk"),
+    answers_ended_twice: Named(training_checks, "episodes", "talk"),
     turns_paid_in_reverse: Named(training_checks, "episodes", "talk"),
     reward_weights_ignored: Named(training_checks, "episodes"),
     seeds_reused: Named(training_checks, "draws"),
