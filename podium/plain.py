@@ -24,6 +24,17 @@ LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 Value = TypeVar("Value")
 
 
+def once(pairs: Sequence[tuple[str, Value]]) -> dict[str, Value]:
+    """The object of a JSON text, for `json.loads(object_pairs_hook=once)`. Raises ValueError if it has a key twice."""
+    found: dict[str, Value] = {}
+    for name, value in pairs:
+        key = clean(name)
+        if key in found:
+            raise ValueError(f"{key!r} is there twice in an object; keep one")
+        found[key] = value
+    return found
+
+
 def clean(text: str) -> str:
     """The text as it can be encoded: halves of surrogate pairs are joined, and lone ones become U+FFFD."""
     text = text if type(text) is str else str.__str__(text)  # a subclass may need a module to be unpickled

@@ -4,6 +4,7 @@ The fields are OpenAI's, and those of `/inference/v1/generate`. A field that the
 name, unless its value is the one that changes nothing. No jax.
 """
 
+import codecs
 import dataclasses
 import json
 import re
@@ -25,7 +26,7 @@ from pydantic import (
 )
 
 from podium.models.text.chat_format import Message, ToolSchema
-from podium.plain import clean_texts, plain
+from podium.plain import clean_texts, once, plain
 from podium.rollout.request import SamplingParams
 
 MAX_FIELDS = 64
@@ -328,8 +329,8 @@ class MessageBody(_MessageNotes):
 class _Call(NamedTuple):
     """A call of an earlier answer."""
 
-    id: str | None
-    name: str | None
+    id: str
+    name: str
 
 
 class _Calls:
@@ -351,9 +352,19 @@ class _Calls:
         return ids
 
     def answered(self, call: str | None) -> _Call:
-        """The call that a tool's message answers: that of its id, or else the next one of the last answer."""
-        place = next((place for place, (given, _) in enumerate(self._last) if given == call), 0)
-        return self._last.pop(place)[1] if self._last else _Call(call, None)
+        """The call that a tool's message answers: that of its id, or the next one of the last answer if it has none.
+
+        Raises RequestError if there is no such call.
+        """
+        places = [place for place, (given, _) in enumerate(self._last) if call is None or given == call]
+        if not places:
+            awaited = ", ".join(repr(given) for given, _ in self._last) or "none"
+            raise RequestError(
+                f"messages: a message of role tool has tool_call_id {json.dumps(call)}; calls of the last answer that"
+                f" have no reply yet: {awaited}",
+                "messages",
+            )
+        return self._last.pop(places[0])[1]
 
 
 class FunctionBody(_Object):
@@ -424,6 +435,9 @@ class ChatBody(_Asked):
             if message.content is None and message.role in ("system", "developer", "user"):
                 where = f"messages.{place}.content"
                 raise RequestError(f"{where}: is required of a message whose role is {message.role}", where)
+            if message.reasoning and message.reasoning_content and message.reasoning != message.reasoning_content:
+                where = f"messages.{place}.reasoning"
+                raise RequestError(f"{where}: differs from reasoning_content, its other name; give one of them", where)
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise RequestError(
                 f"max_tokens: is {self.max_tokens}, and max_completion_tokens, its newer name,"
@@ -519,9 +533,16 @@ Body = TypeVar("Body", bound=BaseModel)
 def read_body(kind: type[Body], raw: bytes) -> Body:
     """Parse and check a body. Raises RequestError, with the first wrong field by name."""
     try:
-        return kind.model_validate_json(_with_whole_characters(raw))
+        raw.decode()
+        body = kind.model_validate_json(_with_whole_characters(raw.removeprefix(codecs.BOM_UTF8)))
+        json.loads(raw, object_pairs_hook=once, parse_int=str, parse_float=str)
+        return body
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body must be JSON in UTF-8: byte {error.start} is not") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
+    except ValueError as error:
+        raise RequestError(f"the body must have each key once: {error}") from None
     param = ".".join(str(each) for each in first["loc"]) or None
     if first["type"] in ("json_invalid", "model_type"):
         raise RequestError(f"the body must be a JSON object: {first['msg']}", param)

@@ -18,7 +18,7 @@ import numpy as np
 
 from podium.config.errors import suggestion
 from podium.files import parse_object
-from podium.plain import clean_texts
+from podium.plain import clean_texts, once
 from podium.tasks.known_sets import SUBSETS, AnswerForm, is_code, published_form
 from podium.tasks.math_answers.correctness import is_correct
 from podium.tasks.math_answers.final_answer import final_answer
@@ -177,6 +177,9 @@ def question_of(what: str, value: object) -> tuple[str, list[Message] | None]:
     Raises ValueError with a message that begins with `what`.
     """
     if isinstance(value, list):
+        if value and all(isinstance(each, str) for each in value):
+            rule = "a list of texts, as in a table of columns; give each question a row with its answer"
+            raise ValueError(f"{what} is {value!r:.80}, {rule}")
         messages = read_messages(what, value)
         if messages[-1]["role"] == "assistant":
             raise ValueError(f"{what} ends with a message of the assistant's; drop it, the model is to write it")
@@ -203,6 +206,10 @@ def _reference(location: str, row: dict[str, object], answers: AnswerForm) -> tu
     """Extract the reference from a row; also the column of which it is only a part, or an empty text."""
     what = f"{location}: the answer (column {answers.column!r})"
     value = answer_text(what, answers.value(row))
+    listed = next((name for name in ("choices", "options") if isinstance(row.get(name), list)), None)
+    if listed is not None and isinstance(answers.value(row), int):
+        rule = f"a number beside the list in column {listed!r}: it may count the choices or be the answer itself"
+        raise ValueError(f"{what} is {value}, {rule}; write the choices into the question and the letter as the answer")
     reference = answers.reference(value)
     if not reference:
         raise ValueError(f"{what} {answers.rule}: {value[-80:]!r}")
@@ -218,7 +225,7 @@ def answer_text(what: str, value: object) -> str:
         return _number(what, value)
     if not isinstance(value, str):
         raise ValueError(f"{what} is {value!r:.200}, neither text nor a number; {_NAMED}")
-    if value.strip() in ("nan", "NaN"):
+    if value.strip() in ("nan", "NaN", "NaT", "<NA>"):
         raise ValueError(f"{what} is {value!r}, which is no number but what an empty cell leaves; {_NAMED}")
     return value
 
@@ -228,10 +235,11 @@ _NAMED = "give one, name another column (option `answer`), or drop the row"
 
 def _number(what: str, value: float | decimal.Decimal) -> str:
     """A number as text: whole ones without a point, which a column with empty cells adds."""
-    if not math.isfinite(value):
+    if not isinstance(value, int) and not math.isfinite(value):
         raise ValueError(f"{what} is {value}, no number to compare with (an empty cell?); {_NAMED}")
     try:
-        return str(int(value)) if value == int(value) and abs(value) < WRITTEN_OUT else str(value)
+        whole = isinstance(value, int) or (value == int(value) and abs(value) < WRITTEN_OUT)
+        return str(int(value)) if whole else str(value)
     except ValueError as error:  # more digits than Python writes
         raise ValueError(f"{what} cannot be written as text: {error}; {_NAMED}") from None
 
@@ -287,17 +295,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield f"{path}:{number}", parse_object(line, f"{path}:{number}", distinct)
-
-
-def distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The object of these names and values. Raises ValueError if a name is there twice."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} is there twice in an object; keep one")
-    return made
+                yield f"{path}:{number}", parse_object(line, f"{path}:{number}", once)
 
 
 def _json(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
@@ -307,7 +305,7 @@ def _json(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
         yield from _lines(path)
         return
     try:
-        rows = json.loads(text, object_pairs_hook=distinct)
+        rows = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a readable list of JSON: {error}") from error
     for number, row in enumerate(rows, 1):
@@ -323,6 +321,8 @@ def _csv(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
         try:
             names = table.fieldnames or []
             refuse_repeated(f"{path}: the first line", names)
+            if len(names) == 1 and (other := next((each for each in ";\t|" if each in names[0]), None)):
+                raise ValueError(f"{path}: the first line separates columns by {other!r}; separate them by commas")
             for row in table:
                 where = f"{path}:{table.line_num}"
                 if None in row or None in row.values():

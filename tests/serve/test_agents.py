@@ -270,6 +270,48 @@ def test_a_reply_belongs_to_the_call_of_its_id_in_the_last_answer():
     assert one["tool_call_id"] == first["tool_calls"][0]["id"] != two["tool_call_id"] == second["tool_calls"][0]["id"]
 
 
+USES = [{"id": each, "type": "function", "function": {"name": "f", "arguments": "{}"}} for each in ("call_1", "call_2")]
+USING = {"role": "assistant", "tool_calls": USES}
+
+
+@pytest.mark.parametrize(
+    ("messages", "awaited"),
+    [
+        ([USING, {"role": "tool", "tool_call_id": "call_3", "content": "r"}], "'call_1', 'call_2'"),
+        ([USING, *2 * [{"role": "tool", "tool_call_id": "call_1", "content": "r"}]], "'call_2'"),
+        ([USING, *3 * [{"role": "tool", "content": "r"}]], "none"),
+        ([{"role": "tool", "tool_call_id": "call_1", "content": "r"}], "none"),
+    ],
+)
+def test_a_reply_to_no_call_is_refused(messages, awaited):
+    body = read_body(ChatBody, json.dumps({"messages": messages}).encode())
+    with pytest.raises(RequestError, match=f"have no reply yet: {awaited}$"):
+        body.conversation(arguments_as_text=False)
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (b'{"messages": [{"role": "user", "content": "x"}], "n": 1, "n": 2}', "each key once: 'n' is there twice"),
+        (b'{"messages": [{"role": "user", "content": "x", "content": "y"}]}', "'content' is there twice"),
+        ('{"messages": [{"role": "user", "content": "\u00e9"}]}'.encode("latin-1"), "JSON in UTF-8: byte 43 is not"),
+        (
+            b'{"messages": [{"role": "assistant", "content": "", "reasoning": "a", "reasoning_content": "b"}]}',
+            "messages.0.reasoning: differs from reasoning_content",
+        ),
+    ],
+)
+def test_of_two_readings_of_a_body_none_is_taken(raw, problem):
+    with pytest.raises(RequestError, match=problem):
+        read_body(ChatBody, raw)
+
+
+def test_a_body_may_begin_with_a_byte_order_mark():
+    assert (
+        read_body(ChatBody, b'\xef\xbb\xbf{"messages": [{"role": "user", "content": "x"}]}').messages[0].content == "x"
+    )
+
+
 @needs_demo
 def test_an_environment_s_conversation_with_mistral_has_ids():
     tokenizer = Tokenizer(backend_of("mistral-v3"), eos_tokens=tuple(stop_tokens_of("mistral-v3")))

@@ -129,7 +129,7 @@ def test_a_conversation_written_as_text_is_an_error(text, tmp_path):
         read([{"prompt": "6x7?", "chosen": text, "rejected": "41"}], tmp_path, "preferences")
 
 
-@pytest.mark.parametrize("answer", [math.nan, math.inf, "nan", "NaN", True, ["42"], {"value": 42}, None])
+@pytest.mark.parametrize("answer", [math.nan, math.inf, "nan", "NaN", "<NA>", True, ["42"], {"value": 42}, None])
 def test_an_answer_that_is_neither_text_nor_a_number_is_an_error(answer, tmp_path):
     rows = [{"question": "6x7?", "answer": "42"}, {"question": "b", "answer": answer}]
     for found in (lambda: read(rows, tmp_path), lambda: given(rows, tmp_path)):
@@ -217,6 +217,25 @@ def test_an_object_with_two_values_of_one_name_is_an_error(name, tmp_path):
     (tmp_path / name).write_text(f"[{text}]" if name == "a.json" else text)
     with pytest.raises(ValueError, match=rf"{name}.*'answer' is there twice in an object"):
         given(tmp_path / name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.csv", "question;answer\na;1\n", "a.csv: the first line separates columns by ';'"),
+        ("a.json", '{"question": ["a", "b"], "answer": [1, 2]}', "a list of texts, as in a table of columns"),
+        ("a.jsonl", '{"question": "a", "choices": ["x", "y"], "answer": 0}', "beside the list in column 'choices'"),
+    ],
+)
+def test_tables_of_other_forms_are_errors_that_name_the_form(name, text, said, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=said):
+        given(tmp_path / name, tmp_path)
+
+
+def test_a_whole_number_may_have_hundreds_of_digits(tmp_path):
+    (tmp_path / "a.jsonl").write_text(f'{{"question": "a", "answer": {"7" * 400}}}')
+    assert given(tmp_path / "a.jsonl", tmp_path)[0].answer == "7" * 400
 
 
 def test_a_parquet_table_with_two_columns_of_one_name_is_an_error(tmp_path):

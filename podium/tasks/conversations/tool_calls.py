@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from podium.models.text.chat_format import ToolSchema
-from podium.plain import clean, plain
+from podium.plain import clean, once, plain
 from podium.tasks.conversation import ToolCall
 
 CallForm = Literal[
@@ -54,6 +54,8 @@ INVOKED = re.compile(r"\s*<atem:invoke name=\"([^\">]+)\">(.*?)(?:</atem:invoke>
 ATEM_PARAMETER = re.compile(r"<atem:parameter name=\"([^\">]+)\">(.*?)</atem:parameter>", re.DOTALL)
 SPACES = re.compile(r"\s*")
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+MOST_DIGITS = 4_000
+"""Of a whole number in a call; Python reads up to 4,300."""
 IN_PYTHON = {"True": True, "False": False, "None": None}
 
 THOUGHTS = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"), ("[THINK]", "[/THINK]"))
@@ -151,7 +153,13 @@ def _json(text: str) -> object:
 
 def _loads(text: str) -> object:
     """JSON, with line breaks in texts as models write them. Raises ValueError, also for NaN and Infinity."""
-    return json.loads(text, strict=False, parse_constant=_refuse)
+    return json.loads(text, strict=False, parse_constant=_refuse, parse_int=_whole, object_pairs_hook=once)
+
+
+def _whole(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits is too long; {MOST_DIGITS} are allowed")
+    return int(text)
 
 
 def _refuse(name: str) -> object:
@@ -164,6 +172,8 @@ def _call(value: object) -> ToolCall:
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError("the call has no name")
+    if "arguments" in value and "parameters" in value:
+        raise ValueError(f"the call of {value['name']} has both arguments and parameters")
     return _named(value["name"], value.get("arguments", value.get("parameters", {})))
 
 
@@ -174,7 +184,7 @@ def _named(name: str, arguments: object) -> ToolCall:
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {name} are no object")
     try:
-        made = {clean(str(key)): plain(value) for key, value in arguments.items()}
+        made = once([(str(key), plain(value)) for key, value in arguments.items()])
         json.dumps(made, allow_nan=False)
     except ValueError as error:
         raise ValueError(f"the arguments of {name} cannot be used: {error}") from None
@@ -208,6 +218,8 @@ def _of_texts(name: str, pattern: re.Pattern[str], text: str, types: Types) -> T
         if found is None:
             raise ValueError(f"the arguments of {name} cannot be read from {text[place : place + 40]!r} on")
         key, value = found.groups()
+        if key in arguments:
+            raise ValueError(f"the argument {key} of {name} is given twice")
         arguments[key] = value if _is_text(types.get(f"{name}\n{key}", {})) else _value(value)
         place = _behind_spaces(text, found.end())
     return _named(name, arguments)
@@ -297,8 +309,11 @@ def _of_node(node: ast.expr, types: Types) -> ToolCall:
     known = [key for tool, _, key in (each.partition("\n") for each in types) if tool == name]
     if len(node.args) > len(known) or any(each.arg is None for each in node.keywords):
         raise ValueError(f"each argument of {name} needs its name before it")
-    given = {key: _literal(value) for key, value in zip(known, node.args, strict=False)}
-    return _named(name, given | {str(each.arg): _literal(each.value) for each in node.keywords})
+    given = [*zip(known, node.args, strict=False), *((str(each.arg), each.value) for each in node.keywords)]
+    names = [key for key, _ in given]
+    if twice := [key for key in names if names.count(key) > 1]:
+        raise ValueError(f"the argument {twice[0]} of {name} is given twice")
+    return _named(name, {key: _literal(value) for key, value in given})
 
 
 def _literal(node: ast.expr) -> object:
@@ -310,7 +325,7 @@ def _literal(node: ast.expr) -> object:
             return [_literal(each) for each in node.elts]
         case ast.Dict():
             keys = [None if each is None else _literal(each) for each in node.keys]
-            return {str(key): _literal(value) for key, value in zip(keys, node.values, strict=True)}
+            return once([(str(key), _literal(value)) for key, value in zip(keys, node.values, strict=True)])
         case _:
             value = ast.literal_eval(node)
             if not isinstance(value, str | int | float | bool | None):
