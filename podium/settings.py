@@ -280,9 +280,7 @@ class _Rules:
             rule = f"recipe {name} trains on completions of the data, and a teacher is asked about the policy's own"
             yield Contradiction(("teacher", "algorithm.recipe"), f"{rule}; set algorithm.recipe to distill or grpo")
         if recipe.loss in ("gspo", "gmpo") and self.config.teacher.loss == "sampled":
-            rule = (
-                f"{recipe.loss} has one ratio for a completion, and a teacher gives each token an advantage of its own"
-            )
+            rule = f"{recipe.loss} has one ratio for a completion, and a teacher gives each token its own advantage"
             yield Contradiction(
                 ("teacher", "algorithm.loss", "algorithm.recipe"), f"{rule}; set algorithm.loss to clipped"
             )

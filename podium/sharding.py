@@ -248,7 +248,7 @@ def exchange_sizes(devices: int) -> list[int]:
 def gathered_parts(x: jax.Array, names: tuple[str, ...], mesh: Mesh) -> jax.Array:
     """The parts [m, ...] of n devices side by side, [n * m, ...]; call it inside `shard_map`.
 
-    They are gathered along a dimension of their own: along the first itself, the TPU's compiler would copy the stack of
+    They are gathered along their own dimension: along the first itself, the TPU's compiler would copy the stack of
     all layers into a layout in which that dimension comes first.
     """
     x = _moved(x, names, mesh, back=True)
@@ -260,7 +260,7 @@ def gathered_parts(x: jax.Array, names: tuple[str, ...], mesh: Mesh) -> jax.Arra
 def scattered_sum(x: jax.Array, names: tuple[str, ...], mesh: Mesh) -> jax.Array:
     """The sum over devices of their own arrays [n * m, ...], of which each of n devices gets its part [m, ...].
 
-    Call it inside `shard_map`. Parts are scattered along a dimension of their own: where a part has no whole tiles of
+    Call it inside `shard_map`. Parts are scattered along their own dimension: where a part has no whole tiles of
     the dimension itself, as those of a vocabulary, the TPU's compiler would send all sums to all devices. Over the 8
     chips of a v4 or v5p it would in any case, so these exchange parts, and each adds up those that it gets.
     """

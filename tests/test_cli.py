@@ -85,7 +85,7 @@ LIGHT = [
 
 
 def test_nothing_heavy_is_imported_before_the_settings_are_right(tmp_path):
-    """In a process of its own, which runs one command after the other."""
+    """In its own process, which runs one command after the other."""
     (tmp_path / "run.yaml").write_text(CONFIG)
     (tmp_path / "old.yaml").write_text("steps: 3\n")
     code = (

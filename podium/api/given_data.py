@@ -132,7 +132,7 @@ def _converses(task: object) -> bool:
 
 
 def _pays(environment: Callable[..., object] | str) -> bool:
-    """Whether an environment pays a reward of its own."""
+    """Whether an environment pays its own reward."""
     name = environment if isinstance(environment, str) else name_of(environment)
     held = conversing(TaskConfig(name="environment", environment=name))
     return held is not None and held.rewards

@@ -259,7 +259,7 @@ class Compared:
     ) -> None:
         """Prepare the step both ways.
 
-        `segmented`: the trainer is given conversations in which every turn goes on from a prompt of its own. Their
+        `segmented`: the trainer is given conversations in which every turn goes on from its own prompt. Their
         tokens then have the values of the conversations as they are, in other places; none of these values may be a
         score by a model.
         """

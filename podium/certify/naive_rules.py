@@ -80,7 +80,7 @@ class Rules:
     teacher_loss: Literal["sampled", "full"] = "sampled"
     teacher_reverse: float = 1.0
     teacher_privileged: bool = False
-    """Whether the teacher reads a prompt of its own."""
+    """Whether the teacher reads its own prompt."""
     updates_per_batch: int = 1
     minibatches: int = 1
 

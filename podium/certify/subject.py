@@ -107,7 +107,7 @@ class NaiveTeacher(NamedTuple):
     weights: Arrays
 
     def scorer(self, recipe: Recipe, settings: TrainSettings, own_prompts: OwnPrompts | None) -> Scorer | None:
-        """The trainer's scorer of this teacher, maybe with prompts of its own; None if the recipe has none."""
+        """The trainer's scorer of this teacher, maybe with its own prompts; None if the recipe has none."""
         if recipe.teacher is None:
             return None
         shardings = param_shardings(param_specs(self.decoder), settings.stored)
@@ -532,7 +532,7 @@ def make_group(
 
 
 def _hint(index: int) -> list[int]:
-    """The reference answer of a group, 1 to HINT tokens: what a teacher with prompts of its own reads besides."""
+    """The reference answer of a group, 1 to HINT tokens: what a teacher with its own prompts reads besides."""
     return [1 + (17 * index + 5 * place) % 300 for place in range(1 + 4 * index % HINT)]
 
 
@@ -663,7 +663,7 @@ def _naive_distributions(decoder: DecoderConfig, n: int) -> _NaiveDistributions:
 def _rules_of_own(recipe: Recipe) -> Rules:
     """Rules for a user's own recipe, copied from its options; its advantage function is used unchecked.
 
-    Raises ValueError if that function gives each token an advantage of its own.
+    Raises ValueError if that function gives each token its own advantage.
     """
     if "tokens" in inspect.signature(recipe.advantage).parameters:
         raise ValueError(

@@ -364,7 +364,7 @@ def sizes_of(form: Form, subject: Subject) -> BatchSizes:
 
 
 def privileged_sizes(form: Form, subject: Subject) -> BatchSizes:
-    """The sizes of the batches that a teacher with prompts of its own scores."""
+    """The sizes of the batches that a teacher with its own prompts scores."""
     return dataclasses.replace(sizes_of(form, subject), row_tokens=form.row_tokens + HINT, choices=0)
 
 

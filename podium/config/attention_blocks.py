@@ -127,6 +127,6 @@ def window_scope(reach: int) -> str:
 
 
 def window_reach(source: str) -> int | None:
-    """The pages in the name of a scope within `source`, the path of names of an instruction; None: there is none."""
+    """The pages in the name of a scope within `source`, the path of names of an instruction; None if absent."""
     found = re.search(r"/window_of_(\d+)_pages(/|$)", source)
     return int(found[1]) if found else None

@@ -104,7 +104,7 @@ class GradingConfig(Section):
     """Grading processes; 0: grade in the trainer's process, without a time limit (to debug a grader)."""
     timeout_s: PositiveFloat = 5.0
     """Time limit per answer in seconds; a slower answer is wrong, and counted in `grading/timeouts`. The task `code`
-    has limits of its own, in CPU time, instead of this one."""
+    has its own limits, in CPU time, instead of this one."""
     overlong_buffer_tokens: NotNegative = 0
     """Length in tokens of DAPO's soft overlong zone, which ends at `rollout.max_new_tokens`; in it, the `length` reward
     falls to -1."""

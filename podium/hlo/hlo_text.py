@@ -77,7 +77,7 @@ class Instruction:
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Names of the computations that it runs and that have memory of their own, unlike fused ones."""
+        """Names of the computations that it runs and that have their own memory, unlike fused ones."""
         return tuple(name for role in _ROLES.get(self.opcode, ()) for name in self.callees.get(role, ()))
 
     def attribute(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Products of rows that are sorted by group, each group with a matrix of its own: the experts of a mixture.
+"""Products of rows that are sorted by group, each group with its own matrix: the experts of a mixture.
 
 On TPU they are jax's megablox kernels, on GPU those of `podium.kernels.gpu_grouped`: their work does not depend on the
 number of groups. Where neither runs they are `jax.lax.ragged_dot`. The gradient of the matrices that jax derives from

@@ -1,6 +1,6 @@
 """A TPU kernel (Pallas) for decoding with delta nets: each state is read and written once, where the cache stores it.
 
-XLA gathers the states of a step's sequences into an array of their own and scatters the new ones back, which moves each
+XLA gathers the states of a step's sequences into their own array and scatters the new ones back, which moves each
 state several times.
 """
 

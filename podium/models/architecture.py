@@ -329,7 +329,7 @@ def with_layers(decoder: DecoderConfig, layers: int) -> DecoderConfig:
 
 
 def unrolled(decoder: DecoderConfig) -> DecoderConfig:
-    """The same decoder as one stack that is not repeated: each layer is a place of its own, with arrays of its own."""
+    """The same decoder as one stack that is not repeated: each layer is its own place, with its own arrays."""
     return dataclasses.replace(decoder, stacks=(Stack(pattern=tuple(decoder.blocks), repeats=1),))
 
 

@@ -20,7 +20,7 @@ class TokenLogprobs(NamedTuple):
 
     logprobs: jax.Array  # [B, T] float32
     entropy: jax.Array  # [B, T] float32, nats
-    divergence: jax.Array | None = None  # [B, T] float32, nats, to a teacher's distribution; None: there is none
+    divergence: jax.Array | None = None  # [B, T] float32, nats, to a teacher's distribution; None if absent
 
 
 class Taught(NamedTuple):

@@ -176,7 +176,7 @@ class CarryAlarms:
         if changed := int(metrics.get("env/changed", 0)):
             yield (
                 "changed",
-                f"the environments of {changed} conversations answered otherwise when they were opened anew; the"
+                f"the environments of {changed} conversations answered otherwise when they were opened again; the"
                 " conversations began again. An environment must depend on nothing but its prompt, its seed and the"
                 " answers",
             )

@@ -93,7 +93,7 @@ def curve_image(title: str, rewards: Sequence[Point], accuracies: Sequence[Point
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """An HTML table of texts, without a style of its own: notebooks have one. No `head`: the first column is one."""
+    """An HTML table of texts, without its own style: notebooks have one. No `head`: the first column is one."""
     first = f"<thead><tr>{''.join(f'<th>{html.escape(name)}</th>' for name in head)}</tr></thead>" if head else ""
     body = "".join(f"<tr>{_row(row, headed=not head)}</tr>" for row in rows)
     return f"<table>{first}<tbody>{body}</tbody></table>"

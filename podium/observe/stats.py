@@ -26,7 +26,7 @@ class CompletionStats:
     timeouts: int
     ungraded: int
     """Number of completions that no reward function could grade."""
-    greedy: np.ndarray | None = None  # [m], rewards of greedy completions that did not fail; None: there are none
+    greedy: np.ndarray | None = None  # [m], rewards of greedy completions that did not fail; None if there are none
     entropy: float | None
     """Nats per token, estimated as the mean of -log p of the sampled tokens; None if none were sampled."""
 
@@ -38,7 +38,7 @@ class EnvironmentStats:
     failures: tuple[str, ...] = ()
     """The traceback of each failure of an environment, retried or not, in the order of the prompts."""
     changed: int = 0
-    """Number of environments that, opened anew in a continued run, answered otherwise than before."""
+    """Number of environments that, opened again in a continued run, answered otherwise than before."""
     moved: int = 0
     """How often a conversation went on in another process because its own was lost through no fault of it."""
     reply_s: tuple[float, ...] = ()

@@ -47,7 +47,7 @@ class RewardRange(TypedDict):
 
 
 class EvaluatedStep(TypedDict):
-    """An evaluation's step and accuracy; None: there is none."""
+    """An evaluation's step and accuracy; None if absent."""
 
     step: int | None
     accuracy: float | None

@@ -133,7 +133,7 @@ def calibrated(lines: list[Line], chip: Chip, kind: str) -> tuple[Seconds, Bound
     """Device seconds of some calls, and the resource that bounds most of that time.
 
     Divides compute and memory time by the calibrated share of update, prefill or decode, and transfers between devices
-    and to and from the host by shares of their own. Latency is scaled on GPUs alone.
+    and to and from the host by their own shares. Latency is scaled on GPUs alone.
 
     Args:
         lines: how often each call is made, and its roofline.

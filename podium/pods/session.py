@@ -195,7 +195,7 @@ class Session:
             if now.run not in (None, self._run, self._run_before):
                 self._taken = f"{now.run} was started there" if now.started else f"it was rented for {now.run}"
         elif now.run == self._run:
-            self._job = None  # attempts are counted anew
+            self._job = None  # attempts are counted again
         else:
             self._taken = f"another slice of its name was rented for {now.run or 'something else'}"
             return now

@@ -40,7 +40,7 @@ class SyncProgram(Program, Protocol):
     """Makes an engine's weights from the trainer's (`make_sync`)."""
 
     def __call__(self, params: Params, /) -> Params:
-        """Return the weights, in buffers of their own."""
+        """Return the weights, in their own buffers."""
         ...
 
 
@@ -68,7 +68,7 @@ def frozen_in_rollout(decoder: DecoderConfig, name: str) -> bool:
 
 
 def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, frozen: bool = False) -> SyncProgram:
-    """The jitted `training params -> rollout params`: cast and laid out for decoding, in buffers of their own.
+    """The jitted `training params -> rollout params`: cast and laid out for decoding, in their own buffers.
 
     Since they are copies, the trainer can donate its parameters to the next update. If weights are gathered, layers are
     moved one at a time; moving all at once, a TPU would gather all of them before storing any, in twice the memory. The

@@ -3,7 +3,7 @@
 An episode begins with its prompt. The model draws a span of tokens, an environment may reply with another span, and so
 on; a single answer is one drawn span after the prompt. Transcripts only grow, so the model is trained on exactly the
 tokens that it read and drew. With `rollout.thinking: segment` a conversation may go on from another prompt, its history
-as the chat template renders it: each prompt begins a segment, which is trained as a sequence of its own.
+as the chat template renders it: each prompt begins a segment, which is trained as its own sequence.
 """
 
 import dataclasses

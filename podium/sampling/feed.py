@@ -109,11 +109,11 @@ class Feed:
         return len(self._tokens(prompt, prompt_messages(prompt)))
 
     def privileged(self, prompt: TaskPrompt) -> tuple[int, ...]:
-        """The tokens of a prompt as a teacher with prompts of its own reads it.
+        """The tokens of a prompt as a teacher with its own prompts reads it.
 
         Raises ValueError if it cannot be made from the prompt's row.
         """
-        assert self.spec.privileged is not None, "the teacher has prompts of its own"
+        assert self.spec.privileged is not None, "the teacher has its own prompts"
         messages = privileged_messages(self.spec.privileged.template, prompt.prompt, prompt_messages(prompt))
         return self._tokens(prompt, messages)
 

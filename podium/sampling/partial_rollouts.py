@@ -20,7 +20,7 @@ class PartialRollouts:
     """The prompts in flight between the steps of a run."""
 
     def __init__(self, feed: Feed, *, max_staleness: int, forget: Callable[[], None]) -> None:
-        """At the run's beginning. `forget` is called when another position is set: environments are opened anew."""
+        """At the run's beginning. `forget` is called when another position is set: environments are opened again."""
         self.feed, self._forget = feed, forget
         self.max_staleness = max_staleness
         self.version = 0

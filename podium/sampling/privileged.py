@@ -22,7 +22,7 @@ def privileged_messages(template: str, prompt: Prompt, messages: Sequence[Messag
     """
     last = max((place for place, each in enumerate(messages) if each.get("role") == "user"), default=None)
     if last is None:
-        raise ValueError(f"teacher.template: prompt {prompt.id} has no message of the user to write anew")
+        raise ValueError(f"teacher.template: prompt {prompt.id} has no message of the user to write again")
     known = {**prompt.metadata, QUESTION: messages[last]["content"], ANSWER: prompt.answer}
     missing = [name for name in template_names(template) if known.get(name) is None]
     if missing:

@@ -189,7 +189,7 @@ class Sampler:
     def position(self) -> Position:
         """The run's position in its prompts: saved with the run, and set when it resumes.
 
-        If it is set, environments of conversations in flight are opened anew.
+        If it is set, environments of conversations in flight are opened again.
         """
         return self.partial.position
 

@@ -27,7 +27,7 @@ from podium.sandbox.ways_out import way_to_python, ways_out
 
 Why = Literal["time", "memory", "processes", "output", "ended"]
 MOUNT_POINTS = ("/mnt", "/tmp", "/var")
-"""Folders to mount the new root on, in a namespace of its own; the first that the interpreter does not lie below."""
+"""Folders to mount the new root on, in its own namespace; the first that the interpreter does not lie below."""
 START_LIMIT_S = 30.0
 END_LIMIT_S = 10.0
 """Seconds in which a run or the sandbox that is to end must have ended."""

@@ -451,7 +451,7 @@ class ChatBody(_Asked):
         names = [tool.function.name for tool in self.tools]
         twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
         if twice is not None:
-            raise RequestError(f"tools: two of them are called {twice!r}; give each a name of its own", "tools")
+            raise RequestError(f"tools: two of them are called {twice!r}; give each its own name", "tools")
         if self.tool_choice == "required" and not names:
             raise RequestError("tool_choice: required needs tools, and the request has none", "tool_choice")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.name not in names:

@@ -1,6 +1,6 @@
 """The thread in which the engine runs, and the requests that clients have in it.
 
-Handlers live in the event loop, the engine in one thread of its own. What handlers want of it comes over a queue, on
+Handlers live in the event loop, the engine in its own thread. What handlers want of it comes over a queue, on
 which the thread sleeps while the engine has no work; after each step, what was drawn goes back to the loop at once.
 """
 
@@ -287,7 +287,7 @@ class EngineThread:
             self._send([(ticket, RequestError(str(error)))])
 
     def _compile(self, calls: Mapping[str, Call], ticket: Ticket) -> None:
-        """Compile programs, on a thread of its own, before a request is submitted that needs them.
+        """Compile programs, on its own thread, before a request is submitted that needs them.
 
         If that fails, the engine's own call says why.
         """

@@ -12,7 +12,7 @@ A conversation replies to each answer of the model until it ends:
         def grade(self) -> float: ...
 
 It may also have `begin`, which returns a text to append to the prompt, and `close`. All methods may be async. They run
-in a process of their own (`podium.tasks.conversations.environments`). An exception is a failure of the environment,
+in their own process (`podium.tasks.conversations.environments`). An exception is a failure of the environment,
 never a reward of 0. Without `grade`, or if it returns None, the task grades the last answer. What a conversation says
 may depend on nothing but its prompt, its seed and the answers, or else a run is not determined by its seed. Nothing
 here imports jax.

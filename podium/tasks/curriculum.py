@@ -25,7 +25,7 @@ Chances = Callable[[Sequence[Sequence[float]]], list[float]]
 
 
 def leveled(tasks: Sequence[TaskConfig]) -> list[list[TaskConfig]]:
-    """Each task's levels as tasks of their own; a task without curriculum is its only level."""
+    """Each task's levels as their own tasks; a task without curriculum is its only level."""
     found: list[list[TaskConfig]] = []
     for task in tasks:
         levels = [{}] if task.curriculum is None else task.curriculum.levels

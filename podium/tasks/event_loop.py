@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, which runs coroutines that users have written."""
+"""An event loop on its own thread, which runs coroutines that users have written."""
 
 import asyncio
 import contextlib

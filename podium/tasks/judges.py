@@ -95,7 +95,7 @@ class ReplyStore:
             return self._asking.setdefault(request, threading.Lock())
 
     def find(self, request: str) -> Reply | None:
-        """The reply to the request with this hash; None: there is none."""
+        """The reply to the request with this hash; None if absent."""
         return self._replies.get(request)
 
     def add(self, request: str, reply: Reply) -> None:

@@ -109,7 +109,7 @@ def boxed(answer: str) -> str | None:
 
 
 def _in_answers(task: str, column: str, rows: Sequence[Row]) -> AnswerForm:
-    """References in a column of their own; what precedes `####` or surrounds a box is not part of them."""
+    """References in their own column; what precedes `####` or surrounds a box is not part of them."""
     if all("####" in str(row.get(column)) for row in rows):
         logger.warning("%s: the reference is what follows #### in column %r", task, column)
         return AnswerForm(column, after_hashes, "has nothing after ####")

@@ -45,7 +45,7 @@ def said_by_assistant(what: str, message: Mapping[str, object]) -> str:
 
 
 def refuse_tools(location: str, row: Mapping[str, object]) -> None:
-    """Raise ValueError if a row has schemas of tools of its own, which no conversation from data shows the model.
+    """Raise ValueError if a row has its own tool schemas, which no conversation from data shows the model.
 
     `location` begins the error.
     """

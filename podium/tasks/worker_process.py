@@ -1,7 +1,7 @@
 """A process that runs other people's code: graders, environments, tools.
 
 Whatever that code does, it neither blocks the trainer nor outlives it. Messages have deadlines in both directions. The
-process leads a session of its own, and the kernel kills that session's group, with all that tools have started, when
+process leads its own session, and the kernel kills that session's group, with all that tools have started, when
 the trainer ends: no thread of the process, which may wait for the interpreter's lock, is needed.
 """
 

@@ -58,7 +58,7 @@ def train(
     except SystemExit as error:  # or else the run would seem to be done
         raise RuntimeError(
             f"code that the config names, such as a task or an advantage, or on_step, called sys.exit({error.code!r}),"
-            " which would end the run; let it raise an error of its own"
+            " which would end the run; let it raise its own error"
         ) from error
     why = job.notice.text or f"stopped by signal {status - 128}"
     stopped = f"{why} after step {done}, which is saved"

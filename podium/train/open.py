@@ -452,7 +452,7 @@ def _load_state(
             state, saved = restore_state(fork.checkpoints, fork.step, whole, base=checkpointer.base)
             state = restarted(state)
         else:
-            say(f"{fork.run} had recipe {its_recipe}: its weights are taken, and the optimizer begins anew")
+            say(f"{fork.run} had recipe {its_recipe}: its weights are taken, and the optimizer begins again")
             params, saved = load_forked(model, fork, frozen)
             state = init_state(params, optimizer)
         saved = _begun_again(saved)

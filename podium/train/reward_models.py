@@ -64,7 +64,7 @@ class RewardModel:
     source: ModelSource
     tokenizer: Tokenizer
     pad_token: int | None
-    """The token that transformers takes for padding, which has no score; None: there is none."""
+    """The token that transformers takes for padding, which has no score; None if absent."""
     tool_format: ToolFormat | None
     """How its chat template shows tools; None: no task that it grades has tools."""
     weights: str
@@ -186,7 +186,7 @@ class RewardModel:
 
 
 def _one(batch: Batch[np.ndarray], index: int) -> Batch[np.ndarray]:
-    """One micro-batch of a batch, as a batch of its own."""
+    """One micro-batch of a batch, as its own batch."""
     return jax.tree.map(lambda x: x[index : index + 1] if x.ndim >= 3 else x, batch)
 
 

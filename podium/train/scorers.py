@@ -138,7 +138,7 @@ def _imported_scorer(path: str, settings: TrainSettings) -> Scorer:
 def behind_own_prompts(
     scorer: Scorer, samples: Sequence[Sample], prompts: Sequence[TaskPrompt], rules: ShardingRules
 ) -> list[np.ndarray]:
-    """The scores [n] of each sample's tokens by a scorer with prompts of its own, in batches of its own.
+    """The scores [n] of each sample's tokens by a scorer with its own prompts, in its own batches.
 
     `prompts` are those of the samples. All processes must call this.
     """

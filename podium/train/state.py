@@ -22,7 +22,7 @@ class TrainState:
     params: Params  # float32, as declared by ParamSpecs
     opt_state: optax.OptState
     critic: "TrainState | None" = None
-    """The state of the critic, which has no critic of its own; None: there is none."""
+    """The state of the critic, which has no critic itself; None without a critic."""
     reference: Params | None = None
     """The weights of a reference that moves, stored as `params`; None: it stays, and is not part of the state."""
     coefs: dict[str, jax.Array] = dataclasses.field(default_factory=dict)

@@ -233,7 +233,7 @@ def levels_evenly_drawn() -> Plant:
 
 
 def last_groups_not_restored() -> Plant:
-    """A curriculum begins anew where a run is resumed."""
+    """A curriculum begins again where a run is resumed."""
     original = mixture.TaskMixture.means
     return mixture.TaskMixture, "means", property(original.fget, lambda own, means: None)
 

@@ -189,7 +189,7 @@ def main() -> int:
 
 
 def _podium(*arguments: str, environ: dict[str, str]) -> None:
-    """Run a command in a process of its own, with devices of its own. SystemExit with its output if it fails."""
+    """Run a command in its own process, with its own devices. SystemExit with its output if it fails."""
     command = [sys.executable, "-m", "podium.cli", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 2):

@@ -1,7 +1,7 @@
 """Records what TRL's DPOTrainer and KTOTrainer compute on random inputs: losses, gradients -> preferences.json.
 
 TRL's own `_compute_loss` runs on a stand-in for the trainer whose model returns given log-probabilities, in float64. In
-an environment of its own (Podium does not depend on TRL):
+its own environment (Podium does not depend on TRL):
 
     pip install torch==2.13.0 trl==1.16.0 && python tests/golden/record_preferences.py
 """

@@ -1,4 +1,4 @@
-"""The launch guard: workers as threads here, each with a connection of its own, and once as the real command."""
+"""The launch guard: workers as threads here, each with its own connection, and once as the real command."""
 
 import contextlib
 import hashlib

@@ -295,7 +295,7 @@ def test_blocks_of_keys_that_no_query_sees_are_skipped():
 def test_values_that_no_query_sees_may_be_anything():
     visibility = visible(["completions of a prompt"])
     q, k, v, _ = arrays(1, (2, 1, 8))
-    hidden = v.at[:, 30:90].set(jnp.nan)  # of the second segment, in blocks of its own
+    hidden = v.at[:, 30:90].set(jnp.nan)  # of the second segment, in its own blocks
     found = blockwise.blockwise_attention(q, k, hidden, visibility)
     np.testing.assert_array_equal(found[:, 90:], blockwise.blockwise_attention(q, k, v, visibility)[:, 90:])
 

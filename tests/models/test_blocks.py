@@ -80,7 +80,7 @@ def test_decoding_a_token_at_a_time_gives_what_rows_give():
 
 
 def test_packed_rows_behind_a_shared_prompt_give_what_each_sequence_alone_gives():
-    """A prompt of 3 tokens, two completions behind it, and a sequence of its own; then padding."""
+    """A prompt of 3 tokens, two completions behind it, and its own sequence; then padding."""
     rules = rules_on("dp:1", 1)
     params = weights(rules)
     segments = jnp.array([[1, 1, 1, 2, 2, 3, 3, 3, 4, 4, 0]])

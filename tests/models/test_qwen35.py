@@ -141,7 +141,7 @@ def test_each_weight_lands_where_the_einsums_expect_it(tmp_path):
 
 
 def test_each_expert_s_weight_lands_where_the_einsums_expect_it(tmp_path):
-    """All gates' rows come before all rows of up; an expert for every token has a gate of its own."""
+    """All gates' rows come before all rows of up; an expert for every token has its own gate."""
     stored, source = hf_tensors(MIXTURE), write_model(tmp_path, MIXTURE)
     params = load_params(source, read_architecture(source), rules_on("auto", 1))
     layer, same = "model.layers.1.mlp.", np.testing.assert_array_equal

@@ -1,4 +1,4 @@
-"""A project in which all but Google is real: gcloud, ssh, and machines with a network of their own."""
+"""A project in which all but Google is real: gcloud, ssh, and machines with their own network."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ def why_no_network() -> str | None:
 
 
 class NetworkWorld:
-    """Ada's laptop in a network of its own, with gcloud, a cloud, and machines."""
+    """Ada's laptop in its own network, with gcloud, a cloud, and machines."""
 
     def __init__(self, folder: Path, hosts: NetworkHosts, fake: FakeTpu, api: str, checkout: Path) -> None:
         self.folder, self.hosts, self.fake, self.checkout = folder, hosts, fake, checkout

@@ -117,7 +117,7 @@ def test_gcloud_does_not_make_a_refused_request_again(real):
 
 
 @needs_gcloud
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a network of its own needs root")
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="its own network needs root")
 def test_a_user_without_a_network_is_not_told_to_log_in(tmp_path):
     """The real gcloud with a user's credentials, in a network that has nothing: it says `gcloud auth login`."""
     credentials = {"type": "authorized_user", "client_id": "x", "client_secret": "y", "refresh_token": "1//z"}

@@ -1,4 +1,4 @@
-"""One job per host, by the agent's own commands; each test is a host with a home of its own."""
+"""One job per host, by the agent's own commands; each test is a host with its own home."""
 
 import json
 import os
@@ -183,7 +183,7 @@ def test_the_log_is_copied_into_a_bucket_in_parts(agent, tmp_path, monkeypatch):
 
 
 def test_stop_ends_what_ignores_it_and_what_has_run_away(agent):
-    """A child in a session of its own, whose parents are gone, and which ignores SIGTERM, is still the job's."""
+    """A child in its own session, whose parents are gone, and which ignores SIGTERM, is still the job's."""
     stubborn = "trap '' TERM; echo $$; while :; do sleep 1; done"
     script = f'(setsid bash -c "{stubborn}" &); {stubborn}'
     agent.ask("start", "a-1", *shell(script))

@@ -1,4 +1,4 @@
-"""One virtual time for several laptops, each of which runs a command in a thread of its own; one runs at a time."""
+"""One virtual time for several laptops, each of which runs a command in its own thread; one runs at a time."""
 
 import contextlib
 import heapq
@@ -110,7 +110,7 @@ class Laptop:
         self.timeline.resume(self)
 
     def end(self) -> None:
-        """End the command, which may wait in a thread of its own; the interpreter would wait for that thread."""
+        """End the command, which may wait in its own thread; the interpreter would wait for that thread."""
         if self._thread is not None and self.ended is None:
             self.go.release()
             self._thread.join(timeout=60)

@@ -208,7 +208,7 @@ def test_groups_of_devices_have_their_parts_of_the_codes(how, mesh):
     states = hidden_states(synced, engine_decoder(decoder, rules), rules)
     one = ShardingRules(mesh_of(1), ROLLOUT_AXES)
     expected = hidden_states(alone, engine_decoder(decoder, one), one)
-    # parts of the inputs of o and down have scales of their own, which changes the rounding of activations
+    # parts of the inputs of o and down have their own scales, which changes the rounding of activations
     bar = 1e-5 if how == "int8" else 0.02
     assert np.abs(states - expected).max() <= bar * np.abs(expected).max()
 

@@ -118,11 +118,11 @@ def test_a_gpu_has_kernels_in_its_programs_only_if_it_runs_them(capability, runs
 
 
 class Kernel(OfGpu):
-    """As `OfGpu`, with programs of its own."""
+    """As `OfGpu`, with its own programs."""
 
 
 class Counted(OfGpu):
-    """As `OfGpu`, with programs of its own."""
+    """As `OfGpu`, with its own programs."""
 
 
 def test_layers_of_one_kind_are_traced_once_in_a_program(monkeypatch):

@@ -67,7 +67,7 @@ def test_nothing_is_left_of_a_trainer_that_is_killed_while_tools_run(tmp_path: P
 
 
 class Open:
-    """Holds files open, as an environment with a process or a connection of its own does."""
+    """Holds files open, as an environment with a process or its own connection does."""
 
     def __init__(self, prompt: Prompt, seed: int) -> None:
         self.files = [os.open(os.devnull, os.O_RDONLY) for _ in range(4)]

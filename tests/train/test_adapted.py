@@ -92,6 +92,6 @@ def test_a_run_that_adapts_resumes_bit_for_bit(run_of, tmp_path):
     assert len({record["policy/kl_coef"] for record in records}) == 4
     config = config_of(whole, name="next", runs_dir=str(tmp_path), steps=1)
     assert train(config, fork=Fork(str(whole), None), plain=True) == 0
-    (record,) = trained(Path(config.runs_dir) / "next")  # a run of its own begins with the config's
+    (record,) = trained(Path(config.runs_dir) / "next")  # its own run begins with the config's
     assert record["policy/kl_coef"] == pytest.approx(0.1)
     assert metrics_of(whole)[-1] != metrics_of(Path(config.runs_dir) / "next")[-1]

@@ -40,7 +40,7 @@ def store(request):
 
 @pytest.fixture
 def podium(store, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """The command line on a machine of its own, whose cache is what `machine` names."""
+    """The command line on its own machine, whose cache is what `machine` names."""
 
     def run(*arguments: str, machine: str = "one", **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {

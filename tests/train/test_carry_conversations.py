@@ -58,7 +58,7 @@ def test_carried_conversations_are_those_that_a_step_would_have_waited_for(talk,
 
 
 def test_what_is_in_flight_goes_on_bit_for_bit_in_another_process_and_whatever_the_delays(talk):
-    """As if the run were stopped after every step: environments are opened anew and told what they were told."""
+    """As if the run were stopped after every step: environments are opened again and told what they were told."""
     exactly = {"rollout": {**CARRIED, "reproducible": True}, "environments": {"workers": 1}}
     whole = Steps(talk(tasks=TASKS, **exactly), 4)
     slow = [{"name": "arithmetic", "environment": "scripted:Slow"}, *TASKS[1:]]

@@ -82,7 +82,7 @@ class Together(NamedTuple):
 
 
 class Hosts:
-    """Processes that are one job, each with a folder of its own."""
+    """Processes that are one job, each with its own folder."""
 
     def __init__(self, folder: Path, order: dict[str, Any], *, hosts: int, devices: int) -> None:
         self.folders = [folder / f"worker-{worker}" for worker in range(hosts)]
@@ -202,7 +202,7 @@ def texts(run: Path) -> dict[str, list[str]]:
 
 
 def test_hosts_draw_the_completions_of_one_process(together, alone):
-    """Each host schedules its own requests, in layouts of its own; no token knows of it."""
+    """Each host schedules its own requests, in its own layouts; no token knows of it."""
     folder, meshes, _ = together
     expected = texts(alone)
     for name in meshes:

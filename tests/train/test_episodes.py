@@ -383,7 +383,7 @@ class Timed:
 @pytest.mark.usefixtures("every_size")
 @pytest.mark.parametrize("seconds", [0.0, 0.2, 2.0])
 def test_the_loop_takes_as_long_as_the_planner_says(talk, roomy_model, seconds):
-    """By a clock of its own: what a call takes is given, and so is the time of a reply."""
+    """By its own clock: what a call takes is given, and so is the time of a reply."""
     clock = Clock(prefill_s={24: 0.03}, decode_s={8: 0.02, 4: 0.012, 2: 0.008})
     sizes = {"max_new_tokens": 30, "max_episode_tokens": 140}
     config = talk(rollout=sizes, prompts_per_step=8).model_copy(update={"model": str(roomy_model)})

@@ -83,7 +83,7 @@ def run_cells(found: nbformat.NotebookNode) -> dict[str, Any]:
 
 
 def pages(session: dict[str, Any]) -> str:
-    """What a notebook shows of values that have a form of their own."""
+    """What a notebook shows of values that have their own form."""
     return "".join(each._repr_html_() for each in session["shown"] if hasattr(each, "_repr_html_"))
 
 

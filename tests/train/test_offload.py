@@ -27,7 +27,7 @@ from podium.train.state import TrainState, abstract_state, init_state
 
 SPECS = {name: param_specs(DECODER)[name] for name in ("embed", "layers.gate", "layers.mlp_norm")}
 HOST_SPACE = 5  # XLA's number of the host's memory
-ROUNDING = 3e-7  # of a number; a loop of its own and one among others round differently
+ROUNDING = 3e-7  # of a number; its own loop and one among others round differently
 RULES: dict[str, dict[str, Any]] = {
     "adamw": {},
     "adamw in bfloat16": {"moments": "bfloat16"},

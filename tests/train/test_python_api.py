@@ -53,7 +53,7 @@ class Always:
         return 1.0
 
 
-ALWAYS = Always()  # one object, even if pytest makes the run twice: another would get a name of its own
+ALWAYS = Always()  # one object, even if pytest makes the run twice: another would get its own name
 
 
 @pytest.fixture(scope="module")

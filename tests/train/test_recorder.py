@@ -98,7 +98,7 @@ def test_rounding_that_clips_by_itself_is_said_once():
 
 def test_seconds_of_a_step_are_named_by_what_they_were_spent_on():
     first = record_steps(1).metrics[0]
-    assert first["time/train/rollout_s"] == pytest.approx(0.3)  # waiting for grades has a name of its own
+    assert first["time/train/rollout_s"] == pytest.approx(0.3)  # waiting for grades has its own name
     assert first["time/train/reward_s"] == 0.2
     assert first["time/train/batch_s"] == 0.5
     assert (first["time/train/score_s"], first["time/train/update_s"], first["time/train/sync_s"]) == (0.0, 2.0, 0.1)

@@ -189,7 +189,7 @@ def test_a_checkpoint_of_other_settings_is_refused(undisturbed, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_the_command_saves_and_exits_by_the_signal_s_number(tiny_model, tmp_path, number, status):
-    """The real command in a process of its own, with a grading worker, and continued by a second."""
+    """The real command in its own process, with a grading worker, and continued by a second."""
     file = tmp_path / "run.yaml"
     config = make_config(tiny_model, tmp_path, steps=100_000, grading={"workers": 1}, eval={"at_start": False})
     file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
@@ -272,7 +272,7 @@ def test_a_fork_keeps_the_moments_of_its_own_recipe_alone(tiny_model, tmp_path, 
         assert any(x.any() for x in moments) == kept
         weights = {name: np.asarray(value).tobytes() for name, value in state.params.items()}
     assert weights == weights_of(undisturbed, 2)
-    assert ("the optimizer begins anew" in capfd.readouterr().err) != kept
+    assert ("the optimizer begins again" in capfd.readouterr().err) != kept
 
 
 def test_a_fork_of_a_step_that_was_not_kept_names_those_that_were(tiny_model, tmp_path, undisturbed):

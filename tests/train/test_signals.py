@@ -11,7 +11,7 @@ from podium.hosts.signals import StopSignal
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    """The code in a process of its own, where it may send signals to itself."""
+    """The code in its own process, where it may send signals to itself."""
     header = "import os, signal, sys\nfrom podium.hosts.signals import StopSignal\n"
     return subprocess.run([sys.executable, "-c", header + code], capture_output=True, text=True, timeout=60)
 

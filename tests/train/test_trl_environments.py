@@ -52,7 +52,7 @@ def task(name: str, function: str) -> TaskConfig:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_classes_are_played_and_paid_by_the_functions_that_look_at_them(workers):
-    """All three at once; in a process of their own they come back without their clients."""
+    """All three at once; in their own process they come back without their clients."""
     names = list(CALLS)
     prompt = Prompt(id="", question="", answer="", metadata={"prompt": "Play.", "level": 3})
     tasks = [task(name, REWARDS[name][0]) for name in names]

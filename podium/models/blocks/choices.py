@@ -24,7 +24,7 @@ def choice_format(experts: int) -> ChoiceFormat:
 def unknown_choice(dtype: DTypeLike) -> int:
     """The number that says, in recorded choices of this format, that a token's experts are not known.
 
-    They are then chosen anew.
+    They are then chosen again.
     """
     return int(np.iinfo(dtype).max)
 

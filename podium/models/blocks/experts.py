@@ -40,7 +40,7 @@ class Experts:
     bias: bool = False
     """Whether the router and the experts' matrices have biases (gpt-oss)."""
     shared: int = 0
-    """Width of an expert that every token goes to, by a gate of its own (Qwen3.5); 0: there is none."""
+    """Width of an expert that every token goes to, by its own gate (Qwen3.5); 0: there is none."""
 
     scope = "mlp"
 

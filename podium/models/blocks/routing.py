@@ -16,7 +16,7 @@ def route(
         top: k.
         normalized: whether the gates of the chosen experts sum to 1; else they are shares of all experts.
         recorded: what is known of the tokens.
-        replay: whether to go to the recorded experts instead of choosing. The gates are computed anew either way, so
+        replay: whether to go to the recorded experts instead of choosing. The gates are computed again either way, so
             that gradients reach the router.
 
     Returns:

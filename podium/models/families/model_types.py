@@ -112,7 +112,7 @@ ONLY: Allowed = {
 }
 """Keys that any of these types must have with one of these values, unless it reads them."""
 NULLABLE = ("num_key_value_heads", "rope_parameters", "rope_theta", "sliding_window")
-"""Keys whose null has a meaning of its own, in a family in which a missing key means something else: as many heads as
+"""Keys whose null has its own meaning, in a family in which a missing key means something else: as many heads as
 queries have, rotary settings as if missing, a base that the rotary settings have, no window."""
 EMPTY = (None, False, {}, [], "")
 """Values with which an unknown key is accepted: they switch nothing on."""

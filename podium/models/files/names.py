@@ -25,7 +25,7 @@ from podium.models.params import own_name, param_specs
 LANE = "G"
 ONE = "1"
 FileKind = Literal["folder", "apart", "gguf", "mxfp4"]
-"""Kinds of model files: safetensors, safetensors in which each expert of a Qwen3.5 has tensors of its own, GGUF, and
+"""Kinds of model files: safetensors, safetensors in which each expert of a Qwen3.5 has its own tensors, GGUF, and
 safetensors whose experts are in MXFP4."""
 
 
@@ -304,7 +304,7 @@ class FilePart:
 
     @property
     def lane(self) -> int | None:
-        """Its index along the file's dimension G; None: there is none."""
+        """Its index along the file's dimension G; None if absent."""
         return self.layout.lanes.index(own_name(self.param)) if self.layout.lanes else None
 
 

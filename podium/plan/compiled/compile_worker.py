@@ -2,7 +2,7 @@
 
 The compiler's environment must be set before jax is imported, and its memory is released when the process ends.
 Compiled programs are cached by content: the same program for the same devices is compiled only once, while its text is
-analysed anew each time.
+analysed again each time.
 """
 
 import dataclasses
@@ -250,7 +250,7 @@ def _blocks_read(source: str, blocks: float, block_pages: int) -> float:
 
 
 def _rounds(source: str, blocks: float, block_pages: int) -> float:
-    """The rounds of attention's loop; those of a layer with a window read blocks of their own."""
+    """The rounds of attention's loop; those of a layer with a window read their own blocks."""
     reach = window_reach(source)
     if reach is None:
         return blocks
@@ -271,7 +271,7 @@ def named_memory(module: Module, peak: int) -> tuple[dict[str, int], list[LargeA
     """The bytes that a program takes by kind of array, and its arrays, largest first.
 
     Arrays alive at the peak are reconstructed from the program's text. The compiler's figure also includes gaps between
-    arrays, which get a name of their own. If the compiler's figure is the smaller one, the difference is
+    arrays, which get their own name. If the compiler's figure is the smaller one, the difference is
     taken from everything but the arguments, whose sizes are exact, in proportion.
     """
     found = largest(module, names_of(module.name))

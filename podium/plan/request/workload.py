@@ -58,7 +58,7 @@ class SequenceLengths:
     completions: np.ndarray  # [N, G] int, of conversations: answers and replies together
     replies: Replies | None = None
     """None: prompts are answered once."""
-    greedy: np.ndarray | None = None  # [N] int, of greedy completions, which no update trains on; None: there are none
+    greedy: np.ndarray | None = None  # [N] int, of greedy completions, which no update trains on; None if absent
 
     @property
     def decoded(self) -> "SequenceLengths":
@@ -190,7 +190,7 @@ def _conversing(alone: SequenceLengths, replies: Replies, rollout: RolloutConfig
 
 
 def longer_prompts(lengths: SequenceLengths, tokens: int) -> SequenceLengths:
-    """The lengths of a step whose prompts are all this much longer, as a teacher with prompts of its own reads them."""
+    """The lengths of a step whose prompts are all this much longer, as a teacher with its own prompts reads them."""
     return dataclasses.replace(lengths, prompts=lengths.prompts + tokens)
 
 

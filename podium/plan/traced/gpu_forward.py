@@ -139,7 +139,7 @@ def scoring_products(run: RunSizes) -> int:
 def prefill_attention(run: RunSizes, rows: int, length: int, cached: int) -> Attended:
     """Attention of a prefill's R `rows` of T = `length` tokens over `cached` tokens of each row, in all layers.
 
-    Each page of a block has products of its own, whose scores are written in float32; the largest of a row, the
+    Each page of a block has its own products, whose scores are written in float32; the largest of a row, the
     exponentials and their sum each read all of a block's, and the weighted values of its pages are added up.
     """
     layers = [

@@ -59,7 +59,7 @@ RULE_ARRAYS = 4
 RULE_BACKWARD = {"tpu": 2.0, "gpu": 3.2}
 """Times as many in its backward pass."""
 RULE_OF_GROUP = 1.75
-"""The same on a GPU where a layer computes its rows in groups, each in a round of a loop of its own."""
+"""The same on a GPU where a layer computes its rows in groups, each in a round of its own loop."""
 IN_ORDER: Mapping[str, tuple[int, int]] = {"tpu": (1, 4), "gpu": (4, 5)}
 """Arrays [B, T, F] and [B, T, D] more at that peak where the layers of a pattern are recomputed one after another, with
 barriers between them; counted in updates of Gemma 3 1B and 4B and Qwen3.5-9B, with and without adapters."""
@@ -77,7 +77,7 @@ KERNEL_SAVED_NARROW = 2, 3
 RULE_SAVED = 2.45
 """Times a forward pass's arrays that it saves of a delta rule without a kernel; counted in Qwen3.5-9B on a GPU."""
 CODE = 100 * 2**20
-"""Bytes of a TPU's programs for each layer of a pattern beyond the first, since each has instructions of its own. The
+"""Bytes of a TPU's programs for each layer of a pattern beyond the first, since each has its own instructions. The
 updates of Gemma 3 1B, gpt-oss-20b, Qwen3.5-9B and 35B-A3B have 41 to 76 MiB a layer, and plans with all their programs
 at least 100 for each beyond the first, whose are in the fits above."""
 LANES = 128  # a TPU's attention kernel pads heads to this many elements

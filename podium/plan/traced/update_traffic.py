@@ -43,7 +43,7 @@ SAVED_PASSES: Mapping[str, int] = {"tpu": 1, "gpu": 4}
 """Times that a saved array is moved beside the products that make and take it: on a TPU these read it where it is; a
 GPU's program writes it into the stack of all layers, reads it there, and copies it for each."""
 GROUPS_SAVED = 2
-"""Times more if rows are in groups, which have a stack of their own."""
+"""Times more if rows are in groups, which have their own stack."""
 RECOMPUTES = ("layer", "offload")
 """What `remat` is if whole layers are computed again."""
 

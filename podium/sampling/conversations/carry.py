@@ -58,7 +58,7 @@ class HostState(PositionRecord):
     versions: dict[str, str]
     """Versions of packages."""
     base: NotRequired[str | None]
-    """Fingerprint of the frozen weights; None: there are none."""
+    """Fingerprint of the frozen weights; None if there are none."""
     records: NotRequired[Mapping[str, Extent]]
     """Extents of the run's record files when it was saved; missing in older checkpoints."""
     settings: NotRequired[Mapping[str, JsonValue]]

@@ -188,7 +188,7 @@ class Carry:
             self._talks.take_answer(live, answered)
 
     def _reopen(self, live: Live, episode: Episode, *, moved: bool = False) -> None:
-        """Open an environment anew, to tell it what it was told before."""
+        """Open an environment again, to tell it what it was told before."""
         dialogue = self._turns.dialogue(live.index)
         assert dialogue is not None, "single answers have no environment"
         live.replay = Replay(episode=episode, dialogue=dialogue, moved=moved)

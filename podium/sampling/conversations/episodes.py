@@ -111,5 +111,5 @@ class Episodes:
         return made.episodes, engine.stats(), talks.counted.stats(idle_s=client.idle_s)
 
     def forget(self) -> None:
-        """End the environments of conversations that go on in the next carrying call, which then opens them anew."""
+        """End the environments of conversations that go on in the next carrying call, which then opens them again."""
         self.client.forget()

@@ -27,7 +27,7 @@ class Following(NamedTuple):
     tokens: list[int]
     """Those that follow the answer."""
     whole: tuple[int, ...] | None
-    """The whole prompt of the next turn, where it is written anew instead."""
+    """The whole prompt of the next turn, where it is written again instead."""
 
 
 class Turns:

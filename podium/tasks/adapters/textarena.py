@@ -38,7 +38,7 @@ class TextArena(PaidByEnvironment):
     """Games of one player of TextArena: `tasks: [{name: textarena:GuessTheNumber-v0}]`.
 
     The reward is the game's own, of most games 0 to 1, and 0 for a game that a limit ended. `config` has arguments of
-    the game. Each prompt has a seed of its own, and those of evaluation are others.
+    the game. Each prompt has its own seed, and those of evaluation are others.
     """
 
     game: ClassVar[str]
@@ -101,7 +101,7 @@ _TURN = threading.Lock()
 class Playing:
     """A game in progress.
 
-    TextArena's games draw from Python's global generator. Each conversation has a state of its own of it, and those of
+    TextArena's games draw from Python's global generator. Each conversation has its own state of it, and those of
     a process take turns, so that a game depends on its seed and its answers alone.
     """
 

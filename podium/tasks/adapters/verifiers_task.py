@@ -191,7 +191,7 @@ def _check_uv() -> None:
 
 
 class _Serving:
-    """An environment with what it serves to its programs, on an event loop of its own."""
+    """An environment with what it serves to its programs, on its own event loop."""
 
     def __init__(self, environment: _Environment, role: str, client: Mapping[str, object]) -> None:
         """Start it; it ends with the process. `role` is the one that is trained.

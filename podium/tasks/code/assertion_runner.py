@@ -1,4 +1,4 @@
-"""Runs assertions about a function that is somewhere else; sent as text to a sandbox of its own.
+"""Runs assertions about a function that is somewhere else; sent as text to its own sandbox.
 
 It has the expected results, and sees of the function only the plain values that it returns. `exchange`, given by the
 sandbox, asks for a call of the function, and at the end reports how many assertions held.

@@ -214,7 +214,7 @@ def _program(sandbox: Sandbox, solution: Solution, test: Program, budget: _Budge
 
 
 def _by_referee(sandbox: Sandbox, solution: Solution, tests: Assertions, budget: _Budget) -> Verdict:
-    """Run assertions in a sandbox of their own, which asks for the function's values."""
+    """Run assertions in their own sandbox, which asks for the function's values."""
     text = REFEREE.read_text("utf-8")
     judging = f"{text}\njudge({tests.setup!r}, {tests.code!r}, {solution.name!r}, exchange)\n"
     with sandbox.open() as run, sandbox.open() as referee:

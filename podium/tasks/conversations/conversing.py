@@ -1,7 +1,7 @@
 """Holds conversations: in a process that `podium.tasks.conversations.environments` starts, or in threads of the
 trainer.
 
-Each request is answered on a thread of its own, async code on one event loop, so that slow replies overlap. It has no
+Each request is answered on its own thread, async code on one event loop, so that slow replies overlap. It has no
 time limit: the trainer's side has.
 """
 
@@ -112,7 +112,7 @@ class Host:
         self._starting = threading.Lock()
 
     def take(self, asked: Asked) -> None:
-        """Answer a request on a thread of its own."""
+        """Answer a request on its own thread."""
         threading.Thread(target=self._handle, args=(asked,), name="conversation", daemon=True).start()
 
     def respond(self, respond: Callable[[], None]) -> None:

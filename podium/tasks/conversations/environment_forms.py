@@ -32,7 +32,7 @@ class Running(Protocol):
 
     @property
     def environment(self) -> object:
-        """The object that a user wrote, for reward functions that ask for it; None: there is none."""
+        """The object that a user wrote, for reward functions that ask for it; None if absent."""
         ...
 
     def begin(self) -> str | Asking | None:
@@ -58,7 +58,7 @@ class Conversing(NamedTuple):
     open: Callable[[Prompt, int, Resolve], Running]
     tools: tuple[ToolSchema, ...]
     rewards: bool
-    """Whether conversations pay a reward of their own: the `correct` part then is that."""
+    """Whether conversations pay their own reward: the `correct` part then is that."""
     begins: bool = True
     """Whether the environment may add to the prompt."""
 
@@ -82,7 +82,7 @@ def conversing(config: TaskConfig) -> Conversing | None:
         if led_by_program(config) and (functions or config.system_prompt):
             raise ValueError(f"{config.name}: its programs write all messages; leave tools and system_prompt out")
         if functions:
-            raise ValueError(f"tools: {config.name} has conversations of its own; it names its tools itself")
+            raise ValueError(f"tools: {config.name} has its own conversations; it names its tools itself")
         by_name(own)
         return Conversing(functools.partial(_opened, opener), tuple(map(tool_schema, own)), rewards=True)
     if not functions and not own:

@@ -63,7 +63,7 @@ class Environments:
         """Whether programs lead the conversations of a task (by number)."""
 
     def open(self, number: int, task: int, prompt: Prompt, seed: int, *, apart: bool = False) -> None:
-        """Begin a conversation under a number of its own.
+        """Begin a conversation under its own number.
 
         `apart`: in a process that carries out one request at a time, because it may be what ended another process.
         Raises ValueError if no process can be started.

@@ -155,7 +155,7 @@ class Program(PaidByEnvironment):
 
 
 class Process:
-    """A program in a process of its own, a child of this one's group."""
+    """A program in its own process, a child of this one's group."""
 
     def __init__(self, command: Sequence[str], told: Mapping[str, str], line: Line) -> None:
         """Start it, with variables besides those of this process."""

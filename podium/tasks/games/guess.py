@@ -44,7 +44,7 @@ class GuessGame(PaidByEnvironment):
         return [Prompt(id=f"guess/{split}/{game}", question=question, answer="") for game in range(count)]
 
     def open(self, prompt: Prompt, seed: int) -> "Game":
-        """A game with a number of its own."""
+        """A game with its own number."""
         number = random.Random(f"{prompt.id} {seed}").randint(1, self.largest)
         return Game(number, self.turns)
 

@@ -85,7 +85,7 @@ class Asked(NamedTuple):
 class SqliteTask:
     """Questions about a shop's database of some 150 rows, with a tool `query` that reads it.
 
-    Each question has a database of its own, and those of evaluation are others. The reward is 1 if the last answer is
+    Each question has its own database, and those of evaluation are others. The reward is 1 if the last answer is
     right: a number, or names in any order, and 0 otherwise. A query may read only, and is ended if it takes too long;
     of its result the model sees at most 20 rows and 1,000 characters.
     """
