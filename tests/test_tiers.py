@@ -74,7 +74,7 @@ def test_cpu_seconds_are_recorded_by_every_worker(project, workers):
     ran(project, "--record-durations", "-n", workers)
     recorded = json.loads((project / "durations.json").read_text())
     assert list(recorded) == ["test_some.py::test_burns[1]"]
-    assert recorded["test_some.py::test_burns[1]"] >= 0.8
+    assert recorded["test_some.py::test_burns[1]"] >= 0.7
     ran(project, "--record-durations", "-k", "quick")
     assert list(json.loads((project / "durations.json").read_text())) == ["test_some.py::test_burns[1]"]
 

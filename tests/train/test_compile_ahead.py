@@ -21,7 +21,7 @@ RUNS: dict[str, dict[str, object]] = {
     "kl and a moving bonus": {"algorithm": {"kl": "k3", "kl_coef": 0.1, "entropy_target": 0.5, "entropy_bonus": 0.01}},
     "critic": {"mesh": "fsdp:4,tp:2", "algorithm": {"recipe": "ppo", "advantage_options": {"gamma": 0.9, "lam": 0.8}}},
     "adapters": {"lora": {"rank": 2}, "algorithm": {"kl": "k3", "kl_coef": 0.1}},
-    "carried over": {"rollout": {"in_flight": 6}},
+    "carried over": {"rollout": {"in_flight": 6, "max_staleness": 5}},
 }
 
 
