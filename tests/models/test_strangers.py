@@ -180,7 +180,7 @@ def test_a_strange_tokenizer_is_one_error(harm: Callable[[Path], object], messag
 
 
 def test_a_tokenizer_of_a_larger_model_is_refused(tmp_path: Path):
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, template="<|im_start|> two"))
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, template="<|im_start|> two {{ messages[-1].content }}"))
     tokenizer.check_vocab(8)
     with pytest.raises(ModelError, match="uses token 7, and the weights have 7 tokens"):
         tokenizer.check_vocab(7)
