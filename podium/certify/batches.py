@@ -365,7 +365,8 @@ def _prepared(updates: Updates, form: Form, variant: Variant, groups: list[Group
     )
     params = {"table": jnp.float32(CRITIC)}
     critic = Scorer(name=VALUES, decoder=settings.decoder, params=params, program=score)
-    made = make_scorers(recipe, settings, score, {"table": jnp.float32(REFERENCE)}, teacher, entropy=score)
+    others = [teacher] if recipe.teacher is not None else []
+    made = make_scorers(recipe, settings, score, {"table": jnp.float32(REFERENCE)}, others, entropy=score)
     batches, _ = prepare_step(
         groups,
         recipe,

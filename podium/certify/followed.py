@@ -137,7 +137,7 @@ def follow(subject: Subject, training: Training) -> list[Followed]:
 
 def _critic_updates(training: Training) -> int:
     """How often the critic learns from each minibatch; 0 without one."""
-    return 0 if training.spec.critic is None or training.config.critic is None else training.config.critic.updates
+    return 0 if training.config.critic is None else training.config.critic.updates
 
 
 def _criticised(subject: Subject, training: Training, step: Step, sequences: Sequence[Sequences]) -> list[Update]:

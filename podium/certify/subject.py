@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podium.algorithms.advantages import VALUES
 from podium.algorithms.recipe_options import make_recipe
 from podium.algorithms.recipes import Recipe
 from podium.certify.check_result import BAR, RECURRENT_BAR
@@ -39,6 +38,8 @@ from podium.models.text.tokenizer import Tokenizer
 from podium.rollout.request import Completion, Request
 from podium.rollout.transcript import Transcript, transcript_of
 from podium.run.resolve import resolve_algorithm, resolve_recipe, resolve_rollout, sampling_params
+from podium.run.roles import scoring_models
+from podium.run.run_spec import Role
 from podium.sampling.groups import Greedy, Group
 from podium.sampling.sampler import Sampler
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
@@ -46,9 +47,9 @@ from podium.tasks.conversations.environment_forms import conversing
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import FAILED as FAILED_REWARD
 from podium.tasks.task import Prompt, Reward
-from podium.train.scorers import OwnPrompts, Scorer, make_teacher_scorer
+from podium.train.scorers import OwnPrompts, Scorer, make_role_scorer
 from podium.train.setup import load_weights, make_model
-from podium.train.step import TrainSettings, make_values
+from podium.train.step import TrainSettings
 
 PROMPTS = 4
 COMPLETIONS = 4
@@ -100,42 +101,26 @@ LONG = Lengths(shortest_prompt=58, longest_prompt=250, completion=24)
 LONG_PAGE_TOKENS = 16
 
 
-class NaiveTeacher(NamedTuple):
-    """A model that the policy learns from."""
+class NaiveModel(NamedTuple):
+    """A small model in a role of the run."""
 
-    decoder: DecoderConfig
+    role: Role
+    """With the small model's decoder."""
     weights: Arrays
 
-    def scorer(self, recipe: Recipe, settings: TrainSettings, own_prompts: OwnPrompts | None) -> Scorer | None:
-        """The trainer's scorer of this teacher, maybe with its own prompts; None if the recipe has none."""
-        if recipe.teacher is None:
-            return None
-        shardings = param_shardings(param_specs(self.decoder), settings.stored)
-        params = {name: jax.device_put(value, shardings[name]) for name, value in self.weights.items()}
-        return make_teacher_scorer(recipe, settings, self.decoder, params, own_prompts)
-
-
-class NaiveCritic(NamedTuple):
-    """A model that estimates the rewards to come."""
-
-    decoder: DecoderConfig
-    weights: Arrays
+    @property
+    def decoder(self) -> DecoderConfig:
+        """Its architecture."""
+        return self.role.decoder
 
     def params(self, settings: TrainSettings) -> Params:
         """Copy its weights to the trainer's mesh; a new copy in every call."""
         shardings = param_shardings(param_specs(self.decoder), settings.stored)
         return {name: jax.device_put(x, shardings[name], may_alias=False) for name, x in self.weights.items()}
 
-    def settings(self, settings: TrainSettings) -> TrainSettings:
-        """The trainer's settings with its decoder."""
-        return settings._replace(decoder=self.decoder, head="chunked")
-
-    def scorer(self, recipe: Recipe, settings: TrainSettings) -> Scorer | None:
-        """The trainer's scorer of this critic; None if the recipe has none."""
-        if not recipe.learns_values:
-            return None
-        program = make_values(self.settings(settings))
-        return Scorer(name=VALUES, decoder=self.decoder, params=self.params(settings), program=program)
+    def scorer(self, settings: TrainSettings, own_prompts: OwnPrompts | None = None) -> Scorer:
+        """The trainer's scorer of this model, maybe with prompts of its own."""
+        return make_role_scorer(self.role, settings, self.params(settings), own_prompts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,9 +140,9 @@ class Subject:
     """Whether this is the model itself and not a tiny clone."""
     reference: Arrays | None
     """Weights of the reference model; None if the algorithm has no KL and no loss of preferences."""
-    teacher: NaiveTeacher | None
+    teacher: NaiveModel | None
     """None if the config has no teacher."""
-    critic: NaiveCritic | None
+    critic: NaiveModel | None
     """None if the recipe has no critic."""
     lengths: Lengths = SHORT
 
@@ -330,7 +315,7 @@ class Subject:
             )
         return lambda tokens, starts: self.naive_table(tokens, starts, teacher.weights, decoder=teacher.decoder)
 
-    def _naive_values(self, tokens: np.ndarray, starts: np.ndarray, critic: NaiveCritic, weights: Arrays) -> np.ndarray:
+    def _naive_values(self, tokens: np.ndarray, starts: np.ndarray, critic: NaiveModel, weights: Arrays) -> np.ndarray:
         """The naive critic's values before the tokens after each prompt, [S, n] float64."""
         with in_float64():
             return np.asarray(_naive_values(critic.decoder, self.room.continuation)(_wide(weights), tokens, starts))
@@ -440,7 +425,7 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
     recipe = resolve_recipe(config)
     rules = _rules_of_own(recipe) if is_path(config.algorithm.recipe) else rules_of(config.algorithm)
     rules = dataclasses.replace(rules, penalised=config.rollout.repetition_penalty != 1)
-    teacher = None
+    roles = {role.name: role for role in scoring_models(config, recipe, decoder)}
     if config.teacher is not None:
         rules = dataclasses.replace(
             rules,
@@ -449,7 +434,6 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
             teacher_reverse=config.teacher.reverse,
             teacher_privileged=config.teacher.prompt == "privileged",
         )
-        teacher = _tiny_teacher(decoder)
     charged = rules.advantage != "maxrl"  # its rewards must not be negative
     name = NAME if config.rollout.max_episode_tokens is None else CONVERSATIONS
     options: dict[str, object] = {"vocab": decoder.vocab, "shortest": shortest_prompt(recipe)}
@@ -465,8 +449,8 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
         weights=weights,
         full=full,
         reference=reference,
-        teacher=teacher,
-        critic=_tiny_critic(decoder) if recipe.learns_values else None,
+        teacher=_tiny_teacher(roles["teacher"], decoder) if "teacher" in roles else None,
+        critic=_tiny_critic(roles["critic"], decoder) if "critic" in roles else None,
     )
 
 
@@ -490,18 +474,19 @@ def shortest_prompt(recipe: Recipe) -> int:
     return 2 if recipe.data_form == "pair" else 1
 
 
-def _tiny_critic(policy: DecoderConfig) -> NaiveCritic:
+def _tiny_critic(role: Role, policy: DecoderConfig) -> NaiveModel:
     """A small random critic, with the policy's vocabulary."""
     decoder = scoring_decoder(dataclasses.replace(tiny_clone(policy), vocab=policy.vocab, lora=None))
-    return NaiveCritic(decoder, random_weights(decoder, seed=3))
+    return NaiveModel(dataclasses.replace(role, decoder=decoder), random_weights(decoder, seed=3))
 
 
-def _tiny_teacher(student: DecoderConfig) -> NaiveTeacher:
+def _tiny_teacher(role: Role, student: DecoderConfig) -> NaiveModel:
     """A small random teacher of a student, with its vocabulary and a layer more of each kind, all of it frozen."""
     tiny = tiny_clone(student)
     stacks = tuple(dataclasses.replace(stack, repeats=stack.repeats + 1) for stack in tiny.stacks)
     decoder = dataclasses.replace(tiny, vocab=student.vocab, stacks=stacks, lora=None)
-    return NaiveTeacher(frozen_decoder(decoder, "bfloat16"), random_weights(decoder, seed=2))
+    own = dataclasses.replace(role, decoder=frozen_decoder(decoder, "bfloat16"))
+    return NaiveModel(own, random_weights(decoder, seed=2))
 
 
 def make_group(

@@ -43,7 +43,7 @@ from podium.tasks.mixture import TaskMixture, TaskPrompt
 from podium.train.batches.batch import Batch
 from podium.train.checkpoints.checkpoint import Checkpointer
 from podium.train.checkpoints.saving import SaveTimer, Saving
-from podium.train.critic import make_critic, make_critic_optimizer
+from podium.train.critic import make_critic
 from podium.train.evaluate import evaluate
 from podium.train.loop import run_steps
 from podium.train.open import RunParts, make_source
@@ -295,16 +295,22 @@ def _make_trainer(
     mesh, rollouts = one_device(), subject.rollouts
     optimizer = keeping_gradient(make_run_optimizer(spec.optimizer, subject.decoder))
     settings = make_train_settings(spec.update, subject.decoder, mesh)
-    critic, valued = None, None
-    if spec.critic is not None and subject.critic is not None:
-        learning = keeping_gradient(make_critic_optimizer(spec.critic, subject.critic.decoder))
-        critic = make_critic(spec.critic, settings, learning, subject.critic.decoder)
+    critic, valued, roles = None, None, spec.roles
+    if subject.critic is not None:
+        role = dataclasses.replace(roles["critic"], decoder=subject.critic.decoder)
+        assert role.learning is not None, "a critic is trained"
+        learning = keeping_gradient(make_run_optimizer(role.learning.optimizer, role.decoder))
+        critic = make_critic(role, settings, learning)
         valued = init_state(subject.critic.params(settings), learning)
-    behind = None
-    if spec.teacher is not None and spec.teacher.own_batch is not None:
-        behind = OwnPrompts(of=rollouts.feed.privileged, sizes=spec.teacher.own_batch)
+    scoring = []
+    if subject.teacher is not None:
+        behind = None
+        if roles["teacher"].longer_prompts is not None:
+            behind = OwnPrompts(of=rollouts.feed.privileged, sizes=spec.batch_of(roles["teacher"]))
+        scoring = [subject.teacher.scorer(settings, behind)]
     moving, anchor = None, None if subject.reference is None else subject.params(mesh, subject.reference)
-    if spec.reference is not None:
+    follows = roles["reference"].moving if "reference" in roles else None
+    if follows is not None:
         moving, anchor = anchor, None
     trainer = Trainer(
         spec.recipe,
@@ -315,9 +321,9 @@ def _make_trainer(
         reference=anchor,
         folder=folder,
         frozen=subject.frozen(mesh),
-        teacher=subject.teacher and subject.teacher.scorer(spec.recipe, settings, behind),
+        scoring=scoring,
         critic=critic,
-        moving=spec.reference,
+        moving=follows,
     )
     begun = dataclasses.replace(init_state(subject.trained(mesh), optimizer), critic=valued, reference=moving)
     return _Watched(trainer, rollouts, learned), with_coefs(begun, first_coefs(spec.recipe))

@@ -39,7 +39,7 @@ from podium.certify.subject import (
     PROMPTS,
     ROW_TOKENS,
     SHORT,
-    NaiveCritic,
+    NaiveModel,
     Subject,
     one_device,
 )
@@ -53,7 +53,7 @@ from podium.sharding import Params
 from podium.train.batches.batch import Batch, BatchSizes, take
 from podium.train.batches.packing import Packing
 from podium.train.batches.prepare import pack_step, prepare_step
-from podium.train.scorers import OwnPrompts, Scorer, make_scorers, teacher_head, with_scores
+from podium.train.scorers import OwnPrompts, Scorer, make_scorers, role_settings, teacher_head, with_scores
 from podium.train.setup import make_train_settings
 from podium.train.state import init_state
 from podium.train.step import (
@@ -217,10 +217,9 @@ class Updates:
         reference = None
         if subject.reference is not None and self.recipe.needs_reference:
             reference = subject.params(form.mesh, subject.reference)
-        teacher = subject.teacher and subject.teacher.scorer(self.recipe, settings, self._own_prompts(form))
-        made = make_scorers(self.recipe, settings, programs.score, reference, teacher)
-        critic = subject.critic and subject.critic.scorer(self.recipe, settings)
-        return made if critic is None else (*made, critic)
+        others = [] if subject.teacher is None else [subject.teacher.scorer(settings, self._own_prompts(form))]
+        others += [] if subject.critic is None else [subject.critic.scorer(settings)]
+        return make_scorers(self.recipe, settings, programs.score, reference, others)
 
     def _own_prompts(self, form: Form) -> OwnPrompts | None:
         """The prompts of a teacher that reads others than the policy, made by the run's own feed."""
@@ -230,10 +229,10 @@ class Updates:
 
     def _teacher_head(self, settings: TrainSettings) -> Params:
         """The teacher's head, if updates compare its distributions with the policy's."""
-        teacher = self.subject.teacher and self.subject.teacher.scorer(self.recipe, settings, None)
-        if teacher is None or teacher.params is None or teacher.name != TEACHER_HIDDEN:
+        teacher = self.subject.teacher
+        if teacher is None or not teacher.role.compared:
             return {}
-        return {TEACHER_HEAD: teacher_head(teacher.params)}
+        return {TEACHER_HEAD: teacher_head(teacher.params(settings))}
 
     def value_update(self, form: Form, *, clip: float | None) -> tuple[Update, Update]:
         """The critic's update on the subject's groups in this form, and the naive one in float64.
@@ -246,7 +245,7 @@ class Updates:
         placed = self._prepared(form, settings, programs, subject.groups, subject.params(form.mesh))
         late = jnp.asarray(moved(np.asarray(placed.positions), np.asarray(placed.targets)), jnp.float32)
         placed = dataclasses.replace(placed, scores={**placed.scores, VALUES: placed.scores[VALUES] + late})
-        step = make_value_step(subject.critic.settings(settings), _keeping_gradient(RATE), clip=clip)
+        step = make_value_step(role_settings(subject.critic.role, settings), _keeping_gradient(RATE), clip=clip)
         params = subject.critic.params(settings)
         state, metrics = step(init_state(params, _keeping_gradient(RATE)), placed)
         found = Update(float(metrics["loss"]), _host(state.opt_state), _host(state.params))
@@ -315,7 +314,7 @@ def moved(positions: np.ndarray, targets: np.ndarray) -> np.ndarray:
     return np.sin(1.3 * positions + 0.7 * targets)
 
 
-def naive_value_update(sequences: Sequences, critic: NaiveCritic, clip: float | None) -> Update:
+def naive_value_update(sequences: Sequences, critic: NaiveModel, clip: float | None) -> Update:
     """Loss and gradient of a critic's update on an optimizer step, by the naive objective in float64."""
     with in_float64():
         wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in critic.weights.items()}

@@ -26,12 +26,11 @@ from podium.hosts.platform import machine_text
 from podium.observe.records import LengthsRecord, MetricsRecord, read_metrics
 from podium.observe.run_dir import CONFIG, LENGTHS, METRICS, read_config, read_machine
 from podium.plan.calibration import Chip, Constant, Factor, UserFile, find_chip, uncalibrated
-from podium.plan.planned_device import KINDS
 from podium.plan.planner import make_plan
 from podium.plan.report.deviation import COMPILED, SETTLED_STEP
 from podium.plan.report.deviation_causes import PEAK, STEP
 from podium.plan.request.phase_sizes import Planned
-from podium.plan.result import Plan
+from podium.plan.result import Plan, calibration_of
 
 MEASURED: Mapping[str, tuple[str, ...]] = {
     "prefill": ("rollout/prefill_s",),
@@ -181,7 +180,7 @@ def _with_work(chip: Chip, share: float) -> Chip:
 
 
 def _seconds(plan: Plan, kind: str) -> float:
-    return sum(p.seconds.value for p in plan.phases if p.seconds and KINDS.get(p.name, "decode") == kind)
+    return sum(p.seconds.value for p in plan.phases if p.seconds and calibration_of(p.name) == kind)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

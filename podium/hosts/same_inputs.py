@@ -28,7 +28,7 @@ SHOWN = 3
 def check_same_inputs(
     source: ModelSource,
     adapter: str | None,
-    others: Mapping[str, ModelSource | None],
+    others: Mapping[str, ModelSource],
     tasks: TaskMixture,
     *,
     evaluates: bool,
@@ -39,7 +39,7 @@ def check_same_inputs(
     Args:
         source: of the model on this host.
         adapter: folder of the adapter that training begins with, if any.
-        others: of the run's other models on this host, by what they are; None: the run has none.
+        others: of the run's other models on this host, by what they are.
         tasks: their data is read here.
         evaluates: whether the run will read evaluation questions.
         columns: further columns of the training data that the run reads.
@@ -53,8 +53,7 @@ def check_same_inputs(
     if adapter is not None:
         found |= {f"lora.adapter {name}": each for name, each in model_files(Path(adapter)).items()}
     for what, other in others.items():
-        if other is not None:
-            found |= {f"{what}'s {name}": each for name, each in model_files(other.path).items()}
+        found |= {f"{what}'s {name}": each for name, each in model_files(other.path).items()}
     compare(gather(found | questions(tasks, evaluates=evaluates, columns=columns)))
 
 

@@ -20,22 +20,11 @@ from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.request.step_calls import Call, largest_calls, packed_run, step_calls
 from podium.plan.request.topology import compiler_versions
 from podium.plan.request.workload import SequenceLengths, Workload, no_rollout, simulate_rollout
-from podium.plan.result import Phase, Plan, Seconds, Verdict, judge, total
+from podium.plan.result import Phase, Plan, Seconds, Verdict, judge, part_of, total
 
 ROLLOUT = ("sync", "prefill", "copy", "decode")
-SLOWEST_FIRST = (
-    "update",
-    "critic",
-    "decode",
-    "teacher",
-    "reward",
-    "values",
-    "score",
-    "prefill",
-    "sync",
-    "copy",
-    "init",
-)  # by how long they take to compile
+SLOWEST_FIRST = ("update", "decode", "reward", "score", "prefill", "sync", "copy", "init")
+"""Phases, or the parts of phases that are not listed, by how long they take to compile."""
 
 WITHIN_OTHERS = ("init", "copy")
 """Phases that a plan of the largest programs does not compile: what they read and write, other programs take as
@@ -215,9 +204,14 @@ def _verdict(phases: Sequence[Phase], hbm_bytes: int, compiled: bool) -> Verdict
     return "does_not_fit" if refused else judge((phase.bytes for phase in phases), hbm_bytes, compiled=compiled)
 
 
+def compiling_rank(phase: str) -> int:
+    """Place of a phase by how long it takes to compile; 0 is the slowest."""
+    return SLOWEST_FIRST.index(phase if phase in SLOWEST_FIRST else part_of(phase))
+
+
 def _slowest_first(calls: Sequence[Call]) -> dict[str, float]:
     """Programs, slowest to compile first, each with the number of cache blocks that its attention reads."""
-    ordered = sorted(calls, key=lambda call: SLOWEST_FIRST.index(call.phase))
+    ordered = sorted(calls, key=lambda call: compiling_rank(call.phase))
     return {call.program: call.blocks for call in ordered}
 
 

@@ -12,6 +12,19 @@ from podium.hlo.cost import CollectiveTotal
 from podium.observe.notebook import table
 from podium.plan.request.workload import Workload
 
+STEP_PARTS = ("sync", "rollout", "reward", "score", "update")
+"""The parts of a step that users see, in order; `host` comes last."""
+_PART_OF = {
+    "init": "init",
+    "sync": "sync",
+    "prefill": "rollout",
+    "copy": "rollout",
+    "decode": "rollout",
+    "reward": "reward",
+    "critic": "update",
+    "update": "update",
+    "checkpoint": "checkpoint",
+}
 Verdict = Literal["fits", "does_not_fit", "too_close"]
 BoundBy = Literal["compute", "hbm", "ici", "latency", "host", ""]
 TOO_CLOSE = 0.03  # largest relative difference seen between the compiler's figure and a device's measurement
@@ -35,6 +48,21 @@ class Seconds:
     def rate(self, amount: float) -> "Seconds":
         """The rate, per second, of producing an amount in this time."""
         return Seconds(value=amount / self.value, low=amount / self.high, high=amount / self.low)
+
+
+def part_of(phase: str) -> str:
+    """The part of a step to which a phase belongs: `init`, `checkpoint`, or one of STEP_PARTS.
+
+    Phases that are not listed are those in which a model of the run scores a batch.
+    """
+    return _PART_OF.get(phase, "score")
+
+
+def calibration_of(phase: str) -> str:
+    """The calibration of a phase; those that compute no batch and no prompt stream memory, as decoding does."""
+    if part_of(phase) in ("reward", "score", "update"):
+        return "update"
+    return "prefill" if phase == "prefill" else "decode"
 
 
 NO_TIME = Seconds(value=0.0, low=0.0, high=0.0)

@@ -68,13 +68,13 @@ def check_tokens(spec: RunSpec) -> None:
 
 
 def check_conversations(rollout: RolloutSpec, mesh: MeshSizes) -> None:
-    """Raises ValueError if sp does not divide the rows of a reward model, or its heads."""
+    """Raises ValueError if sp does not divide the rows of a model that grades, or its heads."""
     sp = mesh["sp"]
-    for each in rollout.reward_models:
-        _check_heads(each.model, each.decoder, mesh)
-        if (length := each.row_tokens) % sp:
+    for role in rollout.grading_models:
+        _check_heads(role.model, role.decoder, mesh)
+        if role.conversations is not None and (length := role.conversations.row_tokens) % sp:
             raise ValueError(
-                f"mesh {_shown(mesh)!r}: rows of {length} tokens of reward model {each.name} cannot be split evenly by"
+                f"mesh {_shown(mesh)!r}: rows of {length} tokens of {role.title} cannot be split evenly by"
                 f" sp:{sp}; set its max_tokens to {length // sp * sp}"
             )
 
@@ -82,12 +82,8 @@ def check_conversations(rollout: RolloutSpec, mesh: MeshSizes) -> None:
 def _models(spec: RunSpec) -> Iterator[tuple[str, DecoderConfig]]:
     """The name and the decoder of each model of a run, the policy's first."""
     yield spec.model, spec.decoder
-    if spec.teacher is not None:
-        yield spec.teacher.model, spec.teacher.decoder
-    if spec.critic is not None:
-        yield spec.critic.model or spec.model, spec.critic.decoder
-    for each in spec.rollout.reward_models:
-        yield each.model, each.decoder
+    for role in spec.roles.values():
+        yield role.model, role.decoder
 
 
 def _shown(mesh: MeshSizes) -> str:

@@ -9,36 +9,31 @@ import dataclasses
 from podium.algorithms.recipe_options import make_recipe
 from podium.algorithms.recipes import Recipe, Teaching, find_recipe
 from podium.config.attention_blocks import attention_backend
-from podium.config.critic_section import CriticConfig
 from podium.config.head import head_kind
 from podium.config.mesh import MeshSizes, mesh_shape
 from podium.config.rollout_weights import CORRECTION
 from podium.config.schema import AlgorithmConfig, Config, Dtype, RolloutConfig
-from podium.config.sizes import check_split, conversation_tokens, too_long, too_long_to_score
-from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder, scoring_decoder
-from podium.models.families.presets import find_architecture, find_reward_model, find_scorer
-from podium.models.flops import matrix_elements, pair_flops
+from podium.config.sizes import check_split, too_long
+from podium.models.architecture import DecoderConfig
 from podium.models.layouts import Layout, choose_layout
 from podium.models.params import TRAIN_AXES, axis_parts
 from podium.rollout.request import SamplingParams
 from podium.run.machine import Machine
+from podium.run.roles import grading_models, scoring_models
 from podium.run.run_spec import (
     BatchSizes,
-    CriticSpec,
     Format,
     OptimizerSpec,
     PrivilegedSpec,
     PromptSpec,
-    RewardModelSpec,
     RolloutSpec,
     RunSpec,
-    TeacherSpec,
     UpdateSpec,
+    pair_cost,
 )
 from podium.run.token_sizes import (
     batch_sequences,
     optimizer_steps,
-    privileged_row_tokens,
     privileged_tokens,
     row_groups,
     row_tokens,
@@ -75,19 +70,13 @@ def resolve(
             f"algorithm.router_loss_coef is {config.algorithm.router_loss_coef:g} and {config.model} has no routers; it"
             " is for mixtures of experts: leave it unset"
         )
-    teacher = resolve_teacher(config, recipe, mesh)
-    critic = resolve_critic(config, recipe, decoder)
-    _check_positions(config, decoder, teacher, critic)
-    _check_graders(config)
-    return RunSpec(
+    spec = RunSpec(
         name=config.name or config.model,
         model=config.model,
         machine=machine,
         decoder=decoder,
-        teacher=teacher,
-        critic=critic,
+        scoring_models=scoring_models(config, recipe, decoder),
         recipe=recipe,
-        reference=config.reference,
         mesh=mesh,
         batch=resolve_batch(config, recipe, decoder, mesh),
         update=resolve_update(config, recipe, machine, mesh),
@@ -101,27 +90,25 @@ def resolve(
         checkpoint=config.checkpoint,
         metrics=config.metrics,
     )
+    _check_positions(spec)
+    _check_graders(config)
+    return spec
 
 
-def _check_positions(
-    config: Config, decoder: DecoderConfig, teacher: TeacherSpec | None, critic: CriticSpec | None
-) -> None:
+def _check_positions(spec: RunSpec) -> None:
     """Raises ValueError if a sequence can be longer than a model of the run has positions."""
-    positions = {config.model: decoder.max_positions}
-    if teacher is not None:
-        positions[teacher.model] = teacher.decoder.max_positions
-    if critic is not None and critic.model is not None:
-        positions[critic.model] = critic.decoder.max_positions
+    positions = {spec.model: spec.decoder.max_positions}
+    positions |= {role.model: role.decoder.max_positions for role in spec.scoring_models}
     for model, most in positions.items():
-        if found := too_long(config.rollout, most, model):
+        if found := too_long(spec.rollout.settings, most, model):
             raise ValueError(f"{found.keys[0]}: {found.message}")
-    behind = teacher and teacher.own_batch
-    if teacher is not None and behind is not None and behind.row_tokens > teacher.decoder.max_positions:
-        raise ValueError(
-            f"teacher.max_prompt_tokens: {privileged_tokens(config)} makes sequences of up to {behind.row_tokens}"
-            f" tokens, and the teacher has {teacher.decoder.max_positions} positions; lower it, or"
-            " rollout.max_new_tokens"
-        )
+    for role in spec.scoring_models:
+        longest, most, own = spec.batch_of(role).row_tokens, role.decoder.max_positions, spec.rollout.prompts.privileged
+        if role.longer_prompts is not None and own is not None and longest > most:
+            raise ValueError(
+                f"{role.name}.max_prompt_tokens: {own.max_tokens} makes sequences of up to {longest} tokens, and the"
+                f" {role.name} has {most} positions; lower it, or rollout.max_new_tokens"
+            )
 
 
 def _check_graders(config: Config) -> None:
@@ -172,87 +159,6 @@ def resolve_recipe(config: Config) -> Recipe:
     return dataclasses.replace(recipe, teacher=teaching)
 
 
-def resolve_teacher(config: Config, recipe: Recipe, mesh: MeshSizes) -> TeacherSpec | None:
-    """Find the teacher's decoder, without its weights, and resolve what it reads; None if the config has no teacher.
-
-    Raises ModelError if the model does not exist.
-    """
-    teacher = config.teacher
-    if teacher is None:
-        return None
-    decoder = frozen_decoder(find_architecture(teacher.model), teacher.base)
-    own = None if teacher.prompt == "same" else privileged_batch(config, recipe, decoder, mesh)
-    is_base = config.lora is not None and (teacher.model, teacher.base) == (config.model, config.lora.base)
-    return TeacherSpec(model=teacher.model, decoder=decoder, is_base=is_base, own_batch=own)
-
-
-def privileged_batch(config: Config, recipe: Recipe, decoder: DecoderConfig, mesh: MeshSizes) -> BatchSizes:
-    """Resolve the shapes of the batches that the teacher scores behind its own prompts; `decoder` is the teacher's.
-
-    As many rows as the policy's, each with room for what its longest prompt is longer.
-    """
-    longest, sp = privileged_row_tokens(config, recipe), mesh["sp"]
-    own = resolve_batch(config, recipe, decoder, mesh)
-    return dataclasses.replace(own, row_tokens=-(-longest // sp) * sp, choices=0, ages=False)
-
-
-def resolve_critic(config: Config, recipe: Recipe, decoder: DecoderConfig) -> CriticSpec | None:
-    """Find the critic's decoder, without its weights, and resolve how it learns; None if the recipe has no critic.
-
-    It is the policy's `decoder`, without adapters, unless the config names another model. Raises ModelError if there is
-    no such model, or if it has several labels.
-    """
-    if not recipe.learns_values:
-        return None
-    critic = config.critic or CriticConfig()
-    return CriticSpec(
-        model=critic.model,
-        decoder=scoring_decoder(decoder) if critic.model is None else find_scorer(critic.model),
-        optimizer=OptimizerSpec(
-            settings=config.train.optimizer.model_copy(update={"learning_rate": critic.learning_rate}),
-            steps=config.steps * recipe.minibatches * critic.updates,
-            offload=config.train.offload_optimizer,
-        ),
-        warmup_steps=critic.warmup_steps,
-        updates=critic.updates,
-        clip=critic.clip,
-    )
-
-
-def resolve_reward_models(config: Config, recipe: Recipe) -> tuple[RewardModelSpec, ...]:
-    """Find the decoders of the reward models that tasks use, without their weights, and resolve how they score.
-
-    Raises:
-        ModelError: there is no such model, or it has no head with one score.
-        ValueError: conversations are longer than its positions.
-    """
-    used = {part for task in config.tasks for part in task.rewards}
-    found = []
-    for index, each in enumerate(config.reward_models):
-        if each.name not in used:
-            continue
-        try:
-            decoder = find_reward_model(each.model)
-        except ModelError as error:
-            raise ModelError(f"reward_models.{index}.model: {error}") from error
-        positions, key = decoder.max_positions, f"reward_models.{index}.max_tokens"
-        if wrong := too_long_to_score(config.rollout, each.max_tokens, positions, key=key, model=each.model):
-            raise ValueError(f"{wrong.keys[0]}: {wrong.message}")
-        found.append(
-            RewardModelSpec(
-                name=each.name,
-                model=each.model,
-                chat_template=each.chat_template,
-                template_date=config.chat_template_date,
-                decoder=frozen_decoder(decoder, each.base),
-                row_tokens=conversation_tokens(config.rollout, each.max_tokens, positions),
-                rows_per_device=rows_per_device(config, recipe),
-                standardise=each.standardise,
-            )
-        )
-    return tuple(found)
-
-
 def resolve_batch(config: Config, recipe: Recipe, decoder: DecoderConfig, mesh: MeshSizes) -> BatchSizes:
     """Resolve the shapes of a run's batches on a mesh."""
     shards = axis_parts(TRAIN_AXES, mesh)["batch"]
@@ -267,7 +173,7 @@ def resolve_batch(config: Config, recipe: Recipe, decoder: DecoderConfig, mesh: 
         ages=config.rollout.in_flight > 1,
         devices=shards,
         pairs=recipe.data_form == "pair",
-        pair_cost=pair_flops(decoder) / (2 * matrix_elements(decoder)),
+        pair_cost=pair_cost(decoder),
     )
 
 
@@ -320,7 +226,7 @@ def resolve_rollout(config: Config, recipe: Recipe, decoder: DecoderConfig, mach
         dtype=resolve_format(rollout.dtype, machine),
         prompts=resolve_prompts(config),
         grading=config.grading,
-        reward_models=resolve_reward_models(config, recipe),
+        grading_models=grading_models(config, recipe),
         environments=config.environments,
         evaluation=config.eval,
         sampling=dataclasses.replace(

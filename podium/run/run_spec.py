@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from podium.algorithms.recipes import Recipe
+from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
 from podium.config.attention_blocks import Backend
 from podium.config.data import DataConfig
 from podium.config.head import HeadKind
@@ -26,6 +26,7 @@ from podium.config.schema import (
 )
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.choices import ChoiceFormat
+from podium.models.flops import matrix_elements, pair_flops
 from podium.models.layouts import Layout
 from podium.rollout.request import SamplingParams
 from podium.run.machine import Machine
@@ -34,6 +35,8 @@ Format = Literal["float32", "bfloat16"]
 """A number format."""
 Packing = Literal["none", "sequences", "shared_prompts"]
 """Which completions share a row; see `podium.train.batches.packing`."""
+SCORE = "score"
+"""The program in plans by which the policy, and models of its architecture, score a batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,11 @@ class BatchSizes:
     def max_micro_batches(self) -> int:
         """K: maximum number of micro-batches of an optimizer step."""
         return -(-self.max_rows // self.rows)
+
+
+def pair_cost(decoder: DecoderConfig) -> float:
+    """Cost of a query-key pair relative to the products of one token."""
+    return pair_flops(decoder) / (2 * matrix_elements(decoder))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,25 +112,9 @@ class OptimizerSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TeacherSpec:
-    """The teacher, all of which is frozen, and what it reads."""
+class LearningSpec:
+    """How a model beside the policy is trained."""
 
-    model: str
-    """Its name in the config."""
-    decoder: DecoderConfig
-    is_base: bool
-    """Whether its weights are the frozen ones of the policy, beside its adapters: there is no second copy."""
-    own_batch: BatchSizes | None
-    """The shapes of the batches that it scores behind its own prompts; None: it scores the policy's."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CriticSpec:
-    """The critic, all of which is trained, and how it learns."""
-
-    model: str | None
-    """The name of the model that it starts from, as in the config; None: it is the policy's."""
-    decoder: DecoderConfig
     optimizer: OptimizerSpec
     warmup_steps: int
     """Steps in which the policy is not updated yet."""
@@ -130,6 +122,69 @@ class CriticSpec:
     """Updates on each minibatch."""
     clip: float | None
     """How far a value may move in a step; None: without bound."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConversationSpec:
+    """How a model grades whole conversations: what it reads, and the rows in which it scores them."""
+
+    part: str
+    """The part of the reward that it gives."""
+    chat_template: str | None
+    template_date: str | None
+    """The date that a chat template shows; None: it shows today's."""
+    row_tokens: int
+    """T: tokens per row; longer conversations get no score."""
+    rows_per_device: int
+    """Rows of a call on each device that the batch is split over."""
+    standardise: Literal["none", "batch"]
+
+    def batch(self, *, shards: int) -> BatchSizes:
+        """The shape of a call: one micro-batch, with rows that are split over `shards` devices."""
+        rows = self.rows_per_device * shards
+        return BatchSizes(
+            row_tokens=self.row_tokens, rows=rows, max_rows=rows, packing="sequences", max_new_tokens=self.row_tokens
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Role:
+    """A model of a run beside its policy, and what it does in a step."""
+
+    name: str
+    """reference, teacher, critic or reward:NAME; names of its arrays in checkpoints begin with it."""
+    model: str
+    """Its model's name, as in the config."""
+    decoder: DecoderConfig
+    weights: Literal["trained", "frozen", "moving", "policy_base"]
+    """policy_base: the frozen weights of the policy, beside its adapters, without a second copy."""
+    scores: str | None
+    """The name of its scores in `Batch.scores`; None: it grades whole conversations."""
+    phase: str
+    """The name of its scoring program in plans; SCORE if the policy's own program computes its scores."""
+    longer_prompts: int | None = None
+    """By how many tokens its own prompts can be longer than the policy's; None: it reads the policy's."""
+    learning: LearningSpec | None = None
+    """How it is trained; None unless `weights` are trained."""
+    moving: ReferenceConfig | None = None
+    """How it follows the policy; None unless `weights` are moving."""
+    conversations: ConversationSpec | None = None
+    """How it grades conversations; None if it has `scores`."""
+
+    @property
+    def kind(self) -> str:
+        """Its name without that of the part of the reward; plans add up the memory of a kind."""
+        return self.name.partition(":")[0]
+
+    @property
+    def title(self) -> str:
+        """Its name in messages, such as `reward model helpful`."""
+        return self.name if self.conversations is None else f"reward model {self.conversations.part}"
+
+    @property
+    def compared(self) -> bool:
+        """Whether its scores are hidden states, from which updates compute its whole distributions."""
+        return self.scores == TEACHER_HIDDEN
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,25 +210,6 @@ class PromptSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardModelSpec:
-    """A reward model, all of which is frozen, and the rows in which it scores conversations."""
-
-    name: str
-    """Its part of the reward."""
-    model: str
-    """Its name in the config, as of a model."""
-    chat_template: str | None
-    template_date: str | None
-    """The date that a chat template shows; None: it shows today's."""
-    decoder: DecoderConfig
-    row_tokens: int
-    """T: tokens per row; longer conversations get no score."""
-    rows_per_device: int
-    """Rows of a call on each device that the batch is split over."""
-    standardise: Literal["none", "batch"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutSpec:
     """How prompts are completed and graded, in training and in evaluation."""
 
@@ -184,8 +220,8 @@ class RolloutSpec:
     """Number format of the engine's weights, activations and cache."""
     prompts: PromptSpec
     grading: GradingConfig
-    reward_models: tuple[RewardModelSpec, ...]
-    """Those that a task's rewards name."""
+    grading_models: tuple[Role, ...]
+    """The models that grade conversations: those that a task's rewards name."""
     environments: EnvironmentsConfig
     evaluation: EvalConfig
     sampling: SamplingParams
@@ -209,13 +245,9 @@ class RunSpec:
     """The policy's name in the config."""
     machine: Machine
     decoder: DecoderConfig
-    teacher: TeacherSpec | None
-    """None: the config has no teacher."""
-    critic: CriticSpec | None
-    """None: the recipe has no critic."""
+    scoring_models: tuple[Role, ...]
+    """The models beside the policy that score its batches."""
     recipe: Recipe
-    reference: ReferenceConfig | None
-    """How the reference moves; None: it stays the first model."""
     mesh: MeshSizes
     """Axis sizes of the training mesh; the rollout's mesh follows from its layout."""
     batch: BatchSizes
@@ -228,6 +260,36 @@ class RunSpec:
     evaluation: EvalConfig
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        """All models of the run beside its policy, by name: those that score batches, and those that grade."""
+        return {role.name: role for role in (*self.scoring_models, *self.rollout.grading_models)}
+
+    @property
+    def compared(self) -> Role | None:
+        """The model whose whole distributions updates compare with the policy's; None if there is none."""
+        return next((role for role in self.scoring_models if role.compared), None)
+
+    @property
+    def updates(self) -> tuple[str, ...]:
+        """The names in plans of the programs that train: `update`, of the policy, and those of trained roles."""
+        return "update", *(role.name for role in self.scoring_models if role.learning is not None)
+
+    def batch_of(self, role: Role) -> BatchSizes:
+        """The shapes of the batches that a role scores: with prompts of its own, rows have room for the longest."""
+        shards, sp = self.batch.devices, self.mesh["sp"]
+        if role.conversations is not None:
+            return role.conversations.batch(shards=shards)
+        if role.longer_prompts is None:
+            return self.batch
+        return dataclasses.replace(
+            self.batch,
+            row_tokens=-(-(self.batch.row_tokens + role.longer_prompts) // sp) * sp,
+            choices=0,
+            ages=False,
+            pair_cost=pair_cost(role.decoder),
+        )
 
     @property
     def group_size(self) -> int:

@@ -19,14 +19,13 @@ def privileged_tokens(config: Config) -> int:
     return given or config.rollout.prompt_tokens
 
 
-def privileged_row_tokens(config: Config, recipe: Recipe) -> int:
-    """Tokens per row in which that teacher scores: the policy's row and what a prompt can be longer.
+def longer_prompts(config: Config) -> int:
+    """By how many tokens that teacher's prompts can be longer than the policy's.
 
     A conversation may begin with a prompt of any length and fill a row, so there it is the whole longest prompt.
     """
-    longest = privileged_tokens(config)
     shorter = 0 if config.rollout.max_episode_tokens is not None else config.rollout.prompt_tokens
-    return row_tokens(config, recipe) + max(0, longest - shorter)
+    return max(0, privileged_tokens(config) - shorter)
 
 
 def rows_per_device(config: Config, recipe: Recipe) -> int:

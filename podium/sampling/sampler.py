@@ -126,14 +126,14 @@ class Sampler:
     ) -> None:
         """Start the graders, and make the engine on this host's devices of the mesh; `load` gives it weights.
 
-        `scorers` are those of the spec's reward models. Replies of judges are kept in `folder`, if set. `stop`, if set,
-        can end a rollout early; `watchdog` is pinged regularly. `on_progress` is called after each group is complete
+        `scorers` are the spec's grading models. Replies of judges are kept in `folder`, if set. `stop`, if set, can end
+        a rollout early; `watchdog` is pinged regularly. `on_progress` is called after each group is complete
         with this host's number of completions, the number completed, and their tokens.
 
         Raises:
             ValueError: a task, its data or the engine's sizes are invalid.
         """
-        assert len(scorers) == len(spec.reward_models), "each reward model has its weights"
+        assert len(scorers) == len(spec.grading_models), "each grading model has its weights"
         self.spec, self._scorers, self._on_progress = spec, tuple(scorers), on_progress
         feed = Feed(spec.prompts, tokenizer)
         dtype, together = jnp.dtype(spec.dtype), spec.layout.over_hosts

@@ -9,23 +9,21 @@ import numpy as np
 import optax
 
 from podium.algorithms.advantages import VALUES
-from podium.models.architecture import DecoderConfig
-from podium.models.params import trained_specs
 from podium.observe.stats import CriticStats
-from podium.run.run_spec import CriticSpec
+from podium.run.run_spec import LearningSpec, Role
 from podium.sharding import Params
 from podium.train.batches.batch import Batch
-from podium.train.optimizer.transforms import learning_rate, make_optimizer
-from podium.train.scorers import Scorer
+from podium.train.optimizer.transforms import learning_rate
+from podium.train.scorers import Scorer, make_role_program, role_settings
 from podium.train.state import TrainState, at_schedule_step
-from podium.train.step import CompiledScore, CompiledTrainStep, Metrics, TrainSettings, make_value_step, make_values
+from podium.train.step import CompiledScore, CompiledTrainStep, Metrics, TrainSettings, make_value_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Critic:
     """A model that scores tokens with the rewards to come, and learns them: its programs and how it is trained."""
 
-    spec: CriticSpec
+    spec: LearningSpec
     settings: TrainSettings
     """The trainer's, with the critic's decoder."""
     values: CompiledScore
@@ -40,25 +38,12 @@ class CriticDivergedError(ValueError):
     """An update of the critic produced NaN or infinity."""
 
 
-def make_critic(
-    spec: CriticSpec,
-    settings: TrainSettings,
-    optimizer: optax.GradientTransformation,
-    decoder: DecoderConfig | None = None,
-) -> Critic:
-    """Make the critic's programs; each is compiled on first use.
-
-    `settings` are the trainer's; the critic has its own `decoder` (unset: that of the spec) and no fused head.
-    """
-    own = settings._replace(decoder=decoder or spec.decoder, head="chunked")
-    step = make_value_step(own, optimizer, clip=spec.clip)
-    return Critic(spec=spec, settings=own, values=make_values(own), step=step)
-
-
-def make_critic_optimizer(spec: CriticSpec, decoder: DecoderConfig | None = None) -> optax.GradientTransformation:
-    """The critic's optimizer, with its schedule over all steps."""
-    own = spec.optimizer
-    return make_optimizer(own.settings, own.steps, trained_specs(decoder or spec.decoder), offload=own.offload)
+def make_critic(role: Role, settings: TrainSettings, optimizer: optax.GradientTransformation) -> Critic:
+    """Make the critic's programs; each is compiled on first use. `settings` are the trainer's."""
+    assert role.learning is not None, "a critic is trained"
+    own = role_settings(role, settings)
+    step = make_value_step(own, optimizer, clip=role.learning.clip)
+    return Critic(spec=role.learning, settings=own, values=make_role_program(role, settings), step=step)
 
 
 def update_critic(

@@ -23,7 +23,6 @@ from podium.hosts.signals import StopSignal
 from podium.job.job_context import JobContext
 from podium.models.adapters import base_of
 from podium.models.architecture import DecoderConfig, Lora
-from podium.models.files.hf import load_params
 from podium.models.linear import kept
 from podium.models.params import count, frozen_specs, trained_specs
 from podium.observe.live_view import Progress, run_console
@@ -32,7 +31,7 @@ from podium.observe.summary import how_to_continue, versions
 from podium.observe.writers import MetricWriter
 from podium.run.divisible import check_tokens
 from podium.run.resolve import resolve_format, resolve_recipe
-from podium.run.run_spec import RunSpec
+from podium.run.run_spec import SCORE, Role, RunSpec
 from podium.sampling.conversations.carry import HostState, Position
 from podium.sampling.demonstrations import Demonstrations, check_demonstrations
 from podium.sampling.feed import Feed
@@ -43,20 +42,20 @@ from podium.sharding import Params, abstract_params
 from podium.train.checkpoints.checkpoint import Checkpointer, restore_state, saved_names
 from podium.train.checkpoints.saving import SaveTimer, Saving
 from podium.train.checkpoints.step_files import newest_whole_step
-from podium.train.critic import make_critic, make_critic_optimizer
+from podium.train.critic import make_critic
 from podium.train.profile import Profiler, Window
 from podium.train.recorder import OnStep, PlanCheck, Recorder
 from podium.train.reward_models import load_reward_models
-from podium.train.scorers import OwnPrompts, Scorer, make_teacher_scorer
+from podium.train.scorers import OwnPrompts, Scorer, make_role_scorer
 from podium.train.setup import (
     Model,
     load_forked,
     load_frozen,
+    load_role,
     load_trained,
-    make_critic_model,
     make_model,
+    make_role_model,
     make_run_optimizer,
-    make_teacher,
     make_train_settings,
     run_spec,
 )
@@ -138,8 +137,7 @@ def open_run(
         model = make_model(config)
         spec = run_spec(config, model.decoder, model.mesh, recipe)
         check_tokens(spec)
-        taught_by = make_teacher(spec, model)
-        valued_by = make_critic_model(spec, model)
+        models = {role.name: make_role_model(role, model) for role in spec.scoring_models}
         run_dir.write_machine(machine_text())
         if check is not None and (line := check.begin(spec, run_dir.path if jax.process_index() == 0 else None)):
             progress.message(line)
@@ -161,8 +159,8 @@ def open_run(
         check_same_inputs(
             model.source,
             None if config.lora is None else config.lora.adapter,
-            {"teacher": taught_by and taught_by.source, "critic": valued_by and valued_by.source}
-            | {f"reward model {each.spec.name}": each.source for each in scorers},
+            {name: each.source for name, each in models.items() if each.source != model.source}
+            | {each.role.title: each.source for each in scorers},
             rollouts.feed.tasks,
             evaluates=evaluates,
             columns=rollouts.feed.columns,
@@ -187,11 +185,9 @@ def open_run(
             data=data,
         )
         resources.callback(checkpointer.close)
-        valuing = None
-        if spec.critic is not None and valued_by is not None:
-            valuing = Valuing(valued_by, make_critic_optimizer(spec.critic))
+        valuing = _make_valuing(spec, models)
         coefs = first_coefs(spec.recipe)
-        moves = spec.reference is not None
+        moves = any(role.weights == "moving" for role in spec.scoring_models)
         state, saved, done = _load_state(
             run_dir.fork,
             newest,
@@ -214,15 +210,15 @@ def open_run(
         run_dir.truncate(done or -1)
         writer = resources.enter_context(MetricWriter(run_dir, spec.metrics, announce=progress.message))
         frozen = kept(frozen, model.rules)
-        teacher = None if taught_by is None else _load_teacher(taught_by, spec, frozen, rollouts.feed, progress)
+        scoring = load_scorers(spec, models, frozen, rollouts.feed, progress)
         trainer = _make_trainer(
-            spec, model, optimizer=optimizer, folder=run_dir.path, frozen=frozen, teacher=teacher, valuing=valuing
+            spec, model, optimizer=optimizer, folder=run_dir.path, frozen=frozen, scoring=scoring, valuing=valuing
         )
         trainer.compile_ahead(state, rollouts.ahead)
         rollouts.load(state.params, trainer.frozen, version=done)
         _say_what_was_chosen(spec, progress)
         for each in scorers:
-            progress.message(f"reward model {each.spec.name}: {each.spec.model}, weights {each.weights}")
+            progress.message(f"{each.role.title}: {each.role.model}, weights {each.weights}")
         for label, dialogue in zip(rollouts.feed.tasks.labels, rollouts.feed.dialogues, strict=True):
             if dialogue is not None:
                 progress.message(f"{label}: {dialogue.line}")
@@ -262,20 +258,27 @@ def open_run(
 
 
 class Valuing(NamedTuple):
-    """The model that a critic starts from, and its optimizer."""
+    """A trained model beside the policy, what it starts from, and its optimizer."""
 
+    role: Role
     model: Model
     optimizer: optax.GradientTransformation
 
     def first_state(self) -> TrainState:
         """The state before its first update."""
-        weights = load_params(self.model.source, self.model.decoder, self.model.rules, jnp.float32)
-        return init_state(weights, self.optimizer)
+        return init_state(load_role(self.model), self.optimizer)
 
     def abstract_state(self) -> TrainState:
         """The abstract result of `first_state`."""
         specs = trained_specs(self.model.decoder)
         return abstract_state(abstract_params(specs, jnp.float32, self.model.rules), self.optimizer)
+
+
+def _make_valuing(spec: RunSpec, models: Mapping[str, Model]) -> Valuing | None:
+    for role in spec.scoring_models:
+        if role.learning is not None:
+            return Valuing(role, models[role.name], make_run_optimizer(role.learning.optimizer, role.decoder))
+    return None
 
 
 def _checked_data(spec: RunSpec, rollouts: Sampler, *, evaluates: bool, first: str | None) -> list[str]:
@@ -360,24 +363,30 @@ def _open_run_dir(home: Path, settings: Settings, fork: Fork | None) -> RunDir:
     return opened[0] if opened else RunDir.follow(home, completed, continued=continued, fork=kept)
 
 
-def _load_teacher(model: Model, spec: RunSpec, frozen: Params, feed: Feed, progress: Progress) -> Scorer:
-    """Load the teacher's weights, and say which they are: they are not part of the run's checkpoints.
+def load_scorers(
+    spec: RunSpec, models: Mapping[str, Model], frozen: Params, feed: Feed, progress: Progress
+) -> list[Scorer]:
+    """Load the weights of the frozen models that score with a program of their own, and say which they are.
 
-    They are the policy's own `frozen` ones if the teacher is the model beside the adapters. `feed` makes its prompts,
-    if it has its own.
+    They are not part of the run's checkpoints. Some may be the policy's own `frozen` ones, beside the adapters. `feed`
+    makes the prompts of those that have their own.
     """
-    teacher = spec.teacher
-    assert teacher is not None, "the run has a teacher"
-    if teacher.is_base:
-        params = frozen
-        progress.message(f"teacher: {model.source.name}, the frozen weights beside the adapters")
-    else:
-        loaded = load_frozen(model)
-        progress.message(f"teacher: {model.source.name}, weights {base_of(loaded)}")
-        params = kept(loaded, model.rules)
-    settings = make_train_settings(spec.update, spec.decoder, model.mesh)
-    behind = teacher.own_batch and OwnPrompts(of=feed.privileged, sizes=teacher.own_batch)
-    return make_teacher_scorer(spec.recipe, settings, model.decoder, params, behind)
+    found = []
+    for role in spec.scoring_models:
+        if role.phase == SCORE or role.learning is not None:
+            continue
+        model, params = models[role.name], frozen
+        if role.weights == "policy_base":
+            progress.message(f"{role.name}: {model.source.name}, the frozen weights beside the adapters")
+        else:
+            loaded = load_role(model)
+            progress.message(f"{role.name}: {model.source.name}, weights {base_of(loaded)}")
+            params = kept(loaded, model.rules)
+        own, settings = None, make_train_settings(spec.update, spec.decoder, model.mesh)
+        if role.longer_prompts is not None:
+            own = OwnPrompts(of=feed.privileged, sizes=spec.batch_of(role))
+        found.append(make_role_scorer(role, settings, params, own))
+    return found
 
 
 def _make_trainer(
@@ -386,14 +395,13 @@ def _make_trainer(
     optimizer: optax.GradientTransformation,
     folder: Path,
     frozen: Params,
-    teacher: Scorer | None,
+    scoring: Sequence[Scorer],
     valuing: Valuing | None,
 ) -> Trainer:
     settings = make_train_settings(spec.update, spec.decoder, model.mesh)
-    critic = None
-    if spec.critic is not None and valuing is not None:
-        critic = make_critic(spec.critic, settings, valuing.optimizer)
-    anchored = spec.recipe.needs_reference and spec.reference is None
+    critic = None if valuing is None else make_critic(valuing.role, settings, valuing.optimizer)
+    moving = next((role.moving for role in spec.scoring_models if role.moving is not None), None)
+    anchored = spec.recipe.needs_reference and moving is None
     reference = (frozen or load_trained(model, None, frozen)) if anchored else None
     return Trainer(
         spec.recipe,
@@ -404,9 +412,9 @@ def _make_trainer(
         reference=reference,
         folder=folder,
         frozen=frozen,
-        teacher=teacher,
+        scoring=scoring,
         critic=critic,
-        moving=spec.reference,
+        moving=moving,
     )
 
 

@@ -18,7 +18,7 @@ from podium.models.linear import kept
 from podium.models.text.chat_format import Message, ToolSchema
 from podium.models.text.tokenizer import Tokenizer, load_tokenizer
 from podium.run.divisible import check_conversations
-from podium.run.run_spec import BatchSizes, RewardModelSpec, RolloutSpec, UpdateSpec
+from podium.run.run_spec import ConversationSpec, Role, RolloutSpec, UpdateSpec
 from podium.sampling.conversations.dialogue import ToolFormat
 from podium.sampling.feed import Feed, prompt_messages
 from podium.sampling.groups import Group
@@ -29,8 +29,9 @@ from podium.tasks.rewards import raised, with_score
 from podium.tasks.task import Reward
 from podium.train.batches.batch import Batch, make_batch, take
 from podium.train.batches.samples import single_answer
-from podium.train.setup import Model, load_frozen, make_train_settings
-from podium.train.step import CompiledScore, TrainSettings, make_values, shard_batch
+from podium.train.scorers import make_role_program, role_settings
+from podium.train.setup import Model, load_role, make_train_settings
+from podium.train.step import CompiledScore, TrainSettings, shard_batch
 
 EPSILON = 1e-6
 """Added to the deviation of scores that are standardised."""
@@ -60,7 +61,9 @@ class Conversation:
 class RewardModel:
     """A reward model with its weights."""
 
-    spec: RewardModelSpec
+    role: Role
+    spec: ConversationSpec
+    """How it grades; that of `role`."""
     source: ModelSource
     tokenizer: Tokenizer
     pad_token: int | None
@@ -94,13 +97,13 @@ class RewardModel:
         Raises ValueError if it does not write the answer, a call or a tool's reply.
         """
         for prompt in prompts:
-            if self.spec.name not in feed.tasks.levels[prompt.task].rewards:
+            if self.spec.part not in feed.tasks.levels[prompt.task].rewards:
                 continue
             held = feed.conversing[prompt.task]
             tools = () if held is None else tuple(held.tools)
             said = TRIED_CALL if tools else TRIED
             before = prompt_messages(prompt) or [{"role": "user", "content": PROBE}]
-            where = f"reward model {self.spec.name} ({self.spec.model}): its chat template"
+            where = f"{self.role.title} ({self.role.model}): its chat template"
             try:
                 text = self.written(Conversation(messages=(*before, *said), tools=tools))
             except ValueError as error:
@@ -126,7 +129,7 @@ class RewardModel:
 
         Groups of tasks whose rewards do not name the model, and conversations that failed, are not scored.
         """
-        name, tasks = self.spec.name, feed.tasks.levels
+        name, tasks = self.spec.part, feed.tasks.levels
         places = [
             (n, g)
             for n, group in enumerate(groups)
@@ -147,7 +150,7 @@ class RewardModel:
 
         In units of the deviation, over all groups. The parts of rewards still have the scores themselves.
         """
-        name = self.spec.name
+        name = self.spec.part
         if self.spec.standardise == "none":
             return list(groups)
         found = [reward.parts[name] for group in groups for reward in group.rewards if name in reward.weights]
@@ -175,7 +178,7 @@ class RewardModel:
             for index, tokens in enumerate(written)
         ]
         rules = self.settings.computing
-        sizes = reward_batch(self.spec, shards=rules.num_shards("batch"))
+        sizes = self.spec.batch(shards=rules.num_shards("batch"))
         batch, spans = make_batch(samples, dataclasses.replace(sizes, max_rows=len(samples)))
         calls = [
             self.program(self.params, shard_batch(_one(batch, index), rules))
@@ -190,14 +193,6 @@ def _one(batch: Batch[np.ndarray], index: int) -> Batch[np.ndarray]:
     return jax.tree.map(lambda x: x[index : index + 1] if x.ndim >= 3 else x, batch)
 
 
-def reward_batch(spec: RewardModelSpec, *, shards: int) -> BatchSizes:
-    """The shape of a reward model's calls: one micro-batch, with rows that are split over `shards` devices."""
-    rows = spec.rows_per_device * shards
-    return BatchSizes(
-        row_tokens=spec.row_tokens, rows=rows, max_rows=rows, packing="sequences", max_new_tokens=spec.row_tokens
-    )
-
-
 def load_reward_models(spec: RolloutSpec, update: UpdateSpec, mesh: Mesh) -> tuple[RewardModel, ...]:
     """Load the reward models that tasks use, sharded as the trainer's weights are.
 
@@ -205,24 +200,26 @@ def load_reward_models(spec: RolloutSpec, update: UpdateSpec, mesh: Mesh) -> tup
     """
     check_conversations(spec, mesh.shape)
     found = []
-    for each in spec.reward_models:
-        where = f"reward model {each.name}"
-        source = find_source(each.model)
-        tokenizer = load_tokenizer(source, each.chat_template, template_date=each.template_date, template=False)
+    for role in spec.grading_models:
+        own = role.conversations
+        assert own is not None, "it grades conversations"
+        where, source = role.title, find_source(role.model)
+        tokenizer = load_tokenizer(source, own.chat_template, template_date=own.template_date, template=False)
         if not tokenizer.has_template:
             raise ValueError(
-                f"{where}: the tokenizer of {each.model} has no chat template; write the one that it was trained with,"
+                f"{where}: the tokenizer of {role.model} has no chat template; write the one that it was trained with,"
                 " and set reward_models' chat_template: path.jinja"
             )
-        tokenizer.check_vocab(each.decoder.vocab)
-        asked = [task for task in spec.prompts.tasks if each.name in task.rewards]
+        tokenizer.check_vocab(role.decoder.vocab)
+        asked = [task for task in spec.prompts.tasks if own.part in task.rewards]
         with_tools = any(held is not None and held.tools for held in map(conversing, asked))
-        model = Model(source=source, decoder=each.decoder, tokenizer=tokenizer, mesh=mesh)
-        params = load_frozen(model)
-        settings, program = make_reward_program(each, make_train_settings(update, each.decoder, mesh))
+        model = Model(source=source, decoder=role.decoder, tokenizer=tokenizer, mesh=mesh)
+        params = load_role(model)
+        settings = role_settings(role, make_train_settings(update, role.decoder, mesh))
         found.append(
             RewardModel(
-                spec=each,
+                role=role,
+                spec=own,
                 source=source,
                 tokenizer=tokenizer,
                 pad_token=padding_token(source),
@@ -230,16 +227,10 @@ def load_reward_models(spec: RolloutSpec, update: UpdateSpec, mesh: Mesh) -> tup
                 weights=base_of(params) or "",
                 params=kept(params, model.rules),
                 settings=settings,
-                program=program,
+                program=make_role_program(role, settings),
             )
         )
     return tuple(found)
-
-
-def make_reward_program(spec: RewardModelSpec, settings: TrainSettings) -> tuple[TrainSettings, CompiledScore]:
-    """The program of a reward model, and its settings: the trainer's with its decoder and without a fused head."""
-    own = settings._replace(decoder=spec.decoder, head="chunked")
-    return own, make_values(own)
 
 
 def _conversation(group: Group, index: int, feed: Feed) -> Conversation:

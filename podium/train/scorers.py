@@ -20,19 +20,26 @@ from podium.algorithms.recipes import (
     TEACHER_HIDDEN,
     TEACHER_LOGPROBS,
     Recipe,
-    Teaching,
     score_name,
 )
 from podium.config.imports import imported
 from podium.hosts.distributed import on_host
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.choices import unknown_choice
-from podium.run.run_spec import BatchSizes
+from podium.run.run_spec import BatchSizes, Role
 from podium.sharding import Params, ShardingRules
 from podium.tasks.mixture import TaskPrompt
 from podium.train.batches.batch import Batch, make_batch, take
 from podium.train.batches.samples import Sample
-from podium.train.step import CompiledScore, ScoreProgram, TrainSettings, make_hidden, make_score, shard_batch
+from podium.train.step import (
+    CompiledScore,
+    ScoreProgram,
+    TrainSettings,
+    make_hidden,
+    make_score,
+    make_values,
+    shard_batch,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +70,7 @@ def make_scorers(
     settings: TrainSettings,
     score: ScoreProgram,
     reference: Params | None,
-    teacher: Scorer | None = None,
+    others: Sequence[Scorer] = (),
     entropy: ScoreProgram | None = None,
 ) -> tuple[Scorer, ...]:
     """Make the scorers that a recipe needs.
@@ -73,37 +80,37 @@ def make_scorers(
         settings: the trainer's; a scorer given by import path is made by calling that function with them.
         score: the program that computes log-probabilities with the trainer's decoder.
         reference: parameters of the first model, if the recipe needs them.
-        teacher: the recipe's teacher, if it has one.
+        others: those of the run's other models, and so of the recipe's teacher, if it has one.
         entropy: the program that computes entropies; None: made from the settings, if the recipe needs it.
 
     Raises:
         ValueError: an import path is not a function that returns a `Scorer`.
     """
     found = [_make(need, settings, score, reference, entropy) for need in recipe.scorers]
-    if recipe.teacher is not None:
-        assert teacher is not None, "the recipe has a teacher"
-        found.append(teacher)
-    return tuple(found)
+    return (*found, *others)
 
 
-def make_teacher_scorer(
-    recipe: Recipe,
-    settings: TrainSettings,
-    decoder: DecoderConfig,
-    params: Params,
-    own_prompts: OwnPrompts | None = None,
+def make_role_scorer(
+    role: Role, settings: TrainSettings, params: Params, own_prompts: OwnPrompts | None = None
 ) -> Scorer:
-    """The scorer of a recipe's teacher, with the trainer's settings and its own decoder, weights and maybe prompts."""
-    assert recipe.teacher is not None, "the recipe has a teacher"
-    name = TEACHER_HIDDEN if recipe.teacher.loss == "full" else TEACHER_LOGPROBS
-    program = make_teacher_program(recipe.teacher, settings, decoder)
-    return Scorer(name=name, decoder=decoder, params=params, program=program, own_prompts=own_prompts)
+    """The scorer of a model beside the policy with these weights, and maybe prompts; `settings` are the trainer's."""
+    assert role.scores is not None, "it scores batches"
+    program = make_role_program(role, settings)
+    return Scorer(name=role.scores, decoder=role.decoder, params=params, program=program, own_prompts=own_prompts)
 
 
-def make_teacher_program(teaching: Teaching, settings: TrainSettings, decoder: DecoderConfig) -> CompiledScore:
-    """The teacher's program, with the trainer's settings: its log-probabilities, or its hidden states."""
-    own = settings._replace(decoder=decoder)
-    return make_hidden(own) if teaching.loss == "full" else make_score(own)
+def make_role_program(role: Role, settings: TrainSettings) -> CompiledScore:
+    """The program by which a model scores a batch: values or log-probabilities, as its head is, or hidden states."""
+    own = role_settings(role, settings)
+    if role.decoder.scores != "none":
+        return make_values(own)
+    return make_hidden(own) if role.compared else make_score(own)
+
+
+def role_settings(role: Role, settings: TrainSettings) -> TrainSettings:
+    """The trainer's settings with a role's decoder; a head of one number per token is not fused."""
+    own = settings._replace(decoder=role.decoder)
+    return own if role.decoder.scores == "none" else own._replace(head="chunked")
 
 
 def teacher_head(params: Params) -> jax.Array:

@@ -24,7 +24,7 @@ from podium.models.text.tokenizer import Tokenizer, load_tokenizer
 from podium.observe.run_dir import Fork
 from podium.run.machine import Machine
 from podium.run.resolve import resolve, resolve_recipe, resolve_rollout
-from podium.run.run_spec import OptimizerSpec, RolloutSpec, RunSpec, UpdateSpec
+from podium.run.run_spec import OptimizerSpec, Role, RolloutSpec, RunSpec, UpdateSpec
 from podium.sampling.conversations.carry import HostState
 from podium.sharding import Params, ShardingRules, abstract_params, init_params, make_mesh
 from podium.train.checkpoints.checkpoint import restore_params
@@ -73,49 +73,28 @@ def make_model(config: Config) -> Model:
     return Model(source=source, decoder=decoder, tokenizer=tokenizer, mesh=mesh, lora=config.lora)
 
 
-def make_teacher(spec: RunSpec, student: Model) -> Model | None:
-    """Prepare the teacher of a run, on the student's mesh; None if it has none.
+def make_role_model(role: Role, policy: Model) -> Model:
+    """Prepare a model beside the policy that scores its batches, on the policy's mesh.
 
     Raises:
-        ValueError: the teacher is unusable, or its tokenizer is not the student's.
+        ValueError: the model is unusable, or has another tokenizer or, if whole distributions are compared, head.
     """
-    teacher, teaching = spec.teacher, spec.recipe.teacher
-    if teacher is None or teaching is None:
-        return None
-    source = find_source(teacher.model)
-    tokenizer = load_tokenizer(source, template=False)
-    if difference := student.tokenizer.first_difference(tokenizer):
-        raise ValueError(
-            f"teacher.model {teacher.model} has another tokenizer than {spec.model}: {difference}; its"
-            " log-probabilities would be of other texts: take a teacher of the same family"
-        )
-    if teaching.loss == "full" and teacher.decoder.vocab != student.decoder.vocab:
-        raise ValueError(
-            f"teacher.loss full compares whole distributions, and the heads of {teacher.model} and {spec.model} have"
-            f" {teacher.decoder.vocab:,} and {student.decoder.vocab:,} rows; set teacher.loss to sampled"
-        )
-    return Model(source=source, decoder=teacher.decoder, tokenizer=tokenizer, mesh=student.mesh)
-
-
-def make_critic_model(spec: RunSpec, policy: Model) -> Model | None:
-    """Prepare the model that the critic starts from, on the policy's mesh; None if the recipe has no critic.
-
-    Raises:
-        ValueError: the critic is unusable, or its tokenizer is not the policy's.
-    """
-    critic = spec.critic
-    if critic is None:
-        return None
-    if critic.model is None:
-        return dataclasses.replace(policy, decoder=critic.decoder, lora=None)
-    source = find_source(critic.model)
-    tokenizer = load_tokenizer(source, template=False)
+    source = find_source(role.model)
+    if source == policy.source:
+        return dataclasses.replace(policy, decoder=role.decoder, lora=None)
+    tokenizer, key = load_tokenizer(source, template=False), f"{role.name}.model"
     if difference := policy.tokenizer.first_difference(tokenizer):
         raise ValueError(
-            f"critic.model {critic.model} has another tokenizer than {spec.model}: {difference}; its values would be of"
-            " other texts: take a model of the same family, or leave critic.model out"
+            f"{key} {role.model} has another tokenizer than {policy.source.name}: {difference}; its scores would be of"
+            f" other texts: set {key} to a model of the same family"
         )
-    return Model(source=source, decoder=critic.decoder, tokenizer=tokenizer, mesh=policy.mesh)
+    if role.compared and role.decoder.vocab != policy.decoder.vocab:
+        raise ValueError(
+            f"{role.name}.loss full compares whole distributions, and the heads of {role.model} and"
+            f" {policy.source.name} have {role.decoder.vocab:,} and {policy.decoder.vocab:,} rows; set {role.name}.loss"
+            " to sampled"
+        )
+    return Model(source=source, decoder=role.decoder, tokenizer=tokenizer, mesh=policy.mesh)
 
 
 def run_spec(config: Config, decoder: DecoderConfig, mesh: Mesh, recipe: Recipe | None = None) -> RunSpec:
@@ -176,6 +155,13 @@ def load_frozen(model: Model) -> Params:
         (value,) = load_params(model.source, plain, model.rules, jnp.float32, only=[name]).values()
         found |= make_quantise(name, model.decoder, model.rules)(value)
     return found
+
+
+def load_role(model: Model) -> Params:
+    """Load the first weights of a model beside the policy: frozen as its decoder says, or else float32."""
+    if model.decoder.lora is not None:
+        return load_frozen(model)
+    return load_params(model.source, model.decoder, model.rules, jnp.float32)
 
 
 def load_forked(model: Model, run: Fork, frozen: Params) -> tuple[Params, HostState]:

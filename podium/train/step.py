@@ -347,12 +347,10 @@ def abstract_batch(batch: Batch[np.ndarray], rules: ShardingRules) -> Batch[jax.
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(x, rules)), batch)
 
 
-def abstract_scored(
-    sizes: BatchSizes, recipe: Recipe, settings: TrainSettings, *, teacher_width: int = 0
-) -> Batch[jax.Array]:
+def abstract_scored(sizes: BatchSizes, recipe: Recipe, settings: TrainSettings, *, width: int = 0) -> Batch[jax.Array]:
     """The abstract batch of an update, with the scores that the loss reads and the coefficients that the recipe adapts.
 
-    `teacher_width` is the D of a teacher whose hidden states are among the scores.
+    `width` is the D of a model whose hidden states are among the scores.
     """
     rules = settings.computing
     batch = abstract_batch(make_batch([], sizes)[0], rules)
@@ -360,7 +358,7 @@ def abstract_scored(
     scores = dict.fromkeys(recipe.loss_scores, logprobs)
     if TEACHER_HIDDEN in scores:
         scores[TEACHER_HIDDEN] = jax.ShapeDtypeStruct(
-            (*batch.tokens.shape, teacher_width),
+            (*batch.tokens.shape, width),
             activation_dtype(rules, settings.dtype),
             sharding=rules.sharding(None, "batch", "tokens", None),
         )

@@ -57,7 +57,7 @@ class Trainer:
         reference: Params | None,
         folder: Path,
         frozen: Params | None = None,
-        teacher: Scorer | None = None,
+        scoring: Sequence[Scorer] = (),
         critic: Critic | None = None,
         moving: ReferenceConfig | None = None,
     ) -> None:
@@ -65,9 +65,9 @@ class Trainer:
 
         `sizes` holds the shapes of all batches; the learning rate follows `schedule`. `reference` holds the first
         model's parameters, if the recipe needs them. A batch that diverges is saved in `folder`. `frozen` holds the
-        base weights of LoRA's adapters, which also serve as the reference. `teacher` scores batches, and `critic` too
-        and learns, if the recipe has one. With `moving` the reference is part of the state and follows the policy, and
-        `reference` is not used.
+        base weights of LoRA's adapters, which also serve as the reference. `scoring` are other models that score
+        batches, and `critic` too and learns, if the recipe has one. With `moving` the reference is part of the state
+        and follows the policy, and `reference` is not used.
         """
         self.frozen = frozen or {}
         self.recipe = recipe
@@ -80,12 +80,12 @@ class Trainer:
         self.train_step: TrainStep = self.programs.train_step
         self._ahead = CompileAhead(threads=0)
         self.moving = moving
-        self.scorers = make_scorers(recipe, settings, self.score, reference if moving is None else {}, teacher)
+        self.scorers = make_scorers(recipe, settings, self.score, reference if moving is None else {}, scoring)
         self.taught: Params = {}
-        """The teacher's head, if updates compute its distributions and it is not among `frozen` anyway."""
-        if teacher is not None and teacher.name == TEACHER_HIDDEN and teacher.params is not None:
-            own = teacher.params is not frozen
-            self.taught = {TEACHER_HEAD: teacher_head(teacher.params)} if own else {}
+        """The head of a model whose distributions updates compute, unless it is among `frozen` anyway."""
+        for each in scoring:
+            if each.name == TEACHER_HIDDEN and each.params is not None and each.params is not frozen:
+                self.taught = {TEACHER_HEAD: teacher_head(each.params)}
         self.learning_rate = learning_rate(schedule.settings, schedule.steps)
         self.updates_per_step = recipe.updates_per_batch * recipe.minibatches
 
@@ -96,7 +96,7 @@ class Trainer:
         are compiled at their first call.
         """
         width = next((each.decoder.width for each in self.scorers if each.name == TEACHER_HIDDEN), 0)
-        scored = abstract_scored(self.sizes, self.recipe, self.settings, teacher_width=width)
+        scored = abstract_scored(self.sizes, self.recipe, self.settings, width=width)
         plain = abstract_batch(make_batch([], self.sizes)[0], self.settings.computing)
         alone = at_schedule_step(dataclasses.replace(state, critic=None, reference=None, coefs={}), 0)
         calls = {UPDATE: Call(self.programs.train_step, (alone, scored, self.frozen | self.taught))}

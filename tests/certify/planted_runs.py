@@ -534,17 +534,15 @@ def critic_waits_for_nobody() -> Plant:
 
 
 def critic_s_rate_of_the_policy() -> Plant:
-    original = training.make_critic_optimizer
+    original = training.make_run_optimizer
 
-    def planted(spec, decoder=None):
-        doubled = spec.optimizer.settings.model_copy(
-            update={"learning_rate": 2 * spec.optimizer.settings.learning_rate}
-        )
-        return original(
-            dataclasses.replace(spec, optimizer=dataclasses.replace(spec.optimizer, settings=doubled)), decoder
-        )
+    def planted(optimizer, decoder):
+        if decoder.scores != "none":
+            rate = {"learning_rate": 2 * optimizer.settings.learning_rate}
+            optimizer = dataclasses.replace(optimizer, settings=optimizer.settings.model_copy(update=rate))
+        return original(optimizer, decoder)
 
-    return training, "make_critic_optimizer", planted
+    return training, "make_run_optimizer", planted
 
 
 def values_after_the_update() -> Plant:

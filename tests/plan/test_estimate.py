@@ -338,8 +338,7 @@ def test_a_teacher_with_prompts_of_its_own_scores_longer_rows_beside_the_policy_
         make_sizes(config(**settings, teacher={"model": "Qwen/Qwen3-8B", **more}), student, accelerator)
         for more in ({}, own)
     )
-    rows = told.of_teacher
-    assert rows is not None
+    rows = told.of(told.spec.roles["teacher"])
     assert rows.row_tokens == same.row_tokens + 32
     share = rows.row_tokens / same.row_tokens
     assert 0.9 * share < phase(told, "teacher").flops / phase(same, "teacher").flops < 1.2 * share

@@ -22,7 +22,7 @@ from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import EnginePrograms
 from podium.rollout.request import Request, SamplingParams
-from podium.run.run_spec import RewardModelSpec, RunSpec
+from podium.run.run_spec import ConversationSpec, Role, RunSpec
 from podium.sampling.sampler import rollout_rules
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batches.batch import make_batch
@@ -203,8 +203,13 @@ def test_a_recipe_that_scores_nothing_has_no_such_phase():
 
 def with_teacher(spec: RunSpec, decoder: DecoderConfig) -> RunSpec:
     """The run with another architecture of its teacher."""
-    assert spec.teacher is not None
-    return dataclasses.replace(spec, teacher=dataclasses.replace(spec.teacher, decoder=decoder))
+    return with_role(spec, dataclasses.replace(spec.roles["teacher"], decoder=decoder))
+
+
+def with_role(spec: RunSpec, changed: Role) -> RunSpec:
+    """The run with another role of this name, or with one more."""
+    others = (role for role in spec.scoring_models if role.name != changed.name)
+    return dataclasses.replace(spec, scoring_models=(*others, changed))
 
 
 def test_a_teacher_is_a_program_of_its_own_and_its_weights_stay_beside_all_others():
@@ -215,9 +220,7 @@ def test_a_teacher_is_a_program_of_its_own_and_its_weights_stay_beside_all_other
     assert list(programs)[-3:] == ["score", "teacher", "update"]
     weights, batch = programs["teacher"].arguments
     size = device_bytes(weights)
-    sizes = RunSizes(spec=spec).of_teacher
-    assert sizes is not None
-    assert size == frozen_bytes(sizes)
+    assert size == frozen_bytes(RunSizes(spec=spec).of(spec.roles["teacher"]))
     assert {name for name, each in programs.items() if each.residents.get("teacher_weights") == size} == set(
         programs
     ) - {"init", "teacher"}
@@ -247,8 +250,8 @@ def test_a_teacher_that_is_the_base_of_the_adapters_takes_no_memory(loss):
     config = config_of(model=name, lora={"rank": 2}, teacher={"model": name, "loss": loss})
     mesh, adapted = make_mesh(config.mesh), with_lora(DECODER, config.lora)
     spec = with_teacher(run_spec(config, adapted, mesh), frozen_decoder(DECODER, "bfloat16"))
-    assert spec.teacher is not None and spec.teacher.is_base
-    copied = dataclasses.replace(spec, teacher=dataclasses.replace(spec.teacher, is_base=False))
+    assert spec.roles["teacher"].weights == "policy_base"
+    copied = with_role(spec, dataclasses.replace(spec.roles["teacher"], weights="frozen"))
     shared, apart = phase_programs(spec, mesh), phase_programs(copied, mesh)
 
     def total(each):
@@ -347,24 +350,37 @@ def test_a_reward_model_is_a_program_beside_the_rollouts_arrays_and_its_weights_
     config = config_of()
     mesh = make_mesh(config.mesh)
     spec = run_spec(config, DECODER, mesh)
-    judge = RewardModelSpec(
-        name="helpful",
-        model="none",
+    graded = ConversationSpec(
+        part="helpful",
         chat_template=None,
         template_date=None,
-        decoder=frozen_decoder(scoring_decoder(tiny(layers=3)), "bfloat16"),
         row_tokens=64,
         rows_per_device=1,
         standardise="none",
     )
-    other = dataclasses.replace(judge, name="harmless", decoder=frozen_decoder(scoring_decoder(DECODER), "int8"))
-    spec = dataclasses.replace(spec, rollout=dataclasses.replace(spec.rollout, reward_models=(judge, other)))
+    judge = Role(
+        name="reward:helpful",
+        model="none",
+        decoder=frozen_decoder(scoring_decoder(tiny(layers=3)), "bfloat16"),
+        weights="frozen",
+        scores=None,
+        phase="reward:helpful",
+        conversations=graded,
+    )
+    other = dataclasses.replace(
+        judge,
+        name="reward:harmless",
+        phase="reward:harmless",
+        decoder=frozen_decoder(scoring_decoder(DECODER), "int8"),
+        conversations=dataclasses.replace(graded, part="harmless"),
+    )
+    spec = dataclasses.replace(spec, rollout=dataclasses.replace(spec.rollout, grading_models=(judge, other)))
     programs, sizes = phase_programs(spec, mesh), RunSizes(spec=spec)
     _, batch = programs["reward:helpful"].arguments
     assert batch.tokens.shape == (1, spec.batch.devices, 64)
     assert programs["reward:helpful"].lower().out_info.shape == batch.tokens.shape
     held = {name: device_bytes(programs[f"reward:{name}"].arguments[0]) for name in ("helpful", "harmless")}
-    assert held == {name: frozen_bytes(each) for name, each in sizes.of_reward_models.items()}
+    assert held == {name: frozen_bytes(sizes.of(spec.roles[f"reward:{name}"])) for name in held}
     assert residents(sizes, "sync")["reward_weights"] == sum(held.values())
     beside = {name: each.residents.get("reward_weights") for name, each in programs.items() if name != "init"}
     assert beside == dict.fromkeys(beside, sum(held.values())) | {

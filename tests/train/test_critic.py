@@ -31,13 +31,14 @@ from podium.models.architecture import scoring_decoder
 from podium.models.params import param_specs
 from podium.observe.run_dir import Fork
 from podium.observe.stats import ValueStats
-from podium.run.resolve import resolve_critic, resolve_recipe
-from podium.run.run_spec import CriticSpec
+from podium.run.resolve import resolve_recipe
+from podium.run.roles import scoring_models
 from podium.sharding import Params, ShardingRules, param_shardings
 from podium.train.batches.batch import Batch
 from podium.train.batches.prepare import prepare_step
-from podium.train.critic import Critic, CriticDivergedError, make_critic, make_critic_optimizer, update_critic
+from podium.train.critic import Critic, CriticDivergedError, make_critic, update_critic
 from podium.train.loop import train
+from podium.train.setup import make_run_optimizer
 from podium.train.state import TrainState, init_state
 from podium.train.step import CompiledTrainStep, Metrics
 
@@ -68,10 +69,10 @@ def critic_on(devices: int, **changes) -> Made:
     sizes = {"steps": 10, "rollout": {"max_prompt_tokens": 8, "max_new_tokens": 8}, "train": PLAIN}
     config = make_config(**sizes, algorithm=PPO, critic={"learning_rate": 0.1, **changes})
     spec, rules = spec_of(config, devices=devices), rules_of(devices=devices)
-    assert spec.critic is not None
-    settings = make_train_settings(rules, attention="reference")
-    optimizer = make_critic_optimizer(spec.critic)
-    critic = make_critic(spec.critic, settings, optimizer)
+    role, settings = spec.roles["critic"], make_train_settings(rules, attention="reference")
+    assert role.learning is not None
+    optimizer = make_run_optimizer(role.learning.optimizer, role.decoder)
+    critic = make_critic(role, settings, optimizer)
     params = weights_on(rules)
     batches, stats = prepare_step(
         groups_of(),
@@ -207,11 +208,12 @@ def test_a_critic_that_diverges_ends_the_run_with_the_way_out():
 def test_a_critic_starts_from_the_policy_without_its_adapters_and_has_its_own_schedule():
     changes = {"algorithm": {"recipe": "ppo", "minibatches": 2, "updates_per_batch": 3}, "steps": 5}
     config = make_config(**changes, critic={"updates": 4, "learning_rate": 3e-4})
-    spec = resolve_critic(config, resolve_recipe(config), DECODER)
-    assert isinstance(spec, CriticSpec)
-    assert (spec.decoder, spec.optimizer.steps) == (SCORED, 5 * 2 * 4)
-    assert spec.optimizer.settings == config.train.optimizer.model_copy(update={"learning_rate": 3e-4})
-    assert resolve_critic(make_config(), resolve_recipe(make_config()), DECODER) is None
+    *_, role = scoring_models(config, resolve_recipe(config), DECODER)
+    assert role.learning is not None
+    assert (role.name, role.decoder, role.learning.optimizer.steps) == ("critic", SCORED, 5 * 2 * 4)
+    assert role.learning.optimizer.settings == config.train.optimizer.model_copy(update={"learning_rate": 3e-4})
+    others = scoring_models(make_config(), resolve_recipe(make_config()), DECODER)
+    assert "critic" not in [each.name for each in others]
     assert resolve_recipe(config).loss_scores[-2:] == (VALUES, RETURNS)
 
 

@@ -63,7 +63,7 @@ def test_it_moves_after_every_so_many_steps_and_the_loss_compares_with_it():
         schedule=spec.optimizer,
         reference=None,
         folder=Path(),
-        moving=spec.reference,
+        moving=spec.roles["reference"].moving,
     )
     first = host(make_params(rules_of()))
     state = dataclasses.replace(init_state(make_params(rules_of()), optimizer), reference=make_params(rules_of()))

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from shown_commands import ROOT, fenced
 from tiny_decoder import tiny
-from tiny_runs import assert_same_run, config_of, groups_of, make_config, make_trainer, trained
+from tiny_runs import assert_same_run, config_of, groups_of, make_config, make_trainer, teacher_role, trained
 
 from podium.algorithms.recipes import Teaching
 from podium.certify.naive import Weights, distributions, in_float64, scores
@@ -21,14 +21,14 @@ from podium.models.architecture import DecoderConfig
 from podium.models.files.source import resolve as find_source
 from podium.models.text.tokenizer import load_tokenizer
 from podium.run.machine import Machine
-from podium.run.resolve import privileged_batch, resolve, resolve_recipe, resolve_rollout
+from podium.run.resolve import resolve, resolve_recipe, resolve_rollout
 from podium.sampling.feed import Feed
 from podium.sampling.privileged import privileged_messages
 from podium.tasks.task import Prompt
 from podium.train.batches.batch import take
 from podium.train.batches.prepare import pack_step, prepare_step
 from podium.train.loop import train
-from podium.train.scorers import OwnPrompts, make_scorers, make_teacher_scorer
+from podium.train.scorers import OwnPrompts, make_role_scorer, make_scorers
 
 pytestmark = pytest.mark.usefixtures("one_device")
 TEMPLATE = "{question} Answer with {answer} ."
@@ -71,8 +71,8 @@ def test_each_token_is_taught_by_its_own_score_behind_the_teacher_s_prompt(packi
     behind = OwnPrompts(
         of=lambda prompt: own[prompt.prompt.id], sizes=dataclasses.replace(trainer.sizes, row_tokens=22)
     )
-    teacher = make_teacher_scorer(recipe, trainer.settings, decoder, params, behind)
-    scorers = make_scorers(recipe, trainer.settings, trainer.score, None, teacher)
+    teacher = make_role_scorer(teacher_role(decoder), trainer.settings, params, behind)
+    scorers = make_scorers(recipe, trainer.settings, trainer.score, None, [teacher])
     rules = trainer.settings.computing
     (batch,), stats = prepare_step(groups, recipe, trainer.sizes, rules=rules, scorers=scorers, policy=state.params)
     (plain,), _ = trainer.prepare(state, groups)
@@ -129,15 +129,20 @@ def test_prompts_that_are_too_long_for_the_teacher_are_left_out_of_training_alon
 
 
 def test_a_teacher_s_rows_have_room_for_its_longest_prompt():
-    config = make_config(teacher={"model": "x", **PRIVILEGED})
-    mesh = {"dp": 1, "fsdp": 1, "sp": 1, "tp": 1}
-    sizes = privileged_batch(config, resolve_recipe(config), tiny(), mesh)
+    def spec_of_teacher(sp=1, rollout=None, **own):
+        config = make_config(teacher={"model": "Qwen/Qwen3-0.6B", **own}, rollout=rollout or {}, mesh=f"sp:{sp}")
+        return resolve(config, tiny(), Machine(platform="cpu", devices=sp))
+
+    def own_batch(**given):
+        spec = spec_of_teacher(**given, **PRIVILEGED)
+        return spec.batch_of(spec.roles["teacher"])
+
+    sizes = own_batch()
     assert (sizes.row_tokens, sizes.rows, sizes.max_rows) == (24 + 3, 2, 16)
-    talking = make_config(teacher={"model": "x", **PRIVILEGED}, rollout={"max_episode_tokens": 40})
-    assert privileged_batch(talking, resolve_recipe(talking), tiny(), mesh).row_tokens == 24 + 40
-    assert privileged_batch(config, resolve_recipe(config), tiny(), {**mesh, "sp": 4}).row_tokens == 28
-    alike = resolve(make_config(teacher={"model": "Qwen/Qwen3-0.6B"}), tiny(), Machine(platform="cpu", devices=1))
-    assert alike.teacher is not None and alike.teacher.own_batch is None
+    assert own_batch(rollout={"max_episode_tokens": 40}).row_tokens == 24 + 40
+    assert own_batch(sp=4).row_tokens == 28
+    alike = spec_of_teacher()
+    assert alike.batch_of(alike.roles["teacher"]) is alike.batch
 
 
 @pytest.mark.long

@@ -25,6 +25,7 @@ from tiny_runs import (
     merged,
     sgd,
     spec_of,
+    teacher_role,
     trained,
 )
 
@@ -42,14 +43,14 @@ from podium.sharding import Params
 from podium.train.batches.batch import Batch, make_batch
 from podium.train.batches.prepare import prepare_step
 from podium.train.loop import train
-from podium.train.open import _load_teacher
-from podium.train.scorers import make_scorers, make_teacher_scorer
+from podium.train.open import load_scorers
+from podium.train.scorers import make_role_scorer, make_scorers
 from podium.train.setup import (
     load_frozen,
     load_trained,
     make_model,
+    make_role_model,
     make_run_optimizer,
-    make_teacher,
     make_train_settings,
     run_spec,
 )
@@ -77,8 +78,9 @@ def prepared(
     """The batch of a step with this teacher, whose weights are stored in bfloat16."""
     recipe = dataclasses.replace(trainer.recipe, teacher=Teaching(weight=weight, loss=loss))
     stored = {name: x.astype(jnp.bfloat16) for name, x in teacher.items()}
-    scorer = make_teacher_scorer(recipe, trainer.settings, frozen_decoder(decoder, "bfloat16"), stored)
-    scorers = make_scorers(recipe, trainer.settings, trainer.score, None, scorer)
+    role = teacher_role(frozen_decoder(decoder, "bfloat16"), loss)
+    scorer = make_role_scorer(role, trainer.settings, stored)
+    scorers = make_scorers(recipe, trainer.settings, trainer.score, None, [scorer])
     rules = trainer.settings.computing
     (batch,), stats = prepare_step(groups_of(), recipe, trainer.sizes, rules=rules, scorers=scorers, policy=params)
     return batch, stats
@@ -219,8 +221,7 @@ def test_a_teacher_that_is_the_base_of_the_adapters_has_no_copy_and_scores_as_on
     )
     model = make_model(config)
     spec = run_spec(config, model.decoder, model.mesh)
-    taught_by = make_teacher(spec, model)
-    assert taught_by is not None
+    models = {"teacher": make_role_model(spec.roles["teacher"], model)}
     frozen = kept(load_frozen(model), model.rules)
 
     def held():
@@ -228,11 +229,11 @@ def test_a_teacher_that_is_the_base_of_the_adapters_has_no_copy_and_scores_as_on
         return sum(x.nbytes for x in jax.live_arrays())
 
     before = held()
-    shared = _load_teacher(taught_by, spec, frozen, SimpleNamespace(), Progress("run", 1))
+    (shared,) = load_scorers(spec, models, frozen, SimpleNamespace(), Progress("run", 1))
     assert held() == before
     assert shared.params is frozen
-    apart = dataclasses.replace(spec, teacher=dataclasses.replace(spec.teacher, is_base=False))
-    own = _load_teacher(taught_by, apart, frozen, SimpleNamespace(), Progress("run", 1))
+    apart = dataclasses.replace(spec, scoring_models=(dataclasses.replace(spec.roles["teacher"], weights="frozen"),))
+    (own,) = load_scorers(apart, models, frozen, SimpleNamespace(), Progress("run", 1))
     assert held() - before == sum(x.nbytes for x in frozen.values())
     settings = make_train_settings(spec.update, model.decoder, model.mesh)
     samples = make_samples(longest_prompt=8, longest=3, vocab=model.decoder.vocab)
@@ -254,7 +255,7 @@ def test_a_teacher_that_is_the_base_of_the_adapters_has_no_copy_and_scores_as_on
             reference=None,
             folder=Path(),
             frozen=frozen,
-            teacher=teacher,
+            scoring=[teacher],
         )
         assert set(trainer.taught) == kept_head
         adapters = {name: x + 0.1 for name, x in load_trained(model, None, frozen).items()}
@@ -266,7 +267,7 @@ def test_a_teacher_that_is_the_base_of_the_adapters_has_no_copy_and_scores_as_on
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_base"),
+    ("changes", "shared"),
     [
         ({}, True),
         ({"teacher": {"base": "int8"}}, False),
@@ -275,10 +276,10 @@ def test_a_teacher_that_is_the_base_of_the_adapters_has_no_copy_and_scores_as_on
         ({"lora": None}, False),
     ],
 )
-def test_only_the_frozen_model_in_its_own_format_is_shared(changes, is_base):
+def test_only_the_frozen_model_in_its_own_format_is_shared(changes, shared):
     same = {"lora": {"rank": 2}, "algorithm": {"recipe": "distill"}, "teacher": {"model": "Qwen/Qwen3-0.6B"}}
-    teacher = spec_of(make_config("Qwen/Qwen3-0.6B", **merged(same, changes))).teacher
-    assert teacher is not None and teacher.is_base == is_base
+    teacher = spec_of(make_config("Qwen/Qwen3-0.6B", **merged(same, changes))).roles["teacher"]
+    assert teacher.weights == ("policy_base" if shared else "frozen")
 
 
 @pytest.mark.parametrize("loss", ["sampled", pytest.param("full", marks=pytest.mark.long)])
@@ -307,8 +308,7 @@ def test_an_int8_teacher_is_close_to_one_in_bfloat16(tiny_model, teacher_model):
     for base in ("bfloat16", "int8"):
         config = make_config(tiny_model, teacher={"model": str(teacher_model), "base": base})
         model = make_model(config)
-        made = make_teacher(run_spec(config, model.decoder, model.mesh), model)
-        assert made is not None
+        made = make_role_model(run_spec(config, model.decoder, model.mesh).roles["teacher"], model)
         weights = load_frozen(made)
         program = make_score(trainer.settings._replace(decoder=made.decoder))
         found.append(np.asarray(program(weights, batch)) * np.asarray(batch.mask))
@@ -326,8 +326,8 @@ def test_a_teacher_with_another_tokenizer_is_refused_with_the_first_difference(t
     config = make_config(tiny_model, teacher={"model": str(other)})
     model = make_model(config)
     number = model.tokenizer.encode("+")[0]
-    with pytest.raises(ValueError, match=rf"another tokenizer than .*: token {number} is '\+' and 'plus'; its log"):
-        make_teacher(run_spec(config, model.decoder, model.mesh), model)
+    with pytest.raises(ValueError, match=rf"another tokenizer than .*: token {number} is '\+' and 'plus'; its scores"):
+        make_role_model(run_spec(config, model.decoder, model.mesh).roles["teacher"], model)
 
 
 def test_a_teacher_without_a_chat_template_teaches_and_one_with_too_few_positions_does_not(
@@ -344,7 +344,7 @@ def test_a_teacher_without_a_chat_template_teaches_and_one_with_too_few_position
             path.write_text(json.dumps(settings))
     config = make_config(tiny_model, teacher={"model": str(base)})
     model = make_model(config)
-    assert make_teacher(run_spec(config, model.decoder, model.mesh), model) is not None
+    make_role_model(run_spec(config, model.decoder, model.mesh).roles["teacher"], model)
     with pytest.raises(ModelError, match="has no chat template"):
         load_tokenizer(resolve(str(base)))
     path = base / "config.json"

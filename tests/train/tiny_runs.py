@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,10 @@ import optax
 from tiny_decoder import DECODER
 
 from benches.recipes import RISE, SIZES, first_and_last, learn, write_tiny_model
-from podium.algorithms.recipes import Recipe
+from podium.algorithms.recipes import TEACHER_HIDDEN, TEACHER_LOGPROBS, Recipe
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config
+from podium.models.architecture import DecoderConfig
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.observe.metrics import step_metrics
 from podium.observe.run_dir import Fork, read_config
@@ -24,7 +25,7 @@ from podium.rollout.request import Completion, RolloutStats
 from podium.rollout.transcript import Transcript, transcript_of
 from podium.run.machine import Machine
 from podium.run.resolve import resolve, resolve_recipe
-from podium.run.run_spec import RunSpec
+from podium.run.run_spec import Role, RunSpec
 from podium.run.token_sizes import optimizer_steps
 from podium.sampling.groups import Group
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
@@ -371,3 +372,9 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], r
 def lengths_of(groups: list[Group]) -> list[list[int]]:
     """Tokens of each completion [N][G]."""
     return [[each.num_drawn for each in group.transcripts] for group in groups]
+
+
+def teacher_role(decoder: DecoderConfig, loss: Literal["sampled", "full"] = "sampled") -> Role:
+    """The role of a teacher with this architecture, which has its own weights."""
+    scores = TEACHER_HIDDEN if loss == "full" else TEACHER_LOGPROBS
+    return Role(name="teacher", model="none", decoder=decoder, weights="frozen", scores=scores, phase="teacher")

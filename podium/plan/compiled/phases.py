@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from podium.algorithms.recipes import TEACHER_HIDDEN
 from podium.compiler import Lowerable
 from podium.models.adapters import abstract_frozen
 from podium.models.architecture import DecoderConfig
@@ -33,18 +32,23 @@ from podium.rollout.programs import (
     make_engine_programs,
     prefill,
 )
-from podium.run.run_spec import RunSpec
+from podium.run.run_spec import SCORE, Role, RunSpec
 from podium.sampling.sampler import rollout_rules
 from podium.sharding import AbstractParams, Params, ShardingRules, abstract_params
-from podium.train.batches.batch import make_batch
-from podium.train.critic import make_critic, make_critic_optimizer
+from podium.train.batches.batch import Batch, make_batch
 from podium.train.optimizer.offload import takes_no_device
 from podium.train.optimizer.transforms import make_opt_init
-from podium.train.reward_models import make_reward_program, reward_batch
-from podium.train.scorers import make_teacher_program
+from podium.train.scorers import make_role_program, role_settings
 from podium.train.setup import make_run_optimizer, make_train_settings
-from podium.train.state import TrainState, abstract_state
-from podium.train.step import TEACHER_HEAD, TrainSettings, abstract_batch, abstract_scored, make_train_programs
+from podium.train.state import abstract_state
+from podium.train.step import (
+    TEACHER_HEAD,
+    TrainSettings,
+    abstract_batch,
+    abstract_scored,
+    make_train_programs,
+    make_value_step,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,8 +64,8 @@ class PhaseProgram:
 def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     """The programs of a run by name, in the order in which a run first calls them.
 
-    Names: init, sync, prefill:T by chunk length, copy, decode:S by slots, reward:NAME by reward model, score, teacher,
-    values and critic if they are needed, and update.
+    Names: init, sync, prefill:T by chunk length, copy, decode:S by slots, reward:NAME by reward model, score if it is
+    needed, the `phase` of each other role and, if it is trained, its name, and update.
 
     Raises:
         ValueError: an array does not divide over the mesh.
@@ -74,16 +78,19 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     state = abstract_state(params, optimizer)
     score, train_step = make_train_programs(settings, recipe, optimizer)
     batch = abstract_batch(make_batch([], spec.batch)[0], settings.computing)
-    teacher = spec.teacher
-    width = 0 if teacher is None else teacher.decoder.width
-    scored = abstract_scored(spec.batch, recipe, settings, teacher_width=width)
-    taught = {} if teacher is None or teacher.is_base else abstract_frozen(teacher.decoder, settings.stored)
+    weights = {role.name: _abstract_weights(role, settings) for role in spec.roles.values()}
+    learning = {
+        role.name: abstract_state(weights[role.name], make_run_optimizer(role.learning.optimizer, role.decoder))
+        for role in spec.scoring_models
+        if role.learning is not None
+    }
+    scored = abstract_scored(
+        spec.batch, recipe, settings, width=0 if spec.compared is None else spec.compared.decoder.width
+    )
     compared: dict[str, jax.ShapeDtypeStruct] = {}
-    if taught and TEACHER_HIDDEN in scored.scores:
-        compared[TEACHER_HEAD] = taught.get("head", taught["embed"])
+    if spec.compared is not None and (of_compared := weights[spec.compared.name]):
+        compared[TEACHER_HEAD] = of_compared.get("head", of_compared["embed"])
 
-    rewarding = {each.name: abstract_frozen(each.decoder, settings.stored) for each in spec.rollout.reward_models}
-    valued = _abstract_critic(spec, settings)
     engine = _abstract_engine(spec, mesh)
     merged = decoder.lora is not None and decoder.lora.merged
     kept = [] if keeps(frozen, decoder, engine.rules, engine.dtype) else engine.frozen
@@ -91,11 +98,11 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     table = [
         Resident("parameters", device_bytes(params)),
         Resident("optimizer", device_bytes((state.step, state.opt_state))),
-        Resident("reference_weights", device_bytes(params) if recipe.needs_reference and not frozen else 0),
-        Resident("teacher_weights", device_bytes(taught)),
-        Resident("reward_weights", device_bytes(rewarding)),
-        Resident("critic_weights", device_bytes(valued and valued.params)),
-        Resident("critic_optimizer", device_bytes(valued and (valued.step, valued.opt_state))),
+        *(Resident(f"{role.kind}_weights", device_bytes(weights[role.name])) for role in spec.roles.values()),
+        *(
+            Resident(f"{spec.roles[name].kind}_optimizer", device_bytes((each.step, each.opt_state)))
+            for name, each in learning.items()
+        ),
         # Unless it has its own copy, the rollout reads the trainer's frozen weights.
         Resident("frozen_weights", device_bytes(frozen), STEP if kept or merged else ("sync", "update")),
         Resident("rollout_weights", device_bytes(kept), ("sync", "update")),
@@ -109,40 +116,45 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
     synced = own | under if merged else own
     found["sync"] = phase("sync", engine.programs.sync, (params | frozen if merged else params,), synced)
     for name, call in engine_calls(engine.programs, spec.rollout.settings, decoder, engine.rules, engine.dtype).items():
-        weights = {} if name == "copy" else {"rollout_weights": engine.weights}
-        found[name] = phase("rollout", *call, {"kv_cache": engine.cache, **weights})
-    for each in spec.rollout.reward_models:
-        _, program = make_reward_program(each, settings)
-        shape = make_batch([], reward_batch(each, shards=settings.computing.num_shards("batch")))[0]
-        graded = (rewarding[each.name], abstract_batch(shape, settings.computing))
-        found[f"reward:{each.name}"] = phase("rollout", program, graded, {"reward_weights": graded[0]})
+        read = {} if name == "copy" else {"rollout_weights": engine.weights}
+        found[name] = phase("rollout", *call, {"kv_cache": engine.cache, **read})
+    for role in spec.rollout.grading_models:
+        read, shown = {f"{role.kind}_weights": weights[role.name]}, _abstract_own_batch(spec, role, settings)
+        found[role.phase] = phase("rollout", make_role_program(role, settings), (weights[role.name], shown), read)
     if recipe.scorers:
-        found["score"] = phase("update", score, (params | frozen, batch), own | under | {"batch": batch})
+        found[SCORE] = phase("update", score, (params | frozen, batch), own | under | {"batch": batch})
     unrouted = dataclasses.replace(batch, choices=None)
-    if teacher is not None and recipe.teacher is not None:
-        read = under if teacher.is_base else {"teacher_weights": taught}
+    for role in spec.scoring_models:
+        if role.phase == SCORE:
+            continue
+        read = {f"{role.kind}_weights": weights[role.name]} if weights[role.name] else under
         shown, given = unrouted, {"batch": unrouted}
-        if teacher.own_batch is not None:
-            shown, given = abstract_batch(make_batch([], teacher.own_batch)[0], settings.computing), {}
-        program = make_teacher_program(recipe.teacher, settings, teacher.decoder)
-        found["teacher"] = phase("update", program, (taught or frozen, shown), read | given)
-    if spec.critic is not None and valued is not None:
-        critic, moments = make_critic(spec.critic, settings, make_critic_optimizer(spec.critic)), valued.opt_state
-        read = {"critic_weights": valued.params}
-        found["values"] = phase("update", critic.values, (valued.params, unrouted), read | {"batch": unrouted})
-        read |= {"critic_optimizer": (valued.step, moments), "batch": scored}
-        found["critic"] = phase("update", critic.step, (valued, scored), read)
+        if role.longer_prompts is not None:
+            shown, given = _abstract_own_batch(spec, role, settings), {}
+        program = make_role_program(role, settings)
+        found[role.phase] = phase("update", program, (weights[role.name] or frozen, shown), read | given)
+        if role.learning is not None:
+            own_state = learning[role.name]
+            optimizer = make_run_optimizer(role.learning.optimizer, role.decoder)
+            step = make_value_step(role_settings(role, settings), optimizer, clip=role.learning.clip)
+            read |= {f"{role.kind}_optimizer": (own_state.step, own_state.opt_state), "batch": scored}
+            found[role.name] = phase("update", step, (own_state, scored), read)
     trained = own | under | {"optimizer": (state.step, state.opt_state), "batch": scored, "teacher_weights": compared}
     found["update"] = phase("update", train_step, (state, scored, frozen | compared), trained)
     return found
 
 
-def _abstract_critic(spec: RunSpec, settings: TrainSettings) -> TrainState | None:
-    """The critic's state; None without a critic."""
-    if spec.critic is None:
-        return None
-    params = abstract_params(trained_specs(spec.critic.decoder), jnp.dtype(jnp.float32), settings.stored)
-    return abstract_state(params, make_critic_optimizer(spec.critic))
+def _abstract_weights(role: Role, settings: TrainSettings) -> AbstractParams:
+    """The weights of a model beside the policy; none if they are the policy's own frozen ones."""
+    if role.weights == "policy_base":
+        return {}
+    trained = abstract_params(trained_specs(role.decoder), jnp.dtype(jnp.float32), settings.stored)
+    return abstract_frozen(role.decoder, settings.stored) | trained
+
+
+def _abstract_own_batch(spec: RunSpec, role: Role, settings: TrainSettings) -> Batch[jax.Array]:
+    """A batch that only this role scores."""
+    return abstract_batch(make_batch([], spec.batch_of(role))[0], settings.computing)
 
 
 class _AbstractEngine(NamedTuple):

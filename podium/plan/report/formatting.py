@@ -4,16 +4,8 @@ import math
 from collections.abc import Sequence
 
 from podium.accelerators import GIB
-from podium.plan.result import Peak, Phase, Plan, Seconds, total
+from podium.plan.result import STEP_PARTS, Peak, Phase, Plan, Seconds, part_of, total
 
-STEP_PARTS: dict[str, tuple[str, ...]] = {
-    "sync": ("sync",),
-    "rollout": ("prefill", "copy", "decode"),
-    "reward": ("reward",),
-    "score": ("score", "teacher", "values"),
-    "update": ("critic", "update"),
-}
-"""The parts of a step that users see, in order, with the phases of each; `host` comes last."""
 PARTED = 2.0  # ratio of a step's seconds, compiled and estimated, from which a plan says that they part
 NEGLIGIBLE = 0.01  # share of a step below which a part is not mentioned
 LITTLE = 1e6  # bytes below which a transfer is not mentioned
@@ -74,10 +66,9 @@ def readable(name: str) -> str:
 
 def step_parts(plan: Plan) -> list[tuple[str, Seconds]]:
     """Seconds of each part of a step, in order; parts that take no time are left out."""
-    known = {phase.name: phase.seconds for phase in plan.phases if phase.seconds is not None}
     parts = []
-    for part, names in STEP_PARTS.items():
-        times = [known[name] for name in names if name in known]
+    for part in STEP_PARTS:
+        times = [each.seconds for each in plan.phases if part_of(each.name) == part and each.seconds is not None]
         if times and any(each.value for each in times):
             parts.append((part, total(times)))
     waited = (("environments", plan.environments), ("host", plan.host))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from podium.accelerators import Accelerator
-from podium.algorithms.recipes import TEACHER_HIDDEN
 from podium.config.attention_blocks import cache_block_pages, kv_layout, window_blocks
 from podium.config.head import fast_memory, head_chunks, head_tile
 from podium.config.imports import is_path
@@ -35,7 +34,7 @@ from podium.plan.search.study import Change
 from podium.rollout.cache_layout import Kept, kept_places, kv_pages, num_cells
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
-from podium.run.run_spec import BatchSizes, RewardModelSpec, RunSpec, UpdateSpec
+from podium.run.run_spec import Role, RunSpec, UpdateSpec
 
 F32 = 4
 ENDS = ("embed", "head")
@@ -45,8 +44,8 @@ AnySection = TypeVar("AnySection", bound=Section)
 Parts = Mapping[str, int]  # logical axis -> number of parts it is split into
 
 
-class TeacherRows(NamedTuple):
-    """The rows of a teacher that reads longer prompts than the policy."""
+class OwnRows(NamedTuple):
+    """The rows of a model that reads longer prompts than the policy."""
 
     micro_batches: float
     """For each micro-batch of the policy."""
@@ -62,78 +61,36 @@ class RunSizes:
     """The resolved run; its machine is in the table of accelerators."""
     attended: float = 1.0
     """Share of the blocks on or below the diagonal that attention kernels compute in an update."""
-    behind_own_prompts: "TeacherRows | None" = None
-    """The rows of a teacher that reads its own prompts; None: it scores the policy's."""
+    own_rows: Mapping[str, OwnRows] = dataclasses.field(default_factory=dict)
+    """The rows of models that read their own prompts, by the role's name."""
 
     @property
     def decoder(self) -> DecoderConfig:
         """The model's architecture."""
         return self.spec.decoder
 
-    @property
-    def of_teacher(self) -> "RunSizes | None":
-        """The sizes of the same run with the teacher in place of the policy; None without a teacher.
+    def of(self, role: Role) -> "RunSizes":
+        """The sizes of the same run with another of its models in place of the policy, and the batches that it scores.
 
-        Its batches are those that it scores, behind its own prompts or the policy's.
+        A head of one number per token is computed in chunks, and is compared with no other.
         """
-        spec, teacher, rows = self.spec, self.spec.teacher, self.behind_own_prompts
-        if teacher is None:
-            return None
-        return dataclasses.replace(
-            self,
-            spec=dataclasses.replace(
-                spec, decoder=teacher.decoder, batch=teacher.own_batch or spec.batch, teacher=None
-            ),
-            attended=self.attended if rows is None else rows.attended,
-        )
-
-    @property
-    def of_critic(self) -> "RunSizes | None":
-        """The sizes of the same run with the critic in place of the policy; None without a critic."""
-        critic, spec = self.spec.critic, self.spec
-        if critic is None:
-            return None
+        spec, rows = self.spec, self.own_rows.get(role.name)
+        attended = self.attended if role.conversations is None else 1.0
         own = dataclasses.replace(
             spec,
-            decoder=critic.decoder,
-            optimizer=critic.optimizer,
-            update=dataclasses.replace(spec.update, head="chunked"),
-            recipe=dataclasses.replace(spec.recipe, teacher=None, kl="none"),
-            teacher=None,
-            critic=None,
+            decoder=role.decoder,
+            batch=dataclasses.replace(spec.batch_of(role), devices=spec.batch.devices),
+            optimizer=spec.optimizer if role.learning is None else role.learning.optimizer,
+            scoring_models=(),
+            rollout=dataclasses.replace(spec.rollout, grading_models=()),
         )
-        return dataclasses.replace(self, spec=own)
-
-    @property
-    def of_reward_models(self) -> "dict[str, RunSizes]":
-        """The sizes of the same run with each reward model in place of the policy, by its name."""
-        return {each.name: self._of_reward_model(each) for each in self.spec.rollout.reward_models}
-
-    def _of_reward_model(self, model: RewardModelSpec) -> "RunSizes":
-        spec = self.spec
-        rows = model.rows_per_device * spec.batch.devices
-        own = dataclasses.replace(
-            spec,
-            decoder=model.decoder,
-            batch=BatchSizes(
-                row_tokens=model.row_tokens,
-                rows=rows,
-                max_rows=rows,
-                packing="sequences",
-                max_new_tokens=model.row_tokens,
-                devices=spec.batch.devices,
-            ),
-            update=dataclasses.replace(spec.update, head="chunked"),
-            recipe=dataclasses.replace(spec.recipe, teacher=None, kl="none"),
-            teacher=None,
-            critic=None,
-        )
-        return dataclasses.replace(self, spec=own, attended=1.0)
-
-    @property
-    def compares(self) -> bool:
-        """Whether updates compute a teacher's logits beside the policy's."""
-        return TEACHER_HIDDEN in self.spec.recipe.loss_scores
+        if role.decoder.scores != "none":
+            own = dataclasses.replace(
+                own,
+                update=dataclasses.replace(spec.update, head="chunked"),
+                recipe=dataclasses.replace(spec.recipe, teacher=None, kl="none"),
+            )
+        return dataclasses.replace(self, spec=own, attended=attended if rows is None else rows.attended)
 
     @property
     def rollout(self) -> RolloutConfig:
@@ -561,7 +518,7 @@ def network_bytes(run: RunSizes, phase: str, sent: int) -> int:
     if run.shards * run.tp > run.accelerator.devices_per_host:
         return sent // run.accelerator.devices_per_host
     slices = run.spec.machine.slices
-    return 2 * run.own_count * F32 * (slices - 1) // slices if phase in ("update", "critic") else 0
+    return 2 * run.own_count * F32 * (slices - 1) // slices if phase in run.spec.updates else 0
 
 
 def optimizer_count(decoder: DecoderConfig, name: str, parts: Parts) -> int:

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 import podium.plan.traced.estimate as closed_form
 from podium.config.sizes import steps_at_once
-from podium.plan.request.phase_sizes import RunSizes, TeacherRows
+from podium.plan.request.phase_sizes import OwnRows, RunSizes
 from podium.plan.request.planned_rows import packed
 from podium.plan.request.workload import SequenceLengths, Workload, longer_prompts
 from podium.plan.traced.estimate import PhaseEstimate
+from podium.run.run_spec import SCORE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,10 +74,11 @@ def rollout_calls(run: RunSizes, workload: Workload) -> list[Call]:
         rounds = steps / calls / at_once if calls else 0.0
         decode = _call(run, f"decode:{size}", form, calls, rounds=rounds, repeats=steps, tokens=tokens)
         found.append(dataclasses.replace(decode, once_flops=closed_form.first_flops(run, size)))
-    for name, model in run.of_reward_models.items():
+    for role in run.spec.rollout.grading_models:
         read = workload.completion_tokens + run.spec.rollout.completions * workload.prompt_tokens
-        calls = max(1, math.ceil(read / (model.spec.batch.rows * model.row_tokens)))  # rows are nearly full
-        found.append(_call(run, f"reward:{name}", closed_form.reward_phase(run, name), calls))
+        batch = run.spec.batch_of(role)
+        calls = max(1, math.ceil(read / (batch.rows * batch.row_tokens)))  # rows are nearly full
+        found.append(_call(run, role.phase, closed_form.role_phase(run, role), calls))
     return found
 
 
@@ -87,38 +89,33 @@ def update_calls(run: RunSizes, micro_batches: int) -> list[Call]:
     mismatched = 2 if recipe.data_form == "label" else 0  # policy and reference score other rows' completions
     scores = batches * (len(recipe.scorers) + mismatched)
     updates = batches * recipe.updates_per_batch
-    trained = [("update", closed_form.update_phase(run, own), updates)]
-    if run.spec.teacher is not None:
-        trained.insert(0, ("teacher", closed_form.teacher_phase(run), batches))
-    if run.spec.critic is not None:
-        learned = closed_form.critic_phase(run, own)
-        trained.insert(0, ("critic", learned, batches * run.spec.critic.updates))
-        trained.insert(0, ("values", closed_form.values_phase(run), batches))
-    if scores:
-        trained.insert(0, ("score", closed_form.score_phase(run), scores))
-    made = [_call(run, name, form, times, rounds=own, repeats=times * own) for name, form, times in trained]
-    made = [dataclasses.replace(each, attended=run.attended) for each in made]
-    if (rows := run.behind_own_prompts) is None:
-        return made
-    return [_with_rows(each, rows) if each.phase == "teacher" else each for each in made]
+    made = [_call(run, SCORE, closed_form.score_phase(run), scores, rounds=own, repeats=scores * own)] if scores else []
+    for role in run.spec.scoring_models:
+        if role.phase != SCORE:
+            rows = own * run.own_rows[role.name].micro_batches if role.name in run.own_rows else own
+            form = closed_form.role_phase(run, role)
+            made.append(_call(run, role.phase, form, batches, rounds=rows, repeats=batches * rows))
+        if role.learning is not None:
+            form, times = closed_form.learning_phase(run, role, own), batches * role.learning.updates
+            made.append(_call(run, role.name, form, times, rounds=own, repeats=times * own))
+    form = closed_form.update_phase(run, own)
+    made.append(_call(run, "update", form, updates, rounds=own, repeats=updates * own))
+    attended = {run.spec.roles[name].phase: rows.attended for name, rows in run.own_rows.items()}
+    return [dataclasses.replace(each, attended=attended.get(each.program, run.attended)) for each in made]
 
 
 def packed_run(run: RunSizes, drawn: SequenceLengths) -> tuple[RunSizes, int]:
     """The sizes with what packing a step's completions tells, and the number of its micro-batches."""
     spec, attention = run.spec, run.update.attention
     count, attended = packed(drawn, spec.batch, minibatches=spec.recipe.minibatches, attention=attention)
-    behind = None
-    if (teachers := spec.teacher and spec.teacher.own_batch) is not None:
-        longer = longer_prompts(drawn, teachers.row_tokens - spec.batch.row_tokens)
-        own, seen = packed(longer, teachers, minibatches=spec.recipe.minibatches, attention=attention)
-        behind = TeacherRows(own / count, seen)
-    return dataclasses.replace(run, attended=attended, behind_own_prompts=behind), count
-
-
-def _with_rows(call: Call, rows: TeacherRows) -> Call:
-    """A call on a teacher's own rows, from one on the policy's."""
-    share = rows.micro_batches
-    return dataclasses.replace(call, rounds=call.rounds * share, repeats=call.repeats * share, attended=rows.attended)
+    own_rows: dict[str, OwnRows] = {}
+    for role in spec.scoring_models:
+        if role.longer_prompts is not None:
+            batch = spec.batch_of(role)
+            longer = longer_prompts(drawn, batch.row_tokens - spec.batch.row_tokens)
+            own, seen = packed(longer, batch, minibatches=spec.recipe.minibatches, attention=attention)
+            own_rows[role.name] = OwnRows(own / count, seen)
+    return dataclasses.replace(run, attended=attended, own_rows=own_rows), count
 
 
 def _call(

@@ -5,14 +5,12 @@ from collections.abc import Callable, Sequence
 
 from podium.hlo.collectives import KINDS
 from podium.plan.report.formatting import LIMITS, LITTLE, data_size, exact_gib, gib, number, readable
-from podium.plan.result import Plan
+from podium.plan.result import Plan, part_of
 from podium.plan.search.study import ORDER, Outcome
 
 ALIKE = 0.01  # differences below this share of a step's seconds are ignored
 MUCH = 1.05  # counts whose ratio is above this explain a difference
 HOST = "host"  # the part of a step outside all phases
-PER = {"decode": "token"} | dict.fromkeys(("update", "reward", "score", "teacher", "values", "critic"), "micro-batch")
-"""The unit that a phase's counts are divided by; other phases use `call`."""
 
 
 def by_price(entries: Sequence[Outcome]) -> bool:
@@ -80,7 +78,7 @@ class _Pair:
 
     def __init__(self, plan: Plan, other: Plan, name: str) -> None:
         self.name = name
-        self.unit = PER.get(name, "call")
+        self.unit = _unit(name)
         plans = plan, other
         self.phases = [each.find_phase(name) for each in plans]
         self.comparable = name == HOST or None not in self.phases
@@ -111,18 +109,22 @@ class _Pair:
 
 
 def _calls(plan: Plan, name: str) -> float:
-    """The number of units of a part (see `PER`) in a step; one token is a decode step of all slots."""
+    """The number of units of a part (see `_unit`) in a step; one token is a decode step of all slots."""
+    if name == HOST:
+        return float(sum(phase.calls for phase in plan.phases)) or 1.0
+    if name == "decode":
+        return float(plan.workload.decode_steps) or 1.0
+    if part_of(name) in ("score", "update"):
+        return float(plan.micro_batches) or 1.0
     phase = plan.find_phase(name)
-    counts = {
-        HOST: sum(phase.calls for phase in plan.phases),
-        "decode": plan.workload.decode_steps,
-        "update": plan.micro_batches,
-        "score": plan.micro_batches,
-        "teacher": plan.micro_batches,
-        "values": plan.micro_batches,
-        "critic": plan.micro_batches,
-    }
-    return float(counts.get(name, phase.calls if phase else 0)) or 1.0
+    return float(phase.calls if phase else 0) or 1.0
+
+
+def _unit(name: str) -> str:
+    """The unit that the counts of a phase, or of HOST, are divided by."""
+    if name == "decode":
+        return "token"
+    return "micro-batch" if name != HOST and part_of(name) in ("reward", "score", "update") else "call"
 
 
 def _differ(figures: Sequence[float]) -> bool:

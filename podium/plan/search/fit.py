@@ -15,11 +15,10 @@ from podium.config.errors import ConfigError
 from podium.config.lora import Base, LoraConfig
 from podium.config.optimizer import OPTIMIZER_COPIES
 from podium.plan.request.phase_sizes import Planned
-from podium.plan.result import Peak, Plan, margin
+from podium.plan.result import Peak, Plan, margin, part_of
 from podium.plan.search.fit_candidates import Half, Halves, Place
 from podium.plan.search.study import Case, Change, Changes, Outcome, Study
 
-ALONE = ("critic", "update", "decode")  # phases that are compiled by themselves
 MOST_PROGRAMS = 6  # programs that are compiled by themselves
 MOST_PLANS = 2  # whole plans; a second one if a program that was not compiled by itself turns out too large
 ALIKE = 0.02  # share of the fastest candidate's seconds within which fewer changes are better
@@ -292,7 +291,8 @@ class Choice:
 
         The whole plan compiles such a decode.
         """
-        phase = max((name for name in ALONE if name in half.peaks), key=lambda name: half.peaks[name])
+        alone = (name for name in half.peaks if name == "decode" or part_of(name) == "update")
+        phase = max(alone, key=lambda name: half.peaks[name])
         if (id(half), phase) in self._exact:
             return None
         sure = (1 - margin(False)) * self._hbm_bytes

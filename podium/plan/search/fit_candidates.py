@@ -23,7 +23,7 @@ from podium.plan.result import Phase, margin, total
 from podium.plan.search.study import Change, Changes, Value
 from podium.plan.search.tunable_settings import value_of
 from podium.plan.traced.estimate import decode_phase
-from podium.run.resolve import privileged_batch, resolve_batch, resolve_update
+from podium.run.resolve import resolve_batch, resolve_update
 
 APART = 1.15  # ratio between neighbouring numbers of rows that are tried
 TIGHT = 0.8  # share of the memory above which smaller variants of a candidate are tried too
@@ -189,15 +189,10 @@ class Halves:
         changes = self._changes(values)
         changed, run = planned.changed_settings(changes), planned.sizes
         spec = run.spec
-        recipe, teacher = spec.recipe, spec.teacher
-        if teacher is not None and teacher.own_batch is not None:
-            own = privileged_batch(changed, recipe, teacher.decoder, run.mesh)
-            teacher = dataclasses.replace(teacher, own_batch=own)
         spec = dataclasses.replace(
             spec,
-            batch=resolve_batch(changed, recipe, run.decoder, run.mesh),
-            teacher=teacher,
-            update=resolve_update(changed, recipe, spec.machine, run.mesh),
+            batch=resolve_batch(changed, spec.recipe, run.decoder, run.mesh),
+            update=resolve_update(changed, spec.recipe, spec.machine, run.mesh),
         )
         sized, count = packed_run(RunSizes(spec=spec), self.drawn)
         phases, seconds = self._cost(update_calls(sized, count), sized)

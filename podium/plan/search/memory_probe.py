@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from podium.plan.calibration import find_chip
 from podium.plan.compiled.compile import OnProgress, compile_jobs
 from podium.plan.compiled.compile_worker import CompiledPhase, Job
-from podium.plan.planner import SLOWEST_FIRST, is_compiled, make_jobs
+from podium.plan.planner import compiling_rank, is_compiled, make_jobs
 from podium.plan.request.phase_sizes import Planned
 from podium.plan.request.step_calls import Call, largest_calls, step_calls
 from podium.plan.request.workload import simulate_rollout
@@ -29,7 +29,7 @@ class Prober:
         """The phases whose memory differs between runs, slowest to compile first; all phases if none differs."""
         kept = [{call.phase: call.closed_form and call.closed_form.parts for call in self.largest(run)} for run in runs]
         moved = [phase for phase in kept[0] if any(each.get(phase) != kept[0][phase] for each in kept)]
-        return tuple(sorted(moved or kept[0], key=SLOWEST_FIRST.index))
+        return tuple(sorted(moved or kept[0], key=compiling_rank))
 
     def programs(self, run: Planned, phases: Iterable[str]) -> dict[str, float]:
         """The largest program of each phase, with the cache blocks that its attention reads."""

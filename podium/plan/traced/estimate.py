@@ -55,6 +55,7 @@ from podium.plan.traced.update_memory import (
     working_weights,
 )
 from podium.plan.traced.update_traffic import RECOMPUTES, update_kernels, update_passes
+from podium.run.run_spec import SCORE, Role
 
 MARGIN = 1.5  # above this multiple of the device's memory, the closed form alone refuses a run
 BATCH_ARRAYS = (
@@ -84,7 +85,6 @@ LOGITS_READ = 2
 """Passes over logits on a GPU: for the largest of each token, and for the sum of all."""
 EXACT_PASSES = 6
 """Products of bfloat16 in one of float32 at full precision, on a TPU."""
-SAVED = ("parameters", "optimizer", "critic_weights", "critic_optimizer")
 """The parts of a device's memory that a checkpoint copies."""
 VMEM = 128 * 2**20
 """On-chip memory of a TPU core. Arrays under a quarter of it cost no HBM traffic; scores over it are computed twice."""
@@ -139,13 +139,12 @@ def estimate(run: RunSizes) -> list[PhaseEstimate]:
     longest = max(run.buckets)
     copies = -(-run.rollout.slots // run.rollout_shards)
     phases = [sync_phase(run), prefill_phase(run, longest), copy_phase(run, copies), decode_phase(run)]
-    phases += [reward_phase(run, name) for name in run.of_reward_models]
+    phases += [role_phase(run, role) for role in run.spec.rollout.grading_models]
     if run.spec.recipe.scorers:
         phases.append(score_phase(run))
-    if run.spec.teacher is not None:
-        phases.append(teacher_phase(run))
-    if run.spec.critic is not None:
-        phases += [values_phase(run), critic_phase(run)]
+    for role in run.spec.scoring_models:
+        phases += [] if role.phase == SCORE else [role_phase(run, role)]
+        phases += [] if role.learning is None else [learning_phase(run, role)]
     return [*phases, update_phase(run), checkpoint_phase(run)]
 
 
@@ -310,35 +309,26 @@ def score_phase(run: RunSizes) -> PhaseEstimate:
     return _scoring("score", run, residents(run, "update") | _batch(run))
 
 
-def teacher_phase(run: RunSizes) -> PhaseEstimate:
-    """Log-probabilities of a batch under the teacher, or its hidden states, of which the update makes logits."""
-    teacher = run.of_teacher
-    assert teacher is not None, "the run has a teacher"
-    batch = _batch(run)
-    if run.spec.teacher is not None and run.spec.teacher.own_batch is not None:  # beside the policy's
-        batch = {"batch": batch["batch"] + _batch(teacher)["batch"]}
-    return _scoring("teacher", teacher, residents(run, "update") | batch, logits=not run.compares)
+def role_phase(run: RunSizes, role: Role) -> PhaseEstimate:
+    """One call of the program by which a model beside the policy scores a micro-batch.
+
+    It scores the policy's batch, or its own beside that, or a batch of whole conversations during the rollout.
+    """
+    own = run.of(role)
+    batch, beside = _batch(run), residents(run, "update")
+    if role.conversations is not None:
+        batch, beside = _batch(own), residents(run, "rollout")
+    elif role.longer_prompts is not None:
+        batch = {"batch": batch["batch"] + _batch(own)["batch"]}
+    return _scoring(role.phase.partition(":")[0], own, beside | batch, logits=not role.compared)
 
 
-def values_phase(run: RunSizes) -> PhaseEstimate:
-    """Values of a batch by the critic: a forward pass without logits."""
-    critic = run.of_critic
-    assert critic is not None, "the run has a critic"
-    return _scoring("values", critic, residents(run, "update") | _batch(run))
-
-
-def critic_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
-    """One optimizer step of the critic, beside the policy's weights and state; as `update_phase`."""
-    critic = run.of_critic
-    assert critic is not None, "the run has a critic"
-    form = update_phase(critic, micro_batches)
-    return dataclasses.replace(form, name="critic", parts=residents(run, "update") | _batch(run) | update_peak(critic))
-
-
-def reward_phase(run: RunSizes, name: str) -> PhaseEstimate:
-    """One call of a reward model, on a micro-batch of whole conversations, with the rollout's weights and cache."""
-    model = run.of_reward_models[name]
-    return _scoring("reward", model, residents(run, "rollout") | _batch(model))
+def learning_phase(run: RunSizes, role: Role, micro_batches: float = 1) -> PhaseEstimate:
+    """One optimizer step of a model beside the policy, with the policy's weights and state; as `update_phase`."""
+    own = run.of(role)
+    form = update_phase(own, micro_batches)
+    parts = residents(run, "update") | _batch(run) | update_peak(own)
+    return dataclasses.replace(form, name=role.name, parts=parts)
 
 
 def _scoring(name: str, run: RunSizes, beside: Parts, *, logits: bool = True) -> PhaseEstimate:
@@ -449,8 +439,9 @@ def _host_copies(run: RunSizes, micro_batches: float) -> tuple[tuple[float, int,
 def checkpoint_phase(run: RunSizes) -> PhaseEstimate:
     """Copying the state to the host; allocates nothing on the device."""
     parts = residents(run, "sync")
-    saved = SAVED if run.spec.reference is None else (*SAVED, "reference_weights")
-    moved = sum(parts.get(name, 0) for name in saved)
+    roles = [role.kind for role in run.spec.scoring_models if role.weights in ("trained", "moving")]
+    saved = {"parameters", "optimizer", *(f"{kind}_{what}" for kind in roles for what in ("weights", "optimizer"))}
+    moved = sum(size for name, size in parts.items() if name in saved)
     return PhaseEstimate(name="checkpoint", parts=parts, flops=0, hbm_bytes=moved, ici_bytes=0, least_bytes=moved)
 
 
@@ -504,8 +495,8 @@ def _batch(run: RunSizes) -> Parts:
     arrays = BATCH_ARRAYS + len(scores)
     batch = run.spec.batch
     of_token = 4 * arrays + batch.choices * (1 if batch.choice_format == "uint8" else 2)
-    if run.spec.teacher is not None and run.compares:
-        of_token += run.activation * run.spec.teacher.decoder.width - 4
+    if (compared := run.spec.compared) is not None:
+        of_token += run.activation * compared.decoder.width - 4
     return {"batch": of_token * batch.max_micro_batches * run.tokens}
 
 
@@ -582,10 +573,9 @@ def _update_head_flops(run: RunSizes) -> int:
     """Operations of an update's logits and their gradients; a head in chunks has them saved with `remat: none`."""
     again = run.update.remat != "none" or run.update.head == "fused"
     own = (1 + _backward(run) + again) * _logits_flops(run) + (2 + _backward(run)) * fused_padding(run)
-    teacher = run.of_teacher
-    if not run.compares or teacher is None:
+    if (compared := run.spec.compared) is None:
         return own
-    return own + _logits_flops(teacher) * (1 if run.update.remat == "none" else 2)
+    return own + _logits_flops(run.of(compared)) * (1 if run.update.remat == "none" else 2)
 
 
 def _head_traffic(run: RunSizes, kind: str) -> int:

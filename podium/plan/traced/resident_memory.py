@@ -5,8 +5,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from podium.models.architecture import DecoderConfig
-from podium.models.params import frozen_dtype, frozen_specs, is_adapter, param_specs, rollout_dtype, rollout_specs
+from podium.models.params import frozen_dtype, frozen_specs, is_adapter, rollout_dtype, rollout_specs
 from podium.plan.request.phase_sizes import F32, RunSizes, local_count, offloaded_bytes, optimizer_bytes, rollout_bytes
 
 Parts = dict[str, int]
@@ -83,24 +82,16 @@ def residents(run: RunSizes, stage: Stage) -> Parts:
 
 
 def scorers(run: RunSizes) -> Parts:
-    """Bytes of models that score batches, other than the trainer's own, each from its own decoder; a critic's with its
-    optimizer state.
+    """Bytes of the models beside the policy by kind, each from its own decoder; if trained, with their optimizer.
 
     A scorer given by import path is not counted, because the planner does not know its weights.
     """
-    own = {"reference_weights": run.decoder} if run.spec.recipe.needs_reference and run.decoder.lora is None else {}
-    found = {name: scorer_bytes(run, decoder) for name, decoder in own.items()}  # under LoRA the reference is frozen
-    is_base = run.spec.teacher is not None and run.spec.teacher.is_base
-    if (teacher := run.of_teacher) is not None and not is_base:
-        found["teacher_weights"] = frozen_bytes(teacher)
-    if models := run.of_reward_models:
-        found["reward_weights"] = sum(frozen_bytes(each) for each in models.values())
-    if (critic := run.of_critic) is not None:
-        found["critic_weights"] = F32 * critic.own_count
-        found["critic_optimizer"] = optimizer_bytes(critic) - offloaded_bytes(critic)
-    return found
-
-
-def scorer_bytes(run: RunSizes, decoder: DecoderConfig) -> int:
-    """Bytes on a device of a scorer's float32 weights, stored as the trainer's are."""
-    return F32 * sum(local_count(spec, run.train_parts) for spec in param_specs(decoder).values())
+    found: collections.Counter[str] = collections.Counter()
+    for role in run.spec.roles.values():
+        if role.weights == "policy_base":  # already counted, as the policy's
+            continue
+        own = run.of(role)
+        found[f"{role.kind}_weights"] += frozen_bytes(own) + F32 * own.own_count
+        if role.learning is not None:
+            found[f"{role.kind}_optimizer"] += optimizer_bytes(own) - offloaded_bytes(own)
+    return dict(found)

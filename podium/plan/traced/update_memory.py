@@ -105,7 +105,7 @@ def update_peak(run: RunSizes) -> Parts:
     if frozen:  # only the adapters have gradients, and embedding and head have no adapters
         head = 0
     at_head = kept | {"gradients": gradients + head * reduced_number(run)} | loss_logits(run, all_tokens=saved)
-    if run.compares:
+    if run.spec.compared is not None:
         at_head["logits"] *= 2
     of_layers = F32 * own_layers(run) + (0 if frozen else _relaid(run))
     embedding = head // ends
