@@ -37,10 +37,9 @@ from podium.models.families.presets import find_architecture
 from podium.observe.run_dir import LENGTHS, METRICS
 from podium.plan.calibration import Chip, Factor
 from podium.plan.compiled.compile import compile_phases
-from podium.plan.planned_device import KINDS
 from podium.plan.planner import make_jobs, make_plan
 from podium.plan.request.phase_sizes import Planned
-from podium.plan.result import Plan
+from podium.plan.result import Plan, calibration_of
 from podium.settings import load_settings
 
 STEPS = 5
@@ -111,7 +110,7 @@ class Point:
 
     def share(self, kind: str) -> float:
         """The share of the roofline that phases of a kind reached."""
-        least = (p.seconds.value for p in self.plan.phases if p.seconds and KINDS.get(p.name, "decode") == kind)
+        least = (p.seconds.value for p in self.plan.phases if p.seconds and calibration_of(p.name) == kind)
         return sum(least) / self.seconds[kind]
 
 
@@ -178,7 +177,7 @@ def uncalibrated() -> dict[str, Factor]:
     return {**dict.fromkeys(MEASURED, one), "host_s": zero}
 
 
-def calibration_of(points: Sequence[Point]) -> dict[str, Factor]:
+def fitted(points: Sequence[Point]) -> dict[str, Factor]:
     """What other settings say: the middle of their shares, and a range for one more of their kind."""
     found = {kind: _middle([point.share(kind) for point in points]) for kind in MEASURED}
     host = [point.host_s for point in points]
@@ -198,7 +197,7 @@ def seconds_rows(points: Sequence[Point], found: Mapping[str, float], folder: Pa
     rows = []
     for point in points:
         others = [each for each in points if each is not point]
-        plan = plan_of(point.name, folder, chip(found, calibration_of(others)))
+        plan = plan_of(point.name, folder, chip(found, fitted(others)))
         assert plan.step is not None
         value, low, high = plan.step.value, plan.step.low, plan.step.high
         rows.append(
