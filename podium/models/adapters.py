@@ -22,7 +22,8 @@ from podium.sharding import Params, ShardingRules, param_shardings
 
 
 def merged(params: Params, scale: float) -> Params:
-    """A layer's weights with its adapters merged: W + scale AB, computed in float32; without the adapters themselves.
+    """A layer's weights with the adapters merged into them: W + scale AB, computed in float32. The adapters are left
+    out.
 
     Matrices stored as codes become float32 too, with or without an adapter.
     """
@@ -33,7 +34,7 @@ def merged(params: Params, scale: float) -> Params:
             return value
         a, b = (params[name + part].astype(jnp.float32) for part in (LORA_A, LORA_B))
         product = functools.partial(jnp.tensordot, axes=1, precision=jax.lax.Precision.HIGHEST)
-        for _ in range(a.ndim + b.ndim - value.ndim - 2):  # dimensions that count matrices, such as experts
+        for _ in range(a.ndim + b.ndim - value.ndim - 2):  # dimensions that index matrices, such as experts
             product = jax.vmap(product)
         product = product(a, b)
         return value.astype(jnp.float32) + scale * product
@@ -63,7 +64,7 @@ def fingerprint(params: Params) -> str:
 
 
 def base_of(frozen: Params) -> str | None:
-    """The fingerprint of frozen weights; None if there are none."""
+    """The fingerprint of the frozen weights; None if all weights are trained."""
     return fingerprint(frozen) if frozen else None
 
 

@@ -87,8 +87,8 @@ class DecoderConfig:
     tied: bool
     """Whether the head is the transposed embedding."""
     scores: Literal["none", "plain", "biased"] = "none"
-    """Whether its head gives one number per token instead of logits, as a critic's and a reward model's do; biased:
-    plus a constant."""
+    """Whether the head gives one score per token instead of logits, as for critics and reward models; biased: with a
+    bias."""
     lora: Lora | None = None
     """Adapters that are trained in place of the weights, which are frozen; no part of config.json."""
     norm_offset: float = 0.0
@@ -175,7 +175,7 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The different windows of its layers' attention, the smallest first; None, at the end: all before a token."""
+        """The distinct attention windows of the layers, ascending; None (full attention) comes last."""
         works = [place.block.work(self.width) for place in self.places]
         return tuple(sorted({each.window for each in works if each.pair}, key=lambda window: window or math.inf))
 
@@ -197,19 +197,22 @@ class DecoderConfig:
 
     @property
     def stored(self) -> int:
-        """Number of matrix elements in layers and head: those of all experts, of which a token meets a few."""
+        """Number of matrix elements in layers and head, with those of all experts; `active` counts only a token's
+        experts.
+        """
         return self.total(lambda work: work.total) + self.outputs * self.width
 
     def multiplied(self, rows: int) -> int:
         """Number of matrix elements that each of the `rows` tokens of a decode step is multiplied with on its devices.
 
-        All experts, if there are so few rows that they are multiplied with all.
+        Counts all experts if the step has so few rows that it computes every expert.
         """
         return self.stored if self.routed and rows <= DENSE_ROWS else self.active
 
     def cached(self, platform: str, tokens: int = 1) -> int:
-        """Elements that a cache stores on a jax platform (cpu, gpu, tpu), over all layers, of the tokens that the next
-        query sees of a sequence of `tokens`.
+        """Elements of the keys and values, over all layers, that a sequence's next query attends to.
+
+        They are counted as the cache of a jax platform (cpu, gpu, tpu) stores them, for a sequence of `tokens` tokens.
         """
 
         def of_layer(work: Work) -> int:
@@ -223,11 +226,13 @@ class DecoderConfig:
         return {size for spec in specs for size, own in zip(spec.shape, spec.axes, strict=True) if own == axis}
 
     def _of_attention(self, name: str) -> int:
-        """A field on which all attention layers agree. Raises ModelError if they differ, or if there are none."""
+        """A field that is equal in all attention layers. Raises ModelError if it differs, or without attention
+        layers.
+        """
         found = {getattr(attention, name) for _, attention in self.attention_layers()}
         if len(found) != 1:
             raise ModelError(
-                f"the attention layers of this {self.model_type} do not have one number of {name}: {found}"
+                f"the attention layers of this {self.model_type} differ in their number of {name}: {found}"
             )
         return found.pop()
 
@@ -274,7 +279,7 @@ def dense_decoder(
 
 
 def with_lora(decoder: DecoderConfig, config: LoraConfig | None) -> DecoderConfig:
-    """The decoder with the adapters of a config, on those of the targets that it has.
+    """The decoder with a config's adapters, on those of the target matrices that the decoder has.
 
     Raises ModelError if it has no matrix of a named target, such as the MLP of a mixture of experts.
     """
@@ -315,7 +320,7 @@ def rollout_decoder(decoder: DecoderConfig) -> DecoderConfig:
 
 
 def scoring_decoder(decoder: DecoderConfig) -> DecoderConfig:
-    """The decoder with a head of one number per token; one that has such a head keeps it."""
+    """The decoder with a head that gives one number per token; kept if the decoder already has such a head."""
     own = dataclasses.replace(decoder, rollout_weights="dtype")
     return own if decoder.scores != "none" else dataclasses.replace(own, scores="plain", lora=None)
 
@@ -329,7 +334,9 @@ def with_layers(decoder: DecoderConfig, layers: int) -> DecoderConfig:
 
 
 def unrolled(decoder: DecoderConfig) -> DecoderConfig:
-    """The same decoder as one stack that is not repeated: each layer is its own place, with its own arrays."""
+    """The same decoder as a single stack without repeats, so that each layer has its own arrays instead of stacked
+    ones.
+    """
     return dataclasses.replace(decoder, stacks=(Stack(pattern=tuple(decoder.blocks), repeats=1),))
 
 
@@ -337,7 +344,7 @@ def shown(value: object) -> str:
     """Text of a value from a model's files for an error message: at most 80 characters."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an int of thousands of digits, a list in a list in a list ...
+    except (ValueError, RecursionError):  # an int of thousands of digits, or deeply nested lists
         text = f"a very large {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -363,15 +370,15 @@ def real_number(settings: Mapping[str, object], key: str, where: str, default: f
     try:
         return float(value)
     except OverflowError as error:
-        raise ModelError(f"{where}: {key} must be a number above 0, found one beyond 1e308") from error
+        raise ModelError(f"{where}: {key} must be a number above 0, found one above 1e308") from error
 
 
 def check_config(config: DecoderConfig, where: str) -> DecoderConfig:
     """Return the config. Raises ModelError if its numbers are inconsistent."""
     if config.norm_eps >= 1:
-        raise ModelError(f"{where}: an epsilon of {config.norm_eps:g} in the norms; it must be below 1, as 1e-5 is")
+        raise ModelError(f"{where}: the norms' epsilon is {config.norm_eps:g}; it must be below 1, such as 1e-5")
     if any(rope.theta < 1 for rope in config.ropes):
-        raise ModelError(f"{where}: the base of rotary embeddings must be 1 or more, as 10000 is")
+        raise ModelError(f"{where}: the base of rotary embeddings must be at least 1, such as 10000")
     if config.heads % config.kv_heads:
         raise ModelError(f"{where}: {config.heads} query heads do not share {config.kv_heads} key/value heads evenly")
     if config.head_dim % 2:

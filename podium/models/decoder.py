@@ -68,10 +68,10 @@ def forward(
         attend: called in every layer with attention.
         carried: data that layers keep between calls, such as a cache: one pytree for each of `config.places`,
             passed from layer to layer of that place. None: nothing.
-        recorded: what is known of the tokens' experts before the pass, for each of `config.places` stacked over its
-            layers, [L, B, T, ...]. None: nothing.
+        recorded: the experts chosen for the tokens in an earlier pass, for each of `config.places` stacked over its
+        layers, [L, B, T, ...]; None: not recorded.
         replay: whether tokens go to their recorded experts instead of the routers' choices.
-        recur: called in every layer with a recurrent state; None: there are no such layers.
+        recur: called in every layer with a recurrent state; None if the decoder has no such layers.
         config: the decoder's architecture.
         rules: where weights and activations are during computation (not where they are stored).
         dtype: of the products' operands (`podium.models.linear`); norms and softmax are computed in float32.
@@ -81,9 +81,8 @@ def forward(
             another with weights that are gathered once. `carried` must then be arrays [B, ...] that layers only read.
         wide: whether gradients of weights are float32 from the product on, before devices reduce them; otherwise
             they have the format of the activations.
-        from_stacks: whether layers multiply with their experts where these are stored, in the stack of all layers, of
-            which a kernel would get a copy of the layer's; and whether a GPU expands nf4 layer by layer. The pass then
-            has no gradient.
+        from_stacks: whether kernels read a layer's experts in place, from the stack of all layers, instead of getting a
+        copy of the layer's experts; and whether a GPU expands nf4 layer by layer. The pass then has no gradient.
 
     Returns:
         Hidden states after the final norm, [B, T, D] in `activation_dtype(rules, dtype)`; `carried` of each place; and
@@ -132,7 +131,8 @@ def forward(
         return (x, own), auxiliary
 
     tables = [rope_tables(positions, rope.frequencies(), rope.length) for rope in config.ropes]
-    # Rows are taken of the table as it is stored: they are less to exchange than the table, or than its gradient.
+    # Rows are looked up in the table as it is stored: exchanging them takes less than exchanging the table or its
+    # gradient.
     with jax.named_scope("embed"):
         found = of_bits(params["embed"][tokens]).astype(dtype)
         if config.embed_scale != 1:
@@ -175,23 +175,24 @@ def _expanded_late(x: jax.Array, weights: Mapping[str, AnyWeight]) -> tuple[jax.
 
 
 LayerInputs = tuple[jax.Array, Params, Recorded | None]
-"""A layer's number among those of its place, its weights, and what is known of its tokens' experts."""
+"""A layer's index among the layers of its place, its weights, and recorded expert choices of its tokens."""
 Step = Callable[[tuple[jax.Array, Tree], LayerInputs], tuple[tuple[jax.Array, Tree], Tree]]
 """A layer: `((x, carried), inputs) -> ((x, carried), auxiliary)`."""
 
 
 def _one_backward(x: jax.Array, weights: Mapping[str, AnyWeight]) -> tuple[jax.Array, dict[str, AnyWeight]]:
-    """A layer's input and weights as they are; in the backward pass, all their gradients before any is used.
+    """Return the layer's input and weights unchanged; in the backward pass, wait for all their gradients before using
+    any.
 
-    Else a compiler that has several layers before it, those of a pattern, computes the gradients of the weights of all
-    of them late, and holds the activations of all at once.
+    Otherwise a compiler that sees several layers at once, those of a pattern, postpones the weights' gradients of all
+    of them, and holds the activations of all at once.
     """
     x, sums = _all_gradients(x, _sums_of(weights))
     return x, _with_sums(weights, sums)
 
 
 def _sums_of(weights: Mapping[str, AnyWeight]) -> Params:
-    """What gets the gradients of a layer's weights; nothing of frozen ones."""
+    """The arrays that get the gradients of a layer's trained weights; frozen weights have none."""
     sums = {name: w.sums if isinstance(w, Weight) else w for name, w in weights.items()}
     return {name: w for name, w in sums.items() if w is not None}
 
@@ -224,10 +225,10 @@ def _of_place(params: Params, place: Place) -> Params:
 
 
 def _traced_once(steps: Sequence[Step], kinds: Sequence[Block | None]) -> list[Step]:
-    """The steps of layers, where those of one kind are one function, which is traced and lowered once.
+    """The layers' steps, with a single function for layers of the same kind, which is traced and lowered only once.
 
-    The kind is None of a step that is to stay as it is: one that a loop repeats, that has a gradient, or that has
-    weights besides its inputs. The compiler gets the same program, four to eight times sooner.
+    A kind of None leaves the step as it is: if a loop repeats it, if it has a gradient, or if it uses weights besides
+    its inputs. The compiler gets the same program, four to eight times sooner.
     """
     found: dict[Block, Step] = {}
     pairs = zip(steps, kinds, strict=True)
@@ -262,8 +263,8 @@ def _scan(
 
 
 Rows = tuple[jax.Array, jax.Array, list[Tables], Tree, Recorded | None]
-"""Some rows: activations [B, T, D], positions, rotary tables for each of the decoder's ropes, `carried`, and what is
-known of the tokens' experts."""
+"""Activations [B, T, D] of some rows, positions, rotary tables for each of the decoder's ropes, `carried`, and recorded
+expert choices."""
 
 
 def _layer(
@@ -341,9 +342,9 @@ def _in_groups(
 def _remat(body: Callable[P, R], remat: Remat, *, in_order: bool = False) -> Callable[P, R]:
     """Wrap a loop body so that its backward pass saves what `remat` says and recomputes the rest.
 
-    With `in_order`, it recomputes only once the gradient of the body's result is there. A compiler that sees several
-    bodies in one round of a loop would else recompute all of them at once, and hold what all need; with `offload` it
-    still does so with some.
+    With `in_order`, recomputation waits for the gradient of the body's result. Otherwise a compiler that sees several
+    bodies in one iteration of a loop would recompute all of them at once, and hold the activations of all; with
+    `offload` it still does so for some.
     """
     if remat == "none":
         return body
@@ -362,7 +363,7 @@ def _remat(body: Callable[P, R], remat: Remat, *, in_order: bool = False) -> Cal
 
 
 def token_scores(params: Params, hidden: jax.Array, config: DecoderConfig, rules: ShardingRules) -> jax.Array:
-    """The score of each token, [B, T] float32, from hidden states [B, T, D]; of a decoder whose head gives scores."""
+    """The score of each token, [B, T] float32, from hidden states [B, T, D]; for a decoder whose head gives scores."""
     specs = param_specs(config)
     with jax.named_scope("score"):
         (weight,) = rules.constrain_weight(of_bits(params["score"]).astype(jnp.float32), *specs["score"].axes)

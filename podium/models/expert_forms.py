@@ -26,10 +26,11 @@ class Matrices(NamedTuple):
 
     value: jax.Array  # [G, ...], or [L, G, ...] with `layer`
     sums: tuple[jax.Array, ...] = ()
-    """What gets their gradient in their stead, if it is float32: [G, ...] each, as they lie side by side in `value`."""
+    """Arrays that get the matrices' gradient if it is float32: [G, ...] each, in the order in which they lie side by
+    side in `value`."""
     frozen: bool = False
     layer: jax.Array | None = None
-    """[] int32, the layer whose experts they are in the stack `value`; None: `value` has those of one layer."""
+    """[] int32, index of the layer in the stack `value`; None: `value` holds a single layer's experts."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -38,12 +39,12 @@ class Matrices(NamedTuple):
 
     @property
     def own(self) -> jax.Array:
-        """The matrices [G, ...] of the layer."""
+        """The matrices [G, ...] of this layer, taken out of the stack if `value` is one."""
         return self.value if self.layer is None else self.value[self.layer]
 
 
 class Group(NamedTuple):
-    """A matrix of a device's experts, with the factors of their adapters, if they have some."""
+    """A matrix of each of a device's experts, with the factors of their adapters, if any."""
 
     matrix: Matrices  # [G, D, F]
     a: Matrices | None = None  # [G, D, r]
@@ -53,7 +54,7 @@ class Group(NamedTuple):
 
 
 def beyond_tiles(rows: int, shape: tuple[int, ...], kernels: Kernels) -> int:
-    """How many rows to add so that a TPU's compiler takes experts [G, D, F] as they are stored.
+    """How many rows to add so that a TPU's compiler multiplies experts [G, D, F] in their stored layout.
 
     If the rows fill its tiles and the experts do not, it computes everything transposed, and first copies all experts
     of all layers into another layout: gpt-oss's are 2,880 wide.
@@ -63,7 +64,9 @@ def beyond_tiles(rows: int, shape: tuple[int, ...], kernels: Kernels) -> int:
 
 
 def every_gate(gates: jax.Array, chosen: jax.Array, here: int) -> jax.Array:
-    """The gate [N, G] of every expert that is here, from those [N, k] of the chosen ones: 0 for the others."""
+    """The gates [N, G] of all experts on this device, from the gates [N, k] of each token's chosen experts; 0 for
+    others.
+    """
     hits = chosen[..., None] == jnp.arange(here)[None, None]  # [N, k, G]
     return jnp.sum(jnp.where(hits, gates[..., None], 0.0), axis=1)
 
@@ -78,7 +81,8 @@ def dense_form(
     *,
     kernels: Kernels = "none",
 ) -> jax.Array:
-    """Every token [N, D] with all experts that are here, by a gate of 0 where it was not chosen. Has no gradient.
+    """Compute all experts on this device for every token [N, D], with a gate of 0 for those not chosen. Has no
+    gradient.
 
     Of `biases`, those into the experts are added here.
     """
@@ -116,7 +120,8 @@ def sorted_form(
     *,
     kernels: Kernels,
 ) -> jax.Array:
-    """Each token [N, D] with its experts, all of which are here: its rows sorted by expert, multiplied group by group.
+    """Compute each token [N, D] with its experts, all on this device: rows are sorted by expert, and multiplied in
+    groups.
 
     `experts` are gate, up and down, or gate and up side by side, [G, D, 2 F], and down. Of `biases`, those into the
     experts are added here.
@@ -141,11 +146,12 @@ def split_form(
     kernels: Kernels,
     count: int,
 ) -> jax.Array:
-    """Each token [N, D] with those of its experts that are here, the first of `count`. Has no gradient.
+    """Compute each token [N, D] with those of its experts that are on this device, the first ones of `count`. No
+    gradient.
 
-    The rows that are here are sorted by expert, and a window of them is multiplied at a time. There is one window
-    unless tokens prefer this device's experts by far; since each window has other experts, more windows read no more
-    weights. Of `biases`, those into the experts are added here.
+    The rows for this device's experts are sorted by expert, and multiplied one window of rows at a time. One window is
+    enough unless tokens strongly prefer this device's experts; each window has different experts, so further windows do
+    not read weights again. Of `biases`, those into the experts are added here.
     """
     (N, k), here = chosen.shape, experts[0].matrix.shape[0]
     window = min(N * k, -(-SPARE * N * k * here // (count * TILE_ROWS)) * TILE_ROWS)
@@ -162,7 +168,7 @@ def split_form(
         sizes = jnp.diff(jnp.clip(ends - first, 0, window), prepend=0)
         gate_of = gates.reshape(-1, 1)[slots]
         made = _multiplied(x[slots // k], gate_of, own[slots], sizes, experts, activation, biases, kernels)
-        counted = jnp.arange(window) < end - first  # what lies behind is undefined
+        counted = jnp.arange(window) < end - first  # what follows is undefined
         by_token = jnp.argsort(jnp.where(counted, slots, N * k))
         counts = jnp.sum((places >= first) & (places < end), axis=1, dtype=jnp.int32)  # [N], each token's rows
         form = Form(kernels, jnp.dtype(x.dtype), "none")
@@ -173,7 +179,7 @@ def split_form(
 
 
 def _sizes(chosen: jax.Array, experts: Sequence[Group]) -> jax.Array:
-    """How many tokens chose each of the experts that are here, [G] int32."""
+    """How many tokens chose each of this device's experts, [G] int32."""
     here = jnp.arange(experts[0].matrix.shape[0])
     return jnp.sum(chosen.reshape(-1, 1) == here[None], axis=0, dtype=jnp.int32)
 
@@ -190,8 +196,8 @@ def _multiplied(
 ) -> jax.Array:
     """Gate times expert of rows [M, D] that are sorted by expert.
 
-    `gates` are [M, 1], `own` [M] the rows' experts, `sizes` [G] the experts' numbers of rows; what lies behind the rows
-    of all experts is undefined.
+    `gates` are [M, 1], `own` [M] the rows' experts, `sizes` [G] the experts' numbers of rows; what follows the last
+    expert's rows is undefined.
     """
 
     def plain(rows: jax.Array, matrices: Matrices) -> jax.Array:
@@ -213,10 +219,12 @@ def _multiplied(
 
 
 def _of_rows(bias: jax.Array, own: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Each row's bias [M, F], that of its expert; by a product, since a gather's gradient is a scatter.
+    """The bias [M, F] of each row's expert, selected by a matrix product, because a gather's gradient would be a
+    scatter.
 
-    In bfloat16 it is exact: a float32 bias holds values of bfloat16 then (`podium.models.linear.layer_weight`). The
-    product has a batch of one, by which `remat: products` does not save it: the sum of rows and biases is made again.
+    In bfloat16 it is exact, because the float32 bias then holds bfloat16 values (`podium.models.linear.layer_weight`).
+    The product has a batch dimension of one so that `remat: products` does not save it: the sum of rows and biases is
+    recomputed.
     """
     hits = (own[:, None] == jnp.arange(len(bias))[None]).astype(bias.dtype)  # [M, G]
     exact = full_precision(dtype)
@@ -228,7 +236,7 @@ def _of_rows(bias: jax.Array, own: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _spread(k: int, x: jax.Array, order: jax.Array, places: jax.Array) -> jax.Array:
-    """Rows [N k, ...] in an order of which k each are a token's of x [N, ...]."""
+    """Repeat each token of x [N, ...] k times, as rows [N k, ...] in a given order."""
     return x[order // k]
 
 

@@ -1,8 +1,8 @@
 """The mixture of experts of each device's tokens (`podium.models.expert_forms`), on a mesh.
 
-Experts are stored split over devices (`podium.models.params`). In an update they are gathered for each layer, since a
-layer's experts are less than its rows for all experts. In a rollout's group of devices each device keeps its experts
-and computes their part for all tokens of the group; the parts are added.
+Experts are stored split over devices (`podium.models.params`). In an update they are gathered for each layer, because a
+layer's experts are smaller than the rows that would be sent to them. In a rollout's group of devices each device
+keeps its experts and computes their part for all tokens of the group; the parts are added.
 """
 
 import functools
@@ -23,7 +23,7 @@ from podium.models.params import mesh_axis_names
 from podium.sharding import ShardingRules, gathered_parts, scattered_sum
 
 INTO, OUT_OF = ("experts", "expert_width", "expert_mlp"), ("experts", "expert_mlp", "expert_width")
-"""Logical axes of the matrices of all experts: into their width, and out of it."""
+"""Logical axes of the experts' matrices: gate and up (into the experts' width), and down (out of it)."""
 AXES = (
     (INTO, ("experts", "expert_width", "rank"), ("experts", "rank", "expert_mlp")),
     (INTO, ("experts", "expert_width", "rank"), ("experts", "rank", "expert_mlp")),
@@ -102,7 +102,7 @@ def _local(
     held = gathered[0].matrix.shape[0]
     flat = x.reshape(B * T, D)
     own = chosen.reshape(B * T, -1)
-    if held < count:  # those of this device come first
+    if held < count:  # this device's experts come first
         own = (own - held * _index(rules, "experts")) % count
     weights_of = gates.reshape(B * T, -1)
     form = sorted_form if held == count else functools.partial(split_form, count=count)
@@ -118,12 +118,14 @@ def _local(
 
 
 def _index(rules: ShardingRules, axis: str) -> jax.Array:
-    """The number of this device's part of a logical axis."""
+    """Index of this device's part of a logical axis."""
     return jax.lax.axis_index(mesh_axis_names(rules.axes[axis]))
 
 
 def _out_bias(rules: ShardingRules, gates: jax.Array, chosen: jax.Array, bias: jax.Array) -> jax.Array:
-    """Each token's gates times its experts' biases [G, D] of the output, [N, D]; where tp adds up, on one device."""
+    """The sum of each token's gates times its experts' output biases [G, D], [N, D]; only on one device of tp, which
+    sums.
+    """
     every = every_gate(gates, chosen, len(bias)).astype(bias.dtype)
     y = jnp.einsum("ng,gd->nd", every, bias, precision=full_precision(bias.dtype), preferred_element_type=jnp.float32)
     for name in mesh_axis_names(rules.axes.get("expert_mlp")):
@@ -133,18 +135,18 @@ def _out_bias(rules: ShardingRules, gates: jax.Array, chosen: jax.Array, bias: j
 
 
 def _factors(matrix: LayerWeight) -> list[AnyWeight]:
-    """A matrix of all experts, with the two factors of its adapters if it has some."""
+    """A matrix of all experts, with both factors of its adapters, if any."""
     value = matrix.matrix if isinstance(matrix, Adapted) else matrix
     assert not isinstance(value, Codes), "experts are never stored as codes"
     return [value, matrix.a, matrix.b] if isinstance(matrix, Adapted) else [value]
 
 
 def _side_by_side(rules: ShardingRules, gate: Sequence[AnyWeight], up: Sequence[AnyWeight]) -> bool:
-    """Whether to multiply with gate and up as with one matrix [E, D, 2 F].
+    """Whether to join gate and up into one matrix [E, D, 2 F] for the product.
 
-    The gradient of the rows is one product then, instead of a sum of two. Where devices exchange the experts that costs
-    no copy. Two products are quicker if twice an expert's width is more than a kernel reads at once; and adapters
-    belong to one matrix.
+    The gradient of the rows is then one product instead of a sum of two. If devices exchange the experts, joining costs
+    no extra copy. Two products are faster if twice an expert's width exceeds what a kernel reads at once, and they are
+    needed with adapters, which belong to a single matrix.
     """
     value = gate[0].value if isinstance(gate[0], Weight) else gate[0]
     alone = len(gate) == len(up) == 1
@@ -161,9 +163,10 @@ def _exchanged(rules: ShardingRules, axes: Sequence[str]) -> dict[int, tuple[str
 
 
 def _gathered(rules: ShardingRules, axes: Sequence[str], *parts: AnyWeight) -> Matrices:
-    """The experts with which a device multiplies, from its part of the stored ones; of several matrices side by side.
+    """The experts that a device multiplies with, gathered from the stored parts; several matrices are joined side by
+    side.
 
-    Several need exchanges between devices.
+    Joining several matrices requires exchanges between devices.
     """
     whole = _exchanged(rules, axes)
     held = [
@@ -205,7 +208,9 @@ def _scattered(dx: jax.Array, dim: int, names: tuple[str, ...], mesh: Mesh) -> j
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _sums(whole: tuple[tuple[int, tuple[str, ...]], ...], mesh: Mesh, x: jax.Array) -> jax.Array:
-    """Zeros in place of gathered experts; their gradient becomes that of the stored ones, added in its own format."""
+    """Zeros in place of gathered experts; their gradient becomes that of the stored experts, and is summed in its own
+    format.
+    """
     shape = list(x.shape)
     for dim, names in whole:
         for name in names:

@@ -21,11 +21,13 @@ ALL: Collection[Window] = (None,)
 
 
 class Work(NamedTuple):
-    """Number of tokens that pass through the layers, and of query-key pairs, each token's pair with itself included."""
+    """Numbers of tokens that pass through the layers and of query-key pairs, including each token's pair with
+    itself.
+    """
 
     tokens: int
     pairs: Mapping[Window, int]
-    """By the window of the layers' attention."""
+    """Query-key pairs, by the window of a layer's attention."""
 
 
 def group_work(prompt: int, completions: Iterable[int], windows: Collection[Window] = ALL) -> Work:
@@ -45,7 +47,7 @@ def _group_pairs(shown: int, lengths: Sequence[int], window: Window) -> int:
 
 
 def _causal_pairs(tokens: int, window: Window) -> int:
-    """Pairs of a sequence: token i, from 1, sees i tokens, or as many as the window has."""
+    """Query-key pairs of a sequence: token i, counted from 1, attends to i tokens, or at most a window's."""
     growing = tokens if window is None else min(tokens, window)
     return growing * (growing + 1) // 2 + (tokens - growing) * growing
 
@@ -58,9 +60,9 @@ def step_work(prompts: Sequence[int], completions: Sequence[Sequence[int]], wind
 
 
 def update_flops(decoder: DecoderConfig, work: Work) -> int:
-    """Operations of an update, with a multiply-add as two: 6 N per token, and attention.
+    """Operations of an update, a multiply-add counting as two: 6 N per token, plus attention.
 
-    With LoRA 4 N, as the frozen matrices have no gradient, plus 6 per adapter element.
+    With LoRA it is 4 N, as the frozen matrices have no gradient, plus 6 per adapter element.
     """
     whole = PASSES * forward_flops(decoder, work)
     if decoder.lora is None:
@@ -80,7 +82,7 @@ def matrix_elements(decoder: DecoderConfig) -> int:
 
 
 def pair_flops(decoder: DecoderConfig, tokens: int = 1) -> int:
-    """Operations of a forward pass for a query and those of `tokens` keys that it sees, over all layers and heads.
+    """Operations of a forward pass for a query with up to `tokens` visible keys, over all layers and heads.
 
     A pair of query and key takes two products: the score and the weighted value.
     """
@@ -88,12 +90,12 @@ def pair_flops(decoder: DecoderConfig, tokens: int = 1) -> int:
 
 
 def _windowed_pair_flops(decoder: DecoderConfig, window: Window) -> int:
-    """The same, of the layers with this window."""
+    """`pair_flops` of the layers with this window."""
     return 2 * decoder.total(lambda work: work.pair if work.window == window else 0)
 
 
 def trained_elements(decoder: DecoderConfig) -> int:
-    """Number of elements of the adapters that every token is multiplied with: of experts, those of a token's own."""
+    """Number of adapter elements that a token is multiplied with; for experts, only those of the token's experts."""
     of_all = trained_specs(decoder)
     every = count({name: spec for name, spec in of_all.items() if "experts" not in spec.axes})
     for place, kind in decoder.routed:

@@ -56,7 +56,7 @@ class LayerContext:
         return make_linear(self.rules)(pattern, x, w)
 
     def several(self, pattern: str, x: jax.Array, w: LayerWeights, names: Sequence[str]) -> Sequence[jax.Array]:
-        """The einsums of an activation and each of these weights; one product, where they are stored side by side."""
+        """The einsums of one activation with each of these weights; one product if they are stored side by side."""
         group = next((each for each in self.joined if each.names == tuple(names)), None)
         if group is None:
             return [self.linear(pattern, x, w[name]) for name in names]
@@ -88,7 +88,7 @@ class LayerContext:
         return mixed(self.rules, x, gates, chosen, matrices, values, count=count, activation=activation)
 
     def vector(self, w: LayerWeight) -> jax.Array:
-        """A weight that no product takes."""
+        """A weight that is not an operand of a matrix product, in its compute format."""
         return _value(w)
 
     def biased(self, y: jax.Array, bias: LayerWeight) -> jax.Array:
@@ -136,7 +136,7 @@ class LayerContext:
         return self.recurrence(self.carried, At(self.layer, None), initial, advance)
 
     def whole_rows(self, x: jax.Array) -> jax.Array:
-        """Lay out [B, T, H, ...] with whole rows, and the heads split over what split tokens or their widths."""
+        """Lay out [B, T, H, ...] with whole rows, splitting heads over the axes that split tokens or widths before."""
         return whole_rows(self.rules, x)
 
     def projected_rows(self, y: jax.Array) -> jax.Array:

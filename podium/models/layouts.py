@@ -71,7 +71,8 @@ class Machine:
 
 @functools.cache
 def machine_of(accelerator: Accelerator, chips: int, *, networked: bool = False) -> Machine | None:
-    """Figures of `chips` devices of an accelerator, connected by its own links or, if `networked`, by the network.
+    """The `Machine` of `chips` devices of an accelerator, connected by its own links or, if `networked`, by the
+    network.
 
     None if Podium has no constants for this kind of device.
     """
@@ -106,7 +107,7 @@ class DecodeFloor:
 
     @property
     def rounded_bytes(self) -> int:
-        """Bytes by which the weights are smaller if the rollout stores matrices in int8."""
+        """Bytes saved if the rollout stores the layers' matrices in int8."""
         if self.decoder.rollout_weights == "dtype":
             return 0
         specs = rollout_specs(self.decoder, 1).items()
@@ -115,7 +116,9 @@ class DecodeFloor:
         )
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Bytes that a step moves of a sequence of `tokens`: keys and values, within windows, and states twice."""
+        """Bytes that a decode step moves for a sequence of `tokens` tokens: visible keys and values, and states
+        twice.
+        """
         return self.decoder.cached(self.machine.platform, tokens) * BF16 + 2 * self.state_bytes
 
     def step_s(self, rows: int, tokens: int) -> float:
@@ -143,7 +146,7 @@ class DecodeFloor:
         return self.decoder.total(of_layer)
 
     def bytes_held(self, rows: int, rollout: RolloutConfig) -> float:
-        """Bytes of weights and cache on one device, for a host's `rows` sequences of the longest length."""
+        """Bytes of weights and cache on one device, for `rows` sequences per host, each of the longest length."""
 
         def of_layer(work: Work) -> int:
             ring = ring_pages(work.window, rollout)
@@ -198,7 +201,7 @@ def choose_layout(
     Args:
         rollout: the engine's settings.
         decoder: the model's architecture.
-        accelerator: the machine, or one host of it; None: not in the table, such as a CPU.
+        accelerator: the machine, or one of its hosts; None if it is not in the table, such as a CPU.
         devices: number of devices on all hosts.
         hosts: number of processes.
         optimizer: name of the optimizer, whose state is in memory beside the rollout.
@@ -218,8 +221,8 @@ def choose_layout(
         sizes = [size for size in sizes if 1 < size < chips]
     if not sizes or (machine is None and rollout.layout == "hybrid"):
         raise ValueError(
-            f"rollout.layout is hybrid and this machine has no size of groups to choose by itself ({chips} devices on a"
-            " host); set rollout.group_chips, or the layout to auto"
+            f"rollout.layout is hybrid and no group size can be chosen on this machine ({chips} devices per host);"
+            " set rollout.group_chips, or the layout to auto"
         )
     if accelerator is None or machine is None:
         return Layout(name="replicated", group=1, why="replicated: nothing is known of the speed of these devices")
@@ -247,8 +250,8 @@ def _named(rollout: RolloutConfig, decoder: DecoderConfig, *, devices: int, chip
         return _checked(Layout(name="hybrid", group=rollout.group_chips), decoder, chips)
     if rollout.layout in ("legacy", "maxtext") and decoder.routed:
         raise ValueError(
-            f"rollout.layout is {rollout.layout}, which splits weights as training does, and the experts of this"
-            f" {decoder.model_type} cannot decode so; set rollout.layout to auto"
+            f"rollout.layout is {rollout.layout}, which splits weights as training does; this is not supported for the"
+            f" experts of a {decoder.model_type}; set rollout.layout to auto"
         )
     if rollout.layout not in (AUTO, "hybrid"):
         return Layout(name=rollout.layout)
@@ -270,7 +273,7 @@ def _fastest(
     hosts: int,
     host_chips: int,
 ) -> tuple[Layout, bool]:
-    """The group size with the fastest decode step, for all slots at half their length, among those that fit in memory.
+    """The group size with the fastest decode step among those that fit, with all slots at half their longest length.
 
     Also returns whether any fits. `stored` is the trainer's bytes per parameter. Groups are within one of `hosts` hosts
     of `host_chips` devices; if groups are larger than a host, `hosts` is 1.

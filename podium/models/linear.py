@@ -26,9 +26,7 @@ Linear = Callable[[str, jax.Array, LayerWeight], jax.Array]
 
 
 def of_experts(spec: ParamSpec) -> bool:
-    """Whether a weight has a matrix of each expert; it is gathered where it is multiplied with
-    (`podium.models.expert_mixture`).
-    """
+    """Whether a weight has one matrix per expert; `podium.models.expert_mixture` gathers these."""
     return is_matrix(spec) and "experts" in spec.axes
 
 
@@ -63,7 +61,7 @@ def layer_weight(
 
 
 def _sums(stored: jax.Array, axes: Sequence[str | None], rules: ShardingRules, *, many: bool) -> jax.Array:
-    """What gets the gradient of a matrix, in the format of `stored`.
+    """The array that gets the gradient of a matrix, in the format of `stored`.
 
     With `many`, it has a gradient for each device's part of the tokens, which `rules` add up; otherwise XLA does.
     """
@@ -92,7 +90,7 @@ def input_parts(spec: ParamSpec, rules: ShardingRules) -> tuple[int, ...]:
 
 
 def coded(w: Mapping[str, AnyWeight], operands: DTypeLike, parts: Callable[[str], tuple[int, ...]]) -> dict[str, Codes]:
-    """Those of a layer's weights that are int8 codes, with their scales.
+    """The layer's weights that are stored as int8 codes, with their scales.
 
     `parts` gives the number of parts into which devices split each input dimension of a matrix.
     """
@@ -130,7 +128,7 @@ def kept_dtype(dtype: jnp.dtype, rules: ShardingRules) -> jnp.dtype:
 
 
 def of_bits(stored: jax.Array) -> jax.Array:
-    """The values that `as_bits` stored; other arrays unchanged."""
+    """Undo `as_bits`; arrays of other formats are returned unchanged."""
     return jax.lax.bitcast_convert_type(stored, jnp.bfloat16) if stored.dtype == jnp.uint16 else stored
 
 
@@ -149,7 +147,7 @@ def make_linear(rules: ShardingRules) -> Linear:
         if isinstance(w, Codes):
             matrix = Weight(w.codes.astype(w.operands), None, w.codes)
             y = product(pattern, jnp.dtype(x.dtype), rules.on_cpu, x, matrix)
-            # In the dtype of `x` already, as devices that split the inputs exchange it before it is scaled.
+            # Already in the dtype of `x`, because devices that split the inputs exchange it before it is scaled.
             scale = jnp.expand_dims(w.scale, tuple(range(y.ndim - w.scale.ndim)))
             return (y.astype(jnp.float32) * scale).astype(x.dtype)
         return product(pattern, jnp.dtype(x.dtype), rules.on_cpu, x, w)
@@ -216,8 +214,8 @@ def product(pattern: str, dtype: jnp.dtype, barrier: bool, x: jax.Array, w: AnyW
 def integer_product(pattern: str, x: jax.Array, w: Codes) -> jax.Array:
     """An einsum of int8 operands, summed in int32, with the dtype of `x`; no gradient flows.
 
-    Activations are rounded to int8 with a scale for each token and part of the inputs, whose largest absolute value is
-    127 then. So devices that split the inputs exchange sums in the dtype of `x`, and no scales.
+    Activations are rounded to int8, with a scale for each token and part of the inputs that maps the largest absolute
+    value to 127. So devices that split the inputs exchange only sums in the dtype of `x`, and no scales.
     """
     x_axes, w_axes, _ = pattern.replace("->", ",").split(",")
     rows, inner = x.ndim - len(w.parts), len(w.parts)

@@ -26,7 +26,7 @@ class TokenLogprobs(NamedTuple):
 class Taught(NamedTuple):
     """A teacher's hidden states for the same targets, and its head."""
 
-    hidden: jax.Array  # [B, T, D'], of its own width
+    hidden: jax.Array  # [B, T, D'], where D' is the teacher's width
     head: jax.Array  # [V, D'], as stored
 
 
@@ -111,7 +111,7 @@ def _copies(head: AnyWeight, rules: ShardingRules) -> AnyWeight:
     """One copy of the head per piece of the batch, [n, V, D]."""
     if not isinstance(head, Weight):
         return rules.weight_copies(head, "vocab", "width")
-    assert head.sums is not None  # a caller that wants no gradient passes a plain array
+    assert head.sums is not None  # a caller that needs no gradient passes a plain array
     value = rules.weight_copies(head.value, "vocab", "width")
     return Weight(value, rules.sums_of_copies(head.sums, "vocab", "width"))
 

@@ -13,9 +13,9 @@ from podium.sharding import ShardingRules
 
 
 def row_recurrence(rules: ShardingRules, state: tuple[int, ...]) -> DeltaRows | None:
-    """The kernel for packed rows, for states [V, N, P] of these sizes; None where the rule is computed without it.
+    """The kernel for packed rows with states [V, N, P] of these sizes; None if the rule is computed without a kernel.
 
-    It needs a TPU and whole tiles. Where tp or sp split heads, each device has all tokens of its rows.
+    The kernel needs a TPU and whole tiles. If tp or sp split heads, each device has all tokens of its rows.
     """
     if rules.platform != "tpu" or not whole_tiles(state):
         return None

@@ -19,15 +19,16 @@ LORA_B = ".lora_b"
 SCALE = ".scale"
 """Name suffixes: a matrix's two adapter factors, and its scales if it is stored in fewer bits than bfloat16."""
 NF4_CODES = "uint8"
-"""The number format of codes of nf4; each has those of two numbers."""
+"""The number format of nf4's codes; each byte holds two codes."""
 JOIN = "+"
-"""Stands between the names of matrices that are stored side by side, as in `q+k+v`."""
+"""Separates the names of matrices that are stored side by side, as in `q+k+v`."""
 _PREFIX = re.compile(rf"^{re.escape(LAYERS)}(\d+\.)?")
 VOCAB_BLOCK = 128
-"""Vocabulary tokens per block of the sampler (`podium.rollout.sampling`); a vocabulary is split between blocks."""
+"""Vocabulary tokens per block of the sampler (`podium.rollout.sampling`); devices split the vocabulary into whole
+blocks."""
 MeshAxes = str | tuple[str, ...] | None
 Dtype = TypeVar("Dtype")
-"""A number format, as numpy has it or by its name."""
+"""A number format: a numpy dtype or its name."""
 
 
 # Training: float32 weights and optimizer state are split over fsdp and sp (and tp), rows over dp and fsdp, and the
@@ -176,11 +177,11 @@ class Group(NamedTuple):
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    """Size of each in the dimension along which they lie, its first output dimension."""
+    """Size of each matrix along the first output dimension, along which they are stored side by side."""
     outputs: int
-    """Number of output dimensions: that one and those behind it, also of scales and second factors."""
+    """Number of output dimensions: that dimension and those after it; also of scales and second factors."""
     axis: str | None
-    """The logical axis of the dimension along which they lie."""
+    """The logical axis of the dimension along which they are stored side by side."""
 
     @property
     def whole(self) -> str:
@@ -210,10 +211,10 @@ def joined_groups(layer: ParamSpecs, config: DecoderConfig) -> tuple[Group, ...]
 
 
 def _side_by_side(layer: ParamSpecs, groups: Sequence[Group]) -> ParamSpecs:
-    """A layer's weights with those of each group as one.
+    """A layer's weights, with each group joined into one weight.
 
-    Adapters beside a group are one adapter beside the joined matrix: the first factors lie side by side too, and the
-    second ones on the diagonal of a matrix that is 0 elsewhere.
+    The adapters of a group become one adapter of the joined matrix: the first factors lie side by side too, and the
+    second factors form a block-diagonal matrix.
     """
     found = dict(layer)
     for group in groups:
@@ -232,7 +233,7 @@ def _side_by_side(layer: ParamSpecs, groups: Sequence[Group]) -> ParamSpecs:
 
 
 def _whole(spec: ParamSpec, group: Group) -> ParamSpec:
-    """The spec of one of a group's weights, with the outputs of all."""
+    """The spec of one of a group's weights, with the outputs of the whole group."""
     return _widened(spec, len(spec.shape) - group.outputs, sum(group.sizes))
 
 

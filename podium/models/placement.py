@@ -60,7 +60,7 @@ def split_rows(rules: ShardingRules, x: jax.Array, groups: int) -> jax.Array:
 
 
 def merge_rows(rules: ShardingRules, x: jax.Array, *axes: str) -> jax.Array:
-    """The inverse of `split_rows`, for arrays whose dimensions behind the rows have these logical axes."""
+    """The inverse of `split_rows`, for arrays whose dimensions after the rows have these logical axes."""
     groups, devices = len(x), rules.num_shards("batch")
     x = x.reshape(groups, devices, -1, *x.shape[2:])
     x = jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[3:])

@@ -1,9 +1,9 @@
 """Frozen matrices stored in fewer bits than bfloat16: int8 with a scale per output, and NF4 with a scale per block.
 
 NF4 (QLoRA, arXiv:2305.14314) stores a number as one of 16 levels, quantiles of a normal distribution, times the largest
-absolute value of the 64 neighbours along a matrix's inputs. Codes and scales are those of bitsandbytes' blocks of 64
-without its second quantisation of the scales. A byte holds the codes of two rows of a block, 32 rows apart: halves of a
-block are whole rows of a vector unit's registers, which neighbours are not.
+absolute value of the 64 neighbours along a matrix's inputs. Codes and scales equal bitsandbytes' with blocks of 64,
+without its second quantisation of the scales. A byte holds the codes of two rows of a block, 32 rows apart, because
+half a block fills whole registers of a vector unit, while alternate rows would not.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ def int8(value: jax.Array, spec: ParamSpec) -> tuple[jax.Array, jax.Array]:
 def step_of(largest: jax.Array) -> jax.Array:
     """The scale by which the largest absolute value of some numbers is code 127; 1 where all are 0.
 
-    NaN and infinity stay, so that what has them computes NaN.
+    Numbers with NaN or infinity get such a scale, so that products with them are NaN.
     """
     return jnp.where(largest == 0, 1.0, largest / INT8_MOST)
 
@@ -112,7 +112,8 @@ def make_quantise(name: str, decoder: DecoderConfig, rules: ShardingRules):
 def _of_nf4(codes: jax.Array, scale: jax.Array) -> jax.Array:
     """The float32 values of the codes and scales that `nf4` returns."""
     (dim,) = (dim for dim, (size, blocks) in enumerate(zip(codes.shape, scale.shape, strict=True)) if size != blocks)
-    # Levels that are constants XLA for GPUs makes arrays of, one each of a layer's size, before the loop over layers.
+    # If the levels were constants, XLA for GPUs would make an array of a layer's size of each, before the loop over
+    # layers.
     codes, levels = jax.lax.optimization_barrier((codes, jnp.asarray(NF4_LEVELS, jnp.float32)))
     packed = _split(codes, dim, NF4_BLOCK // 2)
     whole = jnp.concatenate([packed >> 4, packed & 15], axis=dim + 1)

@@ -1,4 +1,4 @@
-"""The experts that tokens go to, between one pass over them and another: all layers' choices side by side."""
+"""Converts the layers' expert choices of a forward pass to one array, with all layers side by side, and back."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from podium.models.blocks.kind import Tree
 
 
 def routings(auxiliary: tuple[Tree, ...]) -> list[Routing]:
-    """What the routers of each place reported to `forward`, stacked over the place's layers."""
+    """The `Routing` that the routers of each place returned from `forward`, stacked over the place's layers."""
     kinds = (of_feed_forward for _, of_feed_forward in auxiliary)
     return [each for each in kinds if isinstance(each, Routing)]
 
@@ -25,7 +25,7 @@ def joined_choices(auxiliary: tuple[Tree, ...], decoder: DecoderConfig) -> jax.A
 
 
 def recorded_choices(choices: jax.Array, counted: jax.Array, decoder: DecoderConfig) -> list[Recorded | None]:
-    """The inverse for `forward`: what is known of tokens at each place, stacked over its layers.
+    """The inverse of `joined_choices`, for `forward`: the recorded choices at each place, stacked over its layers.
 
     `choices` are [B, T, C]; `counted` [B, T] says which tokens are in statistics.
     """
@@ -47,10 +47,12 @@ def _columns(decoder: DecoderConfig) -> list[int]:
 
 
 def _taken(choices: jax.Array, columns: np.ndarray) -> jax.Array:
-    """The columns [..., C] in this order. Trainer and engine may have other places, but they have the same layers."""
+    """Reorder the columns [..., C]. Trainer and engine may group layers into different places, but have the same
+    layers.
+    """
     return choices if np.array_equal(columns, np.arange(len(columns))) else choices[..., columns]
 
 
 def balances(auxiliary: tuple[Tree, ...]) -> list[Balance]:
-    """How the routers of each place shared out the tokens, stacked over the place's layers."""
+    """How the routers of each place distributed the tokens over experts, stacked over the place's layers."""
     return [each.balance for each in routings(auxiliary) if each.balance is not None]

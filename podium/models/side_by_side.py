@@ -1,4 +1,4 @@
-"""Matrices of a layer that are stored side by side: made from single ones, and their product taken apart.
+"""Stores matrices of a layer side by side as one, and splits the product with the joined matrix again.
 
 If the dimension along which they lie is split over devices, each device has its part of every matrix: the order is
 device by device, and on a device matrix by matrix.
@@ -15,7 +15,7 @@ from podium.sharding import Params, ShardingRules
 
 
 def joined(layer: Params, groups: Sequence[Group], rules: ShardingRules) -> Params:
-    """A layer's weights, or only its adapters or only the others, with those of each group as one.
+    """Join each group of a layer's weights into one weight; the weights may also be only the adapters, or all others.
 
     Shapes are those that `param_specs` declares for a decoder that is `joined`.
     """
@@ -35,7 +35,7 @@ def joined(layer: Params, groups: Sequence[Group], rules: ShardingRules) -> Para
 
 
 def _diagonal(seconds: Params, group: Group) -> list[jax.Array]:
-    """The columns of each of a group's matrices in the second factor [r, ...] of all adapters together."""
+    """The second factors of a group's adapters as a block-diagonal matrix, with the columns [r, ...] of each matrix."""
     first = next(iter(seconds.values()))
     rank = sum(len(value) for value in seconds.values())
     columns: list[jax.Array] = []
@@ -55,14 +55,14 @@ def _shards(group: Group, rules: ShardingRules) -> int:
 
 
 def _side_by_side(values: Sequence[jax.Array], dim: int, shards: int) -> jax.Array:
-    """Arrays that differ only in the size of `dim`, along it, for each of the `shards` into which it is split."""
+    """Concatenate arrays along `dim`, shard by shard, for the `shards` into which the dimension is split."""
     cut = [value.reshape(*value.shape[:dim], shards, -1, *value.shape[dim + 1 :]) for value in values]
     whole = jnp.concatenate(cut, axis=dim + 1)
     return whole.reshape(*whole.shape[:dim], -1, *whole.shape[dim + 2 :])
 
 
 def apart(y: jax.Array, dim: int, group: Group, rules: ShardingRules) -> list[jax.Array]:
-    """The products with each of a group's matrices, from that with all, in which they lie along `dim`."""
+    """Split the product with a joined matrix along `dim` into the products with each of the group's matrices."""
     shards = _shards(group, rules)
     cut = y.reshape(*y.shape[:dim], shards, -1, *y.shape[dim + 1 :])
     ends = list(itertools.accumulate(size // shards for size in group.sizes))[:-1]

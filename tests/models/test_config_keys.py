@@ -240,7 +240,7 @@ def test_rope_scaling_counts_where_rope_parameters_differ():
         (
             "gemma3_text",
             {"rope_parameters": {"rope_theta": 5.0}},
-            r"rope_theta is outside of them",
+            r"rope_theta is outside of these objects",
         ),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping 30\.0 is not supported"),
         ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 4.0}}, r"has rope_type, and no type"),

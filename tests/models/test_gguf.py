@@ -243,7 +243,7 @@ def test_header_is_what_the_library_reads(tmp_path: Path):
         ({"llama__final_logit_softcapping": 30.0}, r"llama\.final_logit_softcapping 30\.0 is not supported"),
         ({"llama__residual_scale": 0.3}, r"llama\.residual_scale 0\.3\d* is not supported"),
         ({"general__type": "adapter"}, "general.type is 'adapter'; Podium trains models"),
-        ({"split__count": 3}, "one of 3 files of a model; merge them first"),
+        ({"split__count": 3}, "the model is split into 3 files; merge them first"),
     ],
 )
 def test_unsupported_feature_is_named(extra: dict[str, Any], message: str, tmp_path: Path):

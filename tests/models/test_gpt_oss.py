@@ -116,7 +116,7 @@ def test_half_a_tensor_in_mxfp4_is_refused(tmp_path):
     tensors = load_file(source.path / "model.safetensors")
     del tensors["model.layers.0.mlp.experts.down_proj_scales"]
     save_file(tensors, source.path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"layers.0.mlp.experts.down_proj_blocks and _scales are no tensor in MXFP4"):
+    with pytest.raises(ModelError, match=r"mlp.experts.down_proj_blocks and _scales are not a tensor in MXFP4"):
         load_params(source, read_architecture(source), rules_on("auto", 1))
 
 

@@ -260,9 +260,7 @@ def test_of_two_factors_of_one_name_none_is_taken(saved):
     path = folder / "adapter_model.safetensors"
     tensors = load_file(path)
     save_file(tensors | {Q_FACTOR.replace(".weight", ".default.weight"): tensors[Q_FACTOR] + 1}, path)
-    with pytest.raises(
-        ModelError, match=r"q_proj\.lora_A\.(default\.)?weight in .*: there is another one of this name"
-    ):
+    with pytest.raises(ModelError, match=r"q_proj\.lora_A\.(default\.)?weight in .*: its name is used twice"):
         load_adapter(folder, ADAPTED, rules_on("auto", 1), base)
 
 

@@ -220,7 +220,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path):
     source = write_model(tmp_path, case)
     shard(tmp_path, hf_tensors(case) | {HEAD: other_head(case)})
     save_file({HEAD: other_head(case), "model.norm.weight": np.ones(32, np.float32)}, tmp_path / "model-3.safetensors")
-    with pytest.raises(ModelError, match=r"tensor model\.norm\.weight in .*model-3.*: there is another one of this"):
+    with pytest.raises(ModelError, match=r"tensor model\.norm\.weight in .*model-3.*: the name is used twice"):
         load_params(source, read_architecture(source), rules_on("auto", 1))
 
 
@@ -236,7 +236,7 @@ def test_both_of_a_whole_file_and_shards_is_said(tmp_path: Path, caplog: pytest.
 def test_a_tower_beside_a_model_that_has_none_is_refused(name: str, tmp_path: Path):
     source = write_model(tmp_path, "llama")
     save_file(hf_tensors("llama") | {name: np.ones(2, np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=rf"tensor {name} in .* is unexpected.*a llama has no such weight"):
+    with pytest.raises(ModelError, match=rf"tensor {name} in .* is unexpected.*a llama does not have this weight"):
         load_params(source, read_architecture(source), rules_on("auto", 1))
 
 

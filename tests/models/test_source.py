@@ -56,7 +56,7 @@ def test_demo_is_found_without_importing_its_package():
     [
         ("./nowhere", "neither a folder nor a .gguf file"),
         ("a/b/c", "neither a folder nor a .gguf file"),
-        ("nowhere.gguf", "there is no such file"),
+        ("nowhere.gguf", "the file does not exist"),
     ],
 )
 def test_what_cannot_be_a_model_is_refused(model: str, message: str):

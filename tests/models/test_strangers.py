@@ -103,14 +103,14 @@ def test_a_strange_gguf_file_is_one_error(keys: list[bytes], tensors: list[bytes
         ({"model_type": ["llama"]}, r"model type \['llama'\] is not supported"),
         ({"rope_theta": "x"}, "rope_theta must be a number above 0, found 'x'"),
         ({"rope_theta": float("nan")}, "rope_theta must be a number above 0, found nan"),
-        ({"rope_theta": 0.5}, "base of rotary embeddings must be 1 or more"),
+        ({"rope_theta": 0.5}, "base of rotary embeddings must be at least 1"),
         (
             {"rms_norm_eps": None},
             "rms_norm_eps must not be null; remove it for transformers' default of a llama, 1e-06",
         ),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number above 0"),
         ({"rms_norm_eps": True}, "rms_norm_eps must be a number above 0, found True"),
-        ({"rms_norm_eps": 3}, "an epsilon of 3 in the norms"),
+        ({"rms_norm_eps": 3}, "the norms' epsilon is 3"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a whole number from 1 to 10000"),
         ({"num_hidden_layers": True}, "found True"),
         ({"hidden_size": 2**62}, "hidden_size must be a whole number from 1 to 2147483647"),
@@ -182,7 +182,7 @@ def test_a_strange_tokenizer_is_one_error(harm: Callable[[Path], object], messag
 def test_a_tokenizer_of_a_larger_model_is_refused(tmp_path: Path):
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, template="<|im_start|> two {{ messages[-1].content }}"))
     tokenizer.check_vocab(8)
-    with pytest.raises(ModelError, match="uses token 7, and the weights have 7 tokens"):
+    with pytest.raises(ModelError, match="uses token 7, but the weights have 7 tokens"):
         tokenizer.check_vocab(7)
 
 

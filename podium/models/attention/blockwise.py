@@ -155,7 +155,7 @@ class _Row(NamedTuple):
 def _over_pairs(
     row: _Row, add: Callable[[jax.Array, jax.Array, Outputs], Outputs], sums: Outputs, keys: tuple[bool, ...]
 ) -> Outputs:
-    """Sums [n, ...] over all visible pairs of blocks; `keys` says for each whether it is per key block or query block.
+    """Sums [n, ...] over all visible pairs of blocks; `keys` says of each sum whether it is per key block.
 
     `add(i, j, sums)` returns the new value of each sum's block i, or of its block j if the sum is per key block.
     """

@@ -1,6 +1,4 @@
-"""Which tokens of packed rows attend to which: the rule in `podium.models.attention.mask_rule`, applied to rows and
-blocks.
-"""
+"""Applies the attention rule of `podium.models.attention.mask_rule` to packed rows and their blocks."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The experts of tokens, passed from one forward pass to another. No jax: `podium.models.blocks.routing` chooses."""
+"""Routers' choices of experts, recorded in one forward pass for another. No jax (see `blocks.routing`)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def choice_format(experts: int) -> ChoiceFormat:
 
 
 def unknown_choice(dtype: DTypeLike) -> int:
-    """The number that says, in recorded choices of this format, that a token's experts are not known.
+    """The value that marks a token's experts as unknown in recorded choices of this format.
 
-    They are then chosen again.
+    The router then chooses the token's experts again.
     """
     return int(np.iinfo(dtype).max)
 
@@ -33,11 +33,11 @@ class Recorded(NamedTuple):
     """The choices that an earlier pass made for some tokens, and which tokens count."""
 
     choices: jax.Array  # [B, T, k] in a ChoiceFormat; `unknown_choice` where nothing was recorded
-    counted: jax.Array  # [B, T] bool, whether the token is in the statistics
+    counted: jax.Array  # [B, T] bool, whether the token counts in the statistics
 
 
 class Balance(NamedTuple):
-    """How a layer's router shared out the counted tokens of each row."""
+    """How a layer's router distributed the counted tokens of each row over experts."""
 
     load: jax.Array  # [B, E] float32, number of choices of each expert
     shares: jax.Array  # [B, E] float32, sum of the router's probabilities
@@ -50,4 +50,4 @@ class Routing(NamedTuple):
 
     choices: jax.Array  # [B, T, k] in a ChoiceFormat, experts of each token
     balance: Balance | None
-    """None: nothing is known of the tokens, as in the rollout."""
+    """None without `Recorded` input, as in the rollout."""

@@ -49,7 +49,7 @@ class _Rule:
         return (*tails, own.reshape(state.shape)), y.reshape(v.shape)
 
     def step(self, states: States, stored: StoredState, counts: jax.Array, /) -> tuple[States, StoredState, jax.Array]:
-        """Advance rows by one token each, the large state where it is stored."""
+        """Advance rows by one token each; the large state is updated in place."""
         import jax.numpy as jnp
 
         from podium.models.blocks.delta_rule import unit
@@ -60,7 +60,7 @@ class _Rule:
         return tails, stored, y[:, None]
 
     def _convolved(self, tails: Sequence[jax.Array], counts: jax.Array) -> tuple[States, Sequence[jax.Array]]:
-        """The inputs of the next convolutions, and q, k and v behind them."""
+        """The inputs of the next convolutions, and this call's q, k and v after the convolution."""
         from podium.models.blocks.delta_rule import next_conv
 
         given = zip((self.q, self.k, self.v), self.taps, tails, strict=True)
@@ -92,7 +92,7 @@ class _Rule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaNet:
-    """The gated delta rule (arXiv:2412.06464) behind a short convolution; each key head has several value heads."""
+    """The gated delta rule (arXiv:2412.06464) after a short convolution; each key head has several value heads."""
 
     key_heads: int
     value_heads: int
@@ -116,7 +116,7 @@ class DeltaNet:
         of_keys = ParamSpec((D, K, N), ("width", "delta_heads", None), std, group=group)
         of_values = ParamSpec((D, V, P), ("width", "delta_heads", None), std, group=group)
         of_head = ParamSpec((D, V), ("width", "delta_heads"), std, group="numbers")
-        tap_std = 0.1  # queries and keys are normed behind the convolution, and outputs behind the rule
+        tap_std = 0.1  # queries and keys are normalised after the convolution, and outputs after the rule
         return {
             "q": of_keys,
             "k": of_keys,

@@ -24,7 +24,7 @@ exact = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, prefe
 
 
 class Tokens(NamedTuple):
-    """The inputs of the rule."""
+    """The inputs of the delta rule."""
 
     q: jax.Array  # [B, T, K, N], normed and scaled
     k: jax.Array  # [B, T, K, N], normed
@@ -40,7 +40,7 @@ class Paths(NamedTuple):
     seen: jax.Array  # [B, M, C, C] bool, whether the second token is on the first one's path
     reads: jax.Array  # [B, M, C, J] bool, the state from the previous chunk in which the token's path begins
     ends: jax.Array  # [B, M, J, C] bool, the token after which each state is passed on; all False: no token
-    stays: jax.Array  # [B, M, J] bool, whether the state is passed on as it came
+    stays: jax.Array  # [B, M, J] bool, whether the state is passed on unchanged
 
     @property
     def reached(self) -> jax.Array:
@@ -91,7 +91,7 @@ def packed_paths(g: jax.Array, segments: jax.Array, prompts: jax.Array) -> Paths
     same = segments[:, :, :, None] == segments[:, :, None]  # [B, M, C, C]
     of_prompt = prompts[:, :, :, None] == segments[:, :, None]
     own = segments == last_segment
-    begins = ~own & (prompts != segments)  # its segment begins in this chunk, behind a prompt
+    begins = ~own & (prompts != segments)  # its segment begins in this chunk, after a prompt
     start = _one_hot(jnp.argmax(same, axis=3), C)  # first token of its segment in the chunk
     end = _one_hot(C - 1 - jnp.argmax(of_prompt[..., ::-1], axis=3), C) & of_prompt.any(axis=3, keepdims=True)
     along = jnp.cumsum(g, axis=2)
@@ -187,7 +187,8 @@ def _over_chunks(tokens: Tokens, paths: Paths, first: jax.Array) -> tuple[jax.Ar
 def unit_lower_inverse(a: jax.Array) -> jax.Array:
     """The inverse of I + a, with a [B, M, ..., C, C] strictly lower and C a power of 2.
 
-    By halves, all of one size at once along M, as products: a TPU would substitute row by row.
+    Computed by recursive halving with matrix products, all blocks of one size at once; forward substitution would go
+    row by row on a TPU.
     """
     half = a.shape[-1] // 2
     if not half:
@@ -209,7 +210,8 @@ def one_step(tokens: Tokens, states: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def short_conv(x: jax.Array, taps: jax.Array, previous: jax.Array) -> jax.Array:
-    """The silu of each channel's weighted sum over a token and the ones before it in its sequence, in packed rows.
+    """A causal depthwise convolution followed by silu, in packed rows: sums over a token and those before it in its
+    sequence.
 
     Args:
         x: [B, T, H, N].
@@ -228,7 +230,7 @@ def short_conv(x: jax.Array, taps: jax.Array, previous: jax.Array) -> jax.Array:
 
 
 def next_conv(x: jax.Array, taps: jax.Array, tail: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`short_conv` of rows of one sequence each, which continue earlier calls; also the tail for the next call.
+    """`short_conv` for rows of one sequence each that continue earlier calls; also returns the tail for the next call.
 
     Args:
         x: [B, T, H, N].

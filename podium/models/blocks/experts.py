@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 MATRICES = ("expert_gate", "expert_up", "expert_down")
 DENSE_ROWS = 512
-"""Most tokens of a decode step that are multiplied with all experts. So few rows reach most experts anyway, and the
-weights are read once, from where they are stored; above, the products of the other experts take longer."""
+"""Largest number of tokens in a decode step for which all experts are computed. Even so few tokens choose most experts,
+and this way each weight is read once, in place. For more tokens, the products that are not needed take longer."""
 SPARE = 2
-"""Rows that a device multiplies at once where devices share the experts, in those that it has if tokens go to all
-experts alike."""
+"""Where the experts are split over devices: rows that a device multiplies at once, relative to the rows that it would
+have if tokens chose all experts equally often."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Experts:
     bias: bool = False
     """Whether the router and the experts' matrices have biases (gpt-oss)."""
     shared: int = 0
-    """Width of an expert that every token goes to, by its own gate (Qwen3.5); 0: there is none."""
+    """Width of an expert that every token goes to, with its own gate (Qwen3.5's shared expert); 0 if absent."""
 
     scope = "mlp"
 
@@ -71,7 +71,7 @@ class Experts:
 
     @property
     def _every_token(self) -> Mlp:
-        """The expert that every token goes to."""
+        """The shared expert, which every token goes to."""
         return Mlp(width=self.shared, activation=self.activation)
 
     def work(self, width: int) -> Work:

@@ -42,7 +42,7 @@ class Work(NamedTuple):
     total: int
     """Number of elements of all its matrices."""
     outputs: int
-    """Elements per token in the outputs of all products that take the layer's input, of size D."""
+    """Elements per token of the outputs of all products whose input is the layer's input [..., D]."""
     pair: int = 0
     """Multiply-adds of a forward pass per query-key pair."""
     window: int | None = None
@@ -50,23 +50,24 @@ class Work(NamedTuple):
     kv_heads: int = 0
     """Number of heads whose keys and values decoding stores for each token."""
     head_dim: int = 0
-    """Elements of such a key, and of such a value."""
+    """Head dimension of keys and of values."""
     inner: int = 0
-    """Elements per token in the input of its last product."""
+    """Elements per token of the input to the layer's last matrix product."""
     per_token: int = 0
-    """Multiply-adds of a forward pass per token in which no weight takes part, whatever the length of its sequence."""
+    """Multiply-adds per token of a forward pass without weights and independent of the sequence length
+    (recurrences)."""
     states: tuple[StateSpec, ...] = ()
     """Arrays of fixed size that decoding stores for each sequence; updated through `Context.recur`."""
 
 
 class At(NamedTuple):
-    """Identifies the layer that attends or recurs, and says how it attends."""
+    """Which layer calls `Attend` or `Recur`, and the settings of its attention."""
 
     layer: jax.Array  # [] int32, index among the layers of its place in the pattern
     window: int | None
     """Number of positions that a query sees, including its own; None: all before it."""
     sinks: jax.Array | None = None
-    """[H], score of each head with a key that has no value and that every query sees; None: there is no such key."""
+    """[H], score of each head with a key that has no value and that every query sees; None if absent."""
 
 
 class Attend(Protocol):
@@ -101,7 +102,7 @@ class Packed(NamedTuple):
 
     segments: jax.Array  # [B, T] int32, segment of each token; 0 is padding
     prompts: jax.Array  # [B, T] int32, segment of each token's prompt; its own segment if it has no separate prompt
-    previous: jax.Array  # [B, T] int32, index in the row of the previous token of its sequence; T: there is none
+    previous: jax.Array  # [B, T] int32, index in the row of the previous token of its sequence; T if it is the first
 
 
 class DeltaRows(Protocol):
@@ -159,10 +160,12 @@ class StoredState(Protocol):
 
 @runtime_checkable
 class Stepping(Advance, Protocol):
-    """An `Advance` that can leave its last state where it is stored while each row advances by one token."""
+    """An `Advance` that can also update its last state in place, in the cache, for decode steps of one token per
+    row.
+    """
 
     def step(self, states: States, stored: StoredState, counts: jax.Array, /) -> tuple[States, StoredState, jax.Array]:
-        """Advance as `append` does; `states` are all but the last."""
+        """Like `append` for one token per row; `states` holds all states but the last, which is updated in place."""
         ...
 
 
@@ -204,7 +207,9 @@ class Context(Protocol):
 
     @property
     def recorded(self) -> Recorded | None:
-        """What is known of the tokens' experts in this layer before the pass; None: nothing."""
+        """The recorded expert choices of the tokens in this layer, from an earlier pass; None if nothing was
+        recorded.
+        """
         ...
 
     @property
@@ -217,7 +222,7 @@ class Context(Protocol):
         ...
 
     def plain_norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
-        """RMS norm over the last dimension with the decoder's epsilon, whose scale is stored as it is.
+        """RMS norm over the last dimension with the decoder's epsilon, without the decoder's offset of the scale.
 
         Names of such scales do not end in `_norm`: initial values of those that do are lowered by the offset.
         """
@@ -228,9 +233,9 @@ class Context(Protocol):
         ...
 
     def several(self, pattern: str, x: jax.Array, w: LayerWeights, names: Sequence[str]) -> Sequence[jax.Array]:
-        """The einsums of an activation and each of these weights, all of one `ParamSpec.group` in its order.
+        """The einsums of one activation with each of these weights, which are a whole `ParamSpec.group`, in order.
 
-        One product, where they are stored side by side.
+        Computed as one product if the weights are stored side by side.
         """
         ...
 
@@ -253,7 +258,7 @@ class Context(Protocol):
         ...
 
     def vector(self, w: LayerWeight) -> jax.Array:
-        """A weight that no product takes, such as a convolution's taps, in the number format of its use."""
+        """A weight that is not an operand of a matrix product, such as a convolution's taps, in its compute format."""
         ...
 
     def biased(self, y: jax.Array, bias: LayerWeight) -> jax.Array:
@@ -261,7 +266,9 @@ class Context(Protocol):
         ...
 
     def heads(self, x: jax.Array, w: LayerWeights, *, bias: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [B, T, H, Q], keys and values [B, T, K, Q]: products with `q`, `k` and `v`, plus biases if `bias`."""
+        """Project to queries [B, T, H, Q], keys and values [B, T, K, Q] with weights `q`, `k`, `v`, and biases if
+        `bias`.
+        """
         ...
 
     def rotate(self, x: jax.Array, rope: Rope) -> jax.Array:
@@ -307,7 +314,7 @@ class Applied(NamedTuple):
 
 
 class Kind(Protocol):
-    """A token mixer or a feed-forward."""
+    """The interface of a layer kind: a token mixer or a feed-forward."""
 
     @property
     def scope(self) -> str:

@@ -76,7 +76,7 @@ def sharpened(q: jax.Array, positions: jax.Array, beta: float, period: int) -> j
 def rotate_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """`rotate` for TPUs, with the same results: a product with a matrix of 0, 1 and -1 swaps the halves.
 
-    XLA fuses all of it into one pass. Slicing half heads takes three passes, because a register's lanes hold whole
+    XLA fuses this into one pass. Slicing half heads takes three passes, because a register's lanes hold whole
     heads.
     """
     fixed = x.shape[-1] - 2 * cos.shape[-1]  # elements of a head that are not rotated

@@ -49,7 +49,7 @@ class YarnScaling:
     length: float = 1.0
     """Factor of cosines and sines."""
     truncate: bool = True
-    """Whether the first and last pair of the interpolated range are rounded outwards to whole numbers."""
+    """Whether the bounds of the interpolated range of pairs are rounded outwards to integers."""
 
     def stretch(self, frequencies: np.ndarray) -> np.ndarray:
         """Scale frequencies [Q/2]: high ones are kept, low ones divided by `factor`, those between interpolated.

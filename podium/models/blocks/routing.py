@@ -15,7 +15,7 @@ def route(
         logits: of the router.
         top: k.
         normalized: whether the gates of the chosen experts sum to 1; else they are shares of all experts.
-        recorded: what is known of the tokens.
+        recorded: choices of an earlier pass.
         replay: whether to go to the recorded experts instead of choosing. The gates are computed again either way, so
             that gradients reach the router.
 
@@ -45,6 +45,6 @@ def route(
 
 
 def _picked(logits: jax.Array, chosen: jax.Array) -> jax.Array:
-    """The logits [B, T, k] of the chosen experts; by comparison, whose gradient is no scatter."""
+    """The logits [B, T, k] of the chosen experts; selected by comparison, so that the gradient needs no scatter."""
     hits = chosen[..., None] == jnp.arange(logits.shape[-1])[None, None, None]  # [B, T, k, E]
     return jnp.sum(jnp.where(hits, logits[:, :, None], 0.0), axis=-1)

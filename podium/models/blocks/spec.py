@@ -14,8 +14,9 @@ class ParamSpec(NamedTuple):
     stacked: int = 0
     """Number of leading dimensions that index separate weights, such as layers and experts."""
     group: str | None = None
-    """Matrices of a layer with one group have one input, which `Context.several` multiplies with all of them. They
-    differ only in their first output dimension, along which they can be stored side by side; None: no others."""
+    """Matrices of a layer with the same group share their input, and `Context.several` multiplies it with all of them.
+    They differ only in the size of their first output dimension, along which they can be stored side by side. None: not
+    part of a group."""
 
 
 ParamSpecs = Mapping[str, ParamSpec]

@@ -1,4 +1,4 @@
-"""Weights in the form that layers multiply with. No jax, so that kinds of layers can be declared without it."""
+"""The forms of a weight that layers multiply with. No jax, so that kinds of layers can be declared without it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Weight(NamedTuple):
     layers saves no copy of its inputs. None: `value` itself is saved."""
     layer: jax.Array | None = None
     """[] int32: `value` is the stack of all layers of a place, and this layer's is at this index. Only matrices of
-    experts, in passes without gradients. None: `value` is this layer's."""
+    experts, in passes without gradients. None: `value` is this layer's alone."""
 
 
 class Codes(NamedTuple):

@@ -17,14 +17,15 @@ MODEL_TYPES = {
     "qwen35moe": "qwen3_5_moe_text",
     "qwen3moe": "qwen3_moe",
 }
-"""Model types of architectures that llama.cpp calls otherwise. To it Mistral is a llama, or a mistral3 without YaRN."""
+"""Model types by llama.cpp's name of the architecture, where the names differ. Mistral is a `llama`, or a `mistral3`
+without YaRN."""
 GEMMA3_27B_LAYERS = 62
 Raw = dict[str, object]
 """Keys of a config.json."""
 
 
 class _Said:
-    """What a file's metadata says of its architecture."""
+    """The architecture's metadata in a GGUF file."""
 
     def __init__(self, header: GgufHeader):
         self.where = str(header.path)
@@ -33,21 +34,21 @@ class _Said:
 
     @property
     def kind(self) -> object:
-        """What the file is: a model, an adapter, a vision tower."""
+        """What the file contains, such as `model`, `adapter` or a vision tower."""
         return self._metadata.get("general.type", "model")
 
     @property
     def parts(self) -> int:
-        """Into how many files the model is split; 0 or 1: it is whole."""
+        """The number of files that the model is split into; 0 or 1 if it is not split."""
         return whole_number({"split.count": self._metadata.get("split.count") or 1}, "split.count", self.where)
 
     def items(self) -> Iterator[tuple[str, object]]:
-        """Yield the architecture's keys, without its name before them, and their values."""
+        """Yield the architecture's keys, without the prefix of its name, and their values."""
         prefix = f"{self.name}."
         return ((key.removeprefix(prefix), value) for key, value in self._metadata.items() if key.startswith(prefix))
 
     def is_width_of_values(self, key: str, value: object) -> bool:
-        """Whether a key says that values are as wide as keys of attention."""
+        """Whether a key gives attention's values the same width as its keys."""
         width = self.number("embedding_length") // self.number("attention.head_count")
         return key == "attention.value_length" and value == self.number("attention.key_length", width)
 
@@ -95,8 +96,9 @@ def read_config(header: GgufHeader) -> DecoderConfig:
 
 
 GATES: Mapping[str, int] = {"gpt-oss": 3, "qwen35moe": 1, "qwen3moe": 1}
-"""Mixtures of experts, and llama.cpp's number of how they gate: 1 a softmax of all experts, 3 one of those chosen.
-It computes both with these architectures by itself, and the first with gates that sum to 1."""
+"""Architectures with a mixture of experts, and llama.cpp's number of their gating function: 1 is a softmax over all
+experts, 3 over the chosen ones. llama.cpp assumes these for the architectures, and normalises the gates of the first to
+sum to 1."""
 
 
 READ = (
@@ -104,7 +106,7 @@ READ = (
     "block_count", "context_length", "embedding_length", "feed_forward_length", "rope.dimension_count",
     "rope.freq_base", "rope.scaling.type",
 )  # fmt: skip
-"""Keys that are read in every architecture, without its name before them."""
+"""Keys that are read in every architecture, without the prefix of its name."""
 _MIXTURE = ("expert_count", "expert_feed_forward_length", "expert_used_count")
 _WINDOWS = ("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa", "rope.scaling.factor")
 _YARN = (
@@ -123,24 +125,24 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "qwen35moe": (*_NET, *_MIXTURE, "expert_shared_feed_forward_length"),
     "qwen3moe": _MIXTURE,
 }
-"""Keys that are read beside those."""
+"""Further keys that are read, by architecture."""
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "gemma3": ("none", "linear"),
     "gpt-oss": ("none", "yarn"),
     "mistral3": ("none", "yarn"),
 }
-"""Types of scaling of architectures that have one."""
+"""The types of rotary scaling that an architecture may have."""
 IGNORED = (
-    "attention.layer_norm_epsilon",  # of other norms than these architectures have
+    "attention.layer_norm_epsilon",  # of norms that these architectures do not have
     "decoder_start_token_id",
-    "pooling_type",  # of embeddings of texts
+    "pooling_type",  # of text embedding models
     "rope.dimension_sections",  # of positions in images
     "rope.scaling.finetuned",
-    "rope.scaling.original_context_length",  # read with YaRN, and of no other use
+    "rope.scaling.original_context_length",  # used with YaRN only
     "tensor_data_layout",
-    "vocab_size",  # the rows of the embedding say it
+    "vocab_size",  # follows from the rows of the embedding
 )
-"""Keys that change nothing of what llama.cpp computes with these architectures."""
+"""Keys that do not affect what llama.cpp computes with these architectures."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "expert_weights_norm": (True,),
@@ -152,24 +154,24 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (1.0,),
 }
-"""Keys of which only these values are computed, in an architecture that does not read them. Without a type of scaling,
-llama.cpp divides by a factor."""
+"""The only values supported for keys that an architecture does not read. A scaling factor without a type means division
+by it in llama.cpp."""
 NOTHING = (0, False, "", [])
-"""Values with which any other key is accepted: they switch nothing on."""
+"""Values with which any other key is accepted, because they enable nothing."""
 
 
 def _check_file(said: _Said) -> None:
-    """Raises ModelError if a file is no model, or not a whole one."""
+    """Raises ModelError if a file does not contain a model, or contains only a part of one."""
     if said.kind != "model":
         raise ModelError(f"{said.where}: general.type is {shown(said.kind)}; Podium trains models")
     if said.parts > 1:
         raise ModelError(
-            f"{said.where}: one of {said.parts} files of a model; merge them first (llama-gguf-split --merge)"
+            f"{said.where}: the model is split into {said.parts} files; merge them first (llama-gguf-split --merge)"
         )
 
 
 def _check_keys(said: _Said) -> None:
-    """Raises ModelError if a key of the architecture is unknown, or asks for what Podium does not support in it."""
+    """Raises ModelError if a key of the architecture is unknown, or has a value that Podium does not support."""
     read = {*READ, *READ_BY.get(said.name, ())}
     accepted = {key: values for key, values in NEUTRAL.items() if key not in read}
     accepted["rope.scaling.type"] = SCALINGS.get(said.name, ("none",))
@@ -194,7 +196,7 @@ def _check_keys(said: _Said) -> None:
 
 
 def _experts(said: _Said) -> Raw:
-    """The keys of config.json of a mixture in every layer, whose gates sum to 1."""
+    """The keys of config.json for a mixture of experts in every layer, whose gates sum to 1."""
     return {
         "num_experts": said.number("expert_count"),
         "num_experts_per_tok": said.number("expert_used_count"),
@@ -237,7 +239,7 @@ def _gpt_oss(said: _Said, raw: Raw) -> Raw:
 
 
 def _mistral3(said: _Said, raw: Raw) -> Raw:
-    """The keys of config.json of Ministral 3, which has YaRN, or of Mistral Small 3, which has not."""
+    """The keys of config.json of Ministral 3, which uses YaRN, or of Mistral Small 3, which does not."""
     if not _has_yarn(said):
         return {"model_type": "mistral", "sliding_window": None}
     sharpening = said.get("attention.temperature_scale", 0.0)
@@ -246,7 +248,7 @@ def _mistral3(said: _Said, raw: Raw) -> Raw:
 
 
 def _qwen35(said: _Said, raw: Raw) -> Raw:
-    """The keys of config.json that only Qwen3.5 has; blocks that predict tokens after the next are no layers."""
+    """The keys of config.json that only Qwen3.5 has; blocks for multi-token prediction do not count as layers."""
     heads, inner = said.number("ssm.time_step_rank"), said.number("ssm.inner_size")
     ahead = said.number("nextn_predict_layers") if said.get("nextn_predict_layers", 0) else 0
     if inner % heads:
@@ -265,7 +267,7 @@ def _qwen35(said: _Said, raw: Raw) -> Raw:
 
 
 def _qwen35_moe(said: _Said, raw: Raw) -> Raw:
-    """The same of Qwen3.5's mixture."""
+    """The keys of config.json that only Qwen3.5's mixture of experts has."""
     return _qwen35(said, raw) | {"shared_expert_intermediate_size": said.number("expert_shared_feed_forward_length")}
 
 
@@ -279,7 +281,7 @@ OF_ARCHITECTURE: Mapping[str, Callable[[_Said, Raw], Raw]] = {
 
 
 def _layer_types(said: _Said, layers: int, every: int) -> list[str]:
-    """The types of layers: all but every n-th have a window, or those that a list names."""
+    """The layers' types: a window in all layers but every n-th, or in those that a list names."""
     pattern = said.get("attention.sliding_window_pattern", every)
     if isinstance(pattern, list):
         return [SLIDING if slides else FULL for slides in pattern]
@@ -292,7 +294,7 @@ def _has_yarn(said: _Said) -> bool:
 
 
 def _yarn(said: _Said) -> Raw:
-    """The keys of YaRN. llama.cpp takes its own defaults for the betas, and 1 for `mscale`, which is in no file."""
+    """The keys of YaRN. llama.cpp has defaults for the betas, and uses 1 for `mscale`, which GGUF does not store."""
     log_multiplier = said.get("rope.scaling.yarn_log_multiplier", 0.0)
     grown = {"mscale": 1.0, "mscale_all_dim": said.real("rope.scaling.yarn_log_multiplier")} if log_multiplier else {}
     return {

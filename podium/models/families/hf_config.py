@@ -117,7 +117,7 @@ def _delta_net(raw: Keys, where: str) -> DeltaNet:
 
 
 def _routed_layers(raw: Keys, layers: int, where: str) -> set[int]:
-    """The layers with a mixture of experts: all, in a family that does not read which are dense."""
+    """The layers with a mixture of experts; all layers, in a family whose config cannot make layers dense."""
     step, dense = whole_number(raw, "decoder_sparse_step", where, 1), raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(each, int) for each in dense):
         raise ModelError(f"{where}: mlp_only_layers must be a list of layers, found {shown(dense)}")
@@ -125,7 +125,7 @@ def _routed_layers(raw: Keys, layers: int, where: str) -> set[int]:
 
 
 def _without_mxfp4(raw: Keys) -> Keys:
-    """The settings without the format of gpt-oss's experts, which the files themselves show."""
+    """The settings without the format of gpt-oss's experts, which is known from the files themselves."""
     stored = raw.get("quantization_config")
     packed = isinstance(stored, Mapping) and stored.get("quant_method") == "mxfp4"
     return {key: value for key, value in raw.items() if not (packed and key == "quantization_config")}
@@ -137,7 +137,7 @@ def _experts(raw: Keys, family: Family, where: str) -> Experts:
     if family.like_gpt_oss:
         alpha, limit = (real_number(raw, f"swiglu_{name}", where) for name in ("alpha", "limit"))
         activation = Clamped(alpha=alpha, limit=limit)
-    normalized = raw.get("norm_topk_prob", True)  # of families that do not read it
+    normalized = raw.get("norm_topk_prob", True)  # for families that do not read it
     if not isinstance(normalized, bool):
         raise ModelError(f"{where}: norm_topk_prob must be true or false, found {shown(normalized)}")
     count = whole_number(raw, "num_experts", where, most=MAX_EXPERTS)
@@ -166,8 +166,8 @@ def _layer_types(raw: Keys, family: Family, where: str) -> list[str]:
     types = raw["layer_types"] or usual
     if not family.layer_kinds and types != usual:
         raise ModelError(
-            f"{where}: layer_types {shown(types)}: only {usual[0]} is supported, in every layer; transformers computes"
-            " a model of this type so, whatever layer_types says"
+            f"{where}: layer_types {shown(types)}: only {usual[0]} is supported, in every layer; transformers"
+            " ignores layer_types in a model of this type"
         )
     types = _checked_types(types, layers, family.layer_kinds or (usual[0],), where)
     if SLIDING in types and raw["sliding_window"] is None:
@@ -176,7 +176,7 @@ def _layer_types(raw: Keys, family: Family, where: str) -> list[str]:
 
 
 def _usual_types(raw: Keys, family: Family, layers: int, where: str) -> list[str]:
-    """The type of each layer where `layer_types` does not say it."""
+    """The type of each layer if the config has no `layer_types`."""
     if family.like_qwen35:
         every = whole_number(raw, "full_attention_interval", where)
         return [LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
@@ -187,7 +187,7 @@ def _usual_types(raw: Keys, family: Family, layers: int, where: str) -> list[str
 
 
 def _checked_types(types: object, layers: int, known: tuple[str, ...], where: str) -> list[str]:
-    """Return `layer_types`. Raises ModelError if it is not a list of a known type for each layer."""
+    """Return `layer_types`. Raises ModelError unless it is a list with a known type for each layer."""
     if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
         rule = f"there must be one for each of the {layers} layers, {' or '.join(known)}"
         raise ModelError(f"{where}: layer_types {shown(types)}: {rule}")
@@ -246,7 +246,7 @@ def _yarn(rope: Keys, where: str) -> YarnScaling:
     """Read YaRN's settings; the default factor of cosines and sines is the one that transformers computes."""
     factor = real_number(rope, "factor", where)
     given = {key: value for key, value in rope.items() if value not in (None, 0)}  # both mean the default
-    factors = {key: value for key, value in rope.items() if value is not None}  # for which 0 is a number
+    factors = {key: value for key, value in rope.items() if value is not None}  # for which 0 is a valid number
 
     def grown(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -290,7 +290,7 @@ def to_hf_config(config: DecoderConfig) -> dict[str, object]:
 
 
 SEQUENCE, TOKEN = "ForSequenceClassification", "ForTokenClassification"
-"""Ends of the names of transformers' classes with a head of scores: without and with a bias."""
+"""Suffixes of transformers' class names for models with a head of scores, without and with a bias."""
 
 
 NO_SCORES = (
@@ -299,7 +299,9 @@ NO_SCORES = (
 
 
 def scores_of(raw: Keys, where: str) -> Literal["none", "plain", "biased"]:
-    """Which head of scores a config.json describes: one per token. Raises ModelError if it has several."""
+    """The head of scores that a config.json describes, which gives one score per token. Raises ModelError if it gives
+    several.
+    """
     named = raw.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else ""
     if not architecture.endswith((SEQUENCE, TOKEN)):
@@ -366,7 +368,7 @@ def _delta_nets(config: DecoderConfig) -> dict[str, object]:
 
 
 def _feed_forwards(config: DecoderConfig) -> dict[str, object]:
-    """What config.json says of MLPs and experts."""
+    """The keys of config.json for MLPs and experts."""
     kinds = [block.feed_forward for block in config.blocks]
     dense = {layer: kind for layer, kind in enumerate(kinds) if isinstance(kind, Mlp)}
     experts = [kind for kind in kinds if isinstance(kind, Experts)]
@@ -430,13 +432,13 @@ def _ropes(config: DecoderConfig, family: Family) -> dict[str, object]:
             "query_pre_attn_scalar": first.scale_dims or first.head_dim,
         }
     scaling = _scaling_config(first.rope.scaling)
-    scaled = family.reads["rope_parameters"] is not None  # transformers scales where nothing is said
+    scaled = family.reads["rope_parameters"] is not None  # transformers scales by default
     if family.like_gpt_oss or not (family.like_qwen35 or scaled or isinstance(first.rope.scaling, YarnScaling)):
         return {
             "rope_theta": first.rope.theta,
             "rope_scaling": scaling or ({"rope_type": "default"} if scaled else None),
         }
-    # transformers 4 does not know the keys of these
+    # transformers 4 does not know these keys
     parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": first.rope.theta}
     if (sharpening := first.sharpening) is not None:
         parameters |= {SHARPENING: sharpening.beta, ORIGINAL: sharpening.period}

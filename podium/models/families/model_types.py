@@ -1,12 +1,12 @@
 """What Podium knows of each model type: its features, and every key that its config.json may have. No jax.
 
-A key of config.json is in one of three lists of its family, or refused by name:
+Each key of config.json is in one of three lists of its family; any other key is an error:
 
 - `reads`: it changes what the model computes, and Podium computes that. A missing key has the value that transformers'
   configuration class of the type gives it, which the list holds.
-- `only`: it would change what the model computes, and Podium computes it for some values alone, the first of which a
-  missing key has.
-- `ignored`, or IGNORED for all types: it changes nothing of what transformers computes with a model of this type.
+- `only`: it would change what the model computes, and Podium supports only some values, the first of which is the
+default.
+- `ignored`, or IGNORED for all types: it does not affect what transformers computes with a model of this type.
 
 A test compares the lists with transformers' classes, and another changes each key and compares logits. To add a family,
 write its entry of FAMILIES from transformers' configuration class, run both, and see what they name.
@@ -23,7 +23,7 @@ SLIDING = "sliding_attention"
 FULL = "full_attention"
 LINEAR = "linear_attention"
 Keys = Mapping[str, object]
-"""Keys of a config.json with values."""
+"""Keys of a config.json with their values."""
 Allowed = Mapping[str, tuple[object, ...]]
 """Keys with the values that they may have; the first is that of a missing key."""
 
@@ -35,16 +35,16 @@ class Family:
     transformers_class: str
     """Transformers class that loads an export."""
     reads: Keys
-    """Keys that are computed, with the values of missing ones."""
+    """Keys that Podium reads and computes, with their defaults."""
     only: Allowed = dataclasses.field(default_factory=dict)
-    """Keys that must have one of these values, beside those of ONLY."""
+    """Keys that must have one of these values, in addition to those of ONLY."""
     ignored: frozenset[str] = frozenset()
-    """Keys that transformers does not compute with in this type, beside those of IGNORED."""
+    """Keys that transformers ignores for this type, in addition to those of IGNORED."""
     qkv_bias: bool = False
     qk_norm: bool = False
     layer_kinds: tuple[str, ...] = ()
-    """What `layer_types` may name; (): transformers computes without that key, so it must agree with what follows from
-    the others."""
+    """The types that `layer_types` may contain; (): transformers ignores that key, so it must agree with what the other
+    keys imply."""
     activation: Named = "silu"
     experts: bool = False
     """Whether layers have a mixture of experts, except those that `mlp_only_layers` and `decoder_sparse_step` leave
@@ -101,7 +101,7 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
         "return_dict_in_generate", "suppress_tokens", "target_lookbehind", "temperature", "top_k", "top_p", "typical_p",
     ),
 }  # fmt: skip
-"""Keys that change nothing of what transformers computes with any of these types, by the reason."""
+"""Keys that do not affect what transformers computes with any of these types, grouped by reason."""
 IGNORED_BY_ALL = frozenset(key for keys in IGNORED.values() for key in keys)
 ONLY: Allowed = {
     "is_causal": (True,),
@@ -110,12 +110,12 @@ ONLY: Allowed = {
     "quantization_config": (None,),
     "use_sliding_window": (False, None),
 }
-"""Keys that any of these types must have with one of these values, unless it reads them."""
+"""Keys that must have one of these values in every type that does not read them."""
 NULLABLE = ("num_key_value_heads", "rope_parameters", "rope_theta", "sliding_window")
 """Keys whose null has its own meaning, in a family in which a missing key means something else: as many heads as
 queries have, rotary settings as if missing, a base that the rotary settings have, no window."""
 EMPTY = (None, False, {}, [], "")
-"""Values with which an unknown key is accepted: they switch nothing on."""
+"""Values with which an unknown key is accepted, because they enable nothing."""
 ROPE: Keys = {
     "rope_theta": 10_000.0,
     "rope_scaling": None,
@@ -258,12 +258,12 @@ ACTIVATIONS: Mapping[Named, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu
 SILU: Allowed = {"hidden_act": ACTIVATIONS["silu"]}
 NO_BIAS: Allowed = {"attention_bias": (False,)}
 NORMED: Allowed = {"use_qk_norm": (True,)}
-"""Of a family that norms queries and keys, whatever this key says."""
+"""For a family that normalises queries and keys regardless of this key."""
 OUTPUT_GATES: Allowed = {"attn_output_gate": (True,), "output_gate_type": ("swish", "silu", None)}
-"""Of attention and of delta nets; the latter's has two names of one activation."""
+"""Output gates of attention and of delta nets; for the latter, two names of the same activation are allowed."""
 BIASES = frozenset({"attention_bias", "mlp_bias"})
 UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
-"""Keys that count where `use_sliding_window` is true."""
+"""Keys that only apply if `use_sliding_window` is true."""
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         transformers_class="LlamaForCausalLM",
@@ -384,11 +384,11 @@ class Wrapper:
     """A model type with a vision tower, whose text model's settings are in `text_config`."""
 
     text_types: tuple[str, ...]
-    """Types that the text model may have; the first is that of a `text_config` that says none."""
+    """Types that the text model may have; the first is the default if `text_config` names none."""
     tied: bool
-    """`tie_word_embeddings` of a config.json that does not say it."""
+    """Default of `tie_word_embeddings` in this type's config.json."""
     ignored: frozenset[str]
-    """Keys outside `text_config` that are of the tower, or of images among the tokens."""
+    """Keys outside `text_config` that concern the vision tower or image tokens."""
 
 
 IMAGES = frozenset({"vision_config", "image_token_id", "image_token_index"})
@@ -463,7 +463,7 @@ def text_config(raw: Keys, where: str) -> Keys:
 
 
 def settings(raw: Keys, family: Family, where: str) -> Keys:
-    """The settings that a family reads, from what a config.json says, with transformers' values of missing ones.
+    """The settings that a family reads from a config.json, with transformers' defaults for missing ones.
 
     Raises ModelError if a key is unknown, or has an unsupported value.
     """
@@ -498,7 +498,7 @@ def check_keys(raw: Keys, family: Family, where: str) -> None:
 
 
 def _without_alias(raw: Keys, where: str) -> Keys:
-    """What a config.json says, under the names that its family reads."""
+    """A config.json with aliases renamed to the keys that its family reads."""
     alias, key = ALIASES.get(str(raw.get("model_type")), ("", ""))
     if alias not in raw:
         return raw
@@ -510,7 +510,7 @@ def _without_alias(raw: Keys, where: str) -> Keys:
 ORIGINAL = "original_max_position_embeddings"
 SHARPENING = "llama_4_scaling_beta"
 ROPE_IGNORED = ("finetuned", "max_position_embeddings", "mrope_interleaved", "mrope_section")
-"""Keys of rotary settings that change nothing for text: notes, and how Qwen divides the positions of images."""
+"""Keys of rotary settings that do not affect text: comments, and how Qwen splits the positions of images."""
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
@@ -521,7 +521,7 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
 SCALING_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 }
-"""The keys that a type of frequency scaling may have beside those."""
+"""The optional keys of each type of frequency scaling."""
 
 
 def rotation(found: Keys, family: Family, layer_type: str, where: str) -> Keys:
@@ -538,7 +538,7 @@ def rotation(found: Keys, family: Family, layer_type: str, where: str) -> Keys:
         if flat := [key for key in parameters if key not in (FULL, SLIDING)]:
             raise ModelError(
                 f"{where}: rope_parameters of this model type has an object each for {FULL} and {SLIDING};"
-                f" {', '.join(flat)} is outside of them"
+                f" {', '.join(flat)} is outside of these objects"
             )
         if "type" in scaling and "rope_type" not in scaling:
             raise ModelError(
@@ -581,7 +581,7 @@ def _check_rotation(rope: Keys, family: Family, where: str) -> None:
     if family.like_gemma and rope.get("truncate") is not True:
         known -= {"truncate"}  # transformers looks for it outside of the settings of a type of layers
     for key, value in rope.items():
-        asks = value not in EMPTY or key == "truncate"  # false is a value of it
+        asks = value not in EMPTY or key == "truncate"  # false is a valid value
         if key not in known and asks:
             raise ModelError(
                 f"{where}: {key} {shown(value)} of rotary embeddings is not supported with rope_type {kind}: Podium"

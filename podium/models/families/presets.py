@@ -133,7 +133,9 @@ def _gemma3(width: int, layers: int, mlp: int, heads: tuple[int, int], other: Ma
 def _qwen3_moe(
     width: int, layers: int, experts: int, heads: tuple[int, int], other: Mapping[str, object]
 ) -> DecoderConfig:
-    """A Qwen3-MoE, from what its config.json says; `experts` is the width of one, `heads` of queries and of keys."""
+    """Make a Qwen3-MoE from settings of its config.json; `experts` is the width of one, `heads` are (query, key)
+    heads.
+    """
     said = {
         "model_type": "qwen3_moe",
         "vocab_size": 151936,
@@ -151,7 +153,7 @@ def _qwen3_moe(
 
 
 def _gpt_oss(layers: int, experts: int) -> DecoderConfig:
-    """Make a gpt-oss from what its config.json says."""
+    """Make a gpt-oss from settings of its config.json."""
     said = {
         "model_type": "gpt_oss",
         "vocab_size": 201_088,
@@ -165,14 +167,14 @@ def _gpt_oss(layers: int, experts: int) -> DecoderConfig:
 
 
 def _qwen35(other: Mapping[str, object]) -> DecoderConfig:
-    """Make a Qwen3.5 from what its config.json says beyond the defaults, which are those of 9B."""
+    """Make a Qwen3.5 from settings of its config.json that differ from those of 9B."""
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     said = {"model_type": "qwen3_5_text", "rope_parameters": rope, "max_position_embeddings": 262_144}
     return from_hf_config({**said, **other}, "podium/models/families/presets.py")
 
 
 def _qwen35_moe(other: Mapping[str, object]) -> DecoderConfig:
-    """Make a Qwen3.5 mixture from what its config.json says beyond the defaults, which are those of 35B-A3B."""
+    """Make a Qwen3.5 mixture of experts from settings of its config.json that differ from those of 35B-A3B."""
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     said = {"model_type": "qwen3_5_moe_text", "rope_parameters": rope, "max_position_embeddings": 262_144}
     return from_hf_config({**said, **other}, "podium/models/families/presets.py")
@@ -223,19 +225,19 @@ PRESETS: Mapping[str, DecoderConfig] = {
 def find_architecture(model: str) -> DecoderConfig:
     """Find the architecture that a config's `model:` names, without the weights.
 
-    Looks on this machine's disk, then in `PRESETS`, then on the hub (for one small file). Raises ModelError if it is in
-    none of them, or has an unsupported feature.
+    Looks on this machine's disk, then in `PRESETS`, then on the hub (for one small file). Raises ModelError if the
+    model is not found, or has an unsupported feature.
     """
     return _found(model, read_architecture, from_hf_config)
 
 
 def find_scorer(model: str) -> DecoderConfig:
-    """The architecture of a model as one that scores tokens, with its own head or a new one; as `find_architecture`."""
+    """Like `find_architecture` for a model that scores tokens: with its own head of scores, or with a new one."""
     return scoring_decoder(_found(model, read_scorer, scorer_from_hf_config))
 
 
 def find_reward_model(model: str) -> DecoderConfig:
-    """The architecture of a reward model; as `find_architecture`. Raises ModelError too if it has no head of scores."""
+    """Like `find_architecture` for a reward model. Also raises ModelError if the model has no head of scores."""
     found = _found(model, read_reward_model, reward_model_from_hf_config)
     if found.scores == "none":  # one of `PRESETS`
         raise ModelError(f"{model} {NO_SCORES}")

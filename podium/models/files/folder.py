@@ -24,7 +24,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 FLOATS = ("F32", "F16", "BF16")
 EMBEDDING, HEAD = NAMES["embed"].hf, NAMES["head"].hf
 COMPARED_BYTES = 2**24
-"""How much of each of two tensors is in memory while they are compared."""
+"""Bytes of each tensor in memory at a time while two tensors are compared."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as JSON ({error})") from error
     except RecursionError as error:
-        raise ModelError(f"{path}: cannot be read as JSON (hundreds of brackets within each other)") from error
+        raise ModelError(f"{path}: cannot be read as JSON (nested hundreds of levels deep)") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
@@ -43,7 +43,7 @@ def read_json(path: Path) -> dict[str, Any]:
 class SafetensorsFolder:
     """The tensors of a Hugging Face folder: model.safetensors, or the shards that its index lists.
 
-    Those in MXFP4 are one entry each, with the shape of their numbers. In a model with a vision tower, the tensors of
+    A tensor in MXFP4 is one entry, with the shape of its decoded values. In a model with a vision tower, the tensors of
     its text model have the names of a text-only model.
     """
 
@@ -63,7 +63,7 @@ class SafetensorsFolder:
         for name in self.packed:
             blocks, scales = self.entries.pop(name + mxfp4.BLOCKS), self.entries.pop(name + mxfp4.SCALES, None)
             if scales is None or blocks.shape != (*scales.shape, mxfp4.BLOCK // 2) or blocks.dtype != "U8":
-                raise ModelError(f"{blocks.file}: {name}{mxfp4.BLOCKS} and {mxfp4.SCALES} are no tensor in MXFP4")
+                raise ModelError(f"{blocks.file}: {name}{mxfp4.BLOCKS} and {mxfp4.SCALES} are not a tensor in MXFP4")
             shape = (*scales.shape[:-1], scales.shape[-1] * mxfp4.BLOCK)
             self.entries[name] = StoredTensor(shape, mxfp4.DTYPE, blocks.file)
 
@@ -76,7 +76,7 @@ class SafetensorsFolder:
                     group = self.ahead if predicts_ahead(stored) else group
                     if name in group:
                         raise ModelError(
-                            f"tensor {stored} in {path}: there is another one of this name, in {group[name].file};"
+                            f"tensor {stored} in {path}: the name is used twice, also in {group[name].file};"
                             " remove the file, or the tensor, that does not belong to the model"
                         )
                     self._stored[name], self._files[stored] = stored, path
@@ -103,7 +103,7 @@ class SafetensorsFolder:
 def open_folder(folder: Path) -> SafetensorsFolder:
     """The tensors of a folder; the headers are read once for each state of the files.
 
-    Raises ModelError if there are no safetensors files, or one is missing or truncated.
+    Raises ModelError if the folder has no safetensors files, or if one is missing or truncated.
     """
     return _opened(folder, tuple(map(_state, _weight_files(folder))))
 
@@ -176,7 +176,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _listed_files(folder: Path) -> list[Path]:
-    """The files that hold a folder's weights according to its index, or its only one."""
+    """The names of the files with a folder's weights: those that its index lists, or its only file."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():

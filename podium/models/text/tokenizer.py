@@ -40,9 +40,9 @@ SPLITS = {
     "gpt-4o": GPT4O_SPLIT,
 }
 WHOLE_TOKENS = ("llama-bpe", "llama3", "tekken")
-"""Pre-tokenisations whose tokenizers take a piece that is a token as it is, without merges."""
+"""Pre-tokenisations whose tokenizers look up a whole piece in the vocabulary before applying merges."""
 COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35")
-"""Those whose tokenizers first compose characters (NFC)."""
+"""Pre-tokenisations whose tokenizers first apply Unicode normalisation (NFC)."""
 SPLITS_AS_GPT2 = ("gpt-2", "smollm")
 CONTROL, USER_DEFINED = 3, 4  # values of `tokenizer.ggml.token_type`
 SPACE = "\u2581"  # SentencePiece's symbol for a space
@@ -132,8 +132,8 @@ class Tokenizer:
         """Raise ModelError if the tokenizer uses tokens beyond the weights' vocabulary of `vocab` tokens."""
         if beyond := [token for token in (*self.eos_tokens, *self.encode_chat("question", None)) if token >= vocab]:
             raise ModelError(
-                f"the tokenizer uses token {beyond[0]}, and the weights have {vocab:,} tokens, from 0: they belong to"
-                " different models"
+                f"the tokenizer uses token {beyond[0]}, but the weights have {vocab:,} tokens, numbered from 0: they"
+                " belong to different models"
             )
 
     def first_difference(self, other: "Tokenizer") -> str:
@@ -153,7 +153,7 @@ class Tokenizer:
         return self._backend.encode(clean(text), add_special_tokens=False)
 
     def ends(self, text: str) -> list[tuple[int, int]]:
-        """Where the characters of each token begin and end in a text, which is encoded as a tool's message is."""
+        """The start and end character of each token of a text, which is encoded like a tool's message."""
         found: list[tuple[int, int]] = []
         begin = 0
         for piece in self.chat_format.plain_pieces(text):
@@ -163,7 +163,7 @@ class Tokenizer:
         return found
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Encode a text as it is, with what the model expects before it, such as Llama's BOS."""
+        """Encode a text unchanged, preceded by the tokens that the model expects, such as Llama's BOS."""
         return tuple(self._backend.encode(clean(text)))
 
     def decode(self, tokens: list[int]) -> str:
@@ -201,7 +201,7 @@ def load_tokenizer(
     date that the template shows, if it shows one; None: the current date. With `template` False, the tokenizer
     need not have a chat template, and conversations cannot be encoded if it has none.
 
-    Raises ModelError if there is no tokenizer or chat template, or if the template cannot be rendered.
+    Raises ModelError if the tokenizer or its chat template is missing, or if the template cannot be rendered.
     """
     if source.kind == "gguf":
         backend, eos_tokens = _gguf_backend(source.header), _gguf_eos_tokens(source.header)
