@@ -5,8 +5,8 @@ In most formats it is all that the model wrote. In harmony, gpt-oss's format, th
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
 
 and what it says to the user is the last message in the channel `final`. Special tokens are not part of a text, so it is
-cut out by tokens. A completion that ended before it said anything has an empty text, and an answer that it only thought
-of is not graded. One that names no channel at all is read whole.
+cut out by tokens. A completion that ended before it said anything has an empty text, and an answer that occurs only in
+its thinking is not graded. A completion without channels is read whole.
 """
 
 from collections.abc import Mapping, Sequence

@@ -8,7 +8,7 @@ comes before positions. How a head is stored in a page depends on the platform a
 Each page also stores the hidden state of the last of its tokens that prefill computed. It is copied with the page to
 each of a prompt's completions, whose first tokens are sampled from it without another forward pass.
 
-What has a fixed size per sequence is stored in its cell (`podium.rollout.cache_layout`), numbered per shard like pages:
+Data of a fixed size per sequence is stored in its cell (`podium.rollout.cache_layout`), numbered per shard like pages:
 the states of recurrent layers, and rings. A ring holds the pages of a windowed layer: page c of the sequence is the
 ring's page c modulo the ring's length, and overwrites positions that the window no longer reaches.
 
@@ -45,9 +45,9 @@ from podium.sharding import ShardingRules
 AXES = (None, "batch", "cache_heads", None, None)  # of keys and values
 STATE_AXES = ("batch", None)
 CPU_ROWS = 16
-"""Rows whose pages a CPU reads at once in decoding (LOG.md)."""
+"""Number of rows whose pages a CPU reads at once in decoding (LOG.md)."""
 CPU_ROWS_LEAST = 8
-"""Fewest of them: products of fewer round otherwise."""
+"""Smallest such number: products with fewer rows round differently."""
 NO_PAGE = 2**30  # table entry that means no page
 Tree = TypeVar("Tree")
 
@@ -162,9 +162,10 @@ def _state_axes(states: Sequence[StateSpec]) -> tuple[tuple[str | None, ...], ..
 
 
 def make_empty(abstract: Cache) -> Callable[[], Cache]:
-    """The program that makes a cache of zeros with the shapes and shardings of `abstract`.
+    """The compiled program that makes a cache of zeros with the shapes and shardings of `abstract`.
 
-    One program, as an array for each layer and call would keep the host busy for tens of milliseconds.
+    It is one program because making an array for each layer separately would keep the host busy for tens of
+    milliseconds.
     """
     shardings = jax.tree.map(lambda array: array.sharding, abstract)
     return jax.jit(
@@ -182,7 +183,7 @@ class Rows:
     counts: jax.Array  # [R] int32, number of new tokens; the rest of a row is padding
     rules: ShardingRules
     single: bool = False
-    """Whether each row has at most one new token, and starts behind others."""
+    """Whether each row has at most one new token, which follows tokens that are cached already."""
 
     def attend(
         self, kept: PlaceCache, at: At, q: jax.Array, k: jax.Array, v: jax.Array
@@ -241,7 +242,7 @@ class Rows:
 
     @jax.named_scope("cache")
     def _write(self, stored: States, axes: Sequence[tuple[str | None, ...]], at: At, new: States) -> States:
-        """Store new states of the rows with new tokens."""
+        """Store the new states of rows that have new tokens."""
         axes = axes[: len(stored)]
 
         def write(stored: States, layer: jax.Array, cells: jax.Array, counts: jax.Array, new: States) -> States:
@@ -430,9 +431,10 @@ def _append(
 
 
 def _or_beyond(wanted: jax.Array, places: jax.Array, count: int) -> jax.Array:
-    """`places` where wanted, elsewhere places beyond the `count` that there are, to which nothing is written.
+    """`places` where `wanted`; elsewhere distinct places beyond the `count` existing ones, to which nothing is written.
 
-    All differ, so a write needs no order: a GPU, whose programs repeat their bits, would sort the places first.
+    All places differ, so the order of writes does not matter; otherwise a GPU, whose programs are deterministic, would
+    sort them first.
     """
     return jnp.where(wanted, places, count + jnp.arange(places.size).reshape(places.shape))
 
@@ -487,7 +489,7 @@ def _write(
 
 
 def _reach(window: int | None, new: int, page_tokens: int, columns: int) -> int | None:
-    """Most pages that `new` queries of a sequence see, of up to `columns`; None: they may see all of them."""
+    """Largest number of pages, of up to `columns`, that `new` queries of a sequence attend to; None: possibly all."""
     if window is None:
         return None
     pages = touched_pages(window - 1 + new, page_tokens)
@@ -505,9 +507,10 @@ class _Queries(NamedTuple):
 
 @jax.named_scope("scores")
 def _by_length(attend: Callable[[_Queries], jax.Array], rows: _Queries) -> jax.Array:
-    """Attend [R, T, H, Q] in groups of rows of about one length, each of which reads the blocks of its longest row.
+    """Attend [R, T, H, Q] in groups of rows of similar length; each group reads as many blocks as its longest row
+    needs.
 
-    Numbers are the same to the last bit. A group's pages also stay in a CPU's cache between their copy and the product.
+    Results are bitwise the same. A group's pages also stay in a CPU's cache between their copy and the product.
     """
     R = len(rows.starts)
     size = math.gcd(R, CPU_ROWS)
@@ -537,7 +540,7 @@ def _attend(
     tables, starts, counts, q = rows
     R, T, H, Q = q.shape
     K, P = cache.values.shape[2], cache.page_tokens
-    begins = None  # of the first page that is read of each row
+    begins = None  # of the first page that is read in each row
     if reach is not None:
         assert window is not None, "without a window, queries see all pages"
         pages_at_once = window_blocks(reach, pages_at_once).pages
@@ -661,7 +664,8 @@ def _copied(
 ) -> Tree:
     """Copy runs of `each` entries along N within arrays [L, N, ...] with these logical axes.
 
-    One run after another, in place; on a GPU, where each turn of a loop waits for the host, all at once.
+    Runs are copied one after another, in place; on a GPU all at once, because there each iteration of a loop waits for
+    the host.
     """
 
     def copy_at_once(arrays: Tree, sources: jax.Array, targets: jax.Array) -> Tree:

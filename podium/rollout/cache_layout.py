@@ -49,7 +49,7 @@ def kept_places(decoder: DecoderConfig, rollout: RolloutConfig) -> tuple[Kept, .
 def num_cells(decoder: DecoderConfig, rollout: RolloutConfig) -> int:
     """Number of cells over all shards: one per slot, and one per prompt that a prefill call can compute.
 
-    0 if no layer stores anything of a fixed size.
+    It is 0 if no layer stores data of a fixed size.
     """
     fixed = any(each.ring is not None or each.states for each in kept_places(decoder, rollout))
     return rollout.slots + rollout.prefill_rows if fixed else 0

@@ -1,6 +1,6 @@
 """The engine's device side: weights, cache, slots, and calls of compiled programs.
 
-Only `wait`, and reading what a call made, block on them.
+Only `wait`, and reading a call's results, block until the devices are done.
 """
 
 import dataclasses
@@ -94,22 +94,23 @@ class Device:
         self.resize(config.slots)
 
     def compile_ahead(self, ahead: CompileAhead) -> None:
-        """Begin to compile prefills, copies of pages and decode steps, the last first; each call waits for its own.
+        """Begin to compile prefills, page copies and decode steps, decode steps first; each call waits for its own
+        program.
 
-        Copies of cells, and what `extra_calls` names, are compiled at their first call.
+        Copies of cells, and the programs that `extra_calls` names, are compiled at their first call.
         """
         calls = engine_calls(self.programs, self.config, self.decoder, self.rules, self.dtype)
         ahead.begin(sorted(calls.items(), key=lambda item: not item[0].startswith("decode")))
         self._ahead = ahead
 
     def extra_calls(self, request: Request) -> dict[str, Call]:
-        """The calls that this request needs and `warm_up` leaves out, by name, with abstract arguments."""
+        """The calls that this request needs but `warm_up` does not compile, by name, with abstract arguments."""
         given = self.programs, self.config, self.decoder, self.rules, self.dtype
         penalised = request.sampling.repetition_penalty != 1
         return (penalised_calls(*given) if penalised else {}) | (scored_calls(*given) if request.score_prompt else {})
 
     def freeze(self, params: Params) -> None:
-        """Set the weights that no update changes; copied only if the rollout's layout or format differs."""
+        """Set the frozen weights; they are copied only if the rollout's layout or format differs from the trainer's."""
         self._frozen = {}
         as_it_is = keeps(params, self.decoder, self.rules, self.dtype)
         self._frozen = params if as_it_is else self.programs.place(params)
@@ -141,7 +142,7 @@ class Device:
         words = 0 if self.config.repetition_penalty == 1 else self._words
         self._slots = idle_slots(slots, self._table, words)
         self._where = cast(Where[jax.Array], self._put(nowhere(slots, words)))
-        self._table_pages = np.zeros(slots, np.int32)  # pages written so far into each slot's table
+        self._table_pages = np.zeros(slots, np.int32)  # number of pages written so far into each slot's table
 
     def warm_up(self, chunks: Iterable[int], sizes: Iterable[int], tokenizer: TextDecoder | None) -> None:
         """Compile every program by calling it without work; leaves the slots empty, at the last of `sizes`."""
@@ -160,7 +161,7 @@ class Device:
         jax.block_until_ready(self._cache)
 
     def nonfinite(self, sequence: Sequence) -> str:
-        """A sentence that says where a sequence's logits became NaN or infinite."""
+        """Describe in a sentence where a sequence's logits became NaN or infinite."""
         where = nonfinite_layer(self._loaded(), sequence.tokens, self.decoder, self.rules, self.dtype)
         key = sequence.key
         begun = f"request {key.request}, completion {key.completion}, after {sequence.length} tokens"
@@ -171,9 +172,9 @@ class Device:
         return sum(program._cache_size() for program in self.programs)
 
     def prefill(self, call: PrefillCall) -> Callable[[], PrefilledRows] | None:
-        """Issue a prefill call. Returns what waits for its results, which every host can read.
+        """Issue a prefill call. Returns a function that waits for its results, which every host can read.
 
-        None: the model has no experts, and no row asks for scores.
+        Returns None if the model has no experts and no row asks for scores.
         """
         chunk = idle_chunk(self.config.prefill_rows, call.chunk, self._table)
         targets, scored = np.zeros_like(chunk.tokens), False
@@ -222,7 +223,7 @@ class Device:
         self._cache = program(self._made_cache(), *given)
 
     def decode(self, rows: tuple[DecodeRow, ...], tokenizer: TextDecoder | None) -> Callable[[], DrawnRows]:
-        """Issue a decode call for rows. Returns what waits for its tokens, which every host can read."""
+        """Issue a decode call for rows. Returns a function that waits for its tokens, which every host can read."""
         self._remember(any(each.sequence.sampling.repetition_penalty != 1 for each in rows))
         slots = self._slots
         slots.taken[:] = slots.fresh[:] = slots.first[:] = False
@@ -249,9 +250,10 @@ class Device:
         return self._replicate(tree) if self._over_hosts else tree
 
     def _remember(self, penalised: bool) -> None:
-        """Begin to hold the tokens of slots' sequences where a row has a repetition penalty, and end it where none has.
+        """Keep track of the tokens in slots' sequences while any row has a repetition penalty, and stop once none has.
 
-        A row with one that goes on from the call before was penalised there; the others' tokens are not read.
+        A row with a penalty that continues from the previous call is tracked already; the other rows' tokens are not
+        read.
         """
         wanted = penalised or self.config.repetition_penalty != 1
         if wanted == (self._slots.where.seen is not None):
@@ -264,7 +266,7 @@ class Device:
         self._where = dataclasses.replace(self._where, seen=placed.seen)
 
     def _fill(self, row: int, sequence: Sequence, tokenizer: TextDecoder | None) -> None:
-        """Write the settings of a sequence that is new in its slot into the slot's arrays."""
+        """Write the settings of a sequence that just got its slot into the slot's arrays."""
         slots, stops = self._slots, stop_tokens(sequence.sampling, tokenizer)
         fill_row(slots.sampling, row, sequence.sampling, seed=sequence.seed, completion=sequence.key.completion)
         slots.stop_tokens[row] = -1

@@ -50,7 +50,7 @@ class NonFiniteError(ValueError):
 
 
 class _Prefilled(NamedTuple):
-    """A prefill call of whose tokens the host has not read experts and scores yet."""
+    """A prefill call whose experts and scores the host has not read yet."""
 
     fills: tuple[Fill, ...]
     read: Callable[[], PrefilledRows]
@@ -66,7 +66,7 @@ class _DecodeCall(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True)
 class _Counts:
-    """What the engine counts beside its scheduler, each as in `RolloutStats`."""
+    """The engine's own counters, in addition to its scheduler's; each means the same as in `RolloutStats`."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -131,7 +131,7 @@ class RolloutEngine:
     # Completions, one by one.
 
     def submit(self, request: Request) -> int:
-        """Queue a request and return its number; with a completion's index it forms the completion's `Key`.
+        """Queue a request and return its number, which together with a completion's index forms the completion's `Key`.
 
         Raises:
             ValueError: the request exceeds the engine's shapes.
@@ -145,9 +145,9 @@ class RolloutEngine:
                 f" {self.config.longest}, {LONGEST}; raise that, or ask for less"
             )
         if request.score_prompt and (request.completions > 1 or request.begun or request.ledgers):
-            raise ValueError("the tokens of a prompt are scored with one completion that starts anew; ask for one")
+            raise ValueError("score_prompt needs a single completion without begun or ledgers; ask for one")
         if request.completions < 1:
-            raise ValueError(f"completions is {request.completions}; ask for at least one")
+            raise ValueError(f"completions is {request.completions}; it must be at least 1")
         sequences = sequences_of(
             request, self._submitted, choices=self.device.model.choices, choice_format=self.device.model.choice_format
         )
@@ -229,7 +229,7 @@ class RolloutEngine:
             self._scheduler.retire(sequence)
 
     def withdraw(self, keys: Iterable[Key]) -> dict[Key, Completion]:
-        """Drop completions, and return what has been drawn of their current turns; a turn may just have ended.
+        """Drop completions, and return the tokens drawn in their current turns so far; a turn may just have ended.
 
         To continue one that has not ended, submit it again (`Request.begun`). Raises ValueError if one is unknown.
         """
@@ -243,11 +243,13 @@ class RolloutEngine:
         return drawn
 
     def ledger(self, key: Key) -> tuple[int, ...]:
-        """All tokens of a completion: prompt, earlier turns, and those generated so far. ValueError if unknown."""
+        """All tokens of a completion: prompt, earlier turns, and those generated so far. Raises ValueError if
+        unknown.
+        """
         return tuple(self._known(key).tokens)
 
     def drawn(self, key: Key, begin: int = 0) -> Drawing:
-        """What has been read of a completion's current turn, from the token at index `begin` on. ValueError if unknown.
+        """The tokens read of a completion's current turn, from index `begin` on. Raises ValueError if it is unknown.
 
         These tokens stay: a stop string cuts off what follows it before `step` returns.
         """
@@ -330,7 +332,7 @@ class RolloutEngine:
     def _known(self, key: Key) -> Sequence:
         """Look up a completion. Raises ValueError if unknown."""
         if key not in self._sequences:
-            raise ValueError(f"{_name(key)} is not known: cancelled, or ended")
+            raise ValueError(f"{_name(key)} is unknown: it was cancelled, or has ended")
         return self._sequences[key]
 
     def _parked(self, key: Key) -> Sequence:
@@ -434,7 +436,7 @@ class RolloutEngine:
         groups = self._scheduler.queues.groups
         for fill in fills:
             owner = fill.owner
-            if isinstance(owner, SharedPrompt):  # any of its sequences: they share the rows of the prompt
+            if isinstance(owner, SharedPrompt):  # any of its sequences will do: they share the rows of the prompt
                 group = groups.get(owner.request)
                 owner = None if group is None else next(iter(group.sequences.values()))
             if owner is not None and owner.routes is not None:

@@ -1,4 +1,4 @@
-"""What a rollout engine asks of the device that it drives. No jax: the planner's device is simulated."""
+"""The interface between a rollout engine and its device. No jax: the planner's device is simulated."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EngineModel(NamedTuple):
-    """What the host has to know of the model."""
+    """The properties of the model that the host needs."""
 
     vocab: int
     num_cells: int = 0
@@ -29,15 +29,15 @@ class EngineModel(NamedTuple):
 
 
 class DrawnRows(NamedTuple):
-    """What a decode call drew, on the host."""
+    """The results of a decode call, on the host."""
 
     counts: list[int]
     """[S], number of tokens drawn in each slot."""
     tokens: Sequence[list[int]]
-    """[S, 1 + k], a first token where the row asked for it, then from column 1 on one per step; may be cut off behind
-    the last token of any slot."""
+    """[S, 1 + k], a first token where the row asked for it, then from column 1 on one per step; columns after the last
+    token of all slots may be cut off."""
     logprobs: Sequence[list[float]]
-    """[S, 1 + k], under the distribution that was sampled; empty rows: the device is simulated."""
+    """[S, 1 + k], under the distribution that was sampled; the rows of a simulated device are empty."""
     full_logprobs: Sequence[list[float]]
     """[S, 1 + k], under the softmax before penalty, top-k, top-p and min-p."""
     finite: list[bool]
@@ -49,16 +49,16 @@ class DrawnRows(NamedTuple):
 
 
 class PrefilledRows(NamedTuple):
-    """What a prefill call found, on the host."""
+    """The results of a prefill call, on the host."""
 
     choices: np.ndarray | None
     """[R, T, C], experts of the tokens; None: the model has none."""
     scores: PromptScores | None
-    """[R, T] each, scores of the tokens after them; None: no row asks for them."""
+    """[R, T] each, scores of the token after each; None if no row asks for scores."""
 
 
 class EngineDevice(Protocol):
-    """Weights, cache and slots, and calls that update them; only `wait`, and reading what a call made, block."""
+    """Weights, cache and slots, and calls that update them; only `wait`, and reading a call's results, block."""
 
     config: RolloutConfig
     model: EngineModel
@@ -94,7 +94,7 @@ class EngineDevice(Protocol):
         ...
 
     def extra_calls(self, request: Request) -> "dict[str, Call]":
-        """The calls that this request needs and `warm_up` leaves out, by name, with abstract arguments.
+        """The calls that this request needs but `warm_up` does not compile, by name, with abstract arguments.
 
         Compile them (`Call.lower`), on any thread, before the request is submitted, or `RolloutEngine.step` waits.
         """
@@ -109,7 +109,7 @@ class EngineDevice(Protocol):
         ...
 
     def prefill(self, call: PrefillCall) -> Callable[[], PrefilledRows] | None:
-        """Issue a prefill call. Returns what waits for its results; None: it has none to read."""
+        """Issue a prefill call. Returns a function that waits for its results, or None if it has no results to read."""
         ...
 
     def copy(self, copies: tuple[Copy, ...]) -> None:
@@ -121,9 +121,9 @@ class EngineDevice(Protocol):
         ...
 
     def decode(self, rows: tuple[DecodeRow, ...], tokenizer: TextDecoder | None) -> Callable[[], DrawnRows]:
-        """Issue a decode call. Returns what waits for its tokens."""
+        """Issue a decode call. Returns a function that waits for its tokens."""
         ...
 
     def nonfinite(self, sequence: EngineSequence) -> str:
-        """A sentence that says where a sequence's logits became NaN or infinite."""
+        """Describe in a sentence where a sequence's logits became NaN or infinite."""
         ...

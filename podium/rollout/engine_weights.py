@@ -1,4 +1,4 @@
-"""An engine's weights: their layout, which of them updates change, and how to make them from the trainer's."""
+"""An engine's weights: their layout, which of them change with updates, and how to make them from the trainer's."""
 
 import dataclasses
 from typing import Protocol, cast
@@ -50,7 +50,7 @@ def engine_decoder(decoder: DecoderConfig, rules: ShardingRules) -> DecoderConfi
 
     XLA for GPUs copies a layer's slice of a stack of weights before each product, so that a decode step would move
     every weight three times (benches/results/gpu-decode-planned.json). Small products reach a third of the memory's
-    bandwidth there, and each takes a launch, so one product reads all matrices of a layer that have one input.
+    bandwidth there, and each takes a launch, so one product reads all matrices of a layer that share an input.
     """
     stacked = rules.platform != "gpu" or (decoder.lora is not None and decoder.lora.shared)
     own = rollout_decoder(decoder)
@@ -63,7 +63,7 @@ def engine_specs(decoder: DecoderConfig, rules: ShardingRules) -> ParamSpecs:
 
 
 def frozen_in_rollout(decoder: DecoderConfig, name: str) -> bool:
-    """Whether an engine's copy of a weight never changes: with unmerged adapters, every weight but the adapters."""
+    """Whether an engine's copy of a weight never changes: with unmerged adapters, every weight except the adapters."""
     return decoder.lora is not None and not decoder.lora.merged and not is_adapter(name)
 
 
@@ -131,14 +131,16 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
 
 
 def _trained(rules: ShardingRules) -> ShardingRules:
-    """The rules by which training splits weights, on a rollout's mesh; a group's axes are parts of training's fsdp."""
+    """The rules by which training splits weights, expressed on a rollout's mesh, where a group's axes divide fsdp."""
     return ShardingRules(rules.mesh, {"width": tuple(rules.mesh.shape)} if "rows" in rules.axes else TRAIN_AXES)
 
 
 def _rounded(name: str, value: jax.Array, specs: ParamSpecs, trained: ShardingRules) -> Params:
-    """A layer's weight as it is, or its codes and scales if `specs` has them and it is not stored as codes already.
+    """Quantise a layer's weight to codes and scales if `specs` has them; return it unchanged otherwise, or if it is
+    codes.
 
-    Each device quantises what it stores in training, so that codes are exchanged, and not float32.
+    Each device quantises the part that it stores in training, so that devices exchange codes instead of float32
+    weights.
     """
     if name + SCALE not in specs or value.dtype in (jnp.int8, jnp.uint8):
         return {name: value}

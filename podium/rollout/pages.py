@@ -51,7 +51,8 @@ class Pages:
         if self.number(limit) + 1 > self.per_shard:  # plus the partial page of its prompt
             room = (self.per_shard - 1) * self.page_tokens
             raise ValueError(
-                f"it can grow to {limit} tokens and the cache holds {room} of one sequence; raise rollout.cache_tokens"
+                f"it can grow to {limit} tokens, but the cache holds only {room} tokens of one sequence; raise"
+                " rollout.cache_tokens"
             )
 
     @property
@@ -60,13 +61,15 @@ class Pages:
         return self._longest is not None
 
     def headroom(self, sequence: Sequence) -> int:
-        """Pages to keep free for a sequence that has some: all that it may still need, if pages are reserved."""
+        """Pages to keep free for a sequence that already has pages: all that it may still need, if pages are
+        reserved.
+        """
         if self._longest is None:
             return min(HEADROOM_PAGES, self.number(sequence.limit) - len(sequence.pages))
         return self.number(self._longest if sequence.keep else sequence.limit) - len(sequence.pages)
 
     def reserved(self, shard: int) -> int:
-        """Pages of a shard to keep free for the sequences that have some."""
+        """Pages of a shard to keep free for the sequences that already have pages."""
         queues = self.queues
         others = (*queues.waiting, *queues.parked) if self.reserves else ()
         return sum(self.headroom(each) for each in (*queues.running, *others) if each.shard == shard)
@@ -78,7 +81,9 @@ class Pages:
         end = full * self.page_tokens if group.copied and not self.has_cells else len(group.prompt)
         shared = group.prompts.get(shard)
         freed = self.has_cells and shared is not None and shared.cell is None  # nothing to continue from
-        begun = self.reserves and sequence.length > len(group.prompt)  # in one way, whether the prompt is there or not
+        begun = self.reserves and sequence.length > len(
+            group.prompt
+        )  # the same way whether or not the prompt is cached
         shares = group.shares and end > 1 and sequence.shard < 0 and not freed and not begun
         new = shares and shared is None
         own = self.number(sequence.length) - (full if shares else len(sequence.pages))

@@ -41,7 +41,7 @@ from podium.sharding import Params, ShardingRules
 
 Tree = TypeVar("Tree")
 SCORED_TOKENS = 256
-"""Tokens of prompts whose logits exist at a time."""
+"""Largest number of prompt tokens whose logits exist at a time."""
 
 
 @jax.tree_util.register_dataclass
@@ -102,7 +102,7 @@ class Drawn:
 
 
 def nowhere(num_slots: int, words: int = 0) -> Where[np.ndarray]:
-    """The decoding state of empty slots; `words` is W, and 0 where no sequence's tokens are remembered."""
+    """The decoding state of empty slots; `words` is W, or 0 if sequences' tokens are not tracked."""
     return Where(
         lengths=np.zeros(num_slots, np.int32),
         tokens=np.zeros(num_slots, np.int32),
@@ -113,7 +113,7 @@ def nowhere(num_slots: int, words: int = 0) -> Where[np.ndarray]:
 
 
 def idle_slots(num_slots: int, table: int, words: int = 0) -> Slots[np.ndarray]:
-    """Empty slots for the host to fill, with `table` pages each; `words` as of `nowhere`."""
+    """Empty slots for the host to fill, with `table` pages each; `words` as for `nowhere`."""
     return Slots(
         sampling=idle_rows(num_slots),
         stop_tokens=np.full((num_slots, MAX_STOP_TOKENS), -1, np.int32),
@@ -153,7 +153,9 @@ class ExtendProgram(Program, Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How likely given tokens are, and the likeliest token at each place, under the softmax at temperature 1."""
+    """Log-probabilities of given tokens, and the likeliest token at each position, under the softmax at temperature
+    1.
+    """
 
     logprobs: jax.Array  # [R, T] float32
     best_tokens: jax.Array  # [R, T] int32, the lowest index on ties
@@ -193,13 +195,13 @@ class EnginePrograms(NamedTuple):
 
     sync: SyncProgram
     place: SyncProgram
-    """`sync` for the weights that no update changes; called once."""
+    """`sync` for the frozen weights; called once."""
     extend: ExtendProgram
     scored_extend: ScoredExtendProgram
     """Used instead of `extend` for prompts that are scored (`Request.score_prompt`)."""
     copy: CopyProgram
     copy_cells: CopyProgram
-    """Used if layers store something of a fixed size (`podium.rollout.cache_layout`)."""
+    """Used if layers store data of a fixed size (`podium.rollout.cache_layout`)."""
     decode: DecodeProgram
 
 
@@ -232,7 +234,9 @@ def abstract_engine_cache(
 
 
 def seen_words(decoder: DecoderConfig, rules: ShardingRules) -> int:
-    """W: the numbers that hold the tokens of a slot's sequence as bits, over the padded vocabulary."""
+    """W: how many integers hold the set of tokens in a slot's sequence, as one bit per token of the padded
+    vocabulary.
+    """
     return num_words(engine_specs(decoder, rules)["embed" if decoder.tied else "head"].shape[0])
 
 
@@ -256,7 +260,7 @@ def abstract_chunk(config: RolloutConfig, length: int, rules: ShardingRules) -> 
 def engine_calls(
     programs: EnginePrograms, config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> dict[str, Call]:
-    """The calls of a rollout that need the engine's weights or cache, with abstract arguments, in their first order.
+    """The calls of a rollout that need the engine's weights or cache, with abstract arguments, in order of first use.
 
     Names: prefill:T by chunk length, copy, and decode:S by slots.
     """
@@ -279,7 +283,7 @@ def engine_calls(
 def penalised_calls(
     programs: EnginePrograms, config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> dict[str, Call]:
-    """The decode calls, with abstract arguments, of sequences with a repetition penalty, where the config has none."""
+    """The decode calls, with abstract arguments, for sequences with a repetition penalty if the config has none."""
     if config.repetition_penalty != 1:
         return {}
     given = abstract_weights(decoder, rules, dtype), abstract_engine_cache(config, decoder, rules, dtype)
@@ -293,7 +297,7 @@ def penalised_calls(
 def scored_calls(
     programs: EnginePrograms, config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> dict[str, Call]:
-    """The prefill calls, with abstract arguments, of prompts that are scored (`Request.score_prompt`)."""
+    """The prefill calls, with abstract arguments, for prompts that are scored (`Request.score_prompt`)."""
     given = abstract_weights(decoder, rules, dtype), abstract_engine_cache(config, decoder, rules, dtype)
     found: dict[str, Call] = {}
     for length in prompt_buckets(config):
@@ -559,7 +563,7 @@ def _draw(
 ) -> tuple[Where[jax.Array], Drawn]:
     """Draw a token from logits [S, V] in each slot where `drawing` [S], and end the slots that are complete.
 
-    `choices` [S, C] are the experts of the tokens behind which it is drawn; None: unknown.
+    `choices` [S, C] are the experts of the preceding tokens; None: unknown.
     """
     sampled = sample_split(logits, slots.sampling, positions=where.lengths, live=drawing, rules=rules, seen=where.seen)
     drawn = Drawn(

@@ -7,7 +7,8 @@ from podium.models.blocks.choices import unknown_choice
 
 
 class Routes:
-    """Rows [C], where row j has the experts, over all layers, of the token before token j, or `unknown_choice`.
+    """The experts of a sequence's tokens: row j [C] has those of the token before token j in all layers, or
+    `unknown_choice`.
 
     The first report of a token counts: it is not changed by later passes over the token, after an eviction or with new
     weights, so that a completion's choices stay those with which its tokens were drawn.
@@ -19,7 +20,7 @@ class Routes:
         self._later = prompt[:0]
 
     def record(self, first: int, found: np.ndarray) -> None:
-        """Fill rows from `first` on from `found` [n, C], as far as they are known there and not yet here."""
+        """Fill unknown rows, from index `first` on, with the known rows of `found` [n, C]."""
         shared = len(self._prompt)
         stop = first + len(found)
         missing = stop - shared - len(self._later)
@@ -40,12 +41,12 @@ class Routes:
         return np.concatenate([self._prompt[start:], own, lacking])
 
     def cut(self, length: int) -> None:
-        """Forget the rows behind token `length` - 1, which was the last."""
+        """Forget the rows after token `length` - 1, which becomes the last."""
         self._later = self._later[: max(0, length - len(self._prompt))]
 
 
 def unknown(rows: int, choices: int, dtype: DTypeLike) -> np.ndarray:
-    """Rows of which nothing is known, [rows, C]."""
+    """Rows without known experts, [rows, C]."""
     return np.full((rows, choices), unknown_choice(dtype), dtype)
 
 

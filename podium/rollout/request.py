@@ -8,7 +8,8 @@ import numpy as np
 
 FinishReason = Literal["stop", "length"]
 StopReason = Literal["stop", "length", "turns", "drawn", "calls", "timeout", "failed"]
-"""Why a conversation ended: by itself, for lack of room, by a limit of `rollout.limits`, or by a failure."""
+"""Why a conversation ended: by itself, because the context was full, by a limit of `rollout.limits`, or by a
+failure."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,14 +24,15 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     """Divides positive logits of the tokens that the sequence holds already, prompt included, and multiplies negative
-    ones, before the temperature (arXiv:1909.05858); 1: none. With it, greedy is the likeliest token afterwards."""
+    ones, before the temperature (arXiv:1909.05858); 1: none. Greedy sampling then takes the likeliest token after the
+    penalty."""
     stop: tuple[str, ...] = ()
     """Strings that end the completion; its text and tokens include them, up to the end of the last token. If the text
     is that of a special token, that token ends the completion and is not part of its text."""
     stop_tokens: tuple[int, ...] = ()
     """Tokens that end the completion, besides the model's end-of-sequence tokens; at most 8 in total."""
     greedy_completion: int | None = None
-    """Index of the completion of a request that is greedy, whatever the others are; None: none is."""
+    """Index of the completion of a request that is greedy, whatever the others are; None: no completion."""
 
     def of(self, completion: int) -> "SamplingParams":
         """The settings of one completion of a request."""
@@ -39,7 +41,7 @@ class SamplingParams:
         return dataclasses.replace(self.at(0.0), greedy_completion=None)
 
     def at(self, temperature: float) -> "SamplingParams":
-        """The same settings at another temperature; at 0 without top_k, top_p and min_p, which then change nothing."""
+        """The same settings at another temperature; at 0 without top_k, top_p and min_p, which have no effect then."""
         cuts = (self.top_k, self.top_p, self.min_p) if temperature else (0, 1.0, 0.0)
         top_k, top_p, min_p = cuts
         return dataclasses.replace(self, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -47,10 +49,10 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptScores:
-    """How likely a prompt's own tokens are, each after those before it, at temperature 1."""
+    """Log-probabilities of a prompt's own tokens, each given those before it, at temperature 1."""
 
     logprobs: np.ndarray
-    """[c] float32, of the prompt's tokens; NaN for the first, which nothing precedes."""
+    """[c] float32, of the prompt's tokens; NaN for the first token."""
     best_tokens: np.ndarray
     """[c] int32, the likeliest token at each place (the lowest index on ties); -1 at the first."""
     best_logprobs: np.ndarray
@@ -93,8 +95,8 @@ class Completion:
     """[n, C], the experts to which the token before each was sent, over all layers;
     `podium.models.blocks.choices.unknown_choice` where that was not recorded. None: the model has no experts."""
     context_choices: np.ndarray | None = None
-    """[c, C], the same of the c tokens before the completion, of which the first has no predecessor; not to be
-    changed, since the completions of a prompt share it."""
+    """[c, C], like `choices` for the c tokens before the completion; the first row is unknown. Must not be modified,
+    because a prompt's completions share it."""
     prompt_scores: PromptScores | None = None
     """None unless the request asks for them (`Request.score_prompt`)."""
 
@@ -112,7 +114,8 @@ class Request:
     keep: bool = False
     """Whether to park each ended completion for `RolloutEngine.extend`, until `RolloutEngine.cancel`."""
     score_prompt: bool = False
-    """Whether to compute how likely the prompt's own tokens are; only with one completion that starts anew."""
+    """Whether to compute how likely the prompt's own tokens are; requires a single completion without `begun` or
+    `ledgers`."""
     begun: Mapping[int, Completion] = dataclasses.field(default_factory=dict[int, Completion])
     """What has been drawn so far, by completion index: completions without a finish reason continue after their last
     token, the others are returned unchanged."""
@@ -123,7 +126,7 @@ class Request:
 
     @property
     def unfinished(self) -> dict[int, Completion | None]:
-        """The completions to generate, by index, with what has been drawn of each so far.
+        """The completions to generate, by index, each with the tokens drawn so far.
 
         Raises ValueError if an index is wrong, or a ledger does not start with the prompt.
         """
@@ -134,7 +137,9 @@ class Request:
                     f" {len(self.prompt)} tokens; give the completion's own index and all its tokens"
                 )
         if wrong := [index for index in self.begun if not 0 <= index < self.completions]:
-            raise ValueError(f"completion {wrong[0]} has begun, and {self.completions} are asked for: 0 is the first")
+            raise ValueError(
+                f"begun names completion {wrong[0]}, but the request has {self.completions}, numbered from 0"
+            )
         named = sorted({*self.begun, *self.ledgers}) or range(self.completions)
         found = {index: self.begun.get(index) for index in named}
         return {index: each for index, each in found.items() if each is None or each.finish_reason is None}
@@ -150,7 +155,7 @@ class Key(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """What has been drawn of a completion."""
+    """The tokens drawn of a completion so far."""
 
     tokens: list[int]
     logprobs: list[float]

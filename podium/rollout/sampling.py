@@ -69,7 +69,7 @@ def fill_row(rows: SamplingRows[np.ndarray], row: int, settings: SamplingParams,
 
 
 def num_words(vocab: int) -> int:
-    """W: the numbers that hold a set of tokens of a vocabulary, one bit each."""
+    """W: how many integers hold a set of tokens of a vocabulary, one bit per token."""
     return -(-vocab // WORD)
 
 
@@ -82,7 +82,7 @@ def words_of(tokens: Sequence[int], words: int) -> np.ndarray:
 
 
 def with_tokens(seen: jax.Array, tokens: jax.Array, where: jax.Array) -> jax.Array:
-    """The sets of tokens `seen` [S, W], with one more token [S] in the rows `where` [S]."""
+    """Add a token [S] to the sets of tokens `seen` [S, W], in the rows `where` [S]."""
     bits = jnp.uint32(1) << (tokens % WORD).astype(jnp.uint32)
     own = (jnp.arange(seen.shape[1])[None] == (tokens // WORD)[:, None]) & where[:, None]
     return seen | jnp.where(own, bits[:, None], 0)

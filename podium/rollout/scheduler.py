@@ -7,8 +7,8 @@ prompt; another shard prefills it again only if one of its slots would otherwise
 
 When pages run out, unused prompts are evicted first, then parked sequences; then the youngest running sequence is
 preempted: it returns to the head of the queue, and its tokens are prefilled again when it is admitted. No token is
-lost. With `longest`, none of that happens: a sequence gets a slot only when the pages of its longest length are free
-beside those that others may still need, parked ones included.
+lost. With `longest`, nothing is evicted or preempted: a sequence gets a slot only when enough pages for its longest
+length are free, in addition to those that others, parked ones included, may still need.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ class DecodeRow(NamedTuple):
     row: int
     sequence: Sequence
     releases: int
-    """The sequence's `releases` at planning time."""
+    """The value of the sequence's `releases` when the call was planned."""
     fresh: bool
     """Whether the row's state comes from the host instead of the previous call."""
     first: bool
@@ -225,7 +225,7 @@ class Scheduler:
             self._release_prompts(group)
 
     def advance(self, sequence: Sequence, *, most: int) -> None:
-        """Record that a running sequence got its tokens from a call that could draw up to `most`."""
+        """Record that a running sequence's tokens were read from a call that could draw up to `most` tokens."""
         sequence.ahead -= most
         sequence.filled = sequence.length - 1
 
@@ -309,7 +309,10 @@ class Scheduler:
         if not (queues.waiting and any(free)):
             return
         headroom = [self.pages.reserved(shard) for shard in range(self.shards)]
-        for anywhere in (False, True):  # first where prompts are: slots of other shards are left for later sequences
+        for anywhere in (
+            False,
+            True,
+        ):  # shards that hold the prompt come first: slots of other shards are left for later sequences
             for sequence in list(queues.waiting):
                 if not any(free):
                     return

@@ -19,7 +19,7 @@ from podium.rollout.request import Completion, FinishReason, Key, PromptScores, 
 
 MAX_STOP_TOKENS = 8
 LONGEST = "rollout.max_episode_tokens (unset: max_prompt_tokens + max_new_tokens)"
-"""The setting that limits a sequence, in the words of messages."""
+"""The setting that limits a sequence's length, as error messages name it."""
 State = Literal["waiting", "running", "parked", "finished", "gone"]
 
 
@@ -75,7 +75,7 @@ class Sequence:
     """Whether the device may have drawn tokens past the end, because a stop string ended the turn."""
     finish_reason: FinishReason | None = None
     stops: tuple[int, ...] | None = None
-    """Tokens that end the turn; None: nothing has been drawn in it yet."""
+    """Tokens that end the turn; None until a token has been drawn in it."""
     routes: Routes | None = None
     """Experts of all its tokens; None: the model has no experts."""
     prompt_scores: PromptScores | None = None
@@ -190,7 +190,9 @@ class Sequence:
             self._stop_at_string(before, tokenizer)
 
     def record_scores(self, first: int, found: PromptScores) -> None:
-        """Fill in the scores of the prompt's tokens from index `first` on; what is drawn behind it is left out."""
+        """Fill in the scores of the prompt's tokens from index `first` on; scores of tokens drawn after it are left
+        out.
+        """
         if self.prompt_scores is None:
             return
         for own, new in zip(self.prompt_scores.arrays, found.arrays, strict=True):
@@ -233,7 +235,7 @@ class Sequence:
 def sequences_of(
     request: Request, number: int, *, choices: int = 0, choice_format: ChoiceFormat = "uint8"
 ) -> list[Sequence]:
-    """Make sequences for the unfinished completions of a request, continuing from what has been drawn.
+    """Make sequences for the unfinished completions of a request, continuing after the tokens drawn so far.
 
     `choices` is the number of experts that a token goes to, over all layers, and `choice_format` their number format.
     Raises ValueError as `Request.unfinished` does.
@@ -310,7 +312,8 @@ class Queues:
         self.running: dict[Sequence, None] = {}
         """Running sequences in order of admission."""
         self.filling: dict[Sequence, None] = {}
-        """Those of them whose first decode call has not been planned; the others are ready until they stop running."""
+        """Running sequences whose first decode call has not been planned; all others are ready until they stop
+        running."""
         self.parked: dict[Sequence, None] = {}
         """Parked sequences, longest parked first."""
         self.counts = Counts()

@@ -47,25 +47,25 @@ class Transcript:
     finish_reason: StopReason | None = None
     """Why the last drawn span, or the conversation, ended; None: it has not ended, or nothing was drawn."""
     messages: tuple[Mapping[str, object], ...] = ()
-    """What was said after the prompt, for readers and reward functions: answers, calls and replies; empty for a single
+    """The messages after the prompt, for people and reward functions: answers, calls and replies; empty for a single
     answer."""
 
     def add_prompt(self, tokens: tuple[int, ...] | np.ndarray, *, text: str = "") -> "Transcript":
         """Start with these tokens. Raises ValueError if the transcript is not empty."""
         if self.spans:
-            raise ValueError(f"a prompt comes first, and this transcript has {self.num_tokens} tokens already")
+            raise ValueError(f"a prompt must come first, but this transcript already has {self.num_tokens} tokens")
         return self._add_given("prompt", tokens, text)
 
     def add_segment(self, tokens: tuple[int, ...] | np.ndarray, *, text: str = "") -> "Transcript":
-        """Go on from this prompt instead of the tokens so far. Raises ValueError if the model has drawn none yet."""
+        """Continue from this prompt instead of the tokens so far. Raises ValueError if the model has drawn none yet."""
         if not any(span.drawn for span in self.spans):
-            raise ValueError("a segment follows another, and this transcript has no drawn token; call add_prompt")
+            raise ValueError("a segment must follow drawn tokens, and this transcript has none; call add_prompt")
         return self._add_given("prompt", tokens, text)
 
     def add_environment(self, tokens: tuple[int, ...] | np.ndarray, *, text: str = "") -> "Transcript":
         """Append tokens that the environment gives the model. Raises ValueError if the model has drawn none yet."""
         if not any(span.drawn for span in self.spans):
-            raise ValueError("an environment replies to the model, and this transcript has no drawn token; add_prompt")
+            raise ValueError("an environment's reply must follow drawn tokens, and this transcript has none")
         return self._add_given("environment", tokens, text)
 
     def add_drawn(
@@ -84,10 +84,12 @@ class Transcript:
         Raises ValueError without a prompt, or if the lengths differ.
         """
         if not self.spans:
-            raise ValueError("this transcript has no prompt, and a model draws after a prompt; call add_prompt first")
+            raise ValueError("drawn tokens must follow a prompt, and this transcript has none; call add_prompt first")
         sizes = [len(x) for x in (tokens, sampled_logprobs, full_logprobs, versions)]
         if len(set(sizes)) > 1:
-            raise ValueError(f"tokens, sampled_logprobs, full_logprobs and versions have {sizes} entries; give as many")
+            raise ValueError(
+                f"tokens, sampled_logprobs, full_logprobs and versions have {sizes} entries; give equally many"
+            )
         span = Span(
             source="drawn",
             turn=self.num_turns,
@@ -101,7 +103,7 @@ class Transcript:
         return dataclasses.replace(self, spans=(*self.spans, span), finish_reason=finish_reason)
 
     def add_completion(self, completion: Completion) -> "Transcript":
-        """Append a completion of the engine; what it tells of earlier tokens' experts is added to their spans."""
+        """Append a completion of the engine; experts that it reports for earlier tokens are added to their spans."""
         return self._told(completion.context_choices).add_drawn(
             completion.tokens,
             sampled_logprobs=completion.sampled_logprobs,
@@ -113,7 +115,7 @@ class Transcript:
         )
 
     def _told(self, choices: np.ndarray | None) -> "Transcript":
-        """The same tokens with the experts in `choices` [n, C] where none are known yet; None: nothing to tell."""
+        """The same tokens, with unknown experts filled in from `choices` [n, C]; unchanged if `choices` is None."""
         if choices is None:
             return self
         first = max(place for place, span in enumerate(self.spans) if span.source == "prompt")
@@ -141,7 +143,9 @@ class Transcript:
 
     @property
     def segments(self) -> tuple["Transcript", ...]:
-        """The parts that begin with a prompt; one, unless it went on from others."""
+        """The parts that each begin with a prompt; a single one, unless the conversation continued from another
+        prompt.
+        """
         starts = [place for place, span in enumerate(self.spans) if span.source == "prompt"]
         ends = [*starts[1:], len(self.spans)]
         return tuple(

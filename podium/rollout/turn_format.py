@@ -38,7 +38,7 @@ PARALLEL_CALLS = ((USER,), REPLIES, (USER,))
 
 
 class TurnFormatError(ValueError):
-    """A chat template cannot be continued answer by answer; the message says where it fails, and the way out."""
+    """A chat template cannot be continued answer by answer; the message says where it fails and what to do about it."""
 
 
 class Seam(NamedTuple):
@@ -170,7 +170,7 @@ class TurnFormat:
         )
 
     def _why_not(self, rule: Rule, conversation: Sequence[Sequence[Message]]) -> str | None:
-        """None if a rule reproduces the template's text between all answers of a conversation; otherwise the reason."""
+        """Why a rule does not reproduce the template's text between the answers of a conversation; None if it does."""
         past: list[Message] = []
         try:
             for place, (before, new) in enumerate(itertools.pairwise(conversation)):
@@ -188,7 +188,7 @@ class TurnFormat:
 
 
 def _calls(replies: Sequence[Message], arguments: Mapping[str, str] | str) -> list[dict[str, object]]:
-    """Make the calls that these replies answer, all with the same arguments."""
+    """Make the tool calls that these replies answer, all with the same arguments."""
     return [
         {
             "id": str(reply.get("tool_call_id", f"call{place:05d}")),

@@ -203,7 +203,7 @@ def test_scores_survive_the_loss_of_a_sequences_pages():
 
 def test_only_one_completion_that_starts_anew_is_scored():
     request = dataclasses.replace(MIXED[0], completions=2, score_prompt=True)
-    with pytest.raises(ValueError, match="with one completion that starts anew"):
+    with pytest.raises(ValueError, match="needs a single completion without begun or ledgers"):
         shared_engine().submit(request)
 
 

@@ -388,7 +388,7 @@ def test_programs_shrink_as_work_runs_out_and_grow_with_new_work():
 def test_a_sequence_that_the_cache_can_never_hold_is_refused():
     scheduler = make(pages=8)
     submit(scheduler, 0, prompt=3, completions=1, limit=28)
-    with pytest.raises(ValueError, match=r"grow to 29 tokens and the cache holds 28 .* rollout\.cache_tokens"):
+    with pytest.raises(ValueError, match=r"grow to 29 tokens, but the cache holds only 28 .* rollout\.cache_tokens"):
         submit(scheduler, 1, prompt=3, completions=1, limit=29)
 
 

@@ -31,13 +31,13 @@ def test_a_transcript_is_all_tokens_in_order_and_says_which_were_drawn():
 
 
 def test_what_is_out_of_order_is_refused():
-    with pytest.raises(ValueError, match="a prompt comes first, and this transcript has 4 tokens already"):
+    with pytest.raises(ValueError, match="a prompt must come first, but this transcript already has 4 tokens"):
         drawn(1, 2).add_prompt((3,))
-    with pytest.raises(ValueError, match="has no drawn token"):
+    with pytest.raises(ValueError, match="must follow drawn tokens, and this transcript has none"):
         Transcript().add_prompt((1,)).add_environment((2,))
     with pytest.raises(ValueError, match="add_prompt first"):
         drawn(1, before=Transcript())
-    with pytest.raises(ValueError, match=r"have \[1, 2, 1, 1\] entries; give as many"):
+    with pytest.raises(ValueError, match=r"have \[1, 2, 1, 1\] entries; give equally many"):
         Transcript().add_prompt((1,)).add_drawn(
             np.ones(1), sampled_logprobs=np.ones(2), full_logprobs=np.ones(1), versions=np.ones(1), finish_reason=None
         )

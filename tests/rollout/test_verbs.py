@@ -220,7 +220,7 @@ def test_a_completion_that_has_ended_and_was_not_polled_can_be_parked_and_cancel
         engine.cancel(ended)
         engine.cancel(other)
     for key in (ended, cancelled):
-        with pytest.raises(ValueError, match=r"is not known: cancelled, or ended"):
+        with pytest.raises(ValueError, match=r"is unknown: it was cancelled, or has ended"):
             engine.park(key)
     assert_clean(engine)
 
