@@ -1,4 +1,4 @@
-"""The known machines: sizes, hosts, memory, interconnect. One table for config, plan, pods and train; no jax.
+"""The known machines: sizes, hosts, memory, interconnect. One table for config, plan, pods and train. No jax.
 
 Sizes follow Cloud TPU's documentation (docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, "Configurations"): names of
 v5e and v6e count chips, names of v4 and v5p count TensorCores, two per chip, which a program sees as one device. Hosts
@@ -19,16 +19,16 @@ GIB = 2**30
 GPU_POOL = 0.9
 """Share of a GPU's memory that Podium lets jax reserve for arrays, instead of jax's own three quarters."""
 POOL_VARIABLE, OLD_POOL_VARIABLE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-"""jax's environment variables for another share; it refuses to start if both are set."""
+"""jax's environment variables that set another share; jax does not start if both are set."""
 CUDA_CONTEXT, ALLOCATOR_RESERVE = 1 * GIB, 0.02
 """Bytes of a GPU for CUDA's context, kernels and NCCL's buffers, outside that share; and the fraction of the share
 lost to fragmentation. On an H100 the context took 0.6 GiB without NCCL (LOG.md); the rest is assumed."""
 
 
 class AcceleratorError(ValueError):
-    """A name that is not in the table."""
+    """An accelerator name that is unknown or cannot be planned for."""
 
-    exit_status = 2  # as of every command that cannot be carried out as it is written
+    exit_status = 2  # wrong usage, as for every command
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Accelerator:
     hbm_bytes: int
     """Usable memory of a device; for TPUs, what their compiler calls available."""
     torus: tuple[int, ...] = ()
-    """Chips along each axis of the interconnect; empty if a switch connects all, or there is none."""
+    """Chips along each axis of the interconnect; empty if chips are connected by a switch or not at all."""
     wrapped: tuple[bool, ...] = ()
     """Whether each axis is a ring, with its ends connected."""
     host_bounds: tuple[int, int, int] | None = None
@@ -88,7 +88,7 @@ class Accelerator:
 
     @property
     def wiring_known(self) -> bool:
-        """Whether it is documented which axes are rings; it is not for parts of a v5e's or v6e's 16x16."""
+        """Whether it is documented which axes are rings; for slices of v5e and v6e smaller than 16x16 it is not."""
         return len(self.torus) != 2 or self.devices == 1 or all(self.wrapped)
 
     @property
@@ -125,7 +125,7 @@ GPU_COUNTS, MACHINE = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256), 8
 ALIASES = {"v5e": "v5litepod"}  # the cloud's name of v5e
 GKE_ALONE = ("tpu7x", "v7x", "ironwood")
 Kernels = Literal["tpu", "gpu", "none"]
-"""The kind of kernels that run on a device; none: XLA's own forms take their place."""
+"""The kind of kernels that run on a device; `none`: XLA's own operations are used instead."""
 LEAST_CAPABILITY = (8, 0)
 """The oldest compute capability (Ampere) whose GPUs multiply bfloat16 and run Triton's kernels; those of T4, V100 and
 RTX 20 are 7.x."""
@@ -133,7 +133,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """Most bytes that the processes of this container may use, or `max`."""
 CPU_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
-"""Linux's names of instruction sets that multiply bfloat16 faster than float32."""
+"""Linux's names of CPU instruction sets that multiply bfloat16 faster than float32."""
 XLA_BFLOAT16 = frozenset({"AVX512_BF16", "AMX", "AMX_FP16"})
 """Values of XLA's flag xla_cpu_max_isa that allow one of them."""
 
@@ -157,11 +157,12 @@ DEVICE_KINDS: Mapping[str, str] = {
     "NVIDIA GeForce RTX 4090": "rtx4090",
 }
 SPARSE_CORES = ("v6e", "TPU v6 lite", "TPU v6e")
-"""The kinds of TPU, as the table and as jax names them, whose SparseCore exchanges arrays while products go on."""
+"""The kinds of TPU, by the table's and by jax's names, whose SparseCore exchanges arrays while products are
+computed."""
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """The accelerator of that name, such as v6e-8, v5litepod-16 (or v5e-16), v5p-64, h100-8, a100-80-8.
+    """The accelerator with this name, such as v6e-8, v5litepod-16 (or v5e-16), v5p-64, h100-8, a100-80-8.
 
     Raises AcceleratorError if it is unknown; the message suggests the nearest names.
     """
@@ -190,7 +191,7 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def this_cpu(devices: int = 1) -> Accelerator:
-    """The CPU of this machine, which is in no table: to compile for, and to compare runs with."""
+    """An entry for this machine's CPU, which is not in the table, to compile for and to compare runs with."""
     return Accelerator(name=f"cpu-{devices}", generation="cpu", devices=devices, hosts=1, hbm_bytes=host_memory())
 
 
@@ -267,7 +268,7 @@ def kernels_on(platform: str, capability: str = "") -> Kernels:
 
 
 class JaxDevice(Protocol):
-    """What is read of a device of jax; a GPU also has `compute_capability`."""
+    """The attributes of a jax device that are read; a GPU also has `compute_capability`."""
 
     @property
     def platform(self) -> str:

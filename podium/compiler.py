@@ -79,11 +79,12 @@ GPU_OPTIONS: Mapping[str, str] = {"xla_gpu_deterministic_ops": "True"}
 GPU_ENGINE_OPTIONS: Mapping[str, str] = {**GPU_OPTIONS, "xla_gpu_dot_merger_threshold_mb": "0"}
 FUSED_GATHERS = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 FUSED_GATHERS_UNTIL = (0, 0, 43)
-"""libtpu 0.0.42 accepts that option on every TPU; 0.0.50 only on v5e. Versions between them were not tried."""
+"""The libtpu version from which FUSED_GATHERS is left out. 0.0.42 accepts it on every TPU; 0.0.50 only on v5e. Versions
+between them were not tried."""
 
 QUICK_FLAGS = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
 QUICK_FLAGS_UNTIL_0_11 = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
-"""jaxlib 0.10 has the first flag; 0.12 does not, and ends a process that sets it. 0.11 was not tried."""
+"""Set for jaxlib before 0.11. jaxlib 0.12 lacks the first flag, and ends a process that sets it; 0.11 was not tried."""
 
 
 def compiler_options(

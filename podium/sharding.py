@@ -29,12 +29,12 @@ AnyParams = Params | AbstractParams
 MOST_AT_ONCE = 8
 """Most devices that exchange parts of an array at once (`exchanges`)."""
 MOST_IN_PIECES = 32
-"""Most chips of a v4, v5e or v5p over which the compiler scatters gradients, piece by piece as products go on."""
+"""Most chips of a v4, v5e or v5p over which the compiler scatters gradients piece by piece during the products."""
 MOST_GATHERED = 32
 """Most devices from which an array is gathered at once. From the 64 of a v4 or v5p, the compiler would gather it by
 summing arrays that are 0 elsewhere, which sends twice as much."""
 CUBES = ("TPU v4", "TPU v5")
-"""Kinds of TPU of which 8 chips are a cube of 2 x 2 x 2, not a ring or two rows."""
+"""Kinds of TPU whose slices of 8 chips are a cube of 2 x 2 x 2, instead of a ring or two rows."""
 A = TypeVar("A", jax.Array, np.ndarray)
 """Arrays on the devices, or numpy arrays that the host fills in place and copies there."""
 
@@ -66,23 +66,25 @@ class ShardingRules:
         return self if self.stored is None else ShardingRules(self.mesh, self.stored)
 
     def constrain_weight(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Lay out a weight by these axes; its gradient is summed and split as stored, in one exchange."""
+        """Lay out a weight by these axes; its gradient is summed and split like the stored weight, in one exchange."""
         return _constrain_weight(self.sharding(*axes), self.storage.sharding(*axes), x)
 
     def gathered_weight(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """A stored weight, gathered by `exchanges` where many devices have parts of it; it has no gradient."""
+        """Gather a stored weight, by `exchanges` if many devices have parts of it; it has no gradient."""
         stored, here = self.storage.spec(axes), self.spec(axes)
         gather = functools.partial(_whole, parts=_gathered(self.mesh, stored, here), mesh=self.mesh)
         return jax.shard_map(gather, mesh=self.mesh, in_specs=stored, out_specs=here, check_vma=False)(x)
 
     def weight_sums(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Zeros in place of a weight; their gradient becomes the weight's, summed and split in its own format."""
+        """Zeros in place of a weight; their gradient becomes the weight's, and is summed and split in its own number
+        format.
+        """
         return _weight_sums(self.sharding(*axes), self.storage.sharding(*axes), x)
 
     def sums_of_copies(self, x: jax.Array, *axes: str | None, pieces: Sequence[str] = ("pieces",)) -> jax.Array:
         """`weight_sums` for the copies of a stored weight, [n, ...]: one for each piece of the batch.
 
-        `pieces` are the logical axes that cut it; with several, the copies have a dimension for each.
+        `pieces` are the logical axes that cut the batch; with several, the copies have a dimension for each.
         """
         return _sums_of_copies(self.mesh, self.storage.spec(axes), self.spec((*pieces, *axes)), x)
 
@@ -100,7 +102,7 @@ class ShardingRules:
 
     @property
     def most_parts(self) -> int:
-        """The most devices over which XLA splits the gradient of a layer's product as it sums it.
+        """The largest number of devices over which XLA may split the gradient of a layer's product while summing it.
 
         Over more, the TPU's compiler sums whole gradients on all chips, so they are summed in `exchanges` instead
         (benches/results/wide-updates-planned.json). A v6e multiplies by whole weights (`podium.compiler`), others by
@@ -180,7 +182,7 @@ def _sum_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, _: Non
     others = tuple(name for name in names if name not in scattered and mesh.shape[name] > 1)
 
     def rows_of_sum(dx: jax.Array, axes: MeshAxes) -> jax.Array:
-        # As a matrix; else the compiler might lay out another dimension before the first, and send all sums.
+        # As a matrix; otherwise the compiler might put another dimension before the first, and send all sums.
         found = scattered_sum(dx.reshape(dx.shape[0], -1), mesh_axis_names(axes), mesh)
         return found.reshape(-1, *dx.shape[1:])
 
@@ -221,8 +223,8 @@ _weight_copies.defvjp(lambda mesh, stored, copies, x: (_weight_copies(mesh, stor
 def exchanges(names: tuple[str, ...], mesh: Mesh) -> list[list[list[int]] | None]:
     """The groups of devices that exchange parts, one exchange after another: first neighbours, then the groups.
 
-    None: all devices at once. The TPU's compiler would make an exchange of sums over many devices one of all sums of
-    all devices, which sends twice as much and keeps them. Almost all is sent among neighbours: on a v6e-64 groups of 8
+    None: all devices at once. The TPU's compiler would turn a reduce-scatter over many devices into an all-reduce,
+    which sends twice as much and keeps whole sums. Almost all is sent among neighbours: on a v6e-64 groups of 8
     are rings of links, while a ring over 8 groups takes 2.5 links from one chip to the next.
     """
     sizes = exchange_sizes(_size(mesh, names))
@@ -235,7 +237,7 @@ def exchanges(names: tuple[str, ...], mesh: Mesh) -> list[list[list[int]] | None
 def exchange_sizes(devices: int) -> list[int]:
     """The number of devices in a group of each exchange, neighbours first.
 
-    Each is the largest divisor up to MOST_AT_ONCE of the number of groups that are left, or that number if it has none.
+    Each is the largest divisor, up to MOST_AT_ONCE, of the number of groups that are left, or that number itself.
     """
     sizes: list[int] = []
     while devices > MOST_AT_ONCE:
@@ -246,10 +248,10 @@ def exchange_sizes(devices: int) -> list[int]:
 
 
 def gathered_parts(x: jax.Array, names: tuple[str, ...], mesh: Mesh) -> jax.Array:
-    """The parts [m, ...] of n devices side by side, [n * m, ...]; call it inside `shard_map`.
+    """Gather the parts [m, ...] of n devices side by side, [n * m, ...]; call it inside `shard_map`.
 
-    They are gathered along their own dimension: along the first itself, the TPU's compiler would copy the stack of
-    all layers into a layout in which that dimension comes first.
+    They are gathered along a new dimension: for a gather along the first dimension itself, the TPU's compiler would
+    copy the stack of all layers into a layout in which that dimension comes first.
     """
     x = _moved(x, names, mesh, back=True)
     for groups in reversed(exchanges(names, mesh)):
@@ -258,11 +260,11 @@ def gathered_parts(x: jax.Array, names: tuple[str, ...], mesh: Mesh) -> jax.Arra
 
 
 def scattered_sum(x: jax.Array, names: tuple[str, ...], mesh: Mesh) -> jax.Array:
-    """The sum over devices of their own arrays [n * m, ...], of which each of n devices gets its part [m, ...].
+    """Sum the arrays [n * m, ...] of n devices, each of which gets its part [m, ...] of the sum.
 
-    Call it inside `shard_map`. Parts are scattered along their own dimension: where a part has no whole tiles of
-    the dimension itself, as those of a vocabulary, the TPU's compiler would send all sums to all devices. Over the 8
-    chips of a v4 or v5p it would in any case, so these exchange parts, and each adds up those that it gets.
+    Call it inside `shard_map`. Parts are scattered along a new dimension: if a part is not a whole number of tiles of
+    the first dimension, as for a vocabulary, the TPU's compiler would send all sums to all devices. Over the 8 chips of
+    a v4 or v5p it would do so in any case, so these exchange parts, and each adds up the parts that it gets.
     """
     for groups in exchanges(names, mesh):
         parts = len(groups[0]) if groups else _size(mesh, names)

@@ -31,7 +31,7 @@ class TokenScores(NamedTuple):
 
 
 class RewardParts(NamedTuple):
-    """The parts of a step's rewards before weighting, and their weights; NaN and 0 where a part does not apply."""
+    """The parts of a step's rewards before weighting, and their weights; where a part does not apply: NaN, weight 0."""
 
     values: np.ndarray  # [N, G, P]
     weights: np.ndarray  # [N, G, P]
@@ -53,7 +53,7 @@ def reward_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def no_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Zeros [N, G], for recipes in which a teacher trains and rewards do not."""
+    """Zeros [N, G], for recipes that learn from a teacher and not from rewards."""
     return np.zeros(np.shape(rewards), np.float32)
 
 
@@ -80,7 +80,7 @@ def leave_one_out_advantages(
 ) -> np.ndarray:
     """Rewards minus the mean of the group's other rewards: G / (G - 1) (r - mean_g). RLOO (arXiv:2402.14740).
 
-    `std="group"` divides by the standard deviation of the same others, which is NeMo-RL's default; where they are
+    `std="group"` divides by the standard deviation of the same other rewards, which is NeMo-RL's default; if they are
     equal, nothing is divided. `std="batch"` divides by the standard deviation of all rewards.
     """
     rewards, _ = _checked(rewards, lengths, least_group=2)
@@ -101,8 +101,8 @@ def decoupled_advantages(
 ) -> np.ndarray:
     """Each part of the reward standardised in its group, then summed by weight, then standardised over the batch.
 
-    GDPO (arXiv:2601.05242): a part that varies much does not drown the others. `rewards` only say which completions
-    have none (NaN).
+    GDPO (arXiv:2601.05242): a part with a large variance does not dominate the others. `rewards` only say which
+    completions have no reward (NaN).
     """
     rewards, _ = _checked(rewards, lengths, least_group=2)
     total = np.zeros(rewards.shape)
@@ -118,7 +118,7 @@ def length_weighted_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.n
     """Rewards minus the group's mean weighted by length: r - sum L r / sum L. OPO (arXiv:2505.23585).
 
     That baseline has the least variance if the squared gradient of a completion grows with its length. A completion
-    that is left out has length 0, and so no share in it.
+    that is left out has length 0, and so does not affect the baseline.
     """
     rewards, lengths = _checked(rewards, lengths, least_group=2)
     centred = _centred_by_group(rewards)
@@ -130,8 +130,8 @@ def length_weighted_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.n
 def rescaled_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Rewards minus the group's mean, times B / (B - M): GPG (arXiv:2504.02546).
 
-    Of the batch's B completions, M are in groups of equal rewards, which have no gradient; the factor keeps the mean
-    over the batch that of the others.
+    M of the batch's B completions are in groups of equal rewards, which have no gradient; the factor makes the mean
+    over the batch equal that over the other completions.
     """
     rewards, _ = _checked(rewards, lengths, least_group=2)
     known = np.count_nonzero(~np.isnan(rewards), axis=1)  # [N]
@@ -140,7 +140,7 @@ def rescaled_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def pass_at_k_advantages(rewards: np.ndarray, lengths: np.ndarray, *, k: float) -> np.ndarray:
-    """Advantages under the reward of a set of k completions, its best: pass@k training (arXiv:2508.10751).
+    """Advantages if each set of k completions is rewarded with its best reward: pass@k training (arXiv:2508.10751).
 
     A completion has the mean reward of the sets that it is in, minus the mean of all sets of its group, divided by
     their (population) standard deviation + 1e-6. With rewards 0 and 1, c of n right, that mean is rho = 1 - C(n - c, k)
@@ -159,9 +159,7 @@ def _of_sets(rewards: np.ndarray, k: int) -> np.ndarray:
     """`pass_at_k_advantages` of one group, [n]."""
     n = len(rewards)
     ranked = np.sort(rewards)
-    share = np.array(
-        [math.comb(rank, k - 1) / math.comb(n, k) for rank in range(n)]
-    )  # of the sets in which it is the best
+    share = np.array([math.comb(rank, k - 1) / math.comb(n, k) for rank in range(n)])  # of sets whose best it is
     mean = share @ ranked
     deviation = math.sqrt(share @ (ranked - mean) ** 2)
     own = rewards
@@ -199,8 +197,8 @@ def batch_mean_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarra
 def greedy_advantages(rewards: np.ndarray, lengths: np.ndarray, *, baselines: np.ndarray) -> np.ndarray:
     """Rewards minus that of the prompt's greedy completion: r - r_greedy. ReMax (arXiv:2310.10505).
 
-    `baselines` [N] are the rewards of greedy completions; where one is NaN its prompt has nothing to compare with, and
-    advantages 0.
+    `baselines` [N] are the rewards of greedy completions; where one is NaN, the prompt has no baseline and its
+    advantages are 0.
     """
     rewards, _ = _checked(rewards, lengths, least_group=1)
     known = np.asarray(baselines, np.float32).astype(np.float64)
@@ -249,10 +247,10 @@ def turn_returns(turn_rewards: Sequence[Sequence[Sequence[float]]], gamma: float
 def turn_advantages(
     advantage: Callable[[np.ndarray, np.ndarray], np.ndarray], returns: np.ndarray, lengths: np.ndarray
 ) -> np.ndarray:
-    """A recipe's advantages turn by turn, [N, G, K]: a turn is compared with those of the group that reached it.
+    """A recipe's advantages per turn, [N, G, K]: a turn is compared with the same turn of the group's conversations.
 
-    As MT-GRPO (arXiv:2505.11821) and Kevin (arXiv:2507.11948) compare turns by their number. `lengths` [N, G, K] are
-    the turns' trained tokens; a turn that only one conversation of a group reached has advantage 0.
+    Turns are compared by their number, as in MT-GRPO (arXiv:2505.11821) and Kevin (arXiv:2507.11948). `lengths`
+    [N, G, K] are the turns' trained tokens; a turn that only one conversation of a group reached has advantage 0.
     """
     by_turn = [advantage(returns[:, :, k], lengths[:, :, k]) for k in range(returns.shape[2])]
     alone = np.count_nonzero(~np.isnan(returns), axis=1, keepdims=True) < 2  # [N, 1, K]
@@ -262,7 +260,7 @@ def turn_advantages(
 def taught_advantages(
     advantages: np.ndarray, teacher_logprobs: np.ndarray, logprobs: np.ndarray, mask: np.ndarray, *, weight: float
 ) -> np.ndarray:
-    """Advantages of tokens, with a teacher's: A_t + weight (teacher_logprob_t - logprob_t), [N, G, n].
+    """Per-token advantages with a term for a teacher: A_t + weight (teacher_logprob_t - logprob_t), [N, G, n].
 
     On-policy, the expected gradient of the second term is that of -weight KL(policy || teacher). It is added after the
     rewards' advantages are normalised, and is not normalised itself.
@@ -310,7 +308,7 @@ def gae(
 
 
 def final_rewards(rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Rewards of episodes [N, G] at their last drawn token, [N, G, n]; episodes without drawn tokens have none.
+    """Rewards of episodes [N, G] placed at their last drawn token, [N, G, n]; 0 for one without drawn tokens.
 
     A reward that is NaN is left out.
     """
@@ -340,7 +338,7 @@ def gae_advantages(
     std_ddof: int,
     std_eps: float,
 ) -> np.ndarray:
-    """Advantages of tokens by `gae` from a critic's values, [N, G, n]; an episode's reward is at its last drawn token.
+    """Per-token advantages by `gae` from a critic's values, [N, G, n]; an episode's reward is at its last drawn token.
 
     With `std="batch"` they are standardised over all drawn tokens of the batch, as verl and OpenRLHF do.
     """
@@ -395,7 +393,7 @@ def _centred_by_group(rewards: np.ndarray) -> np.ndarray:
 
 
 def _means(rewards: np.ndarray, axis: int | None) -> np.ndarray:
-    """Means along an axis that is kept, over all that are not NaN; 0 where there are none."""
+    """Means over the non-NaN entries along an axis, which is kept; 0 if all are NaN."""
     known = ~np.isnan(rewards)
     if known.all():
         return rewards.mean(axis=axis, keepdims=True)
@@ -405,7 +403,7 @@ def _means(rewards: np.ndarray, axis: int | None) -> np.ndarray:
 
 
 def _std(rewards: np.ndarray, ddof: int, axis: int | None) -> np.ndarray:
-    """Standard deviations like `_means`; 0 where a single reward has none."""
+    """Standard deviations like `_means`; 0 for a single reward."""
     known = ~np.isnan(rewards)
     if known.all():
         return rewards.std(axis=axis, ddof=ddof, keepdims=True)

@@ -1,4 +1,4 @@
-"""Coefficients of the loss that follow what training measures: of a KL, and of the entropy bonus. Plain numbers."""
+"""Adaptive coefficients of the loss, for the KL and the entropy bonus: they follow measurements. Plain numbers."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ def first_coefs(recipe: Recipe) -> dict[str, float]:
 
 
 def loss_coefs(recipe: Recipe, coefs: Coefs) -> dict[str, float]:
-    """The adapted coefficients that the next update's loss has, by KL_COEF and ENTROPY_BONUS.
+    """The adapted coefficients for the next update's loss, under KL_COEF and ENTROPY_BONUS.
 
     The bonus acts only after an update whose entropy was at most the target: Skywork-OR1 (arXiv:2505.22312).
     """
@@ -32,10 +32,10 @@ def loss_coefs(recipe: Recipe, coefs: Coefs) -> dict[str, float]:
 
 
 def after_update(recipe: Recipe, coefs: Coefs, *, entropy: float) -> dict[str, float]:
-    """The numbers after an optimizer step of this mean entropy, in nat.
+    """The adapted numbers after an optimizer step with this mean entropy, in nats.
 
     The entropy bonus rises by `entropy_step` where the entropy is at most `entropy_target`, to at most
-    `entropy_bonus_max`, and falls by it elsewhere, to at least 0: Skywork-OR1 (arXiv:2505.22312), as in TRL.
+    `entropy_bonus_max`, and falls by it otherwise, to at least 0: Skywork-OR1 (arXiv:2505.22312), as in TRL.
     """
     if recipe.entropy_target is None:
         return dict(coefs)
@@ -45,7 +45,7 @@ def after_update(recipe: Recipe, coefs: Coefs, *, entropy: float) -> dict[str, f
 
 
 def after_step(recipe: Recipe, coefs: Coefs, *, kl: float | None) -> dict[str, float]:
-    """The numbers after a step with this mean KL to the reference, in nat per token; None: it was not measured.
+    """The adapted numbers after a step with this mean KL to the reference, in nats per token; None: not measured.
 
     kl_coef is multiplied by 1 + kl_gain clip(kl / kl_target - 1, -0.2, 0.2) (Ziegler et al., arXiv:1909.08593).
     """

@@ -54,9 +54,9 @@ def grpo_loss_of_logits(
         ValueError: an input of a term is missing, or the logits do not suit the options.
     """
     if kl_coef and reference_logprobs is None:
-        raise ValueError(f"kl_coef {kl_coef} needs reference_logprobs, of the model that the policy is held to")
+        raise ValueError(f"kl_coef {kl_coef} needs reference_logprobs, the log-probabilities of the reference model")
     if entropy_bonus and not options.entropy:
-        raise ValueError(f"entropy_bonus {entropy_bonus} needs entropies; give LogitsOptions(entropy=True)")
+        raise ValueError(f"entropy_bonus {entropy_bonus} needs entropies; pass LogitsOptions(entropy=True)")
     logprobs, entropy = logprobs_of_logits(logits, targets, options)
     old = stop_gradient(logprobs if old_logprobs is None else old_logprobs)
     every = targets  # placeholders for segments and mask, which this term does not read

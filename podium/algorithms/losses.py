@@ -49,7 +49,7 @@ class TokenLoss(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What a policy term reads of the tokens of packed rows, each [B, T]."""
+    """The inputs of a policy term for the tokens of packed rows, each [B, T]."""
 
     logprobs: jax.Array
     """Of the trained policy, with gradient."""
@@ -62,16 +62,16 @@ class Tokens(NamedTuple):
     scores: Mapping[str, jax.Array] = {}
     """The batch's scores by name."""
     prompts: jax.Array | None = None
-    """int32: the segment of a token's prompt, which the two completions of a pair share."""
+    """int32: the segment of a token's prompt, which both completions of a pair share."""
 
     @property
     def log_ratio(self) -> jax.Array:
-        """Of a token's probabilities, logprobs - old_logprobs, within 20 of 0."""
+        """A token's log-ratio, logprobs - old_logprobs, clamped to [-20, 20]."""
         return _log_ratio(self.logprobs, self.old_logprobs)
 
     @property
     def ratio(self) -> jax.Array:
-        """Of a token's probabilities, exp(logprobs - old_logprobs), at most exp(20)."""
+        """A token's probability ratio, exp(logprobs - old_logprobs), at most exp(20)."""
         return jnp.exp(self.log_ratio)
 
     @property
@@ -148,7 +148,7 @@ def sapo_loss(tokens: Tokens, *, tau_positive: float, tau_negative: float) -> To
     """A soft gate of the ratio instead of a clip: -(4 / tau) sigmoid(tau (ratio - 1)) A. SAPO (arXiv:2511.20347).
 
     Its gradient is that of the surrogate at ratio 1, and fades as the ratio leaves it. `tau_positive` is tau where A >
-    0, `tau_negative` elsewhere; a larger one fades faster.
+    0, `tau_negative` elsewhere; with a larger tau the gradient fades faster.
     """
     tau = jnp.where(tokens.advantages > 0, tau_positive, tau_negative)
     gate = jax.nn.sigmoid(tau * (tokens.ratio - 1)) * 4 / tau
@@ -179,7 +179,7 @@ def vespo_loss(
 
 
 def dppo_tv_loss(tokens: Tokens, *, clip_low: float, clip_high: float, weight_cap: float) -> TokenLoss:
-    """Log-likelihood weighted by the ratio, without tokens whose probability moved too far: DPPO by total variation.
+    """Log-likelihood weighted by the ratio, except at tokens whose probability moved too far: DPPO by total variation.
 
     -sg(min(ratio, weight_cap)) A logprob (arXiv:2602.04879), or 0 where A > 0 and the probability rose by more than
     `clip_high`, or A <= 0 and it fell by more than `clip_low`.
@@ -189,7 +189,8 @@ def dppo_tv_loss(tokens: Tokens, *, clip_low: float, clip_high: float, weight_ca
 
 
 def dppo_kl_loss(tokens: Tokens, *, clip_low: float, clip_high: float, weight_cap: float) -> TokenLoss:
-    """DPPO by KL (arXiv:2602.04879): as `dppo_tv_loss`, where the move is the KL between two choices, token or not.
+    """DPPO by KL (arXiv:2602.04879): like `dppo_tv_loss`, but measures the move by the KL of the binary choice token or
+    not.
 
     With p the token's probability and q the old one, it is q log(q / p) + (1 - q) log((1 - q) / (1 - p)), with 1e-8
     added to 1 - q and 1 - p. `clip_low` bounds it where the probability fell, `clip_high` where it rose.
@@ -219,8 +220,8 @@ def gmpo_loss(tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss
 def clip_cov_loss(tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
     """PPO's clipped surrogate, but 0 at tokens that would lower the entropy most: Clip-Cov (arXiv:2505.22617).
 
-    `tokens.scores` has them as COVARIANT; `podium.algorithms.selection.clip_cov_tokens` chooses them. They are the
-    statistic `covariant`.
+    `tokens.scores` marks these tokens under COVARIANT; `podium.algorithms.selection.clip_cov_tokens` chooses them. The
+    statistic `covariant` counts them.
     """
     loss = _clipped(tokens.ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
     chosen = tokens.scores[COVARIANT]
@@ -231,7 +232,7 @@ def kl_cov_loss(tokens: Tokens, *, kl_weight: float) -> TokenLoss:
     """-ratio A, plus kl_weight x KL(old || policy) at tokens that would lower the entropy most: KL-Cov
     (arXiv:2505.22617).
 
-    `tokens.scores` has these tokens as COVARIANT; the KL is estimated at each as ratio - 1 - log ratio.
+    `tokens.scores` marks these tokens under COVARIANT; the KL at each is estimated as ratio - 1 - log ratio.
     """
     chosen = tokens.scores[COVARIANT]
     kl = k3_estimate(tokens.old_logprobs, tokens.logprobs)
@@ -248,7 +249,7 @@ def reinforce_loss(tokens: Tokens) -> TokenLoss:
 
 
 def pair_margins(tokens: Tokens, *, by_token: bool) -> tuple[jax.Array, jax.Array]:
-    """The log-ratios of policy to reference of a token's pair: of its chosen and its rejected completion, [B, T] each.
+    """The log-ratios of policy to reference of the chosen and the rejected completion of a token's pair, [B, T] each.
 
     They are summed over the completion's tokens or, `by_token`, averaged. Advantages are 1 in chosen completions and -1
     in rejected ones.
@@ -265,7 +266,7 @@ def dpo_loss(tokens: Tokens, *, beta: float, label_smoothing: float) -> TokenLos
     """-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m) of a pair: DPO (arXiv:2305.18290), e label_smoothing.
 
     m is the chosen completion's log-ratio of policy to reference minus the rejected one's. All tokens of a pair have
-    its loss; with `mean="sequence"` the weighted sum is the mean over pairs, which holds for all losses of pairs.
+    its loss; with `mean="sequence"` the weighted sum is the mean over pairs. This holds for all losses of pairs.
     """
     chosen, rejected = pair_margins(tokens, by_token=False)
     margin = beta * (chosen - rejected)
@@ -312,7 +313,7 @@ def kto_loss(tokens: Tokens, *, beta: float, desirable_weight: float, undesirabl
 
 
 def _of_pairs(tokens: Tokens, values: jax.Array, chosen: jax.Array, rejected: jax.Array, *, beta: float) -> TokenLoss:
-    """The loss, with statistics that sum up to numbers of pairs and to the rewards beta x log-ratio of their sides."""
+    """The loss, with statistics that sum to the number of pairs, and to both completions' rewards, beta x log-ratio."""
     assert tokens.prompts is not None
     share = 1 / jnp.maximum(segment_sums(jnp.ones_like(values), tokens.prompts, tokens.mask), 1.0)
     stats = {
@@ -363,7 +364,7 @@ def _imported_loss(path: str) -> Callable[..., TokenLoss]:
     """A user's loss, whose result is checked and made a `TokenLoss`."""
     function = imported(path, what="a loss", known=LOSSES)
     parameters = inspect.signature(function).parameters
-    by_field = "old_logprobs" in parameters  # it takes the fields of `Tokens`, each by itself
+    by_field = "old_logprobs" in parameters  # it takes the fields of `Tokens` as separate arguments
 
     @functools.wraps(function)
     def loss(tokens: Tokens, **options: object) -> TokenLoss:
@@ -419,7 +420,7 @@ def correction_weights(
     Args:
         recipe: the correction, its level and its bounds.
         old_logprobs: the trainer's, with the weights that sampled.
-        sampled_logprobs: the sampler's, before truncation; with a repetition penalty those after it.
+        sampled_logprobs: the sampler's, before truncation; with a repetition penalty, those after the penalty.
         segments: [B, T] int32.
         mask: [B, T].
     """
@@ -445,10 +446,10 @@ def off_policy_mask(
     *,
     threshold: float,
 ) -> jax.Array:
-    """Where a token is trained on, [B, T] bool: not in stale sequences that would be made less likely still.
+    """Which tokens are trained on, [B, T] bool: all except those of stale sequences with negative advantage.
 
-    Left out where A < 0 are sequences whose mean of sampled - current log-probability exceeds `threshold`: off-policy
-    sequence masking of DeepSeek-V3.2 (arXiv:2512.02556).
+    Where A < 0, sequences are left out if their mean of sampled - current log-probability exceeds `threshold`: the
+    off-policy sequence masking of DeepSeek-V3.2 (arXiv:2512.02556).
     """
     drift = segment_means(sampled_logprobs - stop_gradient(logprobs), segments, mask)
     return (advantages >= 0) | (drift <= threshold)
@@ -468,8 +469,8 @@ def policy_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss that a recipe minimises per token: correction x policy term + kl_coef KL, without `entropy_loss`.
 
-    `drift_coef` adds the squared difference to the sampler's log-probability, uncorrected: Kimi K2.5 (arXiv:2602.02276)
-    as prime-rl has it.
+    `drift_coef` adds the squared difference to the sampler's log-probability, without the correction's weight: Kimi
+    K2.5 (arXiv:2602.02276), as implemented in prime-rl.
 
     `kl_by_ratio` multiplies the KL by the policy's ratio, with its gradient, so that k3 is unbiased when tokens are not
     the current policy's: DeepSeek-V3.2 (arXiv:2512.02556). With loss gspo it is the sequence's ratio, as in TRL.
@@ -487,7 +488,7 @@ def policy_loss(
             model, `top_entropy` needs `uncertain`, 1 where the policy term counts, and a correction of a sampler with
             a repetition penalty needs `drawn_logprobs`, under the distribution that it drew from.
         prompts: [B, T] int32, the segment of a token's prompt; losses of pairs need it.
-        kl_coef: [], in place of the recipe's, which a run has adapted; None: the recipe's.
+        kl_coef: [], the adapted coefficient of a run, in place of the recipe's; None: the recipe's.
 
     Returns:
         The loss [B, T], not masked and not averaged, and statistics [B, T] without gradient: always `clip_low`,
@@ -584,7 +585,8 @@ def narrow_clip_warning(recipe: Recipe, logprob_gap: float) -> str | None:
 
 
 def segment_means(x: jax.Array, segments: jax.Array, mask: jax.Array) -> jax.Array:
-    """The mean of `x` [B, T] over each sequence's masked tokens, at every token of the sequence; 0 without any.
+    """The mean of `x` [B, T] over each sequence's masked tokens, at every token of the sequence; 0 without masked
+    tokens.
 
     Segment numbers are 0 to T, and differ between the sequences of a row.
     """

@@ -1,4 +1,4 @@
-"""A config's options applied to its recipe, and those that cannot be combined.
+"""Applies a config's options to its recipe, and finds options that cannot be combined.
 
 Nothing here imports jax, so that an invalid combination is reported as a config error.
 """
@@ -28,7 +28,7 @@ class RecipeError(ValueError):
 
 
 def make_recipe(config: AlgorithmConfig, *, group_size: int, prompts_per_step: int) -> Recipe:
-    """The recipe of `algorithm:` with the config's options. Raises RecipeError with all that conflict."""
+    """The recipe of `algorithm:` with the config's options. Raises RecipeError, which lists all conflicts."""
     try:
         recipe = _changed(config)
     except ValueError as error:
@@ -56,7 +56,7 @@ def conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int, prompts_
 
 
 def _changed(config: AlgorithmConfig) -> Recipe:
-    """The recipe with the config's options; those that its advantage lacks are ignored."""
+    """The recipe with the config's options; options that its advantage does not take are ignored."""
     recipe = find_recipe(config.recipe)
     options = config.model_dump(exclude={"recipe", "advantage_options"}, exclude_none=True)
     if options.get("loss") == "reinforce":
@@ -166,13 +166,13 @@ def _loss_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
         rule = "a KL in the reward can make it negative, and maxrl divides by its mean"
         yield "kl", f"{rule}; set algorithm.kl to k2, k3 or k3+"
     if kl == "k1_reward" and recipe.zero_variance != "keep":
-        rule = "with a KL of its own in each reward, a group of equal rewards still teaches"
+        rule = "a group of equal rewards still teaches, because each reward includes a different KL penalty"
         way_out = "set zero_variance to keep, or kl to k2, k3 or k3+"
         yield "kl", f"{rule}, and zero_variance {recipe.zero_variance} would drop it; {way_out}"
 
 
 def _most_clip(recipe: Recipe) -> str:
-    """Why a loss cannot have this clip_low; empty if it can: `gmpo` bounds a log-ratio, and `dppo_kl` a KL."""
+    """Why a loss cannot use this clip_low; empty if it can. Only `gmpo` and `dppo_kl` may have one above 1."""
     if recipe.clip_low <= 1 or recipe.loss in ("gmpo", "dppo_kl"):
         return ""
     if recipe.loss == "dppo_tv":
@@ -273,7 +273,7 @@ def _adaption_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
     if recipe.kl_target is None and config.kl_gain != usual.kl_gain:
         yield "kl_gain", "kl_coef is fixed, so nothing reads it; set algorithm.kl_target, or leave it unset"
     if recipe.kl_target is not None and recipe.kl == "none":
-        yield "kl_target", "there is no KL to keep at it; set algorithm.kl and kl_coef, or leave it unset"
+        yield "kl_target", "it needs a KL term to adapt; set algorithm.kl and kl_coef, or leave kl_target unset"
 
 
 def _update_conflicts(config: AlgorithmConfig, recipe: Recipe, prompts_per_step: int) -> _Conflicts:

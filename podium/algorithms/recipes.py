@@ -59,20 +59,20 @@ class OptionRange(NamedTuple):
 
 
 class LossKind(NamedTuple):
-    """What a policy term reads of a recipe."""
+    """The properties of a policy term: what it reads, and its options."""
 
     clips: bool
     """Whether it reads clip_low and clip_high."""
     pairs: bool = False
-    """Whether it compares the two completions of a pair, and is not the loss of single completions."""
+    """Whether it is a loss of pairs of completions rather than of single completions."""
     labels: bool = False
-    """Whether it is the loss of completions of the data, each labelled desirable or undesirable."""
+    """Whether it is a loss of completions from the data, each labelled desirable or undesirable."""
     covariant: bool = False
-    """Whether it treats tokens otherwise that are chosen by their covariance over the optimizer step."""
+    """Whether it treats tokens differently that are chosen by their covariance over the optimizer step."""
     of_sequences: bool = False
-    """Whether its ratio is that of the token's sequence."""
+    """Whether its ratio is that of the token's whole sequence."""
     options: Mapping[str, float] = MappingProxyType({})
-    """What `loss_options` may change, with the values that are used if it does not."""
+    """The options that `loss_options` may set, with their defaults."""
 
 
 LOSSES: Mapping[str, LossKind] = {
@@ -121,23 +121,23 @@ OLD_LOGPROBS, REFERENCE_LOGPROBS = "old_logprobs", "reference_logprobs"
 TEACHER_LOGPROBS, TEACHER_HIDDEN = "teacher_logprobs", "teacher_hidden"
 """The scores of `teacher:` with `loss: sampled` and `full`; the latter are hidden states, [K, B, T, D]."""
 COVARIANT = "covariant"
-"""1 at the tokens that losses clip_cov and kl_cov choose, 0 elsewhere; beside the scores of a batch."""
+"""Name of a score: 1 at the tokens that the losses clip_cov and kl_cov choose, 0 elsewhere."""
 ENTROPY = "entropy"
 """The score that `top_entropy` needs: the entropy of the policy before the first update."""
 UNCERTAIN = "uncertain"
-"""1 at the tokens that `top_entropy` keeps in the policy term, 0 elsewhere; beside the scores of a batch."""
+"""Name of a score: 1 at the tokens that `top_entropy` keeps in the policy term, 0 elsewhere."""
 DRAWN_LOGPROBS = "drawn_logprobs"
-"""Log-probabilities under the distribution that tokens were drawn from, beside the scores of a batch: a correction
-reads them where that is not the sampler's policy, because of a repetition penalty."""
+"""Name of a score: log-probabilities under the distribution that tokens were drawn from, which a correction needs if a
+repetition penalty makes it differ from the sampler's policy."""
 REFERENCE_POINT = "reference_point"
-"""The KL to the reference that KTO compares a completion with: one number of an optimizer step, at every token."""
+"""Name of a score: the KL to the reference that KTO compares completions with, one number per optimizer step."""
 DataForm = Literal["text", "pair", "label"]
 """What a row of demonstrations holds: a completion, a chosen and a rejected one, or one with a label."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Teaching:
-    """What a teacher adds to a recipe. Fields are those of `TeacherConfig`."""
+    """A recipe's terms for a teacher. The fields mean the same as in `TeacherConfig`."""
 
     weight: float
     loss: Literal["sampled", "full"] = "sampled"
@@ -150,9 +150,9 @@ class Recipe:
 
     advantage: partial[np.ndarray]
     """(rewards [N, G], lengths [N, G]) -> [N, G]. A config may change std, std_ddof and std_eps if they are bound here,
-    and whatever else is by `advantage_options`. With an argument `parts`, it also gets
-    `podium.algorithms.advantages.RewardParts`. With an argument `baselines`, it also gets the rewards [N] of greedy
-    completions, one of each prompt, which are not trained. With an argument `tokens`, it also gets
+    and whatever else is by `advantage_options`. With a parameter `parts`, it also gets
+    `podium.algorithms.advantages.RewardParts`. With a parameter `baselines`, it also gets the rewards [N] of greedy
+    completions, one per prompt, which are not trained on. With a parameter `tokens`, it also gets
     `podium.algorithms.advantages.TokenScores`, and may return per-token advantages, [N, G, n]."""
     group_baseline: bool = True
     """Whether completions are compared with others of the same prompt: requires G >= 2; equal rewards teach nothing."""
@@ -197,9 +197,9 @@ class Recipe:
     """Whether completions of the data are compared with the reference's: a pair of a chosen and a rejected one, or a
     labelled one. Rewards are 1 and -1."""
     teacher: Teaching | None = None
-    """None: there is no teacher, only rewards."""
+    """None: without a teacher."""
     penalised: bool = False
-    """Whether the sampler has a repetition penalty, which the trained policy has not."""
+    """Whether the sampler has a repetition penalty, which the trained policy does not."""
     learns_values: bool = False
     """Whether a critic's values are scores of the tokens. What it learns is computed with the `gamma` and `lam` of
     the advantage."""
@@ -209,7 +209,7 @@ class Recipe:
 
     @property
     def chooses(self) -> bool:
-        """Whether its loss treats tokens otherwise that are chosen by their covariance."""
+        """Whether its loss treats tokens differently that are chosen by their covariance."""
         return self.loss in LOSSES and LOSSES[self.loss].covariant
 
     @property
@@ -219,16 +219,16 @@ class Recipe:
 
     @property
     def reads(self) -> frozenset[str]:
-        """What the advantage reads beside rewards and lengths, by the names of its parameters.
+        """The advantage's inputs besides rewards and lengths, by the names of its parameters.
 
-        `parts` of rewards, and not their sum alone; `baselines`, the reward of a greedy completion of each prompt;
+        These are `parts`, the parts of each reward; `baselines`, the reward of a greedy completion of each prompt;
         `tokens`, the scores of each token.
         """
         return frozenset(inspect.signature(self.advantage).parameters) & {"parts", "baselines", "tokens"}
 
     @property
     def data_form(self) -> DataForm:
-        """What a row of its data holds, if it learns from demonstrations."""
+        """The form of a row of its data, for recipes that learn from demonstrations."""
         if not self.preferences:
             return "text"
         return "label" if self.loss in LOSSES and LOSSES[self.loss].labels else "pair"
@@ -246,7 +246,8 @@ class Recipe:
 
     @property
     def scorers(self) -> tuple[str, ...]:
-        """The scorers of a batch before its advantages, beside the teacher: those of options, and `needs`.
+        """The scorers, other than the teacher, that run before advantages are computed: those that options require, and
+        `needs`.
 
         A teacher's log-probabilities are compared with OLD_LOGPROBS: with the sampler's, rounding would be a reward.
         """
@@ -336,7 +337,7 @@ def rloo() -> Recipe:
 def remax() -> Recipe:
     """ReMax (arXiv:2310.10505): a completion's baseline is the reward of the prompt's greedy completion; no critic.
 
-    Differs: any `group_size`, 1 included, which is the paper's. The paper has no ratio; ours is PPO's, which allows
+    Differs: `group_size` may be any number; the paper's is 1. The paper has no ratio; ours is PPO's, which allows
     several updates per batch. Its sum over tokens is divided by `rollout.max_new_tokens`. The KL in the reward is off;
     with `kl: k1_reward` the greedy completion is not charged it, as in verl.
     """
@@ -347,7 +348,8 @@ def gdpo() -> Recipe:
     """GDPO (arXiv:2601.05242): each part of the reward standardised in its group, summed by weight, then standardised.
 
     Differs: the last standardisation is over the batch's completions, as in TRL; verl's is over tokens. The mean is
-    over tokens, TRL's default. `zero_variance` judges a group by its sums, which may be equal where parts differ.
+    over tokens, TRL's default. `zero_variance` looks at a group's summed rewards, which may be equal although their
+    parts differ.
     """
     return Recipe(advantage=partial(decoupled_advantages, std_ddof=1, std_eps=1e-6), mean="token")
 
@@ -364,8 +366,8 @@ def opo() -> Recipe:
 def gpg() -> Recipe:
     """GPG (arXiv:2504.02546): the log-likelihood weighted by centred rewards, rescaled for groups of equal rewards.
 
-    Differs: groups are not drawn again until enough of them teach (`zero_variance: refill` does that for each); verl
-    counts rewards that are 0 in place of groups of equal rewards. One update per batch: there is no ratio.
+    Differs: groups are not resampled until enough of them have a gradient (`zero_variance: refill` resamples
+    each); verl counts rewards of 0 where this counts groups of equal rewards. One update per batch, without a ratio.
     """
     return Recipe(
         advantage=partial(rescaled_advantages),
@@ -378,9 +380,9 @@ def gpg() -> Recipe:
 def pass_at_k() -> Recipe:
     """Pass@k training (arXiv:2508.10751): a completion is paid for the sets of k completions that it is in.
 
-    Differs: any rewards, a set having its best, while the paper's are 0 or 1. Of DAPO it has, as the paper, the wider
-    clip and the mean over tokens alone. k is 4; set `advantage_options: {k: ...}`. verl's `grpo_passk` is another
-    paper's (arXiv:2503.19595).
+    Differs: rewards may be any numbers, and a set has its best reward; the paper's are 0 or 1. Like the paper, it takes
+    only the wider clip and the mean over tokens from DAPO. k is 4; set `advantage_options: {k: ...}`. verl's
+    `grpo_passk` implements another paper (arXiv:2503.19595).
     """
     return Recipe(advantage=partial(pass_at_k_advantages, k=4), mean="token", clip_high=0.28)
 
@@ -389,7 +391,7 @@ def reinforce() -> Recipe:
     """REINFORCE (Williams, 1992, doi:10.1007/BF00992696) with the batch's mean reward as the baseline.
 
     Differs: the baseline contains the completion's own reward, which scales the gradient by 1 - 1 / B; the sum over
-    tokens is divided by `rollout.max_new_tokens`. One update per batch: there is no ratio.
+    tokens is divided by `rollout.max_new_tokens`. One update per batch, without a ratio.
     """
     return Recipe(
         advantage=partial(batch_mean_advantages),
@@ -522,10 +524,10 @@ def maxrl() -> Recipe:
 
 
 def sft() -> Recipe:
-    """Supervised fine-tuning as before RLHF (arXiv:2203.02155): maximises the likelihood of completions in the data.
+    """Supervised fine-tuning, as before RLHF (arXiv:2203.02155): maximises the likelihood of completions in the data.
 
-    Differs: it is the update of `reinforce` with every advantage 1, so only evaluations sample, and there is no
-    dropout. The mean is over the batch's tokens. `podium sft CONFIG` selects it, with `group_size: 1`.
+    Differs: it is the update of `reinforce` with all advantages 1 and no dropout; only evaluations sample
+    completions. The mean is over the batch's tokens. `podium sft CONFIG` selects it, with `group_size: 1`.
     """
     return Recipe(
         advantage=partial(reward_advantages),
@@ -541,8 +543,9 @@ def dpo() -> Recipe:
     """DPO (arXiv:2305.18290): makes the chosen completion of a pair likelier than the rejected one.
 
     Differs: there is no dropout. `loss: ipo` is IPO (arXiv:2310.12036) with log-ratios averaged over tokens, as TRL has
-    it; `loss: dpo_hinge` is SLiC's hinge on DPO's margin (arXiv:2309.06657); `label_smoothing` is conservative DPO's;
-    `loss: kto` is KTO (arXiv:2402.01306), of labelled completions, whose KL is estimated once for an optimizer step.
+    it; `loss: dpo_hinge` is SLiC's hinge on DPO's margin (arXiv:2309.06657); `label_smoothing` is that of conservative
+    DPO; `loss: kto` is KTO (arXiv:2402.01306) on labelled completions, with a KL that is estimated once per optimizer
+    step.
     `podium dpo CONFIG` selects it, with `group_size: 2`, or 1 for kto.
     """
     return Recipe(
@@ -561,7 +564,7 @@ def distill() -> Recipe:
 
     Differs: the gradient of the reverse KL is estimated at the sampled tokens, as an advantage of each, with PPO's clip
     (https://thinkingmachines.ai/blog/on-policy-distillation/); no completions of the teacher or of the data are mixed
-    in. Rewards are recorded, and train nothing.
+    in. Rewards are recorded but not trained on.
     """
     return Recipe(advantage=partial(no_advantages), group_baseline=False, mean="token")
 
@@ -612,7 +615,7 @@ RECIPES: dict[str, Recipe] = {
 def find_recipe(name: str) -> Recipe:
     """The recipe with this name from RECIPES, or the Recipe (or function that returns one) at an import path.
 
-    Raises ValueError if there is none.
+    Raises ValueError if the name is unknown or the import fails.
     """
     if not is_path(name):
         if name not in RECIPES:

@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts: how evenly they share out tokens, and a loss that makes them."""
+"""The routers of a mixture of experts: statistics of how evenly they distribute tokens, and a loss for balance."""
 
 from collections.abc import Sequence
 

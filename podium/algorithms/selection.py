@@ -1,4 +1,4 @@
-"""Which tokens of an optimizer step a term of the loss is for, chosen among all its trained tokens at once. Numpy only.
+"""Selects the tokens of an optimizer step that a term of the loss applies to, among all its trained tokens. Numpy only.
 
 A choice over the whole optimizer step does not depend on how the step is cut into micro-batches, rows and devices.
 """
@@ -32,7 +32,7 @@ def top_entropy_tokens(entropy: np.ndarray, *, share: float) -> np.ndarray:
 
 
 def covariances(logprobs: np.ndarray, advantages: np.ndarray) -> np.ndarray:
-    """How much each token pulls the entropy down, [n]: (logprob - mean) x (advantage - mean) over the optimizer step.
+    """How much each token lowers the entropy, [n]: (logprob - mean) x (advantage - mean) over the optimizer step.
 
     Their mean is the covariance that bounds the change of the entropy in arXiv:2505.22617. Both arguments are [n].
     """
@@ -43,8 +43,8 @@ def covariances(logprobs: np.ndarray, advantages: np.ndarray) -> np.ndarray:
 def clip_cov_tokens(found: np.ndarray, tokens: np.ndarray, *, share: float, low: float, high: float) -> np.ndarray:
     """Whether each token is drawn from those whose covariance is between `low` and `high`, [n] bool: Clip-Cov.
 
-    At most max(1, floor(share n)) of the n tokens are drawn, evenly (arXiv:2505.22617). The draw is seeded by the ids
-    `tokens` [n], so that the same step is always cut in the same places.
+    At most max(1, floor(share n)) of the n tokens are drawn uniformly (arXiv:2505.22617). The draw is seeded by the ids
+    `tokens` [n], so that the same step always selects the same tokens.
     """
     n = len(found)
     inside = np.flatnonzero((found > low) & (found < high))
@@ -65,11 +65,11 @@ def kl_cov_tokens(found: np.ndarray, *, share: float) -> np.ndarray:
 def covariant_tokens(
     loss: str, options: Mapping[str, float], logprobs: np.ndarray, advantages: np.ndarray, tokens: np.ndarray
 ) -> np.ndarray:
-    """The tokens that `loss`, clip_cov or kl_cov, treats otherwise than the rest of the optimizer step, [n] bool.
+    """The tokens that `loss` (clip_cov or kl_cov) treats differently from the rest of the optimizer step, [n] bool.
 
     Args:
         loss: its name.
-        options: its numbers, `cov_share` and for clip_cov `cov_low` and `cov_high`.
+        options: `cov_share`, and for clip_cov also `cov_low` and `cov_high`.
         logprobs: [n], under the policy that drew the tokens.
         advantages: [n].
         tokens: [n], their ids.

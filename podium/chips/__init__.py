@@ -21,7 +21,9 @@ class Constant(TypedDict):
 
 
 class Share(TypedDict):
-    """The share of the roofline that a kind of work reaches, 0 to 1, with its range and the measurements behind it."""
+    """The share of the roofline that a kind of work reaches, 0 to 1, with its range and the measurements that it comes
+    from.
+    """
 
     value: float
     low: float
@@ -38,7 +40,7 @@ class ChipFile(TypedDict):
 
 @functools.cache
 def read_chip(kind: str) -> ChipFile | None:
-    """Read the file of a kind of chip, such as `v6e` or `h100`; None if there is none."""
+    """Read the file of a kind of chip, such as `v6e` or `h100`; None if it does not exist."""
     path = resources.files(__name__).joinpath(f"{kind}.json")
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 

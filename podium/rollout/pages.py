@@ -81,9 +81,7 @@ class Pages:
         end = full * self.page_tokens if group.copied and not self.has_cells else len(group.prompt)
         shared = group.prompts.get(shard)
         freed = self.has_cells and shared is not None and shared.cell is None  # nothing to continue from
-        begun = self.reserves and sequence.length > len(
-            group.prompt
-        )  # the same way whether or not the prompt is cached
+        begun = self.reserves and sequence.length > len(group.prompt)  # whether or not the prompt is cached
         shares = group.shares and end > 1 and sequence.shard < 0 and not freed and not begun
         new = shares and shared is None
         own = self.number(sequence.length) - (full if shares else len(sequence.pages))

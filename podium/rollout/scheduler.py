@@ -309,10 +309,7 @@ class Scheduler:
         if not (queues.waiting and any(free)):
             return
         headroom = [self.pages.reserved(shard) for shard in range(self.shards)]
-        for anywhere in (
-            False,
-            True,
-        ):  # shards that hold the prompt come first: slots of other shards are left for later sequences
+        for anywhere in (False, True):  # shards with the prompt first, so that later sequences find slots elsewhere
             for sequence in list(queues.waiting):
                 if not any(free):
                     return

@@ -58,7 +58,7 @@ def test_a_recipe_without_targets_adapts_nothing() -> None:
         ("entropy_bonus_max", "nothing reads it; set entropy_target", {"entropy_bonus_max": 0.1}),
         ("entropy_bonus", "it starts at 2, and entropy_bonus_max is 1", {"entropy_bonus": 2.0, "entropy_target": 0.3}),
         ("kl_gain", "nothing reads it; set algorithm.kl_target", {"kl_gain": 0.2}),
-        ("kl_target", "there is no KL to keep at it", {"kl_target": 0.2}),
+        ("kl_target", "it needs a KL term to adapt", {"kl_target": 0.2}),
     ],
 )
 def test_what_nothing_would_read_is_refused(key: str, message: str, options: dict[str, Any]) -> None:

@@ -332,7 +332,7 @@ def test_completions_that_are_not_known_or_not_parked_are_errors_by_name():
         engine.extend(Key(number, 0), (1,) * 60, SamplingParams(max_new_tokens=12), seed=0)
     for i in range(3):
         engine.cancel(Key(number, i))
-    with pytest.raises(ValueError, match=rf"completion 0 of request {number} is not known"):
+    with pytest.raises(ValueError, match=rf"completion 0 of request {number} is unknown"):
         engine.park(Key(number, 0))
     assert_clean(engine)
 
