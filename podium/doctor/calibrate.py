@@ -1,8 +1,8 @@
-"""Learns from finished runs which share of the roofline programs reach on their machine, for `podium calibrate`.
+"""Learns from finished runs which share of the roofline programs reach on a machine, for `podium calibrate`.
 
-Of each run the middle one of its settled steps is planned with the lengths that it had, by the compiler or the closed
-form. What the roofline alone asks for, over what was measured, is the share of that run; the middle of all runs and a
-range for one more go into the user's file of this kind of machine.
+For each run, the step with the median time among its settled steps is planned with its actual lengths, by the compiler
+or the closed form. The run's share is the roofline's time divided by the measured time. The middle of all runs' shares,
+with a range for a further run, goes into the user's file for this kind of machine.
 """
 
 import dataclasses
@@ -39,17 +39,17 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
 }
 """The metrics that measure each kind of phase."""
 LIKELY = 0.9
-"""Share of further runs that a range is to hold."""
+"""Share of further runs that should lie within a range."""
 ASSUMED_RANGE = 1.5
-"""Range of a share that one run alone has shown, up and down, where none is known."""
+"""Relative range, up and down, assumed for a share that comes from a single run."""
 LEAST_WORK = 0.2
-"""Share of a phase's measured seconds that must not be transfers for the phase to say something about its own work."""
+"""Smallest share of a phase's measured seconds spent on its own work, rather than transfers, for it to be used."""
 MACHINE_TEXT = re.compile(r"(\d+) x (.+?)(?: \(.*\))?(?: on \d+ hosts)?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A finished run: the middle one, by its seconds, of the steps that compiled nothing."""
+    """A finished run, represented by the step with the median time among those that compiled nothing."""
 
     name: str
     machine: str  # as `machine_text` describes it
@@ -57,12 +57,12 @@ class Sample:
     lengths: LengthsRecord
     seconds: Mapping[str, float]  # measured, by kind of phase
     step_s: float
-    steps: int  # of which it is the middle one
+    steps: int  # of which this one has the median time
     peak_bytes: float | None  # of the fullest device, over all steps; None where devices do not report it
 
 
 def read_sample(folder: Path) -> Sample:
-    """Read a run. Raises UsageError if the folder is no run, or the run has no settled step."""
+    """Read a run. Raises UsageError if the folder does not contain a run, or the run has no settled step."""
     if not (folder / CONFIG).is_file():
         raise UsageError(f"{folder} has no {CONFIG}, so it is not a run's folder; give one, such as runs/demo")
     config, machine = read_config(folder), read_machine(folder)
@@ -100,12 +100,12 @@ def machine_of_runs(samples: Sequence[Sample]) -> Accelerator:
     """The machine that all runs ran on.
 
     Raises:
-        UsageError: it is not one machine, plans do not know it, or it is another CPU than this one.
+        UsageError: the runs used different machines, a machine without plans, or a different CPU from this one.
     """
     texts = sorted({sample.machine for sample in samples})
     found = MACHINE_TEXT.fullmatch(texts[0])
     if len(texts) > 1 or found is None:
-        raise UsageError(f"the runs ran on different machines: {'; '.join(texts)}; give those of one of them")
+        raise UsageError(f"the runs ran on different machines: {'; '.join(texts)}; name only the runs of one machine")
     devices, kind = int(found[1]), found[2]
     if kind == "cpu":
         if texts[0] != (here := machine_text()):
@@ -114,17 +114,17 @@ def machine_of_runs(samples: Sequence[Sample]) -> Accelerator:
             )
         return this_cpu(devices)
     if (machine := recognise(kind, devices)) is None:
-        raise UsageError(f"podium plan has no target for {texts[0]}, so there is nothing to calibrate")
+        raise UsageError(f"podium plan does not know the machine {texts[0]}, so it cannot be calibrated")
     return machine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reached:
-    """What one run reached."""
+    """The results of one run: the shares of the roofline that it reached."""
 
     sample: Sample
     shares: Mapping[str, float]
-    """Share of the roofline by kind of phase, for the kinds that say something."""
+    """Share of the roofline by kind of phase, for the kinds of phases with enough work to tell."""
     host_s: float
     """Seconds per call that no phase accounts for."""
     memory: float | None
@@ -136,7 +136,7 @@ WRITER = "podium calibrate"
 
 
 class Planner:
-    """Plans samples for the lengths that they had."""
+    """Plans samples with the lengths that their steps had."""
 
     def __init__(self, machine: Accelerator, folder: Path, *, fast: bool) -> None:
         """Keep lengths in `folder`; `fast`: by the closed form instead of the compiler."""
@@ -157,9 +157,9 @@ class Planner:
         return step.value
 
     def reached(self, sample: Sample, base: Chip) -> Reached:
-        """The shares with which a sample's plan would take what was measured; transfers and launches are as in `base`.
+        """The shares with which a sample's plan would take the measured time; transfers and launches stay as in `base`.
 
-        A phase takes its work over a share, and the rest: two plans with different shares tell both.
+        A phase takes its work divided by a share, plus a constant; two plans with different shares determine both.
         """
         whole, half = (self.plan(sample, _with_work(base, share)) for share in (1.0, 0.5))
         shares = {}
@@ -185,7 +185,9 @@ def _seconds(plan: Plan, kind: str) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepError:
-    """A run's step: measured, planned before, and planned by the calibration of the other runs."""
+    """Seconds of a run's step: measured, planned before calibration, and planned with the calibration from the other
+    runs.
+    """
 
     run: str
     measured_s: float
@@ -195,18 +197,18 @@ class StepError:
 
     @property
     def before(self) -> float:
-        """Error of the plan before, as a share of what was measured."""
+        """Error of the plan before calibration, as a share of the measurement."""
         return self.before_s / self.measured_s - 1
 
     @property
     def after(self) -> float:
-        """Error of the plan after, as a share of what was measured."""
+        """Error of the plan after calibration, as a share of the measurement."""
         return self.after_s / self.measured_s - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The result: the user's file, and what it was made of."""
+    """The result of a calibration: the contents of the user's file, and the measurements that it is based on."""
 
     machine: Accelerator
     file: UserFile
@@ -215,7 +217,7 @@ class Calibration:
     memory: tuple[float, ...]
     """Measured over planned memory of each run whose devices report it."""
     apart: bool
-    """Whether each error is that of the calibration by the other runs; otherwise of one that has seen the run."""
+    """Whether each error is measured with a calibration from the other runs; otherwise the run itself was included."""
 
 
 def learn(samples: Sequence[Sample], *, fast: bool) -> Calibration:
@@ -255,9 +257,9 @@ def _applied(base: Chip, shares: Mapping[str, Factor]) -> Chip:
 
 
 def shares_of(reached: Sequence[Reached], base: Chip) -> dict[str, Factor]:
-    """The middle of what runs reached, and a range for one more, by kind of phase; with the host's seconds per call.
+    """The middle of the shares that runs reached, and a range for a further run, by kind of phase; and host_s per call.
 
-    On a CPU, which has no file in the package, also the shares that its runs do not show.
+    For a CPU, which has no file in the package, this includes the shares that its runs do not show.
     """
     names = ", ".join(each.sample.name for each in reached)
     found = {}
@@ -276,7 +278,7 @@ def shares_of(reached: Sequence[Reached], base: Chip) -> dict[str, Factor]:
 def middle(shares: Sequence[float], known: Factor, source: str) -> Factor:
     """The geometric mean of shares and the range that holds one more of them nine times in ten.
 
-    The range of a single share is that of `known`, as wide in proportion, or assumed where `known` has none.
+    The range of a single share is proportionally as wide as that of `known`, or assumed where `known` has none.
     """
     logs = [math.log(share) for share in shares]
     value = math.exp(statistics.mean(logs))
@@ -297,7 +299,7 @@ def _constants(chip: Chip) -> dict[str, Constant]:
 
 
 def _about(errors: Sequence[StepError], memory: Sequence[float], *, apart: bool, fast: bool) -> str:
-    """One line that says what a calibration was made of, for every plan that uses it."""
+    """One line that says which runs a calibration is based on, shown by every plan that uses it."""
     mean = statistics.mean(abs(each.after) for each in errors)
     steps = sum(each.steps for each in errors)
     today = datetime.datetime.now(datetime.UTC).date()

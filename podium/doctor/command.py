@@ -1,6 +1,6 @@
 """`podium doctor`: examines the machine that it runs on and prints a table, or one JSON object.
 
-Exit status: 0 nothing is wrong; 1 something is.
+Exit status: 0 if nothing is wrong, else 1.
 """
 
 import json
@@ -67,7 +67,7 @@ def diagnose(
     probes: Mapping[str, Probe] | None = None,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Diagnosis:
-    """Run all probes; those that compute are left out where jax finds no device.
+    """Run all probes; those that compute are left out if jax finds no device.
 
     Args:
         system: the machine.
@@ -90,7 +90,7 @@ def diagnose(
 
 
 def _rows(probe: Probe, subject: Subject) -> Iterator[Row]:
-    """The rows of a probe. If the device fails, the last one says so: the other probes still have something to say."""
+    """The rows of a probe. If the device fails, the last row says so, and the other probes still run."""
     try:
         yield from probe(subject)
     except jax.errors.JaxRuntimeError as error:

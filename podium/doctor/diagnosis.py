@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table: a fact in words, or a measurement beside what it should be."""
+    """One line of the table: a fact in words, or a measurement with its expected value."""
 
     name: str
     text: str = ""
@@ -14,9 +14,9 @@ class Row:
     unit: str = ""
     measured: float | None = None
     assumed: float | None = None
-    """What plans assume; of a kernel the time of the same by XLA. None: nothing is assumed or known."""
+    """The value that plans assume; for a kernel, the time of the same computation by XLA. None: unknown."""
     problem: str = ""
-    """What is wrong, and what to do about it; empty: nothing."""
+    """What is wrong, and what to do about it; empty if nothing is."""
 
     @property
     def ratio(self) -> float | None:
@@ -25,14 +25,14 @@ class Row:
 
 
 def rate(name: str, unit: str, measured: float, assumed: float | None, *, least: float, way_out: str) -> Row:
-    """A row of something that should be large: it is wrong below the share `least` of what is assumed."""
+    """A row for a quantity that should be large: a problem if it is below the share `least` of the assumed value."""
     row = Row(name=name, unit=unit, measured=measured, assumed=assumed)
     wrong = row.ratio is not None and row.ratio < least
     return dataclasses.replace(row, problem=f"{row.ratio:.0%} of what is assumed; {way_out}" if wrong else "")
 
 
 def seconds(name: str, unit: str, measured: float, assumed: float | None, *, most: float, way_out: str) -> Row:
-    """A row of something that should be small: it is wrong above `most` times what is assumed."""
+    """A row for a duration that should be small: a problem if it is above `most` times the assumed value."""
     row = Row(name=name, unit=unit, measured=measured, assumed=assumed)
     wrong = row.ratio is not None and row.ratio > most
     return dataclasses.replace(row, problem=f"{row.ratio:.1f} times what is assumed; {way_out}" if wrong else "")
@@ -48,5 +48,5 @@ class Diagnosis:
 
     @property
     def problems(self) -> tuple[tuple[str, Row], ...]:
-        """The rows that something is wrong with, each with its section."""
+        """The rows with a problem, each with its section."""
         return tuple((section, row) for section, rows in self.sections.items() for row in rows if row.problem)

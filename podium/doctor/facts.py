@@ -1,4 +1,4 @@
-"""What a machine says without measuring: whether versions go together, which devices and memory are there. No jax."""
+"""What can be found out about a machine without measuring: whether versions match, devices, and memory. No jax."""
 
 import dataclasses
 import re
@@ -12,18 +12,18 @@ from podium.doctor.system import SeenDevice, SmiGpu, System
 LEAST_DRIVER: Mapping[str, int] = {"jax-cuda12-plugin": 525, "jax-cuda13-plugin": 580}
 """The oldest major version of NVIDIA's driver for each plugin: docs.jax.dev/en/latest/installation.html."""
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
-"""Packages that jaxlib ignores, with a warning, unless their version is its own."""
+"""Packages that jaxlib ignores, with a warning, unless their version equals its own."""
 LEAST_MEMORY = 0.97
-"""Share of the memory that plans count on, below which something else takes it."""
+"""Share of the memory that plans assume, below which other processes must be using it."""
 BUSY = 1.5
-"""Processes for each processor, above which the doctor itself waits."""
+"""Load per processor, in processes, above which the doctor's own measurements would be disturbed."""
 OTHERS_BYTES = GIB // 2
-"""Memory of a GPU that others use before jax starts, from which it is worth a word; an idle one uses some MiB."""
+"""Bytes of a GPU's memory in use before jax starts, from which the doctor reports it; an idle GPU uses some MiB."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The answers of a machine, all from before jax takes memory, but for `devices`."""
+    """Facts about a machine; all except `devices` are read before jax allocates memory."""
 
     versions: Mapping[str, str]
     wanted_libtpu: str
@@ -48,20 +48,22 @@ class Facts:
 
     @property
     def gpus(self) -> int:
-        """GPUs that jax should find."""
+        """Number of GPUs that jax should find."""
         files = [each for each in self.files if each.startswith("/dev/nvidia")]
         return _visible(self.environment, len(files) if self.smi is None else len(self.smi), "CUDA_VISIBLE_DEVICES")
 
     @property
     def tpus(self) -> int:
-        """TPU chips that jax should find. A /dev/vfio file may be of another device where nothing else is of a TPU."""
+        """Number of TPU chips that jax should find. Without other signs of a TPU, a /dev/vfio file may be of another
+        device.
+        """
         named = "libtpu" in self.versions or any(name.startswith("TPU_") for name in self.environment)
         files = [each for each in self.files if each.startswith("/dev/accel") or ("/vfio/" in each and named)]
         return _visible(self.environment, len(files), "TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES")
 
 
 def ask(system: System) -> Facts:
-    """Ask a machine. jax starts last, so that memory in use is that of others."""
+    """Collect the facts. jax starts last, so that the memory in use is that of other processes."""
     known = Facts(
         versions=system.versions(),
         wanted_libtpu=system.wanted("libtpu"),
@@ -80,7 +82,7 @@ def ask(system: System) -> Facts:
 
 
 def versions(facts: Facts) -> Iterator[Row]:
-    """Packages and drivers, and which of them do not go together."""
+    """Versions of packages and drivers, and which of them do not match."""
     jaxlib = facts.versions.get("jaxlib", "")
     for package, version in facts.versions.items():
         problem = ""
@@ -108,13 +110,13 @@ def _old_driver(facts: Facts, version: str) -> str:
 
 
 def _meets(version: str, wanted: str) -> bool:
-    """Whether a version is the one that is asked for, as `==0.0.42.*`; a form that is not known is met."""
+    """Whether a version meets a requirement such as `==0.0.42.*`; requirements in other forms count as met."""
     found = re.fullmatch(r"==([\d.]+?)(\.\*)?", wanted)
     return not found or version == found[1] or (bool(found[2]) and version.startswith(f"{found[1]}."))
 
 
 def devices(facts: Facts) -> Iterator[Row]:
-    """The processors, and whether others use them; the devices that are there, and those that jax finds."""
+    """The processors and their load; the devices that the machine has, and those that jax finds."""
     load, cores = facts.load
     busy = f"{load:.0f} processes want {cores} processors: nothing below is this machine's own speed; end them first"
     yield Row(name="load", measured=load, text=f"{cores} processors", problem=busy if load > BUSY * cores else "")
@@ -170,7 +172,7 @@ def _tpu_environment(facts: Facts) -> Iterator[Row]:
 
 
 def memory(facts: Facts, accelerator: Accelerator | None) -> Iterator[Row]:
-    """Memory that programs may use beside what plans count on, and who else takes some."""
+    """Memory that programs may use, compared with what plans assume, and whether other processes use some."""
     whole, free = facts.memory
     yield Row(name="host", unit="GiB", measured=whole / GIB, text=f"{free / GIB:.1f} GiB of it free")
     limits = [device.limit for device in facts.devices if device.limit]
@@ -199,6 +201,6 @@ def _total(facts: Facts, accelerator: Accelerator | None) -> int:
 
 
 def _visible(environment: Mapping[str, str], there: int, *names: str) -> int:
-    """How many of the devices the environment leaves visible."""
+    """How many of the devices the environment variables leave visible."""
     given = next((environment[name] for name in names if name in environment), None)
     return there if given is None else min(there, len([each for each in given.split(",") if each.strip()]))

@@ -1,4 +1,4 @@
-"""Podium's kernels on the device that they are for: errors against float32, and time beside the same by XLA."""
+"""Tests Podium's kernels on their device: errors against float32, and times compared with XLA's."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ from podium.models.packed_delta_rule import by_kernel
 BARS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 1e-2}
 """Largest error of a kernel, as a share of the largest value. On an H100 it was 3e-6 and 4e-3."""
 SLOWER = 1.2
-"""Times XLA's, from which a kernel is said to be slow."""
+"""Ratio to XLA's time from which a kernel is reported as slow."""
 COMPLETIONS = 4  # of each prompt in a packed row
 SCALE = 0.7  # of the logits: one over the temperature
 Arrays = Sequence[jax.Array]
@@ -41,20 +41,20 @@ Program = Callable[..., Arrays]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A kernel with arguments; `kernel`, `xla` and `exact` compute the same."""
+    """A kernel with arguments; `kernel`, `xla` and `exact` compute the same results."""
 
     name: str
     dtype: str
     kernel: Program
     xla: Program
-    """What runs where there is no kernel; its time is compared."""
+    """The same computation by XLA, used on devices without the kernel; the kernel's time is compared with its time."""
     exact: Program
     """The reference, which gets the arguments in float32."""
     given: Arrays
     in_place: tuple[int, ...] = ()
     """Positions of the arguments that are replaced in place; their new values are the last of the results."""
     moved: int = 0
-    """Bytes that the kernel must read; 0: computing takes longer."""
+    """Bytes that the kernel must read; 0 if it is bound by computation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def _arguments(case: Case) -> list[jax.Array]:
 
 
 def _repeated(program: Program, case: Case) -> Callable[[], Arrays]:
-    """A call without arguments, which gives the next one what this one has replaced."""
+    """A function without arguments; each call passes on the arrays that it replaced in place to the next call."""
     given = _arguments(case)
 
     def call() -> Arrays:
@@ -103,7 +103,7 @@ def _error(found: jax.Array, expected: jax.Array) -> float:
 
 
 def kernels(subject: Subject) -> Iterator[Row]:
-    """Each kernel of this platform: right, and faster than XLA."""
+    """Check that each kernel of this platform is correct, and faster than XLA."""
     sizes = subject.sizes
     kind = "gpu" if sizes.interpret else subject.kernels
     if kind not in CASES:
@@ -118,7 +118,7 @@ def _row(case: Case, sizes: Sizes) -> Row:
     name = f"{case.name} {case.dtype}"
     try:
         found = measure(case, sizes.calls)
-    except jax.errors.JaxRuntimeError as error:  # the device or its compiler
+    except jax.errors.JaxRuntimeError as error:  # an error of the device or its compiler
         first = str(error).strip().splitlines()[0]
         return Row(name=name, problem=f"does not run here: {first[:200]}; report it with `podium doctor --json`")
     problem = ""
@@ -158,7 +158,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def row_attention(sizes: Sizes, device: str) -> Iterator[Case]:
-    """Attention over packed rows, forward and backward."""
+    """Cases of attention over packed rows, forward and backward."""
     for shape in sizes.rows:
         yield from (_rows_case(shape, dtype, sizes.interpret) for dtype in ("float32", "bfloat16"))
 
@@ -197,7 +197,7 @@ def _rows_case(shape: Rows, dtype: str, interpret: bool) -> Case:
 
 
 def page_attention(sizes: Sizes, device: str) -> Iterator[Case]:
-    """Attention of one new token per row over the pages of its sequence."""
+    """Cases of attention of one new token per row over the pages of its sequence."""
     for shape in sizes.pages:
         yield from (_pages_case(shape, dtype, sizes.interpret) for dtype in ("float32", "bfloat16"))
 
@@ -239,7 +239,7 @@ def _gathered(
     tables: jax.Array,
     lengths: jax.Array,
 ) -> Arrays:
-    """The same: new tokens are written to their pages, and these are gathered."""
+    """`page_attention` without a kernel: new tokens are written to their pages, and these are gathered."""
     R, H, Q = q.shape
     N, K, P = keys.shape[1:4]
     last = jnp.maximum(lengths - 1, 0)
@@ -253,9 +253,9 @@ def _gathered(
 
 
 def grouped_products(sizes: Sizes, device: str) -> Iterator[Case]:
-    """Rows sorted by expert, each with its expert's matrix, and the gradients of both."""
+    """Cases of rows sorted by expert, multiplied with their expert's matrix, and the gradients of both."""
     shape, random = sizes.grouped, np.random.default_rng(0)
-    counts = random.multinomial(shape.rows, random.dirichlet(np.ones(shape.experts)))  # experts are not chosen alike
+    counts = random.multinomial(shape.rows, random.dirichlet(np.ones(shape.experts)))  # experts differ in popularity
     here = "tpu" if jax.default_backend() == "tpu" else "gpu"
     rows = random.standard_normal((shape.rows, shape.width))
     experts = random.standard_normal((shape.experts, shape.width, shape.expert_width))
@@ -281,7 +281,7 @@ def grouped_products(sizes: Sizes, device: str) -> Iterator[Case]:
 
 
 def logits_statistics(sizes: Sizes, device: str) -> Iterator[Case]:
-    """Log-probabilities of chosen tokens from one pass over the logits, and their gradient."""
+    """Cases of log-probabilities of given tokens from one pass over the logits, and their gradient."""
     T, V = sizes.logits
     way: Way = "tpu" if jax.default_backend() == "tpu" else "gpu"
     targets = jax.random.randint(jax.random.key(1), (1, T), 0, V)
@@ -313,7 +313,7 @@ def _plain_logprobs(logits: jax.Array, targets: jax.Array) -> Arrays:
 
 
 def fused_head(sizes: Sizes, device: str) -> Iterator[Case]:
-    """Log-probabilities and entropies from hidden states and head."""
+    """Cases of log-probabilities and entropies from hidden states and head."""
     T = sizes.logits[0]
     V, D = sizes.decoder.vocab, sizes.decoder.width
     parts = jax.random.split(jax.random.key(0), 3)
@@ -339,7 +339,7 @@ def _plain_head(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> Array
 
 
 def delta_nets(sizes: Sizes, device: str) -> Iterator[Case]:
-    """A decode step of delta nets, whose states are advanced where the cache stores them."""
+    """Cases of a decode step of delta nets, whose states are updated in place in the cache."""
     R, N = sizes.slots, 128
     K, V = 2, 4
     random = np.random.default_rng(0)
@@ -387,7 +387,7 @@ def _plain_delta(
 
 
 def delta_rows(sizes: Sizes, device: str) -> Iterator[Case]:
-    """The delta rule over packed rows, forward and backward."""
+    """Cases of the delta rule over packed rows, forward and backward."""
     B, T = sizes.rows[0].rows, sizes.rows[0].tokens
     K, V, N = 1, 2, 128
     segments, prompts, _ = map(jnp.asarray, packed_rows(B, T))

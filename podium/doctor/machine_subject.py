@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 def smollm2(layers: int = 30, vocab: int = 49_152) -> DecoderConfig:
-    """The shape of SmolLM2-135M, or of a smaller relative."""
+    """The shape of SmolLM2-135M, or of a smaller version."""
     return dense_decoder(
         model_type="llama",
         vocab=vocab,
@@ -61,7 +61,7 @@ class Pages:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grouped:
-    """Shape of the products of a mixture: rows that are sorted by expert, each with its expert's matrix."""
+    """Shape of the products of a mixture of experts: rows sorted by expert, each with its expert's matrix."""
 
     rows: int  # of all experts
     experts: int
@@ -104,7 +104,7 @@ TINY = Sizes(
     row_tokens=96,
     rows_per_device=1,
 )
-"""For tests."""
+"""Sizes for tests."""
 CPU = dataclasses.replace(
     TINY,
     product=2048,
@@ -152,7 +152,7 @@ FULL = dataclasses.replace(
     row_tokens=1024,
     rows_per_device=16,
 )
-"""The shapes that one H100 was measured with."""
+"""The sizes that an H100 was measured with."""
 FULL_CPU = dataclasses.replace(CPU, slots=32, new_tokens=64, row_tokens=512, disk_bytes=GIB)
 
 
@@ -167,7 +167,7 @@ class Subject:
     accelerator: Accelerator | None
     """This host's devices in the table of accelerators; None: a CPU, or devices that are not in it."""
     chip: Chip | None
-    """What plans assume of a device; None: nothing."""
+    """The constants that plans assume for a device; None if unknown."""
 
     @property
     def platform(self) -> str:
@@ -189,7 +189,7 @@ class Probe(Protocol):
 
 
 def make_subject(system: System, sizes: Sizes | None, runs_dir: Path, *, full: bool = False) -> Subject:
-    """Ask a machine what it is; `sizes` None: those that suit it."""
+    """Find out about a machine; `sizes` None: choose sizes that suit it."""
     facts = ask(system)
     kinds = [device.kind for device in facts.devices]
     accelerator = recognise(kinds[0], len(kinds)) if kinds else None

@@ -1,4 +1,4 @@
-"""Measures what a roofline is made of, and the disk: products, memory, links between devices, and to the host."""
+"""Measures the rates of a roofline (products, memory, links between devices and to the host), and the disk."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -30,16 +30,17 @@ LEAST_RATE = 0.6
 """Share of a published rate below which a device is slow. An H100 reached 0.70 (products) and 0.81 (copies)."""
 MOST_TRANSFER = 2.0
 DISK_RATE, LEAST_DISK = 200 * MEGA, 0.5
-"""Bytes per second with which the 36 GB of a 3B model's checkpoint take three minutes, and the share that is enough."""
+"""Bytes per second at which a 3B model's checkpoint of 36 GB takes three minutes, and the share of it that is
+enough."""
 SYNC_BYTES = 4096
 SYNC_S, MOST_SYNC = 0.02, 10.0
-"""A run replaces a few small files at each step, each of them on the disk before the next."""
+"""Expected seconds of a small synchronised write, and how many times as long is a problem: each step makes a few."""
 LINK = "link"
 """Mesh axis of all devices of this host."""
 
 
 def products(subject: Subject) -> Iterator[Row]:
-    """Square products of each number format, beside the published peak."""
+    """Square products of each number format, compared with the published peak."""
     peaks, sizes = subject.chip and subject.chip.peaks, subject.sizes
     known = {"bfloat16": peaks and peaks.flops_bf16, "float32": peaks and peaks.flops_f32, "int8": None}
     way_out = "the clock may be throttled, or another process uses the device; run it again when nothing else runs"
@@ -49,7 +50,7 @@ def products(subject: Subject) -> Iterator[Row]:
 
 
 def bandwidth(subject: Subject) -> Iterator[Row]:
-    """Reading and copying a large array, beside the published bandwidth."""
+    """Reading and copying a large array, compared with the published bandwidth."""
     sizes, assumed = subject.sizes, subject.chip and subject.chip.peaks.hbm_bandwidth / GIGA
     way_out = "another process may use the device; run it again when nothing else runs"
     for name, measure in (("read", read_rate), ("copy", copy_rate)):
@@ -71,7 +72,7 @@ def host_link(subject: Subject) -> Iterator[Row]:
 
 
 def links(subject: Subject) -> Iterator[Row]:
-    """Collectives over all devices of this host, beside the time that a plan gives their compiled programs."""
+    """Collectives over all devices of this host, compared with the planned time of their compiled programs."""
     devices = jax.local_devices()
     if len(devices) == 1:
         yield Row(name="collectives", text="skipped: there is one device")
@@ -110,7 +111,7 @@ COLLECTIVES: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def _assumed_s(subject: Subject, text: str, devices: int) -> float | None:
-    """Seconds of a compiled program by the planner's reader; None for devices that it does not know."""
+    """Planned seconds of a compiled program; None for devices that the planner does not know."""
     chip, accelerator = subject.chip, subject.accelerator
     if chip is None or accelerator is None or accelerator.devices != devices:
         return None
@@ -121,7 +122,7 @@ def _assumed_s(subject: Subject, text: str, devices: int) -> float | None:
 
 
 def disk(subject: Subject) -> Iterator[Row]:
-    """Writing where runs are written, until it is on the disk."""
+    """Writing a file where runs are stored, until it is on the disk."""
     if in_bucket(subject.runs_dir):
         yield Row(name=str(subject.runs_dir), text="skipped: a bucket; podium train checks that it can be written")
         return

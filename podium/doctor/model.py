@@ -1,4 +1,4 @@
-"""A small model on this machine: a decode step and an update, timed by the benches, beside their plan."""
+"""A small model on this machine: a decode step and an update, timed by the benches and compared with their plan."""
 
 from collections.abc import Iterator
 
@@ -19,14 +19,14 @@ from podium.train.setup import run_spec
 
 GROUP = 4
 MOST_SECONDS = 2.0
-"""Times the upper end of the plan's range, from which something is wrong."""
+"""Ratio to the upper end of the plan's range from which a duration counts as a problem."""
 UPDATES = 2
 """Updates to time after one that compiles; the fastest counts."""
 FIRST = "beside the least that the measured peaks allow: podium calibrate RUN lets plans say more"
 
 
 def small_model(subject: Subject) -> Iterator[Row]:
-    """Decode and update a model of SmolLM2's shape with random weights, and plan the same."""
+    """Time decoding and an update of a model of SmolLM2's shape with random weights, and compare with its plan."""
     sizes, mesh = subject.sizes, make_mesh("auto")
     spec, lengths = run_spec(model_config(sizes, mesh.size), sizes.decoder, mesh), f"fixed:{sizes.new_tokens}"
     drawn = run_lengths(lengths, spec)
@@ -41,7 +41,7 @@ def small_model(subject: Subject) -> Iterator[Row]:
 
 
 def model_config(sizes: Sizes, devices: int) -> Config:
-    """A step whose rollout fills the slots once."""
+    """The config of a step whose rollout fills the slots once."""
     prompts = -(-sizes.slots * devices // GROUP)
     return Config.model_validate(
         {
@@ -73,7 +73,7 @@ def _plan(subject: Subject, spec: RunSpec, lengths: str) -> Plan | None:
 
 
 def decode_s(plan: Plan) -> Seconds | None:
-    """Seconds of a decode step, with the host's share of it."""
+    """Planned seconds of a decode step, including the host's share."""
     phase, steps = plan.phase("decode"), plan.workload.decode_steps
     if phase.seconds is None or plan.host is None or not steps:
         return None

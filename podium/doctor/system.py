@@ -1,6 +1,6 @@
 """Facts about a machine other than speeds: packages, driver, device files, memory, disk, and jax's devices.
 
-`ThisSystem` asks the machine that this process runs on. A test passes a `System` of its own.
+`ThisSystem` asks the machine that this process runs on. Tests pass a different `System`.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ class System(Protocol):
         ...
 
     def smi(self) -> Sequence[SmiGpu] | None:
-        """The GPUs of nvidia-smi; None if there is no nvidia-smi, or it fails."""
+        """The GPUs that nvidia-smi reports; None if nvidia-smi is missing or fails."""
         ...
 
     def device_files(self) -> Sequence[str]:
@@ -128,7 +128,7 @@ class ThisSystem:
         return DRIVER_FILE.read_text().strip() if DRIVER_FILE.exists() else ""
 
     def smi(self) -> Sequence[SmiGpu] | None:
-        """The GPUs of nvidia-smi; None if there is no nvidia-smi, or it fails."""
+        """The GPUs that nvidia-smi reports; None if nvidia-smi is missing or fails."""
         command = ["nvidia-smi", f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader,nounits"]
         try:
             done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SMI_TIMEOUT_S)

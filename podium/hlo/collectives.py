@@ -14,7 +14,7 @@ from podium.hlo.hlo_text import Computation, Instruction, numbers
 class Kind:
     """Properties of one kind of collective."""
 
-    does: str  # what a device does in it, as a verb for reports
+    does: str  # what a device does in the collective, as a verb for reports
     sent: Callable[[int], float] = lambda group: (group - 1) / group
     """Ratio of the bytes a device sends to the size of its input, for a ring over `group` devices."""
     rounds: int = 1  # how often a message goes around the ring
@@ -105,7 +105,7 @@ def group_of(instruction: Instruction, num_devices: int) -> list[int]:
     """The first group of devices among which a collective runs.
 
     XLA writes groups in three ways: `{{0,1},{2,3}}`; `[4,2]<=[2,4]T(1,0)`, devices counted, transposed and cut into
-    rows; and `mesh['a'=4,'b'=2] {'b'}`, axes of a mesh of XLA's own. No groups: all devices.
+    rows; and `mesh['a'=4,'b'=2] {'b'}`, axes of a mesh that XLA names itself. Without groups, all devices take part.
     """
     _, _, text = instruction.attributes.partition("replica_groups=")
     if found := _MESH.match(text):

@@ -57,7 +57,7 @@ class Work:
     of_block: bool = False  # whether the kernel's operations and bytes are those of one block of the cache
 
     def seconds(self, peaks: Peaks) -> tuple[float, float]:
-        """The least seconds of one execution: those of its products, and those of its memory traffic."""
+        """The minimum seconds of one execution, for its products and for its memory traffic."""
         multiplying = self.flops / peaks.flops_bf16 + self.flops_f32 / peaks.flops_f32
         return multiplying, self.hbm_bytes / peaks.hbm_bandwidth
 

@@ -1,7 +1,7 @@
-"""Whether the text of a compiled program says what `podium.hlo` takes it for. The next compiler may write it otherwise.
+"""Checks that `podium.hlo` reads a compiled program's text correctly, because a new compiler may change the format.
 
-Three things are compared that do not depend on each other: the grammar of the text, the compiler's own count of
-operations and bytes, and its memory. A sentence for each that does not agree goes into the plan. No jax.
+Three independent checks are made: the grammar of the text, the compiler's own count of operations and bytes, and its
+memory. Each check that fails adds a sentence to the plan. No jax.
 """
 
 import collections
@@ -29,23 +29,23 @@ OPCODES = frozenset(
         slice sort sqrt stochastic-convert subtract tan tanh topk transpose triangular-solve tuple while xor""",
     )
 )
-"""Names of operations; what runs beside others is written with -start, -update or -done behind its name."""
+"""Names of operations; asynchronous ones are written with the suffix -start, -update or -done."""
 LAYOUT = re.compile(r"[\d,]*(:(T(\([\d,*]+\))+|D\([A-Z,+~]*\)|[SLEM]\(\d+\)|[#*]\(\w+\))+)?")
-"""Order of dimensions, tiles, and the numbers of a memory space, of padding and of bits."""
+"""A regular expression for layouts: order of dimensions, tiles, and the numbers of memory space, padding and bits."""
 ARRAY = re.compile(r"(?<![\w.%-])((?:pred|token|[a-z]{1,4}\d\w*)\[[^\]]*\])(\{[^}]*\})?")
 DIMENSIONS = re.compile(r"\[(<=\d+|\d+)?(,(<=)?\d+)*\]")
 COUNTED = 0.5
-"""Least and, inverted, most that the reader may count of the compiler's operations, each loop once, and the most bytes.
-In the same programs it was 0.96 to 0.99."""
+"""The smallest and, inverted, the largest allowed ratio of the reader's count of operations to the compiler's, each
+loop counted once; also the largest ratio for bytes. In the same programs it was 0.96 to 0.99."""
 LEAST_BYTES = 0.03
-"""Least of the compiler's bytes that the reader may count: the compiler counts whole arrays where a part is replaced.
-In programs of SmolLM2 for a CPU it was 1.0 (updates and copies), 0.48 (decoding) and 0.09 (prefill)."""
+"""The smallest allowed ratio of the reader's bytes to the compiler's, which counts whole arrays where a part is
+replaced. In programs of SmolLM2 for a CPU it was 1.0 (updates and copies), 0.48 (decoding) and 0.09 (prefill)."""
 PER_BYTE = 8.0
 """Elementwise operations per byte, which the compiler counts and the reader does not."""
 MEMORY = 0.35
 """Largest difference between the arrays of the text and the compiler's memory, as a share of the latter."""
 SMALL = 2**24
-"""Bytes of memory, and of traffic, below which small things that are counted differently decide."""
+"""Bytes of traffic, and of a difference in memory, below which nothing is reported, as small arrays count differently."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,13 +59,13 @@ class Counted:
 def doubts(
     text: str, module: Module, *, once: ProgramCost, counted: Counted | None, arrays: int, peak: int
 ) -> list[str]:
-    """Sentences about what does not agree; none if all does.
+    """A sentence for each check that fails; empty if all agree.
 
     Args:
         text: the compiled program.
         module: the same, parsed.
         once: its cost by `walk(..., once=True)`.
-        counted: the compiler's count; None if it made none.
+        counted: the compiler's count; None if it made no count.
         arrays: bytes of the arrays at the peak, by `live_at_peak`.
         peak: the compiler's figure for them.
     """
@@ -73,7 +73,7 @@ def doubts(
 
 
 def unknown_text(text: str, module: Module) -> Iterator[str]:
-    """Operations and layouts that are written in no known way."""
+    """Operations and layouts that are written in an unknown way."""
     opcodes = collections.Counter(
         each.opcode for computation in module.computations.values() for each in computation.instructions.values()
     )

@@ -82,7 +82,7 @@ class Instruction:
 
     def attribute(self, name: str) -> str:
         """The text of an attribute up to the next one; empty if it has no such attribute."""
-        braces = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # with others inside
+        braces = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # attributes may be nested
         found = re.search(rf"\b{name}=({braces}|\{{\{{.*?\}}\}}|\{{[^}}]*\}}|[^,]*)", self.attributes)
         return found[1] if found else ""
 
@@ -243,11 +243,11 @@ _OPERAND = re.compile(r"%([\w.-]+(?:#\d+)*)")
 
 
 def _with_elements(instructions: Iterable[Instruction]) -> dict[str, Instruction]:
-    """Instructions by name, plus one for each tuple element that newer compilers write as `%tuple#index`."""
+    """Instructions by name, plus one for each tuple element that newer compilers refer to as `%tuple#index`."""
     found: dict[str, Instruction] = {}
     for each in instructions:
         for operand in each.operands:
-            for mark in re.finditer(r"#(\d+)", operand):  # several for an element of an element
+            for mark in re.finditer(r"#(\d+)", operand):  # several indices for an element of an element
                 whole, name = operand[: mark.start()], operand[: mark.end()]
                 if name not in found:
                     kind = found[whole].type

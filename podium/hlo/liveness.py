@@ -108,7 +108,7 @@ def _peak(
 
 
 def computations_run(module: Module, name: str) -> Iterator[str]:
-    """The names of a computation and of all that it runs; fused ones are not among them, and some occur twice."""
+    """The names of a computation and of all computations that it runs, except fused ones; some occur twice."""
     yield name
     for each in module.computations[name].instructions.values():
         for inner in each.runs:

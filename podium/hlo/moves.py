@@ -1,6 +1,6 @@
-"""What the instructions of a program do that compute no product, in words: `slice of rollout_weights bf16[2048,11008]`.
+"""Describes a program's instructions other than products in words, such as `slice of rollout_weights bf16[2048,11008]`.
 
-What a program takes beyond its floor (`podium.plan.traced.least_bytes`) is mostly theirs: copies of arrays into another
+They take most of a program's time beyond its floor (`podium.plan.traced.least_bytes`): copies of arrays into another
 layout, slices of stacks, joined or converted weights, and passes over activations. Arrays have the names of
 `podium.hlo.memory`. No jax.
 """
@@ -21,7 +21,7 @@ FORMS = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broa
 """Operations inside a fusion that move nothing themselves."""
 COPIES = ("copy", "transpose", "pad", "reverse")
 VERBS = {"join of": ("concatenate",), "cast of": ("convert",), "slice of": SLICES, "copy of": COPIES}
-"""What an instruction does whose operations only move arrays: the first that applies; else it writes a part of one."""
+"""Verbs for instructions whose operations only move arrays; the first that applies is used, else WRITES."""
 WRITES, PASSES = "write to", "pass over"
 
 Array = tuple[ArrayRef, Shape]

@@ -22,7 +22,7 @@ IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
 """Instructions that replace a part of operand 0, with the number of the operand that holds the new part."""
 ALIASING = "output_to_operand_aliasing"
 READS_ONE_OF = re.compile(r'reads_one_of="(\d+)"')
-"""Into how many equal parts a kernel's largest operand is divided of which it reads one."""
+"""Attribute with the number of equal parts of a kernel's largest operand, of which the kernel reads one."""
 ACCESSED = re.compile(r'"bytes_accessed":\s*"?(\d+)')
 
 
@@ -96,13 +96,13 @@ def hbm_traffic(instruction: Instruction, computation: Computation, module: Modu
         return int(declared[1])
     results = instruction.shapes
     if instruction.attribute("custom_call_target").startswith('"__cublas'):
-        results = results[:1]  # behind it is a workspace of 32 MiB, of which a product needs little or nothing
+        results = results[:1]  # the second result is a workspace of 32 MiB, which a product hardly uses
     parts = READS_ONE_OF.search(instruction.attributes) if opcode == "custom-call" else None
     return _read_whole(operands, int(parts[1]) if parts else 1) + sum(map(_in_hbm, results))
 
 
 def _read_whole(operands: list[Instruction], parts: int) -> int:
-    """Bytes of distinct operands; of the largest, those of one of its equal parts."""
+    """Bytes of distinct operands, counting only one of the equal parts of the largest."""
     sizes = sorted(sum(map(_in_hbm, each.shapes)) for each in {each.name: each for each in operands}.values())
     return sum(sizes[:-1]) + sum(sizes[-1:]) // parts
 
@@ -195,14 +195,14 @@ def _renames(instruction: Instruction, module: Module) -> bool:
 
 EVERYTHING = 2**62  # no upper bound
 AS_USED = ("convert", "transpose")
-"""Instructions of which a fusion computes only the elements that it uses."""
+"""Instructions that a fusion evaluates only for the elements that are used."""
 
 
 def _read(computation: Computation, number: int, module: Module) -> tuple[int, bool]:
     """Upper bound of the bytes that a fused computation reads of a parameter, and whether it returns the parameter.
 
     It returns the parameter if its result is the parameter, at most reshaped, cast or transposed; users outside then
-    read it. Both are computed where they are used, so a slice of one reads a slice of the parameter.
+    read it. Reshapes and casts are computed only where they are used, so a slice of one reads a slice of the parameter.
     """
     parameter = computation.parameters[number]
     names, total = {parameter.name}, 0

@@ -1,8 +1,8 @@
 """GPU kernel for decoding: attention of one new token per row over pages of the cache (Pallas, lowered to Triton).
 
 XLA gathers a row's pages into an array before it multiplies, so that keys and values are read, written and read again;
-this kernel reads them where they are. It also writes the new token's key and value, which XLA does in two kernels of
-their own. A row's pages are split over several programs (flash-decoding,
+this kernel reads them where they are. It also writes the new token's key and value, which XLA does in two separate
+kernels. A row's pages are split over several programs (flash-decoding,
 https://crfm.stanford.edu/2023/10/12/flashdecoding.html), whose sums are joined at the end.
 """
 
@@ -25,7 +25,7 @@ STAGES = 2
 
 
 def fits(page_tokens: int, head_dim: int) -> bool:
-    """Whether the kernel can take pages and heads of these sizes: powers of two that Triton multiplies."""
+    """Whether the kernel supports pages and heads of these sizes: powers of two that Triton can multiply."""
     return all(size >= SMALLEST and size & (size - 1) == 0 for size in (page_tokens, head_dim))
 
 
@@ -64,7 +64,7 @@ def paged_attention(
     """
     (R, H, Q), (L, N, K, P, _) = q.shape, keys.shape
     G, splits = H // K, min(MOST_SPLITS, math.ceil(PROGRAMS / (R * K)))
-    # One array, which XLA makes in one kernel; what it has behind the queries gives results that are cut off.
+    # One array, so that XLA makes it in one kernel. Its rows after the queries give results that are cut off.
     padded = max(SMALLEST, pl.next_power_of_2(G + 2))
     new = jnp.concatenate([q.reshape(R, K, G, Q), k[:, :, None], v[:, :, None]], axis=2)
     new = jnp.pad(new, ((0, 0), (0, 0), (0, padded - G - 2), (0, 0)))
@@ -110,7 +110,7 @@ def paged_attention(
 def _divided(top: jax.Array, total: jax.Array, weighted: jax.Array, sinks: jax.Array | None) -> jax.Array:
     """Join the sums of a softmax over parts of the keys, [R, K, splits, G] and [..., Q]; returns [R, K, G, Q].
 
-    Part by part, without a reduction over an axis, so that XLA makes one kernel of it.
+    Parts are added one by one, without a reduction over an axis, so that XLA fuses everything into one kernel.
     """
     highest = functools.reduce(jnp.maximum, [top[:, :, i] for i in range(top.shape[2])])  # [R, K, G]
     highest = highest if sinks is None else jnp.maximum(highest, sinks.astype(jnp.float32))
@@ -143,10 +143,11 @@ def _kernel(
     splits: int,
     window: int | None,
 ) -> None:
-    """One row's head and every `splits`-th of its pages; the first of these programs has the new token too.
+    """Attention of one head of a row over every `splits`-th of its pages; the first such program also adds the new
+    token.
 
-    No program reads the new token from its page, which another may be writing. In `new` its key and its value are
-    behind the `group` of queries.
+    No program reads the new token from its page, which another may be writing. In `new`, its key and its value follow
+    the `group` of queries.
     """
     P, split = keys.shape[2], pl.program_id(2)
     queries, last = new[...], length[0] - 1

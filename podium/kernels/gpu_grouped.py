@@ -1,8 +1,8 @@
 """The products of `podium.kernels.grouped` for a GPU (Pallas, lowered to Triton).
 
 XLA for GPUs multiplies all rows with the matrix of each group and keeps all of these products, [G, M, F]: an update of
-gpt-oss-20b would take 32 times the operations, and 459 GiB for 474,240 rows (LOG.md). Here a program multiplies rows of
-one group alone.
+gpt-oss-20b would take 32 times the operations, and 459 GiB for 474,240 rows (LOG.md). Here each program multiplies rows
+of a single group.
 """
 
 import functools
@@ -18,18 +18,18 @@ from podium.kernels.tiles import tile_product
 TILE_ROWS, TILE_OUTER = 128, 128
 TILE_BYTES = 128
 """Bytes of a tile along the dimension that is summed over: 64 numbers of bfloat16. With STAGES, a program's tiles take
-64 KiB of a multiprocessor's memory, of which the smallest GPUs that plans know have 99."""
+64 KiB of a multiprocessor's shared memory; the smallest GPUs in the planner's table have 99 KiB."""
 SMALLEST = 16  # rows and columns of Triton's smallest product
 WARPS = 8
 STAGES = 2
 
 
 class _Tiles(NamedTuple):
-    """The tiles of rows, each of one group; there may be more of them than the rows need."""
+    """The tiles of rows, each within one group; some tiles may be unused."""
 
     groups: jax.Array  # [tiles] int32
     begins: jax.Array  # [tiles] int32, first row
-    ends: jax.Array  # [tiles] int32, row behind the group's last; 0: the tile has no rows
+    ends: jax.Array  # [tiles] int32, end of the group's rows; 0: the tile is empty
 
 
 def gpu_rows(
@@ -44,8 +44,8 @@ def gpu_rows(
 ) -> jax.Array:
     """Rows [M, F]: those of group g are x [M, D] times w[g], of w [G, D, F], or [G, F, D] if `transposed`.
 
-    Groups follow one another in x, `sizes` [G] int32 rows each; rows behind the last are undefined. The matrix of group
-    0 is w[first_group], if that is given: w may have more of them.
+    Groups follow one another in x, `sizes` [G] int32 rows each; rows after the last group are undefined. With
+    `first_group`, the matrix of group 0 is w[first_group], as `w` may hold more matrices.
     """
     (M, D), F = x.shape, w.shape[1 if transposed else 2]
     rows, inner, outer = _tile(M, TILE_ROWS), _tile(D, TILE_BYTES // x.dtype.itemsize), _tile(F, TILE_OUTER)
@@ -54,7 +54,7 @@ def gpu_rows(
         tiles = tiles._replace(groups=tiles.groups + first_group)
     return pl.pallas_call(
         functools.partial(_rows_kernel, rows=rows, inner=inner, outer=outer, transposed=transposed),
-        grid=(pl.cdiv(F, outer), len(tiles.groups)),  # the first runs fastest: all columns of some rows, then others
+        grid=(pl.cdiv(F, outer), len(tiles.groups)),  # the first index runs fastest: all columns of some rows
         in_specs=[*(_number(len(tiles.groups)) for _ in tiles), _whole(x.shape), _whole(w.shape)],
         out_specs=_whole((M, F)),
         out_shape=jax.ShapeDtypeStruct((M, F), dtype),
@@ -74,7 +74,7 @@ def gpu_matrices(
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     return pl.pallas_call(
         functools.partial(_matrices_kernel, rows=rows, high=high, wide=wide),
-        grid=(pl.cdiv(F, wide), pl.cdiv(D, high), G),  # the first runs fastest: all of a group's matrix, then others
+        grid=(pl.cdiv(F, wide), pl.cdiv(D, high), G),  # the first index runs fastest: a group's whole matrix first
         in_specs=[_number(G), _number(G), _whole(x.shape), _whole(dy.shape)],
         out_specs=pl.BlockSpec((None, D, F), lambda j, i, g: (g, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((G, D, F), dtype),
@@ -86,11 +86,11 @@ def gpu_matrices(
 
 
 def _tiles(sizes: jax.Array, M: int, rows: int) -> _Tiles:
-    """Tiles of up to `rows` rows of a group, as many as M rows of groups of any size may need."""
+    """Tiles of up to `rows` rows of a group; as many tiles as M rows may need for groups of any sizes."""
     counts = -(-sizes // rows)
     last = jnp.cumsum(counts)
     numbers = jnp.arange(pl.cdiv(M, rows) + len(sizes))
-    found = jnp.sum(numbers[:, None] >= last[None], axis=1)  # the groups whose tiles come before
+    found = jnp.sum(numbers[:, None] >= last[None], axis=1)  # the number of groups whose tiles come before
     groups = jnp.minimum(found, len(sizes) - 1)
     ends = jnp.cumsum(sizes)
     begins = (ends - sizes)[groups] + (numbers - (last - counts)[groups]) * rows
@@ -99,17 +99,17 @@ def _tiles(sizes: jax.Array, M: int, rows: int) -> _Tiles:
 
 
 def _tile(size: int, most: int) -> int:
-    """A power of two, as Triton's are: `most`, or less if `size` is less."""
+    """The size of a tile, a power of two as Triton requires: `most`, or less for a smaller `size`."""
     return min(most, max(SMALLEST, pl.next_power_of_2(size)))
 
 
 def _number(count: int) -> pl.BlockSpec:
-    """All numbers of an array [count]."""
+    """The block that covers a whole array [count]."""
     return pl.BlockSpec((count,), lambda *_: (0,))
 
 
 def _whole(shape: tuple[int, ...]) -> pl.BlockSpec:
-    """All of an array, of which a program reads what it needs."""
+    """The block that covers a whole array, of which a program reads the parts that it needs."""
     return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
 
 

@@ -1,8 +1,8 @@
 """Products of rows that are sorted by group, each group with its own matrix: the experts of a mixture.
 
-On TPU they are jax's megablox kernels, on GPU those of `podium.kernels.gpu_grouped`: their work does not depend on the
-number of groups. Where neither runs they are `jax.lax.ragged_dot`. The gradient of the matrices that jax derives from
-it is a product with all rows for each group (20 times the operations on TPU), so the backward pass is written out.
+TPUs use jax's megablox kernels, GPUs those of `podium.kernels.gpu_grouped`: their work does not depend on the number of
+groups. Other devices use `jax.lax.ragged_dot`. The gradient that jax derives for its matrices multiplies all rows for
+each group (20 times the operations on TPU), so the backward pass is written out.
 """
 
 import functools
@@ -17,13 +17,12 @@ from podium.accelerators import Kernels
 from podium.kernels.gpu_grouped import gpu_matrices, gpu_rows
 
 TILE_ROWS = 512
-"""Rows of a tile; a group that does not end with a tile has it computed again for the next group."""
+"""Rows of a tile; a tile that two groups share is computed for each of them."""
 WHOLE_INNER, TILE_INNER, TILE_OUTER = 3072, 2048, 768
-"""Largest inner dimension that is one tile, so that each matrix is read once, as in Qwen3-30B-A3B and gpt-oss; and
-largest tiles of a longer inner, and of an outer, dimension."""
+"""The largest inner dimension that is a single tile, so that each matrix is read once, as in Qwen3-30B-A3B and gpt-oss;
+the largest tile of a longer inner dimension; and the largest tile of an outer dimension."""
 TILE_BYTES = 15 * 2**20
-"""Most bytes of a kernel's tiles, each with the next one beside it. A TPU's compiler has 16 MiB for a kernel, for
-v6e's 32."""
+"""Most bytes of a kernel's tiles, which are double-buffered. A TPU's compiler allows 16 MiB per kernel, 32 on v6e."""
 LANES = 128
 
 
@@ -47,7 +46,7 @@ def grouped_product(
 ) -> jax.Array:
     """Rows [M, F] in `form.result`: those of group g are x [M, D] times w[g], of w [G, D, F].
 
-    The first `sizes[0]` rows are those of group 0, and so on; rows behind the last group are undefined. Operands are in
+    The first `sizes[0]` rows are those of group 0, and so on; rows after the last group are undefined. Operands are in
     the format of `w`. With gradient "float32", `sums` get the gradient of `w`, cut along F into as many arrays
     [G, D, F / n]; their values are not read. Several arrays can be exchanged while the next ones are made.
 
@@ -148,9 +147,9 @@ def _matrices(form: Form, x: jax.Array, dy: jax.Array, sizes: jax.Array, dtype: 
 
 
 def token_sums(form: Form, rows: jax.Array, tokens: jax.Array, counts: jax.Array, *, most: int) -> jax.Array:
-    """The sum [N, D] of each token's rows, in `form.result`; rows behind those of all tokens may hold anything.
+    """The sum [N, D] of each token's rows, in `form.result`; further rows are ignored.
 
-    On TPU it is a product with ones where a row is a token's, for LANES tokens at a time.
+    On TPU it is a product with a 0/1 matrix that says which row belongs to which token, for LANES tokens at a time.
 
     Args:
         form: of the product on TPU.
@@ -167,7 +166,7 @@ def token_sums(form: Form, rows: jax.Array, tokens: jax.Array, counts: jax.Array
     behind = jnp.arange(len(rows)) >= jnp.sum(counts)
     sums = jnp.where(behind[:, None], 0, rows).astype(jnp.float32)
     tokens, step = jnp.where(behind, N, tokens), 1
-    while step < min(most, len(rows)):  # of each row and the next ones of its token: of 2 rows, of 4, of 8
+    while step < min(most, len(rows)):  # of each row and the next ones of its token: of 2 rows, then 4, then 8
         same = (tokens[step:] == tokens[:-step])[:, None]
         sums = sums + jnp.pad(jnp.where(same, sums[step:], 0), ((0, step), (0, 0)))
         step *= 2
@@ -202,8 +201,9 @@ def gradient_tiles(rows: int, inner: int, outer: int, operand: int, result: int)
 
 
 def _tile(size: int, most: int) -> int:
-    """A tile of a dimension: all of it, or the largest multiple of LANES up to `most`; one that divides it, if that has
-    more than half as much.
+    """The tile size for a dimension: all of it, or the largest multiple of LANES up to `most`.
+
+    A divisor of the dimension is preferred if it is more than half as large.
     """
     if size <= most:
         return size

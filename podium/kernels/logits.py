@@ -1,6 +1,6 @@
 """Log-probabilities from existing logits: one pass over them forward and one backward, with float32 sums.
 
-Podium's own training never materialises all logits (`podium.models.logprobs`); this is for callers that do.
+Podium's own training never materialises all logits (`podium.models.logprobs`); this module is for callers that do.
 """
 
 import functools

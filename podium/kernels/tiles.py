@@ -1,4 +1,4 @@
-"""What kernels share: tile sizes and statistics of those on logits, and the product of tiles of those on GPUs."""
+"""Shared by kernels: tile sizes and statistics of kernels on logits, and the product of tiles in GPU kernels."""
 
 from typing import NamedTuple
 

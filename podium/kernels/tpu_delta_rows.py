@@ -1,7 +1,7 @@
 """TPU kernels (Pallas) for the gated delta rule over packed rows, in chunks, with gradients.
 
-XLA computes the rule of `podium.models.blocks.delta_rule` in passes over arrays of float32 in main memory, most of them
-larger than the queries, keys and values that they come from. Here a chunk's arrays and the states stay on the chip:
+XLA computes the rule of `podium.models.blocks.delta_rule` in many passes over float32 arrays in main memory, most of
+which are larger than the queries, keys and values. Here a chunk's arrays and the states stay on the chip:
 main memory holds inputs and outputs, and, for the backward pass, the states before each chunk.
 
 With A the strictly lower part of beta (k k') D, where D has the decays between two tokens of a path, and W the values
@@ -24,9 +24,9 @@ from jax.experimental.pallas import tpu as pltpu
 from podium.kernels.tiles import LOWEST, Interpret
 
 EPSILON = 1e-6
-"""Added to the square of a vector's length before it is divided by it."""
+"""Added to the squared length of a vector before its root divides the vector."""
 PASSES = 6
-"""Products of bfloat16 that a TPU computes for one of float32 at the highest precision."""
+"""Number of bfloat16 products that a TPU computes for a float32 product at the highest precision."""
 STEPS = 4
 """Rows of `Paths.steps` for each state."""
 
@@ -47,7 +47,8 @@ class Paths(NamedTuple):
     seen: jax.Array  # [B, M, C, C], whether the second token is on the first one's path
     steps: jax.Array
     """[B, M, 4 J, C]. J rows each: the tokens whose path begins in a state from the previous chunk; the token after
-    which a state is passed on; the tokens on the path of that one; and 1 everywhere if it is passed on as it came."""
+    which a state is passed on; the tokens on the path of that one; and 1 everywhere if the state is passed on
+    unchanged."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -133,7 +134,7 @@ def _multiplied(C: int, N: int, P: int, R: int, J: int, *, backward: bool) -> in
 
 
 def _product(a: jax.Array, b: jax.Array, dims: tuple[int, int] = (1, 0)) -> jax.Array:
-    """The product of two matrices over these dimensions of theirs."""
+    """The product of two matrices, summed over the given dimension of each."""
     return jax.lax.dot_general(
         a,
         b,
@@ -148,7 +149,7 @@ _by_columns = functools.partial(_product, dims=(0, 0))  # a' b
 
 
 def _equal(C: int) -> jax.Array:
-    """[C, C] bool, the diagonal."""
+    """[C, C] bool, True on the diagonal."""
     return jax.lax.broadcasted_iota(jnp.int32, (C, C), 0) == jax.lax.broadcasted_iota(jnp.int32, (C, C), 1)
 
 
@@ -177,7 +178,7 @@ def _all(x: jax.Array) -> jax.Array:
 def _inverse(a: jax.Array) -> jax.Array:
     """The inverse of I + a, with a [C, C] strictly lower and C a power of 2.
 
-    From the inverses of blocks along the diagonal come those of blocks of twice their size, all at once.
+    The inverses of the blocks along the diagonal are combined into those of blocks of twice the size, all at once.
     """
     C = len(a)
     i, j = (jax.lax.broadcasted_iota(jnp.int32, (C, C), dim) for dim in (0, 1))
@@ -197,7 +198,7 @@ class _Unit(NamedTuple):
     scale: float
 
     def gradient(self, dx: jax.Array) -> jax.Array:
-        """The gradient of the vectors as they were."""
+        """The gradient with respect to the vectors before normalisation."""
         return self.factor * (dx - self.x * _along(self.x * dx) / self.scale**2)
 
 
@@ -254,7 +255,7 @@ class _Head(NamedTuple):
     left: Sequence[jax.Array]  # J columns, decay from a token on the path of a state's last one until that; else 0
     at_end: Sequence[jax.Array]  # J scalars [1, 1], decay of a chunk's beginning until a state's last token
     reads_at_end: Sequence[Sequence[jax.Array]]  # [1, 1] for each state, and each state that its path may begin in
-    kept: Sequence[Sequence[jax.Array]]  # the same, the factor of that state
+    kept: Sequence[Sequence[jax.Array]]  # like `steps`: the factor of that state
 
 
 def _head(chunk: _Chunk, v: jax.Array, decays: jax.Array, beta: jax.Array, states: Sequence[jax.Array]) -> _Head:
@@ -294,7 +295,7 @@ def _head(chunk: _Chunk, v: jax.Array, decays: jax.Array, beta: jax.Array, state
 
 
 def _begin(carried: jax.Ref) -> None:
-    """Zero what is carried from chunk to chunk, in the first chunk that the kernel computes of a row."""
+    """Zero the state carried between chunks, in the first chunk of a row that the kernel computes."""
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
@@ -375,10 +376,10 @@ def _backward_kernel(
 
 
 class _HeadGradient(NamedTuple):
-    """The share of one value head in the gradients of a chunk."""
+    """The contribution of one value head to the gradients of a chunk."""
 
-    q: jax.Array  # [C, N], of the unit vectors, without what comes by `scores`
-    k: jax.Array  # [C, N], without what comes by `scores` and `alike`
+    q: jax.Array  # [C, N], of the unit vectors, without the part through `scores`
+    k: jax.Array  # [C, N], without the part through `scores` and `alike`
     alike: jax.Array  # [C, C]
     scores: jax.Array  # [C, C]
     v: jax.Array  # [C, P]
@@ -390,7 +391,9 @@ class _HeadGradient(NamedTuple):
 def _head_gradient(
     chunk: _Chunk, head: _Head, states: Sequence[jax.Array], after: Sequence[jax.Array], dy: jax.Array
 ) -> _HeadGradient:
-    """Gradients by those of the outputs, dy [C, P], and of the states after the chunk, `after`."""
+    """Gradients of a value head's inputs, given those of the outputs, dy [C, P], and of the states after the chunk,
+    `after`.
+    """
     of_after = [_product(chunk.k.x, each) for each in after]
     du = _by_columns(chunk.scores * head.decay, dy)
     for left, given in zip(head.left, of_after, strict=True):

@@ -137,7 +137,7 @@ def test_what_cannot_be_calibrated_is_said(runs, tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "other", config(), "4 x TPU v6 lite")
     assert "different machines: 4 x TPU v6 lite; 8 x TPU v6 lite" in error(runs[0], tmp_path / "other")
     write_run(tmp_path / "unknown", config(), "8 x TPU v9")
-    assert "podium plan has no target for 8 x TPU v9" in error(tmp_path / "unknown")
+    assert "podium plan does not know the machine 8 x TPU v9" in error(tmp_path / "unknown")
     write_run(tmp_path / "cpu", config(), "1 x cpu (Another, 64 cores)")
     assert f"ran on 1 x cpu (Another, 64 cores), and this is {machine_text()}" in error(tmp_path / "cpu")
     write_run(tmp_path / "compiling", config(), **{"rollout/compilations": 1.0})

@@ -1,4 +1,4 @@
-"""`podium bench`: its commands and their options; jax is imported after the options were checked."""
+"""The commands of `podium bench` and their options. jax is imported only after the options have been checked."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -48,7 +48,7 @@ def rollout(
     slots: Annotated[int | None, typer.Option(min=1, help="Sequences decoded at once; unset: all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure decoding on this machine: tokens per second, and time per step beside its minimum by the hardware."""
+    """Measure decoding on this machine: tokens per second, and time per step compared with the hardware's minimum."""
     from podium.doctor.benchmarks.rollout import bench
 
     raise typer.Exit(

@@ -59,7 +59,7 @@ def bench(options: LossBench, *, project: str, mode: str, name: str | None) -> i
     prepare_platform()
     if options.options.interpret:
         print(
-            f"{jax.default_backend()} has no kernel: the TPU's is interpreted, and its time means nothing",
+            f"{jax.default_backend()} has no kernel: the TPU's kernel is interpreted, and its time is meaningless",
             file=sys.stderr,
         )
     found = measure(options)
@@ -131,7 +131,7 @@ def random_logits(shape: tuple[int, ...], dtype: jnp.dtype, seed: int) -> jax.Ar
 
 
 def random_tokens(options: LossBench, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Targets, advantages and old log-probabilities [B, T]; on-policy there are no old ones: the third is None."""
+    """Targets, advantages and old log-probabilities [B, T]; the last are None if on-policy."""
     keys, tokens = jax.random.split(jax.random.key(options.seed), 3), options.shape[:2]
     targets = jax.random.randint(keys[0], tokens, 0, options.shape[2], jnp.int32)
     advantages = jax.random.normal(keys[1], tokens)
@@ -153,7 +153,7 @@ class LossStep(Protocol):
     def lower(
         self, logits: jax.Array, targets: jax.Array, advantages: jax.Array, old: jax.Array | None, /
     ) -> jax.stages.Lowered:
-        """The same as `lower` of a function from `jax.jit`."""
+        """Like `lower` of a function from `jax.jit`."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""`podium bench rollout`: how fast the engine decodes on this machine, beside the floor, the minimum time of a step.
+"""`podium bench rollout`: how fast the engine decodes on this machine, compared with the floor, a step's minimum time.
 
-A model of random weights completes random prompts of drawn lengths. Only its length ends a completion, so every run
-does the same work. On TPU and GPU the floor is the roofline: weights and live keys and values are read once per step.
-No bandwidth is published for a CPU: its floor is the measured time of a step's matrix products alone.
+A model with random weights completes random prompts of drawn lengths. A completion ends only at its length, so every
+run does the same work. On TPU and GPU the floor is the roofline: a step reads weights and live keys and values once. No
+bandwidth is published for a CPU: its floor is the measured time of a step's matrix products alone.
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ def device_of(engine: RolloutEngine) -> Device:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutBench:
-    """What was measured; a field is a key of the JSON object that is printed."""
+    """The measurements; each field is a key of the JSON object that is printed."""
 
     model: str
     layout: str

@@ -1,6 +1,6 @@
-"""Times jitted functions and the rates that a roofline is made of: products, reading, copying, and the way to a device.
+"""Times jitted functions, and measures the rates of a roofline: products, reading, copying, transfers to a device.
 
-Each figure is that of the fastest of several rounds, after a call that compiles.
+Each figure is from the fastest of several rounds, after a call that compiles.
 """
 
 import time
@@ -22,7 +22,7 @@ ROW = 4096
 
 
 def fastest_s(function: Callable[..., object], *given: object, calls: int = 1, rounds: int = ROUNDS) -> float:
-    """The fewest seconds of a call, in rounds of `calls` calls that follow each other without waiting."""
+    """Seconds per call in the fastest of several rounds, each with `calls` calls that are issued without waiting."""
     jax.block_until_ready(function(*given))
     times = []
     for _ in range(rounds):
@@ -49,7 +49,7 @@ def copy_rate(size: int = ARRAY_BYTES, *, calls: int = 1) -> float:
     held = [jnp.ones(size // 4, jnp.float32)]
 
     def replace() -> jax.Array:
-        held.append(step(held.pop()))  # the array that was there is donated
+        held.append(step(held.pop()))  # the previous array is donated
         return held[0]
 
     return 2 * held[0].nbytes / fastest_s(replace, calls=calls)
@@ -82,7 +82,7 @@ def from_device_rate(size: int = ARRAY_BYTES) -> float:
 
 
 def cpu_peaks() -> Peaks:
-    """Measure the peaks of this machine's CPU, which has no published ones; it has no links."""
+    """Measure the peak rates of this machine's CPU, because none are published; a CPU has no links."""
     return Peaks(
         flops_bf16=product_rate(jnp.dtype(jnp.bfloat16)),
         flops_f32=product_rate(jnp.dtype(jnp.float32)),

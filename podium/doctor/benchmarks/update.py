@@ -59,7 +59,7 @@ def measure(spec: RunSpec, mesh: Mesh, lengths: SequenceLengths, repeats: int) -
     """Time updates on a step's first minibatch: the fastest of `repeats` after one that compiles."""
     decoder = spec.decoder
     settings, optimizer = make_train_settings(spec.update, decoder, mesh), make_run_optimizer(spec.optimizer, decoder)
-    recipe = dataclasses.replace(spec.recipe, kl="none", kl_coef=0.0)  # a term of the loss: nothing beside the layers
+    recipe = dataclasses.replace(spec.recipe, kl="none", kl_coef=0.0)  # a KL term takes negligible time
     train_step = make_train_step(settings, recipe, optimizer)
     first = len(np.array_split(lengths.prompts, recipe.minibatches)[0])
     lengths = SequenceLengths(prompts=lengths.prompts[:first], completions=lengths.completions[:first])
@@ -93,7 +93,7 @@ def measure(spec: RunSpec, mesh: Mesh, lengths: SequenceLengths, repeats: int) -
 
 
 def random_frozen(decoder: DecoderConfig, settings: TrainSettings) -> Params:
-    """Random weights in place of those that never change, in their stored format; none without LoRA."""
+    """Random frozen weights in their stored format; empty without LoRA."""
     if decoder.lora is None:
         return {}
     frozen: Params = {}
@@ -105,7 +105,7 @@ def random_frozen(decoder: DecoderConfig, settings: TrainSettings) -> Params:
 
 
 def use_of_peak(decoder: DecoderConfig, work: Work, seconds: float, settings: TrainSettings) -> dict[str, object]:
-    """The operations that the model needs, and their share of the devices' peak.
+    """The operations that the model needs, and the share of the devices' peak rate that they reached.
 
     The peak is the published one, or that of a large matrix product where none is published.
     """
