@@ -36,7 +36,7 @@ def calibrate(runs: Sequence[Path], *, fast: bool, as_json: bool) -> int:
     path = user_file(found.machine.generation)
     own = read_user_file(found.machine.generation)
     if own is not None and not own.about.startswith(WRITER):
-        raise UsageError(f"{path} has figures that podium calibrate did not write ({own.about}); move the file away")
+        raise UsageError(f"{path} has figures that podium calibrate did not write ({own.about}); move it away")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, USER_FILE.dump_json(found.file, indent=2) + b"\n")
     if as_json:

@@ -45,7 +45,7 @@ PER_BYTE = 8.0
 MEMORY = 0.35
 """Largest difference between the arrays of the text and the compiler's memory, as a share of the latter."""
 SMALL = 2**24
-"""Bytes of traffic, and of a difference in memory, below which nothing is reported, as small arrays count differently."""
+"""Bytes of traffic, and of a difference in memory, below which nothing is reported: small arrays differ by more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

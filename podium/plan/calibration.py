@@ -1,6 +1,6 @@
 """Peak rates of each generation of chips, and the share that programs reach: from `podium/chips`, and from the user.
 
-The file that `podium calibrate` wrote for a kind of machine goes before the one in the package, figure by figure.
+Figures in the file that `podium calibrate` wrote for a kind of machine override those in the package, one by one.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from podium.plan.result import NO_TIME, BoundBy, Seconds
 
 PEAKS = {field.name for field in dataclasses.fields(Peaks)}
 Line = tuple[float, Roofline]
-"""How many times a step does some work, and the roofline of doing it once."""
+"""How many times a step does a piece of work, and the roofline of doing it once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Factor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constant:
-    """A peak, in SI units or bytes, and where it comes from."""
+    """A peak rate, in SI units or bytes, and its source."""
 
     value: float
     source: str
@@ -37,7 +37,9 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UserFile:
-    """What `podium calibrate` writes, in the form of a file in `podium/chips`, with what it was measured from."""
+    """The file that `podium calibrate` writes: in the form of a file in `podium/chips`, with the source of its
+    figures.
+    """
 
     about: str
     constants: dict[str, Constant]
@@ -64,15 +66,15 @@ def load_chip(generation: str) -> Chip:
     """The constants of a generation and the shares that its programs reach.
 
     Raises:
-        ValueError: nothing is known of it, or the user's file is broken.
+        ValueError: the generation is unknown, or the user's file is invalid.
     """
     if (found := find_chip(generation)) is None:
-        raise ValueError(f"there are no constants of {generation}: podium/chips has no {generation}.json")
+        raise ValueError(f"no constants are known for {generation}: podium/chips has no {generation}.json")
     return found
 
 
 def find_chip(generation: str) -> Chip | None:
-    """`load_chip`; None where nothing is known, as of a CPU without a calibration."""
+    """Like `load_chip`, but None if nothing is known, as for a CPU without a calibration."""
     packaged, own = read_chip(generation), read_user_file(generation)
     if packaged is None and own is None:
         return None
@@ -90,7 +92,7 @@ def find_chip(generation: str) -> Chip | None:
 
 
 def find_machine(name: str) -> Accelerator:
-    """`find_accelerator`, and for `cpu` this machine, once `podium calibrate` has written its figures.
+    """Like `find_accelerator`; `cpu` is this machine, once `podium calibrate` has written its figures.
 
     Raises AcceleratorError if the name is unknown.
     """
@@ -100,7 +102,7 @@ def find_machine(name: str) -> Accelerator:
 
 
 def read_user_file(generation: str) -> UserFile | None:
-    """The user's own figures of a kind of machine; None without any. Raises ValueError if the file is broken."""
+    """The user's own figures for a kind of machine; None if absent. Raises ValueError if the file is invalid."""
     path = user_file(generation)
     if not path.is_file():
         return None
@@ -116,7 +118,7 @@ EXACT = Factor(value=1.0, low=1.0, high=1.0, source="")
 
 
 def uncalibrated(peaks: Peaks, *, links: int = 1) -> Chip:
-    """A device whose programs reach the roofline, with a host that takes no time: for the least seconds of a plan."""
+    """A device whose programs reach the roofline, with a host that takes no time, to find a plan's minimum seconds."""
     shares = {
         "update": EXACT,
         "prefill": EXACT,

@@ -63,7 +63,7 @@ class PlanRequest:
 
     on: str  # machine names separated by commas, or auto
     subject: str = ""  # configs or a model, as the user wrote them
-    model: str | None = None  # the model to plan with default settings, if there is no config
+    model: str | None = None  # the model to plan with default settings, without a config
     fast: bool = False
     lengths: str = "gsm8k"
     lengths_known: bool = True  # whether the user chose `lengths`
@@ -110,7 +110,7 @@ def plan_command(request: PlanRequest, load: Load) -> int:
 
 
 def check_command(run: Path, *, as_json: bool) -> int:
-    """Tabulate a run's planned and measured figures; returns the exit status. Raises ValueError if it cannot."""
+    """Tabulate a run's planned and measured figures; returns the exit status. Raises ValueError if they are missing."""
     rows = check_run(run)
     _print(check_object(run.name, rows), [check_section(rows)], as_json=as_json)
     return FITS
@@ -286,8 +286,8 @@ def _suggested(run: _Run, outcome: Outcome) -> list[Outcome]:
 
 
 def _first_lines(run: _Run, outcome: Outcome) -> list[ReportSection]:
-    """Lines below the first: a warning if the two forms part, and for a model without a config its settings and the
-    next command.
+    """The lines after the first: a warning if compiled plan and closed form disagree; without a config, settings and
+    the next command.
     """
     request = run.request
     machine = outcome.case.machine

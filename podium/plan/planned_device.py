@@ -18,9 +18,9 @@ from podium.plan.traced.estimate import PhaseEstimate, Piece
 from podium.plan.traced.over_floor import beyond_floor
 
 OF_LOOPS = (0.8, 1.3)
-"""How much wider the range of a closed form's update is, below and above, if attention or a recurrence is computed in
-loops: what each chip's compiler keeps in fast memory there is not modelled, and compiled ones took 0.62 to 1.8 times as
-long."""
+"""Factors that widen the range of an update's closed form, below and above, if attention or a recurrence is computed in
+loops: what each chip's compiler keeps in fast memory in these is not modelled, and compiled updates took 0.62 to 1.8
+times as long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Device:
     chip: Chip | None  # None: its times are unknown
 
     def phases(self, calls: list[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes) -> Iterator[Phase]:
-        """The phases of a run in order; each from its compiled programs, or from the closed form if there are none."""
+        """The phases of a run in order; each from its compiled programs, or from the closed form if none were
+        compiled.
+        """
         for name in dict.fromkeys(call.phase for call in calls):
             own = [call for call in calls if call.phase == name]
             if all(call.program in compiled for call in own):
@@ -108,7 +110,8 @@ class Device:
     def with_stand_ins(
         self, calls: Sequence[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes
     ) -> dict[str, CompiledPhase]:
-        """The compiled programs, and the largest of each phase in place of its other ones that were not compiled.
+        """The compiled programs, with the largest of each phase standing in for those of the phase that were not
+        compiled.
 
         A stand-in needs at least the memory of the program that it stands for. Its work is scaled by the closed form's
         seconds of both. Phases whose largest program was not compiled get none.
@@ -125,7 +128,7 @@ class Device:
         return found
 
     def _closed_form_s(self, call: Call, run: RunSizes) -> float:
-        """Seconds of doing the work of a call's closed form once; 1.0 if the device's speed is unknown."""
+        """Seconds of a call's work by the closed form, done once; 1.0 if the device's speed is unknown."""
         form = call.closed_form
         assert form is not None
         seconds, _ = self.timed(
@@ -134,7 +137,7 @@ class Device:
         return seconds.value if seconds else 1.0
 
     def clock(self, calls: list[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes) -> Clock:
-        """How long a prefill call and a decode step of each size takes, with the host's time for a call."""
+        """How long prefill calls and decode steps of each size take, and the host's time per call."""
         seconds: dict[str, dict[int, float]] = {"prefill": {}, "decode": {}}
         for call in calls:
             kind, _, size = call.program.partition(":")
@@ -153,7 +156,7 @@ class Device:
         return rate(seconds, full.repeats * slots / self.accelerator.devices) if seconds else None
 
     def phase(self, name: str, parts: Mapping[str, int]) -> Phase:
-        """A phase with only its memory."""
+        """A phase whose memory is known, but not its seconds."""
         held = dict(sorted(((part, size) for part, size in parts.items() if size), key=lambda part: -part[1]))
         size = sum(held.values())
         return Phase(
@@ -165,7 +168,8 @@ class Device:
         )
 
     def timed(self, name: str, lines: Callable[[Chip, int], list[Line]]) -> tuple[Seconds | None, BoundBy]:
-        """Seconds of a phase's calls, and what bounds most of them; `lines(chip, links)` gives calls and rooflines.
+        """Seconds of a phase's calls, and the resource that bounds most of them; `lines(chip, links)` gives calls and
+        rooflines.
 
         A transfer uses the links of the worst placed chip, or all links if they go to a switch. If it is not published
         which links are connected, the lower bound assumes all of them.
@@ -201,7 +205,7 @@ class Device:
 def closed_form_roofline(form: PhaseEstimate, run: RunSizes, peaks: Peaks, links: int) -> Roofline:
     """The roofline from a closed form's totals: for each piece of work the longer of its compute and memory time.
 
-    Launches and transfers are added, but for what is sent meanwhile.
+    Launches and transfers are added, except for what is sent while the device computes.
     """
     flops = peaks.flops_f32 if run.activation == F32 else peaks.flops_bf16
     pieces = form.pieces or (Piece(form.flops, form.hbm_bytes),)

@@ -24,13 +24,14 @@ from podium.plan.result import Phase, Plan, Seconds, Verdict, judge, part_of, to
 
 ROLLOUT = ("sync", "prefill", "copy", "decode")
 SLOWEST_FIRST = ("update", "decode", "reward", "score", "prefill", "sync", "copy", "init")
-"""Phases, or the parts of phases that are not listed, by how long they take to compile."""
+"""Phases, or parts of a step for phases that are not listed, from the slowest to compile to the fastest."""
 
 WITHIN_OTHERS = ("init", "copy")
 """Phases that a plan of the largest programs does not compile: what they read and write, other programs take as
 arguments, the update the optimizer's state and the decode the cache."""
 FEWER_OPERATIONS = 0.9
-"""Share of the closed form's operations below which a compiled program was misread; TPU programs have 1.00 to 1.01."""
+"""Ratio to the closed form's operations below which a compiled program must have been misread; TPU programs have 1.00
+to 1.01."""
 LEAST_GAIN = 0.05  # share of a step that must be gained for stale completions to be worth it
 
 Compiling = Callable[[Mapping[str, float]], Mapping[str, CompiledPhase]]
@@ -149,7 +150,7 @@ def _stand_ins(compiled: Mapping[str, CompiledPhase]) -> Iterator[str]:
 
 
 def _doubts(compiled: Mapping[str, CompiledPhase]) -> Iterator[str]:
-    """What the reader of compiled programs and their compiler do not agree about, with the way out."""
+    """Disagreements between the reader of compiled programs and their compiler, with advice on what to do."""
     for name, program in compiled.items():
         for each in program.doubts:
             yield f"{name}: {each}; take the versions of jax and libtpu in constraints.txt, or plan with --fast"
@@ -167,7 +168,9 @@ def few_operations(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def with_all_sizes(run: RunSizes, workload: Workload) -> Workload:
-    """The workload with every size of the engine's programs: those without calls may get some when replies are late."""
+    """The workload with all sizes of the engine's programs, because unused sizes may be called when replies come
+    late.
+    """
     sizes = slot_sizes(run.rollout, run.rollout_shards)
     return dataclasses.replace(
         workload,

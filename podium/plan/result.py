@@ -79,7 +79,7 @@ class LargeArray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Move:
-    """Instructions of a phase that do the same with equal arrays, and compute no product."""
+    """Instructions of a phase, other than products, that do the same with arrays of the same shape."""
 
     what: str  # such as `slice of rollout_weights bf16[1,2048,11008]`
     share: float  # of the phase's time without transfers and launches
@@ -105,9 +105,11 @@ class Phase:
     compile_s: float | None = None  # seconds of the original compilation; None if nothing was compiled
     compiled: bool = False  # whether `bytes` is the compiler's figure rather than the closed form's
     over_floor: float | None = None
-    """Ratio of the time without transfers and launches to the least time, of the closed form's operations or of the
-    bytes that no compiler can avoid; None if the phase is not compiled or not part of a step."""
-    moves: tuple[Move, ...] = ()  # what takes most of that time without being a product, in descending order
+    """Ratio of the time without transfers and launches to the minimum time, which is that of the closed form's
+    operations or of the bytes that no compiler can avoid; None if the phase is not compiled or not part of a step."""
+    moves: tuple[
+        Move, ...
+    ] = ()  # the instructions other than products that take most of that time, in descending order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,7 @@ class Plan:
     verdict: Verdict
     spare_bytes: int  # memory left in the tightest phase; negative if it does not fit
     phases: tuple[Phase, ...]  # in order of execution
-    host: Seconds | None  # host seconds in a step during which devices wait; in no phase's seconds
+    host: Seconds | None  # host seconds in a step during which devices wait; not part of any phase's seconds
     step: Seconds | None
     tokens_per_s_per_device: Seconds | None  # completion tokens of a step, per second and device
     workload: Workload  # the rollout of one step
@@ -130,8 +132,8 @@ class Plan:
     estimate_only: bool  # whether no phase was compiled
     versions: Mapping[str, str]  # of Podium and the compiler
     calibration: str = ""  # where the shares of the roofline come from; empty if its seconds are unknown
-    doubts: tuple[str, ...] = ()  # what does not agree between the reader of compiled programs and their compiler
-    environments: Seconds | None = None  # in a step, while all conversations wait for replies; in no phase's seconds
+    doubts: tuple[str, ...] = ()  # disagreements between the reader of compiled programs and their compiler
+    environments: Seconds | None = None  # time in a step while all conversations wait for replies; in no phase
     mfu: Seconds | None = None  # share of peak FLOPs that a step's updates reach (`podium.models.flops`)
     slots: int = 0  # decode slots of the rollout
     # Completion tokens per second and device, from device time alone: of the rollout including sync and prefill, and of

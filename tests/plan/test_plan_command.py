@@ -198,7 +198,7 @@ FAST = ("run.yaml", "--tpu", "v6e-8", "--fast")
         ((*FAST, "--search", "rollout.slots", "--compare", "seed=1,2"), "--search and --compare cannot be combined"),
         ((*FAST, "--compare", "seed"), "--compare seed: write KEY=a,b,c, as rollout.layout=replicated,legacy;"),
         ((*FAST, "--compare", "seeed=1"), "v6e-8 seeed=1: seeed: unknown key; did you mean seed?"),
-        (("--check", "runs/none"), "--check runs/none: there is no plan.json; podium train writes one on TPU"),
+        (("--check", "runs/none"), "--check runs/none: plan.json is missing; podium train writes it on TPU"),
     ],
 )
 def test_a_wrong_question_is_status_2_in_a_line(podium, arguments, message):

@@ -47,14 +47,14 @@ if TYPE_CHECKING:  # the compiler's environment must be set before jax is import
     from podium.sharding import Device
 
 WATCH_S = 1.0
-NO_TILES = "Couldn't find output tile sizes"  # XLA's error for a product without a suitable kernel of its own
+NO_TILES = "Couldn't find output tile sizes"  # XLA's error for a product that none of its own kernels suits
 ATTENTION = "/scores/"  # occurs in the source of attention's loop over cache blocks
 ONE_ROUND = ("/optimizer/", "/windows/")
-"""Of these one occurs in the source of loops that run once: those that fetch a parameter's moments, and those over
-windows of experts' rows, as long as no device's experts get twice as many as others'."""
+"""Parts of the source paths of loops that run once: those that fetch a parameter's moments, and those over windows of
+experts' rows, as long as no device's experts get twice as many rows as others'."""
 HLO = Path(podium.hlo.__file__).parent
 UNREADABLE = (ValueError, LookupError, AssertionError, AttributeError, TypeError, StopIteration)
-"""What reading a text raises that has another grammar."""
+"""The exceptions that reading a text of unknown grammar raises."""
 KEPT_ARRAYS = 12  # number of largest arrays at the peak to keep for display
 
 
@@ -62,7 +62,7 @@ KEPT_ARRAYS = 12  # number of largest arrays at the peak to keep for display
 class LoopedWork:
     """A piece of work with fixed cost, and how often it is done."""
 
-    work: Work  # one execution; its name is what `podium.hlo.moves` says of it, if anything
+    work: Work  # one execution; named by the description of `podium.hlo.moves`, if any
     once: float  # executions per call of the program, whatever its loop count
     each: float  # further executions per round of the loop
     attends: bool = False  # whether it is an attention kernel, which skips blocks without visible pairs
@@ -79,7 +79,7 @@ class CompiledPhase:
     work: tuple[LoopedWork, ...]
     compile_s: float
     refused: bool = False  # whether the compiler rejects it even with nothing beside it
-    doubts: tuple[str, ...] = ()  # what does not agree between the reader of its text and the compiler
+    doubts: tuple[str, ...] = ()  # disagreements between the reader of its text and the compiler
     whole: bool = True  # whether machine code was generated too
     stand_in: bool = False  # whether it is a larger program of its phase, with its work scaled
 
@@ -89,13 +89,15 @@ class CompiledPhase:
         return sum(self.residents.values()) + self.memory.peak
 
     def cost(self, rounds: float, attended: float = 1.0) -> ProgramCost:
-        """The cost of a call with `rounds` of its loop, if attention kernels do the share `attended` of their work."""
+        """The cost of a call with `rounds` iterations of its loop, if attention kernels do the share `attended` of
+        their work.
+        """
         shares = {True: attended, False: 1.0}
         works = ((each.work, (each.once + rounds * each.each) * shares[each.attends]) for each in self.work)
         return ProgramCost(tuple(dataclasses.replace(work, times=times) for work, times in works if times))
 
     def scaled(self, share: float) -> "CompiledPhase":
-        """A stand-in for a smaller program of its phase that takes this share of its seconds."""
+        """A stand-in for a smaller program of the same phase, which takes this share of the seconds."""
         work = (dataclasses.replace(each, once=share * each.once, each=share * each.each) for each in self.work)
         return dataclasses.replace(self, work=tuple(work), compile_s=0.0, doubts=(), stand_in=True)
 
@@ -148,13 +150,13 @@ def main(job_file: str, result_file: str, parent: str) -> None:
     else:
         result = _finished(job, spec, lowered, program.residents)
     write_atomically(Path(result_file), JOB_RESULT.dump_json(result))
-    os._exit(0)  # the compiler may still be working on code that is not needed
+    os._exit(0)  # the compiler may still be generating machine code that is not needed
 
 
 def _finished(
     job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: Mapping[str, int]
 ) -> CompiledPhase | str:
-    """The compiled program; why its text cannot be read, if a compiler writes it as no compiler has yet."""
+    """The compiled program; or an error message if its text cannot be read, as with a new version of the compiler."""
     try:
         return _finish(job, spec, lowered, residents)
     except UNREADABLE as error:
@@ -208,7 +210,7 @@ def looped_work(
 ) -> tuple[LoopedWork, ...]:
     """The cost of a program, split into work outside and inside the program's own loop; equal pieces are merged.
 
-    Work that is no product is named by what it moves. Attention's inner loop over the cache reads `blocks` blocks of
+    Work other than products is named by what it moves. Attention's inner loop over the cache reads `blocks` blocks of
     `block_pages` pages, or those that its window reaches, and so does a kernel that declares the work on one block.
     `skipped` and `per_machine` are passed to `walk`.
     """
@@ -244,13 +246,13 @@ def looped_work(
 
 
 def _blocks_read(source: str, blocks: float, block_pages: int) -> float:
-    """How many blocks of `block_pages` pages attention reads where full attention reads `blocks`."""
+    """How many blocks of `block_pages` pages a layer with a window reads if full attention reads `blocks`."""
     reach = window_reach(source)
     return blocks if reach is None else min(blocks, reach / block_pages)
 
 
 def _rounds(source: str, blocks: float, block_pages: int) -> float:
-    """The rounds of attention's loop; those of a layer with a window read their own blocks."""
+    """The number of iterations of attention's loop; a layer with a window reads only the blocks of its window."""
     reach = window_reach(source)
     if reach is None:
         return blocks

@@ -145,7 +145,7 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
 
 
 def _abstract_weights(role: Role, settings: TrainSettings) -> AbstractParams:
-    """The weights of a model beside the policy; none if they are the policy's own frozen ones."""
+    """The weights of a model other than the policy; empty if they are the policy's own frozen weights."""
     if role.weights == "policy_base":
         return {}
     trained = abstract_params(trained_specs(role.decoder), jnp.dtype(jnp.float32), settings.stored)
@@ -165,7 +165,7 @@ class _AbstractEngine(NamedTuple):
     programs: EnginePrograms
     weights: AbstractParams
     frozen: list[jax.ShapeDtypeStruct]
-    """Those of `weights` that no update changes."""
+    """The weights among `weights` that no update changes."""
     cache: Cache
 
 
@@ -188,7 +188,7 @@ def _abstract_engine(spec: RunSpec, mesh: Mesh) -> _AbstractEngine:
 
 
 def _with_all_logits(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> ExtendProgram:
-    """The seed system's prefill, which computes logits of all prompt tokens (and ran out of memory by them)."""
+    """The seed system's prefill, which computes logits of all prompt tokens (and ran out of memory because of them)."""
 
     def extend(params: Params, cache: Cache, chunk: Chunk) -> tuple[Cache, jax.Array]:
         hidden, cache, _ = prefill(params, cache, chunk, decoder=decoder, rules=rules, dtype=dtype)
@@ -196,7 +196,7 @@ def _with_all_logits(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dt
         last = jnp.take_along_axis(logits, (chunk.counts - 1)[:, None, None], axis=1)[:, 0]
         return cache, rules.constrain(last, "batch", None)
 
-    return cast(ExtendProgram, jax.jit(extend, donate_argnums=1))  # which is lowered only: its results differ
+    return cast(ExtendProgram, jax.jit(extend, donate_argnums=1))  # it is only lowered, never run: its results differ
 
 
 def _phase(
@@ -206,7 +206,7 @@ def _phase(
     arguments: tuple[object, ...],
     own: Mapping[str, object],
 ) -> PhaseProgram:
-    """A program, and what is on a device beside its arguments; `own` are those of them that are residents, by kind."""
+    """Make a `PhaseProgram`; `own` are the residents that are among its arguments, by kind."""
     beside = held(table, stage, {name: device_bytes(tree) for name, tree in own.items()})
     residents = {name: size for name, size in beside.items() if size}
     return PhaseProgram(lower=functools.partial(program.lower, *arguments), arguments=arguments, residents=residents)

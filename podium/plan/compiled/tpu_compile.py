@@ -85,7 +85,7 @@ def compile_tpu(lowered: "jax.stages.Lowered", *, whole: bool) -> TpuProgram:
 
 
 def counted_by_compiler(compiled: "jax.stages.Compiled") -> Counted | None:
-    """The compiler's count of a program's operations and bytes, each loop once; None if it makes none."""
+    """The compiler's count of a program's operations and bytes, each loop counted once; None if it makes no count."""
     found = compiled.cost_analysis()
     if not isinstance(found, Mapping) or "flops" not in found or "bytes accessed" not in found:
         return None

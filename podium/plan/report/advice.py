@@ -31,7 +31,7 @@ def advice_line(plan: Plan, trials: Sequence[Outcome] | None, fitted: Fitted | N
 
 
 def fit_advice(found: Fitted) -> str:
-    """The settings that fit as options of the command, with what they change: `--set train.remat=offload fits, ...`."""
+    """The settings that fit, as options of the command, with their effect: `--set train.remat=offload fits, ...`."""
     if found.best is None:
         return "none of the settings that were tried fits"
     plan = found.best.plan
@@ -61,7 +61,9 @@ def effect(outcome: Outcome) -> str:
 
 
 def _where(plan: Plan) -> str:
-    """If the run fits, the phase that takes most of a step and why; if not, the largest arrays of the peak phase."""
+    """If the run fits, the phase that takes most of a step and why; otherwise the largest arrays of the phase with the
+    peak.
+    """
     if plan.verdict != "fits":
         parts = sorted(plan.worst.parts.items(), key=lambda part: -part[1])[:2]
         held = " and ".join(f"{readable(name)} {size / 2**30:.1f}" for name, size in parts)

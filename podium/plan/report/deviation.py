@@ -66,7 +66,7 @@ class RunCheck:
     """Plan a training run and check the plan: call `begin` before the first step and `after_step` after each step."""
 
     def __init__(self, *, force: bool) -> None:
-        """Do nothing yet; with `force`, `begin` accepts a run that is far too large for the machine."""
+        """Prepare a check; with `force`, `begin` accepts a run that is far too large for the machine."""
         self.force = force
         self._plan: Plan | None = None
         self._steps, self._compared = 0, False
@@ -117,7 +117,7 @@ class CheckRow:
 
     @property
     def error(self) -> float | None:
-        """The plan's error as a share of the measurement; None if there is no measurement."""
+        """The plan's error as a share of the measurement; None without a measurement."""
         return self.planned.value / self.measured - 1 if self.measured else None
 
 
@@ -129,7 +129,7 @@ def check_run(folder: Path) -> list[CheckRow]:
     """
     path = folder / PLAN
     if not path.is_file():
-        raise ValueError(f"--check {folder}: there is no {PLAN}; podium train writes one on TPU and GPU")
+        raise ValueError(f"--check {folder}: {PLAN} is missing; podium train writes it on TPU and GPU")
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
         worst = max(plan["phases"], key=lambda phase: phase["gib"])

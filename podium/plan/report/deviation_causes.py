@@ -1,4 +1,4 @@
-"""The likeliest reason why a step took other seconds or memory than planned, and what to do about it. No jax."""
+"""The likeliest reason why a step's time or memory differs from the plan, and what to do about it. No jax."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ MEASURED = {
 STEP, PEAK = "time/train/step_s", "memory/train/peak_bytes_in_use_max_gib"
 DRAWN = "rollout/completion_tokens"
 FAR = 1.25
-"""Ratio of plan and measurement, up or down, from which a cause is named."""
+"""Ratio of plan and measurement, in either direction, from which a cause is named."""
 
 
 class TimedPart(NamedTuple):
@@ -40,7 +40,7 @@ def timed_parts(plan: Plan, measured: Mapping[str, float]) -> list[TimedPart]:
 
 
 def likeliest_cause(plan: Plan, measured: Mapping[str, float]) -> str | None:
-    """What makes most of the difference between a plan and a step's metrics, and what to do about it.
+    """The largest cause of the difference between a plan and a step's metrics, and what to do about it.
 
     Returns None if the step's seconds and its memory are both within a ratio of FAR of the plan. Seconds come first.
     """
@@ -56,7 +56,7 @@ def likeliest_cause(plan: Plan, measured: Mapping[str, float]) -> str | None:
 
 
 def _of_seconds(plan: Plan, measured: Mapping[str, float], late: float) -> str:
-    """`late`: seconds that the step took more than planned; negative: less."""
+    """The cause of a difference in time; `late` is by how many seconds the step exceeded the plan, or negative."""
     parts = timed_parts(plan, measured)
     worst = max(parts, key=lambda part: (part.took - part.planned) * math.copysign(1.0, late), default=None)
     elsewhere = late - sum(part.took - part.planned for part in parts)

@@ -15,7 +15,7 @@ from podium.plan.search.study import Change, Outcome
 def fit_sections(found: Fitted, *, alone: bool = False) -> list[ReportSection]:
     """The settings that fit, as YAML and as options, what each does, and what was tried.
 
-    With `alone`, they begin a report; otherwise they follow the first line of a plan, which has the options already.
+    With `alone`, they begin a report; otherwise they follow the first line of a plan, which shows the options already.
     """
     sections: list[ReportSection] = []
     best = found.best
@@ -50,7 +50,7 @@ def fit_sections(found: Fitted, *, alone: bool = False) -> list[ReportSection]:
 
 
 def _parted(found: Fitted) -> str | None:
-    """A warning if the compiled plan and the closed form's of the same settings part."""
+    """A warning if the compiled plan and the closed form's plan of the same settings differ widely."""
     assert found.best is not None
     estimate = next((each.before for each in found.undone if each.before is not None), None)
     return None if estimate is None or found.best.plan.estimate_only else text.parted(found.best.plan, estimate)

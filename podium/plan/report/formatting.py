@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from podium.accelerators import GIB
 from podium.plan.result import STEP_PARTS, Peak, Phase, Plan, Seconds, part_of, total
 
-PARTED = 2.0  # ratio of a step's seconds, compiled and estimated, from which a plan says that they part
+PARTED = 2.0  # ratio of a step's compiled to its estimated seconds from which a plan warns that they differ
 NEGLIGIBLE = 0.01  # share of a step below which a part is not mentioned
 LITTLE = 1e6  # bytes below which a transfer is not mentioned
 LIMITS = {
     "compute": "compute", "hbm": "HBM bandwidth", "ici": "link bandwidth", "latency": "latency", "host": "host copies",
 }  # fmt: skip
-"""What can bound a phase's time; the amount of memory is not among them."""
+"""The resources that can bound a phase's time; memory capacity is not one of them."""
 VERDICTS = {"fits": "fits", "too_close": "too close to call", "does_not_fit": "does not fit"}
 
 

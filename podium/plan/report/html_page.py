@@ -38,7 +38,7 @@ def write_page(
 ) -> None:
     """Write sections as a page, with each group of folded sections below them under its label.
 
-    `mark` says in the page which plan it is of, by which `check_page` knows it again.
+    `mark` identifies the plan in the page, so that `check_page` can recognise it.
     """
     body = [_printed(sections)]
     for label, inner in (folded or {}).items():

@@ -29,7 +29,7 @@ NAMES = {
     "rollout_rate": "rollout_tokens_per_s_per_chip",
     "full_slots_rate": "full_slots_tokens_per_s_per_chip",
 }
-"""Fields of the plan's dataclasses whose name in the object differs."""
+"""Names in the object of fields of the plan's dataclasses, where they differ."""
 ROLLOUT = ("prompt_tokens", "prefill_tokens", "completion_tokens", "decode_steps", "slot_utilisation", "mean_context")
 """The workload's fields that the object includes."""
 

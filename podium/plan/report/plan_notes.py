@@ -14,14 +14,14 @@ from podium.plan.result import Phase, judge, margin
 from podium.plan.traced.over_floor import spread
 from podium.tasks.conversations.environment_forms import conversing
 
-LEAST_AGAIN = 0.01  # share of prefilled tokens that are prefilled again, from which a plan says so
-MORE_OPERATIONS = 1.02  # ratio to the closed form's operations above which a program is said to recompute
+LEAST_AGAIN = 0.01  # share of prefilled tokens that are prefilled again from which a plan has a note
+MORE_OPERATIONS = 1.02  # ratio to the closed form's operations above which a note says that a program recomputes
 
 
 def explain(
     run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], workload: Workload, replies: Replies | None = None
 ) -> tuple[str, ...]:
-    """The notes of a plan, most important first; `replies` are those of conversations."""
+    """The notes of a plan, most important first; `replies` are the environment's replies in conversations."""
     found = [*_verdict(phases, accelerator), *_recomputation(phases), *spread(phases), *_decode(phases, workload)]
     found += _conversations(run, workload, replies)
     host = (F32 * run.own_count + optimizer_bytes(run)) * accelerator.devices_per_host
@@ -43,7 +43,7 @@ def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]
 
 
 def _conversations(run: RunSizes, workload: Workload, replies: Replies | None) -> Iterator[str]:
-    """What conversations were planned with, and whether parked ones keep their pages."""
+    """The assumptions about conversations, and whether parked conversations keep their pages."""
     if replies is None:
         if any(map(_converses, run.spec.rollout.prompts.tasks)):
             yield (

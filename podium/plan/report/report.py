@@ -1,4 +1,4 @@
-"""Prints the sections of a report. Bar parts are told apart by colour, or by letter without colours."""
+"""Prints the sections of a report. Parts of bars differ in colour, or in letter if colours are off."""
 
 import string
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,7 +77,7 @@ def _table(table: Table, *, narrow: bool) -> Grid:
 
 
 def _chart(chart: Chart, width: int, *, coloured: bool) -> RenderableType:
-    """Bars on one scale, with a key to their parts."""
+    """Bars on one scale, with a legend of their parts."""
     columns = zip(*((bar.name, bar.figure, bar.note) for bar in chart.bars), strict=True)
     room = max(SHORTEST, width - 2 - sum(max(map(len, column)) + 2 for column in columns))
     marks = _marks(chart.parts, coloured=coloured)

@@ -18,7 +18,7 @@ def write_config(
         path: the file to write.
         files: the configs that it includes as its `base`.
         document: all settings, by section.
-        keys: dotted paths. Of a path into a list, the whole list is written.
+        keys: dotted paths. For a path into a list, the whole list is written.
         title: a comment at its top.
     """
     settings = nested(dict(_setting(document, key) for key in keys))
@@ -43,7 +43,7 @@ def nested(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def _setting(document: Mapping[str, object], key: str) -> tuple[str, object]:
-    """The value at a dotted path; of a path into a list, the path of the list and all of it."""
+    """The path and value of a setting; for a path into a list, the path of the list and the whole list."""
     value: object = document
     names = key.split(".")
     for depth, name in enumerate(names):

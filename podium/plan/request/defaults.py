@@ -40,8 +40,8 @@ def with_defaults(
 ) -> tuple[Load, tuple[Override, ...]]:
     """Put default settings for one machine under the user's. Returns the loader and the defaults (none with a config).
 
-    Rows, slots and what saves memory are the fastest that fit by the closed form for these lengths; if nothing fits, as
-    little as possible is computed at once.
+    Rows, slots and memory-saving settings are the fastest that fit by the closed form for these lengths; if nothing
+    fits, as little as possible is computed at once.
 
     Raises:
         ValueError: the model is unknown, or settings conflict with each other or with the machine.

@@ -38,7 +38,7 @@ from podium.run.run_spec import Role, RunSpec, UpdateSpec
 
 F32 = 4
 ENDS = ("embed", "head")
-"""Weights outside the layers that have the size of the vocabulary."""
+"""Weights outside the layers with a vocabulary dimension."""
 ITEMSIZES = {"float32": F32, "bfloat16": 2}
 AnySection = TypeVar("AnySection", bound=Section)
 Parts = Mapping[str, int]  # logical axis -> number of parts it is split into
@@ -48,9 +48,9 @@ class OwnRows(NamedTuple):
     """The rows of a model that reads longer prompts than the policy."""
 
     micro_batches: float
-    """For each micro-batch of the policy."""
+    """Number of micro-batches of these rows per micro-batch of the policy."""
     attended: float
-    """As `RunSizes.attended`."""
+    """Like `RunSizes.attended`, for these rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -312,7 +312,9 @@ class RunSizes:
         return self.decoder.total(count)
 
     def _reach(self, window: int | None, tokens: int, new: int = 1) -> int:
-        """How many of a sequence's `tokens` a layer's attention reads for `new` queries; rings take a piece at once."""
+        """How many of a sequence's `tokens` a layer's attention reads for `new` queries; rings process one piece at a
+        time.
+        """
         if window is None:
             return tokens
         page_tokens = self.rollout.page_tokens
@@ -328,7 +330,7 @@ class RunSizes:
 
     @property
     def gathered_counts(self) -> tuple[int, int]:
-        """Number of parameters of all layers, and of embedding and head, on one device once gathered."""
+        """Numbers of parameters of all layers, and of embedding and head, on one device once they are gathered."""
         parts = self._parts(params.GATHERED_AXES)
         ends = ends_count(self.decoder, parts)
         return sum(self._counts(parts)) - ends, ends
@@ -358,7 +360,8 @@ class RunSizes:
 
     @property
     def _rollout_exchange(self) -> tuple[int, int]:
-        """Number of parts of the weights that the rollout gathers, and of the widths whose products it sums instead.
+        """The number of parts from which the rollout gathers weights, and the number of parts over which it sums
+        products.
 
         Weights are gathered over mesh axes that also split sequences; over other axes, products are summed.
         """
@@ -438,22 +441,24 @@ def _moment_number(run: RunSizes) -> int:
 
 
 class Planned(NamedTuple):
-    """A run on a machine as searches change it: its settings, and the sizes that follow from them."""
+    """A run on a machine, which searches can change: its settings, and the sizes that follow from them."""
 
     config: Config
     sizes: RunSizes
 
     @classmethod
     def of(cls, config: Config, accelerator: Accelerator, decoder: DecoderConfig | None = None) -> "Planned":
-        """The run of a config; without a decoder, that of the config's model. Raises ValueError as `make_sizes`."""
+        """The run of a config; `decoder` defaults to the config's model. Raises ValueError as `make_sizes` does."""
         return cls(config, make_sizes(config, decoder or find_decoder(config), accelerator))
 
     def changed(self, changes: Iterable[Change]) -> "Planned":
-        """The run with changed settings, whose rules are not checked. Raises ValueError as `make_sizes`."""
+        """The run with changed settings, without a check of the config's rules. Raises ValueError as `make_sizes`
+        does.
+        """
         return Planned.of(self.changed_settings(changes), self.sizes.accelerator)
 
     def changed_settings(self, changes: Iterable[Change]) -> Config:
-        """The run's settings with changes, whose rules are not checked."""
+        """The run's settings with changes, without a check of the config's rules."""
         config = self.config
         for change in changes:
             config = _assigned(config, change.key.split("."), change.value)
@@ -461,14 +466,14 @@ class Planned(NamedTuple):
 
 
 def _assigned(section: AnySection, keys: Sequence[str], value: object) -> AnySection:
-    """A copy of a section with one value changed, which a path of keys leads to."""
+    """A copy of a section in which the value at a path of keys is changed."""
     name, *rest = keys
     inner = _assigned(getattr(section, name), rest, value) if rest else value
     return section.model_copy(update={name: inner})
 
 
 def sizes_on(spec: RunSpec, accelerator: Accelerator) -> RunSizes:
-    """The sizes of a resolved run on its machine, which is this entry of the table."""
+    """The sizes of a resolved run on its machine, which has this entry in the table of accelerators."""
     return RunSizes(spec=dataclasses.replace(spec, machine=Machine.planned(accelerator)))
 
 
@@ -528,7 +533,7 @@ def optimizer_count(decoder: DecoderConfig, name: str, parts: Parts) -> int:
 
 def _moment_count(name: str, spec: ParamSpec, local: int) -> int:
     """Number of elements of an optimizer's state for a parameter with `local` elements on the device."""
-    if name == "adamw" or is_path(name):  # a user's own optimizer is assumed to keep as much as adamw
+    if name == "adamw" or is_path(name):  # a user's own optimizer is assumed to have as much state as adamw
         return 2 * local
     if name in ("lion", "sgd"):
         return local

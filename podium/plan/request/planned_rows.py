@@ -21,12 +21,13 @@ class PackedRows(NamedTuple):
     rows: tuple[int, ...]
     """Rows of each optimizer step."""
     seen: int
-    """Pairs of blocks that attention kernels compute in them; they skip blocks without a visible pair."""
+    """Pairs of blocks that attention kernels compute in these rows; they skip pairs of blocks without visible
+    tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Packing:
-    """What decides how a step's completions are packed."""
+    """The settings that determine how a step's completions are packed."""
 
     content: Hashable
     lengths: SequenceLengths = dataclasses.field(compare=False)

@@ -1,6 +1,6 @@
-"""A device that draws completions of known lengths without a model, counts what it is asked, and has a clock. No jax.
+"""A device that draws completions of known lengths without a model, counts its calls, and has a clock. No jax.
 
-`podium.rollout.engine.RolloutEngine` drives it, so that what is counted is what the engine does.
+`podium.rollout.engine.RolloutEngine` drives it, so the counts are those of the real engine.
 """
 
 import collections
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from podium.compile_ahead import Call
 
 TOKEN, END = 0, 1
-"""All that it draws: END is the last token of each turn, TOKEN the others."""
+"""The tokens that it draws: END as the last token of each turn, TOKEN otherwise."""
 
 
 class Clock(NamedTuple):
     """How long the engine's calls take, in seconds."""
 
     prefill_s: Mapping[int, float]
-    """A prefill call, by chunk length."""
+    """Seconds of a prefill call, by chunk length."""
     decode_s: Mapping[int, float]
-    """A decode step, by slots."""
+    """Seconds of a decode step, by number of slots."""
 
     def call_seconds(self, chunk: int) -> float:
-        """A prefill call; of an unknown chunk length that of the nearest one."""
+        """Seconds of a prefill call; for an unknown chunk length, those of the nearest known one."""
         return _nearest(self.prefill_s, chunk)
 
     def step_seconds(self, slots: int) -> float:
-        """A decode step; of an unknown size that of the nearest one."""
+        """Seconds of a decode step; for an unknown number of slots, those of the nearest known one."""
         return _nearest(self.decode_s, slots)
 
 
@@ -47,21 +47,21 @@ def _nearest(seconds: Mapping[int, float], size: int) -> float:
 
 @dataclasses.dataclass(kw_only=True)
 class Work:
-    """What a device was asked to do."""
+    """Counts of a simulated device's work."""
 
     prefills: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter[int])
     """Prefill calls by chunk length."""
     copies: int = 0
     """Calls that copy pages."""
     copied: int = 0
-    """Pages."""
+    """Pages copied."""
     decodes: dict[int, tuple[int, int, float]] = dataclasses.field(default_factory=dict[int, tuple[int, int, float]])
     """By slots of the decode program: calls in which a token was drawn, their steps, and the longest context of any
     slot, summed over steps."""
     occupied: int = 0
     """Slots whose step drew a token, summed over steps."""
     attended: int = 0
-    """Tokens that these attended to, their own included."""
+    """Tokens that these slots attended to, including their own, summed over steps."""
 
 
 class SimulatedDevice:
@@ -78,13 +78,13 @@ class SimulatedDevice:
         self.now = 0.0
         self.work = Work()
         self.lengths: dict[Key, int] = {}
-        """Tokens of the current turn of each completion."""
+        """Length in tokens of the current turn of each completion."""
         self._call_steps = config.refill_steps
         self._at_once = steps_at_once(config.refill_steps, shards)
 
     @property
     def loaded(self) -> bool:
-        """Always: no weights are needed."""
+        """Always True, because no weights are needed."""
         return True
 
     def resize(self, slots: int) -> None:
@@ -103,7 +103,7 @@ class SimulatedDevice:
         self.work.copied += len(copies)
 
     def decode(self, rows: tuple[DecodeRow, ...], tokenizer: TextDecoder | None) -> Callable[[], DrawnRows]:
-        """Draw up to `refill_steps` tokens in each row, after a first one where it is asked for."""
+        """Draw up to `refill_steps` tokens in each row, after a first token in rows that ask for one."""
         for row, sequence, _, fresh, _ in rows:
             if fresh:
                 self._left[row] = self.lengths[sequence.key] - len(sequence.drawn)
@@ -149,7 +149,7 @@ class SimulatedDevice:
             steps=ran,
         )
 
-    # It has no weights, cache and programs.
+    # It has no weights, cache or programs.
 
     def _nothing(self, *_: object, **__: object) -> None:
         """Do nothing."""
@@ -157,11 +157,11 @@ class SimulatedDevice:
     load = unload = forget = warm_up = wait = copy_cells = _nothing
 
     def num_compiled(self) -> int:
-        """Nothing is compiled."""
+        """Return 0, because nothing is compiled."""
         return 0
 
     def extra_calls(self, request: object) -> "dict[str, Call]":
-        """No request needs more."""
+        """Return no calls, because no request needs further programs."""
         return {}
 
     def nonfinite(self, sequence: object) -> str:

@@ -1,4 +1,4 @@
-"""The calls that a step makes of every program, each with its closed form. No jax."""
+"""The number of calls of every program in a step, each with its closed form. No jax."""
 
 import dataclasses
 import math
@@ -40,7 +40,9 @@ def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Ca
 
 
 def largest_calls(calls: Iterable[Call]) -> dict[str, Call]:
-    """Of each phase the call that needs most memory by the closed form; `init` is left out, as it has none."""
+    """For each phase, the call that needs most memory by the closed form; `init` is left out, as it has no closed
+    form.
+    """
     found: dict[str, Call] = {}
     for call in calls:
         form, held = call.closed_form, found.get(call.phase)
@@ -105,7 +107,7 @@ def update_calls(run: RunSizes, micro_batches: int) -> list[Call]:
 
 
 def packed_run(run: RunSizes, drawn: SequenceLengths) -> tuple[RunSizes, int]:
-    """The sizes with what packing a step's completions tells, and the number of its micro-batches."""
+    """The sizes, updated by packing a step's completions, and the number of the step's micro-batches."""
     spec, attention = run.spec, run.update.attention
     count, attended = packed(drawn, spec.batch, minibatches=spec.recipe.minibatches, attention=attention)
     own_rows: dict[str, OwnRows] = {}

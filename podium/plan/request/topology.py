@@ -74,7 +74,7 @@ def topology_devices(accelerator: Accelerator) -> "list[Device]":
 
 
 def gpu_target(accelerator: Accelerator) -> str:
-    """The compiler's description of a GPU."""
+    """The path of the compiler's description of a GPU."""
     return resources.files("podium.plan").joinpath("gpus", f"{accelerator.generation}.txtpb").read_text("utf-8")
 
 

@@ -1,8 +1,8 @@
 """The workload of a step: lengths of prompts and completions, and the calls and steps that their rollout takes.
 
 Lengths are drawn from a distribution or from an earlier run. The engine itself then answers requests of these lengths
-on a simulated device. Of conversations also the number of turns, the tokens of replies and their seconds are given: a
-`Clock` says how long calls take, so that replies come while others are decoded.
+on a simulated device. For conversations, the number of turns and the tokens and seconds of replies are given too: a
+`Clock` says how long calls take, so that replies arrive while other completions are decoded.
 """
 
 import collections
@@ -25,7 +25,7 @@ from podium.rollout.request import Completion, Key, Request, SamplingParams
 from podium.sampling.conversations.carry import chosen
 
 # GSM8K's 7,473 training questions under SmolLM2's tokenizer and chat template with the task's system prompt: 38 tokens
-# of template, then a lognormal of median 57 and log-deviation 0.35 (percentiles 5, 50, 95, 99: 71, 94, 139, 175).
+# of template, then a lognormal with median 57 and log-deviation 0.35 (percentiles 5, 50, 95, 99: 71, 94, 139, 175).
 TEMPLATE_TOKENS = 38
 QUESTION_MEDIAN = 57
 QUESTION_SIGMA = 0.35
@@ -57,12 +57,12 @@ class SequenceLengths:
     prompts: np.ndarray  # [N] int
     completions: np.ndarray  # [N, G] int, of conversations: answers and replies together
     replies: Replies | None = None
-    """None: prompts are answered once."""
+    """None: each prompt gets a single answer, without replies."""
     greedy: np.ndarray | None = None  # [N] int, of greedy completions, which no update trains on; None if absent
 
     @property
     def decoded(self) -> "SequenceLengths":
-        """The lengths of all that is decoded: a greedy completion is the last of its prompt's."""
+        """The lengths of all decoded completions; a greedy completion is the last one of its prompt."""
         if self.greedy is None:
             return self
         whole = np.concatenate([self.completions, self.greedy[:, None]], axis=1)
@@ -98,9 +98,9 @@ class Workload:
     pages_peak: int = 0
     """Most pages in use at once, those of parked conversations included."""
     seconds: float = 0.0
-    """Of the rollout, by the clock that it was simulated with."""
+    """Seconds of the rollout, by the clock that it was simulated with."""
     idle_s: float = 0.0
-    """Those in which all conversations wait for their environments."""
+    """The seconds in which all conversations wait for their environments."""
 
     @property
     def decode_steps(self) -> int:
@@ -176,7 +176,7 @@ def _replies(text: str) -> Replies:
 
 
 def _conversing(alone: SequenceLengths, replies: Replies, rollout: RolloutConfig, *, whole: bool) -> SequenceLengths:
-    """Conversations with answers of these lengths, or of these lengths as a `whole`.
+    """Conversations with answers of these lengths; with `whole`, the lengths are those of whole conversations.
 
     Raises ValueError if they do not fit in `rollout.max_episode_tokens`.
     """
@@ -251,7 +251,7 @@ class _Simulation:
     """A simulation without a clock. Several machines whose meshes have as many shards share it."""
 
     content: Hashable
-    """Equal if lengths and settings of the rollout are."""
+    """A value that is equal for equal lengths and rollout settings."""
     lengths: SequenceLengths = dataclasses.field(compare=False)
     rollout: RolloutConfig = dataclasses.field(compare=False)
     shards: int
@@ -323,16 +323,16 @@ class _Live:
     """A completion, or a conversation, that has not ended."""
 
     number: int
-    """Of its prompt, in the run."""
+    """Number of its prompt in the run."""
     index: int
-    """Among its prompt's completions."""
+    """Index among its prompt's completions."""
     context: int
     """Tokens before the current turn."""
     turn: int = 0
     key: Key | None = None
-    """Its name in the engine; None: the engine does not have it."""
+    """Its key in the engine; None if the engine does not have it."""
     drawn: Completion | None = None
-    """What an earlier step has drawn of the current turn."""
+    """The tokens that an earlier step has drawn of the current turn."""
     replying: bool = False
 
 
@@ -340,16 +340,18 @@ class _Rollouts:
     """The rollouts of several steps: the engine on a simulated device, with all lengths known in advance."""
 
     def __init__(self, lengths: SequenceLengths, device: SimulatedDevice, *, reply_s: float) -> None:
-        """Begin no step yet. Environments reply after `reply_s` seconds of the device's clock."""
+        """Prepare without starting a step. Environments reply after `reply_s` seconds of the device's clock."""
         self._lengths, self._device = lengths, device
         self._engine = RolloutEngine(device, None)
         self._reply_s = reply_s
         self._live: dict[int, dict[int, _Live]] = {}
-        """What has not ended, by number of the prompt in the run, and by index; empty: the prompt is complete."""
+        """Completions that have not ended, by the prompt's number in the run and by index; empty for a complete
+        prompt."""
         self._drawing: dict[Key, _Live] = {}
-        """What the engine draws."""
+        """The completions that the engine is drawing."""
         self._replies: collections.deque[tuple[float, _Live]] = collections.deque()
-        """When the replies come that conversations wait for, soonest first: all take as long."""
+        """Conversations that wait for a reply, with the time of its arrival, soonest first, since all replies take
+        equally long."""
         self._first: dict[int, int] = {}
         """Step in which a prompt's first token was drawn."""
         self._begun = self._step = 0
@@ -397,7 +399,9 @@ class _Rollouts:
         return int(self._device.config.in_flight * len(self._lengths.prompts) + 1e-6)
 
     def _answer(self) -> None:
-        """One step's rollout: submit what is new and what was left, then run the engine until there is enough."""
+        """One step's rollout: submit new and unfinished completions, then run the engine until enough prompts are
+        complete.
+        """
         while len(self._live) < self._room:
             prompt = int(self._lengths.prompts[self._begun % len(self._lengths.prompts)])
             self._live[self._begun] = {
@@ -428,7 +432,7 @@ class _Rollouts:
         self._step += 1
 
     def _chosen(self, first: Sequence[int | None]) -> list[int] | None:
-        """Which of the prompts form the step; None if there are not enough yet."""
+        """The prompts that form the step; None if too few are complete yet."""
         per_step = len(self._lengths.prompts)
         return chosen(
             first,
@@ -440,7 +444,7 @@ class _Rollouts:
         )
 
     def _put_aside(self) -> None:
-        """Take what has not ended out of the engine."""
+        """Withdraw unfinished completions from the engine."""
         for key, completion in self._engine.withdraw(list(self._drawing)).items():
             live = self._drawing.pop(key)
             if completion.finish_reason is not None:
@@ -466,13 +470,15 @@ class _Rollouts:
         return size + (live.turn < longer)
 
     def _most(self, live: _Live) -> int:
-        """Most tokens that the current turn may have."""
+        """The largest number of tokens that the current turn may have."""
         return min(
             max(self._device.config.max_new_tokens, self._whole(live)), self._device.config.longest - live.context
         )
 
     def _submit(self, lives: Sequence[_Live], prompt: int) -> None:
-        """Submit completions of a prompt that go on alike, and share these first tokens of their contexts."""
+        """Submit completions of a prompt that continue in the same way, and share the first tokens of their
+        contexts.
+        """
         request = Request(
             prompt=(TOKEN,) * prompt,
             sampling=self._sampling(lives[0]),
@@ -490,15 +496,16 @@ class _Rollouts:
         return SamplingParams(max_new_tokens=self._most(live), stop_tokens=(END,))
 
     def _draw(self, live: _Live, key: Key) -> None:
-        """Note that the engine draws a turn."""
+        """Record that the engine is drawing a turn."""
         live.key, live.drawn, live.replying = key, None, False
         self._drawing[key] = live
         self._device.lengths[key] = min(self._whole(live), self._most(live))
 
     def _take_replies(self, *, waits: bool) -> None:
-        """Begin the next turns of conversations whose replies have come.
+        """Begin the next turns of conversations whose replies have arrived.
 
-        `waits` for one first: the engine has nothing to do, or no pages for it until these conversations end.
+        With `waits`, wait for a reply first, because the engine has nothing to do, or lacks pages until these
+        conversations end.
         """
         replies, device = self._lengths.replies, self._device
         if replies is None or not self._replies:

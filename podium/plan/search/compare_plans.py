@@ -109,7 +109,7 @@ class _Pair:
 
 
 def _calls(plan: Plan, name: str) -> float:
-    """The number of units of a part (see `_unit`) in a step; one token is a decode step of all slots."""
+    """The number of units of a part (see `_unit`) in a step; a `token` of decoding is one step of all slots."""
     if name == HOST:
         return float(sum(phase.calls for phase in plan.phases)) or 1.0
     if name == "decode":

@@ -1,9 +1,9 @@
 """`--fit`: find the fastest settings that fit, first without changing what the run learns.
 
 The closed form orders pairs of an update and a rollout (`podium.plan.search.fit_candidates`), and the compiler judges:
-of the best pair only the update is compiled, and the decode if its estimate leaves it in doubt. What it says of one
-program corrects the estimates of all that are like it, and the next pair is tried until one fits; then the whole run is
-planned. No jax.
+of the best pair only the update is compiled, and the decode if its estimate leaves it in doubt. The compiler's figure
+for one program corrects the estimates of all similar ones, and the next pair is tried until one fits; then the whole
+run is planned. No jax.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class Pair(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of a step, by the closed form."""
+        """Seconds of a step, by the closed form."""
         return self.update.seconds + self.rollout.seconds
 
 
@@ -56,7 +56,7 @@ class Tried(NamedTuple):
     bytes: int
     fits: bool
     seconds: float
-    """Of a step; of a program that was compiled by itself, by the closed form."""
+    """Seconds of a step; by the closed form if only a program was compiled."""
     made_by: str
 
 
@@ -67,9 +67,9 @@ class Fitted:
     before: Plan
     """The run as it is, by the closed form."""
     best: Outcome | None
-    """The settings, planned; None: nothing fits."""
+    """The plan of the best settings; None if nothing fits."""
     learned: Changes = ()
-    """Those of the settings that change what the run learns."""
+    """The changes among the settings that affect what the run learns."""
     undone: Sequence[Outcome] = ()
     """For each change, the best settings without it, by the closed form."""
     others: Sequence[Outcome] = ()
@@ -211,7 +211,7 @@ class Fit:
         return close
 
     def _note(self, found: Outcome) -> None:
-        """Note a whole plan among what was tried."""
+        """Record a whole plan among the settings that were tried."""
         plan = found.plan
         made_by = "closed form" if plan.estimate_only else "whole plan"
         seconds = plan.step.value if plan.step else 0.0
@@ -237,7 +237,8 @@ class Choice:
     def __init__(
         self, places: Iterable[Place], hbm_bytes: int, *, fast: bool, factors: dict[tuple[str, str], float]
     ) -> None:
-        """Consider places one after another, as they are needed; the first has the run's own shared settings.
+        """Prepare to consider places one after another, as they are needed; the first has the run's own shared
+        settings.
 
         `factors` are compiled bytes over estimated ones, by phase and kind of half; what is learned is added.
         """
@@ -257,11 +258,13 @@ class Choice:
         return sum(len(place.updates) + len(place.simulated) for place in self._places)
 
     def best(self) -> Pair | None:
-        """The pair to try next: the fastest that fits, or one that is known to fit and hardly slower; None if none."""
+        """The pair to try next: the fastest that fits, or a hardly slower one that is known to fit; None if no pair
+        fits.
+        """
         pair = self._best(ordinary=True)
         while self._waiting and (pair is None or pair.seconds > (1 + ALIKE) * self._least_seconds()):
             if pair is not None and not self._ordinary(self._waiting[0]):
-                break  # these are for runs that fit nowhere else
+                break  # other places are for runs that do not fit otherwise
             self._places.append(self._waiting.pop(0))
             pair = self._best(ordinary=True)
         pair = pair or self._best(ordinary=False)
@@ -273,23 +276,26 @@ class Choice:
         return (1 - margin(place.compiled and not self.fast)) * self._hbm_bytes - self._beside
 
     def need(self, half: Half) -> float:
-        """Bytes that a device needs for a half: the compiler's, or the closed form's as corrected."""
+        """Bytes that a device needs for a half: the compiler's figure, or the closed form's, corrected."""
         return max(
             self._exact.get((id(half), phase), size * self._factors.get((phase, half.like), 1.0))
             for phase, size in half.peaks.items()
         )
 
     def open_phases(self, pair: Pair) -> dict[str, Half]:
-        """The phases of a pair to compile by themselves, each with its half; none if the compiler cannot judge them."""
+        """The phases of a pair to compile by themselves, each with its half; empty if the compiler cannot judge the
+        pair.
+        """
         if self.fast or not pair.place.compiled:
             return {}
         halves = (pair.update, pair.rollout)
         return {phase: half for half in halves if (phase := self._open(half)) is not None}
 
     def _open(self, half: Half) -> str | None:
-        """The phase of a half that is to be compiled by itself; None if it is known, or a decode that surely fits.
+        """The phase of a half that should be compiled by itself; None if its memory is known, or if it is a decode sure
+        to fit.
 
-        The whole plan compiles such a decode.
+        Such a decode is compiled with the whole plan.
         """
         alone = (name for name in half.peaks if name == "decode" or part_of(name) == "update")
         phase = max(alone, key=lambda name: half.peaks[name])
@@ -330,13 +336,15 @@ class Choice:
         return min(updates) + min(rollouts)
 
     def _best(self, *, ordinary: bool, known: bool = False) -> Pair | None:
-        """The fastest pair that fits, of `ordinary` places or of others; of several that are alike, fewest changes."""
+        """The fastest pair that fits, among `ordinary` places or among the others; of similarly fast ones, the fewest
+        changes.
+        """
         found: list[Pair] = []
         for place in self._places:
             if self._ordinary(place) is not ordinary:
                 continue
             update = self._fastest(place, place.updates, known=known)
-            if update is None:  # whatever the rollout needs, which takes long to simulate
+            if update is None:  # whatever memory the rollout needs, because simulating it takes long
                 continue
             rollout = self._fastest(place, place.rollouts, known=known)
             if rollout is not None:
@@ -354,7 +362,7 @@ class Choice:
 
 
 def fastest(halves: Halves) -> Changes | None:
-    """The changes that make a run fastest, of all that fit, by the closed form; None if nothing fits."""
+    """The changes that make a run fastest among those that fit, by the closed form; None if nothing fits."""
     pair = Choice(halves.places(), halves.machine.hbm_bytes, fast=True, factors={}).best()
     return None if pair is None else pair.changes
 

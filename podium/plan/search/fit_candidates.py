@@ -40,11 +40,11 @@ class Half:
     changes: Changes
     """The half's settings that differ from the run's."""
     peaks: Mapping[str, int]
-    """Bytes of a device at the peak of each phase."""
+    """Bytes on a device at the peak of each phase."""
     seconds: float
-    """In a step, with the host's."""
+    """Seconds in a step, including the host's."""
     like: str
-    """Equal for halves whose estimates are wrong by similar shares."""
+    """A label shared by halves whose estimates are off by similar factors."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class Halves:
             changes = self._changes(dict(zip(choices, values, strict=True)))
             try:
                 run = self.own.changed(changes)
-            except ValueError:  # a mesh that does not divide
+            except ValueError:  # a mesh over which the settings do not divide
                 continue
             yield Place(
                 changes=changes,
@@ -310,8 +310,8 @@ class _Rough(NamedTuple):
     changes: Changes
     run: RunSizes
     peak: int
-    """Bytes of a device in the largest phase."""
+    """Bytes that the phase with the highest peak takes on a device."""
     phase: str
-    """That phase."""
+    """The phase with this peak."""
     seconds: float
-    """A rough estimate."""
+    """A rough estimate of its seconds."""

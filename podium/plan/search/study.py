@@ -59,7 +59,7 @@ class Case:
     changes: Changes = ()
 
     def but(self, *changes: Change) -> "Case":
-        """A copy of the case with these changes in place of its own."""
+        """A copy of the case with its changes replaced by these."""
         return Case(self.machine, changes)
 
 
@@ -96,7 +96,7 @@ def cost_of(plan: Plan, steps: int, prices: Mapping[str, Price]) -> RunCost | No
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The plan of a case, or the reason why there is none."""
+    """The plan of a case, or the reason why it could not be planned."""
 
     case: Case
     known: Plan | None = None  # None: it cannot be planned

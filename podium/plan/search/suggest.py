@@ -1,4 +1,4 @@
-"""The changes that help a run most that fits, without changing what it learns; each comes with its own plan."""
+"""The changes that most help a run that fits, without changing what it learns; each comes with its own plan."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence

@@ -47,7 +47,7 @@ def search_range(key: str, run: Planned) -> SearchRange:
         raise ValueError(f"--search {key}: cannot be searched; search one of {searched}")
     found = knob.range(run)
     if found.most < found.unit:
-        raise ValueError(f"--search {key}: there is nothing to search: {found.why}, {found.most}")
+        raise ValueError(f"--search {key}: no other value to try: {found.why}, {found.most}")
     return found
 
 
@@ -145,7 +145,7 @@ def _near_chunks(run: Planned) -> list[int]:
 
 
 def _near_adapters(run: Planned) -> Iterable[str]:
-    """One copy of the frozen weights on a GPU instead of two, or the reverse."""
+    """A change from two copies of the frozen weights on a GPU to one, or the reverse."""
     lora = run.sizes.decoder.lora
     if lora is None or lora.merged or run.sizes.platform != "gpu":
         return ()

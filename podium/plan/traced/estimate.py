@@ -74,15 +74,15 @@ PRODUCTS: Mapping[str, int] = {"forward": 2, "again": 2, "reference": 4, "blocks
 # HBM traffic of a layer in arrays: [tokens, F] of `a` bytes, and float32 scores; fitted to compiled v6e programs.
 MLP_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 30}
 EXPERT_TRAFFIC: Mapping[str, tuple[int, int]] = {"forward": (4, 9), "update": (8, 8)}
-"""The same of a mixture: arrays between its products, and passes over a token's rows for all its experts, which in an
-update are those of its products alone; gpt-oss-20b's and Qwen3-30B-A3B's."""
+"""HBM traffic of a mixture of experts: arrays between its products, and passes over a token's rows for all its experts;
+in an update only the passes of its products. Counted for gpt-oss-20b and Qwen3-30B-A3B."""
 SCORE_TRAFFIC: Mapping[str, int] = {"forward": 1, "update": 11}
 BLOCK_TRAFFIC: Mapping[str, int] = {"forward": 20, "update": 37}
 """Arrays [B, t, H, Q] that attention in blocks of t tokens moves for each pair of blocks: the block's queries, keys and
 values, float32 scores and sums, and their gradients; where attention is computed again, its forward pass is added."""
 LOGITS_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 12}
 LOGITS_READ = 2
-"""Passes over logits on a GPU: for the largest of each token, and for the sum of all."""
+"""Passes over logits on a GPU: for each token's maximum, and for the sum."""
 EXACT_PASSES = 6
 """Products of bfloat16 in one of float32 at full precision, on a TPU."""
 """The parts of a device's memory that a checkpoint copies."""
@@ -94,12 +94,14 @@ others: half of VMEM."""
 
 
 class Piece(NamedTuple):
-    """Work that takes the longer of its operations' time and its traffic's; none of it overlaps with other pieces."""
+    """Work that takes as long as its operations or its traffic, whichever is longer, without overlap with other
+    pieces.
+    """
 
     flops: int
     hbm_bytes: int
     kernels: int = 0
-    """Kernels on a GPU that do it, none of which takes less than a launch."""
+    """Kernels on a GPU that do the work, each of which takes at least as long as a launch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,9 +118,9 @@ class PhaseEstimate:
     least_bytes: int
     """The bytes of `hbm_bytes` that no compiler can avoid (`podium.plan.traced.least_bytes`)."""
     once_bytes: int = 0
-    """The same of a call, before or after the rounds of its loop."""
+    """Like `least_bytes`, once per call, before or after the iterations of its loop."""
     pieces: tuple[Piece, ...] = ()
-    """The operations and bytes, where not all of them overlap; empty: they do."""
+    """The operations and bytes in pieces that do not overlap with each other; empty: all overlap."""
     copies: tuple[tuple[float, int, float], ...] = ()
     """Copies between device and host: how often, bytes of each, and the share of all work that overlaps with it."""
     kernels: tuple[int, int] = (0, 0)
@@ -168,7 +170,7 @@ def offer(accelerator: Accelerator) -> str:
 
 
 def sync_phase(run: RunSizes) -> PhaseEstimate:
-    """Making the rollout's weights from the trainer's: gather all of them, then copy them to their place."""
+    """Make the rollout's weights from the trainer's: gather all of them, then copy them to their place."""
     if run.decoder.lora is not None and not run.decoder.lora.merged:
         return PhaseEstimate(
             name="sync",
@@ -192,7 +194,7 @@ def sync_phase(run: RunSizes) -> PhaseEstimate:
 
 
 def _expanded_bytes(run: RunSizes) -> int:
-    """Bytes that a pass of a TPU's rollout moves to expand nf4, beside reading the codes.
+    """Bytes that a pass of a TPU's rollout moves to expand nf4, in addition to reading the codes.
 
     A matrix that is too large for fast memory is written and read again, and so are its codes, which are taken out of
     the stack of all layers.
@@ -291,7 +293,7 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
 
 
 def first_flops(run: RunSizes, size: int) -> int:
-    """Operations of the head in a decode call that draw the first tokens of `size` slots, before its steps."""
+    """Operations of the head that draw the first tokens of `size` slots in a decode call, before its steps."""
     slots = -(-size // run.rollout_shards)
     return 2 * slots * run.decoder.vocab * run.decoder.width // run.rollout_heads
 
@@ -310,7 +312,7 @@ def score_phase(run: RunSizes) -> PhaseEstimate:
 
 
 def role_phase(run: RunSizes, role: Role) -> PhaseEstimate:
-    """One call of the program by which a model beside the policy scores a micro-batch.
+    """One call of the program with which a model other than the policy scores a micro-batch.
 
     It scores the policy's batch, or its own beside that, or a batch of whole conversations during the rollout.
     """
@@ -324,7 +326,7 @@ def role_phase(run: RunSizes, role: Role) -> PhaseEstimate:
 
 
 def learning_phase(run: RunSizes, role: Role, micro_batches: float = 1) -> PhaseEstimate:
-    """One optimizer step of a model beside the policy, with the policy's weights and state; as `update_phase`."""
+    """Like `update_phase` for a model other than the policy, whose weights and state stay in memory."""
     own = run.of(role)
     form = update_phase(own, micro_batches)
     parts = residents(run, "update") | _batch(run) | update_peak(own)
@@ -340,7 +342,7 @@ def _scoring(name: str, run: RunSizes, beside: Parts, *, logits: bool = True) ->
     layers, head = run.gathered_counts
     pieces = _scoring_pieces(run, logits=logits)
     layer = _forward_peak(run, run.rows // groups, run.row_tokens // run.sp, a)
-    if groups > 1:  # what all groups of a layer read and write
+    if groups > 1:  # the inputs and outputs of all groups of a layer
         layer["layer_inputs"] = 2 * tokens * run.decoder.width * a
     return PhaseEstimate(
         name=name,
@@ -413,7 +415,7 @@ def _pieces(run: RunSizes, flops: int, traffic: int) -> tuple[Piece, ...]:
 def _update_pieces(run: RunSizes, micro_batches: float) -> tuple[Piece, ...]:
     """The work of a micro-batch: products of the layers, attention, the head, and passes over arrays."""
     attention, head = _update_attention_flops(run), _update_head_flops(run)
-    # A fused head's kernel makes all logits for their sums, and moves none; chunks make them again.
+    # A fused head's kernel computes all logits for their sums, and moves none; chunks compute them again.
     scored = _logits_flops(run) + fused_padding(run) if run.update.head == "fused" else 0
     gathered = 4 * sum(run.gathered_counts) * run.activation
     layers = _layers_traffic(run, "update", run.rows, run.row_tokens, run.activation, split=run.tp * run.sp)
@@ -448,7 +450,7 @@ def checkpoint_phase(run: RunSizes) -> PhaseEstimate:
 def _forward_peak(run: RunSizes, rows: int, length: int, a: int, *, split: int = 1, mixture: int = 0) -> Parts:
     """Peak arrays of one layer's forward pass: those of its attention or those of its MLP, whichever is larger.
 
-    `mixture` are the bytes of a mixture of which each device has a part of the experts; 0: each has all of them.
+    `mixture` are the bytes of a mixture's arrays if experts are split over devices; 0 if each device has all experts.
     """
     widest = max(feed_forward_inner(run.decoder, place) for place in run.decoder.places)
     spread = EXPERT_ROWS * max(expert_rows(run.decoder, place) for place in run.decoder.places)
@@ -463,9 +465,9 @@ def _forward_peak(run: RunSizes, rows: int, length: int, a: int, *, split: int =
 
 
 def _windows(run: RunSizes, tokens: int) -> int:
-    """Bytes of a mixture's arrays in a prefill whose devices share the experts of their `tokens`; 0 if they do not.
+    """Bytes of a mixture's arrays in a prefill of `tokens` tokens if the experts are split over devices; otherwise 0.
 
-    A device multiplies those rows that are for its experts, in windows twice as large as an even share of all.
+    A device multiplies the rows for its experts in windows twice as large as an even share of all rows.
     """
     parts, width = run.rollout_parts.get("experts", 1), run.decoder.width
     if parts == 1:
@@ -555,7 +557,7 @@ def _head_product(run: RunSizes) -> int:
 
 
 def _update_attention_products(run: RunSizes) -> tuple[int, int]:
-    """Products of queries with keys in an update's first forward pass, and in what follows."""
+    """Numbers of query-key products in an update's first forward pass, and in recomputation and backward pass."""
     again = PRODUCTS["again"] if run.update.remat != "none" else 0
     return PRODUCTS["forward"], PRODUCTS[run.update.attention] + again
 
@@ -570,7 +572,7 @@ def _update_attention_flops(run: RunSizes) -> int:
 
 
 def _update_head_flops(run: RunSizes) -> int:
-    """Operations of an update's logits and their gradients; a head in chunks has them saved with `remat: none`."""
+    """Operations of an update's logits and their gradients; with `remat: none`, a chunked head saves its logits."""
     again = run.update.remat != "none" or run.update.head == "fused"
     own = (1 + _backward(run) + again) * _logits_flops(run) + (2 + _backward(run)) * fused_padding(run)
     if (compared := run.spec.compared) is None:
@@ -609,9 +611,10 @@ def _layers_traffic(run: RunSizes, kind: str, rows: int, length: int, a: int, *,
 
 
 def _scores_traffic(run: RunSizes, kind: str, rows: int, length: int, *, split: int) -> int:
-    """HBM traffic in bytes of attention without a kernel: scores if all exist at once, else each block of queries.
+    """HBM traffic in bytes of attention without a kernel: of scores if all exist at once, else of each block of
+    queries.
 
-    A CPU's cache holds what it computes of a block.
+    A CPU's cache holds the intermediate results of a block.
     """
     if run.update.attention not in ("reference", "blocks") or (run.platform, run.update.attention) == ("cpu", "blocks"):
         return 0
@@ -651,7 +654,7 @@ def _sp_ici(run: RunSizes) -> int:
 
 
 def computed_in_loops(run: RunSizes) -> bool:
-    """Whether an accelerator computes an update's attention or recurrence in loops of its compiler, not in kernels."""
+    """Whether an update's attention or recurrence is compiled to loops instead of kernels on an accelerator."""
     if run.platform == "cpu":
         return False
     nets = [place for place in run.decoder.places if isinstance(place.block.mixer, DeltaNet)]

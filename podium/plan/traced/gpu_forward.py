@@ -1,4 +1,4 @@
-"""The closed form of forward passes on GPUs: what they move beside weights and cache, and their launches. No jax.
+"""The closed form of forward passes on GPUs: traffic other than weights and cache, and kernel launches. No jax.
 
 XLA's programs for GPUs keep nothing in fast memory between two kernels, so each pass over activations counts, and small
 kernels take as long as a launch. Counts are those of compiled programs, kernel by kernel: prefills of Qwen2.5-0.5B and
@@ -37,7 +37,7 @@ from podium.plan.traced.update_memory import expert_rows, feed_forward_inner
 from podium.plan.traced.update_traffic import own_weights
 
 WIDTH_PASSES, BEHIND_PASSES = 13, 5
-"""Arrays [R, T, D] that a layer moves in norms and sums, and those of norms behind mixer and MLP."""
+"""Arrays [R, T, D] that a layer moves in norms and sums, and those of norms after mixer and MLP."""
 QUERY_PASSES, KEY_PASSES, STORED_PASSES = 3, 4, 10
 """Arrays of queries and of keys that a layer moves to rotate them and to order outputs; and of keys to store these and
 values in pages."""
@@ -46,26 +46,27 @@ INNER_PRODUCTS, INNER_PASSES = 3, 3
 EXPERT_PASSES = 9
 """Passes over a token's rows for all its experts."""
 THIN: Mapping[str, int] = {LORA_A: 1, LORA_B: 2}
-"""Passes of an adapter: over its matrix's inputs, which are read again, and outputs, which are written and added."""
+"""Passes of an adapter over its matrix's inputs (read again) and outputs (written and added)."""
 ROUND_KERNELS, PIECE_KERNELS = 7, 3
 """Kernels of attention in a prefill that move next to nothing: for each block of the cache (counters, page numbers,
 maxima and sums of rows), and for each piece of new tokens (numbers of pages)."""
 STEP_KERNELS, DRAW_KERNELS = 7, 30
-"""The same of a layer in a decode step (rotations, norms, sums, joining parts of attention), and of drawing a token."""
+"""Kernels that move next to nothing in a decode step: per layer (rotations, norms, sums, joining parts of attention),
+and for drawing a token."""
 ADAPTER_KERNELS, SENT_KERNELS = 3, 3
 """Kernels of an adapter in a decode step: two products and the sum of the first one's parts; and three more that pack
 what devices add up, the matrix's product and the adapter's first, and unpack both."""
 STACKED_KERNELS, STACKED_FACTORS = 5, 2
-"""Kernels more of a layer, and of an adapter, that take their arrays out of the stacks of all layers."""
+"""Additional kernels per layer, and per adapter, that take arrays out of the stacks of all layers."""
 MATRICES, STACKED_MATRICES = 4, 14
-"""Kernels of a layer's products with weights in a decode step: those with one input are one product; in stacks each
-matrix has its own, and before it another that copies it."""
+"""Kernels of a layer's products with weights in a decode step: matrices that share an input are one product; in stacks
+each matrix has its own, preceded by a kernel that copies it."""
 EXPANDING, STACKED_EXPANDING = 4, 12
-"""Kernels more of a layer that expand nf4: one for each product; in stacks, scales are copied too."""
+"""Additional kernels per layer that expand nf4: one for each product; in stacks, scales are copied too."""
 
 
 class Attended(NamedTuple):
-    """What attention does in a prefill: rounds over blocks of the cache, one kernel after another."""
+    """The work of attention in a prefill: iterations over blocks of the cache, one kernel after another."""
 
     products: int = 0
     """Bytes that its products move."""
@@ -78,7 +79,7 @@ class Attended(NamedTuple):
 
 
 def decode_kernels(run: RunSizes) -> tuple[int, int]:
-    """Kernels of a decode step: those that move next to nothing, and those of weights and cache."""
+    """Numbers of kernels of a decode step: those that move next to nothing, and those that read weights or cache."""
     stacked, split, own = _stacked(run), run.rollout_heads > 1, _of_rollout(run)
     small = DRAW_KERNELS + STACKED_KERNELS * stacked * run.decoder.layers
     for place in run.decoder.places:
@@ -207,12 +208,14 @@ def _inner(decoder: DecoderConfig) -> int:
 
 
 def _stacked(run: RunSizes) -> bool:
-    """Whether the rollout reads weights in the trainer's stacks of all layers."""
+    """Whether the rollout reads weights from the trainer's stacks of all layers."""
     return run.decoder.lora is not None and run.decoder.lora.shared
 
 
 def _of_rollout(run: RunSizes) -> DecoderConfig:
-    """The decoder of the rollout's weights, in which matrices with one input are one, if they are not the trainer's."""
+    """The decoder of the rollout's weights, in which matrices that share an input are joined unless they are the
+    trainer's.
+    """
     return dataclasses.replace(rollout_decoder(run.decoder), joined=not _stacked(run))
 
 

@@ -1,8 +1,8 @@
 """The floor of each program: the bytes that a device has to move in it, whatever the compiler does. No jax.
 
 These are weights, the live cache, logits and optimizer state, each moved once. The operations of a floor are the closed
-form's (`podium.plan.traced.estimate`), which adds to these bytes what compilers were seen to move beyond them;
-`podium.plan.traced.over_floor` holds compiled programs against both.
+form's (`podium.plan.traced.estimate`), which adds the bytes that compilers were seen to move beyond these;
+`podium.plan.traced.over_floor` compares compiled programs with both.
 """
 
 from podium.plan.request.phase_sizes import F32, RunSizes, cast_bytes, optimizer_bytes
@@ -10,12 +10,12 @@ from podium.plan.traced.resident_memory import frozen_bytes
 
 
 def logits_bytes(run: RunSizes, tokens: int) -> int:
-    """Float32 logits of the rollout for `tokens` tokens of a device."""
+    """Bytes of the rollout's float32 logits for `tokens` tokens of a device."""
     return F32 * tokens * run.decoder.vocab // run.rollout_heads
 
 
 def sync_bytes(run: RunSizes) -> int:
-    """Making the rollout's weights: read what the trainer stores, write what the rollout keeps of its own.
+    """Bytes of making the rollout's weights: read what the trainer stores, and write the rollout's own copy.
 
     Where devices exchange weights, each first writes its own in the rollout's format.
     """
@@ -26,37 +26,39 @@ def sync_bytes(run: RunSizes) -> int:
 
 
 def prefill_bytes(run: RunSizes, tokens: int, scored: int) -> int:
-    """Prefilling `tokens` tokens of a device: the layers' weights, new keys and values, logits of `scored` tokens."""
+    """Bytes of prefilling a device's `tokens` tokens: layers' weights, new keys and values, logits of `scored` ones."""
     head = run.head_bytes if scored else 0
     return run.layer_bytes + head + run.kv_bytes(tokens) + logits_bytes(run, scored)
 
 
 def copy_bytes(run: RunSizes, pages: float) -> int:
-    """Copying pages of the cache within a device, each with the states of a sequence if there are any."""
+    """Bytes of copying pages of the cache within a device, each with a sequence's recurrent states, if any."""
     return int(2 * pages * (run.page_bytes + run.state_bytes))
 
 
 def decode_bytes(run: RunSizes, slots: int, tokens: int) -> int:
-    """One decode step of a device's `slots`: all weights, `tokens` cached tokens of each slot, the new one, logits."""
+    """Bytes of a decode step of a device's `slots`: weights, `tokens` cached tokens per slot, the new one, logits."""
     cache = run.read_bytes(slots, tokens) + run.kv_bytes(slots)
     return run.layer_bytes + run.head_bytes + cache + logits_bytes(run, slots)
 
 
 def first_bytes(run: RunSizes, slots: int) -> int:
-    """Drawing the first tokens of a device's `slots`, once in a decode call: the head and its logits."""
+    """Bytes of drawing the first tokens of a device's `slots`, once per decode call: the head and its logits."""
     return run.head_bytes + logits_bytes(run, slots)
 
 
 def forward_bytes(run: RunSizes) -> int:
-    """A forward pass of a micro-batch: gathered weights."""
+    """Bytes of a forward pass of a micro-batch: the gathered weights."""
     return run.activation * sum(run.gathered_counts)
 
 
 def micro_batch_bytes(run: RunSizes) -> int:
-    """Forward and backward pass of a micro-batch: gathered weights twice; gradients are added, or written and read."""
+    """Bytes of a micro-batch's forward and backward pass: gathered weights twice; gradients added, or written and
+    read.
+    """
     return 2 * forward_bytes(run) + 2 * F32 * run.own_count
 
 
 def optimizer_step_bytes(run: RunSizes) -> int:
-    """An optimizer step, once in an update: weights and optimizer state are read and written."""
+    """Bytes of an optimizer step, once per update: weights and optimizer state are read and written."""
     return 2 * F32 * run.own_count + 2 * optimizer_bytes(run)

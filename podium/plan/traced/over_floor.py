@@ -1,7 +1,7 @@
-"""What the compiled programs of a phase take beyond their floor, and which of their instructions take it. No jax.
+"""How long a phase's compiled programs take beyond their floor, and which instructions cause it. No jax.
 
-The time of a floor is that of the closed form's operations or of `podium.plan.traced.least_bytes`'s bytes, whichever is
-longer; that of a program is the sum over its instructions, without transfers and launches, which have no floor here.
+A floor is the time of the closed form's operations or of the bytes of `podium.plan.traced.least_bytes`, whichever is
+longer. A program's time is the sum over its instructions, without transfers and launches, which have no floor here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from podium.plan.result import Move, Phase
 FAR = 1.5
 """Ratio of a phase's time to its floor above which a plan says what takes it."""
 EXPLAINED = 1 / 3
-"""Share of the time beyond the floor from which on copies are said to be the reason."""
+"""Share of the time beyond the floor from which copies are named as the reason."""
 KEPT = 8  # instructions of a phase to keep
 SHOWN = 3  # of those, in a sentence
 LITTLE = 0.02  # share of a phase's time below which an instruction is not named
@@ -25,7 +25,7 @@ LITTLE = 0.02  # share of a phase's time below which an instruction is not named
 def beyond_floor(
     costs: Sequence[tuple[Call, ProgramCost]], run: RunSizes, peaks: Peaks
 ) -> tuple[float | None, tuple[Move, ...]]:
-    """The ratio of a phase's time to that of its floor, and the instructions without products that take most of it.
+    """The ratio of a phase's time to its floor, and the instructions other than products that take most of the time.
 
     The ratio is None if a step does not run the phase, or if its floor is unknown.
     """
@@ -58,14 +58,14 @@ def _floor_s(call: Call, run: RunSizes, peaks: Peaks) -> float:
 
 
 def copies(phases: Sequence[Phase]) -> Iterator[str]:
-    """A sentence for each phase that is far from its floor, if copies are the reason."""
+    """A sentence for each phase that is far above its floor because of copies."""
     for phase, ratio in _far(phases):
         if _explain(moved := _moved(phase), ratio):
             yield f"{phase.name} takes {number(ratio)} times its floor; of its time {_named(moved)}"
 
 
 def spread(phases: Sequence[Phase]) -> Iterator[str]:
-    """A sentence for each phase that is far from its floor without copies as the reason."""
+    """A sentence for each phase that is far above its floor for reasons other than copies."""
     for phase, ratio in _far(phases):
         if not _explain(_moved(phase), ratio):
             most = f"; of its time {_named(phase.moves)}" if phase.moves else ""
@@ -73,7 +73,7 @@ def spread(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _far(phases: Sequence[Phase]) -> Iterator[tuple[Phase, float]]:
-    """Phases that take over 1.5 times their floor and over 1 % of the time of all, with that ratio."""
+    """Phases that take over 1.5 times their floor and over 1 % of the total time, with their ratio to the floor."""
     step = sum(phase.seconds.value for phase in phases if phase.seconds)
     for phase in phases:
         long = phase.seconds is not None and phase.seconds.value >= NEGLIGIBLE * step

@@ -18,14 +18,14 @@ class Resident(NamedTuple):
     """Arrays that stay on a device between programs."""
 
     name: str
-    """Their kind."""
+    """The kind of array."""
     bytes: int
     stages: tuple[Stage, ...] = STEP
-    """The stages in which they exist."""
+    """The stages in which the arrays exist."""
 
 
 def held(table: Iterable[Resident], stage: Stage, arguments: Mapping[str, int] | None = None) -> Parts:
-    """Bytes on a device in a stage by kind, without those that are a program's own `arguments`, by kind."""
+    """Bytes by kind that stay on a device in a stage, without those among a program's `arguments` (bytes by kind)."""
     found: collections.Counter[str] = collections.Counter()
     for name, size, stages in table:
         if stage in stages:
@@ -82,7 +82,7 @@ def residents(run: RunSizes, stage: Stage) -> Parts:
 
 
 def scorers(run: RunSizes) -> Parts:
-    """Bytes of the models beside the policy by kind, each from its own decoder; if trained, with their optimizer.
+    """Bytes by kind of the models other than the policy, by their decoders; including the optimizer's state if trained.
 
     A scorer given by import path is not counted, because the planner does not know its weights.
     """

@@ -40,7 +40,7 @@ BACKWARD: Mapping[str, tuple[int, int, int]] = {"tpu": (3, 5, 3), "gpu": (3, 6, 
 """Arrays alive at the peak of a layer's backward pass: [B, T, F], [B, T, D], and [B, T, (H + K) Q]; fewer with the
 reference attention, which holds the scores too. Fitted, like the counts below, to programs near the memory limit."""
 ADAPTED_MLP = 1
-"""Arrays [B, T, F] more at that peak on a TPU if the MLP's matrices have adapters, whose products are added."""
+"""Additional arrays [B, T, F] at that peak on a TPU if the MLP's matrices have adapters, whose products are added."""
 EXPERT_ROWS = 2
 """Arrays of a token's rows for each of its experts, [B, T, k, D], alive at that peak; fitted to Qwen3-30B-A3B."""
 MLP_SAVED = 3  # arrays [B, T, F] saved per layer with `remat: none`; what lies between the MLP's products is recomputed
@@ -57,12 +57,12 @@ MLP = ("gate", "up", "down")
 RULE_ARRAYS = 4
 """Arrays of each shape alive in a forward pass of the delta rule, counted in its program."""
 RULE_BACKWARD = {"tpu": 2.0, "gpu": 3.2}
-"""Times as many in its backward pass."""
+"""Ratio of the arrays alive in its backward pass to those in its forward pass."""
 RULE_OF_GROUP = 1.75
-"""The same on a GPU where a layer computes its rows in groups, each in a round of its own loop."""
+"""Like RULE_BACKWARD, on a GPU where a layer computes its rows in groups, one per iteration of a loop."""
 IN_ORDER: Mapping[str, tuple[int, int]] = {"tpu": (1, 4), "gpu": (4, 5)}
-"""Arrays [B, T, F] and [B, T, D] more at that peak where the layers of a pattern are recomputed one after another, with
-barriers between them; counted in updates of Gemma 3 1B and 4B and Qwen3.5-9B, with and without adapters."""
+"""Additional arrays [B, T, F] and [B, T, D] at that peak if the layers of a pattern are recomputed one after another,
+with barriers between them; counted in updates of Gemma 3 1B and 4B and Qwen3.5-9B, with and without adapters."""
 AHEAD, AHEAD_IN_LOOP = 2, 1
 """Layers of a pattern that a TPU recomputes before they are needed with `remat: offload`, and how many where several
 micro-batches are computed in a loop. Counted in nine updates of Gemma 3 1B, 4B and 12B."""
@@ -73,13 +73,14 @@ KERNEL_SAVED: Mapping[str, tuple[int, int]] = {"all": (14, 12), "adapters": (6, 
 """Float32 arrays of the sizes of keys and of values that `remat: none` saves around such a kernel, beside the states of
 chunks, if all weights are trained, and with adapters: the inputs of frozen convolutions are not needed."""
 KERNEL_SAVED_NARROW = 2, 3
-"""The same of those in compute format."""
+"""Like KERNEL_SAVED, for arrays in the compute format."""
 RULE_SAVED = 2.45
-"""Times a forward pass's arrays that it saves of a delta rule without a kernel; counted in Qwen3.5-9B on a GPU."""
+"""Ratio of what `remat: none` saves of a delta rule without a kernel to its arrays in a forward pass; counted in
+Qwen3.5-9B on a GPU."""
 CODE = 100 * 2**20
 """Bytes of a TPU's programs for each layer of a pattern beyond the first, since each has its own instructions. The
-updates of Gemma 3 1B, gpt-oss-20b, Qwen3.5-9B and 35B-A3B have 41 to 76 MiB a layer, and plans with all their programs
-at least 100 for each beyond the first, whose are in the fits above."""
+updates of Gemma 3 1B, gpt-oss-20b, Qwen3.5-9B and 35B-A3B have 41 to 76 MiB per layer, and plans with all their
+programs at least 100 for each layer beyond the first; the first layer's are included in the fits above."""
 LANES = 128  # a TPU's attention kernel pads heads to this many elements
 
 
@@ -109,7 +110,7 @@ def update_peak(run: RunSizes) -> Parts:
         at_head["logits"] *= 2
     of_layers = F32 * own_layers(run) + (0 if frozen else _relaid(run))
     embedding = head // ends
-    # A TPU's compiler makes the embedding's own gradient behind the layers', and for a v5p has reduced the head's.
+    # A TPU's compiler computes the embedding's own gradient after the layers', and for a v5p has reduced the head's.
     early = embedding if _compiler(run) == "tpu" else head
     early //= run.shards if run.accelerator.generation == "v5p" else 1
     in_layers = kept | {"gradients": gradients + of_layers + early * reduced_number(run)} | _backward_peak(run)
@@ -180,10 +181,11 @@ def _backward_peak(run: RunSizes) -> Parts:
 
 
 def _ahead(run: RunSizes, places: Sequence[Place]) -> int:
-    """How many layers of a pattern are recomputed before they are needed, at most.
+    """The largest number of layers of a pattern that are recomputed before they are needed.
 
-    None but where their inputs come from the host, whose copies no barrier holds back, and none with the delta rule:
-    an update of Gemma 3 1B took 23.2 GiB on v6e-8 where one by one would take 12.0; Qwen3.5-9B's took no more.
+    This happens only if their inputs are copied from the host, because no barrier holds back these copies, and not with
+    the delta rule: an update of Gemma 3 1B took 23.2 GiB on v6e-8, where recomputing one by one would take 12.0;
+    Qwen3.5-9B's took no more than that.
     """
     held = run.update.row_groups > 1 or any(isinstance(place.block.mixer, DeltaNet) for place in places)
     if _compiler(run) != "tpu" or run.update.remat != "offload" or held:
@@ -192,7 +194,9 @@ def _ahead(run: RunSizes, places: Sequence[Place]) -> int:
 
 
 def _pattern_peak(run: RunSizes, places: Sequence[Place]) -> int:
-    """Bytes per token of a pattern's recomputed layers: most of a layer in its backward pass and those ahead of it."""
+    """Bytes per token of a pattern's recomputed layers: the largest sum of a layer in its backward pass and those ahead
+    of it.
+    """
     ahead = _ahead(run, places)
     recomputed = [_recomputed_bytes(run, place) for place in places]
     peaks = enumerate(_backward_bytes(run, place) for place in places)
@@ -215,14 +219,16 @@ def _backward_bytes(run: RunSizes, place: Place) -> int:
 
 
 def _recomputed_bytes(run: RunSizes, place: Place) -> int:
-    """Bytes per token of what a recomputed layer holds until its backward pass, which a norm's input is part of."""
+    """Bytes per token that a recomputed layer holds until its backward pass, including the inputs of norms."""
     a = run.activation
     split = a * (MLP_SAVED * feed_forward_inner(run.decoder, place) + _saved_heads(run, place))
     return _norm_bytes(run, place) + (split + _rule_recomputed(run, place)) // run.tp
 
 
 def _norm_bytes(run: RunSizes, place: Place) -> int:
-    """Bytes per token of the outputs of norms, and of the inputs of the second one and of those behind a block."""
+    """Bytes per token of the outputs of norms, and of the inputs of the second norm and of norms after a mixer or
+    MLP.
+    """
     norms = NORMS_SAVED[_compiler(run)] + 2 * place.block.norms_behind
     return int(norms * run.decoder.width * run.activation)
 
@@ -294,7 +300,7 @@ def has_kernel(run: RunSizes, place: Place) -> bool:
 
 
 def expert_rows(decoder: DecoderConfig, place: Place) -> int:
-    """Elements per token of its rows for each of its experts; 0 where a place has no experts."""
+    """Elements per token of the rows for all of its experts; 0 if a place has no experts."""
     kind = place.block.feed_forward
     return kind.top * decoder.width if isinstance(kind, Experts) else 0
 
@@ -332,7 +338,7 @@ def _compiler(run: RunSizes) -> str:
 
 
 def _saved(run: RunSizes) -> Parts:
-    """What `remat: none` saves of every layer for the backward pass: activations, scores and gathered weights."""
+    """Bytes that `remat: none` saves of every layer for the backward pass: activations, scores and gathered weights."""
     decoder = run.decoder
     a = run.activation
     tokens = run.tokens
@@ -357,7 +363,9 @@ def _saved(run: RunSizes) -> Parts:
 
 
 def _saved_products(run: RunSizes) -> Parts:
-    """What `remat: products` saves of every layer: the results of products with weights, but for those of experts."""
+    """Bytes that `remat: products` saves of every layer: the results of products with weights, except those of
+    experts.
+    """
     decoder, tokens = run.decoder, run.tokens
     numbers = 0
     for place in decoder.places:
@@ -375,7 +383,9 @@ def _saved_products(run: RunSizes) -> Parts:
 
 
 def saved_bytes(run: RunSizes) -> Parts:
-    """What an update writes in its forward pass and reads in its backward pass, by kind; in device memory or copied."""
+    """Bytes that an update's forward pass saves for its backward pass, by kind; in device memory, or copied to the
+    host.
+    """
     found = {"layer_inputs": run.decoder.layers * run.tokens * run.decoder.width * run.activation}
     if run.update.remat == "none":
         found |= _saved(run)

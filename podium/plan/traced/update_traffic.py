@@ -33,23 +33,24 @@ PASSES: Mapping[str, int] = {"width": 20, "inner": 2, "rows": 22}
 """Arrays that a program moves in each layer beside products: [T, D] (norms, residuals, copies into other layouts and
 into fast memory), [T, F], and a token's rows for its experts, [T, k, D]."""
 BEHIND_PASSES = 7
-"""Arrays [T, D] more in each layer if mixer and feed-forward have a norm behind them."""
+"""Additional arrays [T, D] per layer if mixer and feed-forward are followed by a norm."""
 PADDED_PASSES = 2
 """Arrays of the heads' elements, and as many of the padded ones, for each of queries, outputs, keys, values and
 gradients that a TPU's attention kernel takes or gives: they are padded, or cut, and put in its order."""
 GROUP_PASSES = 12
-"""Arrays [T, D] more in each layer if it computes rows in groups: they are cut from the layer's and joined again."""
+"""Additional arrays [T, D] per layer if it computes rows in groups: groups are cut from the layer's rows and joined
+again."""
 SAVED_PASSES: Mapping[str, int] = {"tpu": 1, "gpu": 4}
 """Times that a saved array is moved beside the products that make and take it: on a TPU these read it where it is; a
 GPU's program writes it into the stack of all layers, reads it there, and copies it for each."""
 GROUPS_SAVED = 2
-"""Times more if rows are in groups, which have their own stack."""
+"""Additional times if rows are in groups, which have their own stack."""
 RECOMPUTES = ("layer", "offload")
-"""What `remat` is if whole layers are computed again."""
+"""The values of `remat` with which whole layers are recomputed."""
 
 
 class Thin(NamedTuple):
-    """Passes of the two thin products of an adapter over the inputs and outputs of its matrix."""
+    """Passes of an adapter's two low-rank products over the inputs and outputs of its matrix."""
 
     inputs: int
     outputs: int
@@ -94,7 +95,7 @@ def update_passes(run: RunSizes, micro_batches: float) -> dict[str, int]:
 
 
 def update_kernels(run: RunSizes, products: int) -> int:
-    """Kernels of a micro-batch that a GPU launches for next to no work; on others, no launch takes time.
+    """Kernels of a micro-batch that a GPU launches for next to no work; on other devices, launches take no time.
 
     Attention in blocks takes one row and one pair of blocks after another, each with `products` of queries and keys.
     """
@@ -176,7 +177,9 @@ def own_weights(specs: Mapping[str, ParamSpec], place: Place) -> Iterator[tuple[
 
 
 def _per_token(spec: ParamSpec, place: Place, parts: Mapping[str, int]) -> float:
-    """Elements per token, over all of a place's layers, of what a factor of an adapter reads or writes but its rank."""
+    """Elements per token, over all of a place's layers, that an adapter's factor reads or writes, except along its
+    rank.
+    """
     pairs = zip(spec.shape, spec.axes, strict=True)
     own = [size / parts.get(axis or "", 1) for size, axis in list(pairs)[spec.stacked :] if axis != "rank"]
     kind = place.block.feed_forward
@@ -185,7 +188,7 @@ def _per_token(spec: ParamSpec, place: Place, parts: Mapping[str, int]) -> float
 
 
 def _decoded(run: RunSizes) -> int:
-    """Frozen weights stored as codes: read, and written and read in the products' format, forward and backward."""
+    """Frozen weights stored as codes: read, then written and read in the products' format, forward and backward."""
     parts = axis_parts(GATHERED_AXES, run.mesh)
     numbers = {"int8": 1, NF4_CODES: 2}  # in a code
     read = written = 0
@@ -204,6 +207,6 @@ def _exchanged(run: RunSizes) -> int:
     parts, reduced = axis_parts(GATHERED_AXES, run.mesh), reduced_number(run) if run.decoder.lora is None else 0
     moved = 0
     for spec in param_specs(run.decoder).values():
-        copied = 0 if "experts" in spec.axes else GATHERED * run.activation  # experts are multiplied as they come
+        copied = 0 if "experts" in spec.axes else GATHERED * run.activation  # experts keep their layout
         moved += local_count(spec, parts) * (copied + REDUCED * reduced)
     return moved
