@@ -66,7 +66,6 @@ class OwnStep:
             self.optimizer,
             sizes=spec.batch,
             schedule=spec.optimizer,
-            reference=None,
             folder=folder,
             frozen=frozen,
         )

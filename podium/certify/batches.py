@@ -362,11 +362,15 @@ def _prepared(updates: Updates, form: Form, variant: Variant, groups: list[Group
         own_prompts=OwnPrompts(of=_privileged, sizes=privileged_sizes(form, updates.subject))
         if variant.rules.teacher_privileged
         else None,
+        follows_choices=False,
     )
     params = {"table": jnp.float32(CRITIC)}
-    critic = Scorer(name=VALUES, decoder=settings.decoder, params=params, program=score)
-    others = [teacher] if recipe.teacher is not None else []
-    made = make_scorers(recipe, settings, score, {"table": jnp.float32(REFERENCE)}, others, entropy=score)
+    critic = Scorer(name=VALUES, decoder=settings.decoder, params=params, program=score, follows_choices=False)
+    params = {"table": jnp.float32(REFERENCE)}
+    reference = Scorer(name=REFERENCE_LOGPROBS, decoder=settings.decoder, params=params, program=score)
+    others = [reference] if recipe.needs_reference else []
+    others += [teacher] if recipe.teacher is not None else []
+    made = make_scorers(recipe, settings, score, others, entropy=score)
     batches, _ = prepare_step(
         groups,
         recipe,

@@ -33,7 +33,7 @@ from podium.models.adapters import base_of
 from podium.observe.stats import BatchStats, TaskScores
 from podium.rollout.request import RolloutStats
 from podium.run.resolve import resolve_recipe
-from podium.run.run_spec import RunSpec
+from podium.run.run_spec import SCORE, RunSpec
 from podium.sampling.conversations.carry import Position
 from podium.sampling.feed import EncodedPrompt
 from podium.sampling.groups import Group
@@ -43,11 +43,10 @@ from podium.tasks.mixture import TaskMixture, TaskPrompt
 from podium.train.batches.batch import Batch
 from podium.train.checkpoints.checkpoint import Checkpointer
 from podium.train.checkpoints.saving import SaveTimer, Saving
-from podium.train.critic import make_critic
 from podium.train.evaluate import evaluate
 from podium.train.loop import run_steps
 from podium.train.open import RunParts, make_source
-from podium.train.scorers import OwnPrompts
+from podium.train.scorers import LoadedRole, OwnPrompts
 from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
 from podium.train.state import TrainState, init_state, with_coefs
 from podium.train.step import Metrics, TrainStep
@@ -295,35 +294,32 @@ def _make_trainer(
     mesh, rollouts = one_device(), subject.rollouts
     optimizer = keeping_gradient(make_run_optimizer(spec.optimizer, subject.decoder))
     settings = make_train_settings(spec.update, subject.decoder, mesh)
-    critic, valued, roles = None, None, spec.roles
-    if subject.critic is not None:
-        role = dataclasses.replace(roles["critic"], decoder=subject.critic.decoder)
-        assert role.learning is not None, "a critic is trained"
-        learning = keeping_gradient(make_run_optimizer(role.learning.optimizer, role.decoder))
-        critic = make_critic(role, settings, learning)
-        valued = init_state(subject.critic.params(settings), learning)
-    scoring = []
-    if subject.teacher is not None:
-        behind = None
-        if roles["teacher"].longer_prompts is not None:
-            behind = OwnPrompts(of=rollouts.feed.privileged, sizes=spec.batch_of(roles["teacher"]))
-        scoring = [subject.teacher.scorer(settings, behind)]
-    moving, anchor = None, None if subject.reference is None else subject.params(mesh, subject.reference)
-    follows = roles["reference"].moving if "reference" in roles else None
-    if follows is not None:
-        moving, anchor = anchor, None
+    valued, moving, roles = None, None, list[LoadedRole]()
+    for role in spec.scoring_models:
+        if role.learning is not None and subject.critic is not None:
+            own = dataclasses.replace(role, decoder=subject.critic.decoder)
+            learning = keeping_gradient(make_run_optimizer(role.learning.optimizer, own.decoder))
+            valued = init_state(subject.critic.params(settings), learning)
+            roles.append(LoadedRole(role=own, params={}, optimizer=learning))
+        elif role.phase == SCORE:
+            anchor = subject.params(mesh, subject.reference)
+            moving = None if role.follows is None else anchor
+            roles.append(LoadedRole(role=role, params=anchor if role.follows is None else {}))
+        elif subject.teacher is not None:
+            behind = None
+            if role.longer_prompts is not None:
+                behind = OwnPrompts(of=rollouts.feed.privileged, sizes=spec.batch_of(role))
+            params = subject.teacher.params(settings)
+            roles.append(LoadedRole(role=subject.teacher.role, params=params, own_prompts=behind))
     trainer = Trainer(
         spec.recipe,
         settings,
         optimizer,
         sizes=spec.batch,
         schedule=spec.optimizer,
-        reference=anchor,
         folder=folder,
         frozen=subject.frozen(mesh),
-        scoring=scoring,
-        critic=critic,
-        moving=follows,
+        roles=roles,
     )
     begun = dataclasses.replace(init_state(subject.trained(mesh), optimizer), critic=valued, reference=moving)
     return _Watched(trainer, rollouts, learned), with_coefs(begun, first_coefs(spec.recipe))

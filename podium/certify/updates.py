@@ -16,7 +16,7 @@ import optax
 from numpy.typing import ArrayLike
 
 from podium.algorithms.advantages import VALUES
-from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
+from podium.algorithms.recipes import REFERENCE_LOGPROBS, TEACHER_HIDDEN, Recipe
 from podium.certify.check_result import largest
 from podium.certify.naive import (
     Sequences,
@@ -214,12 +214,14 @@ class Updates:
     def _scorers(self, form: Form, settings: TrainSettings, programs: TrainPrograms) -> tuple[Scorer, ...]:
         """The trainer's scorers, with the subject's reference, teacher and critic."""
         subject = self.subject
-        reference = None
+        others = []
         if subject.reference is not None and self.recipe.needs_reference:
             reference = subject.params(form.mesh, subject.reference)
-        others = [] if subject.teacher is None else [subject.teacher.scorer(settings, self._own_prompts(form))]
+            score, decoder = programs.score, settings.decoder
+            others.append(Scorer(name=REFERENCE_LOGPROBS, decoder=decoder, params=reference, program=score))
+        others += [] if subject.teacher is None else [subject.teacher.scorer(settings, self._own_prompts(form))]
         others += [] if subject.critic is None else [subject.critic.scorer(settings)]
-        return make_scorers(self.recipe, settings, programs.score, reference, others)
+        return make_scorers(self.recipe, settings, programs.score, others)
 
     def _own_prompts(self, form: Form) -> OwnPrompts | None:
         """The prompts of a teacher that reads others than the policy, made by the run's own feed."""

@@ -30,7 +30,7 @@ from podium.plan.planner import make_plan
 from podium.plan.report.deviation import COMPILED, SETTLED_STEP
 from podium.plan.report.deviation_causes import PEAK, STEP
 from podium.plan.request.phase_sizes import Planned
-from podium.plan.result import Plan, calibration_of
+from podium.plan.result import Plan, calibration_kind
 
 MEASURED: Mapping[str, tuple[str, ...]] = {
     "prefill": ("rollout/prefill_s",),
@@ -180,7 +180,7 @@ def _with_work(chip: Chip, share: float) -> Chip:
 
 
 def _seconds(plan: Plan, kind: str) -> float:
-    return sum(p.seconds.value for p in plan.phases if p.seconds and calibration_of(p.name) == kind)
+    return sum(p.seconds.value for p in plan.phases if p.seconds and calibration_kind(p.name) == kind)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

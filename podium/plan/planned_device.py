@@ -13,7 +13,7 @@ from podium.plan.request.phase_sizes import F32, RunSizes, network_bytes
 from podium.plan.request.simulated_device import Clock
 from podium.plan.request.step_calls import Call, largest_calls
 from podium.plan.request.workload import SequenceLengths
-from podium.plan.result import BoundBy, LargeArray, Phase, Seconds, calibration_of, total
+from podium.plan.result import BoundBy, LargeArray, Phase, Seconds, calibration_kind, total
 from podium.plan.traced.estimate import PhaseEstimate, Piece
 from podium.plan.traced.over_floor import beyond_floor
 
@@ -94,7 +94,7 @@ class Device:
                 (call.repeats, closed_form_roofline(form, run, chip.peaks, links)) for call, form in forms
             ],
         )
-        if seconds and calibration_of(calls[0].phase) == "update" and closed_form.computed_in_loops(run):
+        if seconds and calibration_kind(calls[0].phase) == "update" and closed_form.computed_in_loops(run):
             below, above = OF_LOOPS
             seconds = dataclasses.replace(seconds, low=below * seconds.low, high=above * seconds.high)
         flops = sum(call.closed_form_flops for call in calls)
@@ -176,7 +176,7 @@ class Device:
         """
         if self.chip is None or name == "init":
             return None, ""
-        chip, kind = self.chip, calibration_of(name)
+        chip, kind = self.chip, calibration_kind(name)
         links = max(1, self.accelerator.ici_links if self.accelerator.torus else chip.links)
         seconds, bound_by = calibrated(lines(chip, links), chip, kind)
         if self.accelerator.wiring_known:

@@ -58,7 +58,7 @@ def part_of(phase: str) -> str:
     return _PART_OF.get(phase, "score")
 
 
-def calibration_of(phase: str) -> str:
+def calibration_kind(phase: str) -> str:
     """The calibration of a phase; those that compute no batch and no prompt stream memory, as decoding does."""
     if part_of(phase) in ("reward", "score", "update"):
         return "update"

@@ -36,7 +36,7 @@ def _reference(config: Config, recipe: Recipe, decoder: DecoderConfig) -> Iterat
             weights=stays if config.reference is None else "moving",
             scores=REFERENCE_LOGPROBS,
             phase=SCORE,
-            moving=config.reference,
+            follows=config.reference,
         )
 
 

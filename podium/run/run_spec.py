@@ -166,7 +166,7 @@ class Role:
     """By how many tokens its own prompts can be longer than the policy's; None: it reads the policy's."""
     learning: LearningSpec | None = None
     """How it is trained; None unless `weights` are trained."""
-    moving: ReferenceConfig | None = None
+    follows: ReferenceConfig | None = None
     """How it follows the policy; None unless `weights` are moving."""
     conversations: ConversationSpec | None = None
     """How it grades conversations; None if it has `scores`."""

@@ -31,7 +31,9 @@ class Critic:
 
     def scorer(self, params: Params) -> Scorer:
         """The scorer with the critic's current weights."""
-        return Scorer(name=VALUES, decoder=self.settings.decoder, params=params, program=self.values)
+        return Scorer(
+            name=VALUES, decoder=self.settings.decoder, params=params, program=self.values, follows_choices=False
+        )
 
 
 class CriticDivergedError(ValueError):

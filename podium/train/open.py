@@ -42,16 +42,15 @@ from podium.sharding import Params, abstract_params
 from podium.train.checkpoints.checkpoint import Checkpointer, restore_state, saved_names
 from podium.train.checkpoints.saving import SaveTimer, Saving
 from podium.train.checkpoints.step_files import newest_whole_step
-from podium.train.critic import make_critic
 from podium.train.profile import Profiler, Window
 from podium.train.recorder import OnStep, PlanCheck, Recorder
 from podium.train.reward_models import load_reward_models
-from podium.train.scorers import OwnPrompts, Scorer, make_role_scorer
+from podium.train.scorers import LoadedRole, OwnPrompts
 from podium.train.setup import (
     Model,
     load_forked,
     load_frozen,
-    load_role,
+    load_role_weights,
     load_trained,
     make_model,
     make_role_model,
@@ -210,9 +209,18 @@ def open_run(
         run_dir.truncate(done or -1)
         writer = resources.enter_context(MetricWriter(run_dir, spec.metrics, announce=progress.message))
         frozen = kept(frozen, model.rules)
-        scoring = load_scorers(spec, models, frozen, rollouts.feed, progress)
-        trainer = _make_trainer(
-            spec, model, optimizer=optimizer, folder=run_dir.path, frozen=frozen, scoring=scoring, valuing=valuing
+        trainer = Trainer(
+            spec.recipe,
+            make_train_settings(spec.update, spec.decoder, model.mesh),
+            optimizer,
+            sizes=spec.batch,
+            schedule=spec.optimizer,
+            folder=run_dir.path,
+            frozen=frozen,
+            roles=[
+                load_role(spec, role, models[role.name], frozen=frozen, feed=rollouts.feed, say=progress.message)
+                for role in spec.scoring_models
+            ],
         )
         trainer.compile_ahead(state, rollouts.ahead)
         rollouts.load(state.params, trainer.frozen, version=done)
@@ -260,13 +268,12 @@ def open_run(
 class Valuing(NamedTuple):
     """A trained model beside the policy, what it starts from, and its optimizer."""
 
-    role: Role
     model: Model
     optimizer: optax.GradientTransformation
 
     def first_state(self) -> TrainState:
         """The state before its first update."""
-        return init_state(load_role(self.model), self.optimizer)
+        return init_state(load_role_weights(self.model), self.optimizer)
 
     def abstract_state(self) -> TrainState:
         """The abstract result of `first_state`."""
@@ -277,7 +284,7 @@ class Valuing(NamedTuple):
 def _make_valuing(spec: RunSpec, models: Mapping[str, Model]) -> Valuing | None:
     for role in spec.scoring_models:
         if role.learning is not None:
-            return Valuing(role, models[role.name], make_run_optimizer(role.learning.optimizer, role.decoder))
+            return Valuing(models[role.name], make_run_optimizer(role.learning.optimizer, role.decoder))
     return None
 
 
@@ -363,59 +370,27 @@ def _open_run_dir(home: Path, settings: Settings, fork: Fork | None) -> RunDir:
     return opened[0] if opened else RunDir.follow(home, completed, continued=continued, fork=kept)
 
 
-def load_scorers(
-    spec: RunSpec, models: Mapping[str, Model], frozen: Params, feed: Feed, progress: Progress
-) -> list[Scorer]:
-    """Load the weights of the frozen models that score with a program of their own, and say which they are.
+def load_role(
+    spec: RunSpec, role: Role, model: Model, *, frozen: Params, feed: Feed, say: Callable[[str], None]
+) -> LoadedRole:
+    """Load the weights of a model beside the policy, unless the state has them.
 
-    They are not part of the run's checkpoints. Some may be the policy's own `frozen` ones, beside the adapters. `feed`
-    makes the prompts of those that have their own.
+    They may be the policy's own `frozen` ones, beside the adapters. `feed` makes its prompts, if it has its own. `say`
+    prints which weights they are if they are not the run's, since its checkpoints do not have them.
     """
-    found = []
-    for role in spec.scoring_models:
-        if role.phase == SCORE or role.learning is not None:
-            continue
-        model, params = models[role.name], frozen
-        if role.weights == "policy_base":
-            progress.message(f"{role.name}: {model.source.name}, the frozen weights beside the adapters")
-        else:
-            loaded = load_role(model)
-            progress.message(f"{role.name}: {model.source.name}, weights {base_of(loaded)}")
-            params = kept(loaded, model.rules)
-        own, settings = None, make_train_settings(spec.update, spec.decoder, model.mesh)
-        if role.longer_prompts is not None:
-            own = OwnPrompts(of=feed.privileged, sizes=spec.batch_of(role))
-        found.append(make_role_scorer(role, settings, params, own))
-    return found
-
-
-def _make_trainer(
-    spec: RunSpec,
-    model: Model,
-    optimizer: optax.GradientTransformation,
-    folder: Path,
-    frozen: Params,
-    scoring: Sequence[Scorer],
-    valuing: Valuing | None,
-) -> Trainer:
-    settings = make_train_settings(spec.update, spec.decoder, model.mesh)
-    critic = None if valuing is None else make_critic(valuing.role, settings, valuing.optimizer)
-    moving = next((role.moving for role in spec.scoring_models if role.moving is not None), None)
-    anchored = spec.recipe.needs_reference and moving is None
-    reference = (frozen or load_trained(model, None, frozen)) if anchored else None
-    return Trainer(
-        spec.recipe,
-        settings,
-        optimizer,
-        sizes=spec.batch,
-        schedule=spec.optimizer,
-        reference=reference,
-        folder=folder,
-        frozen=frozen,
-        scoring=scoring,
-        critic=critic,
-        moving=moving,
-    )
+    if role.learning is not None:
+        return LoadedRole(role=role, params={}, optimizer=make_run_optimizer(role.learning.optimizer, role.decoder))
+    own = None
+    if role.longer_prompts is not None:
+        own = OwnPrompts(of=feed.privileged, sizes=spec.batch_of(role))
+    params, line = frozen, "the frozen weights beside the adapters"
+    if role.weights != "policy_base":
+        params = {} if role.weights == "moving" else load_role_weights(model)
+        line = "" if role.phase == SCORE else f"weights {base_of(params)}"
+        params = kept(params, model.rules)
+    if role.phase != SCORE:
+        say(f"{role.name}: {model.source.name}, {line}")
+    return LoadedRole(role=role, params=params, own_prompts=own)
 
 
 def _load_state(

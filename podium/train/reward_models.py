@@ -30,7 +30,7 @@ from podium.tasks.task import Reward
 from podium.train.batches.batch import Batch, make_batch, take
 from podium.train.batches.samples import single_answer
 from podium.train.scorers import make_role_program, role_settings
-from podium.train.setup import Model, load_role, make_train_settings
+from podium.train.setup import Model, load_role_weights, make_train_settings
 from podium.train.step import CompiledScore, TrainSettings, shard_batch
 
 EPSILON = 1e-6
@@ -214,7 +214,7 @@ def load_reward_models(spec: RolloutSpec, update: UpdateSpec, mesh: Mesh) -> tup
         asked = [task for task in spec.prompts.tasks if own.part in task.rewards]
         with_tools = any(held is not None and held.tools for held in map(conversing, asked))
         model = Model(source=source, decoder=role.decoder, tokenizer=tokenizer, mesh=mesh)
-        params = load_role(model)
+        params = load_role_weights(model)
         settings = role_settings(role, make_train_settings(update, role.decoder, mesh))
         found.append(
             RewardModel(

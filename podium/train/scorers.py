@@ -1,8 +1,7 @@
 """Models that score a batch's tokens before its first update; each has a name, weights and a program.
 
 Scores are stored in `Batch.scores` by that name; advantages and loss may read them. The policy before the update is one
-scorer (`old_logprobs`, and `entropy`), the frozen first model another (`reference_logprobs`), a teacher the third
-(`teacher_logprobs`, or `teacher_hidden`, its hidden states).
+scorer (`old_logprobs`, and `entropy`); the others are models in a role of the run (`podium.run.roles`), or of a user.
 """
 
 import dataclasses
@@ -11,14 +10,11 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from podium.algorithms.advantages import VALUES
 from podium.algorithms.recipes import (
     ENTROPY,
     OLD_LOGPROBS,
-    REFERENCE_LOGPROBS,
-    TEACHER_HIDDEN,
-    TEACHER_LOGPROBS,
     Recipe,
     score_name,
 )
@@ -26,7 +22,7 @@ from podium.config.imports import imported
 from podium.hosts.distributed import on_host
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.choices import unknown_choice
-from podium.run.run_spec import BatchSizes, Role
+from podium.run.run_spec import SCORE, BatchSizes, Role
 from podium.sharding import Params, ShardingRules
 from podium.tasks.mixture import TaskPrompt
 from podium.train.batches.batch import Batch, make_batch, take
@@ -63,40 +59,66 @@ class Scorer:
     program: ScoreProgram
     own_prompts: OwnPrompts | None = None
     """None: it reads the policy's, and scores its batches."""
+    follows_choices: bool = True
+    """Whether its program takes a batch's choices of experts; other architectures have other experts, or none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedRole:
+    """A model beside the policy, with what a trainer needs of it."""
+
+    role: Role
+    params: Params
+    """Its weights; empty if they change, since they are then part of the state."""
+    own_prompts: OwnPrompts | None = None
+    optimizer: optax.GradientTransformation | None = None
+    """None unless it is trained."""
 
 
 def make_scorers(
     recipe: Recipe,
     settings: TrainSettings,
     score: ScoreProgram,
-    reference: Params | None,
-    others: Sequence[Scorer] = (),
+    models: Sequence[Scorer] = (),
     entropy: ScoreProgram | None = None,
 ) -> tuple[Scorer, ...]:
-    """Make the scorers that a recipe needs.
+    """Make the scorers of a step: those that the recipe names, and then the run's other models.
 
     Args:
-        recipe: names the scorers.
+        recipe: names scorers.
         settings: the trainer's; a scorer given by import path is made by calling that function with them.
         score: the program that computes log-probabilities with the trainer's decoder.
-        reference: parameters of the first model, if the recipe needs them.
-        others: those of the run's other models, and so of the recipe's teacher, if it has one.
+        models: those of the run's models beside the policy.
         entropy: the program that computes entropies; None: made from the settings, if the recipe needs it.
 
     Raises:
         ValueError: an import path is not a function that returns a `Scorer`.
     """
-    found = [_make(need, settings, score, reference, entropy) for need in recipe.scorers]
-    return (*found, *others)
+    others = {each.name: each for each in models}
+    found = [others.pop(need, None) or _make(need, settings, score, entropy) for need in recipe.scorers]
+    return (*found, *others.values())
 
 
 def make_role_scorer(
-    role: Role, settings: TrainSettings, params: Params, own_prompts: OwnPrompts | None = None
+    role: Role,
+    settings: TrainSettings,
+    params: Params,
+    own_prompts: OwnPrompts | None = None,
+    score: ScoreProgram | None = None,
 ) -> Scorer:
-    """The scorer of a model beside the policy with these weights, and maybe prompts; `settings` are the trainer's."""
+    """The scorer of a model beside the policy with these weights, and maybe prompts.
+
+    `settings` are the trainer's, and `score` is its program, which models of the policy's architecture share.
+    """
     assert role.scores is not None, "it scores batches"
-    program = make_role_program(role, settings)
-    return Scorer(name=role.scores, decoder=role.decoder, params=params, program=program, own_prompts=own_prompts)
+    return Scorer(
+        name=role.scores,
+        decoder=role.decoder,
+        params=params,
+        program=score if score is not None and role.phase == SCORE else make_role_program(role, settings),
+        own_prompts=own_prompts,
+        follows_choices=role.phase == SCORE,
+    )
 
 
 def make_role_program(role: Role, settings: TrainSettings) -> CompiledScore:
@@ -118,9 +140,7 @@ def teacher_head(params: Params) -> jax.Array:
     return params.get("head", params["embed"])
 
 
-def _make(
-    need: str, settings: TrainSettings, score: ScoreProgram, reference: Params | None, entropy: ScoreProgram | None
-) -> Scorer:
+def _make(need: str, settings: TrainSettings, score: ScoreProgram, entropy: ScoreProgram | None) -> Scorer:
     match need:
         case "entropy":
             program = entropy or make_score(settings, entropy=True)
@@ -128,8 +148,7 @@ def _make(
         case "old_logprobs":
             return Scorer(name=OLD_LOGPROBS, decoder=settings.decoder, params=None, program=score)
         case "reference_logprobs":
-            assert reference is not None, "a KL needs the reference"
-            return Scorer(name=REFERENCE_LOGPROBS, decoder=settings.decoder, params=reference, program=score)
+            raise AssertionError("a recipe that compares with the reference is given it")
         case _:
             return _imported_scorer(need, settings)
 
@@ -172,7 +191,7 @@ def with_scores(batch: Batch[jax.Array], scorers: Sequence[Scorer], policy: Para
     for scorer in scorers:
         if scorer.params is None:
             scores[scorer.name] = scorer.program(policy, batch)
-        elif scorer.name in (TEACHER_LOGPROBS, TEACHER_HIDDEN, VALUES):  # another model has other experts, or none
+        elif not scorer.follows_choices:
             scores[scorer.name] = scorer.program(scorer.params, dataclasses.replace(batch, choices=None))
         else:
             scores[scorer.name] = scorer.program(scorer.params, plain)

@@ -157,7 +157,7 @@ def load_frozen(model: Model) -> Params:
     return found
 
 
-def load_role(model: Model) -> Params:
+def load_role_weights(model: Model) -> Params:
     """Load the first weights of a model beside the policy: frozen as its decoder says, or else float32."""
     if model.decoder.lora is not None:
         return load_frozen(model)

@@ -11,9 +11,8 @@ import numpy as np
 import optax
 
 from podium.algorithms.controllers import KL_COEF, Coefs, after_step, after_update, loss_coefs
-from podium.algorithms.recipes import REFERENCE_LOGPROBS, TEACHER_HIDDEN, Recipe
+from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
 from podium.compile_ahead import Call, CompileAhead
-from podium.config.reference import ReferenceConfig
 from podium.hosts.distributed import is_leader, on_host
 from podium.observe.stats import BatchStats, RewardKl, UpdateStats
 from podium.run.run_spec import BatchSizes, OptimizerSpec
@@ -21,9 +20,9 @@ from podium.sampling.groups import Group
 from podium.sharding import Params, to_devices
 from podium.train.batches.batch import Batch, make_batch
 from podium.train.batches.prepare import group_samples, log_ratios, prepare_step
-from podium.train.critic import Critic, update_critic
+from podium.train.critic import make_critic, update_critic
 from podium.train.optimizer.transforms import learning_rate
-from podium.train.scorers import Scorer, make_scorers, teacher_head
+from podium.train.scorers import LoadedRole, Scorer, make_role_scorer, make_scorers, teacher_head
 from podium.train.state import TrainState, at_schedule_step, mixed, with_coefs
 from podium.train.step import (
     TEACHER_HEAD,
@@ -54,24 +53,21 @@ class Trainer:
         *,
         sizes: BatchSizes,
         schedule: OptimizerSpec,
-        reference: Params | None,
         folder: Path,
         frozen: Params | None = None,
-        scoring: Sequence[Scorer] = (),
-        critic: Critic | None = None,
-        moving: ReferenceConfig | None = None,
+        roles: Sequence[LoadedRole] = (),
     ) -> None:
         """Make the programs; each is compiled on first use, or before it (`compile_ahead`).
 
-        `sizes` holds the shapes of all batches; the learning rate follows `schedule`. `reference` holds the first
-        model's parameters, if the recipe needs them. A batch that diverges is saved in `folder`. `frozen` holds the
-        base weights of LoRA's adapters, which also serve as the reference. `scoring` are other models that score
-        batches, and `critic` too and learns, if the recipe has one. With `moving` the reference is part of the state
-        and follows the policy, and `reference` is not used.
+        `sizes` holds the shapes of all batches; the learning rate follows `schedule`. A batch that diverges is saved in
+        `folder`. `frozen` holds the base weights of LoRA's adapters. `roles` are the models beside the policy that
+        score batches, all that the recipe needs.
         """
         self.frozen = frozen or {}
         self.recipe = recipe
-        self.critic = critic
+        self.critic = next(
+            (make_critic(each.role, settings, each.optimizer) for each in roles if each.optimizer is not None), None
+        )
         self.settings = settings
         self.folder = folder
         self.sizes = sizes
@@ -79,12 +75,17 @@ class Trainer:
         self.score: ScoreProgram = self.programs.score
         self.train_step: TrainStep = self.programs.train_step
         self._ahead = CompileAhead(threads=0)
-        self.moving = moving
-        self.scorers = make_scorers(recipe, settings, self.score, reference if moving is None else {}, scoring)
+        self.moving = next((each.role for each in roles if each.role.follows is not None), None)
+        models = [
+            make_role_scorer(each.role, settings, each.params, each.own_prompts, self.score)
+            for each in roles
+            if each.optimizer is None
+        ]
+        self.scorers = make_scorers(recipe, settings, self.score, models)
         self.taught: Params = {}
         """The head of a model whose distributions updates compute, unless it is among `frozen` anyway."""
-        for each in scoring:
-            if each.name == TEACHER_HIDDEN and each.params is not None and each.params is not frozen:
+        for each in roles:
+            if each.role.compared and each.params is not frozen:
                 self.taught = {TEACHER_HEAD: teacher_head(each.params)}
         self.learning_rate = learning_rate(schedule.settings, schedule.steps)
         self.updates_per_step = recipe.updates_per_batch * recipe.minibatches
@@ -138,14 +139,11 @@ class Trainer:
         return log_ratios(samples, self.sizes, self.settings.computing, self._scorers(state), policy)
 
     def _scorers(self, state: TrainState) -> tuple[Scorer, ...]:
-        """The scorers of a step; a moving reference has the state's weights."""
-        if state.reference is None:
+        """The scorers of a step; the one that moves has the state's weights."""
+        if self.moving is None:
             return self.scorers
-        moved = state.reference
-        return tuple(
-            dataclasses.replace(each, params=moved) if each.name == REFERENCE_LOGPROBS else each
-            for each in self.scorers
-        )
+        moved, name = state.reference, self.moving.scores
+        return tuple(dataclasses.replace(each, params=moved) if each.name == name else each for each in self.scorers)
 
     def update(
         self,
@@ -177,8 +175,9 @@ class Trainer:
         if batches:
             found = charged.mean if charged is not None else updated.token_means.get("kl_reference")
             coefs = after_step(self.recipe, coefs, kl=found)
-        if self.moving is not None and reference is not None and (step + 1) % self.moving.sync_every == 0:
-            reference = mixed(reference, state.params, self.moving.mixup)
+        follows = None if self.moving is None else self.moving.follows
+        if follows is not None and reference is not None and (step + 1) % follows.sync_every == 0:
+            reference = mixed(reference, state.params, follows.mixup)
         state = with_coefs(dataclasses.replace(state, critic=valued, reference=reference), coefs)
         return state, dataclasses.replace(updated, critic=criticised)
 

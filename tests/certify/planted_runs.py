@@ -559,7 +559,8 @@ def reference_moves_one_step_early() -> Plant:
 
     def planted(own, state, batches, step, **options):
         kept = own.moving
-        own.moving = kept and (kept.model_copy(update={"sync_every": 1}) if step == 0 else kept)
+        if kept is not None and step == 0:
+            own.moving = dataclasses.replace(kept, follows=kept.follows.model_copy(update={"sync_every": 1}))
         try:
             return original(own, state, batches, step, **options)
         finally:

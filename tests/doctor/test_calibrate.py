@@ -19,7 +19,7 @@ from podium.hosts.platform import machine_text
 from podium.plan.calibration import Chip, Factor, find_chip, find_machine, load_chip, uncalibrated
 from podium.plan.planner import make_plan
 from podium.plan.request.phase_sizes import Planned
-from podium.plan.result import calibration_of
+from podium.plan.result import calibration_kind
 from tests.plan.test_search import config as config_3b
 
 V6E_8 = find_accelerator("v6e-8")
@@ -58,7 +58,7 @@ def write_run(folder: Path, settings: Config, machine: str = "8 x TPU v6 lite", 
     assert plan.step is not None
     took = dict.fromkeys(MEASURED, 0.0)
     for phase in plan.phases:
-        took[calibration_of(phase.name)] += phase.seconds.value if phase.seconds else 0.0
+        took[calibration_kind(phase.name)] += phase.seconds.value if phase.seconds else 0.0
     metrics = {
         "time/train/step_s": plan.step.value,
         "rollout/prefill_s": took["prefill"],

@@ -27,7 +27,7 @@ from podium.sampling.sampler import rollout_rules
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batches.batch import make_batch
 from podium.train.batches.samples import single_answer
-from podium.train.scorers import with_scores
+from podium.train.scorers import LoadedRole, with_scores
 from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
 from podium.train.state import init_state
 from podium.train.step import shard_batch
@@ -75,8 +75,8 @@ def make_trainer(config: Config, reference: Any) -> Trainer:
         make_run_optimizer(spec.optimizer, DECODER),
         sizes=spec.batch,
         schedule=spec.optimizer,
-        reference=reference,
         folder=Path(),
+        roles=[] if reference is None else [LoadedRole(role=spec.roles["reference"], params=reference)],
     )
 
 

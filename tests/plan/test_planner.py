@@ -30,7 +30,7 @@ from podium.settings import load_settings
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batches.batch import make_batch
 from podium.train.batches.samples import single_answer
-from podium.train.scorers import with_scores
+from podium.train.scorers import LoadedRole, with_scores
 from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
 from podium.train.state import init_state
 from podium.train.step import shard_batch
@@ -71,8 +71,8 @@ class TrainerAndBatch:
             optimizer,
             sizes=spec.batch,
             schedule=spec.optimizer,
-            reference=reference,
             folder=Path(),
+            roles=[LoadedRole(role=spec.roles["reference"], params=reference)],
         )
         self.state = init_state(params, optimizer)
         sample = single_answer(

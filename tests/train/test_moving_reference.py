@@ -25,6 +25,7 @@ from podium.config.errors import ConfigError
 from podium.observe.run_dir import Fork
 from podium.settings import load_settings
 from podium.train.loop import train
+from podium.train.scorers import LoadedRole
 from podium.train.setup import make_run_optimizer
 from podium.train.state import init_state, mixed
 from podium.train.trainer import Trainer
@@ -61,9 +62,8 @@ def test_it_moves_after_every_so_many_steps_and_the_loss_compares_with_it():
         optimizer,
         sizes=spec.batch,
         schedule=spec.optimizer,
-        reference=None,
         folder=Path(),
-        moving=spec.roles["reference"].moving,
+        roles=[LoadedRole(role=spec.roles["reference"], params={})],
     )
     first = host(make_params(rules_of()))
     state = dataclasses.replace(init_state(make_params(rules_of()), optimizer), reference=make_params(rules_of()))

@@ -72,7 +72,7 @@ def test_each_token_is_taught_by_its_own_score_behind_the_teacher_s_prompt(packi
         of=lambda prompt: own[prompt.prompt.id], sizes=dataclasses.replace(trainer.sizes, row_tokens=22)
     )
     teacher = make_role_scorer(teacher_role(decoder), trainer.settings, params, behind)
-    scorers = make_scorers(recipe, trainer.settings, trainer.score, None, [teacher])
+    scorers = make_scorers(recipe, trainer.settings, trainer.score, [teacher])
     rules = trainer.settings.computing
     (batch,), stats = prepare_step(groups, recipe, trainer.sizes, rules=rules, scorers=scorers, policy=state.params)
     (plain,), _ = trainer.prepare(state, groups)

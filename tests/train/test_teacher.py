@@ -36,15 +36,14 @@ from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder
 from podium.models.files.source import resolve
 from podium.models.linear import kept
 from podium.models.text.tokenizer import load_tokenizer
-from podium.observe.live_view import Progress
 from podium.observe.stats import BatchStats
 from podium.run.resolve import resolve_recipe
 from podium.sharding import Params
 from podium.train.batches.batch import Batch, make_batch
 from podium.train.batches.prepare import prepare_step
 from podium.train.loop import train
-from podium.train.open import load_scorers
-from podium.train.scorers import make_role_scorer, make_scorers
+from podium.train.open import load_role
+from podium.train.scorers import make_role_program, make_role_scorer, make_scorers
 from podium.train.setup import (
     load_frozen,
     load_trained,
@@ -80,7 +79,7 @@ def prepared(
     stored = {name: x.astype(jnp.bfloat16) for name, x in teacher.items()}
     role = teacher_role(frozen_decoder(decoder, "bfloat16"), loss)
     scorer = make_role_scorer(role, trainer.settings, stored)
-    scorers = make_scorers(recipe, trainer.settings, trainer.score, None, [scorer])
+    scorers = make_scorers(recipe, trainer.settings, trainer.score, [scorer])
     rules = trainer.settings.computing
     (batch,), stats = prepare_step(groups_of(), recipe, trainer.sizes, rules=rules, scorers=scorers, policy=params)
     return batch, stats
@@ -221,7 +220,8 @@ def test_a_teacher_that_is_the_base_of_the_adapters_has_no_copy_and_scores_as_on
     )
     model = make_model(config)
     spec = run_spec(config, model.decoder, model.mesh)
-    models = {"teacher": make_role_model(spec.roles["teacher"], model)}
+    role, said = spec.roles["teacher"], []
+    source = make_role_model(role, model)
     frozen = kept(load_frozen(model), model.rules)
 
     def held():
@@ -229,16 +229,17 @@ def test_a_teacher_that_is_the_base_of_the_adapters_has_no_copy_and_scores_as_on
         return sum(x.nbytes for x in jax.live_arrays())
 
     before = held()
-    (shared,) = load_scorers(spec, models, frozen, SimpleNamespace(), Progress("run", 1))
+    shared = load_role(spec, role, source, frozen=frozen, feed=SimpleNamespace(), say=said.append)
     assert held() == before
     assert shared.params is frozen
-    apart = dataclasses.replace(spec, scoring_models=(dataclasses.replace(spec.roles["teacher"], weights="frozen"),))
-    (own,) = load_scorers(apart, models, frozen, SimpleNamespace(), Progress("run", 1))
+    apart = dataclasses.replace(role, weights="frozen")
+    own = load_role(spec, apart, source, frozen=frozen, feed=SimpleNamespace(), say=said.append)
     assert held() - before == sum(x.nbytes for x in frozen.values())
+    assert said[0].endswith(", the frozen weights beside the adapters") and ", weights " in said[1]
     settings = make_train_settings(spec.update, model.decoder, model.mesh)
     samples = make_samples(longest_prompt=8, longest=3, vocab=model.decoder.vocab)
     batch = shard_batch(make_batch(samples, spec.batch)[0], settings.computing)
-    scores = [each.program(each.params, batch) for each in (shared, own)]
+    scores = [make_role_program(role, settings)(each.params, batch) for each in (shared, own)]
     assert np.asarray(scores[0]).any()
     np.testing.assert_array_equal(*scores)
     if loss == "sampled":
@@ -252,10 +253,9 @@ def test_a_teacher_that_is_the_base_of_the_adapters_has_no_copy_and_scores_as_on
             optimizer,
             sizes=spec.batch,
             schedule=spec.optimizer,
-            reference=None,
             folder=Path(),
             frozen=frozen,
-            scoring=[teacher],
+            roles=[teacher],
         )
         assert set(trainer.taught) == kept_head
         adapters = {name: x + 0.1 for name, x in load_trained(model, None, frozen).items()}

@@ -36,6 +36,7 @@ from podium.train.batches.prepare import group_samples
 from podium.train.batches.samples import Sample, single_answer
 from podium.train.optimizer.transforms import make_optimizer
 from podium.train.recorder import completion_stats
+from podium.train.scorers import LoadedRole
 from podium.train.setup import load_weights, make_model
 from podium.train.state import TrainState, init_state
 from podium.train.step import TrainSettings, shard_batch
@@ -225,8 +226,8 @@ def _trainer(devices: int, reference: bool, temperature: float, changes: str) ->
         _optimizer(config),
         sizes=spec.batch,
         schedule=spec.optimizer,
-        reference=first,
         folder=Path(),
+        roles=[] if first is None else [LoadedRole(role=spec.roles["reference"], params=first)],
     )
 
 
