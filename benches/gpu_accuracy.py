@@ -26,7 +26,7 @@ from podium.observe.run_dir import LENGTHS
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.planner import make_jobs, make_plan
 from podium.plan.request.phase_sizes import Planned
-from podium.plan.result import calibration_of
+from podium.plan.result import calibration_kind
 
 BFLOAT16 = ("rollout.dtype=bfloat16", "train.dtype=bfloat16")
 SIZES: Mapping[str, Sequence[str]] = {
@@ -120,7 +120,7 @@ def seconds_rows(gpu: Accelerator) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             measured, step_s = measured_step(settings, Path(folder))
             plan = make_plan(Planned.of(config_of(settings), gpu), lengths=str(Path(folder) / LENGTHS))
-        timed = [(calibration_of(phase.name), phase.seconds) for phase in plan.phases if phase.seconds]
+        timed = [(calibration_kind(phase.name), phase.seconds) for phase in plan.phases if phase.seconds]
         planned = {kind: [seconds for own, seconds in timed if own == kind] for kind in MEASURED}
         assert plan.step is not None
         for kind, times, seconds in (

@@ -39,7 +39,7 @@ from podium.plan.calibration import Chip, Factor
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.planner import make_jobs, make_plan
 from podium.plan.request.phase_sizes import Planned
-from podium.plan.result import Plan, calibration_of
+from podium.plan.result import Plan, calibration_kind
 from podium.settings import load_settings
 
 STEPS = 5
@@ -110,7 +110,7 @@ class Point:
 
     def share(self, kind: str) -> float:
         """The share of the roofline that phases of a kind reached."""
-        least = (p.seconds.value for p in self.plan.phases if p.seconds and calibration_of(p.name) == kind)
+        least = (p.seconds.value for p in self.plan.phases if p.seconds and calibration_kind(p.name) == kind)
         return sum(least) / self.seconds[kind]
 
 
