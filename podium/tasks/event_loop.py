@@ -6,21 +6,21 @@ import threading
 
 
 class UsersLoop(asyncio.SelectorEventLoop):
-    """A loop that coroutines share: `stop`, which one of them may call, does nothing."""
+    """An event loop shared by coroutines, any of which may call `stop`; therefore `stop` does nothing."""
 
     def stop(self) -> None:
-        """Go on: others' coroutines run here too."""
+        """Do nothing: other coroutines still run on this loop."""
 
     def end(self) -> None:
-        """Stop; called on the loop's thread."""
+        """Stop the loop; must be called on its thread."""
         super().stop()
 
 
 def start_loop(name: str) -> UsersLoop:
     """Start an event loop on a daemon thread of this name; its `end`, called on that thread, ends it.
 
-    SystemExit and KeyboardInterrupt in a task leave asyncio's loop after the task has them as its exception. They are
-    an error of that task alone: here the loop continues.
+    In asyncio, a SystemExit or KeyboardInterrupt raised in a task also stops the loop. Here it is the exception of that
+    task only, and the loop continues.
     """
     loop = UsersLoop()
     threading.Thread(target=_run, args=(loop,), name=name, daemon=True).start()

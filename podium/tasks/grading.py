@@ -1,4 +1,4 @@
-"""Grades completions in other processes, in parallel with the step, with a hard time limit for each answer.
+"""Grades completions in separate processes, in parallel with the training step, with a hard time limit for each answer.
 
 Nothing that a model writes can stop a run: a worker that times out or dies on an answer is replaced, and the answer
 counts as wrong. A bug in a grader does stop the run, with an error that contains everything needed to reproduce it.
@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 """Seconds between two calls of `on_poll` while rewards are awaited."""
 BEGIN_LIMIT_S = 5.0
-"""Seconds in which a process that grades nothing must take an item, and begin with it."""
+"""Seconds within which an idle process must accept an item and begin to grade it."""
 MOST_LOST = 3
-"""Processes in a row that may end between two answers."""
+"""Maximum number of consecutive processes that end between two answers."""
 CHUNK = 16
 """Maximum number of items sent to a worker at a time."""
 SHOWN_CHARS = 2_000
@@ -44,18 +44,18 @@ SHOWN_CHARS = 2_000
 
 
 Submission = tuple[TaskPrompt, Graded]
-"""A completion to grade, with the prompt that it answers."""
+"""A completion to grade, with its prompt."""
 
 
 NOT_ASKED = Outcome("graded")
-"""The outcome of an answer that its task does not grade."""
+"""The outcome for an answer that the task itself does not grade."""
 
 
 class GradingError(ValueError):
     """A task's grader has a bug; the message has the task, the prompt, the completion and the traceback."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(harmless(message))  # it may quote what a model wrote
+        super().__init__(harmless(message))  # the message may quote text written by a model
 
 
 class Grading:
@@ -84,12 +84,12 @@ class Grading:
                 on_poll()
                 found = wait(found.not_done, POLL_S, FIRST_EXCEPTION)
             for future in found.done:
-                future.result()  # raises the first error, though others are still being graded
+                future.result()  # raises the first error, even while other items are still being graded
             outcomes = [outcome for chunk in self._chunks for outcome in chunk.result()]
             return self._rewards(outcomes, [parts for group in self._own for parts in group.result()])
         finally:
             for future in (*self._chunks, *self._own):
-                future.cancel()  # items queued behind the one with the bug
+                future.cancel()  # items queued after the one with the bug
 
 
 class Grader:
@@ -125,7 +125,7 @@ class Grader:
             [task.environment is not None for task in tasks],
             self._judges,
         )
-        self._threads = ThreadPoolExecutor(config.workers or 1, thread_name_prefix="grading")  # one per worker
+        self._threads = ThreadPoolExecutor(config.workers or 1, thread_name_prefix="grading")  # one thread per worker
         self._workers = {_Worker(self._configs, self._timeout_s, self._variables) for _ in range(config.workers)}
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
@@ -159,7 +159,8 @@ class Grader:
         return config.rewards.get("correct", 0.0) if config.correct == "correct" else 0.0
 
     def check(self, prompts: Sequence[TaskPrompt]) -> list[str]:
-        """Check that everything can be graded here; returns what tasks and tools say of this machine, in lines.
+        """Check that everything can be graded here; returns lines in which tasks and tools describe how code runs on
+        this machine.
 
         Raises ValueError if a task or a tool cannot work here, or a reward function asks for a column that a prompt's
         row lacks.
@@ -171,7 +172,7 @@ class Grader:
         return list(dict.fromkeys(str(check()) for check in checks))
 
     def take_judged(self) -> JudgeCounts:
-        """What all judges were asked since the last call of this."""
+        """Counts of all judges' requests since the last call of this method."""
         return sum((judge.take_counts() for judge in self._judges.values()), JudgeCounts())
 
     def close(self) -> None:
@@ -191,7 +192,7 @@ class Grader:
     def _rewards(
         self, items: Sequence[Submission], outcomes: list[Outcome], own: list[dict[str, Part]]
     ) -> list[Reward]:
-        """The rewards of completions; items whose task only uses functions have no outcome."""
+        """The rewards of completions; items whose task uses only functions have no outcome."""
         graded = iter(outcomes)
         rewards = []
         for (asked, completion), parts in zip(items, own, strict=True):
@@ -217,7 +218,7 @@ class Grader:
         return rewards
 
     def _asks(self, item: Submission) -> bool:
-        """Whether the task itself grades an answer, rather than a function or the environment."""
+        """Whether the task itself grades an answer, instead of a function or the environment."""
         prompt, graded = item
         return graded.paid is None and self._configs[prompt.task].correct == "correct"
 
@@ -239,21 +240,21 @@ class Grader:
                         " runs when the tasks are created ends them"
                     )
             except BaseException:
-                worker.stop()  # its remaining answers would not be read
+                worker.stop()  # this worker's remaining answers would not be read
                 if self._closed:  # `close` ended the worker, perhaps before it was ready
                     break
                 raise
             finally:
                 self._idle.put(self._living(worker))
         if self._closed:
-            raise CancelledError("the grader was closed before it graded all answers")
+            raise CancelledError("the grader was closed before all answers were graded")
         return self._without_bugs(submissions, outcomes)
 
     def _pickled(self, submissions: Sequence[Submission]) -> bytes:
-        """The parts of submissions that a worker needs. Raises GradingError if another process cannot have them."""
+        """The pickled parts of submissions that a worker needs. Raises GradingError if they cannot be pickled."""
         try:
             return pickle.dumps([_item(submission) for submission in submissions])
-        except Exception as error:  # a row of a user's task may hold anything
+        except Exception as error:  # a row of a user's task may hold objects that cannot be pickled
             prompt, _ = submissions[0]
             raise GradingError(
                 f"{self._labels[prompt.task]}, prompt {prompt.prompt.id}: it cannot be sent to a grading process"
@@ -269,7 +270,9 @@ class Grader:
             )
 
     def _living(self, worker: "_Worker") -> "_Worker":
-        """The worker, or its replacement if it has died; if none can be started, the dead one, so no thread waits."""
+        """The worker, or its replacement if it has died; if no process can be started, the dead worker, so that no
+        thread waits.
+        """
         if worker.alive() or self._closed or self._not_started is not None:
             return worker
         try:
@@ -303,7 +306,7 @@ class Grader:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "grading of %s was stopped: %s; it counts as %s, and so will others",
+                    "grading of %s was stopped: %s; it counts as %s, and so will later cases",
                     name,
                     outcome.message,
                     f"{outcome.correct:.2g}" if outcome.correct else "wrong",
@@ -316,15 +319,14 @@ class _Worker:
 
     def __init__(self, configs: list[TaskConfig], timeout_s: float, variables: Mapping[str, str]) -> None:
         self._limits_s: list[float] = []
-        """Seconds for an answer of each task, which the process says once it is ready."""
+        """Time limit of an answer of each task in seconds; the process reports it once it is ready."""
         self._process = WorkerProcess("podium.tasks.grading_worker", variables)
-        with contextlib.suppress(EOFError, TimeoutError):  # `grade` says so
+        with contextlib.suppress(EOFError, TimeoutError):  # `grade` reports it
             self._process.channel.send(pickle.dumps((configs, timeout_s)), START_LIMIT_S)
 
     def grade(self, items: bytes, tasks: Sequence[int]) -> list[Outcome]:
-        """One outcome per item of a pickled list, whose tasks are given; fewer if the process was lost.
-
-        The last of them is then `stopped` if the process was lost while it graded that item, and not between two.
+        """One outcome per item of a pickled list, whose tasks are given; fewer if the process was lost. If it was lost
+        while grading an item, rather than between two items, the last outcome is `stopped`.
         """
         self._wait_until_ready()
         channel, outcomes, begun, limit_s = self._process.channel, list[Outcome](), False, 0.0
@@ -353,7 +355,7 @@ class _Worker:
         self._process.stop()
 
     def discard(self) -> None:
-        """End the process and close our end of the connection."""
+        """End the process and close this end of the connection."""
         self._process.close()
 
     def _wait_until_ready(self) -> None:
@@ -380,7 +382,7 @@ def _item(submission: Submission) -> Item:
 
 
 def _cut(text: str) -> str:
-    """A text as errors show it: without its middle if it is very long."""
+    """A text for an error message: without its middle if it is very long."""
     if len(text) > 2 * SHOWN_CHARS:
         text = f"{text[:SHOWN_CHARS]}\n[... {len(text) - 2 * SHOWN_CHARS} characters ...]\n{text[-SHOWN_CHARS:]}"
     return text

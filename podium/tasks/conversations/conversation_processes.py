@@ -1,9 +1,9 @@
-"""Processes that hold conversations, or threads of the trainer that do.
+"""Processes, or threads of the trainer, that hold conversations.
 
 A process that ends loses its conversations, and so does one that does not respond: a conversation may hold the
 interpreter's lock, stop the process, or block the event loop that others share. If a single conversation had a call in
-progress, that one is to blame. If several had, each of them goes on in a process that carries out one call at a time,
-so that the next loss has one culprit. All others have lost nothing but their process.
+progress, it is to blame. If several had, each of them continues in a process that carries out one call at a time, so
+that the next loss has one culprit. The other conversations lose only their process.
 """
 
 import contextlib
@@ -20,31 +20,31 @@ from podium.plain import message_of
 from podium.tasks.conversations.conversing import PING, Answered, Asked, Begun, Host, Sent
 from podium.tasks.worker_process import WorkerProcess
 
-ENDED = "the process of its environment ended"
+ENDED = "the environment's process ended"
 READ_S = 1.0
-"""Seconds in which what a killed process has sent must be read: that may run a user's code, as it makes objects."""
+"""Seconds in which the remaining output of a killed process must be read; unpickling it may run a user's code."""
 MOST_ENDS = 3
-"""Processes in a row that may end with neither a call in progress nor a conversation that ended well. Conversations of
-further such processes count as failed."""
+"""Maximum number of consecutive processes that end without a call in progress and without having completed a
+conversation. Conversations of further such processes count as failed."""
 
 
 class Event(NamedTuple):
-    """What happened in a process, for the trainer's thread."""
+    """Something that happened in a process, for the trainer's thread."""
 
     worker: "Worker"
     answered: Answered | None
-    """None: it responds."""
+    """An answer; None: the process responds."""
     ended: bool = False
-    """Whether the process has ended, and with it the conversation."""
+    """Whether the process has ended, which also ends the conversation."""
 
 
 Events = queue.SimpleQueue[Event]
 Ended = Callable[["Process", int | None], None]
-"""Called, on any thread, with a process that has ended by itself or was killed, and its exit code."""
+"""Called with a process that has ended or was killed, and its exit code; on any thread."""
 
 
 class Threads:
-    """Conversations in the trainer's process. A call that hangs there cannot be ended."""
+    """Conversations in the trainer's process. A call that hangs there cannot be killed."""
 
     def __init__(self, tasks: Sequence[TaskConfig], events: Events) -> None:
         """Prepare the conversations of these tasks."""
@@ -78,15 +78,15 @@ class Process:
         self.numbers: set[int] = set()
         """The conversations that it holds."""
         self.begun: set[int] = set()
-        """Those with a request in progress, as the reading thread knows them."""
+        """Conversations with a request in progress, as the reading thread knows them."""
         self.why = ""
-        """Why it was killed."""
+        """Why the process was killed."""
         self._turns: deque[Asked] | None = deque() if serial else None
         """The request in progress and those queued behind it; None if requests run at the same time."""
         self.began = time.monotonic()
         self._questions, self._responses = 0, -1
         self._ended = [ended]
-        """What to call once, as it ends; empty as soon as it is called, or need not be."""
+        """Holds the callback to call once when the process ends; empty once it was called or is no longer needed."""
         self._events = events
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._process = WorkerProcess("podium.tasks.conversations.conversing", variables)
@@ -105,7 +105,7 @@ class Process:
         return True
 
     def next(self, ended: int) -> int | None:
-        """Send the next queued request, after one has ended or was dropped.
+        """Send the next queued request, after a request has ended or was dropped.
 
         Returns its conversation; None if the queue is empty.
         """
@@ -119,13 +119,13 @@ class Process:
         return self._turns[0].number
 
     def question(self) -> int:
-        """Ask the process to respond; returns the number of this question, for `responded`."""
+        """Ping the process; returns the number of this ping, for `responded`."""
         self._questions += 1
         self._outbox.put(pickle.dumps(PING))
         return self._questions
 
     def responded(self, question: int) -> bool:
-        """Whether the process has answered this question; 0: whether it has started."""
+        """Whether the process has answered this ping; 0: whether it has started."""
         return self._responses >= question
 
     def kill(self, why: str) -> None:
@@ -134,7 +134,7 @@ class Process:
         self._process.stop()
         self._reader.join(READ_S)
         if self._reader.is_alive():
-            self.why = f"{why}, or an object that it sent cannot be made here: its class blocks as it is unpickled"
+            self.why = f"{why}, or an object that it sent cannot be unpickled here, because its class blocks"
             self._end()
 
     def close(self) -> None:
@@ -145,13 +145,13 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """The id of the process."""
         return self._process.pid
 
     def _post(self, asked: Asked) -> None:
         try:
             data = pickle.dumps(asked)
-        except Exception as error:  # a row of a user's task may hold anything
+        except Exception as error:  # a row of a user's task may hold objects that cannot be pickled
             why = f"its prompt cannot be sent to another process ({message_of(error)}); give its rows plain values"
             self._events.put(Event(self, Answered(asked.number, "failed", why)))
         else:
@@ -160,7 +160,9 @@ class Process:
     def _send(self) -> None:
         with contextlib.suppress(EOFError):
             while (data := self._outbox.get()) is not None:
-                self._process.channel.send(data)  # as long as it takes: requests have deadlines, and then it is killed
+                self._process.channel.send(
+                    data
+                )  # blocks without a time limit: requests have deadlines, after which the process is killed
 
     def _read(self) -> None:
         try:
@@ -168,12 +170,12 @@ class Process:
                 self._take(pickle.loads(self._process.receive()))
         except EOFError:
             pass
-        except Exception as error:  # a class that is not importable here, say
-            self.why = f"what the process of its environment sent cannot be read ({message_of(error)})"
+        except Exception as error:  # for example, a class that is not importable here
+            self.why = f"the message from the environment's process cannot be read ({message_of(error)})"
         self._end()
 
     def _end(self) -> None:
-        """Free what is left of a process that has ended, and say so once."""
+        """Free the resources of a process that has ended, and report its end once."""
         self._process.close()
         self._outbox.put(None)
         try:
@@ -197,14 +199,13 @@ Worker = Process | Threads
 
 
 class Pool:
-    """The processes of a run, or its threads, and their conversations."""
+    """A run's processes or threads, and their conversations."""
 
     def __init__(
         self, tasks: Sequence[TaskConfig], workers: int, variables: Callable[[], Mapping[str, str]], events: Events
     ) -> None:
-        """Start nothing yet. `workers` processes hold conversations, and if one is lost as many more; 0: threads.
-
-        `variables` returns the environment variables of processes.
+        """Create the pool without starting a process. `workers` processes hold conversations, and up to as many more
+        after a loss; 0: threads. `variables` returns the environment variables of processes.
         """
         self._tasks, self._most, self._variables, self._events = tasks, workers, variables, events
         self._shared: list[Worker] = []
@@ -213,10 +214,10 @@ class Pool:
         self._homes: dict[int, Worker] = {}
         self._lock = threading.Lock()
         self._unexplained = 0
-        """Processes in a row that ended without a call in progress."""
+        """Number of consecutive processes that ended without a call in progress."""
 
     def place(self, number: int, *, apart: bool) -> Worker:
-        """Give a conversation a home; `apart`: among those with one call at a time.
+        """Assign a conversation to a worker; `apart`: to one that carries out one call at a time.
 
         Raises ValueError if no process can be started.
         """
@@ -230,11 +231,13 @@ class Pool:
         return worker
 
     def home(self, number: int) -> Worker | None:
-        """The worker that holds a conversation; None if it has none."""
+        """The worker that holds a conversation; None if absent."""
         return self._homes.get(number)
 
     def forget(self, number: int) -> Worker | None:
-        """Remove a conversation from its worker, which is returned; a retired worker without conversations is ended."""
+        """Remove a conversation from its worker and return that worker; a retired worker without conversations is
+        ended.
+        """
         with self._lock:
             worker = self._homes.pop(number, None)
             if worker is None:
@@ -248,7 +251,7 @@ class Pool:
         return worker
 
     def retire(self, worker: Worker) -> None:
-        """Give a worker no more conversations, and end it after its last one."""
+        """Assign no more conversations to a worker, and end it after its last one."""
         with self._lock:
             for workers in (self._shared, self._serial):
                 if worker in workers:
@@ -256,7 +259,7 @@ class Pool:
                     self._retired.append(worker)
 
     def ended_well(self) -> None:
-        """Note that a conversation was graded."""
+        """Record that a conversation was graded."""
         self._unexplained = 0
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Holds conversations: in a process that `podium.tasks.conversations.environments` starts, or in threads of the
 trainer.
 
-Each request is answered on its own thread, async code on one event loop, so that slow replies overlap. It has no
-time limit: the trainer's side has.
+Each request is answered on its own thread, and async code runs on one event loop, so that slow replies overlap. Time
+limits are enforced by the trainer's side, not here.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from podium.tasks.worker_process import join_parent
 
 
 class Open(NamedTuple):
-    """Begin a conversation."""
+    """Request to begin a conversation."""
 
     number: int
     task: int
@@ -43,7 +43,7 @@ class Open(NamedTuple):
 
 
 class Say(NamedTuple):
-    """An answer of the model, to reply to."""
+    """Request to reply to an answer of the model."""
 
     number: int
     turn: Turn
@@ -55,7 +55,7 @@ class Say(NamedTuple):
 
 
 class Close(NamedTuple):
-    """End a conversation; `graded`: with its final reward."""
+    """Request to end a conversation; `graded`: and to return its final reward."""
 
     number: int
     graded: bool
@@ -70,7 +70,7 @@ class Close(NamedTuple):
 
 Asked = Open | Say | Close
 PING = None
-"""Asks a process to respond, sent in place of a request; its response is the same, and so is what it sends first."""
+"""Ping, sent instead of a request; the process answers with the same value, which is also its first message."""
 
 
 class Begun(NamedTuple):
@@ -80,23 +80,25 @@ class Begun(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """The answer to a request."""
+    """The answer to a request of a conversation."""
 
     number: int
     kind: Literal["opened", "replied", "graded", "failed", "lost"]
-    """lost: its process ended, or does not respond, and it is not known to be the reason."""
+    """lost: its process ended or does not respond, and this conversation is not known to be the cause."""
     value: str | Asking | Reply | float | None = None
-    """The text to append to the prompt or what a program asks first, the reply, the final reward, a traceback, or why
-    it was lost."""
+    """Depending on the request and outcome: the text to append to the prompt or a program's first request, the reply,
+    the final reward, a traceback, or why the conversation was lost."""
     seconds: float = 0.0
     environment: object = None
-    """The environment after its end, if it was asked for: itself, or from another process a copy."""
+    """The environment after the conversation's end, if requested: the object itself, or a copy if it is in another
+    process."""
     apart: bool = False
-    """Whether it is to go on, or begin again, in a process with one call at a time, because it may end others."""
+    """Whether the conversation must continue, or restart, in a process that carries out one call at a time, because it
+    may be what ends processes."""
 
 
 Sent = Answered | Begun | None
-"""What a process sends."""
+"""Messages that a process sends."""
 
 
 class Host:
@@ -116,14 +118,16 @@ class Host:
         threading.Thread(target=self._handle, args=(asked,), name="conversation", daemon=True).start()
 
     def respond(self, respond: Callable[[], None]) -> None:
-        """Call a function where all async code runs, if any does: what blocks the event loop then blocks this too."""
+        """Call a function on the event loop, if there is one, so that code that blocks the loop also delays this
+        call.
+        """
         if self._loop is None:
             respond()
         else:
             self._loop.call_soon_threadsafe(respond)
 
     def close(self) -> None:
-        """End the event loop; threads that hang are left."""
+        """End the event loop; hanging threads are abandoned."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.end)
 
@@ -131,7 +135,7 @@ class Host:
         start = time.perf_counter()
         try:
             answered = self._answered(asked)
-        except BaseException as error:  # a user's environment may raise anything, also as it is closed
+        except BaseException as error:  # a user's environment may raise anything, even while it is closed
             answered = Answered(asked.number, "failed", traceback_of(error))
             with contextlib.suppress(BaseException):
                 self._answered(Close(asked.number, graded=False))
@@ -147,7 +151,7 @@ class Host:
                 assert held is not None, "the task has conversations"
                 prompt = dataclasses.replace(
                     asked.prompt, metadata=copied(dict(asked.prompt.metadata))
-                )  # as in a process
+                )  # pickled, as between processes
                 running = held.open(prompt, asked.seed, self._resolve)
                 self._open[asked.number] = running
                 return Answered(asked.number, "opened", plain_first(running.begin()))
@@ -166,7 +170,7 @@ class Host:
                     running.close()
 
     def _resolve(self, value: object) -> object:
-        """Wait on this thread for an awaitable, which runs on the process's event loop."""
+        """Run an awaitable on the process's event loop and wait for it on this thread."""
         if not inspect.isawaitable(value):
             return value
 
@@ -185,12 +189,12 @@ class Host:
 def _allow_open_files() -> None:
     """Let this process open as many files as the system allows; hundreds of open environments may need thousands."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # a system may refuse its own limit
+    with contextlib.suppress(ValueError, OSError):  # some systems refuse the limit that they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def main(connection: int, lifeline: int) -> None:
-    """Hold conversations until the trainer ends this process, or ends itself."""
+    """Hold conversations until the trainer ends this process, or the trainer itself ends."""
     channel = join_parent(connection, lifeline)
     sending = threading.Lock()
 
@@ -202,7 +206,7 @@ def main(connection: int, lifeline: int) -> None:
         kept = answered.environment
         try:
             data = pickle.dumps(answered if kept is None else answered._replace(environment=Copied(kept)))
-        except BaseException as error:  # the environment's own code takes part
+        except BaseException as error:  # the environment's own code may raise here
             data = pickle.dumps(Answered(answered.number, "failed", traceback_of(error)))
         send(data)
 
@@ -219,8 +223,8 @@ def main(connection: int, lifeline: int) -> None:
                 send(pickle.dumps(Begun(number)))
             try:
                 request = pickle.loads(data)
-            except BaseException as error:  # classes in a row of the data that are not importable here
+            except BaseException as error:  # a data row may hold classes that are not importable here
                 answer(Answered(number, "failed", traceback_of(error)))
             else:
                 host.take(request)
-    os.killpg(0, signal.SIGKILL)  # whatever threads still do, and processes that tools have started
+    os.killpg(0, signal.SIGKILL)  # exits even if threads are busy, and ends processes that tools have started
