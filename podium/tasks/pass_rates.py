@@ -80,7 +80,8 @@ class PassRates(NamedTuple):
         if other is not None:
             raise ValueError(
                 f"{self.path} was measured with another model: {other} is {files.get(other, 'missing')} here and was"
-                f" {theirs.get(other, 'missing')}; set another data.filter.file, and measure again: podium filter CONFIG"
+                f" {theirs.get(other, 'missing')}; set another data.filter.file, and measure again: podium filter"
+                " CONFIG"
             )
 
 

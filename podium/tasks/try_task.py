@@ -20,8 +20,8 @@ from podium.tasks.registry import TASKS, in_family, make_task
 from podium.tasks.task import Prompt
 
 HELP = (
-    'one answer per line; a call is `TOOL {"argument": value}`, `TOOL(argument=value)` or what any model writes; an empty'
-    " line ends"
+    'one answer per line; a call is `TOOL {"argument": value}`, `TOOL(argument=value)` or what any model writes;'
+    " an empty line ends"
 )
 
 

@@ -40,7 +40,8 @@ COMPETITION = "\n".join(
     )
 )
 """What LiveCodeBench's own harness runs before an answer: imports of names that starter code uses, and a recursion
-limit for depth-first searches. Where names collide, later modules win over earlier ones, and builtins win over all."""
+limit for depth-first searches. Where names collide, a builtin replaces a module's function, and a module replaces
+both."""
 
 
 class Question(NamedTuple):

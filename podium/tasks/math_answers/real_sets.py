@@ -112,7 +112,7 @@ def _is_interval(node: Node) -> bool:
 
 
 def _about(variable: Node, described: RealSet | None) -> RealSet | None:
-    """The set S of a statement `x \in S`."""
+    r"""The set S of a statement `x \in S`."""
     return described and described._replace(variable=variable)
 
 
