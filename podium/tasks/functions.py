@@ -406,7 +406,9 @@ class FunctionGrader:
         if function.name not in self._warned:
             self._warned.add(function.name)
             logger.warning(
-                "reward %s took longer than %g s; it counts as 0, and so will others", function.name, settings.timeout_s
+                "reward %s took longer than %g s; it counts as 0, and so will later cases",
+                function.name,
+                settings.timeout_s,
             )
         return [Part(0.0, timed_out=True)] * completions
 

@@ -10,7 +10,7 @@ import unicodedata
 from fractions import Fraction
 
 MATH_SPAN = re.compile(r"(?<!\\)\$\$?(?![\s$])((?:[^$\\]|\\.)++)(?<!\s)\$|\\\(([^$]+?)\\\)|\\\[([^$]+?)\\\]")
-"""Matches a formula between dollar signs (not currency) or `\(` and `\[` brackets; one of the groups has the text."""
+r"""Matches a formula between dollar signs (not currency) or `\(` and `\[` brackets; one of the groups has the text."""
 
 _CHARACTERS = str.maketrans(
     {
