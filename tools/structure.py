@@ -45,6 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "models.flops",
         "models.layouts",
         "models.params",
+        "models.presets",
         "models.text",
     ),
     ("serve.bodies", "serve.documents"),

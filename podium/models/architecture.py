@@ -1,6 +1,6 @@
 """A decoder's architecture: its numbers, stacks of blocks and adapters, and the rules they keep. No jax.
 
-`podium.models.families.hf_config` reads it from config.json, `podium.models.files.gguf` from GGUF.
+`podium.models.files.hf_config` reads it from config.json, `podium.models.files.gguf` from GGUF.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ class DecoderConfig:
     """A decoder: embedding, stacks of blocks (`podium.models.blocks`), final norm, head."""
 
     model_type: str
-    """Model type in config.json, one of FAMILIES in `podium.models.families.model_types`; exports write it back."""
+    """Model type in config.json, one of FAMILIES in `podium.models.files.config_keys`; exports write it back."""
     vocab: int
     width: int
     stacks: tuple[Stack, ...]

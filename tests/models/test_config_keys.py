@@ -24,9 +24,9 @@ from tiny_models import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from podium.models.architecture import DecoderConfig, ModelError
-from podium.models.families.hf_config import from_hf_config, to_hf_config
-from podium.models.families.model_types import ALIASES, FAMILIES, IGNORED_BY_ALL, ONLY, WRAPPERS
+from podium.models.files.config_keys import ALIASES, FAMILIES, IGNORED_BY_ALL, ONLY, WRAPPERS
 from podium.models.files.hf import load_params
+from podium.models.files.hf_config import from_hf_config, to_hf_config
 from podium.models.files.source import read_architecture, resolve
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"

@@ -24,9 +24,9 @@ from tiny_models import (
 )
 
 from podium.models.architecture import ModelError
-from podium.models.families.gguf_config import read_config
 from podium.models.files import gguf as podium_gguf
 from podium.models.files.gguf import GgufTensors, read_header
+from podium.models.files.gguf_config import read_config
 from podium.models.files.hf import load_params
 from podium.models.files.model_licence import base_of
 from podium.models.files.source import ModelSource, read_architecture, resolve

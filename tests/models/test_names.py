@@ -11,9 +11,9 @@ from tiny_models import rules_on
 from podium.models.blocks.kind import Block, Stack
 from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.spec import ParamSpec
-from podium.models.families.hf_config import to_hf_config
 from podium.models.files import names
 from podium.models.files.hf import load_params, save_model
+from podium.models.files.hf_config import to_hf_config
 from podium.models.files.source import ModelSource
 from podium.models.params import param_specs
 

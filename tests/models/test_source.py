@@ -10,7 +10,7 @@ from tiny_models import LLAMA3_ROPE, hf_config, needs_demo, write_model
 
 from podium.models.architecture import DecoderConfig, ModelError, dense_decoder
 from podium.models.blocks.rope import Rope, RopeScaling
-from podium.models.families.hf_config import from_hf_config, to_hf_config
+from podium.models.files.hf_config import from_hf_config, to_hf_config
 from podium.models.files.source import ModelSource, read_architecture, resolve
 
 

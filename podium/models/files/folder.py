@@ -1,6 +1,6 @@
 """Reads a Hugging Face folder: its JSON files, and the tensors of its safetensors files. No jax.
 
-`podium.models.families.hf_config` reads the architecture in config.json, and `podium.models.files.hf` loads the
+`podium.models.files.hf_config` reads the architecture in config.json, and `podium.models.files.hf` loads the
 tensors.
 """
 

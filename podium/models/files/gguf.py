@@ -1,7 +1,7 @@
 """Reads GGUF files as written by llama.cpp: the header, and tensors converted to our conventions.
 
 The header is parsed here, because config checks wait for it and the `gguf` library takes 1.7 s for a vocabulary of
-49,000 tokens; that library decodes the block formats. `podium.models.families.gguf_config` reads the architecture, and
+49,000 tokens; that library decodes the block formats. `podium.models.files.gguf_config` reads the architecture, and
 `podium.models.text.tokenizer` builds the tokenizer. No jax.
 """
 

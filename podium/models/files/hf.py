@@ -28,9 +28,8 @@ from safetensors.numpy import save_file
 from podium.files import cause_of, disk_advice
 from podium.models.architecture import DecoderConfig, ModelError
 from podium.models.blocks.spec import ParamSpec
-from podium.models.families.hf_config import to_hf_config
-from podium.models.families.model_types import FAMILIES
 from podium.models.files import mxfp4
+from podium.models.files.config_keys import FAMILIES
 from podium.models.files.folder import (
     EMBEDDING,
     FLOATS,
@@ -42,6 +41,7 @@ from podium.models.files.folder import (
     open_folder,
 )
 from podium.models.files.gguf import ROPE_FACTORS, GgufHeader, GgufTensors, rope_divisors
+from podium.models.files.hf_config import to_hf_config
 from podium.models.files.names import (
     FIRST_APART,
     INVERSE_FREQUENCIES,

@@ -19,7 +19,7 @@ from podium.models.blocks.attention import Attention
 from podium.models.blocks.delta import DeltaNet
 from podium.models.blocks.experts import Experts
 from podium.models.blocks.spec import ParamSpec
-from podium.models.families.model_types import FAMILIES
+from podium.models.files.config_keys import FAMILIES
 from podium.models.params import own_name, param_specs
 
 LANE = "G"

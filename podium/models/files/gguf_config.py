@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from podium.models.architecture import MAX_LAYERS, MAX_SIZE, DecoderConfig, ModelError, real_number, shown, whole_number
-from podium.models.families.hf_config import from_hf_config
-from podium.models.families.model_types import FULL, SLIDING, check_family
+from podium.models.files.config_keys import FULL, SLIDING, check_family
 from podium.models.files.gguf import ROPE_FACTORS, GgufHeader, rope_divisors
+from podium.models.files.hf_config import from_hf_config
 
 MODEL_TYPES = {
     "gemma3": "gemma3_text",

@@ -24,7 +24,7 @@ from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Block, Kind, Stack
 from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.rope import LinearScaling, Rope, RopeScaling, Scaling, YarnScaling
-from podium.models.families.model_types import (
+from podium.models.files.config_keys import (
     ACTIVATIONS,
     FAMILIES,
     FULL,
@@ -46,7 +46,7 @@ def from_hf_config(raw: Keys, where: str) -> DecoderConfig:
 
     For a model with a vision tower, reads the text model. A missing key has the value that transformers gives it.
     Raises ModelError if the model type or a key is unknown, or a feature is not supported
-    (`podium.models.families.model_types`).
+    (`podium.models.files.config_keys`).
     """
     raw = text_config(raw, where)
     model_type = raw.get("model_type")
@@ -209,7 +209,7 @@ def stacks_of(blocks: Sequence[Block]) -> tuple[Stack, ...]:
 
 
 def _rope(rope: Keys, head_dim: int, where: str) -> Rope:
-    """The rotary embedding of rotary settings (`families.rotation`)."""
+    """The rotary embedding of rotary settings (`config_keys.rotation`)."""
     share = real_number(rope, "partial_rotary_factor", where, 1.0)
     return Rope(theta=real_number(rope, "rope_theta", where), dims=int(head_dim * share), scaling=_scaling(rope, where))
 

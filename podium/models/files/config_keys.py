@@ -10,7 +10,7 @@ default.
 
 A test compares the lists with transformers' classes, and another changes each key and compares logits. To add a family,
 write its entry of FAMILIES from transformers' configuration class, run both, and see what they name.
-`podium.models.families.hf_config` builds the decoder from what a config.json says.
+`podium.models.files.hf_config` builds the decoder from what a config.json says.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
         "keys_to_ignore_at_inference", "output_attentions", "output_hidden_states", "output_router_logits",
         "return_dict", "tie_last_hidden_states", "use_return_dict",
     ),
-    "labels and losses of heads; `podium.models.families.hf_config.scores_of` reads those of a head of scores": (
+    "labels and losses of heads; `podium.models.files.hf_config.scores_of` reads those of a head of scores": (
         "_num_labels", "id2label", "label2id", "loss_type", "num_labels", "problem_type", "router_aux_loss_coef",
     ),
     "dropout, which Podium does not train with": ("attention_dropout", "classifier_dropout", "hidden_dropout"),

@@ -12,13 +12,13 @@ from podium.config.rollout_weights import RolloutWeights
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig, ModelError, dense_decoder, scoring_decoder, with_lora
 from podium.models.blocks.rope import RopeScaling
-from podium.models.families.hf_config import (
+from podium.models.files.folder import read_json
+from podium.models.files.hf_config import (
     NO_SCORES,
     from_hf_config,
     reward_model_from_hf_config,
     scorer_from_hf_config,
 )
-from podium.models.files.folder import read_json
 from podium.models.files.source import (
     ModelSource,
     from_hub,
@@ -114,7 +114,7 @@ def _mistral(width: int, layers: int, mlp: int, vocab: int, other: Mapping[str, 
         "sliding_window": None,
         "rms_norm_eps": 1e-5,
     }
-    return from_hf_config({**said, **other}, "podium/models/families/presets.py")
+    return from_hf_config({**said, **other}, "podium/models/presets.py")
 
 
 def _gemma3(width: int, layers: int, mlp: int, heads: tuple[int, int], other: Mapping[str, object]) -> DecoderConfig:
@@ -127,7 +127,7 @@ def _gemma3(width: int, layers: int, mlp: int, heads: tuple[int, int], other: Ma
         "num_key_value_heads": heads[1],
         "intermediate_size": mlp,
     }
-    return from_hf_config({**said, **other}, "podium/models/families/presets.py")
+    return from_hf_config({**said, **other}, "podium/models/presets.py")
 
 
 def _qwen3_moe(
@@ -149,7 +149,7 @@ def _qwen3_moe(
         "max_position_embeddings": 40960,
         "rope_theta": 1e6,
     }
-    return from_hf_config({**said, **other}, "podium/models/families/presets.py")
+    return from_hf_config({**said, **other}, "podium/models/presets.py")
 
 
 def _gpt_oss(layers: int, experts: int) -> DecoderConfig:
@@ -163,21 +163,21 @@ def _gpt_oss(layers: int, experts: int) -> DecoderConfig:
         "intermediate_size": 2880,
         "attention_bias": True,
     }
-    return from_hf_config(said, "podium/models/families/presets.py")
+    return from_hf_config(said, "podium/models/presets.py")
 
 
 def _qwen35(other: Mapping[str, object]) -> DecoderConfig:
     """Make a Qwen3.5 from settings of its config.json that differ from those of 9B."""
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     said = {"model_type": "qwen3_5_text", "rope_parameters": rope, "max_position_embeddings": 262_144}
-    return from_hf_config({**said, **other}, "podium/models/families/presets.py")
+    return from_hf_config({**said, **other}, "podium/models/presets.py")
 
 
 def _qwen35_moe(other: Mapping[str, object]) -> DecoderConfig:
     """Make a Qwen3.5 mixture of experts from settings of its config.json that differ from those of 35B-A3B."""
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     said = {"model_type": "qwen3_5_moe_text", "rope_parameters": rope, "max_position_embeddings": 262_144}
-    return from_hf_config({**said, **other}, "podium/models/families/presets.py")
+    return from_hf_config({**said, **other}, "podium/models/presets.py")
 
 
 _GEMMA3_SMALL: Mapping[str, object] = {"vocab_size": 262_144, "max_position_embeddings": 32768, "sliding_window": 512}
