@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 
 from podium.models.architecture import ModelError, shown
 from podium.models.files import mxfp4
-from podium.models.files.names import NAMES, StoredTensor, is_of_text, predicts_ahead, text_name
+from podium.models.files.names import NAMES
+from podium.models.files.tensor_layout import StoredTensor
 
 logger = logging.getLogger(__name__)
 CONFIG = "config.json"
@@ -25,6 +26,37 @@ FLOATS = ("F32", "F16", "BF16")
 EMBEDDING, HEAD = NAMES["embed"].hf, NAMES["head"].hf
 COMPARED_BYTES = 2**24
 """Bytes of each tensor in memory at a time while two tensors are compared."""
+
+
+# For models with a vision tower: prefixes of tensors outside the text model, and of the text model's tensors.
+VISION_PREFIXES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "model.visual.",
+)
+# Layers that predict several tokens at once (Qwen3.5); transformers does not read them.
+AHEAD_PREFIX = "mtp."
+TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+
+
+def is_of_text(stored: str) -> bool:
+    """Whether a tensor in a model's files belongs to the text model, not to a vision tower."""
+    return not stored.startswith(VISION_PREFIXES)
+
+
+def predicts_ahead(stored: str) -> bool:
+    """Whether a tensor in a model's files belongs to layers that predict more than the next token."""
+    return stored.startswith(AHEAD_PREFIX)
+
+
+def text_name(stored: str) -> str:
+    """The name that a tensor of a multimodal model's file has in a text-only model."""
+    for prefix, own in TEXT_PREFIXES.items():
+        if stored.startswith(prefix):
+            return own + stored.removeprefix(prefix)
+    return stored
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import numpy as np
 from podium.models.architecture import MAX_SIZE, DecoderConfig, ModelError, shown
 from podium.models.blocks.delta import DeltaNet
 from podium.models.files import mxfp4
-from podium.models.files.names import StoredTensor
+from podium.models.files.tensor_layout import StoredTensor
 
 logger = logging.getLogger(__name__)
 MAGIC = b"GGUF"

@@ -46,12 +46,11 @@ from podium.models.files.names import (
     FIRST_APART,
     INVERSE_FREQUENCIES,
     NAMES,
-    FileKind,
     FilePart,
-    Tensors,
     file_parts,
 )
 from podium.models.files.source import ModelSource, has_tower, own_scores
+from podium.models.files.tensor_layout import FileKind, Tensors
 from podium.models.params import param_specs
 from podium.models.text.tokenizer import Tokenizer
 from podium.sharding import Params, ShardingRules, init_params, param_shardings

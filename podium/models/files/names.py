@@ -6,86 +6,16 @@ one for each stacked layer and expert.
 
 import dataclasses
 import itertools
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
-
-import numpy as np
 
 from podium.models.architecture import LAYERS, DecoderConfig
 from podium.models.blocks.attention import Attention
 from podium.models.blocks.delta import DeltaNet
 from podium.models.blocks.experts import Experts
-from podium.models.blocks.spec import ParamSpec
 from podium.models.files.config_keys import FAMILIES
+from podium.models.files.tensor_layout import ONE, FileKind, Layout
 from podium.models.params import own_name, param_specs
-
-LANE = "G"
-ONE = "1"
-FileKind = Literal["folder", "apart", "gguf", "mxfp4"]
-"""Kinds of model files: safetensors, safetensors in which each expert of a Qwen3.5 has its own tensors, GGUF, and
-safetensors whose experts are in MXFP4."""
-
-
-class Layout(NamedTuple):
-    """How a parameter is stored in a file.
-
-    Dimensions are letters: V vocabulary, D width, F MLP width, H and K heads, Q head size, E experts; G in a file's
-    counts `lanes`. Of delta nets: K and V heads, N and P their sizes, T taps. 1 is a file's dimension of one element.
-    """
-
-    hf: str  # name in safetensors; {} is the layer, a second {} the expert
-    gguf: str  # name in GGUF
-    ours: str  # our dimensions, without those of layers and experts
-    file: str  # the file's dimensions; letters in one word are merged into one dimension
-    joined: tuple[str, ...] = ()
-    """The parameters whose rows the tensor holds one after another, including this one; (): only this one."""
-    lanes: tuple[str, ...] = ()
-    """The parameters whose numbers the tensor holds in turn along G, including this one; (): only this one."""
-    whole: bool = False
-    """Whether one tensor holds all of a layer's experts, along a first dimension; else each expert has its own."""
-
-    @property
-    def letters(self) -> str:
-        """The file's dimensions except G and 1, unmerged, in the file's order."""
-        return self.file.replace(" ", "").replace(LANE, "").replace(ONE, "")
-
-    @property
-    def lane_dim(self) -> int:
-        """Index of G among the unmerged dimensions of the file."""
-        return self.file.replace(" ", "").index(LANE)
-
-    def split_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Our shape (without layers) in the order of `letters`."""
-        sizes = dict(zip(self.ours, shape, strict=True))
-        return tuple(sizes[letter] for letter in self.letters)
-
-    def laned_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Our shape (without layers) in the file's order, with G if there is one."""
-        split = list(self.split_shape(shape))
-        if self.lanes:
-            split.insert(self.lane_dim, len(self.lanes))
-        return tuple(split)
-
-    def file_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape in the file of a parameter with our `shape` (without layers)."""
-        sizes = {LANE: len(self.lanes), ONE: 1, **dict(zip(self.ours, shape, strict=True))}
-        return tuple(math.prod(sizes[letter] for letter in word) for word in self.file.split())
-
-    def file_rows(self, spec: ParamSpec) -> int:
-        """File rows of one matrix or vector of a parameter."""
-        return self.file_shape(spec.shape[spec.stacked :])[0]
-
-    def to_file_order(self) -> tuple[int, ...]:
-        """The permutation from our dimensions to `letters`."""
-        return tuple(self.ours.index(letter) for letter in self.letters)
-
-    def from_file_order(self) -> tuple[int, ...]:
-        """The permutation from `letters` to our dimensions."""
-        return tuple(self.letters.index(letter) for letter in self.ours)
-
 
 NAMES: dict[str, Layout] = {
     "embed": Layout("model.embed_tokens.weight", "token_embd.weight", "VD", "V D"),
@@ -211,37 +141,6 @@ INVERSE_FREQUENCIES = "rotary_emb.inv_freq"
 """End of the names of rotary frequencies, which old files hold and which follow from the config."""
 
 
-# For models with a vision tower: prefixes of tensors outside the text model, and of the text model's tensors.
-VISION_PREFIXES = (
-    "vision_tower.",
-    "multi_modal_projector.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
-    "model.visual.",
-)
-# Layers that predict several tokens at once (Qwen3.5); transformers does not read them.
-AHEAD_PREFIX = "mtp."
-TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
-
-
-def is_of_text(stored: str) -> bool:
-    """Whether a tensor in a model's files belongs to the text model, not to a vision tower."""
-    return not stored.startswith(VISION_PREFIXES)
-
-
-def predicts_ahead(stored: str) -> bool:
-    """Whether a tensor in a model's files belongs to layers that predict more than the next token."""
-    return stored.startswith(AHEAD_PREFIX)
-
-
-def text_name(stored: str) -> str:
-    """The name that a tensor of a multimodal model's file has in a text-only model."""
-    for prefix, own in TEXT_PREFIXES.items():
-        if stored.startswith(prefix):
-            return own + stored.removeprefix(prefix)
-    return stored
-
-
 def layout_of(param: str, config: DecoderConfig, kind: FileKind = "folder") -> Layout:
     """Name and layout, in a model's files, of one of our parameters."""
     name, family = LAYERS + own_name(param) if param.startswith(LAYERS) else param, FAMILIES[config.model_type]
@@ -332,21 +231,3 @@ def file_parts(config: DecoderConfig, kind: FileKind) -> Iterator[FilePart]:
                 rows=sum(rows.values()),
                 layout=layout,
             )
-
-
-class StoredTensor(NamedTuple):
-    """A file's description of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str  # as the file's format calls it
-    file: Path
-
-
-class Tensors(Protocol):
-    """The tensors of a model on disk, read on demand."""
-
-    entries: dict[str, StoredTensor]
-
-    def read(self, name: str, start: int, stop: int, at: tuple[int, ...] = ()) -> np.ndarray:
-        """Read rows [start, stop) of a tensor, or of its part at an index, as float32, float16 or bfloat16."""
-        ...
