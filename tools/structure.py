@@ -42,6 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "models.blocks.routing",
         "models.families",
         "models.files",
+        "models.family",
         "models.flops",
         "models.layouts",
         "models.params",

@@ -61,7 +61,7 @@ def write_gguf(path: Path, keys: list[bytes], tensors: list[bytes], data: bytes 
 def read_gguf(path: Path) -> DecoderConfig:
     header = read_header(path)
     config = read_config(header)
-    GgufTensors(header, config)
+    GgufTensors(header, config, in_pairs=True)
     return config
 
 

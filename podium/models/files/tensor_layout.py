@@ -74,6 +74,45 @@ class Layout(NamedTuple):
         return tuple(self.letters.index(letter) for letter in self.ours)
 
 
+NAMES: dict[str, Layout] = {
+    "embed": Layout("model.embed_tokens.weight", "token_embd.weight", "VD", "V D"),
+    "layers.attention_norm": Layout("model.layers.{}.input_layernorm.weight", "blk.{}.attn_norm.weight", "D", "D"),
+    "layers.q": Layout("model.layers.{}.self_attn.q_proj.weight", "blk.{}.attn_q.weight", "DHQ", "HQ D"),
+    "layers.k": Layout("model.layers.{}.self_attn.k_proj.weight", "blk.{}.attn_k.weight", "DKQ", "KQ D"),
+    "layers.v": Layout("model.layers.{}.self_attn.v_proj.weight", "blk.{}.attn_v.weight", "DKQ", "KQ D"),
+    "layers.o": Layout("model.layers.{}.self_attn.o_proj.weight", "blk.{}.attn_output.weight", "HQD", "D HQ"),
+    "layers.q_bias": Layout("model.layers.{}.self_attn.q_proj.bias", "blk.{}.attn_q.bias", "HQ", "HQ"),
+    "layers.k_bias": Layout("model.layers.{}.self_attn.k_proj.bias", "blk.{}.attn_k.bias", "KQ", "KQ"),
+    "layers.v_bias": Layout("model.layers.{}.self_attn.v_proj.bias", "blk.{}.attn_v.bias", "KQ", "KQ"),
+    "layers.q_norm": Layout("model.layers.{}.self_attn.q_norm.weight", "blk.{}.attn_q_norm.weight", "Q", "Q"),
+    "layers.k_norm": Layout("model.layers.{}.self_attn.k_norm.weight", "blk.{}.attn_k_norm.weight", "Q", "Q"),
+    "layers.mlp_norm": Layout("model.layers.{}.post_attention_layernorm.weight", "blk.{}.ffn_norm.weight", "D", "D"),
+    "layers.gate": Layout("model.layers.{}.mlp.gate_proj.weight", "blk.{}.ffn_gate.weight", "DF", "F D"),
+    "layers.up": Layout("model.layers.{}.mlp.up_proj.weight", "blk.{}.ffn_up.weight", "DF", "F D"),
+    "layers.down": Layout("model.layers.{}.mlp.down_proj.weight", "blk.{}.ffn_down.weight", "FD", "D F"),
+    "layers.router": Layout("model.layers.{}.mlp.gate.weight", "blk.{}.ffn_gate_inp.weight", "DE", "E D"),
+    "layers.expert_gate": Layout("model.layers.{}.mlp.experts.{}.gate_proj.weight", "", "DF", "F D"),
+    "layers.expert_up": Layout("model.layers.{}.mlp.experts.{}.up_proj.weight", "", "DF", "F D"),
+    "layers.expert_down": Layout("model.layers.{}.mlp.experts.{}.down_proj.weight", "", "FD", "D F"),
+    "final_norm": Layout("model.norm.weight", "output_norm.weight", "D", "D"),
+    "head": Layout("lm_head.weight", "output.weight", "VD", "V D"),
+    "score": Layout("score.weight", "", "VD", "V D"),
+    "score_bias": Layout("score.bias", "", "V", "V"),
+}
+
+# In gpt-oss and Qwen3.5, llama.cpp names the norm before the feed-forward as Hugging Face does.
+POST_ATTENTION = NAMES["layers.mlp_norm"]._replace(gguf="blk.{}.post_attention_norm.weight")
+
+# For each mixture in GGUF: one tensor for all of a layer's gates, one for ups and one for downs; so their biases.
+GGUF_EXPERTS: dict[str, Layout] = {
+    f"layers.expert_{name}{'_bias' if bias else ''}": Layout(
+        "", f"blk.{{}}.ffn_{name}_exps.{'bias' if bias else 'weight'}", ours, file, whole=True
+    )
+    for name, (into, out) in {"gate": ("D", "F"), "up": ("D", "F"), "down": ("F", "D")}.items()
+    for bias, ours, file in ((False, into + out, f"{out} {into}"), (True, out, out))
+}
+
+
 class StoredTensor(NamedTuple):
     """A file's description of a tensor."""
 
