@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_decoder import dense_decoder
 from tiny_models import LLAMA3_ROPE, hf_config, needs_demo, write_model
 
-from podium.models.architecture import DecoderConfig, ModelError, dense_decoder
+from podium.models.architecture import DecoderConfig, ModelError
 from podium.models.blocks.rope import Rope, RopeScaling
 from podium.models.files.hf_config import from_hf_config, to_hf_config
 from podium.models.files.source import ModelSource, read_architecture, resolve
