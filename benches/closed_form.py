@@ -29,7 +29,7 @@ from typing import Any
 from benches.record import MEASUREMENTS, ROOT, arguments, record, write_section
 from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config
-from podium.models.families.presets import PRESETS, find_decoder
+from podium.models.presets import PRESETS, find_decoder
 from podium.plan.calibration import load_chip
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.compiled.compile_worker import CompiledPhase

@@ -14,7 +14,7 @@ from typing import Any
 from benches.record import arguments, record
 from podium.accelerators import Accelerator
 from podium.config.schema import Config
-from podium.models.families.presets import find_architecture
+from podium.models.presets import find_architecture
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.planner import make_jobs
 from podium.plan.request.phase_sizes import Planned, make_sizes

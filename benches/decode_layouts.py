@@ -20,8 +20,8 @@ from podium.config.schema import Config
 from podium.config.sizes import steps_at_once
 from podium.hlo.cost import Roofline, roofline
 from podium.models.architecture import DecoderConfig
-from podium.models.families.presets import PRESETS, find_decoder
 from podium.models.layouts import DecodeFloor, machine_of
+from podium.models.presets import PRESETS, find_decoder
 from podium.plan.calibration import calibrated, load_chip
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.compiled.compile_worker import CompiledPhase

@@ -24,7 +24,7 @@ from benches.record import MEASUREMENTS, arguments, record, recorded, write_sect
 from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config, Remat
 from podium.config.sizes import check_split, table_pages
-from podium.models.families.presets import find_decoder
+from podium.models.presets import find_decoder
 from podium.plan.calibration import find_chip
 from podium.plan.planned_device import Device
 from podium.plan.planner import make_plan

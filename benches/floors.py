@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benches.record import MEASUREMENTS, RESULTS, ROOT, arguments, record, recorded, show_progress, write_section
 from podium.accelerators import find_accelerator
-from podium.models.families.presets import PRESETS, find_decoder
+from podium.models.presets import PRESETS, find_decoder
 from podium.plan.calibration import load_chip
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.planned_device import Device

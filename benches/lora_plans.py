@@ -13,7 +13,7 @@ from typing import Any
 from benches.record import arguments, record, recorded
 from podium.accelerators import GIB, find_accelerator
 from podium.config.document import dump_value
-from podium.models.families.presets import find_decoder
+from podium.models.presets import find_decoder
 from podium.plan.compiled.compile import compile_jobs
 from podium.plan.planner import make_jobs, make_plan
 from podium.plan.request.defaults import with_defaults

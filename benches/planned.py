@@ -15,8 +15,8 @@ from podium.config.schema import Config
 from podium.config.sizes import steps_at_once
 from podium.hlo.cost import Roofline, roofline
 from podium.hlo.hlo_text import Module, parse
-from podium.models.families.presets import find_decoder
 from podium.models.layouts import DecodeFloor, machine_of
+from podium.models.presets import find_decoder
 from podium.plan.calibration import load_chip
 from podium.plan.compiled.compile import cache_folder, compile_jobs
 from podium.plan.compiled.compile_worker import CompiledPhase

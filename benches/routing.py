@@ -31,10 +31,10 @@ from podium.models.attention.packed_attention import row_attention
 from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import At, Block, Stack
 from podium.models.decoder import forward, head_weights
-from podium.models.families.presets import PRESETS
 from podium.models.layouts import Layout
 from podium.models.logprobs import logits_at
 from podium.models.params import TRAIN_AXES, param_specs
+from podium.models.presets import PRESETS
 from podium.models.recorded_experts import balances, joined_choices, recorded_choices
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine

@@ -16,7 +16,7 @@ from benches.record import arguments, record
 from podium.accelerators import GIB, find_accelerator
 from podium.config.load import load
 from podium.hlo.cost import roofline
-from podium.models.families.presets import find_architecture
+from podium.models.presets import find_architecture
 from podium.plan.calibration import load_chip
 from podium.plan.compiled.compile import cache_folder, compile_phases
 from podium.plan.compiled.compile_worker import Job

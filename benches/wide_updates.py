@@ -16,7 +16,7 @@ from typing import NamedTuple
 from benches.record import arguments, record, show_progress
 from benches.scaling import GROUP, PROMPTS, config_of
 from podium.accelerators import GIB, find_accelerator
-from podium.models.families.presets import find_decoder
+from podium.models.presets import find_decoder
 from podium.plan.calibration import load_chip
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.planned_device import Device

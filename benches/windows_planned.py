@@ -17,7 +17,7 @@ from benches.record import MEASUREMENTS, ROOT, arguments, record, write_section
 from podium.accelerators import find_accelerator
 from podium.config.schema import Config
 from podium.config.sizes import table_pages
-from podium.models.families.presets import find_decoder
+from podium.models.presets import find_decoder
 from podium.rollout.cache_layout import kept_places
 from podium.settings import load_settings
 

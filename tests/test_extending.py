@@ -16,8 +16,8 @@ from podium.accelerators import find_accelerator
 from podium.config.errors import ConfigError
 from podium.config.show import file_schema
 from podium.models.architecture import with_layers
-from podium.models.families.presets import PRESETS, find_architecture
 from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, param_specs
+from podium.models.presets import PRESETS, find_architecture
 from podium.observe.metric_table import METRICS, Metric
 from podium.observe.metrics import evaluation_metrics, find_metric
 from podium.observe.stats import EvaluationStats, TaskScores

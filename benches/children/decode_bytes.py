@@ -28,8 +28,8 @@ from podium.hlo.liveness import computations_run
 from podium.hlo.traffic import fused, products, updates
 from podium.kernels import gpu_decode
 from podium.models.architecture import DecoderConfig, rollout_decoder, unrolled
-from podium.models.families.presets import find_decoder
 from podium.models.params import param_specs
+from podium.models.presets import find_decoder
 from podium.plan.calibration import calibrated, load_chip
 from podium.plan.compiled.compile_worker import looped_work
 from podium.plan.compiled.phases import phase_programs

@@ -27,7 +27,11 @@ from podium.certify.small_moments import moments_check
 from podium.certify.subject import Subject
 from podium.certify.updates import Updates, relative, weight_difference
 from podium.config.optimizer import OPTIMIZER_COPIES, OptimizerConfig
-from podium.models.architecture import Lora, dense_decoder
+from podium.models.architecture import DecoderConfig, Lora
+from podium.models.blocks.attention import Attention
+from podium.models.blocks.kind import Block, Stack
+from podium.models.blocks.mlp import Mlp
+from podium.models.blocks.rope import Rope
 from podium.models.params import param_specs
 from podium.run.token_sizes import optimizer_steps
 from podium.train.optimizer.transforms import learning_rate, make_optimizer
@@ -426,22 +430,16 @@ def _rule_checks() -> Iterator[Check]:
 
 def rule_error(config: OptimizerConfig) -> float:
     """The largest error of the weights over `RULE_STEPS` updates, relative to the size of each update's change."""
-    decoder = dense_decoder(
+    rope = Rope(theta=1e4, dims=4)
+    attention = Attention(heads=4, kv_heads=2, head_dim=4, rope=rope, bias=True, norm=True)
+    decoder = DecoderConfig(
         model_type="llama",
         vocab=10,
         width=8,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=4,
-        mlp_width=12,
+        stacks=(Stack(pattern=(Block(mixer=attention, feed_forward=Mlp(width=12)),), repeats=2),),
         max_positions=16,
-        rope_theta=1e4,
-        rope_scaling=None,
         norm_eps=1e-5,
         tied=False,
-        qkv_bias=True,
-        qk_norm=True,
         lora=Lora(rank=2, alpha=4.0, targets=("q", "o")),
     )
     specs = {name: spec for name, spec in param_specs(decoder).items() if name in RULE_WEIGHTS}

@@ -32,8 +32,8 @@ from podium.config.imports import is_path
 from podium.config.schema import Config, EnvironmentsConfig, GradingConfig, LimitsConfig, TaskConfig
 from podium.hosts.platform import machine_of
 from podium.models.architecture import DecoderConfig, frozen_decoder, scoring_decoder
-from podium.models.families.presets import find_decoder
 from podium.models.params import TRAIN_AXES, frozen_specs, is_adapter, param_specs, trained_specs
+from podium.models.presets import find_decoder
 from podium.models.text.tokenizer import Tokenizer
 from podium.rollout.request import Completion, Request
 from podium.rollout.transcript import Transcript, transcript_of

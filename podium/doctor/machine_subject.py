@@ -9,7 +9,8 @@ from podium.accelerators import GIB, Accelerator, Kernels, kernels_on, recognise
 from podium.doctor.diagnosis import Row
 from podium.doctor.facts import Facts, ask
 from podium.doctor.system import System
-from podium.models.architecture import DecoderConfig, dense_decoder
+from podium.models.architecture import DecoderConfig
+from podium.models.files.hf_config import from_hf_config
 from podium.plan.calibration import Chip, load_chip
 
 MIB = 2**20
@@ -17,23 +18,20 @@ MIB = 2**20
 
 def smollm2(layers: int = 30, vocab: int = 49_152) -> DecoderConfig:
     """The shape of SmolLM2-135M, or of a smaller version."""
-    return dense_decoder(
-        model_type="llama",
-        vocab=vocab,
-        width=576,
-        layers=layers,
-        heads=9,
-        kv_heads=3,
-        head_dim=64,
-        mlp_width=1536,
-        max_positions=8192,
-        rope_theta=1e5,
-        rope_scaling=None,
-        norm_eps=1e-5,
-        tied=True,
-        qkv_bias=False,
-        qk_norm=False,
-    )
+    described = {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": 576,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "max_position_embeddings": 8192,
+        "rope_theta": 1e5,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+    return from_hf_config(described, "SmolLM2")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

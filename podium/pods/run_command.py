@@ -13,7 +13,7 @@ from podium.config.schema import Config
 from podium.config.show import to_yaml
 from podium.files import BUCKETS
 from podium.models.architecture import ModelError
-from podium.models.families.presets import find_decoder
+from podium.models.presets import find_decoder
 from podium.pods.inventory import Slice, label_text
 from podium.pods.keeper import keep_on_vm
 from podium.pods.launch import RunSpec

@@ -8,7 +8,7 @@ from podium.config.critic_section import CriticConfig
 from podium.config.schema import Config
 from podium.config.sizes import conversation_tokens, too_long_to_score
 from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder, scoring_decoder
-from podium.models.families.presets import find_architecture, find_reward_model, find_scorer
+from podium.models.presets import find_architecture, find_reward_model, find_scorer
 from podium.run.run_spec import SCORE, ConversationSpec, LearningSpec, OptimizerSpec, Role
 from podium.run.token_sizes import longer_prompts, rows_per_device
 

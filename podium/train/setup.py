@@ -13,12 +13,12 @@ from podium.config.schema import Config
 from podium.hosts.platform import machine_of, prepare_platform
 from podium.models.adapters import base_of
 from podium.models.architecture import DecoderConfig
-from podium.models.families.presets import decoder_of_run
 from podium.models.files.hf import load_params
 from podium.models.files.peft import load_adapter
 from podium.models.files.source import ModelSource, read_architecture
 from podium.models.files.source import resolve as find_source
 from podium.models.params import TRAIN_AXES, frozen_dtype, param_specs, trained_specs
+from podium.models.presets import decoder_of_run
 from podium.models.quantised import make_quantise
 from podium.models.text.tokenizer import Tokenizer, load_tokenizer
 from podium.observe.run_dir import Fork

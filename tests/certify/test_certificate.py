@@ -33,7 +33,7 @@ from podium.certify.updates import (
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import AlgorithmConfig, Config
 from podium.models.blocks.delta import DeltaNet
-from podium.models.families.presets import PRESETS
+from podium.models.presets import PRESETS
 from podium.train.optimizer.transforms import learning_rate
 
 MODELS = ("meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B")

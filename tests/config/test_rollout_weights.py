@@ -10,7 +10,7 @@ from podium.certify.subject import make_subject
 from podium.config.errors import ConfigError
 from podium.config.lora import LoraConfig
 from podium.models.architecture import rollout_decoder
-from podium.models.families.presets import decoder_of_run
+from podium.models.presets import decoder_of_run
 from podium.run.resolve import resolve_recipe
 from podium.settings import load_settings
 

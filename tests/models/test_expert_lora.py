@@ -19,12 +19,12 @@ from podium.models.adapters import merged
 from podium.models.architecture import Lora, ModelError, with_lora
 from podium.models.attention.packed_attention import causal_attention
 from podium.models.decoder import forward
-from podium.models.families.hf_config import from_hf_config
-from podium.models.families.presets import PRESETS
+from podium.models.files.hf_config import from_hf_config
 from podium.models.files.peft import load_adapter, save_adapter
 from podium.models.flops import trained_elements
 from podium.models.layouts import Layout
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, count, frozen_dtype, is_adapter, param_specs, trained_specs
+from podium.models.presets import PRESETS
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams

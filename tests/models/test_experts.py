@@ -28,9 +28,9 @@ from podium.models.blocks.routing import route
 from podium.models.decoder import forward
 from podium.models.expert_forms import Group, Matrices, _of_rows, beyond_tiles, dense_form, sorted_form, split_form
 from podium.models.expert_mixture import mixed
-from podium.models.families.hf_config import from_hf_config
-from podium.models.families.presets import PRESETS
+from podium.models.files.hf_config import from_hf_config
 from podium.models.params import GATHERED_AXES, GROUP_AXES, TRAIN_AXES, param_specs, trained_specs
+from podium.models.presets import PRESETS
 from podium.sharding import ShardingRules, make_mesh
 
 E, K, D, F, N = 8, 3, 16, 24, 40

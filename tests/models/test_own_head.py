@@ -24,11 +24,11 @@ from tiny_models import (
 
 from podium.config.lora import LoraConfig
 from podium.models.architecture import ModelError, with_lora
-from podium.models.families.presets import find_architecture
 from podium.models.files import folder as folder_module
 from podium.models.files.hf import load_params, save_model
 from podium.models.files.source import ModelSource, read_architecture, read_scorer, resolve
 from podium.models.params import frozen_specs
+from podium.models.presets import find_architecture
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED = ["llama_tied", "qwen2_tied", "qwen3_tied", "qwen3_moe_mixed_tied", "gemma3_tied", "gpt_oss_layer_types_tied"]

@@ -13,8 +13,8 @@ from podium.algorithms.recipe_options import make_recipe
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
-from podium.models.families.presets import find_decoder
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
+from podium.models.presets import find_decoder
 from podium.plan.planner import make_plan
 from podium.plan.request.phase_sizes import Planned, local_count, make_sizes, offloaded_bytes, optimizer_count
 from podium.plan.request.step_calls import step_calls

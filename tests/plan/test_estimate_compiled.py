@@ -9,7 +9,7 @@ from estimated import QWEN_3B, config, decoder, phase
 from podium.accelerators import GIB, find_accelerator
 from podium.models.architecture import with_layers, with_lora
 from podium.models.blocks.kind import Stack
-from podium.models.families.presets import find_architecture, find_decoder
+from podium.models.presets import find_architecture, find_decoder
 from podium.plan.calibration import load_chip
 from podium.plan.planned_device import closed_form_roofline
 from podium.plan.request.phase_sizes import make_sizes

@@ -13,7 +13,7 @@ from podium.accelerators import find_accelerator
 from podium.hlo.cost import ProgramCost
 from podium.hlo.hlo_text import Module, parse
 from podium.hlo.moves import moves
-from podium.models.families.presets import find_architecture
+from podium.models.presets import find_architecture
 from podium.plan.calibration import load_chip
 from podium.plan.compiled.array_names import names_of
 from podium.plan.compiled.compile_worker import looped_work

@@ -7,7 +7,7 @@ from estimated import SMALL, config, decoder
 from podium.accelerators import find_accelerator
 from podium.models.architecture import make_lora
 from podium.models.blocks.attention import Attention
-from podium.models.families.presets import PRESETS
+from podium.models.presets import PRESETS
 from podium.plan.calibration import load_chip
 from podium.plan.planned_device import closed_form_roofline
 from podium.plan.request.phase_sizes import RunSizes, make_sizes

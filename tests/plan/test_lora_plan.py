@@ -11,8 +11,8 @@ from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.rollout_weights import RolloutWeights
 from podium.config.schema import Config
 from podium.models.architecture import make_lora
-from podium.models.families.presets import decoder_of_run
 from podium.models.params import count, frozen_specs, param_specs, trained_specs
+from podium.models.presets import decoder_of_run
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.compiled.compile_worker import Job
 from podium.plan.compiled.phases import device_bytes, phase_programs

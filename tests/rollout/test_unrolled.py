@@ -18,8 +18,8 @@ from podium.kernels import gpu_decode
 from podium.models import decoder as decoder_module
 from podium.models.architecture import Lora, unrolled, with_layers
 from podium.models.decoder import forward
-from podium.models.families.presets import PRESETS
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, frozen_specs, is_adapter, param_specs
+from podium.models.presets import PRESETS
 from podium.rollout import cache as caches
 from podium.rollout.device import Device
 from podium.rollout.engine import NonFiniteError, RolloutEngine

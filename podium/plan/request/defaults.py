@@ -8,8 +8,8 @@ from pathlib import Path
 from podium.accelerators import Accelerator
 from podium.config.document import Plain
 from podium.config.load import Loaded, Override
-from podium.models.families.presets import find_architecture
 from podium.models.files.source import HUB_ID
+from podium.models.presets import find_architecture
 from podium.plan.request.phase_sizes import Planned
 from podium.plan.search.fit import fastest
 from podium.plan.search.fit_candidates import Halves

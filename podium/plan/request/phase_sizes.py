@@ -23,12 +23,12 @@ from podium.models import params
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.kind import StateSpec, Work
 from podium.models.blocks.spec import ParamSpec, ParamSpecs, is_matrix
-from podium.models.families.presets import find_decoder
 from podium.models.layouts import Layout, group_bytes
 from podium.models.params import (
     param_specs,
     trained_specs,
 )
+from podium.models.presets import find_decoder
 from podium.plan.request.workload import SequenceLengths, draw_lengths
 from podium.plan.search.study import Change
 from podium.rollout.cache_layout import Kept, kept_places, kv_pages, num_cells
