@@ -51,7 +51,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from podium.config.imports import imported
 from podium.plain import copied, number_of, traceback_of
-from podium.tasks.event_loop import UsersLoop, start_loop
+from podium.tasks.event_loop import LoopThread
 from podium.tasks.task import Graded, Prompt
 from podium.terminal import harmless
 
@@ -292,8 +292,8 @@ class FunctionGrader:
         self._functions: Sequence[Sequence[GroupFunction]] = [
             [judges.get(name) or RewardFunction(name) for name in names] for names in rewards
         ]
-        self._loop: UsersLoop | None = None
-        self._users_loop: UsersLoop | None = None
+        self._loop = LoopThread("rewards")
+        self._users_loop = LoopThread("async rewards")
         """Runs functions that are async; what blocks it stops no clock of `_loop`."""
         self._limits: dict[str, asyncio.Semaphore] = {}
         self._warned: set[str] = set()
@@ -312,19 +312,12 @@ class FunctionGrader:
             done: Future[list[dict[str, Part]]] = Future()
             done.set_result([{} for _ in group])
             return done
-        return asyncio.run_coroutine_threadsafe(self._group(task, prompt, group), self._started())
+        return self._loop.submit(self._group(task, prompt, group))
 
     def close(self) -> None:
-        """Cancel running calls and end the thread."""
-        for loop in (self._loop, self._users_loop):
-            if loop is not None:
-                loop.call_soon_threadsafe(_cancel_and_end, loop)
-        self._loop = self._users_loop = None
-
-    def _started(self) -> UsersLoop:
-        if self._loop is None:
-            self._loop = start_loop("rewards")
-        return self._loop
+        """Cancel running calls and end the threads."""
+        self._loop.end()
+        self._users_loop.end()
 
     def _begun(
         self, function: GroupFunction, arguments: Mapping[str, object], completions: int
@@ -342,18 +335,15 @@ class FunctionGrader:
                     error.add_note(CANCELLED)
                     raise
 
-        if self._users_loop is None:
-            self._users_loop = start_loop("async rewards")
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(awaited(), self._users_loop))
+        return asyncio.wrap_future(self._users_loop.submit(awaited()))
 
     async def _replace_stuck_loop(self) -> None:
         """Use another loop for later calls if a function that is async blocks the loop instead of awaiting."""
-        if (loop := self._users_loop) is None:
-            return
-        alive = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
+        loop = self._users_loop
+        alive = asyncio.wrap_future(loop.submit(asyncio.sleep(0)))
         await asyncio.wait((alive,), timeout=STUCK_S)
         if not alive.done() and self._users_loop is loop:
-            self._users_loop = None
+            self._users_loop = LoopThread("async rewards")
 
     async def _group(self, task: int, prompt: Prompt, group: Sequence[Graded]) -> list[dict[str, Part]]:
         functions = self._functions[task]
@@ -399,7 +389,8 @@ class FunctionGrader:
             else:
                 problem = None
                 begun.cancel()
-                await self._replace_stuck_loop()
+                if function.is_async:
+                    await self._replace_stuck_loop()
         if problem is not None:
             raise FunctionError(f"reward {function.name} failed:\n{problem}")
         if function.name not in self._warned:
@@ -473,13 +464,3 @@ def _ignore_late_errors(call: "asyncio.Future[list[Part]]") -> None:
     """Keep asyncio from logging what a call raises after its time limit."""
     if not call.cancelled():
         call.exception()
-
-
-def _cancel_and_end(loop: UsersLoop) -> None:
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    ended = asyncio.gather(*tasks, return_exceptions=True)
-    ended.add_done_callback(lambda _: loop.end())
-    if not tasks:
-        loop.end()

@@ -1,8 +1,6 @@
 """`podium tasks try`: a conversation with a task's tools or environment from the keyboard, without a model."""
 
-import asyncio
 import contextlib
-import functools
 import inspect
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +12,7 @@ from podium.models.text.chat_format import Message, ToolSchema
 from podium.tasks.conversation import Asking, Reply, ToolCall, Turn, plain_first, plain_reply
 from podium.tasks.conversations.environment_forms import conversing, form_of
 from podium.tasks.conversations.tool_calls import FORMS, LIST_CLOSE, LIST_OPEN, Calls, read_calls
+from podium.tasks.event_loop import LoopThread
 from podium.tasks.registry import TASKS, in_family, make_task
 from podium.tasks.task import Prompt
 
@@ -46,8 +45,9 @@ def play(target: str, answers: Iterable[str], say: Callable[[str], None], *, see
         raise ValueError(f"{target} has {len(prompts)} prompts, from 0; there is no prompt {number}")
     prompt = prompts[number]
     with contextlib.ExitStack() as stack:
-        runner = stack.enter_context(asyncio.Runner())
-        running = held.open(prompt, seed, functools.partial(_resolved, runner))
+        loop = LoopThread("conversation")  # one for the whole conversation, as in a run
+        stack.callback(loop.end)
+        running = held.open(prompt, seed, loop.resolve)
         stack.callback(running.close)
         _show(say, _first(prompt, plain_first(running.begin())))
         for tool in held.tools:
@@ -131,14 +131,3 @@ def _show(say: Callable[[str], None], messages: Iterable[Message]) -> None:
     for message in messages:
         who = message.get("name") if message.get("role") == "tool" else message.get("role")
         say(f"[{who}] {message.get('content')}")
-
-
-def _resolved(runner: asyncio.Runner, value: object) -> object:
-    """Wait for an awaitable, on one event loop for the whole conversation, as in a run."""
-    if not inspect.isawaitable(value):
-        return value
-
-    async def awaited() -> object:
-        return await value
-
-    return runner.run(awaited())

@@ -137,7 +137,7 @@ def answers(environments: Environments, count: int) -> dict[int, Answered]:
 
 
 def shared(environments: Environments) -> list[int]:
-    return [each.pid for each in environments._pool._shared if isinstance(each, conversation_processes.Process)]
+    return [each.worker.pid for each in environments._pool._shared if isinstance(each, conversation_processes.Process)]
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ task = TaskConfig(name="arithmetic", environment="test_lost_processes:Talk")
 environments = Environments([task], EnvironmentsConfig(workers=1))
 environments.open(0, 0, Prompt(id="", question="", answer=""), 0)
 assert environments.next(60.0).kind == "opened"
-print(environments._pool._shared[0].pid, flush=True)
+print(environments._pool._shared[0].worker.pid, flush=True)
 environments.say(0, Turn(text={act!r} + " > " + {begun!r}, number=0))
 time.sleep(600)
 """
