@@ -149,12 +149,12 @@ class RewardFunction:
         self.like_trl = self.takes_all or not TRL_NAMES.isdisjoint(self.parameters)
         self.of_environment = not OF_ENVIRONMENT.isdisjoint(self.parameters)
         """Whether it asks for environments."""
-        self.of_group = self.like_trl or "completions" in self.parameters
+        self.of_group: bool = self.like_trl or "completions" in self.parameters
         if self.of_group and "completion" in self.parameters:
             beside = "completions" if "completions" in self.parameters else "TRL's prompts, completion_ids or **kwargs"
             raise ValueError(f"{name!r} has both completion and {beside}; keep one")
         call = getattr(self.call, "__call__", self.call)  # noqa: B004 - an object's method may be async
-        self.is_async = inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(call)
+        self.is_async: bool = inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(call)
         self.settings: CallSettings = getattr(self.call, "__podium_reward__", CallSettings())
 
     def check(self, prompt: Prompt, *, environment: bool = False) -> None:
@@ -235,25 +235,13 @@ def _answer(text: str) -> dict[str, str]:
 class GroupFunction(Protocol):
     """What grades completions of a prompt: a `RewardFunction`, or a judge (`podium.tasks.judges`)."""
 
-    @property
-    def name(self) -> str:
-        """Its part of the reward."""
-        ...
-
-    @property
-    def settings(self) -> CallSettings:
-        """How it is called."""
-        ...
-
-    @property
-    def is_async(self) -> bool:
-        """Whether `call` is a coroutine function; otherwise it is called in a thread."""
-        ...
-
-    @property
-    def of_group(self) -> bool:
-        """Whether `call` returns a list of numbers or None instead of one number."""
-        ...
+    name: str
+    """Its part of the reward."""
+    settings: CallSettings
+    is_async: bool
+    """Whether `call` is a coroutine function; otherwise it is called in a thread."""
+    of_group: bool
+    """Whether `call` returns a list of numbers or None instead of one number."""
 
     @property
     def call(self) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
 """A process that runs other people's code: graders, environments, tools.
 
-Whatever that code does, it neither blocks the trainer nor outlives it. Messages have deadlines in both directions. The
-process leads its own session, and the kernel kills that session's group, with all that tools have started, when
-the trainer ends: no thread of the process, which may wait for the interpreter's lock, is needed.
+Whatever that code does, it does not outlive the trainer. The process leads its own session, and the kernel kills that
+session's group, with all that tools have started, when the trainer ends: no thread of the process, which may wait for
+the interpreter's lock, is needed. `podium.tasks.workers` has what is asked of such processes, and how long it may take.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from types import FrameType
 
@@ -23,8 +22,6 @@ LENGTH = struct.Struct("!Q")
 """Precedes each message: its bytes."""
 PART = 1 << 16
 """Bytes read at a time."""
-START_LIMIT_S = 300.0
-"""Seconds in which a process must import and create its tasks."""
 END_LIMIT_S = 5.0
 """Seconds for which a killed process is waited for: the kernel holds one whose disk does not respond."""
 LOOK_S = 1.0
@@ -36,30 +33,28 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        connection.setblocking(False)
+        connection.settimeout(None)
 
-    def send(self, message: bytes, timeout_s: float | None = None) -> None:
-        """Send a message. Raises TimeoutError if the other end does not read it in time, EOFError if that is closed."""
-        deadline = _deadline(timeout_s)
-        left = memoryview(LENGTH.pack(len(message)) + message)
-        while left:
-            self._wait(select.POLLOUT, deadline)
-            try:
-                left = left[self._socket.send(left) :]
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise EOFError(f"the connection is closed: {error}") from None
+    def send(self, message: bytes) -> None:
+        """Send a message, as long as the other end takes to read it. Raises EOFError if the connection is closed."""
+        try:
+            self._socket.sendall(LENGTH.pack(len(message)) + message)
+        except OSError as error:
+            raise EOFError(f"the connection is closed: {error}") from None
 
-    def receive(self, timeout_s: float | None = None) -> bytes:
-        """Wait for a message. Raises TimeoutError if none has come whole in time, EOFError if the end is closed."""
-        deadline = _deadline(timeout_s)
-        (size,) = LENGTH.unpack(self._exactly(LENGTH.size, deadline))
-        return self._exactly(size, deadline)
+    def receive(self) -> bytes:
+        """Wait for a message. Raises EOFError if the connection is closed."""
+        (size,) = LENGTH.unpack(self._exactly(LENGTH.size))
+        return self._exactly(size)
 
     def waits(self, timeout_s: float) -> bool:
         """Wait for the beginning of a message or the end of the connection; returns whether either came."""
-        return bool(_poll(self._socket, select.POLLIN).poll(1000 * timeout_s))
+        waiting = select.poll()
+        try:
+            waiting.register(self._socket, select.POLLIN)
+        except ValueError:  # closed on another thread
+            return True
+        return bool(waiting.poll(1000 * timeout_s))
 
     def close(self) -> None:
         """Close this end; threads that wait for it have an EOFError."""
@@ -67,38 +62,17 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _exactly(self, size: int, deadline: float | None) -> bytes:
+    def _exactly(self, size: int) -> bytes:
         found = bytearray()
         while len(found) < size:
-            self._wait(select.POLLIN, deadline)
             try:
                 part = self._socket.recv(min(PART, size - len(found)))
-            except BlockingIOError:
-                continue
             except OSError as error:
                 raise EOFError(f"the connection is closed: {error}") from None
             if not part:
                 raise EOFError("the other end is closed")
             found += part
         return bytes(found)
-
-    def _wait(self, event: int, deadline: float | None) -> None:
-        left = None if deadline is None else deadline - time.monotonic()
-        if (left is not None and left <= 0) or not _poll(self._socket, event).poll(left and 1000 * left):
-            raise TimeoutError("the other end does not respond")
-
-
-def _poll(connection: socket.socket, event: int) -> select.poll:
-    try:
-        waiting = select.poll()
-        waiting.register(connection, event)
-    except ValueError:  # closed on another thread
-        raise EOFError("the connection is closed") from None
-    return waiting
-
-
-def _deadline(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else time.monotonic() + timeout_s
 
 
 class WorkerProcess:

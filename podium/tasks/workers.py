@@ -35,8 +35,10 @@ from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
 from podium.plain import message_of, traceback_of
-from podium.tasks.worker_process import START_LIMIT_S, WorkerProcess, join_parent
+from podium.tasks.worker_process import WorkerProcess, join_parent
 
+START_LIMIT_S = 300.0
+"""Seconds in which a process must import what it needs, and be ready for requests."""
 BEGIN_LIMIT_S = 5.0
 """Seconds in which an idle process of a pool must take a request, and begin with it."""
 MOST_LOST = 3
@@ -73,20 +75,14 @@ class Answer(NamedTuple):
     """The traceback of what it raised; empty if it raised nothing."""
 
 
-class Ended(NamedTuple):
-    """Says that a process has ended, or was ended: nothing comes of it any more."""
-
-    why: str
-
-
 class Lost(NamedTuple):
-    """In place of an answer: the request took too long, or ended its process."""
+    """In place of an answer: its process has ended, or was ended because the request took too long."""
 
     why: str
 
 
-Received = Answer | Ended | None
-"""What comes of a worker: the answer to a request, its end, and None if it has responded to `Worker.ping`."""
+Received = Answer | Lost | None
+"""What comes of a worker: the answer to a request, its own end, and None if it has responded to `Worker.ping`."""
 
 
 class UnsendableError(ValueError):
@@ -177,7 +173,7 @@ class Worker:
     ) -> None:
         """Start `main` of a module, with these environment variables.
 
-        `take` is called with all that is received, on a thread of this worker, and last with an `Ended`. Raises OSError
+        `take` is called with all that is received, on a thread of this worker, and last with a `Lost`. Raises OSError
         if this machine has too little memory, or too many processes, for another one.
         """
         self.began = time.monotonic()
@@ -272,7 +268,7 @@ class Worker:
         self._process.close()
         self._outbox.put(None)
         if self._ended.acquire(blocking=False):
-            self._take(Ended(self._why or f"its process ended with code {self._process.exit_code}"))
+            self._take(Lost(self._why or f"its process ended with code {self._process.exit_code}"))
 
 
 class _Member(NamedTuple):
@@ -311,11 +307,6 @@ class WorkerPool:
         except ValueError:
             self.close()
             raise
-
-    @property
-    def pids(self) -> list[int]:
-        """The processes."""
-        return [member.worker.pid for member in self._members]
 
     def answers(self, requests: Sequence[object]) -> list[Answer | Lost]:
         """What comes of each request, in order; waits for it, on any number of threads at a time.

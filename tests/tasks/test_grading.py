@@ -148,7 +148,7 @@ def test_what_an_answer_leaves_behind_costs_no_other_answer(closed, act, size):
     """Also if what is sent next does not fit into the connection, which nothing reads any more."""
     grader = closed(timeout_s=1.0)
     assert [reward.total for reward in grader.grade(answers("7", act))] == [1, 0]
-    pids = grader._pool.pids
+    pids = [member.worker.pid for member in grader._pool._members]
     wait_for(lambda: any(state(pid) in "TZ" for pid in pids))
     rewards = grader.grade(answers("7", "8" * size, "7"))
     assert [(reward.total, reward.timed_out) for reward in rewards] == [(1, False), (0, False), (1, False)]
@@ -267,7 +267,7 @@ def test_graders_do_not_get_the_runs_tokens(closed, monkeypatch):
 def test_a_worker_imports_no_jax(closed):
     grader = closed()
     grader.grade(answers("7"))
-    (pid,) = grader._pool.pids
+    (pid,) = (member.worker.pid for member in grader._pool._members)
     maps = f"/proc/{pid}/maps"
     if not os.path.exists(maps):
         pytest.skip("needs /proc")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from podium.config.schema import TaskConfig
 from podium.tasks.conversations.conversing import Answered, Asked, Close, Host
-from podium.tasks.workers import Answer, Ended, Received, UnsendableError, Worker, not_started
+from podium.tasks.workers import Answer, Lost, Received, UnsendableError, Worker, not_started
 
 MOST_ENDS = 3
 """Processes in a row that may end with neither a call in progress nor a conversation that ended well. Conversations of
@@ -128,7 +128,7 @@ class Process:
             self._events.put(Event(self, Answered(asked.number, "failed", why)))
 
     def _take(self, received: Received) -> None:
-        if isinstance(received, Ended):
+        if isinstance(received, Lost):
             self._ended(self, received.why)
         elif received is None:
             self._events.put(Event(self, None))

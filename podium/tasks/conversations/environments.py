@@ -21,8 +21,7 @@ from podium.tasks.conversations.conversing import Answered, Asked, Close, Open, 
 from podium.tasks.conversations.environment_forms import led_by_program
 from podium.tasks.rewards import asks_for_environment
 from podium.tasks.task import Prompt
-from podium.tasks.worker_process import START_LIMIT_S
-from podium.tasks.workers import STARTED, Worker
+from podium.tasks.workers import START_LIMIT_S, STARTED, Worker
 
 RESPONSE_SHARE, RESPONSE_S = 0.1, 1.0
 """A process must respond within this share of the time limit, or within this number of seconds if that is longer."""
