@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.config.schema import GradingConfig, TaskConfig
+from podium.plain import without_middle
 from podium.tasks.child_environment import child_environment
 from podium.tasks.conversations.environment_forms import machine_checks
 from podium.tasks.functions import FunctionGrader, Part
@@ -31,8 +32,8 @@ POLL_S = 0.2
 """Seconds between two calls of `on_poll` while rewards are awaited."""
 CHUNK = 16
 """Maximum number of items sent to a worker at a time."""
-SHOWN_CHARS = 2_000
-"""Characters of the question and the completion shown in an error, from each end."""
+SHOWN_CHARS = 4_000
+"""Most characters of the question, and of the completion, that an error shows."""
 
 
 Submission = tuple[TaskPrompt, Graded]
@@ -226,13 +227,12 @@ class Grader:
                 continue
             name = f"{self._labels[asked.task]}, prompt {asked.prompt.id}"
             if outcome.kind == "bug":
-                message = (
-                    f"the grader of {name} failed; fix it, then continue the run.\n"
-                    f"--- question\n{_cut(asked.prompt.question)}\n"
-                    f"--- reference answer\n{_cut(asked.prompt.answer)}\n--- completion\n{_cut(graded.text)}\n"
-                    f"--- {outcome.message}"
+                prompt = asked.prompt
+                texts = {"question": prompt.question, "reference answer": prompt.answer, "completion": graded.text}
+                told = "".join(f"--- {what}\n{without_middle(text, SHOWN_CHARS)}\n" for what, text in texts.items())
+                raise GradingError(
+                    f"the grader of {name} failed; fix it, then continue the run.\n{told}--- {outcome.message}"
                 )
-                raise GradingError(message)
             if not self._warned:
                 self._warned = True
                 logger.warning(
@@ -259,10 +259,3 @@ def _outcome(found: Answer | Lost) -> Outcome:
     if isinstance(found, Lost):
         return Outcome("stopped", message=found.why)
     return Outcome("bug", message=found.problem) if found.problem else found.value
-
-
-def _cut(text: str) -> str:
-    """A text as errors show it: without its middle if it is very long."""
-    if len(text) > 2 * SHOWN_CHARS:
-        text = f"{text[:SHOWN_CHARS]}\n[... {len(text) - 2 * SHOWN_CHARS} characters ...]\n{text[-SHOWN_CHARS:]}"
-    return text
