@@ -14,17 +14,16 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from podium.tasks.conversations.loopback import MODEL, Line, server
 from podium.tasks.conversations.program import Led
 from podium.tasks.event_loop import LoopThread
 from podium.tasks.games.generated import PaidByEnvironment, held_out
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import Count, Prompt, TaskSource
 
-Count = Annotated[int, Field(ge=1)]
 Settings = dict[str, object]
 
 
