@@ -12,19 +12,20 @@ Result = TypeVar("Result")
 
 
 class LoopThread:
-    """An event loop that users' coroutines share, on a daemon thread that starts with the first of them.
+    """An event loop shared by users' coroutines, on a daemon thread that starts with the first coroutine.
 
-    SystemExit and KeyboardInterrupt, which end asyncio's loops, are errors of the coroutine that raises them alone.
+    In asyncio, a SystemExit or KeyboardInterrupt raised in a task also stops the loop. Here it is the exception of that
+    task only, and the loop continues.
     """
 
     def __init__(self, name: str) -> None:
-        """Start nothing yet; `name` is the thread's."""
+        """Create it without starting the thread, which gets this name."""
         self._name = name
         self._loop: _Loop | None = None
         self._starting = threading.Lock()
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> "Future[Result]":
-        """Run a coroutine on the loop; the future has its result, or whatever it raises."""
+        """Run a coroutine on the loop; the future has its result or the exception that it raises."""
         with self._starting:
             if self._loop is None:
                 self._loop = _Loop()
@@ -33,7 +34,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, loop)
 
     def resolve(self, value: object) -> object:
-        """The value, or if it is awaitable its result, for which the calling thread waits."""
+        """The value; if it is awaitable, run it on the loop, wait on this thread, and return its result."""
         if not inspect.isawaitable(value):
             return value
 
@@ -43,27 +44,29 @@ class LoopThread:
         return self.submit(awaited()).result()
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call a function on the loop, where a coroutine that blocks delays it; on this thread if no loop runs."""
+        """Call a function on the loop, so that code that blocks the loop also delays this call; without a loop, call it
+        here.
+        """
         if (loop := self._loop) is None:
             function()
         else:
             loop.call_soon_threadsafe(function)
 
     def end(self) -> None:
-        """Cancel all that runs on the loop, and end it; a coroutine that blocks keeps its thread."""
+        """Cancel all tasks on the loop and end it; a thread that a coroutine blocks is abandoned."""
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.call_soon_threadsafe(_cancel_and_end, loop)
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """A loop whose `stop`, which one of its coroutines may call, does nothing."""
+    """An event loop shared by coroutines, any of which may call `stop`; therefore `stop` does nothing."""
 
     def stop(self) -> None:
-        """Go on: others' coroutines run here too."""
+        """Do nothing: other coroutines still run on this loop."""
 
     def end(self) -> None:
-        """Stop; called on the loop's thread."""
+        """Stop the loop; must be called on its thread."""
         super().stop()
 
 
@@ -71,7 +74,7 @@ def _run(loop: _Loop) -> None:
     asyncio.set_event_loop(loop)
     stopped = False
     while not stopped:
-        with contextlib.suppress(SystemExit, KeyboardInterrupt):  # the task that raised it has it as its exception
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):  # also the exception of the task that raised it
             loop.run_forever()
             stopped = True
     loop.close()

@@ -1,4 +1,4 @@
-"""Grades completions in other processes, in parallel with the step, with a hard time limit for each answer.
+"""Grades completions in separate processes, in parallel with the training step, with a hard time limit for each answer.
 
 Nothing that a model writes can stop a run: a worker that times out or dies on an answer is replaced, and the answer
 counts as wrong. A bug in a grader does stop the run, with an error that contains everything needed to reproduce it.
@@ -14,7 +14,6 @@ from typing import Any
 
 from podium.config.schema import GradingConfig, TaskConfig
 from podium.plain import without_middle
-from podium.tasks.child_environment import child_environment
 from podium.tasks.conversations.environment_forms import machine_checks
 from podium.tasks.functions import FunctionGrader, Part
 from podium.tasks.grading_worker import Item, Outcome, grade_item
@@ -37,18 +36,18 @@ SHOWN_CHARS = 4_000
 
 
 Submission = tuple[TaskPrompt, Graded]
-"""A completion to grade, with the prompt that it answers."""
+"""A completion to grade, with its prompt."""
 
 
 NOT_ASKED = Outcome("graded")
-"""The outcome of an answer that its task does not grade."""
+"""The outcome for an answer that the task itself does not grade."""
 
 
 class GradingError(ValueError):
     """A task's grader has a bug; the message has the task, the prompt, the completion and the traceback."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(harmless(message))  # it may quote what a model wrote
+        super().__init__(harmless(message))  # the message may quote text written by a model
 
 
 class Grading:
@@ -77,12 +76,12 @@ class Grading:
                 on_poll()
                 found = wait(found.not_done, POLL_S, FIRST_EXCEPTION)
             for future in found.done:
-                future.result()  # raises the first error, though others are still being graded
+                future.result()  # raises the first error, even while other items are still being graded
             outcomes = [outcome for chunk in self._chunks for outcome in chunk.result()]
             return self._rewards(outcomes, [parts for group in self._own for parts in group.result()])
         finally:
             for future in (*self._chunks, *self._own):
-                future.cancel()  # items queued behind the one with the bug
+                future.cancel()  # items queued after the one with the bug
 
 
 class Grader:
@@ -118,8 +117,8 @@ class Grader:
             "grading",
             "podium.tasks.grading_worker",
             setup=(self._configs, config.timeout_s),
-            variables=child_environment(config.judges),
             workers=config.workers,
+            hidden=[judge.key_env for judge in config.judges if judge.key_env],
         )
 
     def grade(self, items: Sequence[Submission]) -> list[Reward]:
@@ -150,7 +149,8 @@ class Grader:
         return config.rewards.get("correct", 0.0) if config.correct == "correct" else 0.0
 
     def check(self, prompts: Sequence[TaskPrompt]) -> list[str]:
-        """Check that everything can be graded here; returns what tasks and tools say of this machine, in lines.
+        """Check that everything can be graded here; returns lines in which tasks and tools describe how code runs on
+        this machine.
 
         Raises ValueError if a task or a tool cannot work here, or a reward function asks for a column that a prompt's
         row lacks.
@@ -162,7 +162,7 @@ class Grader:
         return list(dict.fromkeys(str(check()) for check in checks))
 
     def take_judged(self) -> JudgeCounts:
-        """What all judges were asked since the last call of this."""
+        """Counts of all judges' requests since the last call of this method."""
         return sum((judge.take_counts() for judge in self._judges.values()), JudgeCounts())
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ class Grader:
     def _rewards(
         self, items: Sequence[Submission], outcomes: list[Outcome], own: list[dict[str, Part]]
     ) -> list[Reward]:
-        """The rewards of completions; items whose task only uses functions have no outcome."""
+        """The rewards of completions; items whose task uses only functions have no outcome."""
         graded = iter(outcomes)
         rewards = []
         for (asked, completion), parts in zip(items, own, strict=True):
@@ -204,7 +204,7 @@ class Grader:
         return rewards
 
     def _asks(self, item: Submission) -> bool:
-        """Whether the task itself grades an answer, rather than a function or the environment."""
+        """Whether the task itself grades an answer, instead of a function or the environment."""
         prompt, graded = item
         return graded.paid is None and self._configs[prompt.task].correct == "correct"
 
@@ -236,7 +236,7 @@ class Grader:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "grading of %s was stopped: %s; it counts as %s, and so will others",
+                    "grading of %s was stopped: %s; it counts as %s, and so will later cases",
                     name,
                     outcome.message,
                     f"{outcome.correct:.2g}" if outcome.correct else "wrong",

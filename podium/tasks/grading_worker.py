@@ -1,6 +1,6 @@
 """The grading process: started by `podium.tasks.grading`, which calls `main` in it.
 
-Its setup is the configs of the tasks and `grading.timeout_s`. It makes the tasks, and then grades one item at a time.
+Its setup is the configs of the tasks and `grading.timeout_s`. It creates the tasks, and then grades one item at a time.
 """
 
 import signal
@@ -13,11 +13,11 @@ from podium.tasks.worker_process import leave_to_parent
 from podium.tasks.workers import Parent
 
 MEMORY_BYTES = 2 << 30
-"""Memory that one grade may allocate beyond what the process has once its tasks are made."""
+"""Memory that one grade may allocate in addition to what the process uses once its tasks are created."""
 
 
 class Item(NamedTuple):
-    """One answer to grade."""
+    """An answer to grade, as sent to the process."""
 
     task: int
     prompt: Prompt
@@ -42,7 +42,7 @@ def grade_item(task: Task, item: Item) -> Outcome:
         return Outcome("stopped", message=f"it took more than {MEMORY_BYTES >> 30} GiB of memory")
     except BaseException as error:  # SystemExit and CancelledError are bugs as well
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not leave_to_parent:
-            raise  # Ctrl-C, where grading has no process of its own
+            raise  # Ctrl-C, if grading runs in the trainer's process
         return Outcome("bug", message=traceback_of(error))
     if isinstance(correct, float):
         return Outcome("graded", correct=correct)
@@ -50,13 +50,13 @@ def grade_item(task: Task, item: Item) -> Outcome:
 
 
 def _paid(value: object) -> float | str:
-    """A grade, or the text of what is none."""
+    """A valid grade as a float, or the text of an invalid one."""
     number = number_of(value)
     return number if number is not None and 0 <= number <= 1 else f"{value!r:.80}"
 
 
 def main(connection: int, lifeline: int) -> None:
-    """Grade until the parent ends this process, or ends itself."""
+    """Grade until the parent ends this process, or the parent itself ends."""
     parent = Parent(connection, lifeline)
     configs, timeout_s = parent.setup()
     tasks = [make_task(config) for config in configs]

@@ -55,9 +55,9 @@ class Jsonl(QuestionSet):
     """Rows with a question and an answer; options set the columns, and how answers are compared.
 
     The question is in column `question`, `prompt` or `problem`: text, or a conversation as a list of `{role, content}`
-    whose last message is to be answered. If a set has several of these, the option says which one.
-    The answer is in column `answer`. Published sets are read as they are: GSM8K's result after `####`, the box that
-    ends MATH's and NuminaMath's `solution`, DAPO's `reward_model.ground_truth`.
+    whose last message is to be answered. If a set has several of these columns, the option must name one. The answer is
+    in column `answer`. Published sets are read without conversion: GSM8K's result after `####`, the box that ends
+    MATH's and NuminaMath's `solution`, DAPO's `reward_model.ground_truth`.
 
     `match: math` compares numbers and formulas; `match: text` compares the final answer's words, ignoring case and
         outer spaces. With `answer: null` rows need no answer; functions then compute the reward, and one of them is the

@@ -1,24 +1,24 @@
-"""Processes that answer requests: graders, environments, and whatever else runs code that may hang or end its process.
+"""Processes that answer requests: graders, environments, and other code that may hang or end its process.
 
-A kind of worker is a module with a function `main`, which is all that runs in its processes:
+A kind of worker is a module with a function `main`, which its processes run:
 
     def main(connection: int, lifeline: int) -> None:
         parent = Parent(connection, lifeline)
         words = read_words(parent.setup())
         parent.serve(lambda word: words[word], limit_s=lambda word: 2.0)
 
-The trainer's side holds the processes. Those of a `WorkerPool` are all alike, and answer one request at a time:
+The trainer starts them. The processes of a `WorkerPool` are all alike, and each answers one request at a time:
 
-    pool = WorkerPool("words", "mypackage.words", setup=path, variables=child_environment([]), workers=2)
+    pool = WorkerPool("words", "mypackage.words", setup=path, workers=2)
     (answer,) = pool.answers(["apple"])
     pool.close()
 
-The setup, requests and values are pickled. An `Answer` has the value that a request returned, or the traceback of what
-it raised. A request that exceeds its limit of seconds, or ends its process, has a `Lost` instead: its process is
-killed, another one is started, and no other request is lost.
+The setup, requests and values are pickled. The result of a request is an `Answer` with the value that `main` returned
+for it, or with the traceback of the exception that it raised. If the request exceeds its time limit or ends its
+process, the result is a `Lost`: the process is killed and replaced, and all other requests are answered.
 
-A `Worker` is a single process whose owner keeps the deadlines: conversations live in one process each, and several of
-them are answered at once (`podium.tasks.conversations`).
+A `Worker` is a single process that may answer several requests at the same time, and whose owner enforces the time
+limits. Conversations use it, because each of them lives in one process (`podium.tasks.conversations`).
 """
 
 import contextlib
@@ -30,7 +30,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
@@ -38,27 +38,27 @@ from podium.plain import message_of, traceback_of
 from podium.tasks.worker_process import WorkerProcess, join_parent
 
 START_LIMIT_S = 300.0
-"""Seconds in which a process must import what it needs, and be ready for requests."""
+"""Seconds within which a process must import what it needs, and be ready for requests."""
 BEGIN_LIMIT_S = 5.0
-"""Seconds in which an idle process of a pool must take a request, and begin with it."""
+"""Seconds within which an idle process of a pool must begin with a request that is sent to it."""
 MOST_LOST = 3
-"""Processes of a pool in a row that may end between two requests."""
+"""Number of consecutive processes of a pool that end between two requests, after which the pool gives up."""
 READ_S = 1.0
-"""Seconds in which what a killed process has sent must be read: that may run a user's code, as it makes objects."""
+"""Seconds within which the last messages of a killed process must be read: unpickling them may run a user's code."""
 STARTED = 0
-"""The question that a process answers without being asked, once it has its setup."""
+"""The ping that a process answers on its own once it is ready for requests."""
 
 
 class _Begun(NamedTuple):
-    """Says that a request is being carried out."""
+    """Message that a request has begun."""
 
     number: int
     limit_s: float = math.inf
-    """Seconds that it may take."""
+    """Its time limit."""
 
 
 class Progress(NamedTuple):
-    """A request that is being carried out."""
+    """A request in progress."""
 
     since: float
     """When it began, by `time.monotonic`."""
@@ -66,47 +66,47 @@ class Progress(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answer to a request."""
+    """The result of a request that a process has answered."""
 
     number: int
-    """The request's: in a pool, its place among those that were given together."""
+    """The request's number; in a pool, its index among the requests of one call."""
     value: Any = None
     problem: str = ""
-    """The traceback of what it raised; empty if it raised nothing."""
+    """The traceback of the exception that the request raised; empty if it raised none."""
 
 
 class Lost(NamedTuple):
-    """In place of an answer: its process has ended, or was ended because the request took too long."""
+    """The result of a request whose process has ended, or was killed because the request took too long."""
 
     why: str
 
 
 Received = Answer | Lost | None
-"""What comes of a worker: the answer to a request, its own end, and None if it has responded to `Worker.ping`."""
+"""What a worker passes on: the answer to a request, its own end, or None when it responds to a ping."""
 
 
 class UnsendableError(ValueError):
-    """A request that cannot be pickled; the message says why."""
+    """A request cannot be pickled; the message says why."""
 
 
 class Parent:
     """The trainer, as a worker process sees it."""
 
     def __init__(self, connection: int, lifeline: int) -> None:
-        """Connect to it; this process ends with it, and leaves signals to it."""
+        """Connect to the trainer. This process then ends when the trainer does, and ignores SIGINT and SIGTERM."""
         self._channel = join_parent(connection, lifeline)
         self._sending = threading.Lock()
 
     def setup(self) -> Any:
-        """What the trainer has sent first."""
+        """The object that the trainer passed as `setup`."""
         return pickle.loads(self._channel.receive())
 
     def serve(self, answer: Callable[[Any], object], *, limit_s: Callable[[Any], float]) -> None:
-        """Answer requests one by one until the trainer has ended, and then end this process with all it has started.
+        """Answer requests one by one until the trainer ends; then kill this process and all processes it has started.
 
         Args:
             answer: returns the value of a request.
-            limit_s: the seconds that a request may take.
+            limit_s: returns the time limit of a request in seconds.
         """
         for numbers, data in self._asked(lambda call: call()):
             try:
@@ -120,12 +120,15 @@ class Parent:
                 self._send(_Begun(number, limit_s(request)))
                 self._answer(number, functools.partial(answer, request))
 
-    def serve_at_once(self, answer: Callable[[Any], object], *, respond: Callable[[Callable[[], None]], None]) -> None:
-        """Answer each request on its own thread until the trainer has ended, and then end this process as `serve` does.
+    def serve_concurrently(
+        self, answer: Callable[[Any], object], *, respond: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """Answer each request on its own thread until the trainer ends; then kill this process as `serve` does.
 
         Args:
             answer: returns the value of a request.
-            respond: calls a function that tells the trainer that this process responds, where requests may block.
+            respond: calls the function it is given, which answers a ping, on the thread whose blocking means that this
+                process does not respond.
         """
 
         def answered(data: bytes) -> object:
@@ -139,7 +142,7 @@ class Parent:
                 threading.Thread(target=self._answer, args=(number, call), name="request", daemon=True).start()
 
     def _asked(self, respond: Callable[[Callable[[], None]], None]) -> Iterator[tuple[Sequence[int], bytes]]:
-        """The numbers of requests, and the requests, pickled; once the trainer has ended, this process does."""
+        """Yield the numbers of requests with the pickled requests; kill this process once the trainer has ended."""
         with contextlib.suppress(EOFError):
             self._send(None)
             while True:
@@ -148,7 +151,7 @@ class Parent:
                     respond(lambda: self._send(None))
                 else:
                     yield asked
-        os.killpg(0, signal.SIGKILL)  # whatever threads still do, and processes that requests have started
+        os.killpg(0, signal.SIGKILL)  # exits even if threads are busy, and ends processes that requests have started
 
     def _answer(self, number: int, call: Callable[[], object]) -> None:
         try:
@@ -166,41 +169,41 @@ class Parent:
 
 
 class Worker:
-    """A process that answers requests. One thread sends to it, and one reads what it sends, so that nothing blocks."""
+    """A process that answers requests. One thread sends to it and another reads from it, so that no caller blocks."""
 
     def __init__(
-        self, module: str, setup: object, variables: Mapping[str, str], take: Callable[[Received], None]
+        self, module: str, setup: object, take: Callable[[Received], None], *, hidden: Iterable[str] = ()
     ) -> None:
-        """Start `main` of a module, with these environment variables.
+        """Start `main` of a module, without the `hidden` environment variables.
 
-        `take` is called with all that is received, on a thread of this worker, and last with a `Lost`. Raises OSError
-        if this machine has too little memory, or too many processes, for another one.
+        `take` is called on another thread with each thing that is received, the last of which is a `Lost`. Raises
+        OSError if this machine has too little memory, or too many processes, for another one.
         """
         self.began = time.monotonic()
-        """When it was started."""
+        """When the process was started, by `time.monotonic`."""
         self.begun: dict[int, Progress] = {}
         """The requests in progress, by their numbers."""
         self._take = take
-        self._questions, self._responses = 0, -1
+        self._pings, self._responses = 0, -1
         self._why = ""
         self._stopped = False
         self._ended = threading.Lock()
-        """Held as soon as the end is passed on."""
+        """Acquired when the end is passed on, which happens once."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._outbox.put(pickle.dumps(setup))
-        self._process = WorkerProcess(module, variables)
+        self._process = WorkerProcess(module, hidden=hidden)
         threading.Thread(target=self._send, name=f"to {module}", daemon=True).start()
         self._reader = threading.Thread(target=self._read, name=f"from {module}", daemon=True)
         self._reader.start()
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """The id of the process."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs, and nobody has stopped it."""
+        """Whether the process is running and `stop` was not called."""
         return not self._stopped and self._process.exit_code is None
 
     def ask(self, numbers: Sequence[int], requests: Sequence[object]) -> None:
@@ -210,38 +213,38 @@ class Worker:
         """
         try:
             data = pickle.dumps(requests)
-        except Exception as error:  # a row of a user's task may hold anything
+        except Exception as error:  # a row of a user's task may hold objects that cannot be pickled
             raise UnsendableError(message_of(error)) from error
         self._outbox.put(pickle.dumps((numbers, data)))
 
     def ping(self) -> int:
-        """Ask the process to respond; returns the number of this question, for `responded`."""
-        self._questions += 1
+        """Ping the process; returns the number of this ping, for `responded`."""
+        self._pings += 1
         self._outbox.put(pickle.dumps(None))
-        return self._questions
+        return self._pings
 
-    def responded(self, question: int) -> bool:
-        """Whether the process has answered this question; STARTED: whether it has its setup."""
-        return self._responses >= question
+    def responded(self, ping: int) -> bool:
+        """Whether the process has answered this ping; STARTED: whether it is ready for requests."""
+        return self._responses >= ping
 
     def kill(self, why: str) -> None:
-        """End the process because it does not respond."""
+        """Kill the process because it does not respond; `why` is passed on with its end."""
         self._why = why
         self.stop()
         self._reader.join(READ_S)
         if self._reader.is_alive():
-            self._why = f"{why}, or an object that it sent cannot be made here: its class blocks as it is unpickled"
+            self._why = f"{why}, or an object that it sent cannot be unpickled here, because its class blocks"
             self._end()
 
     def stop(self) -> None:
-        """End the process and what it has started; any number of times, from any thread. Waits for its end."""
+        """Kill the process and what it has started, and wait for its end; can be called repeatedly, from any thread."""
         self._stopped = True
         self._process.stop()
 
     def _send(self) -> None:
         with contextlib.suppress(EOFError):
             while (data := self._outbox.get()) is not None:
-                self._process.channel.send(data)  # as long as it takes: who asks keeps deadlines, and then it is killed
+                self._process.channel.send(data)  # without a time limit: the owner kills a process that is too slow
 
     def _read(self) -> None:
         try:
@@ -249,8 +252,8 @@ class Worker:
                 self._receive(pickle.loads(self._process.receive()))
         except EOFError:
             pass
-        except Exception as error:  # a class that is not importable here, say
-            self._why = f"what its process sent cannot be read ({message_of(error)})"
+        except Exception as error:  # for example, a class that is not importable here
+            self._why = f"the message from its process cannot be read ({message_of(error)})"
         self._end()
 
     def _receive(self, sent: "_Begun | Answer | None") -> None:
@@ -264,7 +267,7 @@ class Worker:
         self._take(sent)
 
     def _end(self) -> None:
-        """Free what is left of a process that has ended, and say so once."""
+        """Free the resources of a process that has ended, and report its end once."""
         self._process.close()
         self._outbox.put(None)
         if self._ended.acquire(blocking=False):
@@ -281,24 +284,24 @@ class _Member(NamedTuple):
 class WorkerPool:
     """Processes that are all alike, each of which answers one request at a time."""
 
-    def __init__(self, name: str, module: str, *, setup: object, variables: Mapping[str, str], workers: int) -> None:
+    def __init__(self, name: str, module: str, *, setup: object, workers: int, hidden: Iterable[str] = ()) -> None:
         """Start processes with `main` of a module.
 
         Args:
-            name: of what they do, for messages; the setting `NAME.workers` says how many there are.
-            module: its import path.
-            setup: for `Parent.setup`.
-            variables: the processes' environment variables, such as `podium.tasks.child_environment` returns.
-            workers: how many processes.
+            name: name of the pool in messages, which assume that the setting `NAME.workers` is its size.
+            module: import path of the module.
+            setup: object that `Parent.setup` returns in each process.
+            workers: number of processes.
+            hidden: environment variables that the processes do not get, in addition to the keys that none gets.
 
         Raises:
-            ValueError: this machine has too little memory, or too many processes, for them.
+            ValueError: this machine has too little memory, or too many processes, to start them.
         """
         self._name = name
-        self._start = functools.partial(Worker, module, setup, variables)
+        self._start = functools.partial(Worker, module, setup, hidden=tuple(hidden))
         self._closed = False
         self._not_started: ValueError | None = None
-        """Why a process could not be restarted; if set, nothing is answered any more."""
+        """Why a process could not be replaced; if set, no further request is answered."""
         self._members: set[_Member] = set()
         self._idle: queue.SimpleQueue[_Member] = queue.SimpleQueue()
         try:
@@ -309,15 +312,15 @@ class WorkerPool:
             raise
 
     def answers(self, requests: Sequence[object]) -> list[Answer | Lost]:
-        """What comes of each request, in order; waits for it, on any number of threads at a time.
+        """Wait for the results of requests, in order; several threads may call this at the same time.
 
-        The requests are answered one after the other, by one process and, if that is lost, by those that replace it.
+        One process answers them one after the other; if it is lost, another one continues.
 
         Raises:
-            UnsendableError: one of them cannot be pickled.
-            ValueError: no process can be started, or several in a row ended without having begun with a request.
-            RuntimeError: a process ended before it had its setup.
-            CancelledError: the pool was closed meanwhile.
+            UnsendableError: a request cannot be pickled.
+            ValueError: no process can be started, or several consecutive ones ended before they began with a request.
+            RuntimeError: a process ended before it was ready for requests.
+            CancelledError: the pool was closed in the meantime.
         """
         found: list[Answer | Lost] = []
         lost = 0
@@ -331,12 +334,12 @@ class WorkerPool:
                 lost = 0 if more else lost + 1
                 if lost == MOST_LOST:
                     raise ValueError(
-                        f"{lost} {self._name} processes in a row ended or stopped before they began with a request:"
-                        " code that runs as they start ends them"
+                        f"{lost} {self._name} processes in a row ended or stopped before they began with a request;"
+                        " check the code that runs when they start"
                     )
             except BaseException:
-                member.worker.stop()  # its remaining answers would not be read
-                if self._closed:  # `close` ended the process, perhaps before it had its setup
+                member.worker.stop()  # this worker's remaining answers would not be read
+                if self._closed:  # `close` ended the process, perhaps before it was ready
                     break
                 raise
             finally:
@@ -346,25 +349,26 @@ class WorkerPool:
         return found
 
     def close(self) -> None:
-        """End the processes at once; those who wait for answers have a CancelledError."""
+        """Kill the processes at once; calls of `answers` in progress raise CancelledError."""
         self._closed = True
         for member in list(self._members):
             member.worker.stop()
 
     def _answered(self, member: _Member, requests: Sequence[object], first: int) -> list[Answer | Lost]:
-        """What comes of requests, from the first one to the one that its process does not answer."""
+        """The results of requests from index `first` up to the one at which the process is lost."""
         numbers = range(first, len(requests))
         member.worker.ask(numbers, requests[first:])
         found: list[Answer | Lost] = []
         for number in numbers:
             answer = self._wait(member, number)
-            found += [] if answer is None else [answer]
+            if answer is not None:
+                found.append(answer)
             if not isinstance(answer, Answer):
                 break
         return found
 
     def _wait(self, member: _Member, number: int) -> Answer | Lost | None:
-        """What comes of a request; None if the process ends or hangs before it begins with it."""
+        """Wait for the result of a request; None if the process is lost before it begins with the request."""
         worker, inbox = member
         ready = time.monotonic()
         while True:
@@ -374,7 +378,7 @@ class WorkerPool:
             else:
                 until = ready + BEGIN_LIMIT_S if started else worker.began + START_LIMIT_S
             try:
-                received = inbox.get(timeout=max(0.0, until - time.monotonic()))
+                received = inbox.get(timeout=min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX))
             except queue.Empty:
                 if begun != worker.begun.get(number):
                     continue
@@ -394,7 +398,9 @@ class WorkerPool:
             return None if begun is None else Lost(why)
 
     def _living(self, member: _Member) -> _Member:
-        """The process, or its replacement if it has ended; if none can be started, the old one, so no thread waits."""
+        """The member, or its replacement if its process has ended; the old member if no process can be started, so that
+        no thread waits.
+        """
         if member.worker.alive or self._closed or self._not_started is not None:
             return member
         self._members.discard(member)
@@ -407,15 +413,17 @@ class WorkerPool:
     def _started(self) -> _Member:
         inbox: queue.SimpleQueue[Received] = queue.SimpleQueue()
         try:
-            member = _Member(self._start(inbox.put), inbox)
+            member = _Member(self._start(take=inbox.put), inbox)
         except OSError as error:
             raise ValueError(not_started(self._name, error)) from error
         self._members.add(member)
+        if self._closed:  # perhaps before this one could be seen
+            member.worker.stop()
         return member
 
 
 def not_started(name: str, error: OSError) -> str:
-    """The message of a process that could not be started; `name` is the group of settings with `workers`."""
+    """Error message for a process that could not be started; `name` is the group of settings with `workers`."""
     return (
         f"a process for {name} could not be started ({error.strerror}); free memory or processes on this machine, or"
         f" lower {name}.workers, then continue the run"

@@ -7,7 +7,6 @@ interpreter's lock meanwhile, so that no thread could be given up.
 import re
 from typing import NamedTuple
 
-from podium.tasks.child_environment import child_environment
 from podium.tasks.workers import Lost, Parent, WorkerPool
 
 
@@ -33,5 +32,4 @@ def matches(pool: WorkerPool, *searches: Search) -> list[str | None]:
 
 
 def make_pool(*, workers: int = 2, limit_s: float = 1.0) -> WorkerPool:
-    setup = (re.IGNORECASE, limit_s)
-    return WorkerPool("searches", "expression_worker", setup=setup, variables=child_environment([]), workers=workers)
+    return WorkerPool("searches", "expression_worker", setup=(re.IGNORECASE, limit_s), workers=workers)

@@ -127,7 +127,7 @@ def test_a_filter_keeps_prompts_that_are_solved_sometimes(tmp_path):
         ({}, {"data": {}}, "is of no task of this name"),
         ({}, {"lacks": True}, "lacks 1 of the 5 prompts of jsonl: measuring was interrupted; podium filter CONFIG"),
         ({"pass_rate": [0.6, 0.9]}, {}, r"data\.filter\.pass_rate \[0\.6, 0\.9\] leaves none of the 5 prompts"),
-        ({}, {"model": 3}, "is no file that podium filter has written"),
+        ({}, {"model": 3}, "was not written by podium filter"),
     ],
 )
 def test_pass_rates_of_something_else_are_refused(tmp_path, filtering, change, message):

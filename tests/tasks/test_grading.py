@@ -94,7 +94,7 @@ def test_an_answer_past_its_limit_is_wrong_and_warned_of_once(closed, caplog):
     assert [reward.timed_out for reward in rewards] == [False, True, False, True, False]
     assert [record.message for record in caplog.records] == [
         "grading of Echo, prompt a/train/7 was stopped: it took longer than 1.5 s;"
-        " it counts as wrong, and so will others"
+        " it counts as wrong, and so will later cases"
     ]
 
 

@@ -198,7 +198,7 @@ def test_private_tests_of_live_code_bench_are_read_and_run_no_code(tmp_path):
     tests = parsed(LIVE_CODE_BENCH).tests
     assert tests == [Program("2\n", "4\n"), Program("3\n", "6\n"), Program("4\n", "8\n")]
     hostile = base64.b64encode(zlib.compress(pickle.dumps(Path))).decode()
-    with pytest.raises(ValueError, match=r"private_test_cases: .*it names pathlib.*, and only text is read"):
+    with pytest.raises(ValueError, match=r"private_test_cases: .*it refers to pathlib.*, but only text is read"):
         parsed(LIVE_CODE_BENCH | {"private_test_cases": hostile})
 
 

@@ -14,14 +14,13 @@ from expression_worker import Search, make_pool, matches
 from processes import runs, state, wait_for
 
 from podium.tasks import workers
-from podium.tasks.child_environment import child_environment
 from podium.tasks.workers import Answer, Lost, UnsendableError, WorkerPool
 
 ROOT = Path(__file__).parents[2]
 
 
 def sample_pool(*, setup: object = 20.0, workers: int = 1) -> WorkerPool:
-    return WorkerPool("samples", "sample_worker", setup=setup, variables=child_environment([]), workers=workers)
+    return WorkerPool("samples", "sample_worker", setup=setup, workers=workers)
 
 
 def pids(pool: WorkerPool) -> list[int]:

@@ -165,7 +165,7 @@ def test_a_bug_in_a_reward_is_shown_with_its_prompt(tiny_model, runs):
         ({"subset": "main"}, "subset: 'main' names a part of a data set of the hub, and data is none"),
         (
             {"rewards": [lambda completions, trainer_state, **kwargs: []]},
-            "asks for 'trainer_state', which only TRL has",
+            "asks for 'trainer_state', which exists only in TRL",
         ),
         ({"rewards": []}, "rewards: none given"),
         ({"rewards": ["format"]}, "format alone do not define a correct answer"),
@@ -177,7 +177,7 @@ def test_a_bug_in_a_reward_is_shown_with_its_prompt(tiny_model, runs):
             {"rewards": [lambda leven: 1.0]},
             "asks for 'leven', and the row of prompt jsonl/train/0 has question, answer",
         ),
-        ({"rewards": [lambda *texts: 1.0]}, "its parameters say what it is given"),
+        ({"rewards": [lambda *texts: 1.0]}, "its parameter names determine its arguments"),
         ({"rollout": {"max_new": 3}}, r"argument rollout.max_new"),
         ({"learning_rate": 3e-4}, "learning_rate"),
     ],

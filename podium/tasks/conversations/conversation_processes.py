@@ -1,15 +1,15 @@
-"""Processes that hold conversations, or threads of the trainer that do.
+"""Processes, or threads of the trainer, that hold conversations.
 
 A process that ends loses its conversations, and so does one that does not respond: a conversation may hold the
 interpreter's lock, stop the process, or block the event loop that others share. If a single conversation had a call in
-progress, that one is to blame. If several had, each of them goes on in a process that carries out one call at a time,
-so that the next loss has one culprit. All others have lost nothing but their process.
+progress, it is to blame. If several had, each of them continues in a process that carries out one call at a time, so
+that the next loss has one culprit. The other conversations lose only their process.
 """
 
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from podium.config.schema import TaskConfig
@@ -17,25 +17,25 @@ from podium.tasks.conversations.conversing import Answered, Asked, Close, Host
 from podium.tasks.workers import Answer, Lost, Received, UnsendableError, Worker, not_started
 
 MOST_ENDS = 3
-"""Processes in a row that may end with neither a call in progress nor a conversation that ended well. Conversations of
-further such processes count as failed."""
+"""Maximum number of consecutive processes that end without a call in progress and without having completed a
+conversation. Conversations of further such processes count as failed."""
 
 
 class Event(NamedTuple):
-    """What happened in a process, for the trainer's thread."""
+    """Something that happened in a process, for the trainer's thread."""
 
     holder: "Holder"
     answered: Answered | None
-    """None: it responds."""
+    """An answer; None: the process responds."""
     ended: bool = False
-    """Whether the process has ended, and with it the conversation."""
+    """Whether the process has ended, which also ends the conversation."""
 
 
 Events = queue.SimpleQueue[Event]
 
 
 class Threads:
-    """Conversations in the trainer's process. A call that hangs there cannot be ended."""
+    """Conversations in the trainer's process. A call that hangs there cannot be killed."""
 
     def __init__(self, tasks: Sequence[TaskConfig], events: Events) -> None:
         """Prepare the conversations of these tasks."""
@@ -54,11 +54,11 @@ class Threads:
         return True
 
     def drop(self, number: int) -> int | None:
-        """End a conversation. Returns None: no request waits for another to end."""
+        """End a conversation without a reward. Returns None, because no requests are queued here."""
         self.ask(Close(number, graded=False))
 
     def next(self, ended: int) -> int | None:
-        """Return None: no request waits for another to end."""
+        """Return None, because no requests are queued here."""
 
     def close(self) -> None:
         """End the event loop."""
@@ -71,13 +71,14 @@ class Process:
     def __init__(
         self,
         tasks: Sequence[TaskConfig],
-        variables: Mapping[str, str],
         events: Events,
         ended: Callable[["Process", str], None],
         *,
         serial: bool,
+        hidden: Sequence[str],
     ) -> None:
-        """Start it; `ended` is called on any thread, with why it has ended. `serial`: it gets one request at a time.
+        """Start the process. `ended` is called, on any thread, with the reason when it ends; with `serial` it carries
+        out one request at a time; it does not get the `hidden` environment variables.
 
         Raises OSError if this machine has too little memory, or too many processes, for another one.
         """
@@ -86,7 +87,7 @@ class Process:
         self._turns: deque[Asked] | None = deque() if serial else None
         """The request in progress and those queued behind it; None if requests run at the same time."""
         self._events, self._ended = events, ended
-        self.worker = Worker("podium.tasks.conversations.conversing", list(tasks), variables, self._take)
+        self.worker = Worker("podium.tasks.conversations.conversing", list(tasks), self._take, hidden=hidden)
 
     def ask(self, asked: Asked) -> bool:
         """Send a request or queue it; returns whether it was sent. Never blocks."""
@@ -98,12 +99,12 @@ class Process:
         return True
 
     def drop(self, number: int) -> int | None:
-        """End a conversation at once, whatever is in progress. Returns what `next` does."""
+        """End a conversation without a reward. Sends the next queued request as `next` does, and returns the same."""
         self._post(Close(number, graded=False))
         return self.next(number)
 
     def next(self, ended: int) -> int | None:
-        """Send the next queued request, after one has ended or was dropped.
+        """Send the next queued request, after a request has ended or was dropped.
 
         Returns its conversation; None if the queue is empty.
         """
@@ -144,23 +145,22 @@ Holder = Process | Threads
 
 
 class Pool:
-    """The processes of a run, or its threads, and their conversations."""
+    """A run's processes or threads, and their conversations."""
 
-    def __init__(
-        self, tasks: Sequence[TaskConfig], workers: int, variables: Callable[[], Mapping[str, str]], events: Events
-    ) -> None:
-        """Start nothing yet. `workers` processes hold conversations, and if one is lost as many more; 0: threads.
-
-        `variables` returns the environment variables of processes.
+    def __init__(self, tasks: Sequence[TaskConfig], workers: int, events: Events, *, hidden: Sequence[str]) -> None:
+        """Create the pool without starting a process. `workers` processes hold conversations, and up to as many more
+        after a loss; 0: threads. Processes do not get the `hidden` environment variables.
         """
-        self._tasks, self._most, self._variables, self._events = tasks, workers, variables, events
+        self._tasks, self._most = tasks, workers
+        self._events = events
+        self._hidden = hidden
         self._shared: list[Holder] = []
         self._serial: list[Holder] = []
         self._retired: list[Holder] = []
         self._homes: dict[int, Holder] = {}
         self._lock = threading.Lock()
         self._unexplained = 0
-        """Processes in a row that ended without a call in progress."""
+        """Number of consecutive processes that ended without a call in progress."""
 
     def place(self, number: int, *, apart: bool) -> None:
         """Give a conversation a home; `apart`: among those with one call at a time.
@@ -202,7 +202,7 @@ class Pool:
                     self._retired.append(holder)
 
     def ended_well(self) -> None:
-        """Note that a conversation was graded."""
+        """Record that a conversation was graded."""
         self._unexplained = 0
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ class Pool:
         if not self._most:
             return Threads(self._tasks, self._events)
         try:
-            return Process(self._tasks, self._variables(), self._events, self._ended, serial=serial)
+            return Process(self._tasks, self._events, self._ended, serial=serial, hidden=self._hidden)
         except OSError as error:
             raise ValueError(not_started("environments", error)) from error
 

@@ -1,8 +1,8 @@
 """Holds conversations: in a process that `podium.tasks.conversations.environments` starts, or in threads of the
 trainer.
 
-Each request is answered on its own thread, async code on one event loop, so that slow replies overlap. It has no
-time limit: the trainer's side has.
+Each request is answered on its own thread, and async code runs on one event loop, so that slow replies overlap. Time
+limits are enforced by the trainer's side, not here.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from podium.tasks.workers import Parent
 
 
 class Open(NamedTuple):
-    """Begin a conversation."""
+    """Request to begin a conversation."""
 
     number: int
     task: int
@@ -32,14 +32,14 @@ class Open(NamedTuple):
 
 
 class Say(NamedTuple):
-    """An answer of the model, to reply to."""
+    """Request to reply to an answer of the model."""
 
     number: int
     turn: Turn
 
 
 class Close(NamedTuple):
-    """End a conversation; `graded`: with its final reward."""
+    """Request to end a conversation; `graded`: and to return its final reward."""
 
     number: int
     graded: bool
@@ -51,26 +51,28 @@ Asked = Open | Say | Close
 
 
 class Answered(NamedTuple):
-    """The answer to a request."""
+    """The answer to a request of a conversation."""
 
     number: int
     kind: Literal["opened", "replied", "graded", "failed", "lost"]
-    """lost: its process ended, or does not respond, and it is not known to be the reason."""
+    """lost: its process ended or does not respond, and this conversation is not known to be the cause."""
     value: str | Asking | Reply | float | None = None
-    """The text to append to the prompt or what a program asks first, the reply, the final reward, a traceback, or why
-    it was lost."""
+    """Depending on the request and outcome: the text to append to the prompt or a program's first request, the reply,
+    the final reward, a traceback, or why the conversation was lost."""
     seconds: float = 0.0
     environment: object = None
-    """The environment after its end, if it was asked for: itself, or from another process a copy."""
+    """The environment after the conversation's end, if requested: the object itself, or a copy if it is in another
+    process."""
     apart: bool = False
-    """Whether it is to go on, or begin again, in a process with one call at a time, because it may end others."""
+    """Whether the conversation must continue, or restart, in a process that carries out one call at a time, because it
+    may be what ends processes."""
 
 
 class Host:
     """The conversations of one process."""
 
     def __init__(self, configs: Sequence[TaskConfig]) -> None:
-        """Hold none yet. `configs` are those of the run's tasks."""
+        """Prepare the conversations of the tasks with these configs."""
         _allow_open_files()
         self._tasks: list[Conversing | None] = [conversing(config) for config in configs]
         self._open: dict[int, Running] = {}
@@ -78,11 +80,11 @@ class Host:
         """Runs all async code."""
 
     def answer(self, asked: Asked) -> Answered:
-        """Answer a request. Never raises, whatever an environment does; those of several conversations may overlap."""
+        """Answer a request. Never raises; requests of several conversations may be answered at the same time."""
         start = time.perf_counter()
         try:
             answered = self._answered(asked)
-        except BaseException as error:  # a user's environment may raise anything, also as it is closed
+        except BaseException as error:  # a user's environment may raise anything, even while it is closed
             answered = Answered(asked.number, "failed", traceback_of(error))
             with contextlib.suppress(BaseException):
                 self._answered(Close(asked.number, graded=False))
@@ -117,7 +119,7 @@ class Host:
 def _allow_open_files() -> None:
     """Let this process open as many files as the system allows; hundreds of open environments may need thousands."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # a system may refuse its own limit
+    with contextlib.suppress(ValueError, OSError):  # some systems refuse the limit that they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
@@ -131,4 +133,4 @@ def main(connection: int, lifeline: int) -> None:
         kept = answered.environment
         return answered if kept is None else answered._replace(environment=Copied(kept))
 
-    parent.serve_at_once(answer, respond=host.loop.call)
+    parent.serve_concurrently(answer, respond=host.loop.call)

@@ -1,4 +1,4 @@
-"""Prompts of a task that is an environment: rows of data, each passed to its `reset`; or numbers without data."""
+"""Prompts of a task that is an environment: rows of data, each passed to its `reset`; or, without data, numbers."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ class EnvironmentRows:
 
     A row's `question`, or `prompt`, is the first message: text, or a list of messages; `reset` may add to it. If rows
     have both, the option `question` says which one. Without path or dataset there are `episodes` prompts to train on
-    and `eval_episodes` others for evaluation, whose number is the seed of the environment.
+    and `eval_episodes` others for evaluation, and the number of a prompt seeds its environment.
     """
 
     system_prompt: str | None = None
@@ -48,7 +48,7 @@ class EnvironmentRows:
     def grade(self, prompt: Prompt, completion: str) -> float:
         """1 if the last answer equals the row's `answer`, for environments that pay no reward themselves."""
         if not prompt.answer:
-            raise ValueError("the environment has no get_reward, and the row no answer: name a reward function")
+            raise ValueError("the environment has no get_reward, and the row has no answer; set a reward function")
         return float(is_correct(completion, prompt.answer))
 
 
@@ -60,7 +60,7 @@ def _prompt(prompt_id: str, location: str, row: dict[str, object], column: str) 
     asked, answer = (None if is_missing(value) else value for value in (row.get(column), row.get("answer")))
     where = f"environment: {location}: the prompt (column {column!r})"
     question, messages = ("", None) if asked in (None, "") else question_of(where, asked)
-    # Anything else is for the environment alone, which gets the whole row.
+    # Other columns are read only by the environment, which gets the whole row.
     is_reference = isinstance(answer, str | int | float) and not isinstance(answer, bool)
     reference = answer_text(f"environment: {location}: the answer", answer) if is_reference else ""
     return Prompt(id=prompt_id, question=question, answer=reference, metadata=row, messages=messages)

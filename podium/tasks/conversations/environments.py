@@ -1,9 +1,9 @@
 """Runs the conversations of a run's tasks in processes beside the trainer, or in threads of it.
 
 Requests return at once; `next` returns their answers one by one, and may wait. If a request is not answered within the
-time limit, its process is asked to respond. If it does, that request alone hangs, and has failed; the process gets no
-further conversations, and ends with those that it has. If it does not, it is killed. `conversation_processes` says who
-is to blame; the other conversations are lost, and must be opened again.
+time limit, its process is asked to respond. If it responds, only that request hangs, and it has failed; the process
+gets no further conversations, and ends after its current ones. If it does not respond, it is killed.
+`conversation_processes` decides which conversation is to blame; the others are lost, and must be opened again.
 """
 
 import functools
@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from podium.config.judge import JudgeConfig
 from podium.config.schema import EnvironmentsConfig, TaskConfig
-from podium.tasks.child_environment import child_environment
 from podium.tasks.conversation import Turn
 from podium.tasks.conversations.conversation_processes import Event, Events, Holder, Pool, Process
 from podium.tasks.conversations.conversing import Answered, Asked, Close, Open, Say
@@ -28,14 +27,14 @@ RESPONSE_SHARE, RESPONSE_S = 0.1, 1.0
 
 
 class _Awaited(NamedTuple):
-    """What a process must say before its request goes on, or is given up."""
+    """A ping that a process must answer before its request continues; otherwise the request fails."""
 
     worker: Worker
-    question: int
+    ping: int
     until: float
-    """When it must have responded."""
+    """When the process must have responded."""
     why: str
-    """What to say if it has not."""
+    """Error message if it has not responded."""
 
 
 class Environments:
@@ -44,17 +43,21 @@ class Environments:
     def __init__(
         self, tasks: Sequence[TaskConfig], config: EnvironmentsConfig, *, judges: Sequence[JudgeConfig] = ()
     ) -> None:
-        """Start nothing yet. `tasks` are in the order of `TaskPrompt.task`; processes get no keys, as of `judges`."""
+        """Create it without starting a process. `tasks` are in the order of `TaskPrompt.task`; processes get no API
+        keys, such as those of `judges`.
+        """
         self._tasks = list(tasks)
         self._timeout_s = config.timeout_s
         self._events = Events()
-        self._pool = Pool(self._tasks, config.workers, lambda: child_environment(judges), self._events)
+        self._pool = Pool(
+            self._tasks, config.workers, self._events, hidden=[judge.key_env for judge in judges if judge.key_env]
+        )
         self._kept: set[int] = set()
-        """Conversations whose environment a reward function asks for."""
+        """Conversations whose environment a reward function needs."""
         self._deadlines: dict[int, float] = {}
-        """When each open request is late, soonest first: all have the same limit."""
+        """When each open request exceeds its time limit, earliest first: all have the same limit."""
         self._awaited: dict[int, _Awaited] = {}
-        """Requests that are late, or whose process is still starting."""
+        """Requests that exceeded their time limit, or whose process is still starting."""
         self.keeps = functools.cache(lambda task: asks_for_environment(self._tasks[task]))
         """Whether the environments of a task (by number) are returned with their grades, for reward functions."""
         self.led = functools.cache(lambda task: led_by_program(self._tasks[task]))
@@ -63,7 +66,7 @@ class Environments:
     def open(self, number: int, task: int, prompt: Prompt, seed: int, *, apart: bool = False) -> None:
         """Begin a conversation under its own number.
 
-        `apart`: in a process that carries out one request at a time, because it may be what ended another process.
+        `apart`: in a process that carries out one request at a time, because it may have ended another process.
         Raises ValueError if no process can be started.
         """
         self._pool.place(number, apart=apart)
@@ -72,11 +75,11 @@ class Environments:
         self._ask(Open(number, task, prompt, seed))
 
     def holds(self, number: int) -> bool:
-        """Whether a conversation was opened here and has not ended."""
+        """Whether a conversation was opened here and is still in progress."""
         return self._pool.home(number) is not None
 
     def say(self, number: int, turn: Turn) -> None:
-        """Pass an answer of the model to its conversation."""
+        """Pass an answer of the model to the conversation."""
         self._ask(Say(number, turn))
 
     def grade(self, number: int) -> None:
@@ -90,9 +93,8 @@ class Environments:
             self._start_clock(holder.drop(number), holder)
 
     def next(self, wait_s: float) -> Answered | None:
-        """Return the next answer to a request, waiting up to `wait_s` seconds; None if none came.
-
-        Lost conversations are returned too, whether they have an open request or not.
+        """Return the next answer to a request, waiting up to `wait_s` seconds; None on timeout. Lost conversations are
+        returned too, with or without an open request.
         """
         end = time.monotonic() + wait_s
         while True:
@@ -151,7 +153,7 @@ class Environments:
         return answered
 
     def _late(self) -> Answered | None:
-        """The failure of a request that is beyond the time limit, once it is known that it alone hangs."""
+        """Handle a request that exceeded the time limit: it fails once the process has proved to respond otherwise."""
         now = time.monotonic()
         for number in [number for number, until in self._deadlines.items() if until <= now]:
             del self._deadlines[number]
@@ -169,13 +171,15 @@ class Environments:
         return None
 
     def _responded(self, event: Event) -> Answered | None:
-        """Start the clocks of a process that has started; the failure of a late request whose process has responded."""
+        """Start the time limits in a process that has started; return the failure of a late request whose process
+        responded.
+        """
         now = time.monotonic()
         for number, late in list(self._awaited.items()):
-            if self._pool.home(number) is not event.holder or not late.worker.responded(late.question):
+            if self._pool.home(number) is not event.holder or not late.worker.responded(late.ping):
                 continue
             del self._awaited[number]
-            if late.question != STARTED:
+            if late.ping != STARTED:
                 return self._failed(number, event.holder)
             self._deadlines[number] = now + self._timeout_s
         return None

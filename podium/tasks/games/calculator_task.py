@@ -31,7 +31,7 @@ class CalculatorTask:
         self.eval_size = eval_size
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """All questions of a split; none is in both."""
+        """All questions of a split; the splits are disjoint."""
         questions = list(self._questions())
         chosen = questions[: self.eval_size] if split == "eval" else questions[self.eval_size :]
         return [
