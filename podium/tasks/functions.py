@@ -221,17 +221,13 @@ def _known_to_trl(prompt: Prompt, group: Sequence[Graded]) -> Mapping[str, objec
             "num_tokens": [each.num_tokens for each in group],
             "prompts": [prompt.question if messages is None else copied(messages) for _ in group],
             "completions": [
-                copied(list(each.transcript)) or (each.text if messages is None else [_answer(each.text)])
+                copied(list(each.transcript))
+                or (each.text if messages is None else [{"role": "assistant", "content": each.text}])
                 for each in group
             ],
             "completion_ids": [list(each.tokens) for each in group],
         }
     )
-
-
-def _answer(text: str) -> dict[str, str]:
-    """A completion as a message of a conversation."""
-    return {"role": "assistant", "content": text}
 
 
 class GroupFunction(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 from podium.config.imports import imported, is_path
 from podium.config.schema import TaskConfig
 from podium.models.text.chat_format import Message, ToolSchema
-from podium.tasks.conversation import Asking, Reply, ToolCall, Turn, plain_first, plain_reply
+from podium.tasks.conversation import Asking, ToolCall, Turn, plain_first, plain_reply
 from podium.tasks.conversations.environment_forms import conversing, form_of
 from podium.tasks.conversations.tool_calls import FORMS, LIST_CLOSE, LIST_OPEN, Calls, read_calls
 from podium.tasks.event_loop import LoopThread
@@ -64,7 +64,7 @@ def play(target: str, answers: Iterable[str], say: Callable[[str], None], *, see
             asked = Turn(text=text, number=turn, calls=read.calls, problem=read.problem, said=read.said)
             reply = plain_reply(running.reply(asked))
             paid += reply.reward
-            _show(say, _told(reply))
+            _show(say, reply.messages if reply.asking is None else reply.asking.messages)
             if reply.reward:
                 say(f"(reward of this turn: {reply.reward:g})")
             if reply.done:
@@ -92,10 +92,6 @@ def _config(target: str) -> TaskConfig:
             f"{target!r} is not a task; the tasks are {', '.join(TASKS)} (for your own: `package.module:name`)"
         )
     return TaskConfig(name=target)
-
-
-def _told(reply: Reply) -> Sequence[Message]:
-    return reply.messages if reply.asking is None else reply.asking.messages
 
 
 def _first(prompt: Prompt, begun: str | Asking | None) -> Sequence[Message]:

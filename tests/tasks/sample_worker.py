@@ -40,6 +40,8 @@ def act(request: str | bytes) -> object:
             return lambda: 1
         case "later":
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        case "variable":
+            return os.environ.get(rest)
         case "pid":
             return os.getpid()
     return request

@@ -103,6 +103,15 @@ def test_requests_of_several_threads_are_answered_by_as_many_processes():
         assert {each.value for each in found if isinstance(each, Answer)} <= set(pids(pool))
 
 
+def test_processes_have_the_trainer_s_variables_but_no_keys_and_nothing_hidden(monkeypatch):
+    for name in ("HF_TOKEN", "JUDGE_KEY", "OTHER"):
+        monkeypatch.setenv(name, "0123456789")
+    pool = WorkerPool("samples", "sample_worker", setup=20.0, workers=1, hidden=["JUDGE_KEY"])
+    with contextlib.closing(pool):
+        found = pool.answers(["variable HF_TOKEN", "variable JUDGE_KEY", "variable OTHER"])
+    assert found == [Answer(0, None), Answer(1, None), Answer(2, "0123456789")]
+
+
 def test_a_process_that_fails_as_it_starts_is_an_error(capfd):
     with contextlib.closing(sample_pool(setup="fail")) as pool, pytest.raises(RuntimeError, match="did not start"):
         pool.answers(["a"])

@@ -263,8 +263,8 @@ def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
     draw, seen, started = random.Random(0), Counter(), list[subprocess.Popen]()
     begin = WorkerProcess.__init__
 
-    def begun(self, *options) -> None:
-        begin(self, *options)
+    def begun(self, module: str, **options) -> None:
+        begin(self, module, **options)
         started.append(self._process)
 
     monkeypatch.setattr(WorkerProcess, "__init__", begun)

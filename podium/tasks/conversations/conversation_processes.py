@@ -131,14 +131,10 @@ class Process:
     def _take(self, received: Received) -> None:
         if isinstance(received, Lost):
             self._ended(self, received.why)
-        elif received is None:
-            self._events.put(Event(self, None))
+        elif isinstance(received, Answer) and received.problem:
+            self._events.put(Event(self, Answered(received.number, "failed", received.problem)))
         else:
-            self._events.put(Event(self, _answered(received)))
-
-
-def _answered(answer: Answer) -> Answered:
-    return Answered(answer.number, "failed", answer.problem) if answer.problem else answer.value
+            self._events.put(Event(self, received and received.value))
 
 
 Holder = Process | Threads

@@ -23,7 +23,6 @@ PRODUCTS = {
     "lamp": "home", "chair": "home", "mirror": "home", "kettle": "kitchen", "pan": "kitchen", "knife": "kitchen",
     "ball": "sport", "racket": "sport", "helmet": "sport", "puzzle": "toys", "robot": "toys", "kite": "toys",
 }  # fmt: skip
-CATEGORIES = tuple(dict.fromkeys(PRODUCTS.values()))
 
 
 class Customer(NamedTuple):
