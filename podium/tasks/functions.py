@@ -51,7 +51,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from podium.config.imports import imported
 from podium.plain import copied, number_of, traceback_of
-from podium.tasks.event_loop import UsersLoop, start_loop
+from podium.tasks.event_loop import LoopThread
 from podium.tasks.task import Graded, Prompt
 from podium.terminal import harmless
 
@@ -151,12 +151,12 @@ class RewardFunction:
         self.like_trl = self.takes_all or not TRL_NAMES.isdisjoint(self.parameters)
         self.of_environment = not OF_ENVIRONMENT.isdisjoint(self.parameters)
         """Whether a parameter requests environments."""
-        self.of_group = self.like_trl or "completions" in self.parameters
+        self.of_group: bool = self.like_trl or "completions" in self.parameters
         if self.of_group and "completion" in self.parameters:
             beside = "completions" if "completions" in self.parameters else "TRL's prompts, completion_ids or **kwargs"
             raise ValueError(f"{name!r} has both completion and {beside}; keep one")
         call = getattr(self.call, "__call__", self.call)  # noqa: B004 - an object's method may be async
-        self.is_async = inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(call)
+        self.is_async: bool = inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(call)
         self.settings: CallSettings = getattr(self.call, "__podium_reward__", CallSettings())
 
     def check(self, prompt: Prompt, *, environment: bool = False) -> None:
@@ -221,7 +221,8 @@ def _known_to_trl(prompt: Prompt, group: Sequence[Graded]) -> Mapping[str, objec
             "num_tokens": [each.num_tokens for each in group],
             "prompts": [prompt.question if messages is None else copied(messages) for _ in group],
             "completions": [
-                copied(list(each.transcript)) or (each.text if messages is None else [_answer(each.text)])
+                copied(list(each.transcript))
+                or (each.text if messages is None else [{"role": "assistant", "content": each.text}])
                 for each in group
             ],
             "completion_ids": [list(each.tokens) for each in group],
@@ -229,33 +230,17 @@ def _known_to_trl(prompt: Prompt, group: Sequence[Graded]) -> Mapping[str, objec
     )
 
 
-def _answer(text: str) -> dict[str, str]:
-    """A completion as a message of a conversation."""
-    return {"role": "assistant", "content": text}
-
-
 class GroupFunction(Protocol):
     """What grades completions of a prompt: a `RewardFunction`, or a judge (`podium.tasks.judges`)."""
 
-    @property
-    def name(self) -> str:
-        """Name of its part of the reward."""
-        ...
-
-    @property
-    def settings(self) -> CallSettings:
-        """Time limit, retries and concurrency of calls."""
-        ...
-
-    @property
-    def is_async(self) -> bool:
-        """Whether `call` is a coroutine function; otherwise it is called in a thread."""
-        ...
-
-    @property
-    def of_group(self) -> bool:
-        """Whether `call` returns a list of numbers or None instead of one number."""
-        ...
+    name: str
+    """Name of its part of the reward."""
+    settings: CallSettings
+    """Time limit, retries and concurrency of calls."""
+    is_async: bool
+    """Whether `call` is a coroutine function; otherwise it is called in a thread."""
+    of_group: bool
+    """Whether `call` returns a list of numbers or None instead of one number."""
 
     @property
     def call(self) -> Callable[..., Any]:
@@ -292,8 +277,8 @@ class FunctionGrader:
         self._functions: Sequence[Sequence[GroupFunction]] = [
             [judges.get(name) or RewardFunction(name) for name in names] for names in rewards
         ]
-        self._loop: UsersLoop | None = None
-        self._users_loop: UsersLoop | None = None
+        self._loop = LoopThread("rewards")
+        self._users_loop = LoopThread("async rewards")
         """Runs async functions; a function that blocks this loop does not delay the time limits on `_loop`."""
         self._limits: dict[str, asyncio.Semaphore] = {}
         self._warned: set[str] = set()
@@ -312,19 +297,12 @@ class FunctionGrader:
             done: Future[list[dict[str, Part]]] = Future()
             done.set_result([{} for _ in group])
             return done
-        return asyncio.run_coroutine_threadsafe(self._group(task, prompt, group), self._started())
+        return self._loop.submit(self._group(task, prompt, group))
 
     def close(self) -> None:
-        """Cancel running calls and end the thread."""
-        for loop in (self._loop, self._users_loop):
-            if loop is not None:
-                loop.call_soon_threadsafe(_cancel_and_end, loop)
-        self._loop = self._users_loop = None
-
-    def _started(self) -> UsersLoop:
-        if self._loop is None:
-            self._loop = start_loop("rewards")
-        return self._loop
+        """Cancel running calls and end the threads."""
+        self._loop.end()
+        self._users_loop.end()
 
     def _begun(
         self, function: GroupFunction, arguments: Mapping[str, object], completions: int
@@ -343,18 +321,15 @@ class FunctionGrader:
                     error.add_note(CANCELLED)
                     raise
 
-        if self._users_loop is None:
-            self._users_loop = start_loop("async rewards")
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(awaited(), self._users_loop))
+        return asyncio.wrap_future(self._users_loop.submit(awaited()))
 
     async def _replace_stuck_loop(self) -> None:
         """Use a new loop for later calls if an async function blocks the loop instead of awaiting."""
-        if (loop := self._users_loop) is None:
-            return
-        alive = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
+        loop = self._users_loop
+        alive = asyncio.wrap_future(loop.submit(asyncio.sleep(0)))
         await asyncio.wait((alive,), timeout=STUCK_S)
         if not alive.done() and self._users_loop is loop:
-            self._users_loop = None
+            self._users_loop = LoopThread("async rewards")
 
     async def _group(self, task: int, prompt: Prompt, group: Sequence[Graded]) -> list[dict[str, Part]]:
         functions = self._functions[task]
@@ -400,7 +375,8 @@ class FunctionGrader:
             else:
                 problem = None
                 begun.cancel()
-                await self._replace_stuck_loop()
+                if function.is_async:
+                    await self._replace_stuck_loop()
         if problem is not None:
             raise FunctionError(f"reward {function.name} failed:\n{problem}")
         if function.name not in self._warned:
@@ -478,13 +454,3 @@ def _ignore_late_errors(call: "asyncio.Future[list[Part]]") -> None:
     """Keep asyncio from logging an exception that a call raises after its time limit."""
     if not call.cancelled():
         call.exception()
-
-
-def _cancel_and_end(loop: UsersLoop) -> None:
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    ended = asyncio.gather(*tasks, return_exceptions=True)
-    ended.add_done_callback(lambda _: loop.end())
-    if not tasks:
-        loop.end()

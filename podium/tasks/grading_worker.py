@@ -1,24 +1,19 @@
 """The grading process: started by `podium.tasks.grading`, which calls `main` in it.
 
-It reads task configs, replies with the time limit of each task in seconds, and then reads lists of items. For each item
-it reports that it begins, and then the outcome. It enforces no time limit: the parent kills it if necessary.
+Its setup is the configs of the tasks and `grading.timeout_s`. It creates the tasks, and then grades one item at a time.
 """
 
-import contextlib
-import pickle
 import signal
-from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from podium.plain import number_of, traceback_of
 from podium.tasks.registry import make_task
 from podium.tasks.task import OutOfTime, Prompt, Task
-from podium.tasks.worker_process import join_parent, leave_to_parent
+from podium.tasks.worker_process import leave_to_parent
+from podium.tasks.workers import Parent
 
 MEMORY_BYTES = 2 << 30
 """Memory that one grade may allocate in addition to what the process uses once its tasks are created."""
-BEGUN = b"begun"
-"""Sent before each item is graded."""
 
 
 class Item(NamedTuple):
@@ -60,35 +55,16 @@ def _paid(value: object) -> float | str:
     return number if number is not None and 0 <= number <= 1 else f"{value!r:.80}"
 
 
-def grading_limit_s(task: Task, timeout_s: float) -> float:
-    """Seconds within which a task must grade an answer: `timeout_s`, or more if the task declares a longer limit."""
-    return max(timeout_s, getattr(task, "grading_limit_s", 0.0))
-
-
 def main(connection: int, lifeline: int) -> None:
     """Grade until the parent ends this process, or the parent itself ends."""
-    channel = join_parent(connection, lifeline)
-    configs, timeout_s = pickle.loads(channel.receive())
+    parent = Parent(connection, lifeline)
+    configs, timeout_s = parent.setup()
     tasks = [make_task(config) for config in configs]
     _limit_memory()
-    channel.send(pickle.dumps([grading_limit_s(task, timeout_s) for task in tasks]))
-    with contextlib.suppress(EOFError):
-        while True:
-            count, items = pickle.loads(channel.receive())
-            for outcome in _outcomes(tasks, count, items):
-                channel.send(BEGUN if outcome is None else pickle.dumps(outcome))
-
-
-def _outcomes(tasks: Sequence[Task], count: int, data: bytes) -> Iterator[Outcome | None]:
-    """For each of `count` pickled items: None when grading begins, and then its outcome."""
-    try:
-        items: list[Item] = pickle.loads(data)
-    except BaseException as error:  # a data row may hold classes that are not importable here
-        yield from [None, Outcome("bug", message=traceback_of(error))] * count
-        return
-    for item in items:
-        yield None
-        yield grade_item(tasks[item.task], item)
+    parent.serve(
+        lambda item: grade_item(tasks[item.task], item),
+        limit_s=lambda item: max(timeout_s, getattr(tasks[item.task], "grading_limit_s", 0.0)),
+    )
 
 
 def _limit_memory() -> None:

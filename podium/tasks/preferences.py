@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from podium.tasks.messages import Message, read_messages, refuse_tools, said_by_assistant, text_of
-from podium.tasks.question_files import HubDataset, is_missing, question_of, read_rows, refuse_written_messages
+from podium.tasks.question_files import is_missing, question_of, read_rows, refuse_written_messages
 from podium.tasks.task import Prompt, TaskSource
 
 Messages = list[Message]
@@ -22,12 +22,11 @@ class Preferences:
     system_prompt: str | None = None
 
     def __init__(self, source: TaskSource, *, dataset: str | None = None, subset: str | None = None) -> None:
-        self.source = source
-        self.dataset = HubDataset(dataset, subset) if dataset else None
+        self.source = source.on_hub(dataset, subset)
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """One prompt per row. Raises ValueError, which names the row, if the row is not a pair."""
-        rows = read_rows("preferences", self.source, self.dataset, split)
+        rows = read_rows("preferences", self.source, split)
         return [
             _prompt(f"preferences/{split}/{index}", f"preferences: {location}", row)
             for index, (location, row) in enumerate(rows)
@@ -50,12 +49,11 @@ class Labelled:
     system_prompt: str | None = None
 
     def __init__(self, source: TaskSource, *, dataset: str | None = None, subset: str | None = None) -> None:
-        self.source = source
-        self.dataset = HubDataset(dataset, subset) if dataset else None
+        self.source = source.on_hub(dataset, subset)
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """One prompt per answer. Raises ValueError, which names the row, if the row is neither labelled nor a pair."""
-        rows = read_rows("labelled", self.source, self.dataset, split)
+        rows = read_rows("labelled", self.source, split)
         return [
             each
             for index, (location, row) in enumerate(rows)

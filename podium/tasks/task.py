@@ -17,7 +17,12 @@ task has none. Nothing here imports jax.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from pydantic import Field
+
+Count = Annotated[int, Field(ge=1)]
+"""An option of a task that counts something."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,6 +129,18 @@ class TaskSource:
     eval_path: str | None = None
     train_split: str = "train"
     eval_split: str = "test"
+    dataset: str | None = None
+    """The data set of the Hugging Face hub that is read if `path` is not set; `on_hub` sets it."""
+    subset: str | None = None
+    """Its configuration; None for its only one, or the one that Podium reads of a set it knows."""
+
+    def on_hub(self, dataset: str | None, subset: str | None = None) -> "TaskSource":
+        """The source with the data set of the hub that the task or its options name; None if they name none."""
+        return dataclasses.replace(self, dataset=dataset, subset=subset)
+
+    def split_name(self, split: str) -> str:
+        """The data's name of the split `train` or `eval`."""
+        return self.eval_split if split == "eval" else self.train_split
 
     def refuse(self, task: str) -> None:
         """Raise ValueError if a path is set, for a task whose questions are generated."""

@@ -2,9 +2,7 @@
 model.
 """
 
-import asyncio
 import contextlib
-import functools
 import inspect
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -13,9 +11,10 @@ from typing import Any
 from podium.config.imports import imported, is_path
 from podium.config.schema import TaskConfig
 from podium.models.text.chat_format import Message, ToolSchema
-from podium.tasks.conversation import Asking, Reply, ToolCall, Turn, plain_first, plain_reply
+from podium.tasks.conversation import Asking, ToolCall, Turn, plain_first, plain_reply
 from podium.tasks.conversations.environment_forms import conversing, form_of
 from podium.tasks.conversations.tool_calls import FORMS, LIST_CLOSE, LIST_OPEN, Calls, read_calls
+from podium.tasks.event_loop import LoopThread
 from podium.tasks.registry import TASKS, in_family, make_task
 from podium.tasks.task import Prompt
 
@@ -48,8 +47,9 @@ def play(target: str, answers: Iterable[str], say: Callable[[str], None], *, see
         raise ValueError(f"{target} has {len(prompts)} prompts, counted from 0; prompt {number} does not exist")
     prompt = prompts[number]
     with contextlib.ExitStack() as stack:
-        runner = stack.enter_context(asyncio.Runner())
-        running = held.open(prompt, seed, functools.partial(_resolved, runner))
+        loop = LoopThread("conversation")  # one for the whole conversation, as in a run
+        stack.callback(loop.end)
+        running = held.open(prompt, seed, loop.resolve)
         stack.callback(running.close)
         _show(say, _first(prompt, plain_first(running.begin())))
         for tool in held.tools:
@@ -64,7 +64,7 @@ def play(target: str, answers: Iterable[str], say: Callable[[str], None], *, see
             asked = Turn(text=text, number=turn, calls=read.calls, problem=read.problem, said=read.said)
             reply = plain_reply(running.reply(asked))
             paid += reply.reward
-            _show(say, _told(reply))
+            _show(say, reply.messages if reply.asking is None else reply.asking.messages)
             if reply.reward:
                 say(f"(reward of this turn: {reply.reward:g})")
             if reply.done:
@@ -92,10 +92,6 @@ def _config(target: str) -> TaskConfig:
             f"{target!r} is not a task; the tasks are {', '.join(TASKS)} (for your own: `package.module:name`)"
         )
     return TaskConfig(name=target)
-
-
-def _told(reply: Reply) -> Sequence[Message]:
-    return reply.messages if reply.asking is None else reply.asking.messages
 
 
 def _first(prompt: Prompt, begun: str | Asking | None) -> Sequence[Message]:
@@ -135,14 +131,3 @@ def _show(say: Callable[[str], None], messages: Iterable[Message]) -> None:
     for message in messages:
         who = message.get("name") if message.get("role") == "tool" else message.get("role")
         say(f"[{who}] {message.get('content')}")
-
-
-def _resolved(runner: asyncio.Runner, value: object) -> object:
-    """Wait for an awaitable, on one event loop for the whole conversation, as in a run."""
-    if not inspect.isawaitable(value):
-        return value
-
-    async def awaited() -> object:
-        return await value
-
-    return runner.run(awaited())

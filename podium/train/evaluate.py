@@ -167,7 +167,7 @@ def evaluate_weights(config: Config, run: Fork | None) -> tuple[Evaluation, int 
         run = run._replace(step=max(saved_steps(run.checkpoints), default=None))
     with opened_rollouts(config, say, trains=False, evaluates=True) as (model, rollouts):
         rollouts.check([prompts[0] for prompts in rollouts.feed.tasks.eval_prompts(1).values()])
-        rollouts.feed.tasks.check_answers(trains=False, evaluates=True)
+        rollouts.feed.tasks.data.check_answers(trains=False, evaluates=True)
         questions = rollouts.feed.tasks.eval_prompts(rollouts.spec.evaluation.questions)
         for line in check_prompt_lengths(rollouts.feed, questions, "questions", "count as wrong"):
             say(line)

@@ -164,7 +164,7 @@ def open_run(
             evaluates=evaluates,
             columns=rollouts.feed.columns,
         )
-        rollouts.feed.tasks.check_model(model_files(model.source.path))
+        rollouts.feed.tasks.data.check_model(model_files(model.source.path))
         # Before the weights are read and anything is compiled, so that bad data is reported early.
         for line in _checked_data(spec, rollouts, evaluates=evaluates, first=measured):
             progress.message(line)
@@ -297,7 +297,7 @@ def _checked_data(spec: RunSpec, rollouts: Sampler, *, evaluates: bool, first: s
     if spec.recipe.demonstrations:
         check_demonstrations(feed.tasks, spec.rollout, feed.tokenizer, form=spec.recipe.data_form)
     else:
-        feed.tasks.check_answers(trains=True, evaluates=evaluates)
+        feed.tasks.data.check_answers(trains=True, evaluates=evaluates)
     feed.check()
     lines = [] if first is None else [first]
     lines += check_prompt_lengths(feed, feed.tasks.train_prompts(), "training prompts", "are left out")

@@ -144,7 +144,7 @@ def settings_of(data: Any, tmp_path: Path, **changes: Any) -> TaskConfig:
 
 def prompts_of(config: TaskConfig) -> list[Prompt]:
     mixture = TaskMixture([config], seed=0)
-    mixture.check_answers(trains=True, evaluates=False)
+    mixture.data.check_answers(trains=True, evaluates=False)
     return [each.prompt for own in mixture.train_prompts().values() for each in own]
 
 
@@ -277,7 +277,7 @@ def test_every_reference_of_the_real_sets_equals_itself(name):
     if not path.is_file():
         pytest.skip(f"needs ../shared/data/{name}")
     mixture = TaskMixture([TaskConfig(name="jsonl", path=str(path), eval_path=str(path))], seed=0)
-    mixture.check_answers(trains=True, evaluates=True)
+    mixture.data.check_answers(trains=True, evaluates=True)
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     results = [row["answer"].rpartition("#### ")[2].strip() for row in rows]
     assert [each.prompt.answer for own in mixture.train_prompts().values() for each in own] == results

@@ -238,7 +238,7 @@ def test_an_environment_in_processes_survives_one_that_is_killed(talk):
 
         def poll() -> None:
             if rollouts.engine.keys and not killed:  # all environments have begun
-                killed.append(rollouts.environments._pool._shared[0].pid)
+                killed.append(rollouts.environments._pool._shared[0].worker.pid)
                 os.kill(killed[0], signal.SIGKILL)
 
         rollouts.exchange.poll = poll
@@ -263,8 +263,8 @@ def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
     draw, seen, started = random.Random(0), Counter(), list[subprocess.Popen]()
     begin = WorkerProcess.__init__
 
-    def begun(self, *options) -> None:
-        begin(self, *options)
+    def begun(self, module: str, **options) -> None:
+        begin(self, module, **options)
         started.append(self._process)
 
     monkeypatch.setattr(WorkerProcess, "__init__", begun)
@@ -278,7 +278,7 @@ def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
                 if left[0] == 0 and breaks:
                     raise KeyboardInterrupt
                 if left[0] == 0 and rollouts.environments._pool._shared:
-                    os.kill(rollouts.environments._pool._shared[0].pid, signal.SIGKILL)
+                    os.kill(rollouts.environments._pool._shared[0].worker.pid, signal.SIGKILL)
 
             rollouts.exchange.poll = poll
             with contextlib.suppress(KeyboardInterrupt):

@@ -1,14 +1,10 @@
 """Generators of reasoning-gym (arXiv:2505.24760): endless puzzles, each with its own scorer."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Protocol
-
-from pydantic import Field
+from typing import Protocol
 
 from podium.config.errors import suggestion
-from podium.tasks.task import Prompt, TaskSource
-
-Count = Annotated[int, Field(ge=1)]
+from podium.tasks.task import Count, Prompt, TaskSource
 
 
 class ReasoningGym:

@@ -7,16 +7,13 @@ import random
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Protocol
-
-from pydantic import Field
+from typing import Any, ClassVar, Protocol
 
 from podium.config.errors import suggestion
 from podium.tasks.conversation import Reply, Turn
 from podium.tasks.games.generated import PaidByEnvironment
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import Count, Prompt, TaskSource
 
-Count = Annotated[int, Field(ge=1)]
 PLAYER = 0
 OWN_ANSWER = "PLAYER_ACTION"
 """Observation type of messages that repeat what a player said."""

@@ -4,7 +4,6 @@ The process that holds them runs verifiers' own code: tasks, harness, scoring. I
 process (`podium.tasks.conversations.loopback`), which finds a request's conversation by the id of its trace.
 """
 
-import asyncio
 import contextlib
 import importlib
 import importlib.util
@@ -14,21 +13,18 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from podium.tasks.conversations.loopback import MODEL, Line, server
 from podium.tasks.conversations.program import Led
-from podium.tasks.event_loop import start_loop
+from podium.tasks.event_loop import LoopThread
 from podium.tasks.games.generated import PaidByEnvironment, held_out
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import Count, Prompt, TaskSource
 
-Count = Annotated[int, Field(ge=1)]
 Settings = dict[str, object]
-Made = TypeVar("Made")
 
 
 class _Agent(Protocol):
@@ -208,13 +204,9 @@ class _Serving:
         self.environment = environment
         self.role = role
         self.context = v1.ModelContext(model=MODEL, client=config)
-        self._loop = start_loop("verifiers")
+        self.loop = LoopThread("verifiers")
         self._stack = contextlib.AsyncExitStack()
-        self.run(self._stack.enter_async_context(environment.serving())).result()
-
-    def run(self, coroutine: Coroutine[object, object, Made]) -> "Future[Made]":
-        """Run a coroutine on the loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self.loop.submit(self._stack.enter_async_context(environment.serving())).result()
 
 
 class _Playing:
@@ -226,7 +218,7 @@ class _Playing:
         def known(trace: _Trace) -> None:
             server().open_session(line, trace.id)
 
-        self._episode = serving.run(serving.environment.run_episode(task, serving.context, on_trace=known))
+        self._episode = serving.loop.submit(serving.environment.run_episode(task, serving.context, on_trace=known))
         self._episode.add_done_callback(lambda _: line.end())
 
     def reward(self) -> float:

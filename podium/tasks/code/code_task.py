@@ -17,7 +17,7 @@ from podium.tasks.code.code_blocks import code_of, defines
 from podium.tasks.code.code_grading import Assertions, Call, Program, Solution, Tests, TimeLimits, grade
 from podium.tasks.code.packed_tests import unpacked
 from podium.tasks.code.small_functions import small_functions
-from podium.tasks.question_files import HubDataset, read_rows
+from podium.tasks.question_files import read_rows
 from podium.tasks.task import OutOfTime, Prompt, TaskSource
 
 Row = Mapping[str, Any]
@@ -83,11 +83,10 @@ class Code:
         dataset: str | None = None,
         subset: str | None = None,
     ) -> None:
-        self.source = source
+        self.source = source.on_hub(dataset, subset)
         self.reward = reward
         self.eval_size = eval_size
         self._times = TimeLimits(test_s=min(timeout_s, total_timeout_s), all_s=total_timeout_s)
-        self._dataset = HubDataset(dataset, subset) if dataset else None
         self._sandbox = Sandbox(Limits(life_cpu_s=math.ceil(total_timeout_s) + 1, memory_mib=memory_mib))
         self.grading_limit_s = self._times.wall_s + SANDBOX_S
 
@@ -97,11 +96,11 @@ class Code:
         """All questions of a split. Raises ValueError, with the row's location, if a row has none of the known
         formats.
         """
-        if self._dataset is None and not self.source.path:
+        if not (self.source.path or self.source.dataset):
             rows = [("", row) for row in generated()]
             rows = rows[: self.eval_size] if split == "eval" else rows[self.eval_size :]
         else:
-            rows = read_rows("code", self.source, self._dataset, split)
+            rows = read_rows("code", self.source, split)
         return [_prompt(f"code/{split}/{index}", place, row) for index, (place, row) in enumerate(rows)]
 
     def grade(self, prompt: Prompt, completion: str) -> float:

@@ -2,6 +2,7 @@
 
 import functools
 
+from podium.plain import without_middle
 from podium.sandbox.check import check_machine
 from podium.sandbox.runs import Ended, Limits, Run, Sandbox
 from podium.tasks.conversation import Reply, Turn
@@ -74,12 +75,5 @@ def _output(run: Run, code: str) -> str:
     try:
         output = run.execute(code, shown=True)[0]
     except Ended as ended:
-        raise ValueError(f"{WHY[ended.why]}\n{_cut(ended.output)}".strip()) from None
-    return _cut(output)
-
-
-def _cut(text: str) -> str:
-    if len(text) <= MAX_CHARACTERS:
-        return text
-    half = MAX_CHARACTERS // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+        raise ValueError(f"{WHY[ended.why]}\n{without_middle(ended.output, MAX_CHARACTERS)}".strip()) from None
+    return without_middle(output, MAX_CHARACTERS)

@@ -5,17 +5,11 @@ Each request is answered on its own thread, and async code runs on one event loo
 limits are enforced by the trainer's side, not here.
 """
 
-import asyncio
 import contextlib
 import dataclasses
-import inspect
-import os
-import pickle
 import resource
-import signal
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from podium.config.schema import TaskConfig
@@ -23,9 +17,9 @@ from podium.plain import copied, traceback_of
 from podium.tasks.conversation import Asking, Reply, Turn, finite, plain_first, plain_reply
 from podium.tasks.conversations.environment_copy import Copied
 from podium.tasks.conversations.environment_forms import Conversing, Running, conversing
-from podium.tasks.event_loop import UsersLoop, start_loop
+from podium.tasks.event_loop import LoopThread
 from podium.tasks.task import Prompt
-from podium.tasks.worker_process import join_parent
+from podium.tasks.workers import Parent
 
 
 class Open(NamedTuple):
@@ -36,22 +30,12 @@ class Open(NamedTuple):
     prompt: Prompt
     seed: int
 
-    @property
-    def answers(self) -> bool:
-        """Whether it is answered."""
-        return True
-
 
 class Say(NamedTuple):
     """Request to reply to an answer of the model."""
 
     number: int
     turn: Turn
-
-    @property
-    def answers(self) -> bool:
-        """Whether it is answered."""
-        return True
 
 
 class Close(NamedTuple):
@@ -62,21 +46,8 @@ class Close(NamedTuple):
     keep: bool = False
     """Whether to return the environment too."""
 
-    @property
-    def answers(self) -> bool:
-        """Whether it is answered."""
-        return self.graded
-
 
 Asked = Open | Say | Close
-PING = None
-"""Ping, sent instead of a request; the process answers with the same value, which is also its first message."""
-
-
-class Begun(NamedTuple):
-    """Says that a request of a conversation is being carried out."""
-
-    number: int
 
 
 class Answered(NamedTuple):
@@ -97,41 +68,19 @@ class Answered(NamedTuple):
     may be what ends processes."""
 
 
-Sent = Answered | Begun | None
-"""Messages that a process sends."""
-
-
 class Host:
     """The conversations of one process."""
 
-    def __init__(self, configs: Sequence[TaskConfig], answer: Callable[[Answered], None]) -> None:
-        """`answer` is called on other threads, with the answer to each request."""
+    def __init__(self, configs: Sequence[TaskConfig]) -> None:
+        """Prepare the conversations of the tasks with these configs."""
         _allow_open_files()
         self._tasks: list[Conversing | None] = [conversing(config) for config in configs]
-        self._answer = answer
         self._open: dict[int, Running] = {}
-        self._loop: UsersLoop | None = None
-        self._starting = threading.Lock()
+        self.loop = LoopThread("environments")
+        """Runs all async code."""
 
-    def take(self, asked: Asked) -> None:
-        """Answer a request on its own thread."""
-        threading.Thread(target=self._handle, args=(asked,), name="conversation", daemon=True).start()
-
-    def respond(self, respond: Callable[[], None]) -> None:
-        """Call a function on the event loop, if there is one, so that code that blocks the loop also delays this
-        call.
-        """
-        if self._loop is None:
-            respond()
-        else:
-            self._loop.call_soon_threadsafe(respond)
-
-    def close(self) -> None:
-        """End the event loop; hanging threads are abandoned."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.end)
-
-    def _handle(self, asked: Asked) -> None:
+    def answer(self, asked: Asked) -> Answered:
+        """Answer a request. Never raises; requests of several conversations may be answered at the same time."""
         start = time.perf_counter()
         try:
             answered = self._answered(asked)
@@ -139,10 +88,7 @@ class Host:
             answered = Answered(asked.number, "failed", traceback_of(error))
             with contextlib.suppress(BaseException):
                 self._answered(Close(asked.number, graded=False))
-        if isinstance(asked, Close) and not asked.graded:
-            return
-        with contextlib.suppress(EOFError):  # the trainer has ended
-            self._answer(answered._replace(seconds=time.perf_counter() - start))
+        return answered._replace(seconds=time.perf_counter() - start)
 
     def _answered(self, asked: Asked) -> Answered:
         match asked:
@@ -151,8 +97,8 @@ class Host:
                 assert held is not None, "the task has conversations"
                 prompt = dataclasses.replace(
                     asked.prompt, metadata=copied(dict(asked.prompt.metadata))
-                )  # pickled, as between processes
-                running = held.open(prompt, asked.seed, self._resolve)
+                )  # as in a process
+                running = held.open(prompt, asked.seed, self.loop.resolve)
                 self._open[asked.number] = running
                 return Answered(asked.number, "opened", plain_first(running.begin()))
             case Say():
@@ -169,22 +115,6 @@ class Host:
                 finally:
                     running.close()
 
-    def _resolve(self, value: object) -> object:
-        """Run an awaitable on the process's event loop and wait for it on this thread."""
-        if not inspect.isawaitable(value):
-            return value
-
-        async def awaited() -> object:
-            return await value
-
-        return asyncio.run_coroutine_threadsafe(awaited(), self._started()).result()
-
-    def _started(self) -> UsersLoop:
-        with self._starting:
-            if self._loop is None:
-                self._loop = start_loop("environments")
-        return self._loop
-
 
 def _allow_open_files() -> None:
     """Let this process open as many files as the system allows; hundreds of open environments may need thousands."""
@@ -194,37 +124,13 @@ def _allow_open_files() -> None:
 
 
 def main(connection: int, lifeline: int) -> None:
-    """Hold conversations until the trainer ends this process, or the trainer itself ends."""
-    channel = join_parent(connection, lifeline)
-    sending = threading.Lock()
+    """Hold conversations until the trainer ends this process, or ends itself."""
+    parent = Parent(connection, lifeline)
+    host = Host(parent.setup())
 
-    def send(data: bytes) -> None:
-        with sending:
-            channel.send(data)
-
-    def answer(answered: Answered) -> None:
+    def answer(asked: Asked) -> Answered:
+        answered = host.answer(asked)
         kept = answered.environment
-        try:
-            data = pickle.dumps(answered if kept is None else answered._replace(environment=Copied(kept)))
-        except BaseException as error:  # the environment's own code may raise here
-            data = pickle.dumps(Answered(answered.number, "failed", traceback_of(error)))
-        send(data)
+        return answered if kept is None else answered._replace(environment=Copied(kept))
 
-    with contextlib.suppress(EOFError):
-        host = Host(pickle.loads(channel.receive()), answer)
-        send(pickle.dumps(PING))
-        while True:
-            asked = pickle.loads(channel.receive())
-            if asked is PING:
-                host.respond(lambda: send(pickle.dumps(PING)))
-                continue
-            number, answers, data = asked
-            if answers:
-                send(pickle.dumps(Begun(number)))
-            try:
-                request = pickle.loads(data)
-            except BaseException as error:  # a data row may hold classes that are not importable here
-                answer(Answered(number, "failed", traceback_of(error)))
-            else:
-                host.take(request)
-    os.killpg(0, signal.SIGKILL)  # exits even if threads are busy, and ends processes that tools have started
+    parent.serve_concurrently(answer, respond=host.loop.call)

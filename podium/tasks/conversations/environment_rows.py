@@ -1,15 +1,10 @@
 """Prompts of a task that is an environment: rows of data, each passed to its `reset`; or, without data, numbers."""
 
 from collections.abc import Sequence
-from typing import Annotated
-
-from pydantic import Field
 
 from podium.tasks.math_answers.correctness import is_correct
-from podium.tasks.question_files import HubDataset, answer_text, is_missing, question_column, question_of, read_rows
-from podium.tasks.task import Prompt, TaskSource
-
-Count = Annotated[int, Field(ge=1)]
+from podium.tasks.question_files import answer_text, is_missing, question_column, question_of, read_rows
+from podium.tasks.task import Count, Prompt, TaskSource
 
 
 class EnvironmentRows:
@@ -32,18 +27,17 @@ class EnvironmentRows:
         dataset: str | None = None,
         subset: str | None = None,
     ) -> None:
-        self.source = source
+        self.source = source.on_hub(dataset, subset)
         self.episodes = episodes
         self.eval_episodes = eval_episodes
         self.columns = ASKED if question is None else (question,)
-        self.dataset = HubDataset(dataset, subset) if dataset else None
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """One prompt per row, or per number."""
-        if self.source.path is None and self.dataset is None:
+        if self.source.path is None and not self.source.dataset:
             count = self.eval_episodes if split == "eval" else self.episodes
             return [Prompt(id=f"environment/{split}/{number}", question="", answer="") for number in range(count)]
-        rows = read_rows("environment", self.source, self.dataset, split)
+        rows = read_rows("environment", self.source, split)
         column = question_column("environment", self.columns, rows)
         if self.columns is not ASKED and column not in rows[0][1]:
             raise ValueError(

@@ -114,7 +114,7 @@ class Prompts:
         new = self._messages[len(known) :]
         follows = (
             bool(known and new)
-            and all(map(_same, known, self._messages))
+            and list(map(_content, known)) == list(map(_content, self._messages[: len(known)]))
             and {message["role"] for message in new} <= {"user", "tool"}
         )
         return Asking(
@@ -154,12 +154,8 @@ def _check(body: Sampling, prefix: str) -> None:
         raise RequestError(f"{prefix}{name}: not supported while a run trains; leave it out", f"{prefix}{name}")
 
 
-def _same(one: Message, other: Message) -> bool:
-    """Whether two messages are equal, ignoring outer spaces and the ids of calls."""
-    return _content(one) == _content(other)
-
-
 def _content(message: Message) -> tuple[object, ...]:
+    """What equal messages have in common: all but outer spaces and the ids of calls."""
     calls = message.get("tool_calls")
     functions = [_function(call) for call in calls] if isinstance(calls, list) else []
     return message["role"], str(message["content"] or "").strip(), functions

@@ -23,9 +23,8 @@ from podium.tasks.conversation import Asking, Reply, Turn
 from podium.tasks.conversations.loopback import Call, Line, Prompts, server
 from podium.tasks.games.generated import PaidByEnvironment
 from podium.tasks.question_files import read_rows
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import Count, Prompt, TaskSource
 
-Count = Annotated[int, Field(ge=1)]
 END_BYTES = 1 << 16
 """Bytes read from the end of a program's output, whose last line is the reward."""
 SHOWN = 2000
@@ -142,7 +141,7 @@ class Program(PaidByEnvironment):
             count = self.eval_episodes if split == "eval" else self.episodes
             rows: list[dict[str, object]] = [{"split": split, "number": number} for number in range(count)]
         else:
-            rows = [row for _, row in read_rows("program", self.source, None, split)]
+            rows = [row for _, row in read_rows("program", self.source, split)]
         return [
             Prompt(id=f"program/{split}/{index}", question="", answer="", metadata=row)
             for index, row in enumerate(rows)

@@ -10,9 +10,8 @@ from pydantic import Field
 from podium.tasks.games.calculator import calculator
 from podium.tasks.games.generated import distinct
 from podium.tasks.math_answers.final_answer import final_number
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import Count, Prompt, TaskSource
 
-Count = Annotated[int, Field(ge=1)]
 Digits = Annotated[int, Field(ge=1, le=12)]
 
 

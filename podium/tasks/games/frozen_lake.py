@@ -11,9 +11,8 @@ from pydantic import Field
 from podium.tasks.conversation import Turn
 from podium.tasks.games.generated import PaidByEnvironment, distinct, held_out
 from podium.tasks.math_answers.final_answer import answer_text
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import Count, Prompt, TaskSource
 
-Count = Annotated[int, Field(ge=1)]
 Side = Annotated[int, Field(ge=2, le=12)]
 Share = Annotated[float, Field(ge=0.0, le=0.3)]
 MOVE = re.compile(r"\b(up|down|left|right)\b", re.IGNORECASE)

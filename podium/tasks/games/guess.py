@@ -9,9 +9,8 @@ from pydantic import Field
 
 from podium.tasks.conversation import Reply, Turn
 from podium.tasks.games.generated import PaidByEnvironment, earned
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import Count, Prompt, TaskSource
 
-Count = Annotated[int, Field(ge=1)]
 Largest = Annotated[int, Field(ge=2)]
 NUMBER = re.compile(r"[0-9]{1,9}")
 

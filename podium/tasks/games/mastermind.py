@@ -11,9 +11,8 @@ from pydantic import Field
 from podium.tasks.conversation import Turn
 from podium.tasks.games.generated import PaidByEnvironment, distinct, earned, held_out
 from podium.tasks.math_answers.final_answer import answer_text
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import Count, Prompt, TaskSource
 
-Count = Annotated[int, Field(ge=1)]
 Pegs = Annotated[int, Field(ge=1, le=8)]
 Colours = Annotated[int, Field(ge=2, le=9)]
 DIGITS = re.compile(r"[0-9](?:[\s,;-]{0,3}[0-9])*")

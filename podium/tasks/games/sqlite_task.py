@@ -4,17 +4,13 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Annotated, NamedTuple
-
-from pydantic import Field
+from typing import NamedTuple
 
 from podium.tasks.conversation import Reply, Turn
 from podium.tasks.conversations.tools import answer_calls
 from podium.tasks.games.database import Database
 from podium.tasks.math_answers.final_answer import answer_text, final_answer, final_number
-from podium.tasks.task import Prompt, TaskSource
-
-Count = Annotated[int, Field(ge=1)]
+from podium.tasks.task import Count, Prompt, TaskSource
 
 _NAMES = """
 Ada Amir Anna Ben Bo Carla Chen Clara Dan Dora Ella Emil Eva Femi Finn Freya Gita Greta Hana Hugo Ida Igor Ines Ivan Jan
@@ -27,7 +23,6 @@ PRODUCTS = {
     "lamp": "home", "chair": "home", "mirror": "home", "kettle": "kitchen", "pan": "kitchen", "knife": "kitchen",
     "ball": "sport", "racket": "sport", "helmet": "sport", "puzzle": "toys", "robot": "toys", "kite": "toys",
 }  # fmt: skip
-CATEGORIES = tuple(dict.fromkeys(PRODUCTS.values()))
 
 
 class Customer(NamedTuple):

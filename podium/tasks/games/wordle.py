@@ -4,17 +4,13 @@ import random
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated
-
-from pydantic import Field
 
 from podium.tasks.conversation import Turn
 from podium.tasks.games.five_letter_words import WORDS
 from podium.tasks.games.generated import PaidByEnvironment, earned, held_out
 from podium.tasks.math_answers.final_answer import answer_text
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import Count, Prompt, TaskSource
 
-Count = Annotated[int, Field(ge=1)]
 WORD = re.compile(r"(?<![A-Za-z])[A-Za-z]{5}(?![A-Za-z])")
 PLACED = "G"
 ELSEWHERE = "Y"
