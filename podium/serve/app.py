@@ -13,13 +13,23 @@ leaves. Every refusal is a JSON object of OpenAI's form that names the field.
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from podium.observe.access import is_token, knows_host
-from podium.serve.bodies import ChatBody, CompletionBody, GenerateBody, RequestError, read_body
-from podium.serve.documents import LAST_EVENT, Document, event_of, head_of, headers_of
+from podium.serve.bodies import ChatBody, CompletionBody, GenerateBody, RequestError, read_body, too_large
+from podium.serve.documents import (
+    Document,
+    event_of,
+    head_of,
+    headers_of,
+    last_events,
+    list_document,
+    model_document,
+    piece_event,
+    tokens_answer,
+    whole_answer,
+)
 from podium.serve.engine_thread import EngineThread, Piece, Ticket
 from podium.serve.prepare_requests import Model, Prepared
 from podium.serve.replies import token_choice
@@ -104,15 +114,14 @@ class Server:
         raw = await self._read(request)
         requests = await asyncio.to_thread(lambda: self._model.generate(read_body(GenerateBody, raw)))
         pieces = await _until_gone(request, self._worker.open(requests, stream=False))
-        return {"request_id": uuid.uuid4().hex, "choices": [token_choice(piece) for piece in pieces]}
+        return tokens_answer([token_choice(piece) for piece in pieces])
 
     async def models(self, request: "Request") -> Reply:
         """The only model, alone or as a list."""
-        model: dict[str, object] = {"id": self._model.name, "object": "model", "owned_by": "podium"}
-        model |= {"created": self._created, "max_model_len": self._model.longest}
+        model = model_document(self._model.name, self._created, max_model_len=self._model.longest)
         named = request.path_params.get("name")
         self._model.check_name(named)
-        return model if named else {"object": "list", "data": [model]}
+        return model if named else list_document([model])
 
     async def health(self, request: "Request") -> Reply:
         """Whether the engine lives."""
@@ -139,7 +148,7 @@ class Server:
                 async for part in request.stream():
                     raw += part
                     if len(raw) > MAX_BODY:
-                        raise RequestError(f"the body is larger than {MAX_BODY} bytes", status=413)
+                        raise too_large(MAX_BODY)
         except TimeoutError:
             self._worker.check_alive()
             raise RequestError(f"the body did not arrive within {BODY_S:g} s", status=408) from None
@@ -153,7 +162,7 @@ class Server:
         """Have requests answered, in pieces or as a whole."""
         asked = await asyncio.to_thread(prepare)
         form = asked.form
-        head = head_of(form.prefix, form.part if asked.stream else form.whole, self._model.name)
+        head = head_of(form.kind, self._model.name, stream=asked.stream)
         headers = headers_of(asked.ignored)
         ticket = self._worker.open(asked.requests, stream=asked.stream and not form.only_whole)
         if asked.stream:
@@ -161,7 +170,7 @@ class Server:
         pieces = await _until_gone(request, ticket)
         choices = [form.choice(piece, asked.texts[piece.number].add(piece)) for piece in pieces]
         usage = asked.usage(sum(len(each.tokens) for each in pieces))
-        return Answer(head | {"choices": choices, "usage": usage}, headers)
+        return Answer(whole_answer(head, choices, usage), headers)
 
 
 def make_app(server: Server, *, token: str | None, hosts: tuple[str, ...]) -> "Starlette":
@@ -272,9 +281,7 @@ async def _events(ticket: Ticket, asked: Prepared, head: dict[str, object]) -> A
             drawn += len(piece.tokens)
             choice = asked.form.delta(piece, asked.texts[piece.number].add(piece))
             if choice is not None:
-                yield event_of(head | {"choices": [choice]})
-        if asked.include_usage:
-            yield event_of(head | {"choices": [], "usage": asked.usage(drawn)})
-        yield LAST_EVENT
+                yield piece_event(head, choice)
+        yield last_events(head, asked.usage(drawn) if asked.include_usage else None)
     except RequestError as error:
         yield event_of(error.document)
