@@ -12,7 +12,7 @@ from podium.algorithms.losses import narrow_clip_warning
 from podium.hosts.distributed import gather, local_memory
 from podium.job.job_records import ProgressReport
 from podium.observe.alarms import CarryAlarms, GapAlarm, RewardAlarm, check_gap, length_distance
-from podium.observe.live_view import Progress, ShownCompletion
+from podium.observe.live_view import Progress
 from podium.observe.metrics import (
     COMPARED_WITH_SAMPLER,
     STEP_REPORT,
@@ -21,6 +21,7 @@ from podium.observe.metrics import (
 )
 from podium.observe.records import SampleRecord, lengths_record, sample_record, sampled_groups
 from podium.observe.run_dir import LENGTHS, SAMPLES, RunDir
+from podium.observe.run_state import ShownCompletion
 from podium.observe.stats import (
     BatchStats,
     CarryStats,
