@@ -17,10 +17,11 @@ from podium.config.load import Override, load
 from podium.files import as_path
 from podium.hosts.platform import prepare_platform
 from podium.malloc import giving_back_memory
+from podium.models.files.source import read_architecture, resolve
 from podium.models.text.tokenizer import Tokenizer
 from podium.observe.notebook import table
 from podium.observe.records import SampleRecord
-from podium.observe.run_dir import CONFIG, Fork, parse_fork, read_config
+from podium.observe.run_dir import CONFIG, read_config, run_of
 from podium.observe.stats import TaskScores
 from podium.observe.text import shown
 from podium.rollout.request import Completion, Request
@@ -315,9 +316,7 @@ def evaluate(
         return Evaluated(dict(evaluation.stats.tasks), evaluation.records(step or 0, questions=None), step)
 
 
-def run_of(model: str | Path) -> Fork | None:
-    """The run that `model` names; None if it names a model."""
-    try:
-        return parse_fork(str(model))
-    except ValueError:
-        return None
+def max_positions(model: str) -> int:
+    """The longest sequence that a run's model, or a model, can read, in tokens."""
+    run = run_of(model)
+    return read_architecture(resolve(read_config(as_path(run.run)).model if run else model)).max_positions

@@ -36,8 +36,8 @@ class Frame(NamedTuple):
         )
 
 
-CARD = Frame(860, 380, 64, 28, 84, 56)
-SMALL = Frame(120, 28, 2, 2, 2, 2)
+CARD = Frame(width=860, height=380, left=64, right=28, top=84, bottom=56)
+SMALL = Frame(width=120, height=28, left=2, right=2, top=2, bottom=2)
 SMALL_POINTS = 60
 SMOOTHING = 5
 """Window of the running mean (the bold line), in steps."""

@@ -14,7 +14,7 @@ from test_server import JSON, LONG, QUESTION, answered, encode, idle, open_conne
 
 from podium.config.errors import UsageError
 from podium.observe import connection, listening, watch
-from podium.observe.access import LOOPBACK
+from podium.observe.access import LOOPBACK, Address
 from podium.rollout.request import Request, SamplingParams
 from podium.serve import app as routes
 from podium.serve.app import make_app
@@ -149,11 +149,11 @@ def test_a_port_in_use_is_an_error_before_anything_is_opened(monkeypatch, tmp_pa
     monkeypatch.setattr(watch, "plotly_script", lambda: "")
     (taken,) = listening.take_port("127.0.0.1", 0)
     port = taken.getsockname()[1]
-    given = {"host": "127.0.0.1", "port": port, "token": None, "token_file": None}
+    address = Address("127.0.0.1", port)
     with pytest.raises(UsageError, match=f"--port {port}: another process listens there already; give another --port"):
-        serve("demo", **given, name=None, context=None, slots=1, max_queue=1, settings=[])
+        serve("demo", address, name=None, context=None, slots=1, max_queue=1, settings=[])
     with pytest.raises(UsageError, match="another process listens there already"):
-        watch.serve(tmp_path, **given)
+        watch.serve(tmp_path, address)
     assert "http" not in capsys.readouterr().out
     taken.close()
     with pytest.raises(UsageError, match="cannot listen there"):

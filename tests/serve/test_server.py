@@ -13,7 +13,7 @@ from serving import CONTEXT, QUEUE
 
 from benches.recipes import write_tiny_model
 from podium.config.errors import UsageError
-from podium.observe.access import hosts_of, token_of
+from podium.observe.access import Address
 from podium.rollout.request import Request, SamplingParams
 from podium.serve.app import MAX_BODY, make_app
 from podium.serve.app import Server as Routes
@@ -493,12 +493,11 @@ def test_what_is_no_request_is_refused_in_the_same_form(served):
 
 def test_elsewhere_than_on_loopback_a_token_is_needed(served, tmp_path):
     with pytest.raises(ValueError, match=r"--host 0\.0\.0\.0 accepts connections from other machines"):
-        hosts_of("0.0.0.0", 8000, token_of("", None), "client")
+        Address("0.0.0.0", 8000).hosts(Address("0.0.0.0", 8000, "").secret(), "client")
     (tmp_path / "token").write_text("s3cret\n")
-    token = token_of("another", tmp_path / "token")
-    guarded = Server(
-        make_app(Routes(served.model, served.worker), token=token, hosts=hosts_of("0.0.0.0", 8000, token, "client"))
-    )
+    address = Address("0.0.0.0", 8000, "another", tmp_path / "token")
+    token = address.secret()
+    guarded = Server(make_app(Routes(served.model, served.worker), token=token, hosts=address.hosts(token, "client")))
     try:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer s3cret2"}):
             for path in ("/v1/models", "/metrics"):

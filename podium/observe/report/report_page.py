@@ -13,12 +13,13 @@ from pydantic import BaseModel
 
 from podium.config.reward_model import RewardModelConfig
 from podium.config.schema import Config, TaskConfig
+from podium.config.show import flat
 from podium.files import write_atomically
 from podium.observe.identity import RUN, stored_id
 from podium.observe.metrics import ACCURACY, find_metric
 from podium.observe.out_files import check_page, page_mark
 from podium.observe.report.charts import CURVES, PHASES, WORK, charts
-from podium.observe.report.compare_runs import comparison, flat
+from podium.observe.report.compare_runs import comparison
 from podium.observe.report.findings import evaluated_tasks, findings
 from podium.observe.report.read import RunRecords, read_run
 from podium.observe.report.sample_pages import read_samples
