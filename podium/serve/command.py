@@ -13,7 +13,7 @@ from podium.observe.run_dir import run_of
 from podium.run.answering import Asked
 from podium.sampling.conversations.dialogue import ToolFormat
 from podium.serve.app import GRACE_S, Server, make_app
-from podium.serve.engine_thread import EngineThread
+from podium.serve.clients import Clients
 from podium.serve.prepare_requests import Model
 
 CONTEXT_TOKENS = 4096
@@ -55,8 +55,8 @@ def serve(
         rollouts = opened.rollouts
         known = model_of(opened, name or model_id(model), max_queue=max_queue, aliases=(model,))
         rollouts.engine.warm_up()
-        worker = EngineThread(rollouts.engine, max_queue=max_queue)
-        server = Server(known, worker)
+        clients = Clients(rollouts.engine, max_queue=max_queue)
+        server = Server(known, clients)
 
         def ready() -> None:
             who = "this machine" if address.local else "other machines too, with the token"
@@ -65,14 +65,14 @@ def serve(
             print(f"{known.name} at {where}: {sizes}; open to {who}   (Ctrl-C ends)", flush=True)
 
         async def ending(insists: Callable[[], bool]) -> None:
-            if in_flight := worker.counters.in_flight:
+            if in_flight := clients.counters.in_flight:
                 print(f"{in_flight} answers have up to {GRACE_S:g} s to end   (Ctrl-C: at once)", file=sys.stderr)
             await server.end(insists)
 
         try:
             run(make_app(server, token=secret, hosts=hosts), sockets, ready=ready, ending=ending)
         finally:
-            worker.close()
+            clients.close()
 
 
 def model_id(model: str) -> str:
