@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from podium.api.given_data import Rewards, overrides, task_settings
+from podium.api.given_data import Questions, Rewards, overrides, task_settings
 from podium.api.rows import Data, data_file, is_task
 from podium.config.document import Plain
 from podium.config.load import Override, load
@@ -279,33 +279,23 @@ def evaluate(
     """
     fork = run_of(model)
     check_read_by_evaluations(each.key for each in overrides(settings))
-    given = [] if fork else [Override("model", str(model), "argument model")]
+    given = [Override("grading.overlong_buffer_tokens", 0, "podium.evaluate")]
+    given += [] if fork else [Override("model", str(model), "argument model")]
     known = read_config(as_path(fork.run)) if fork else None
-    if data is None and known is None:
-        raise ValueError(f"evaluate: {model} is a model, not a run, so it has no dataset; pass data=")
     with tempfile.TemporaryDirectory() as folder:
         if data is not None:
-            parts = rewards or ([known.tasks[0].correct] if known else [math_equal])
-            prompt = (
-                system_prompt
-                if known is None
-                else _noticed(resolve_answering(known, Asked(system_prompt=system_prompt))).system_prompt or ""
-            )
+            correct = rewards or ([known.tasks[0].correct] if known else [math_equal])
+            if known is not None:
+                answering = _noticed(resolve_answering(known, Asked(system_prompt=system_prompt)))
+                system_prompt = answering.system_prompt or ""
             asked = data if is_task(data) else data_file(data, Path(folder), "data", subset=subset)
-            given += task_settings(
-                asked,
-                None if is_task(data) else asked,
-                parts,
-                folder=Path(folder),
-                subset=None,
-                question=question,
-                answer=answer,
-                system_prompt=prompt,
-            )
+            questions = Questions(asked, None if is_task(data) else asked, None, question, answer)
+            given += task_settings(questions, correct, folder=Path(folder), system_prompt=system_prompt)
+        elif known is None:
+            raise ValueError(f"evaluate: {model} is a model, not a run, so it has no dataset; pass data=")
         elif rewards is not None or subset is not None or question is not None:
             raise ValueError("evaluate: rewards, subset and question go with data; a run's own data is as in the run")
-        given.append(Override("grading.overlong_buffer_tokens", 0, "podium.evaluate"))
-        if known is not None and data is None:
+        else:
             own = {} if system_prompt is None else {"system_prompt": system_prompt}
             tasks = [each.model_dump() | {"rewards": {each.correct: 1.0}} | own for each in known.tasks]
             given.append(Override("tasks", tasks, "podium.evaluate"))
