@@ -15,7 +15,7 @@ import numpy as np
 from podium.config.schema import Config
 from podium.files import to_json, write_atomically
 from podium.observe.metrics import evaluation_metrics
-from podium.observe.records import SampleRecord, sample_record
+from podium.observe.records import SampleRecord, completion_records, sample_record
 from podium.observe.run_dir import Fork, saved_steps
 from podium.observe.stats import EvaluationStats, TaskScores
 from podium.observe.text import shown
@@ -52,8 +52,7 @@ class Evaluation:
                 "eval",
                 task=task,
                 prompt=group.prompt.prompt,
-                transcripts=group.transcripts,
-                rewards=group.rewards,
+                completions=completion_records(group.transcripts, group.rewards),
             )
             for task, groups in self.groups.items()
             for group in groups[:questions]

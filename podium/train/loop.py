@@ -8,6 +8,7 @@ from podium.hosts.distributed import Interrupted, from_leader
 from podium.job.job_context import JobContext, alone
 from podium.observe.curve_svg import save_curve
 from podium.observe.history import read_history
+from podium.observe.metrics import ACCURACY
 from podium.observe.run_dir import Fork
 from podium.observe.summary import print_summary, save_summary
 from podium.run.run_spec import RunSpec
@@ -119,7 +120,7 @@ def evaluate_at_start(run: RunParts, state: TrainState, done: int) -> None:
         return
     run.progress.message(f"continuing after step {done}")
     if evaluation_due(run.spec, done):
-        recorded = from_leader(lambda: any(step == done for step, _ in read_history(run.run_dir.path).accuracies))
+        recorded = from_leader(lambda: done in dict(read_history(run.run_dir.path).points(ACCURACY)))
         if not recorded:
             evaluate_now(run, state, done)
 

@@ -12,15 +12,22 @@ from podium.algorithms.losses import narrow_clip_warning
 from podium.hosts.distributed import gather, local_memory
 from podium.job.job_records import ProgressReport
 from podium.observe.alarms import CarryAlarms, GapAlarm, RewardAlarm, check_gap, length_distance
-from podium.observe.live_view import Progress, ShownCompletion
+from podium.observe.live_view import Progress
 from podium.observe.metrics import (
     COMPARED_WITH_SAMPLER,
     STEP_REPORT,
     evaluation_metrics,
     step_metrics,
 )
-from podium.observe.records import SampleRecord, lengths_record, sample_record, sampled_groups
+from podium.observe.records import (
+    SampleRecord,
+    completion_records,
+    lengths_record,
+    sample_record,
+    sampled_groups,
+)
 from podium.observe.run_dir import LENGTHS, SAMPLES, RunDir
+from podium.observe.run_state import ShownCompletion
 from podium.observe.stats import (
     BatchStats,
     CarryStats,
@@ -197,17 +204,11 @@ class Recorder:
         for index in sampled:
             group = groups[index]
             task = self._labels[group.prompt.task]
-            record = sample_record(
-                step,
-                "train",
-                task=task,
-                prompt=group.prompt.prompt,
-                transcripts=group.transcripts,
-                rewards=group.rewards,
-                advantages=advantages.get(index),
-                pieces=self._pieces if index == sampled[0] else None,
-                greedy=group.greedy,
+            pieces = self._pieces if index == sampled[0] else None
+            completions = completion_records(
+                group.transcripts, group.rewards, advantages=advantages.get(index), pieces=pieces
             )
+            record = sample_record(step, "train", task, group.prompt.prompt, completions, greedy=group.greedy)
             self.run_dir.append(SAMPLES, record)
             samples.append(record)
         self.writer.write_samples(step, samples)

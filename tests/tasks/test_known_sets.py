@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import podium
-from podium.api.given_data import task_settings
+from podium.api.given_data import Questions, task_settings
 from podium.config.schema import TaskConfig
 from podium.tasks.code.code_grading import Program
 from podium.tasks.code.code_task import parsed
@@ -137,8 +137,7 @@ CODE = {
 
 def settings_of(data: Any, tmp_path: Path, **changes: Any) -> TaskConfig:
     """The task that `podium.grpo(model, data)` makes."""
-    given = {"subset": None, "question": None, "answer": "answer", "system_prompt": None, **changes}
-    found = task_settings(data, None, podium.math_equal, folder=tmp_path, **given)[0].value
+    found = task_settings(Questions(data, **changes), podium.math_equal, folder=tmp_path)[0].value
     return TaskConfig.model_validate(found[0])
 
 

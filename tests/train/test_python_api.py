@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import podium
-from podium.api.given_data import overrides, reward_parts, task_settings
+from podium.api.given_data import Questions, overrides, reward_parts, task_settings
 from podium.config.errors import ConfigError
 from podium.config.imports import imported, name_of
 
@@ -245,8 +245,7 @@ def test_a_path_that_exists_is_no_id_of_the_hub(tmp_path, monkeypatch):
 
 
 def task_of(data: Any, eval_data: Any = None, *, folder: Path, subset: str | None = None) -> list[dict[str, Any]]:
-    given = {"subset": subset, "question": None, "answer": "answer", "system_prompt": None}
-    return task_settings(data, eval_data, podium.math_equal, folder=folder, **given)[0].value
+    return task_settings(Questions(data, eval_data, subset), podium.math_equal, folder=folder)[0].value
 
 
 def test_without_an_answer_the_first_function_counts():

@@ -14,7 +14,6 @@ import json
 import queue
 import secrets
 import threading
-import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,17 +21,22 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from podium.models.text.chat_format import Message
-from podium.serve.bodies import ChatBody, GenerateBody, RequestError, Sampling, drawing_fields, read_body
+from podium.serve.bodies import ChatBody, GenerateBody, RequestError, Sampling, drawing_fields, read_body, too_large
 from podium.serve.documents import (
-    LAST_EVENT,
+    CHAT,
     call_of,
     delta_choice,
-    event_of,
     head_of,
     headers_of,
+    last_events,
+    list_document,
     message_choice,
+    model_document,
+    piece_event,
+    tokens_answer,
     tokens_choice,
     usage_of,
+    whole_answer,
 )
 from podium.tasks.conversation import Asking, Turn
 
@@ -124,7 +128,7 @@ class Prompts:
             must_call=body.must_call,
             parallel=body.parallel_tool_calls,
             options=body.wanted,
-            max_tokens=body.max_completion_tokens or body.max_tokens,
+            max_tokens=body.most_tokens,
             stop_tokens=body.stop_token_ids or (),
         )
 
@@ -226,9 +230,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """List the only model."""
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "podium"}
         if self.path.partition("/v1/")[2] == "models":
-            self._send(200, {"object": "list", "data": [model]})
+            self._send(200, list_document([model_document(MODEL, 0)]))
             return
         missing = RequestError(f"GET {self.path:.80}: unknown route; use KEY/v1/models", status=404)
         self._send(missing.status, missing.document)
@@ -256,7 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
             return int(said)
         self.close_connection = True  # the unread body would be taken for the next request
         if said.isdecimal():
-            raise RequestError(f"the body is larger than {MAX_BODY} bytes", status=413)
+            raise too_large(MAX_BODY)
         raise RequestError(f"Content-Length: expected a number of bytes, got {said!r}")
 
     def _answer(self, body: ChatBody | GenerateBody, turn: Turn) -> None:
@@ -264,21 +267,18 @@ class _Handler(BaseHTTPRequestHandler):
         headers = headers_of(_ignored(body, turn))
         if isinstance(body, GenerateBody):
             choice = tokens_choice(0, turn.tokens, turn.logprobs, "length" if turn.cut else "stop")
-            self._send(200, {"request_id": uuid.uuid4().hex, "choices": [choice]}, headers)
+            self._send(200, tokens_answer([choice]), headers)
             return
-        head = head_of("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", body.model or MODEL)
+        head = head_of(CHAT, body.model or MODEL, stream=body.stream)
         usage = usage_of(turn.read, len(turn.tokens))
         calls = [call_of(call.id, call.name, call.arguments) for call in turn.calls]
         content = _said(turn) or (None if calls else "")
         if not body.stream:
-            choices = [message_choice(0, content, calls, reason)]
-            self._send(200, {**head, "choices": choices, "usage": usage}, headers)
+            self._send(200, whole_answer(head, [message_choice(0, content, calls, reason)], usage), headers)
             return
-        events = [{**head, "choices": [delta_choice(0, content, calls, reason)]}]
-        if body.stream_options.include_usage:
-            events.append({**head, "choices": [], "usage": usage})
-        text = "".join(map(event_of, events)) + LAST_EVENT
-        self._write(200, "text/event-stream", text.encode(), headers)
+        said = piece_event(head, delta_choice(0, content, calls, reason))
+        said += last_events(head, usage if body.stream_options.include_usage else None)
+        self._write(200, "text/event-stream", said.encode(), headers)
 
     def _send(self, status: int, document: Mapping[str, object], headers: Mapping[str, str] = NO_HEADERS) -> None:
         self._write(status, "application/json", json.dumps(document).encode(), headers)
