@@ -28,12 +28,13 @@ from podium.models.families.presets import find_decoder
 from podium.plan.calibration import find_chip
 from podium.plan.planned_device import Device
 from podium.plan.planner import make_plan
+from podium.plan.request.candidate import Case, Change, Value
 from podium.plan.request.phase_sizes import Planned, RunSizes, make_sizes
 from podium.plan.request.step_calls import Call, packed_run, rollout_calls, update_calls
+from podium.plan.request.subject import Subject
 from podium.plan.request.workload import Workload, simulate_rollout
 from podium.plan.result import Plan, margin, total
-from podium.plan.search.memory_probe import Prober
-from podium.plan.search.study import Change, Value
+from podium.plan.search.study import Study
 from podium.run.divisible import check_divisible
 from podium.settings import load_settings
 
@@ -121,7 +122,7 @@ class Exhaustive:
         self.device = Device(self.accelerator, find_chip(self.accelerator.generation))
         self.own = self.config({})
         self.limit = (1 - margin(True)) * self.accelerator.hbm_bytes
-        self.prober = Prober(self.lengths, fast=False)
+        self.study = Study(Subject(settings=self.given), lengths=self.lengths)
         self.costed = self.compiled = 0
         self.fits: set[int] = set()  # combinations whose largest program fits, by identity
         self.works: dict[str, Workload] = {}
@@ -257,7 +258,8 @@ class Exhaustive:
         """Compile what is not known of the fastest halves, and take out those that do not fit; whether both fit."""
         halves = {"update": best.updates, "decode": best.rollouts}
         unknown = [phase for phase, half in halves.items() if id(half[0]) not in self.fits]
-        peaks = self.prober.each(Planned.of(self.config(best.values), self.accelerator), unknown)
+        case = Case(self.accelerator, tuple(Change(key=key, value=value) for key, value in best.values.items()))
+        peaks = self.study.peaks([(case, (phase,)) for phase in unknown])
         self.compiled += len(unknown)
         for phase, peak in zip(unknown, peaks, strict=True):
             if not peak.refused and peak.bytes <= self.limit:

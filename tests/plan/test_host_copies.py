@@ -11,9 +11,11 @@ from podium.plan.calibration import Chip, Factor, calibrated
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.compiled.compile_worker import Job
 from podium.plan.planner import make_plan
+from podium.plan.request.candidate import Case
 from podium.plan.request.phase_sizes import Planned, make_sizes, offloaded_bytes
+from podium.plan.request.subject import Subject
 from podium.plan.result import Seconds
-from podium.plan.search.memory_probe import Prober
+from podium.plan.search.study import Study
 from podium.plan.traced.estimate import update_phase
 
 V6E, H100 = find_accelerator("v6e-8"), find_accelerator("h100-8")
@@ -77,6 +79,6 @@ def test_of_a_gpu_that_is_not_there_an_update_with_moments_on_the_host_is_estima
     assert plan.estimate_only
     assert any(note.startswith("estimated, not compiled: ") for note in plan.notes)
     assert any("0.80 (0.40-0.95) of 64 GB/s" in note for note in plan.notes)
-    with_model = config(model="Qwen/Qwen2.5-3B-Instruct", train=made.train.model_dump())
-    (probe,) = Prober("fixed:8", fast=False)([Planned.of(with_model, H100)], ["update"])
+    subject = Subject(model="Qwen/Qwen2.5-3B-Instruct", settings=["train.offload_optimizer=true"])
+    (probe,) = Study(subject, lengths="fixed:8").peaks([(Case(H100), ["update"])])
     assert not probe.compiled
