@@ -21,7 +21,7 @@ from benches.record import ROOT, arguments, children_cpu_s, record, recorded, wr
 from podium.accelerators import GIB, find_accelerator
 from podium.plan.compiled.compile import cache_folder
 from podium.plan.request.candidate import Case
-from podium.plan.request.subject import Subject
+from podium.plan.request.plan_subject import Subject
 from podium.plan.result import Peak
 from podium.plan.search.fit import Fit
 from podium.plan.search.study import Study

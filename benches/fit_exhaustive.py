@@ -30,8 +30,8 @@ from podium.plan.planned_device import Device
 from podium.plan.planner import make_plan
 from podium.plan.request.candidate import Case, Change, Value
 from podium.plan.request.phase_sizes import Planned, RunSizes, make_sizes
+from podium.plan.request.plan_subject import Subject
 from podium.plan.request.step_calls import Call, packed_run, rollout_calls, update_calls
-from podium.plan.request.subject import Subject
 from podium.plan.request.workload import Workload, simulate_rollout
 from podium.plan.result import Plan, margin, total
 from podium.plan.search.study import Study

@@ -16,7 +16,7 @@ from podium.config.document import dump_value
 from podium.plan.compiled.compile import compile_jobs
 from podium.plan.planner import make_jobs
 from podium.plan.request.candidate import Case
-from podium.plan.request.subject import Subject
+from podium.plan.request.plan_subject import Subject
 from podium.plan.result import judge
 from podium.plan.search.study import Study
 from podium.plan.traced.estimate import estimate

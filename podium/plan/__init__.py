@@ -29,7 +29,7 @@ def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = Fal
     from podium.plan.calibration import find_machine
     from podium.plan.planner import make_plan
     from podium.plan.request.phase_sizes import Planned
-    from podium.plan.request.subject import Subject
+    from podium.plan.request.plan_subject import Subject
     from podium.run.divisible import check_divisible
 
     offer_hints()

@@ -98,7 +98,7 @@ def plan(
     failed.
     """
     from podium.plan.command import PlanRequest, Search, check_command, plan_command
-    from podium.plan.request.subject import Subject
+    from podium.plan.request.plan_subject import Subject
 
     others = (config, on, settings, fast, search, fit, write, compare, suggest, steps, prices, html)
     if check is not None and not any(others):

@@ -35,7 +35,7 @@ from podium.plan.report.sections import (
 )
 from podium.plan.report.write import write_config
 from podium.plan.request.candidate import Case, Change
-from podium.plan.request.subject import Subject, given
+from podium.plan.request.plan_subject import Subject, given
 from podium.plan.request.topology import check_compiler
 from podium.plan.search.fit import Fit, Fitted
 from podium.plan.search.largest import find_largest

@@ -8,7 +8,7 @@ from podium.accelerators import find_accelerator
 from podium.hlo.cost import CollectiveTotal
 from podium.plan.request.candidate import Case, Change
 from podium.plan.request.phase_sizes import Planned
-from podium.plan.request.subject import Subject
+from podium.plan.request.plan_subject import Subject
 from podium.plan.request.workload import Workload
 from podium.plan.result import LargeArray, Peak, Phase, Plan, Seconds, judge, total
 from podium.plan.search.study import Outcome, RunCost, Study

@@ -10,7 +10,7 @@ from podium.plan import plan
 from podium.plan.planner import make_plan
 from podium.plan.report.sections import Line, Table, auto_sections
 from podium.plan.request.phase_sizes import Planned
-from podium.plan.request.subject import Subject, names_model
+from podium.plan.request.plan_subject import Subject, names_model
 from podium.plan.search import ranking
 from podium.plan.search.ranking import machines, rank_machines
 from podium.plan.search.study import RunCost, Study

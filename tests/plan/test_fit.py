@@ -12,7 +12,7 @@ from podium.accelerators import find_accelerator
 from podium.config.schema import Config
 from podium.plan.request.candidate import Case, Change
 from podium.plan.request.phase_sizes import Planned
-from podium.plan.request.subject import Subject
+from podium.plan.request.plan_subject import Subject
 from podium.plan.result import Peak, Plan
 from podium.plan.search import fit as module
 from podium.plan.search.fit import Fit, Fitted

@@ -13,7 +13,7 @@ from podium.plan.compiled.compile_worker import Job
 from podium.plan.planner import make_plan
 from podium.plan.request.candidate import Case
 from podium.plan.request.phase_sizes import Planned, make_sizes, offloaded_bytes
-from podium.plan.request.subject import Subject
+from podium.plan.request.plan_subject import Subject
 from podium.plan.result import Seconds
 from podium.plan.search.study import Study
 from podium.plan.traced.estimate import update_phase

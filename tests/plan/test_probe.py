@@ -12,7 +12,7 @@ from podium.plan.compiled.tpu_compile import TpuProgram
 from podium.plan.request import phase_sizes
 from podium.plan.request.candidate import Case, Change
 from podium.plan.request.phase_sizes import Planned
-from podium.plan.request.subject import Subject
+from podium.plan.request.plan_subject import Subject
 from podium.plan.search import study
 from podium.plan.search.study import Study
 from podium.run.machine import Machine

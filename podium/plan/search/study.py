@@ -24,8 +24,8 @@ from podium.plan.planner import compiling_rank, is_compiled, make_jobs, make_pla
 from podium.plan.report.formatting import probe_text
 from podium.plan.request.candidate import Case
 from podium.plan.request.phase_sizes import Planned
+from podium.plan.request.plan_subject import Subject
 from podium.plan.request.step_calls import Call, largest_calls, step_calls
-from podium.plan.request.subject import Subject
 from podium.plan.request.workload import simulate_rollout
 from podium.plan.result import Peak, Plan, Seconds
 from podium.prices import HOUR_S, Price
