@@ -7,7 +7,7 @@ import pytest
 from podium.accelerators import find_accelerator
 from podium.config.schema import Config
 from podium.plan.request.candidate import Case, Change
-from podium.plan.request.phase_sizes import Planned, RunSizes, make_sizes
+from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.result import TOO_CLOSE, Peak, Plan
 from podium.plan.search import ranking
 from podium.plan.search.largest import MOST_PROBES, Largest, search
@@ -49,7 +49,7 @@ def config(**changed: Any) -> Config:
 
 
 def sizes(changed: Config | None = None, machine: str = "v6e-8") -> RunSizes:
-    return make_sizes(changed or config(), QWEN_3B, find_accelerator(machine))
+    return Planned.of(changed or config(), find_accelerator(machine), QWEN_3B).sizes
 
 
 def run_search(

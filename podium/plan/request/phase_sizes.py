@@ -493,11 +493,6 @@ def sizes_on(spec: RunSpec, accelerator: Accelerator) -> RunSizes:
     return RunSizes(spec=dataclasses.replace(spec, machine=Machine.planned(accelerator)))
 
 
-def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> RunSizes:
-    """The sizes of a run on a machine. Raises ValueError if the mesh does not fit the machine."""
-    return RunSizes(spec=resolve(config, decoder, Machine.planned(accelerator)))
-
-
 def rollout_bytes(run: RunSizes, specs: ParamSpecs) -> int:
     """Bytes of these weights on one device in the rollout's formats and layout."""
     return sum(rollout_number(run, name) * local_count(spec, run.rollout_parts) for name, spec in specs.items())
