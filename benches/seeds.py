@@ -21,7 +21,7 @@ from podium.models.presets import find_architecture
 from podium.plan.planner import make_plan
 from podium.plan.request.phase_sizes import Planned
 from podium.plan.result import Plan
-from podium.plan.search.compare_plans import difference
+from podium.plan.search.reasons import difference
 from podium.settings import load_settings
 
 CONFIGS = ROOT / "configs" / "seeds"

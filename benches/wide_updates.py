@@ -21,7 +21,7 @@ from podium.plan.calibration import load_chip
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.planned_device import Device
 from podium.plan.planner import make_jobs
-from podium.plan.request.phase_sizes import Planned, make_sizes
+from podium.plan.request.phase_sizes import Planned
 from podium.plan.request.step_calls import packed_run, step_calls
 from podium.plan.request.workload import no_rollout
 
@@ -58,7 +58,7 @@ def measure(tpu: str, mesh: str) -> Row:
     accelerator = find_accelerator(tpu)
     config = config_of(MODEL, accelerator.devices, f"mesh={mesh}")
     decoder = find_decoder(config)
-    run = make_sizes(config, decoder, accelerator)
+    run = Planned.of(config, accelerator, decoder).sizes
     drawn = run.draw_lengths(f"fixed:{TOKENS}")
     run, micro_batches = packed_run(run, drawn)
     calls = [call for call in step_calls(run, no_rollout(drawn), micro_batches) if call.phase == "update"]

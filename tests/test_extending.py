@@ -22,7 +22,7 @@ from podium.observe.metric_table import METRICS, Metric
 from podium.observe.metrics import evaluation_metrics, find_metric
 from podium.observe.stats import EvaluationStats, TaskScores
 from podium.plan.planner import make_plan
-from podium.plan.request.phase_sizes import Planned, make_sizes
+from podium.plan.request.phase_sizes import Planned
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.settings import NAMES, load_settings
@@ -110,7 +110,7 @@ def test_the_planner_reads_the_axes_of_a_layout_and_not_its_name(monkeypatch):
     runs, plans = {}, {}
     for layout in ROLLOUT_LAYOUTS:
         config = load_settings([], [*RUN, "mesh=fsdp:4,tp:2", f"rollout.layout={layout}"], {}).config
-        runs[layout] = make_sizes(config, decoder, v6e)
+        runs[layout] = Planned.of(config, v6e, decoder).sizes
         plans[layout] = make_plan(Planned.of(config, v6e), fast=True)
     assert plans["renamed"].phases == plans["maxtext"].phases != plans["replicated"].phases
     held = {layout: run.rollout_weight_bytes / runs["replicated"].rollout_weight_bytes for layout, run in runs.items()}

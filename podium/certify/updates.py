@@ -53,11 +53,10 @@ from podium.sharding import Params
 from podium.train.batches.batch import Batch, BatchSizes, take
 from podium.train.batches.packing import Packing
 from podium.train.batches.prepare import pack_step, prepare_step
-from podium.train.scorers import OwnPrompts, Scorer, make_scorers, role_settings, teacher_head, with_scores
+from podium.train.scorers import OwnPrompts, Scorer, compared_head, make_scorers, role_settings, with_scores
 from podium.train.setup import make_train_settings
 from podium.train.state import init_state
 from podium.train.step import (
-    TEACHER_HEAD,
     TrainPrograms,
     TrainSettings,
     make_train_programs,
@@ -234,7 +233,7 @@ class Updates:
         teacher = self.subject.teacher
         if teacher is None or not teacher.role.compared:
             return {}
-        return {TEACHER_HEAD: teacher_head(teacher.params(settings))}
+        return compared_head(teacher.params(settings))
 
     def value_update(self, form: Form, *, clip: float | None) -> tuple[Update, Update]:
         """The critic's update on the subject's groups in this form, and the naive one in float64.

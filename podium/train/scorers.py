@@ -5,7 +5,8 @@ scorer (`old_logprobs`, and `entropy`); the others are models in a role of the r
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from podium.tasks.mixture import TaskPrompt
 from podium.train.batches.batch import Batch, make_batch, take
 from podium.train.batches.samples import Sample
 from podium.train.step import (
+    TEACHER_HEAD,
     CompiledScore,
     ScoreProgram,
     TrainSettings,
@@ -36,6 +38,8 @@ from podium.train.step import (
     make_values,
     shard_batch,
 )
+
+A = TypeVar("A", jax.Array, jax.ShapeDtypeStruct)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,9 +139,9 @@ def role_settings(role: Role, settings: TrainSettings) -> TrainSettings:
     return own if role.decoder.scores == "none" else own._replace(head="chunked")
 
 
-def teacher_head(params: Params) -> jax.Array:
-    """The teacher's matrix from hidden states to logits, [V, D], as stored."""
-    return params.get("head", params["embed"])
+def compared_head(params: Mapping[str, A]) -> dict[str, A]:
+    """The matrix from hidden states to logits, [V, D], of a model whose distributions updates compare, by its name."""
+    return {TEACHER_HEAD: params.get("head", params["embed"])}
 
 
 def _make(need: str, settings: TrainSettings, score: ScoreProgram, entropy: ScoreProgram | None) -> Scorer:

@@ -22,10 +22,9 @@ from podium.train.batches.batch import Batch, make_batch
 from podium.train.batches.prepare import group_samples, log_ratios, prepare_step
 from podium.train.critic import make_critic, update_critic
 from podium.train.optimizer.transforms import learning_rate
-from podium.train.scorers import LoadedRole, Scorer, make_role_scorer, make_scorers, teacher_head
+from podium.train.scorers import LoadedRole, Scorer, compared_head, make_role_scorer, make_scorers
 from podium.train.state import TrainState, at_schedule_step, mixed, with_coefs
 from podium.train.step import (
-    TEACHER_HEAD,
     ScoreProgram,
     TrainSettings,
     TrainStep,
@@ -86,7 +85,7 @@ class Trainer:
         """The head of a model whose distributions updates compute, unless it is among `frozen` anyway."""
         for each in roles:
             if each.role.compared and each.params is not frozen:
-                self.taught = {TEACHER_HEAD: teacher_head(each.params)}
+                self.taught = compared_head(each.params)
         self.learning_rate = learning_rate(schedule.settings, schedule.steps)
         self.updates_per_step = recipe.updates_per_batch * recipe.minibatches
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from podium.accelerators import Accelerator
+from podium.algorithms.recipes import Recipe
 from podium.config.attention_blocks import cache_block_pages, kv_layout, window_blocks
 from podium.config.head import fast_memory, head_chunks, head_tile
 from podium.config.imports import is_path
@@ -29,8 +30,8 @@ from podium.models.params import (
     trained_specs,
 )
 from podium.models.presets import find_decoder
+from podium.plan.request.candidate import Change, Value
 from podium.plan.request.workload import SequenceLengths, draw_lengths
-from podium.plan.search.study import Change
 from podium.rollout.cache_layout import Kept, kept_places, kv_pages, num_cells
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
@@ -447,14 +448,29 @@ class Planned(NamedTuple):
     sizes: RunSizes
 
     @classmethod
-    def of(cls, config: Config, accelerator: Accelerator, decoder: DecoderConfig | None = None) -> "Planned":
-        """The run of a config; `decoder` defaults to the config's model. Raises ValueError as `make_sizes` does."""
-        return cls(config, make_sizes(config, decoder or find_decoder(config), accelerator))
+    def of(
+        cls,
+        config: Config,
+        accelerator: Accelerator,
+        decoder: DecoderConfig | None = None,
+        *,
+        recipe: Recipe | None = None,
+    ) -> "Planned":
+        """The run of a config; decoder and recipe default to those that the config names.
+
+        Raises ValueError if settings conflict with each other, the model or the machine.
+        """
+        spec = resolve(config, decoder or find_decoder(config), Machine.planned(accelerator), recipe=recipe)
+        return cls(config, RunSizes(spec=spec))
+
+    def value(self, key: str) -> Value:
+        """The value of a setting, named by its dotted path."""
+        if key == "train.rows_per_device":
+            return self.sizes.rows
+        return functools.reduce(getattr, key.split("."), self.config)  # pyright: ignore[reportReturnType]
 
     def changed(self, changes: Iterable[Change]) -> "Planned":
-        """The run with changed settings, without a check of the config's rules. Raises ValueError as `make_sizes`
-        does.
-        """
+        """The run with changed settings, without a check of the config's rules. Raises ValueError as `of` does."""
         return Planned.of(self.changed_settings(changes), self.sizes.accelerator)
 
     def changed_settings(self, changes: Iterable[Change]) -> Config:
@@ -475,11 +491,6 @@ def _assigned(section: AnySection, keys: Sequence[str], value: object) -> AnySec
 def sizes_on(spec: RunSpec, accelerator: Accelerator) -> RunSizes:
     """The sizes of a resolved run on its machine, which has this entry in the table of accelerators."""
     return RunSizes(spec=dataclasses.replace(spec, machine=Machine.planned(accelerator)))
-
-
-def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> RunSizes:
-    """The sizes of a run on a machine. Raises ValueError if the mesh does not fit the machine."""
-    return RunSizes(spec=resolve(config, decoder, Machine.planned(accelerator)))
 
 
 def rollout_bytes(run: RunSizes, specs: ParamSpecs) -> int:

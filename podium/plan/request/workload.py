@@ -190,7 +190,7 @@ def _conversing(alone: SequenceLengths, replies: Replies, rollout: RolloutConfig
 
 
 def longer_prompts(lengths: SequenceLengths, tokens: int) -> SequenceLengths:
-    """The lengths of a step whose prompts are all this much longer, as a teacher with its own prompts reads them."""
+    """The lengths of a step whose prompts are all this much longer, as a role with prompts of its own reads them."""
     return dataclasses.replace(lengths, prompts=lengths.prompts + tokens)
 
 
