@@ -13,8 +13,8 @@ from podium.config.head import fast_memory
 from podium.doctor.benchmarks.timing import fastest_s
 from podium.doctor.diagnosis import Row
 from podium.doctor.machine_subject import Pages, Rows, Sizes, Subject
+from podium.kernels import gpu_decode
 from podium.kernels.gpu_attention import gpu_attention, options_for
-from podium.kernels.gpu_decode import paged_attention
 from podium.kernels.grouped import Form, grouped_product
 from podium.kernels.logits import LogitsOptions, Way, logprobs_of_logits
 from podium.kernels.tpu_attention import tpu_attention
@@ -26,7 +26,7 @@ from podium.models.attention.mask import packed_rows as sequences_of
 from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.delta import CHUNK
 from podium.models.blocks.delta_rule import Tokens, one_step, packed, unit
-from podium.models.blocks.kind import DeltaRows, Packed
+from podium.models.blocks.kind import DeltaRows, DeltaToken, Packed
 from podium.models.packed_delta_rule import by_kernel
 
 BARS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -215,7 +215,8 @@ def _pages_case(shape: Pages, dtype: str, interpret: bool) -> Case:
     lengths = jnp.asarray(random.integers(C * P // 2, C * P + 1, R), jnp.int32).at[0].set(0)
 
     def kernel(*given: jax.Array) -> Arrays:
-        return paged_attention(*given, window=None, sinks=None, interpret=interpret)
+        token, cached = gpu_decode.Token(*given[:3]), gpu_decode.Pages(*given[3:])
+        return gpu_decode.paged_attention(token, cached, window=None, sinks=None, interpret=interpret)
 
     return Case(
         name=f"attention over pages {R}x{C}x{P}, heads {shape.heads}/{shape.kv_heads}x{shape.head_dim},",
@@ -353,7 +354,8 @@ def delta_nets(sizes: Sizes, device: str) -> Iterator[Case]:
     states = array(1, R, V, N, N)
 
     def kernel(*given: jax.Array) -> Arrays:
-        states, y = delta_step(*given, interpret=sizes.interpret)
+        states, layer, cells, live, *token = given
+        states, y = delta_step(states, layer, cells, live, DeltaToken(*token), interpret=sizes.interpret)
         return [y, states]
 
     yield Case(

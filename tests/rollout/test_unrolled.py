@@ -105,7 +105,8 @@ def test_a_gpu_has_kernels_in_its_programs_only_if_it_runs_them(capability, runs
     rows, table = of((4,), jnp.int32), of((4, 2), jnp.int32)
     q, k = (of((4, 1, heads, DECODER.head_dim), jnp.float32) for heads in (DECODER.heads, DECODER.kv_heads))
     extend = functools.partial(caches.extend, rules=rules)
-    decoding = jax.make_jaxpr(extend)(page, of((), jnp.int32), table, rows, rows, q, k, k)
+    spans, given = caches.Spans(table, rows, rows), caches.Heads(q, k, k)
+    decoding = jax.make_jaxpr(extend)(page, of((), jnp.int32), spans, given)
 
     mixture = tiny_clone(PRESETS["Qwen/Qwen3-30B-A3B"])
     tokens = of((2, 16), jnp.int32)
