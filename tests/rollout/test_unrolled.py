@@ -17,7 +17,7 @@ from podium.certify.tiny import random_weights, tiny_clone
 from podium.kernels import gpu_decode
 from podium.models import decoder as decoder_module
 from podium.models.architecture import Lora, unrolled, with_layers
-from podium.models.decoder import forward
+from podium.models.decoder import PassSettings, forward
 from podium.models.families.presets import PRESETS
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, frozen_specs, is_adapter, param_specs
 from podium.rollout import cache as caches
@@ -111,7 +111,7 @@ def test_a_gpu_has_kernels_in_its_programs_only_if_it_runs_them(capability, runs
     mixture = tiny_clone(PRESETS["Qwen/Qwen3-30B-A3B"])
     tokens = of((2, 16), jnp.int32)
     params = {name: of(spec.shape, jnp.float32) for name, spec in param_specs(mixture).items()}
-    compute = functools.partial(forward, config=mixture, rules=rules, dtype=jnp.dtype("float32"))
+    compute = functools.partial(forward, settings=PassSettings(config=mixture, rules=rules, dtype=jnp.dtype("float32")))
     attend = lambda own, at, q, k, v: (own, q)  # noqa: E731
     layers = jax.make_jaxpr(lambda *given: compute(*given, attend)[0])(params, tokens, tokens)
     for program in (decoding, layers):
