@@ -13,8 +13,8 @@ import numpy as np
 
 from podium.accelerators import Kernels
 from podium.config.head import fast_memory
+from podium.kernels import gpu_decode
 from podium.kernels.gpu_attention import gpu_attention, options_for
-from podium.kernels.gpu_decode import paged_attention
 from podium.kernels.grouped import Form, grouped_product
 from podium.kernels.logits import LogitsOptions, Way, logprobs_of_logits
 from podium.kernels.tpu_attention import tpu_attention
@@ -239,7 +239,8 @@ def _pages_case(shape: Pages, dtype: str, interpret: bool) -> Case:
     lengths = jnp.asarray(random.integers(C * P // 2, C * P + 1, R), jnp.int32).at[0].set(0)
 
     def kernel(*given: jax.Array) -> Arrays:
-        return paged_attention(*given, window=None, sinks=None, interpret=interpret)
+        token, cached = gpu_decode.Token(*given[:3]), gpu_decode.Pages(*given[3:])
+        return gpu_decode.paged_attention(token, cached, window=None, sinks=None, interpret=interpret)
 
     return Case(
         name=f"attention over pages {R}x{C}x{P}, heads {shape.heads}/{shape.kv_heads}x{shape.head_dim},",

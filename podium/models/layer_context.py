@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from podium.models.architecture import DecoderConfig
 from podium.models.blocks import mathematics
 from podium.models.blocks.activation import Activation
 from podium.models.blocks.choices import Recorded
@@ -27,16 +28,14 @@ Tables = tuple[jax.Array, jax.Array]
 class LayerContext:
     """Implements `podium.models.blocks.kind.Context` on a mesh."""
 
+    config: DecoderConfig
+    rules: ShardingRules
     layer: jax.Array
     carried: Tree
     positions: jax.Array
     tables: Mapping[Rope, Tables]
     attention: Attend
     recurrence: Recur | None
-    eps: float
-    norm_offset: float
-    wide_norms: bool
-    rules: ShardingRules
     joined: Sequence[Group] = ()
     """Matrices that are stored side by side."""
     recorded: Recorded | None = None
@@ -45,11 +44,12 @@ class LayerContext:
     def norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
         """RMS norm over the last dimension."""
         assert isinstance(scale, jax.Array), "the scale of a norm has no adapter and is no matrix"
-        return mathematics.rms_norm(x, scale, self.eps, self.norm_offset, self.wide_norms)
+        config = self.config
+        return mathematics.rms_norm(x, scale, config.norm_eps, config.norm_offset, config.wide_norms)
 
     def plain_norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
         """RMS norm over the last dimension, without an offset; scaled in the activations' number format."""
-        return mathematics.rms_norm(x, _value(scale), self.eps, 0.0, False)
+        return mathematics.rms_norm(x, _value(scale), self.config.norm_eps, 0.0, False)
 
     def linear(self, pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
         """The einsum of an activation and a weight."""

@@ -30,7 +30,7 @@ from podium.models.attention.mask import Visibility, packed_rows
 from podium.models.attention.packed_attention import row_attention
 from podium.models.blocks.choices import Balance
 from podium.models.blocks.kind import Advance, At, Packed, States
-from podium.models.decoder import forward, head_weights, token_scores
+from podium.models.decoder import PassSettings, forward, head_weights, token_scores
 from podium.models.linear import activation_dtype
 from podium.models.logprobs import Taught, TokenLogprobs, token_logprobs
 from podium.models.packed_delta_rule import row_recurrence
@@ -410,7 +410,7 @@ def _logprobs(
 
 def _hidden(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) -> tuple[jax.Array, list[Balance]]:
     """Hidden states [B, T, D] from which a micro-batch's targets are predicted, and how routers shared out tokens."""
-    rules, wide = settings.computing, settings.reduce_dtype == jnp.float32
+    rules = settings.computing
     windows = any(attention.window for _, attention in settings.decoder.attention_layers())
     visibility = Visibility(batch.segments, batch.prompts, batch.positions if windows else None)
     packed = packed_rows(batch.segments, batch.prompts)
@@ -435,13 +435,15 @@ def _hidden(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) ->
         attend,
         [packed if work.states else visibility for work in places],
         recorded=recorded,
-        replay=settings.replay_routing,
         recur=recur,
-        config=settings.decoder,
-        rules=rules,
-        dtype=settings.dtype,
-        remat=settings.remat,
-        groups=settings.row_groups,
-        wide=wide,
+        settings=PassSettings(
+            config=settings.decoder,
+            rules=rules,
+            dtype=settings.dtype,
+            remat=settings.remat,
+            groups=settings.row_groups,
+            wide=settings.reduce_dtype == jnp.float32,
+            replay=settings.replay_routing,
+        ),
     )
     return hidden, balances(told)

@@ -25,7 +25,7 @@ from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Block, Stack
 from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.routing import route
-from podium.models.decoder import forward
+from podium.models.decoder import PassSettings, forward
 from podium.models.expert_forms import Group, Matrices, _of_rows, beyond_tiles, dense_form, sorted_form, split_form
 from podium.models.expert_mixture import mixed
 from podium.models.files.hf_config import from_hf_config
@@ -296,7 +296,7 @@ def update_of(mesh, devices, dtype="float32", wide=False):
         def attend(carried, at, q, k, v):
             return carried, causal_attention(q, k, v, jnp.tril(jnp.ones((8, 8), bool))[None])
 
-        hidden, _, told = forward(params, TOKENS, positions, attend, **options)
+        hidden, _, told = forward(params, TOKENS, positions, attend, settings=PassSettings(**options))
         return jnp.sum(jnp.sin(hidden.astype(jnp.float32))), told[0][1].choices
 
     (value, choices), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
@@ -313,7 +313,7 @@ def test_a_pass_without_gradients_takes_experts_from_their_stacks():
             return carried, causal_attention(q, k, v, jnp.tril(jnp.ones((8, 8), bool))[None])
 
         options = {"config": config, "rules": rules, "dtype": jnp.dtype("float32"), "from_stacks": from_stacks}
-        return forward(params, TOKENS, positions, attend, **options)[0]
+        return forward(params, TOKENS, positions, attend, settings=PassSettings(**options))[0]
 
     np.testing.assert_array_equal(hidden(params, True), hidden(params, False))
     loops = [

@@ -26,7 +26,7 @@ from podium.models.attention.mask import Visibility, packed_rows
 from podium.models.attention.packed_attention import row_attention
 from podium.models.blocks.attention import Attention
 from podium.models.blocks.delta import DeltaNet
-from podium.models.decoder import forward, head_weights
+from podium.models.decoder import PassSettings, forward, head_weights
 from podium.models.files.hf import load_params, save_model
 from podium.models.files.hf_config import from_hf_config, to_hf_config
 from podium.models.files.peft import load_adapter, save_adapter
@@ -74,11 +74,9 @@ def pass_on(mesh: str, devices: int, groups: int = 1, case: str = CASE):
             attend,
             carried,
             recur=lambda rows, at, initial, advance: (rows, advance.packed(rows)),
-            config=decoder,
-            rules=rules,
-            dtype=jnp.dtype("float32"),
-            remat="layer",
-            groups=groups,
+            settings=PassSettings(
+                config=decoder, rules=rules, dtype=jnp.dtype("float32"), remat="layer", groups=groups
+            ),
         )
         return jnp.mean(logits_at(hidden, head_weights(params, rules, jnp.dtype("float32")), 1.0) * WEIGHING)
 

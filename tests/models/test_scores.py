@@ -18,7 +18,7 @@ from podium.models.architecture import DecoderConfig, ModelError
 from podium.models.attention.mask import seen_in_sequence
 from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.kind import At
-from podium.models.decoder import forward, token_scores
+from podium.models.decoder import PassSettings, forward, token_scores
 from podium.models.files.hf import load_params, save_model
 from podium.models.files.source import ModelSource, read_scorer, resolve
 from podium.models.params import param_specs
@@ -37,7 +37,11 @@ def scores_on(rules: ShardingRules, params: Params, config: DecoderConfig, token
 
         positions = jnp.broadcast_to(places[None], tokens.shape)
         hidden, _, _ = forward(
-            params, tokens, positions, attend, config=config, rules=rules, dtype=jnp.dtype("float32")
+            params,
+            tokens,
+            positions,
+            attend,
+            settings=PassSettings(config=config, rules=rules, dtype=jnp.dtype("float32")),
         )
         return token_scores(params, hidden, config, rules)
 

@@ -145,16 +145,21 @@ class Advance(Protocol):
         ...
 
 
+class DeltaToken(NamedTuple):
+    """A new token of each row, as the gated delta rule takes it; all float32."""
+
+    q: jax.Array  # [R, K, N]; value heads share key heads in order
+    k: jax.Array  # [R, K, N]
+    v: jax.Array  # [R, V, P]
+    decay: jax.Array  # [R, V], factor of the state
+    beta: jax.Array  # [R, V], strength of the new value
+
+
 class StoredState(Protocol):
     """A state of rows of one sequence each, in the cache that stores it."""
 
-    def delta_step(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, /
-    ) -> tuple[StoredState, jax.Array]:
-        """Advance by one token each, in place; returns the state and y.
-
-        Arguments and y are those of `podium.kernels.tpu_delta.delta_step`.
-        """
+    def delta_step(self, token: DeltaToken, /) -> tuple[StoredState, jax.Array]:
+        """Advance by one token each, in place; returns the state, and y [R, V, P] float32."""
         ...
 
 
