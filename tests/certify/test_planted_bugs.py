@@ -815,7 +815,7 @@ def bonus_without_bound() -> Plant:
 
 def shares_of_a_mixture_swapped() -> Plant:
     original = trainer.mixed
-    return trainer, "mixed", lambda reference, policy, mixup: original(reference, policy, 1 - mixup)
+    return trainer, "mixed", lambda follower, policy, mixup: original(follower, policy, 1 - mixup)
 
 
 def first_reference_kept() -> Plant:
@@ -823,8 +823,8 @@ def first_reference_kept() -> Plant:
     original, first = trainer.Trainer._scorers, []
 
     def planted(own, state):
-        first.append(None if state.reference is None else {name: jnp.copy(x) for name, x in state.reference.items()})
-        return original(own, dataclasses.replace(state, reference=state.reference and first[0]))
+        first.append(jax.tree.map(jnp.copy, state.models))
+        return original(own, dataclasses.replace(state, models=first[0]))
 
     return trainer.Trainer, "_scorers", planted
 
