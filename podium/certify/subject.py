@@ -438,7 +438,7 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
         decoder=decoder,
         weights=weights,
         full=full,
-        models=small_models(config, recipe, decoder, weights),
+        models=small_models(scoring_models(config, recipe, decoder), decoder, weights),
     )
 
 
@@ -462,10 +462,10 @@ def shortest_prompt(recipe: Recipe) -> int:
     return 2 if recipe.data_form == "pair" else 1
 
 
-def small_models(config: Config, recipe: Recipe, policy: DecoderConfig, weights: Arrays) -> Mapping[str, NaiveModel]:
+def small_models(roles: Sequence[Role], policy: DecoderConfig, weights: Arrays) -> Mapping[str, NaiveModel]:
     """The models beside a policy with these weights, by the name of their role, each small and with its vocabulary."""
     found: dict[str, NaiveModel] = {}
-    for role in scoring_models(config, recipe, policy):
+    for role in roles:
         if role.phase == SCORE:
             found[role.name] = NaiveModel(role, other_weights(policy, weights))
             continue

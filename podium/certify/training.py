@@ -34,6 +34,7 @@ from podium.models.adapters import base_of
 from podium.observe.stats import BatchStats, TaskScores
 from podium.rollout.request import RolloutStats
 from podium.run.resolve import resolve_recipe
+from podium.run.roles import scoring_models
 from podium.run.run_spec import Role, RunSpec
 from podium.sampling.conversations.carry import Position
 from podium.sampling.feed import EncodedPrompt
@@ -221,7 +222,7 @@ def with_other_options(subject: Subject) -> Subject:
         config=config,
         recipe=recipe,
         rules=dataclasses.replace(rules_of(algorithm), penalised=subject.rules.penalised),
-        models=small_models(config, recipe, subject.decoder, subject.weights),
+        models=small_models(scoring_models(config, recipe, subject.decoder), subject.decoder, subject.weights),
     )
     for name in ("rollouts", "sampled"):  # these do not depend on the algorithm
         other.__dict__[name] = getattr(subject, name)

@@ -25,8 +25,8 @@ from podium.models.quantised import make_quantise
 from podium.models.text.tokenizer import Tokenizer, load_tokenizer
 from podium.observe.run_dir import Fork
 from podium.run.machine import Machine
-from podium.run.resolve import resolve, resolve_recipe, resolve_rollout
-from podium.run.run_spec import SCORE, OptimizerSpec, Role, RolloutSpec, RunSpec, UpdateSpec
+from podium.run.resolve import resolve
+from podium.run.run_spec import SCORE, OptimizerSpec, Role, RunSpec, UpdateSpec
 from podium.sharding import Params, ShardingRules, abstract_params, init_params, make_mesh
 from podium.train.checkpoints.checkpoint import restore_params
 from podium.train.optimizer.offload import check_host_memory
@@ -101,11 +101,6 @@ def make_role_model(role: Role, policy: Model) -> Model:
 def run_spec(config: Config, decoder: DecoderConfig, mesh: Mesh, recipe: Recipe | None = None) -> RunSpec:
     """Resolve a config for the devices of a mesh; as `resolve`."""
     return resolve(config, decoder, machine_of(mesh), mesh=dict(mesh.shape), recipe=recipe)
-
-
-def rollout_spec(config: Config, model: Model, recipe: Recipe | None = None) -> RolloutSpec:
-    """Resolve how the config's prompts are completed and graded: the part of a run that evaluation needs."""
-    return resolve_rollout(config, recipe or resolve_recipe(config), model.decoder, model.machine)
 
 
 def make_train_settings(update: UpdateSpec, decoder: DecoderConfig, mesh: Mesh) -> TrainSettings:

@@ -18,6 +18,7 @@ import pytest
 from planted_runs import Plant
 
 from podium.algorithms import advantages, controllers, losses, recipes, selection
+from podium.algorithms.recipes import REFERENCE_LOGPROBS
 from podium.certify import batches
 from podium.certify.batches import batch_checks
 from podium.certify.check_result import Certificate, Check
@@ -43,7 +44,7 @@ from podium.sampling import feed, grades, groups, sampler
 from podium.sampling.conversations import conversation_carry, conversations
 from podium.sampling.conversations.dialogue import Dialogue
 from podium.tasks import grading
-from podium.train import scorers, step, trainer
+from podium.train import step, trainer
 from podium.train.batches import batch, prepare, samples
 from podium.train.optimizer import offload
 from podium.train.optimizer import transforms as optimizer
@@ -405,12 +406,14 @@ def misaligned_behind_dropped_groups() -> Plant:
 
 
 def reference_follows_the_policy() -> Plant:
-    original = scorers._make
+    original = prepare.with_scores
 
-    def planted(*given):
-        return dataclasses.replace(original(*given), params=None)
+    def planted(batch, scorers, policy):
+        kept = [each for each in scorers if each.name != REFERENCE_LOGPROBS]
+        wrong = [dataclasses.replace(each, params=None) for each in scorers if each not in kept]
+        return original(batch, [*kept, *wrong], policy)
 
-    return scorers, "_make", planted
+    return prepare, "with_scores", planted
 
 
 # Formulas.

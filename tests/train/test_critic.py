@@ -225,8 +225,9 @@ def critic_of(run: Path, step: int) -> dict[str, np.ndarray]:
 
 
 CHANGES = {
-    "algorithm": {"recipe": "ppo", "minibatches": 2, "updates_per_batch": 2},
+    "algorithm": {"recipe": "ppo", "minibatches": 2, "updates_per_batch": 2, "kl": "k3", "kl_coef": 0.1},
     "critic": {"learning_rate": 1e-2, "updates": 2},
+    "reference": {"sync_every": 2, "mixup": 0.5},
     "eval": {"at_start": False, "at_end": False},
     "checkpoint": {"every_steps": 2},
 }
@@ -235,11 +236,11 @@ CRITIC_METRICS = ("loss", "value", "return", "clip_fraction", "gradient_norm", "
 
 @pytest.fixture(scope="module")
 def whole(run_of) -> Path:
-    """A run of ppo of four steps."""
+    """A run of ppo of four steps, with a reference that moves."""
     return run_of(**CHANGES, steps=4)
 
 
-def test_a_run_of_ppo_resumes_bit_for_bit_with_its_critic(run_of, whole):
+def test_a_run_of_ppo_resumes_bit_for_bit_with_its_critic_and_its_moving_reference(run_of, whole):
     """The critic's losses after the checkpoint are those of the undisturbed run, so its weights and moments are."""
     stopped = run_of(**CHANGES, steps=2)
     assert train(config_of(stopped, steps=4), plain=True) == 0
@@ -250,6 +251,22 @@ def test_a_run_of_ppo_resumes_bit_for_bit_with_its_critic(run_of, whole):
     assert {f"critic/{name}" for name in CRITIC_METRICS} <= set(records[-1])
     assert len({record["critic/loss"] for record in records}) == 4
     assert all(record["optimizer/updates"] == 4 for record in records)
+
+
+def test_models_that_change_are_saved_under_the_names_of_their_roles(whole):
+    """The layout of every release: runs that were saved with it must resume."""
+    saved = ocp.StandardCheckpointer().restore(whole / "checkpoints" / "2" / "optimizer")
+    policy = list(ocp.StandardCheckpointer().restore(whole / "checkpoints" / "2" / "params"))
+    critic = [*(name for name in policy if name != "head"), "score"]
+    assert {name for name in saved if not name.startswith("opt_state.")} == {
+        "step",
+        "critic.step",
+        *(f"critic.params.{name}" for name in critic),
+        *(name for name in saved if name.startswith("critic.opt_state.")),
+        *(f"reference.{name}" for name in policy),
+    }
+    moments = {name.removeprefix("critic.opt_state.") for name in saved if name.startswith("critic.opt_state.")}
+    assert {f"1.mu.{name}" for name in critic} <= moments
 
 
 @pytest.mark.long
