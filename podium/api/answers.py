@@ -26,6 +26,7 @@ from podium.observe.stats import TaskScores
 from podium.observe.text import shown
 from podium.rollout.request import Completion, Request
 from podium.run.answering import Answering, Asked, resolve_answering
+from podium.run.resolve import resolve_recipe, resolve_rollout
 from podium.sampling.feed import request_seed
 from podium.sampling.prompt_lengths import rounded_up
 from podium.sampling.sampler import Sampler
@@ -33,7 +34,7 @@ from podium.settings import check_read_by_evaluations, load_settings
 from podium.sharding import find_devices
 from podium.tasks.question_sets import math_equal
 from podium.train.evaluate import evaluate_weights
-from podium.train.setup import load_parts, make_model, rollout_spec
+from podium.train.setup import load_parts, make_model
 
 Answer = Completion
 """A completion: `text`, `tokens`, `sampled_logprobs`, `finish_reason`."""
@@ -220,7 +221,8 @@ def open_model(
         room = opened.decoder.max_positions - sampling.max_new_tokens
         fitting = {"max_prompt_tokens": max(longest, min(rounded_up(longest), room))}
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update=fitting)})
-    rollouts = Sampler(rollout_spec(config, opened), opened.decoder, opened.tokenizer, opened.mesh)
+    spec = resolve_rollout(config, resolve_recipe(config), opened.decoder, opened.machine)
+    rollouts = Sampler(spec, opened.decoder, opened.tokenizer, opened.mesh)
     with giving_back_memory(), contextlib.closing(rollouts):
         rollouts.compile_ahead()
         rollouts.load(*load_parts(opened, fork))

@@ -407,6 +407,11 @@ class EvalConfig(Section):
     repetition_penalty: PositiveFloat = 1.0
     """Repetition penalty of greedy and sampled answers; `rollout.repetition_penalty` does not apply to them."""
 
+    @property
+    def happens(self) -> bool:
+        """Whether a run is evaluated at all."""
+        return bool(self.at_start or self.every_steps or self.at_end)
+
 
 class CheckpointConfig(Section):
     """Which checkpoints are saved and kept."""

@@ -133,8 +133,8 @@ class ValueStats:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CriticStats:
-    """Statistics of the critic's optimizer steps in a step, means over them weighted by their tokens."""
+class LearnerStats:
+    """Statistics of the optimizer steps of a trained model beside the policy, means weighted by their tokens."""
 
     loss: float
     clip_fraction: float
@@ -195,8 +195,8 @@ class UpdateStats:
     learning_rate: float = 0.0
     """At the last update; without updates, what it would have been."""
     update_s: float = 0.0
-    critic: CriticStats | None = None
-    """None without a critic, and in a step without an update of it."""
+    learners: Mapping[str, LearnerStats] = dataclasses.field(default_factory=dict)
+    """Those of the models beside the policy that were updated, by the name of their role."""
 
     def then(self, later: "UpdateStats") -> "UpdateStats":
         """Combine with the statistics of later updates; both have at least one.

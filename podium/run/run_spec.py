@@ -182,6 +182,11 @@ class Role:
         return self.name if self.conversations is None else f"reward model {self.conversations.part}"
 
     @property
+    def changes(self) -> bool:
+        """Whether its weights change in training; they are then part of the run's state."""
+        return self.weights in ("trained", "moving")
+
+    @property
     def compared(self) -> bool:
         """Whether its scores are hidden states, from which updates compute its whole distributions."""
         return self.scores == TEACHER_HIDDEN

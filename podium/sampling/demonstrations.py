@@ -71,8 +71,7 @@ def check_demonstrations(tasks: TaskMixture, spec: RolloutSpec, tokenizer: Token
             completion_text(each.prompt, spec.prompts.tasks[each.task].completion)
         return
     evaluation = spec.evaluation
-    evaluates = evaluation.at_start or evaluation.every_steps or evaluation.at_end
-    held_out = tasks.eval_prompts(evaluation.questions) if evaluates else {}
+    held_out = tasks.eval_prompts(evaluation.questions) if evaluation.happens else {}
     for prompts in (*tasks.train_prompts().values(), *held_out.values()):
         for each in prompts:
             _demonstration(each, spec, tokenizer, form)

@@ -14,7 +14,6 @@ from podium.compile_ahead import CompileAhead, threads_for
 from podium.hosts.distributed import AgreedStop, host_mesh, make_localize
 from podium.hosts.signals import StopSignal
 from podium.job.job_context import alone
-from podium.job.watchdog import Watchdog
 from podium.models.architecture import DecoderConfig
 from podium.models.layouts import Layout
 from podium.models.params import ROLLOUT_LAYOUTS
@@ -120,15 +119,14 @@ class Sampler:
         *,
         scorers: Sequence[GroupScorer] = (),
         folder: Path | None = None,
-        stop: AgreedStop | None = None,
-        watchdog: Watchdog | None = None,
+        exchange: Exchange | None = None,
         on_progress: Callable[[int, int, int], None] = lambda total, done, tokens: None,
     ) -> None:
         """Start the graders, and make the engine on this host's devices of the mesh; `load` gives it weights.
 
-        `scorers` are the spec's grading models. Replies of judges are kept in `folder`, if set. `stop`, if set, can end
-        a rollout early; `watchdog` is pinged regularly. `on_progress` is called after each group is complete
-        with this host's number of completions, the number completed, and their tokens.
+        `scorers` are the spec's grading models. Replies of judges are kept in `folder`, if set. `exchange` is with the
+        run's other hosts; unset: nothing stops a rollout early or watches it. `on_progress` is called after each group
+        is complete with this host's number of completions, the number completed, and their tokens.
 
         Raises:
             ValueError: a task, its data or the engine's sizes are invalid.
@@ -144,7 +142,7 @@ class Sampler:
         self.device = Device(settings, decoder, rules, dtype=dtype)
         self.engine = RolloutEngine(self.device, tokenizer)
         self.ahead = CompileAhead(threads_for(rules.platform))
-        self.exchange = Exchange(stop or AgreedStop(StopSignal()), watchdog or alone().watchdog, together=together)
+        self.exchange = exchange or Exchange(AgreedStop(StopSignal()), alone().watchdog, together=together)
         tasks = feed.tasks.levels
         self.grader = Grader(
             tasks,

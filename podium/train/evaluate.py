@@ -21,14 +21,14 @@ from podium.observe.stats import EvaluationStats, TaskScores
 from podium.observe.text import shown
 from podium.rollout.request import RolloutStats
 from podium.run.answering import evaluation_sampling
-from podium.run.resolve import resolve_recipe, resolve_update
+from podium.run.resolve import resolve_recipe, resolve_rollout, resolve_update
 from podium.sampling.feed import request_seed
 from podium.sampling.groups import Group
 from podium.sampling.prompt_lengths import check_prompt_lengths, with_prompt_tokens
 from podium.sampling.sampler import AnswerSettings, FailingEnvironmentError, Sampler
 from podium.tasks.mixture import TaskPrompt
 from podium.train.reward_models import load_reward_models
-from podium.train.setup import Model, load_parts, make_model, rollout_spec
+from podium.train.setup import Model, load_parts, make_model
 
 Z_95 = 1.959963984540054
 SHOWN_CHARACTERS = 400
@@ -153,7 +153,7 @@ def opened_rollouts(
         announce(line)
     model = make_model(config)
     update = resolve_update(config, recipe, model.machine, model.mesh.shape)
-    spec = rollout_spec(config, model, recipe)
+    spec = resolve_rollout(config, recipe, model.decoder, model.machine)
     models = load_reward_models(spec, update, model.mesh)
     with contextlib.closing(Sampler(spec, model.decoder, model.tokenizer, model.mesh, scorers=models)) as rollouts:
         yield model, rollouts

@@ -61,6 +61,8 @@ class Scorer:
     params: Params | None
     """None: the policy's own weights, before the batch's first update."""
     program: ScoreProgram
+    role: str | None = None
+    """The role whose weights, in the state of each step, replace `params`; None: they stay."""
     own_prompts: OwnPrompts | None = None
     """None: it reads the policy's, and scores its batches."""
     follows_choices: bool = True
@@ -108,18 +110,19 @@ def make_role_scorer(
     settings: TrainSettings,
     params: Params,
     own_prompts: OwnPrompts | None = None,
-    score: ScoreProgram | None = None,
+    program: ScoreProgram | None = None,
 ) -> Scorer:
     """The scorer of a model beside the policy with these weights, and maybe prompts.
 
-    `settings` are the trainer's, and `score` is its program, which models of the policy's architecture share.
+    `settings` are the trainer's. `program` computes the scores; unset: made from the settings.
     """
     assert role.scores is not None, "it scores batches"
     return Scorer(
         name=role.scores,
         decoder=role.decoder,
         params=params,
-        program=score if score is not None and role.phase == SCORE else make_role_program(role, settings),
+        program=program or make_role_program(role, settings),
+        role=role.name if role.changes else None,
         own_prompts=own_prompts,
         follows_choices=role.phase == SCORE,
     )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from processes import below
 from scripted import TALK, TEMPLATE, Counting, Echo
-from tiny_runs import make_config, merged, recipe_of, sizes, weights_of
+from tiny_runs import make_config, merged, recipe_of, rollout_spec, sizes, weights_of
 
 import podium
 from podium.observe.records import read_metrics, read_samples
@@ -36,7 +36,7 @@ from podium.tasks.task import Prompt
 from podium.tasks.worker_process import WorkerProcess
 from podium.train.batches.prepare import group_samples, pack_step, step_advantages
 from podium.train.loop import train
-from podium.train.setup import load_weights, make_model, rollout_spec
+from podium.train.setup import load_weights, make_model
 
 GRPO = recipe_of(make_config())
 

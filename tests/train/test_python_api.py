@@ -183,7 +183,7 @@ def test_a_bug_in_a_reward_is_shown_with_its_prompt(tiny_model, runs):
     ],
 )
 def test_a_wrong_argument_is_an_error_before_anything_is_compiled(tiny_model, runs, options, message, monkeypatch):
-    monkeypatch.setattr("podium.train.open.load_trained", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("podium.train.setup.load_trained", lambda *_: pytest.fail("the model was loaded"))
     settings = {"data": ROWS, "runs_dir": runs, **TINY, **options}
     with pytest.raises((ValueError, ConfigError), match=message):
         podium.grpo(str(tiny_model), **settings)

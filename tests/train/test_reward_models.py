@@ -20,6 +20,7 @@ from tiny_runs import (
     make_config,
     make_group,
     read_records,
+    rollout_spec,
     rules_of,
     trained,
     write_tiny_model,
@@ -42,7 +43,7 @@ from podium.tasks.task import FAILED, Reward
 from podium.train.evaluate import evaluate_weights
 from podium.train.loop import train
 from podium.train.reward_models import Conversation, RewardModel, load_reward_models
-from podium.train.setup import make_model, rollout_spec, run_spec
+from podium.train.setup import make_model, run_spec
 
 pytestmark = pytest.mark.usefixtures("one_device")
 TEMPLATE = (
