@@ -377,7 +377,8 @@ def delta_nets(shapes: KernelShapes, device: str) -> Iterator[Case]:
     states = array(1, R, V, N, N)
 
     def kernel(*given: jax.Array) -> Arrays:
-        states, y = delta_step(*given, interpret=shapes.interpret)
+        states, layer, cells, live, *token = given
+        states, y = delta_step(states, layer, cells, live, DeltaToken(*token), interpret=shapes.interpret)
         return [y, states]
 
     yield Case(
