@@ -108,7 +108,7 @@ def preference_overrides(files: Sequence[str | Path], overrides: Sequence[str | 
     """
     recipe = Override("algorithm.recipe", "dpo", "podium dpo")
     chosen = load(files, [recipe, *overrides], os.environ).config.algorithm.loss
-    labels = chosen is not None and chosen in LOSSES and LOSSES[chosen].labels
+    labels = chosen is not None and chosen in LOSSES and LOSSES[chosen].data_form == "label"
     return [recipe, Override("group_size", 1 if labels else 2, "podium dpo")]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from podium.algorithms.advantages import maxrl_advantages, pass_at_k_advantages
-from podium.algorithms.recipes import LOSSES, OPTION_RANGES, LossKind, Recipe, find_recipe
+from podium.algorithms.recipes import LOSSES, OPTION_RANGES, Recipe, find_recipe
 from podium.config.imports import imported
 from podium.config.schema import AlgorithmConfig
 
@@ -204,23 +204,23 @@ def _loss_option_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflict
 
 
 def _pair_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int, prompts_per_step: int) -> _Conflicts:
-    kind = LOSSES.get(recipe.loss, LossKind(clips=False))
-    if not recipe.preferences:
-        if kind.pairs or kind.labels:
-            learns_from = "pairs" if kind.pairs else "labelled answers"
+    form = recipe.data_form
+    if not find_recipe(config.recipe).preferences:
+        if recipe.preferences:
+            learns_from = "pairs" if form == "pair" else "labelled answers"
             rule = f"{recipe.loss} learns from {learns_from} of the data, and recipe {config.recipe} does not use them"
             yield "loss", f"{rule}; set algorithm.recipe to dpo, or loss to clipped"
         return
-    if not kind.pairs and not kind.labels:
-        losses = [name for name, kind in LOSSES.items() if kind.pairs or kind.labels]
+    if not recipe.preferences:
+        losses = [name for name, kind in LOSSES.items() if kind.data_form != "text"]
         rule = f"recipe {config.recipe} learns from preferences of the data, and {recipe.loss} does not"
         yield "loss", f"{rule}; set {' or '.join(losses)}"
-    if kind.labels and group_size != 1:
+    if form == "label" and group_size != 1:
         yield "group_size", f"loss {recipe.loss} has one completion of each row, got {group_size}; set it to 1"
-    if kind.labels and prompts_per_step < 2 * recipe.minibatches:
+    if form == "label" and prompts_per_step < 2 * recipe.minibatches:
         rule = f"loss {recipe.loss} pairs each prompt with another row's completion, for its estimate of the KL"
         yield "minibatches", f"{rule}; set prompts_per_step to 2 or more for each of {recipe.minibatches} minibatches"
-    if not kind.labels and group_size != 2:
+    if form != "label" and group_size != 2:
         yield "group_size", f"recipe {config.recipe} has two completions of a prompt, got {group_size}; set it to 2"
     if recipe.mean != "sequence":
         yield "mean", f"the loss is of pairs, and {recipe.mean} would weigh them by length; leave mean unset"

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from podium.algorithms.advantages import RETURNS, VALUES
 from podium.algorithms.controllers import ENTROPY_BONUS, KL_COEF, first_coefs, loss_coefs
-from podium.algorithms.losses import entropy_loss, policy_loss, value_loss
+from podium.algorithms.losses import Tokens, entropy_loss, policy_loss, value_loss
 from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
 from podium.algorithms.routers import router_loss, router_stats
 from podium.compiler import Lowerable, compiler_options
@@ -272,17 +272,16 @@ def _loss(
     """A micro-batch's contribution to the loss, with its statistics as sums over tokens and as maxima."""
     teacher = recipe.teacher if TEACHER_HIDDEN in batch.scores else None
     scored, routers = _logprobs(settings, params | frozen, batch, reverse=1.0 if teacher is None else teacher.reverse)
-    losses, stats = policy_loss(
-        recipe,
+    tokens = Tokens(
         scored.logprobs,
-        sampled_logprobs=batch.sampled_logprobs,
+        old_logprobs=batch.sampled_logprobs,
         advantages=batch.advantages,
         segments=batch.segments,
         mask=batch.mask,
         scores=batch.scores,
         prompts=batch.prompts,
-        kl_coef=batch.coefs.get(KL_COEF),
     )
+    losses, stats = policy_loss(recipe, tokens, kl_coef=batch.coefs.get(KL_COEF))
     if teacher is not None and scored.divergence is not None:
         losses += teacher.weight * scored.divergence
         stats = stats | {"kl_teacher": jax.lax.stop_gradient(scored.divergence)}
