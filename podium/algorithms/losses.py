@@ -22,6 +22,7 @@ from jax.lax import stop_gradient
 from podium.algorithms.recipes import (
     COVARIANT,
     DRAWN_LOGPROBS,
+    LIKELIHOOD,
     LOSSES,
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
@@ -451,6 +452,7 @@ def policy_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss that a recipe minimises per token: correction x policy term + kl_coef KL, without `entropy_loss`.
 
+    A user's parts of `loss_parts` are added with their weights; LIKELIHOOD is of other tokens, and not among them.
     `drift_coef` adds the squared difference to the sampler's log-probability, without the correction's weight: Kimi
     K2.5 (arXiv:2602.02276), as implemented in prime-rl.
 
@@ -466,7 +468,7 @@ def policy_loss(
     Returns:
         The loss [B, T], not masked and not averaged, and statistics [B, T] without gradient: always `clip_low`,
         `clip_high` and `kl_sampled`, and those of the policy term; `correction_weight`, `correction_dropped`,
-        `off_policy_dropped`, `top_entropy` and `kl_reference` if the recipe has these terms.
+        `off_policy_dropped`, `top_entropy`, `kl_reference` and `loss_part/NAME` if the recipe has these terms.
     """
     logprobs, sampled_logprobs, scores = drawn.logprobs, drawn.old_logprobs, drawn.scores
     of_this_update = sampled_logprobs if recipe.old_logprobs == "sampler" else logprobs
@@ -499,6 +501,11 @@ def policy_loss(
         if recipe.kl_by_ratio:
             kl = kl * policy_ratio(recipe, tokens)
         loss = loss + (recipe.kl_coef if kl_coef is None else kl_coef) * kl
+    for path, weight in recipe.loss_parts.items():
+        if path != LIKELIHOOD:
+            part = _imported_loss(path)(tokens)
+            loss = loss + weight * part.values
+            stats |= {**part.stats, f"loss_part/{path.rpartition(':')[2]}": part.values}
     return loss, jax.tree.map(stop_gradient, stats)
 
 

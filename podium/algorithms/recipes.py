@@ -36,6 +36,8 @@ from podium.algorithms.advantages import (
 from podium.config.errors import not_in
 from podium.config.imports import imported, is_path
 
+LIKELIHOOD = "likelihood"
+"""The part of the loss that imitates demonstrations beside a recipe that samples: -logprob of their tokens."""
 DataForm = Literal["text", "pair", "label"]
 """What a row of demonstrations holds: a completion, a chosen and a rejected one, or one with a label."""
 
@@ -160,6 +162,9 @@ class Recipe:
     options that it takes."""
     loss_options: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     """All options of the loss but those of the clip, by name."""
+    loss_parts: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """Weights of further parts of the loss: `package.module:function`, of the same tokens as the policy term, or
+    LIKELIHOOD, of the demonstrations that a config's `loss_parts` name."""
     mean: Mean
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -628,3 +633,19 @@ def find_recipe(name: str) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise ValueError(f"{name!r} gives {recipe!r}; it must be a podium.Recipe, or a function that returns one")
     return recipe
+
+
+def why_not_mixed(name: str, main: str) -> str:
+    """Why a recipe cannot be a part of the loss beside the `main` one, and what to do instead."""
+    try:
+        recipe = find_recipe(name)
+    except ValueError as error:
+        return str(error)
+    if recipe.preferences:
+        return f"{name} learns from pairs, which fill rows of their own, and cannot be mixed; run podium dpo by itself"
+    if recipe.advantage.func is no_advantages:
+        return f"{name} learns from a teacher, and so can {main}, of the same completions: set teacher, with its weight"
+    if recipe.demonstrations:
+        return f"{name} is a recipe of your own; the part that imitates data is sft: set it, with a weight"
+    rule = f"{name} learns from completions that are drawn, as {main} does, and a run draws and grades them for one"
+    return f"{rule} recipe; set algorithm.recipe to {name}, or a loss of your own here"

@@ -124,7 +124,7 @@ RULES: dict[str, Rules] = {
 
 def rules_of(config: AlgorithmConfig) -> Rules:
     """The rules of a config's recipe, with the options that the config sets. KeyError for a user's own recipe."""
-    options = config.model_dump(exclude={"recipe"}, exclude_none=True)
+    options = config.model_dump(exclude={"recipe", "loss_parts"}, exclude_none=True)
     if options.get("loss") == "reinforce":
         options.setdefault("old_logprobs", "trainer")  # it has no ratio
     own = RULES[config.recipe]

@@ -81,6 +81,8 @@ class StepGroups(NamedTuple):
     stats: RolloutStats
     environments: EnvironmentStats | None = None
     """None: no task has conversations, or nothing is drawn."""
+    demonstrations: Sequence[Group] = ()
+    """What the step imitates beside them."""
 
 
 class Source(Protocol):

@@ -163,6 +163,7 @@ def open_run(
             rollouts.feed.tasks,
             evaluates=evaluates,
             columns=rollouts.feed.columns,
+            demonstrations=rollouts.demonstrations and rollouts.demonstrations.feed.tasks,
         )
         rollouts.feed.tasks.check_model(model_files(model.source.path))
         # Before the weights are read and anything is compiled, so that bad data is reported early.
