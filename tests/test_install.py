@@ -182,7 +182,7 @@ def test_every_command_of_a_plain_install_has_help(installed: Path, podium, tmp_
     ids=" ".join,
 )
 def test_commands_of_a_plain_install_work(podium, tmp_path: Path, command: list[str], shown: str):
-    (tmp_path / "old.yaml").touch()
+    (tmp_path / "old.yaml").write_text("algo: grpo\nrollout: {batch_size: 8}\n")
     status, output = podium(*command)
     assert status == 0, output
     assert shown in output

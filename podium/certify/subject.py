@@ -160,10 +160,10 @@ class Subject:
         recurrent = any(place.block.work(self.decoder.width).states for place in self.decoder.places)
         return RECURRENT_BAR if recurrent else BAR
 
-    def trained(self, mesh: jax.sharding.Mesh) -> Params:
-        """The parameters that updates change."""
+    def trained(self, mesh: jax.sharding.Mesh, weights: Arrays | None = None) -> Params:
+        """The parameters that updates change, as in `weights` (None: the subject's)."""
         specs = trained_specs(self.decoder)
-        return {name: value for name, value in self.params(mesh).items() if name in specs}
+        return {name: value for name, value in self.params(mesh, weights).items() if name in specs}
 
     def frozen(self, mesh: jax.sharding.Mesh) -> Params:
         """The parameters that updates do not change: none, or with LoRA the base model's."""

@@ -260,7 +260,7 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
         evaluation = None
         if evaluated:
             if not run.source.draws:
-                rollouts.load(subject.params(mesh, weights), frozen, version=spec.steps)
+                rollouts.load(subject.trained(mesh, weights), frozen, version=spec.steps)
             evaluation = _evaluated(rollouts)
     return Training(
         config=config,

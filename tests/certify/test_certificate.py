@@ -21,7 +21,7 @@ from podium.certify.report import as_object, print_certificate
 from podium.certify.rollout_devices import rollout_device_checks, with_room
 from podium.certify.subject import make_subject
 from podium.certify.tiny import tiny_clone
-from podium.certify.training import training_config
+from podium.certify.training import training_config, watch_training
 from podium.certify.updates import (
     NaiveUpdate,
     Sizes,
@@ -310,6 +310,13 @@ def test_each_of_several_devices_has_room_for_a_sequence_of_labelled_completions
     settings = make_subject(of_preferences("kto")).config.rollout
     assert (settings.longest, settings.page_tokens) == (28, 4)
     assert settings.cache_tokens < 4 * (28 + 4) == with_room(settings).cache_tokens  # with a page of a shared prompt
+
+
+def test_adapters_that_learn_from_preferences_are_evaluated_with_their_last_weights():
+    watched = watch_training(make_subject(of_preferences("dpo", lora={"rank": 8})))
+    assert watched.evaluation is not None
+    last = watched.resumed.updates[-1].after
+    assert last and all(".lora_" in name for name in last)
 
 
 @pytest.mark.long
