@@ -37,7 +37,7 @@ from podium.config.errors import not_in
 from podium.config.imports import imported, is_path
 
 LIKELIHOOD = "likelihood"
-"""The part of the loss that imitates demonstrations beside a recipe that samples: -logprob of their tokens."""
+"""Name of a part of the loss: -logprob of the tokens of demonstrations, which a recipe that samples mixes in."""
 DataForm = Literal["text", "pair", "label"]
 """What a row of demonstrations holds: a completion, a chosen and a rejected one, or one with a label."""
 
@@ -636,7 +636,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def why_not_mixed(name: str, main: str) -> str:
-    """Why a recipe cannot be a part of the loss beside the `main` one, and what to do instead."""
+    """Why a recipe cannot be a part of the loss of the `main` one, and what to do instead."""
     try:
         recipe = find_recipe(name)
     except ValueError as error:

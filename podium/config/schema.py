@@ -245,7 +245,7 @@ class RolloutConfig(Section):
 
 
 class DemonstrationsConfig(Section):
-    """Data to imitate beside the recipe: the part of a task that says which rows, and what of them is learned."""
+    """Rows of a task that are imitated in the same updates in which the recipe learns from completions."""
 
     name: str
     """A task, as `tasks.name`."""
@@ -269,7 +269,7 @@ class DemonstrationsConfig(Section):
 
 
 class LossPartConfig(Section):
-    """A further part of the loss, beside the recipe's own: exactly one of `recipe` and `loss` (docs/algorithms.md)."""
+    """A part of the loss that is added to the recipe's own; it sets either `recipe` or `loss` (docs/algorithms.md)."""
 
     recipe: str | None = None
     """sft: the likelihood of completions in the data, a mean over their tokens."""
@@ -545,18 +545,18 @@ class Config(Section):
 
     @property
     def demonstrations(self) -> LossPartConfig | None:
-        """The part of the loss that imitates data beside the recipe; None if there is none."""
+        """The part of the loss that imitates demonstrations; None if the run mixes none in."""
         return next((part for part in self.algorithm.loss_parts if part.recipe is not None), None)
 
     @property
     def demonstrations_per_step(self) -> int:
-        """Rows of data that a step imitates beside the recipe."""
+        """Demonstrations mixed into each step; 0 if the run mixes none in."""
         part = self.demonstrations
         return 0 if part is None else part.prompts_per_step or self.prompts_per_step
 
     @property
     def data_tasks(self) -> dict[str, TaskConfig]:
-        """All tasks that a run reads data of, by key: its own, and those of demonstrations beside its recipe."""
+        """All tasks whose data a run reads, by key: those it trains on, and those of its demonstrations."""
         found = {f"tasks.{index}": task for index, task in enumerate(self.tasks)}
         for place, part in enumerate(self.algorithm.loss_parts):
             found |= {f"algorithm.loss_parts.{place}.tasks.{index}": each.task for index, each in enumerate(part.tasks)}

@@ -44,7 +44,7 @@ def check_same_inputs(
         tasks: their data is read here.
         evaluates: whether the run will read evaluation questions.
         columns: further columns of the training data that the run reads.
-        demonstrations: the data that the run imitates beside its completions, if it does.
+        demonstrations: the tasks of the demonstrations that the run mixes in; None if it mixes none in.
 
     Raises:
         GuardError: a host reads something else than process 0; the message names host and file or task.

@@ -163,7 +163,7 @@ class BatchStats:
     penalised_rewards: np.ndarray | None  # [N G], rewards minus penalties
     reward_kl: RewardKl | None
     demonstrated_tokens: int = 0
-    """Tokens of demonstrations that are imitated beside the completions."""
+    """Tokens of demonstrations that are mixed in."""
     teacher_kl: float | None = None
     """Mean over the trained tokens of the policy's minus the teacher's log-probability; None without a teacher."""
     values: ValueStats | None = None

@@ -217,7 +217,7 @@ def resolve_prompts(config: Config) -> PromptSpec:
 
 
 def resolve_demonstrations(config: Config) -> DemonstrationSpec | None:
-    """Resolve what a run imitates beside its recipe; None if nothing."""
+    """Resolve the demonstrations that a run mixes into its updates; None if it mixes none in."""
     if (part := config.demonstrations) is None:
         return None
     tasks = [each.task for each in part.tasks] or [

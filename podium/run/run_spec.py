@@ -59,7 +59,7 @@ class BatchSizes:
     ages: bool = False
     """Whether batches record the age of tokens."""
     demonstrations: bool = False
-    """Whether batches hold demonstrations beside completions that were drawn."""
+    """Whether demonstrations are mixed into batches of completions that were drawn."""
     devices: int = 1
     """Number of devices that share a micro-batch's rows; with several, rows are balanced."""
     pairs: bool = False
@@ -213,7 +213,7 @@ class PromptSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemonstrationSpec:
-    """The data that a run imitates in the same updates in which it learns from its completions."""
+    """The demonstrations that a run imitates in the same updates in which it learns from its completions."""
 
     prompts: PromptSpec
     per_step: int
@@ -245,7 +245,7 @@ class RolloutSpec:
     in_flight: int
     """Number of prompts answered at the same time; at least those of one step."""
     demonstrations: DemonstrationSpec | None = None
-    """What is imitated beside; None in evaluations, and in runs that imitate nothing or nothing else."""
+    """The demonstrations that are mixed in; None in evaluations, and in runs of one recipe alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ class Demonstrations:
     draws = False
 
     def __init__(self, feed: Feed, spec: RolloutSpec, form: DataForm, per_step: int = 0) -> None:
-        """`form` is that of each row; `per_step` of them are imitated beside completions, if they are."""
+        """`form` is that of each row. `per_step` rows are mixed into each step of a run that also draws completions."""
         self.feed, self._spec, self.per_step = feed, spec, per_step
         self._form: DataForm = form
 
@@ -45,8 +45,8 @@ class Demonstrations:
         return check_prompt_lengths(self.feed, self.feed.tasks.train_prompts(), "demonstrations", "are left out")
 
 
-def beside(spec: RolloutSpec, tokenizer: Tokenizer) -> Demonstrations | None:
-    """What a run imitates beside the completions that it draws; None if nothing. Raises ValueError as `Feed` does."""
+def mixed_in(spec: RolloutSpec, tokenizer: Tokenizer) -> Demonstrations | None:
+    """The demonstrations that a run mixes in; None if it mixes none in. Raises ValueError as `Feed` does."""
     if (own := spec.demonstrations) is None:
         return None
     feed = Feed(own.prompts, tokenizer)

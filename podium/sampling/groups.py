@@ -82,7 +82,7 @@ class StepGroups(NamedTuple):
     environments: EnvironmentStats | None = None
     """None: no task has conversations, or nothing is drawn."""
     demonstrations: Sequence[Group] = ()
-    """What the step imitates beside them."""
+    """The demonstrations that are mixed into the step, each a group of one completion."""
 
 
 class Source(Protocol):

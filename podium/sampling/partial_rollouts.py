@@ -9,7 +9,7 @@ import jax
 from podium.rollout.transcript import transcript_of
 from podium.run.run_spec import RolloutSpec
 from podium.sampling.conversations.carry import Pending, Position, chosen
-from podium.sampling.demonstrations import beside
+from podium.sampling.demonstrations import mixed_in
 from podium.sampling.exchange import Exchange
 from podium.sampling.feed import Feed
 from podium.sampling.groups import Group
@@ -24,8 +24,8 @@ class PartialRollouts:
     def __init__(self, feed: Feed, spec: RolloutSpec, *, forget: Callable[[], None]) -> None:
         """At the run's beginning. `forget` is called when another position is set: environments are opened again."""
         self.feed, self._forget = feed, forget
-        self.demonstrations = beside(spec, feed.tokenizer)
-        """What the run imitates beside; None if nothing."""
+        self.demonstrations = mixed_in(spec, feed.tokenizer)
+        """The demonstrations that are mixed in; None if there are none."""
         self.max_staleness = spec.settings.max_staleness
         self.version = 0
         """Number of steps that trained the current weights."""

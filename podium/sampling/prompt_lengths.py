@@ -84,7 +84,7 @@ def with_prompt_tokens(config: Config, recipe: Recipe, *, trains: bool, evaluate
 
 
 def _imitated(spec: DemonstrationSpec | None, tokenizer: Tokenizer) -> Iterator[tuple[Feed, Sequence[TaskPrompt]]]:
-    """Yield the prompts of each task whose rows are imitated beside the recipe, with their feed."""
+    """Yield the prompts of each task of the demonstrations that are mixed in, with their feed."""
     if spec is not None:
         feed = Feed(spec.prompts, tokenizer)
         yield from ((feed, prompts) for prompts in feed.tasks.train_prompts().values())

@@ -178,7 +178,7 @@ class Sampler:
 
     @property
     def demonstrations(self) -> Demonstrations | None:
-        """What the run imitates beside the completions that are drawn here; None if nothing."""
+        """The demonstrations that are mixed into the steps; None if there are none."""
         return self.partial.demonstrations
 
     @property
@@ -232,8 +232,8 @@ class Sampler:
     def next(self, prompts: int) -> StepGroups:
         """Answer the next prompts of the run, as `answer` does in training."""
         groups, stats = self.answer(self.feed.next(prompts))
-        beside = () if self.demonstrations is None else self.demonstrations.next(self.demonstrations.per_step).groups
-        return StepGroups(groups, stats, self.held if self.converses else None, beside)
+        mixed_in = () if self.demonstrations is None else self.demonstrations.next(self.demonstrations.per_step).groups
+        return StepGroups(groups, stats, self.held if self.converses else None, mixed_in)
 
     def answer(
         self, prompts: Sequence[EncodedPrompt], settings: AnswerSettings | None = None
@@ -325,7 +325,7 @@ class Sampler:
     def check(self, prompts: Sequence[TaskPrompt]) -> list[str]:
         """Check that answers to these prompts, of each task, can be graded; otherwise as `Grader.check`.
 
-        Demonstrations beside them are checked too.
+        Demonstrations that are mixed in are checked too.
         """
         for scorer in self._scorers:
             scorer.check(self.feed, prompts)

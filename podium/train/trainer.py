@@ -117,7 +117,7 @@ class Trainer:
     ) -> tuple[list[Batch[jax.Array]], BatchStats]:
         """Make the scored batches of a step's optimizer steps on the devices; `state` is that before the first.
 
-        `demonstrations` are imitated beside the groups.
+        `demonstrations` are mixed into its batches.
         """
         scorers = self._scorers(state)
         if self.critic is not None:

@@ -158,7 +158,7 @@ class RunSizes:
     def draw_lengths(self, source: str) -> SequenceLengths:
         """Draw the prompt and completion lengths of a step; `source` as for `workload.draw_lengths`.
 
-        Demonstrations beside are assumed to be as long as the completions.
+        Demonstrations that are mixed in are assumed to be as long as completions.
         """
         spec = self.spec
         drawn = draw_lengths(source, self.rollout, prompts=spec.prompts_per_step, completions=spec.rollout.completions)

@@ -58,7 +58,7 @@ class SequenceLengths:
     completions: np.ndarray  # [N, G] int, of conversations: answers and replies together
     replies: Replies | None = None
     """None: each prompt gets a single answer, without replies."""
-    demonstrations: np.ndarray | None = None  # [M, 2] int, prompts and completions imitated beside; None if absent
+    demonstrations: np.ndarray | None = None  # [M, 2] int, prompts and texts of demonstrations; None if absent
     greedy: np.ndarray | None = None  # [N] int, of greedy completions, which no update trains on; None if absent
 
     @property

@@ -51,7 +51,7 @@ class PositionRecord(TypedDict):
     retired: NotRequired[dict[str, list[str]]]
     """Missing if no prompt is retired."""
     demonstrations: NotRequired[int]
-    """Missing in runs that imitate nothing beside their completions."""
+    """Missing in runs that mix no demonstrations in."""
 
 
 class HostState(PositionRecord):
@@ -120,7 +120,7 @@ class Position:
     retired: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Ids of prompts that are not drawn any more, by label."""
     demonstrations: int = 0
-    """Number of rows read so far of the demonstrations beside."""
+    """Number of demonstrations read so far."""
 
     def record(self) -> PositionRecord:
         """Serialise the position to JSON, with arrays in base64."""

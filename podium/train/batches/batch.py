@@ -34,7 +34,7 @@ class Batch(Generic[A]):
     scores: dict[str, A]  # [K, B, T] float32 by name, computed by `podium.train.scorers` before the update
     choices: A | None = None  # [K, B, T, C], experts of each token in the rollout; None: the model has none
     ages: A | None  # [K, B, T] int32, age of each token in steps; None unless completions are carried over
-    likelihoods: A | None = None  # [K, B, T] float32, factor of -logprob; None without demonstrations beside
+    likelihoods: A | None = None  # [K, B, T] float32, factor of -logprob in demonstrations; None if none are mixed in
     num_micro_batches: A  # [] int32, number of micro-batches that are not empty
     num_tokens: A  # [] float32, sum of mask
     coefs: dict[str, A] = dataclasses.field(default_factory=dict)  # [] float32 each, that the run adapts

@@ -85,7 +85,7 @@ class PackedStep:
 def pack_step(
     groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes, demonstrations: Sequence[Group] = ()
 ) -> PackedStep:
-    """Make samples from a step's groups and pack them, with demonstrations to imitate beside them.
+    """Make samples from a step's groups and pack them, together with the demonstrations that are mixed in.
 
     Groups that the recipe drops are removed here, so they do not affect the mean or standard deviation of advantages.
     """
@@ -110,7 +110,7 @@ def pack_step(
             lengths[n, sample.episode] += sample.num_drawn
     parts = np.array_split(np.arange(len(kept)), recipe.minibatches)
     failed = np.isnan(rewards[kept])
-    beside = np.array_split(np.arange(len(demonstrations)), recipe.minibatches)
+    mixed_in = np.array_split(np.arange(len(demonstrations)), recipe.minibatches)
     minibatches = [
         _minibatch(
             part.tolist(),
@@ -121,7 +121,7 @@ def pack_step(
             failed=int(failed[part].sum()),
             demonstrated=_demonstrated({len(groups) + n: demonstrations[n] for n in own.tolist()}, recipe, sizes),
         )
-        for part, own in zip(parts, beside, strict=True)
+        for part, own in zip(parts, mixed_in, strict=True)
     ]
     return PackedStep(
         rewards=rewards,
@@ -238,7 +238,7 @@ def prepare_step(
         rules: how a batch's arrays are sharded.
         scorers: score each batch before its advantages are computed.
         policy: all weights of the policy before the first update.
-        demonstrations: what the step imitates beside the episodes.
+        demonstrations: those that are mixed into the step.
     """
     start = time.perf_counter()
     packed = pack_step(groups, recipe, sizes, demonstrations)

@@ -131,6 +131,6 @@ def with_weight(sample: Sample, weight: float) -> Sample:
 
 
 def imitated(sample: Sample, weight: float) -> Sample:
-    """A demonstration beside completions: its drawn tokens are imitated with this weight, and count as given."""
+    """A demonstration that is mixed in: the tokens to learn have this factor of -logprob, and none counts as drawn."""
     likelihoods = np.where(sample.mask, np.float32(weight), np.float32(0))
     return dataclasses.replace(sample, likelihoods=likelihoods, mask=np.zeros_like(sample.mask))
