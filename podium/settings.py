@@ -108,7 +108,7 @@ def preference_overrides(files: Sequence[str | Path], overrides: Sequence[str | 
     """
     recipe = Override("algorithm.recipe", "dpo", "podium dpo")
     chosen = load(files, [recipe, *overrides], os.environ).config.algorithm.loss
-    labels = chosen is not None and chosen in LOSSES and LOSSES[chosen].labels
+    labels = chosen is not None and chosen in LOSSES and LOSSES[chosen].data_form == "label"
     return [recipe, Override("group_size", 1 if labels else 2, "podium dpo")]
 
 
@@ -457,7 +457,8 @@ class _Rules:
 
     def _tasks(self) -> Iterator[Contradiction]:
         """Report unknown tasks, and tasks that reject their options or data."""
-        for index, (task, levels) in enumerate(zip(self.config.tasks, leveled(self.config.tasks), strict=True)):
+        tasks = self.config.data_tasks
+        for (section, task), levels in zip(tasks.items(), leveled(list(tasks.values())), strict=True):
             for number, level in enumerate(levels):
                 try:
                     make_task(level)
@@ -465,7 +466,7 @@ class _Rules:
                     named = [option for option in level.options if f"options.{option}:" in str(error)]
                     key = f"options.{named[0]}" if named else "name"
                     of_level = task.curriculum is not None and named and named[0] in task.curriculum.levels[number]
-                    yield Contradiction((f"tasks.{index}.{'curriculum.levels' if of_level else key}",), str(error))
+                    yield Contradiction((f"{section}.{'curriculum.levels' if of_level else key}",), str(error))
                     break
 
     def _models(self) -> Iterator[Contradiction]:

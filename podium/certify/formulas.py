@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podium.algorithms.losses import entropy_loss, policy_loss
+from podium.algorithms.losses import Tokens, entropy_loss, policy_loss
 from podium.algorithms.recipes import (
     COVARIANT,
     DRAWN_LOGPROBS,
@@ -42,7 +42,6 @@ LOW, HIGH = 0.1, 0.3
 Changes = Mapping[str, Any]
 """Options of an algorithm that replace the config's, both in the recipe and in the naive rules."""
 PLAIN: Changes = {
-    "preferences": False,
     "kl": "none",
     "kl_coef": 0.0,
     "kl_by_ratio": False,
@@ -64,7 +63,7 @@ OPTIONED: Mapping[str, Changes] = {
     "dppo_kl": {"weight_cap": 1.3},
 }
 """Losses with options, which the formulas get too."""
-LIKE_GRPO: Changes = {"preferences": False, "loss": "clipped", "loss_options": {}}
+LIKE_GRPO: Changes = {"loss": "clipped", "loss_options": {}}
 """What makes a recipe of preferences one that samples, for the formulas that preferences do not use."""
 LABELLED: Changes = {"beta": 0.4, "desirable_weight": 1.3, "undesirable_weight": 0.6}
 PREFERENCES: Mapping[str, Changes] = {
@@ -262,15 +261,15 @@ def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) ->
         given[OLD_LOGPROBS] = jnp.asarray(old)
 
     def ours(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        losses, _ = policy_loss(
-            recipe,
+        tokens = Tokens(
             logprobs,
-            sampled_logprobs=jnp.asarray(sampled),
+            old_logprobs=jnp.asarray(sampled),
             advantages=jnp.broadcast_to(jnp.asarray(advantages, jnp.float32)[:, None], (S, LENGTH)),
             segments=jnp.ones((S, LENGTH), jnp.int32),
             mask=jnp.asarray(valid, jnp.float32),
             scores=given,
         )
+        losses, _ = policy_loss(recipe, tokens)
         return jnp.sum(losses * weights), losses * weights
 
     (_, losses), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(jnp.asarray(logprobs))
@@ -332,16 +331,16 @@ def _preference_error(subject: Subject, changes: Changes) -> float:
     shares = rows(weights)
 
     def ours(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        losses, _ = policy_loss(
-            recipe,
+        tokens = Tokens(
             logprobs,
-            sampled_logprobs=jnp.zeros_like(logprobs),
+            old_logprobs=jnp.zeros_like(logprobs),
             advantages=rows(advantages.astype(np.float32)),
             segments=rows(segments.astype(np.int32)),
             mask=rows(valid.astype(np.float32)),
             scores=scores,
             prompts=prompts,
         )
+        losses, _ = policy_loss(recipe, tokens)
         return jnp.sum(losses * shares), losses * shares
 
     (_, losses), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(rows(logprobs))

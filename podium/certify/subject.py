@@ -414,7 +414,7 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
     else:
         decoder = tiny_clone(find_decoder(config))
         weights = random_weights(decoder, seed=0)
-    recipe = resolve_recipe(config)
+    recipe = dataclasses.replace(resolve_recipe(config), loss_parts={})
     rules = _rules_of_own(recipe) if is_path(config.algorithm.recipe) else rules_of(config.algorithm)
     rules = dataclasses.replace(rules, penalised=config.rollout.repetition_penalty != 1)
     if config.teacher is not None:
@@ -526,7 +526,8 @@ def _small_step(config: Config) -> Config:
     Weights that the rollout rounds are not rounded, so that sampler and trainer can be compared; the correction that
     they have by default stays.
     """
-    config = config.model_copy(update={"algorithm": resolve_algorithm(config)})
+    alone = resolve_algorithm(config).model_copy(update={"loss_parts": []})
+    config = config.model_copy(update={"algorithm": alone})
     recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
     group = config.group_size  # of preferences, as in the data
     if not recipe.preferences:  # few, but more than the k of pass@k, whose advantages would otherwise all be 0

@@ -26,7 +26,7 @@ from podium.models.attention.mask import packed_rows as sequences_of
 from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.delta import CHUNK
 from podium.models.blocks.delta_rule import Tokens, one_step, packed, unit
-from podium.models.blocks.kind import Packed
+from podium.models.blocks.kind import DeltaToken, Packed
 from podium.models.packed_delta_rule import by_kernel
 
 BARS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 1e-2}

@@ -68,6 +68,12 @@ def _by_age(name: str) -> Callable[[StepStats], Mapping[str, float] | None]:
     return read
 
 
+def _loss_parts(stats: StepStats) -> Mapping[str, float] | None:
+    begin = "loss_part/"
+    means = stats.updated.token_means
+    return {name.removeprefix(begin): mean for name, mean in means.items() if name.startswith(begin)} or None
+
+
 def _effective_share(stats: StepStats) -> float | None:
     means = stats.updated.token_means
     return means["ratio"] ** 2 / means["squared_ratio"] if "ratio" in means else None
@@ -162,6 +168,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("throughput/train/busy_cores", "cores", "`time/train/step_cpu_s` / `time/train/step_s`: cores of the first host that the trainer kept busy; grading processes are not counted.", lambda s: s.cpu_s / s.step_s),
         Metric("train-other/total_valid_token_count", "tokens", "Completion tokens in the loss, over all hosts.", lambda s: s.batched.trained_tokens),
         Metric("train-other/batch_global", "sequences", "Completions in the update, over all hosts.", lambda s: s.batched.sequences),
+        Metric("tokens/demonstrations", "tokens", "Tokens of demonstrations in the rows of the update; only with a part of `algorithm.loss_parts` that imitates.", lambda s: s.batched.demonstrated_tokens or None),
         Metric("tokens/prompt", "tokens", "Prompt tokens in the rows of the update.", lambda s: s.batched.prompt_tokens),
         Metric("tokens/completion", "tokens", "Completion tokens in the rows of the update.", lambda s: s.batched.trained_tokens),
         Metric("tokens/padding", "tokens", "Row positions that hold neither.", lambda s: s.batched.padding_tokens),
@@ -201,6 +208,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/entropy_bonus", "", "Entropy bonus of the loss, mean over the updates; only with `algorithm.entropy_target`.", lambda s: s.updated.token_means.get("entropy_bonus")),
         Metric("policy/kl_coef", "", "Weight of the KL in the step, before it is adapted; only with `algorithm.kl_target`.", lambda s: s.updated.token_means.get("kl_coef")),
         Metric("policy/top_entropy", "fraction", "Tokens that `algorithm.top_entropy` keeps in the policy term; only with it.", lambda s: s.updated.token_means.get("top_entropy")),
+        Metric("policy/likelihood_loss", "nat", "Mean of -log-probability over the tokens of demonstrations, before the weight of their part; only with a part of `algorithm.loss_parts` that imitates.", lambda s: s.updated.token_means.get("likelihood")),
+        Metric("policy/loss_part/<part>", "", "Mean over the tokens of a loss of your own in `algorithm.loss_parts`, before its weight; `<part>` is the name of its function.", _loss_parts),
         Metric("policy/clip_fraction", "fraction", "Tokens whose ratio was clipped below or above; with `loss: gspo`, sequences.", lambda s: clip_fractions(s.updated.token_means), parts=LOW_HIGH),
         Metric("rewards/chosen", "reward", "beta x log-ratio of policy to reference of the chosen or desirable completions, mean over them; with `recipe: dpo`.", _chosen),
         Metric("rewards/rejected", "reward", "The same of the rejected or undesirable completions.", _rejected),

@@ -162,6 +162,8 @@ class BatchStats:
     penalties: np.ndarray | None  # [N G], penalties of `kl: k1_reward`
     penalised_rewards: np.ndarray | None  # [N G], rewards minus penalties
     reward_kl: RewardKl | None
+    demonstrated_tokens: int = 0
+    """Tokens of demonstrations that are mixed in."""
     teacher_kl: float | None = None
     """Mean over the trained tokens of the policy's minus the teacher's log-probability; None without a teacher."""
     values: ValueStats | None = None
@@ -206,7 +208,7 @@ class UpdateStats:
         updates, tokens = self.updates + later.updates, self.tokens + later.tokens
 
         def by_tokens(mine: float, other: float) -> float:
-            return (mine * self.tokens + other * later.tokens) / tokens
+            return (mine * self.tokens + other * later.tokens) / (tokens or 1.0)
 
         def by_updates(mine: float, other: float) -> float:
             return (mine * self.updates + other * later.updates) / updates

@@ -87,16 +87,16 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
             run.profiler.begin(step + 1)
             run.recorder.begin_step(checkpoint_s)
             around.phase("rollout")
-            groups, rolled, held = source.next(spec.prompts_per_step)  # completions, rewards; refills inside
+            made = source.next(spec.prompts_per_step)  # completions, rewards; refills inside
             around.phase("update")
             rollouts.unload()  # free the rollout weights; the update needs the memory
-            batches, batched = trainer.prepare(state, groups)  # samples, scores, advantages
+            batches, batched = trainer.prepare(state, made.groups, made.demonstrations)  # samples, scores, advantages
             state, updated = trainer.update(state, batches, step, charged=batched.reward_kl)
             done = step + 1
             saving.reached(done, state, rollouts.position)
             evaluates = evaluation_due(spec, done)
             sync_s = rollouts.load(state.params, version=done) if evaluates or source.draws else 0.0
-            run.recorder.write(done, groups, rolled, batched, updated, sync_s, held)
+            run.recorder.write(done, made.groups, made.stats, batched, updated, sync_s, made.environments)
             run.profiler.end(done)
             score = evaluate_now(run, state, done) if evaluates else None
             stopping = around.stop.requested is not None

@@ -179,6 +179,7 @@ def check_inputs(policy: Model, beside: Mapping[str, Model], graders: Sequence[R
         tasks,
         evaluates=rollouts.spec.evaluation.happens,
         columns=rollouts.feed.columns,
+        demonstrations=rollouts.demonstrations and rollouts.demonstrations.feed.tasks,
     )
     tasks.data.check_model(model_files(policy.source.path))
 

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding
 
 from podium.algorithms.advantages import RETURNS, VALUES
 from podium.algorithms.controllers import ENTROPY_BONUS, KL_COEF, first_coefs, loss_coefs
-from podium.algorithms.losses import entropy_loss, policy_loss, value_loss
-from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
+from podium.algorithms.losses import Tokens, entropy_loss, policy_loss, value_loss
+from podium.algorithms.recipes import LIKELIHOOD, TEACHER_HIDDEN, Recipe
 from podium.algorithms.routers import router_loss, router_stats
 from podium.compiler import Lowerable, compiler_options
 from podium.config.attention_blocks import Backend
@@ -272,17 +272,16 @@ def _loss(
     """A micro-batch's contribution to the loss, with its statistics as sums over tokens and as maxima."""
     teacher = recipe.teacher if TEACHER_HIDDEN in batch.scores else None
     scored, routers = _logprobs(settings, params | frozen, batch, reverse=1.0 if teacher is None else teacher.reverse)
-    losses, stats = policy_loss(
-        recipe,
+    tokens = Tokens(
         scored.logprobs,
-        sampled_logprobs=batch.sampled_logprobs,
+        old_logprobs=batch.sampled_logprobs,
         advantages=batch.advantages,
         segments=batch.segments,
         mask=batch.mask,
         scores=batch.scores,
         prompts=batch.prompts,
-        kl_coef=batch.coefs.get(KL_COEF),
     )
+    losses, stats = policy_loss(recipe, tokens, kl_coef=batch.coefs.get(KL_COEF))
     if teacher is not None and scored.divergence is not None:
         losses += teacher.weight * scored.divergence
         stats = stats | {"kl_teacher": jax.lax.stop_gradient(scored.divergence)}
@@ -297,13 +296,19 @@ def _loss(
         stats |= {"ratio": ratio, "squared_ratio": ratio**2}
         stats |= by_age({"age_gap": gap, "age_clipped": stats["clip_low"] + stats["clip_high"]}, batch.ages)
     sums = {name: jnp.sum(values * batch.mask) for name, values in stats.items()}
+    broken = losses * batch.weights
+    if batch.likelihoods is not None:
+        imitation = -scored.logprobs * batch.likelihoods
+        loss, broken = loss + jnp.sum(imitation), broken + imitation
+        share = jnp.maximum(batch.num_tokens, 1.0) / recipe.loss_parts[LIKELIHOOD]  # no mean over the drawn tokens
+        sums[LIKELIHOOD] = jax.lax.stop_gradient(jnp.sum(imitation)) * share
     balance = recipe.router_loss_coef
     if routers:
         tokens = jnp.sum(batch.mask)  # a micro-batch's share of means over the batch's tokens
         sums |= {name: value * tokens for name, value in router_stats(routers).items()}
         if balance:
             loss += balance * router_loss(routers) * tokens / jnp.maximum(batch.num_tokens, 1.0)
-    return loss, (sums, {"logprob_gap_max": jnp.max(gap), "broken_row": _broken_row(losses * batch.weights)})
+    return loss, (sums, {"logprob_gap_max": jnp.max(gap), "broken_row": _broken_row(broken)})
 
 
 def _value_loss(

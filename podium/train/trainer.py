@@ -118,8 +118,13 @@ class Trainer:
         ahead.begin(calls.items())
         self._ahead = ahead
 
-    def prepare(self, state: TrainState, groups: Sequence[Group]) -> tuple[list[Batch[jax.Array]], BatchStats]:
-        """Make the scored batches of a step's optimizer steps on the devices; `state` is that before the first."""
+    def prepare(
+        self, state: TrainState, groups: Sequence[Group], demonstrations: Sequence[Group] = ()
+    ) -> tuple[list[Batch[jax.Array]], BatchStats]:
+        """Make the scored batches of a step's optimizer steps on the devices; `state` is that before the first.
+
+        `demonstrations` are mixed into its batches.
+        """
         self._ahead.wait(SCORE, SCORE_BASE, *(each.role.phase for each in self.learners.values()))
         recipe = self.recipe
         if KL_COEF in state.coefs:
@@ -131,6 +136,7 @@ class Trainer:
             rules=self.settings.computing,
             scorers=self._scorers(state),
             policy=state.params | self.frozen,
+            demonstrations=demonstrations,
         )
 
     def log_ratios(self, state: TrainState, groups: Sequence[Group]) -> np.ndarray:
@@ -210,7 +216,8 @@ class Trainer:
             state, metrics = self.train_step(at_schedule_step(state, position), given, fixed)
             metrics = jax.device_get(metrics)
             broken = int(metrics.pop("broken_row"))
-            coefs = after_update(self.recipe, coefs, entropy=float(metrics["entropy"]))
+            if float(batch.num_tokens):  # else it holds demonstrations alone
+                coefs = after_update(self.recipe, coefs, entropy=float(metrics["entropy"]))
             shown = applied | {name: coefs[name] for name in (KL_COEF,) if name in coefs}
             made.append(_update_stats(metrics | shown, float(batch.num_tokens), rate))
             if not np.isfinite([made[-1].loss, made[-1].gradient_norm]).all():

@@ -405,8 +405,8 @@ def mean_correction_of_sums() -> Plant:
 def threshold_of_good_sequences_too() -> Plant:
     original = losses.off_policy_mask
 
-    def planted(logprobs, sampled, advantages, *others, threshold):
-        return original(logprobs, sampled, -jnp.abs(advantages), *others, threshold=threshold)
+    def planted(tokens, *, threshold):
+        return original(tokens._replace(advantages=-jnp.abs(tokens.advantages)), threshold=threshold)
 
     return losses, "off_policy_mask", planted
 

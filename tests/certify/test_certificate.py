@@ -281,11 +281,11 @@ def test_every_recipe_s_certificate_is_green(recipe):
     assert [(check.name, check.difference) for check in found.checks if not check.ok] == []
 
 
-LOSSES_OF_PREFERENCES = [name for name, kind in LOSSES.items() if kind.pairs or kind.labels]
+LOSSES_OF_PREFERENCES = [name for name, kind in LOSSES.items() if kind.data_form != "text"]
 
 
 def of_preferences(loss: str, **changes):
-    size = 1 if LOSSES[loss].labels else 2
+    size = 1 if LOSSES[loss].data_form == "label" else 2
     return make_config(algorithm={"recipe": "dpo", "loss": loss}, group_size=size, **changes)
 
 

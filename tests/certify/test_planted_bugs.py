@@ -770,9 +770,11 @@ def old_logprobs_scored_anew() -> Plant:
     """Ratios are to the policy before each update, not before the step's first."""
     original = losses.policy_loss
 
-    def planted(recipe, logprobs, *, scores, **batch):
-        anew = {"old_logprobs": jax.lax.stop_gradient(logprobs)} if "old_logprobs" in scores else {}
-        return original(recipe, logprobs, scores={**scores, **anew}, **batch)
+    def planted(recipe, drawn, **options):
+        scores = dict(drawn.scores)
+        if "old_logprobs" in scores:
+            scores["old_logprobs"] = jax.lax.stop_gradient(drawn.logprobs)
+        return original(recipe, drawn._replace(scores=scores), **options)
 
     return step, "policy_loss", planted
 

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
 from podium.accelerators import Accelerator
 from podium.algorithms.recipes import Recipe
 from podium.config.attention_blocks import cache_block_pages, kv_layout, window_blocks
@@ -155,9 +157,16 @@ class RunSizes:
         return self.spec.rollout.layout
 
     def draw_lengths(self, source: str) -> SequenceLengths:
-        """Draw the prompt and completion lengths of a step; `source` as for `workload.draw_lengths`."""
+        """Draw the prompt and completion lengths of a step; `source` as for `workload.draw_lengths`.
+
+        Demonstrations that are mixed in are assumed to be as long as completions.
+        """
         spec = self.spec
         drawn = draw_lengths(source, self.rollout, prompts=spec.prompts_per_step, completions=spec.rollout.completions)
+        if (own := spec.rollout.demonstrations) is not None:
+            found = draw_lengths(source, self.rollout, prompts=own.per_step, completions=1, seed=1)
+            demonstrations = np.stack([found.prompts, found.drawn[:, 0]], axis=1)
+            drawn = dataclasses.replace(drawn, demonstrations=demonstrations)
         if "baselines" not in spec.recipe.reads:
             return drawn
         return dataclasses.replace(drawn, completions=drawn.completions[:, :-1], greedy=drawn.completions[:, -1])
