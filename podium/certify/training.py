@@ -382,8 +382,10 @@ def _watched(trainer: Trainer, rollouts: Sampler, shares: list[Share]) -> Iterat
     steps: list[Step] = []
     prepare = trainer.prepare
 
-    def recorded(state: TrainState, groups: Sequence[Group]) -> tuple[list[Batch[jax.Array]], BatchStats]:
-        batches, stats = prepare(state, groups)
+    def recorded(
+        state: TrainState, groups: Sequence[Group], demonstrations: Sequence[Group] = ()
+    ) -> tuple[list[Batch[jax.Array]], BatchStats]:
+        batches, stats = prepare(state, groups, demonstrations)
         step = Step(
             weights=_copied({**state.params, **trainer.frozen}),
             groups=groups,

@@ -137,6 +137,8 @@ def pack_step(
 
 def _demonstrated(groups: Mapping[int, Group], recipe: Recipe, sizes: BatchSizes) -> list[Sample]:
     """The demonstrations of an optimizer step, by number of their group, with the weights of recipe sft's mean."""
+    if not groups:
+        return []
     sft = RECIPES["sft"]
     samples = [sample for index, group in groups.items() for sample in group_samples(group, index, sft)]
     lengths = np.array([sample.num_drawn for sample in samples])
