@@ -130,15 +130,9 @@ def main() -> None:
 
     def gradient(config: DecoderConfig, trained: Params, rest: Params) -> jax.stages.Compiled:
         def loss(trained: Params, rest: Params) -> jax.Array:
+            settings = decoder.PassSettings(config=config, rules=rules, dtype=jnp.dtype(BF16), wide=True)
             hidden, _, _ = decoder.forward(
-                rest | trained,
-                tokens,
-                tokens,
-                lambda kv, _, q, k, v: (kv, q),
-                config=config,
-                rules=rules,
-                dtype=jnp.dtype(BF16),
-                wide=True,
+                rest | trained, tokens, tokens, lambda kv, _, q, k, v: (kv, q), settings=settings
             )
             return jnp.sum(hidden**2)
 
