@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks import mathematics
 from podium.models.blocks.activation import Activation
-from podium.models.blocks.choices import Recorded
+from podium.models.blocks.choices import Recorded, Routed
 from podium.models.blocks.kind import Advance, At, Attend, Recur, States, Tree
 from podium.models.blocks.rope import Rope
 from podium.models.blocks.weights import LayerWeight, LayerWeights, Weight
@@ -74,9 +74,7 @@ class LayerContext:
 
     def experts(
         self,
-        x: jax.Array,
-        gates: jax.Array,
-        chosen: jax.Array,
+        routed: Routed,
         matrices: Sequence[LayerWeight],
         biases: Sequence[LayerWeight],
         *,
@@ -85,7 +83,7 @@ class LayerContext:
     ) -> jax.Array:
         """The sum over each token's chosen experts of gate times expert, [B, T, D]."""
         values = [_value(bias) for bias in biases]
-        return mixed(self.rules, x, gates, chosen, matrices, values, count=count, activation=activation)
+        return mixed(self.rules, routed, matrices, values, count=count, activation=activation)
 
     def vector(self, w: LayerWeight) -> jax.Array:
         """A weight that is not an operand of a matrix product, in its compute format."""

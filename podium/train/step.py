@@ -32,7 +32,7 @@ from podium.models.blocks.choices import Balance
 from podium.models.blocks.kind import Advance, At, Packed, States
 from podium.models.decoder import PassSettings, forward, head_weights, token_scores
 from podium.models.linear import activation_dtype
-from podium.models.logprobs import Taught, TokenLogprobs, token_logprobs
+from podium.models.logprobs import HeadSettings, Taught, TokenLogprobs, token_logprobs
 from podium.models.packed_delta_rule import row_recurrence
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, trained_specs
 from podium.models.recorded_experts import balances, recorded_choices
@@ -402,13 +402,15 @@ def _logprobs(
         hidden,
         head_weights(params, rules, dtype, wide=wide and settings.decoder.lora is None),
         batch.targets,
-        temperature=settings.temperature,
-        chunk=settings.head_chunk_tokens,
-        kind=settings.head,
-        rules=rules,
-        remat=settings.remat != "none",
-        taught=taught,
-        reverse=reverse,
+        HeadSettings(
+            temperature=settings.temperature,
+            chunk=settings.head_chunk_tokens,
+            rules=rules,
+            remat=settings.remat != "none",
+            kind=settings.head,
+            reverse=reverse,
+        ),
+        taught,
     )
     return scored, routers
 

@@ -34,8 +34,9 @@ def keys_behind_the_first_page_in_page_0() -> Plant:
     """What decoding appends behind a sequence's first page is written to page 0."""
     original = cache._append
 
-    def planted(kept, layer, tables, *others):
-        return original(kept, layer, jnp.concatenate([tables[:, :1], 0 * tables[:, 1:]], axis=1), *others)
+    def planted(kept, layer, spans, *others):
+        tables = jnp.concatenate([spans.tables[:, :1], 0 * spans.tables[:, 1:]], axis=1)
+        return original(kept, layer, spans._replace(tables=tables), *others)
 
     return cache, "_append", planted
 

@@ -502,9 +502,9 @@ def off_by_one_attention() -> Plant:
 def temperature_after_softmax() -> Plant:
     original = step.token_logprobs
 
-    def planted(hidden, head, targets, *, temperature, **options):
-        found = original(hidden, head, targets, temperature=1.0, **options)
-        return found._replace(logprobs=found.logprobs / temperature)
+    def planted(hidden, head, targets, settings, *others):
+        found = original(hidden, head, targets, dataclasses.replace(settings, temperature=1.0), *others)
+        return found._replace(logprobs=found.logprobs / settings.temperature)
 
     return step, "token_logprobs", planted
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from podium.models.blocks.activation import Activation
-from podium.models.blocks.choices import Recorded
+from podium.models.blocks.choices import Recorded, Routed
 from podium.models.blocks.rope import Rope
 from podium.models.blocks.spec import ParamSpec, ParamSpecs
 from podium.models.blocks.weights import LayerWeight, LayerWeights
@@ -250,9 +250,7 @@ class Context(Protocol):
 
     def experts(
         self,
-        x: jax.Array,
-        gates: jax.Array,
-        chosen: jax.Array,
+        routed: Routed,
         matrices: Sequence[LayerWeight],
         biases: Sequence[LayerWeight],
         *,
