@@ -29,7 +29,7 @@ from typing import Any
 from benches.record import MEASUREMENTS, ROOT, arguments, record, write_section
 from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config
-from podium.models.presets import PRESETS, find_decoder
+from podium.models.presets import PRESETS
 from podium.plan.calibration import load_chip
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.compiled.compile_worker import CompiledPhase
@@ -41,6 +41,7 @@ from podium.plan.request.workload import simulate_rollout
 from podium.plan.result import Seconds, judge, total
 from podium.plan.traced.estimate import PhaseEstimate, estimate
 from podium.run.divisible import check_divisible
+from podium.run.roles import find_decoder
 from podium.settings import load_settings
 
 COUNT = 40

@@ -21,7 +21,7 @@ from podium.config.sizes import steps_at_once
 from podium.hlo.cost import Roofline, roofline
 from podium.models.architecture import DecoderConfig
 from podium.models.layouts import DecodeFloor, machine_of
-from podium.models.presets import PRESETS, find_decoder
+from podium.models.presets import PRESETS
 from podium.plan.calibration import calibrated, load_chip
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.compiled.compile_worker import CompiledPhase
@@ -29,6 +29,7 @@ from podium.plan.planner import make_jobs
 from podium.plan.request.phase_sizes import Planned
 from podium.run.machine import Machine
 from podium.run.resolve import resolve_layout
+from podium.run.roles import find_decoder
 from podium.settings import load_settings
 
 TPU, POSITIONS = "v6e-8", 512

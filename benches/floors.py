@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benches.record import MEASUREMENTS, RESULTS, ROOT, arguments, record, recorded, show_progress, write_section
 from podium.accelerators import find_accelerator
-from podium.models.presets import PRESETS, find_decoder
+from podium.models.presets import PRESETS
 from podium.plan.calibration import load_chip
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.planned_device import Device
@@ -27,6 +27,7 @@ from podium.plan.request.step_calls import Call, packed_run, step_calls
 from podium.plan.request.topology import check_compiler, compiler_versions
 from podium.plan.request.workload import simulate_rollout
 from podium.plan.result import Phase
+from podium.run.roles import find_decoder
 from podium.settings import load_settings
 
 MACHINES = (

@@ -16,7 +16,6 @@ from podium.config.sizes import steps_at_once
 from podium.hlo.cost import Roofline, roofline
 from podium.hlo.hlo_text import Module, parse
 from podium.models.layouts import DecodeFloor, machine_of
-from podium.models.presets import find_decoder
 from podium.plan.calibration import load_chip
 from podium.plan.compiled.compile import cache_folder, compile_jobs
 from podium.plan.compiled.compile_worker import CompiledPhase
@@ -24,6 +23,7 @@ from podium.plan.planner import make_jobs
 from podium.plan.request.phase_sizes import Planned
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
+from podium.run.roles import find_decoder
 
 
 def compiled(

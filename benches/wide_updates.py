@@ -16,7 +16,6 @@ from typing import NamedTuple
 from benches.record import arguments, record, show_progress
 from benches.scaling import GROUP, PROMPTS, config_of
 from podium.accelerators import GIB, find_accelerator
-from podium.models.presets import find_decoder
 from podium.plan.calibration import load_chip
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.planned_device import Device
@@ -24,6 +23,7 @@ from podium.plan.planner import make_jobs
 from podium.plan.request.phase_sizes import Planned
 from podium.plan.request.step_calls import packed_run, step_calls
 from podium.plan.request.workload import no_rollout
+from podium.run.roles import find_decoder
 
 MODEL, TOKENS = "Qwen/Qwen2.5-7B-Instruct", 200
 CASES = {

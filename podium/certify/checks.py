@@ -41,8 +41,8 @@ from podium.config.lora import TARGETS
 from podium.config.mesh import mesh_sizes
 from podium.config.schema import Attention, Remat
 from podium.models.params import TRAIN_AXES, indivisible, param_specs, trained_specs
-from podium.models.presets import find_decoder
 from podium.run.resolve import resolve_recipe
+from podium.run.roles import find_decoder
 from podium.sharding import ShardingRules, make_mesh
 from podium.train.step import make_score, shard_batch
 

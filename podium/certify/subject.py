@@ -33,12 +33,11 @@ from podium.config.schema import Config, EnvironmentsConfig, GradingConfig, Limi
 from podium.hosts.platform import machine_of
 from podium.models.architecture import DecoderConfig, frozen_decoder, scoring_decoder
 from podium.models.params import TRAIN_AXES, frozen_specs, is_adapter, param_specs, trained_specs
-from podium.models.presets import find_decoder
 from podium.models.text.tokenizer import Tokenizer
 from podium.rollout.request import Completion, Request
 from podium.rollout.transcript import Transcript, transcript_of
 from podium.run.resolve import resolve_algorithm, resolve_recipe, resolve_rollout, sampling_params
-from podium.run.roles import scoring_models
+from podium.run.roles import find_decoder, scoring_models
 from podium.run.run_spec import SCORE, Role
 from podium.sampling.groups import Greedy, Group
 from podium.sampling.sampler import Sampler

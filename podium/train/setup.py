@@ -20,12 +20,12 @@ from podium.models.files.source import ModelSource, read_architecture
 from podium.models.files.source import resolve as find_source
 from podium.models.linear import kept
 from podium.models.params import TRAIN_AXES, frozen_dtype, param_specs, trained_specs
-from podium.models.presets import decoder_of_run
 from podium.models.quantised import make_quantise
 from podium.models.text.tokenizer import Tokenizer, load_tokenizer
 from podium.observe.run_dir import Fork
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
+from podium.run.roles import decoder_of_run
 from podium.run.run_spec import SCORE, OptimizerSpec, Role, RunSpec, UpdateSpec
 from podium.sharding import Params, ShardingRules, abstract_params, init_params, make_mesh
 from podium.train.checkpoints.checkpoint import restore_params

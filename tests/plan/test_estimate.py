@@ -14,7 +14,6 @@ from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
-from podium.models.presets import find_decoder
 from podium.plan.planner import make_plan
 from podium.plan.request.phase_sizes import Planned, local_count, offloaded_bytes, optimizer_count
 from podium.plan.request.step_calls import step_calls
@@ -29,6 +28,7 @@ from podium.rollout.programs import (
     make_extend,
     make_sync,
 )
+from podium.run.roles import find_decoder
 from podium.sharding import ShardingRules, abstract_params, make_mesh, param_shardings
 from podium.train.batches.batch import Batch
 from podium.train.optimizer.offload import HOST_MEMORY

@@ -9,11 +9,12 @@ from estimated import QWEN_3B, config, decoder, phase
 from podium.accelerators import GIB, find_accelerator
 from podium.models.architecture import with_layers, with_lora
 from podium.models.blocks.kind import Stack
-from podium.models.presets import find_architecture, find_decoder
+from podium.models.presets import find_architecture
 from podium.plan.calibration import load_chip
 from podium.plan.planned_device import closed_form_roofline
 from podium.plan.request.phase_sizes import Planned
 from podium.plan.traced.estimate import update_phase
+from podium.run.roles import find_decoder
 from podium.settings import load_settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -12,7 +12,6 @@ from podium.config.rollout_weights import RolloutWeights
 from podium.config.schema import Config
 from podium.models.architecture import make_lora
 from podium.models.params import count, frozen_specs, param_specs, trained_specs
-from podium.models.presets import decoder_of_run
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.compiled.compile_worker import Job
 from podium.plan.compiled.phases import device_bytes, phase_programs
@@ -20,6 +19,7 @@ from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.search.tunable_settings import candidates, search_range
 from podium.plan.traced.estimate import decode_phase, estimate, sync_phase, update_phase
 from podium.plan.traced.resident_memory import frozen_bytes, kept_bytes, residents, shares_frozen
+from podium.run.roles import decoder_of_run
 from podium.sharding import make_mesh
 from podium.train.setup import run_spec
 from tests.plan.estimated import QWEN3_8B, tiny_config

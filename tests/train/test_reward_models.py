@@ -33,7 +33,7 @@ from podium.config.schema import TaskConfig
 from podium.files import to_json
 from podium.models.architecture import ModelError
 from podium.models.files.hf import load_params
-from podium.models.files.source import read_reward_model, resolve
+from podium.models.files.source import read_architecture, resolve
 from podium.run.run_spec import PromptSpec, RolloutSpec
 from podium.sampling.feed import Feed
 from podium.settings import load_settings
@@ -121,7 +121,7 @@ def test_scores_are_those_of_the_last_tokens_by_its_own_tokenizer_template_and_w
     model, _ = loaded(tiny_model, reward_model, devices, max_tokens=24)
     found = model.scores([conversation(each) for each in CONVERSATIONS])
     assert found[-1] is None
-    decoder = read_reward_model(resolve(str(reward_model)))
+    decoder = read_architecture(resolve(str(reward_model)), "own scores")
     with in_float64():
         wide = load_params(resolve(str(reward_model)), decoder, rules_of())
         wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in wide.items()}

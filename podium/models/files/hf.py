@@ -71,9 +71,9 @@ def load_params(
 ) -> Params:
     """Load a model's weights, converted to `dtype`, each into its shards on the mesh.
 
-    `config` is `read_architecture(source)` or `read_scorer(source)`; `only` names the weights to load (unset: all). A
-    head of scores that the files do not have is drawn at random, always the same. Raises ModelError if a file
-    is truncated, or a tensor is missing, unexpected, of the wrong shape, or not floating point.
+    `config` is what `read_architecture` makes of the source; `only` names the weights to load (unset: all). A head of
+    scores that the files do not have is drawn at random, always the same. Raises ModelError if a file is truncated, or
+    a tensor is missing, unexpected, of the wrong shape, or not floating point.
     """
     specs = param_specs(config)
     kind: FileKind = source.kind

@@ -9,17 +9,30 @@ from podium.models.families import FAMILIES
 from podium.models.files.config_keys import check_family, settings_of, text_config
 from podium.models.files.model_settings import Keys
 
+Head = Literal["logits", "scores", "own scores"]
+"""The head that a model is wanted with: a language model's, or one score for each token, which may be a new one if the
+model has none, or must be its own, as a reward model's."""
+SEQUENCE, TOKEN = "ForSequenceClassification", "ForTokenClassification"
+"""Suffixes of transformers' class names for models with a head of scores, without and with a bias."""
+NO_SCORES = (
+    f"has no head of scores, so it says nothing of an answer; take a reward model: a ...{SEQUENCE} with one label"
+)
 
-def from_hf_config(raw: Keys, where: str) -> DecoderConfig:
+
+def from_hf_config(raw: Keys, where: str, head: Head = "logits") -> DecoderConfig:
     """Read the decoder from a config.json of transformers 4 or 5; `where` is its path, for errors.
 
     For a model with a vision tower, reads the text model. A missing key has the value that transformers gives it.
-    Raises ModelError if the model type or a key is unknown, or a feature is not supported
-    (`podium.models.files.config_keys`).
+    Raises ModelError if the model type or a key is unknown, a feature is not supported
+    (`podium.models.files.config_keys`), or the model's head of scores has several labels, or is missing.
     """
-    raw = text_config(raw, where)
-    family = check_family(raw.get("model_type"), where)
-    return check_config(family.read(settings_of(raw, family, where)), where)
+    scores = "none" if head == "logits" else scores_of(raw, where)
+    if head == "own scores" and scores == "none":
+        raise ModelError(f"{where}: {_named(raw)} {NO_SCORES}")
+    text = text_config(raw, where)
+    family = check_family(text.get("model_type"), where)
+    decoder = check_config(family.read(settings_of(text, family, where)), where)
+    return decoder if head == "logits" else scoring_decoder(dataclasses.replace(decoder, scores=scores))
 
 
 def to_hf_config(config: DecoderConfig) -> dict[str, object]:
@@ -34,15 +47,6 @@ def to_hf_config(config: DecoderConfig) -> dict[str, object]:
         return described
     named = family.scorer(SEQUENCE if config.scores == "plain" else TOKEN)
     return {**described, "architectures": [named], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-
-
-SEQUENCE, TOKEN = "ForSequenceClassification", "ForTokenClassification"
-"""Suffixes of transformers' class names for models with a head of scores, without and with a bias."""
-
-
-NO_SCORES = (
-    f"has no head of scores, so it says nothing of an answer; take a reward model: a ...{SEQUENCE} with one label"
-)
 
 
 def scores_of(raw: Keys, where: str) -> Literal["none", "plain", "biased"]:
@@ -61,18 +65,6 @@ def scores_of(raw: Keys, where: str) -> Literal["none", "plain", "biased"]:
             " take a model that was trained with num_labels=1"
         )
     return "plain" if architecture.endswith(SEQUENCE) else "biased"
-
-
-def scorer_from_hf_config(raw: Keys, where: str) -> DecoderConfig:
-    """The decoder of a config.json with the head of scores that it describes, or a new one."""
-    return scoring_decoder(dataclasses.replace(from_hf_config(raw, where), scores=scores_of(raw, where)))
-
-
-def reward_model_from_hf_config(raw: Keys, where: str) -> DecoderConfig:
-    """The decoder of a reward model's config.json. Raises ModelError if it has no head of scores, or several labels."""
-    if scores_of(raw, where) == "none":
-        raise ModelError(f"{where}: {_named(raw)} {NO_SCORES}")
-    return scorer_from_hf_config(raw, where)
 
 
 def _named(raw: Keys) -> str:

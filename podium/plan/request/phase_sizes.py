@@ -31,12 +31,12 @@ from podium.models.params import (
     param_specs,
     trained_specs,
 )
-from podium.models.presets import find_decoder
 from podium.plan.request.candidate import Change, Value
 from podium.plan.request.workload import SequenceLengths, draw_lengths
 from podium.rollout.cache_layout import Kept, kept_places, kv_pages, num_cells
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
+from podium.run.roles import find_decoder
 from podium.run.run_spec import Role, RunSpec, UpdateSpec
 
 F32 = 4
