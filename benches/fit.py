@@ -84,11 +84,11 @@ def given(name: str) -> list[str]:
 class Counted(Study):
     """A study that keeps the programs that were compiled by themselves."""
 
-    probed: list[str] = []  # noqa: RUF012
+    probed: tuple[str, ...] = ()
 
     def peaks(self, asked: Sequence[tuple[Case, Sequence[str]]]) -> list[Peak]:
         """The peak memory of each case in its phases."""
-        self.probed = [*self.probed, *(name for case, phases in asked for name in self.programs(case, phases))]
+        self.probed += tuple(name for case, phases in asked for name in self.programs(case, phases))
         return super().peaks(asked)
 
 
@@ -104,7 +104,7 @@ def measure(name: str) -> dict[str, Any]:
     before = {"verdict": found.before.verdict, "phase": found.before.worst.name, "gib": found.before.worst.bytes / GIB}
     compiled = len(list((cache_folder() / "programs").glob("*.json")))
     row: dict[str, Any] = {"given": settings, "before": before, "lengths": lengths, "compiled_programs": compiled}
-    row["of_the_search"] = study.probed
+    row["of_the_search"] = list(study.probed)
     row |= spent
     tried = [each._asdict() | {"changes": [str(change) for change in each.changes]} for each in found.tried]
     row |= {"estimated": found.estimated, "tried": tried, "settings": None}

@@ -35,7 +35,7 @@ from podium.plan.report.sections import (
 )
 from podium.plan.report.write import write_config
 from podium.plan.request.candidate import Case, Change
-from podium.plan.request.plan_subject import Subject, given
+from podium.plan.request.plan_subject import Subject
 from podium.plan.request.topology import check_compiler
 from podium.plan.search.fit import Fit, Fitted
 from podium.plan.search.largest import find_largest
@@ -220,9 +220,7 @@ def _next(subject: Subject, machine: Accelerator, *options: str) -> str:
 
 def _fitted(study: Study, case: Case, *, all_others: bool) -> Fitted:
     """The fastest settings that fit, with those that the user gave as they are; see `Fit.find`."""
-    return Fit(study=study, now=case, fixed=given(study.subject.load(base=study.defaults(case.machine)))).find(
-        all_others=all_others
-    )
+    return Fit(study=study, now=case, fixed=study.given(case.machine)).find(all_others=all_others)
 
 
 def _fit(study: Study, case: Case, path: Path | None) -> Answer:
@@ -238,9 +236,8 @@ def _fit(study: Study, case: Case, path: Path | None) -> Answer:
 def _write(study: Study, best: Outcome, path: Path) -> None:
     """Write a config of the settings that fit."""
     subject, case = study.subject, best.case
-    defaults = study.defaults(case.machine)
-    given_keys = sorted(given(subject.load(base=defaults)))
-    keys = [*(each.key for each in defaults), *given_keys, *(each.key for each in case.changes)]
+    defaults, given = study.defaults(case.machine), sorted(study.given(case.machine))
+    keys = [*(each.key for each in defaults), *given, *(each.key for each in case.changes)]
     title = f"podium plan {subject} --on {case.machine.name} --fit: {verdict_line(best.plan)}"
     write_config(path, subject.files, study.run(case).config.document(), keys, title)
     study.say(f"wrote {path}")

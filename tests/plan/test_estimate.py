@@ -124,7 +124,7 @@ class Programs:
         optimizer = make_optimizer(config.train.optimizer, 10, specs)
         params = abstract_params(specs, dtype, train)
         rows = settings.computing.sharding(None, "batch", None)
-        shape = (run.spec.batch.max_micro_batches, run.micro_batch_rows, run.row_tokens)
+        shape = (run.spec.batch.max_micro_batches, run.rows * run.batch_shards, run.row_tokens)
         ints, floats = (jax.ShapeDtypeStruct(shape, kind, sharding=rows) for kind in (jnp.int32, jnp.float32))
         counts = (jax.ShapeDtypeStruct((), kind, sharding=settings.computing.sharding()) for kind in "if")
         names = ("tokens", "targets", "positions", "segments", "prompts")

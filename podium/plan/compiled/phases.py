@@ -89,7 +89,6 @@ class _AbstractRole(NamedTuple):
 
     weights: AbstractParams
     """Empty if they are the policy's own frozen weights."""
-    optimizer: GradientTransformation | None
     state: TrainState | None
     """None unless it is trained."""
 
@@ -132,13 +131,12 @@ def _abstract_training(spec: RunSpec, mesh: Mesh) -> _AbstractTraining:
 
 def _abstract_role(role: Role, settings: TrainSettings) -> _AbstractRole:
     if role.weights == "policy_base":
-        return _AbstractRole({}, None, None)
+        return _AbstractRole({}, None)
     trained = abstract_params(trained_specs(role.decoder), jnp.dtype(jnp.float32), settings.stored)
     weights = abstract_frozen(role.decoder, settings.stored) | trained
     if role.learning is None:
-        return _AbstractRole(weights, None, None)
-    optimizer = make_run_optimizer(role.learning.optimizer, role.decoder)
-    return _AbstractRole(weights, optimizer, abstract_state(weights, optimizer))
+        return _AbstractRole(weights, None)
+    return _AbstractRole(weights, abstract_state(weights, make_run_optimizer(role.learning.optimizer, role.decoder)))
 
 
 def _residents(spec: RunSpec, training: _AbstractTraining, engine: "_AbstractEngine") -> list[Resident]:
@@ -212,9 +210,9 @@ def _role_programs(spec: RunSpec, role: Role, training: _AbstractTraining, phase
         shown, given = _abstract_own_batch(spec, role, settings), {}
     program, arguments = make_role_program(role, settings), (arrays.weights or training.frozen, shown)
     found = {role.phase: phase("update", program, arguments, read | given)}
-    if role.learning is not None and arrays.state is not None and arrays.optimizer is not None:
-        state = arrays.state
-        step = make_value_step(role_settings(role, settings), arrays.optimizer, clip=role.learning.clip)
+    if role.learning is not None and (state := arrays.state) is not None:
+        optimizer = make_run_optimizer(role.learning.optimizer, role.decoder)
+        step = make_value_step(role_settings(role, settings), optimizer, clip=role.learning.clip)
         own = read | {f"{role.kind}_optimizer": (state.step, state.opt_state), "batch": scored}
         found[role.name] = phase("update", step, (state, scored), own)
     return found

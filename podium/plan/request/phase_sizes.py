@@ -192,11 +192,6 @@ class RunSizes:
         return self.train_parts["batch"]
 
     @property
-    def micro_batch_rows(self) -> int:
-        """Rows of a micro-batch over all devices."""
-        return self.rows * self.batch_shards
-
-    @property
     def rollout_shards(self) -> int:
         """Number of devices that the rollout's sequences are split over."""
         return self.rollout_parts["batch"]

@@ -24,7 +24,7 @@ from podium.plan.planner import compiling_rank, is_compiled, make_jobs, make_pla
 from podium.plan.report.formatting import probe_text
 from podium.plan.request.candidate import Case
 from podium.plan.request.phase_sizes import Planned
-from podium.plan.request.plan_subject import Subject
+from podium.plan.request.plan_subject import Subject, given
 from podium.plan.request.step_calls import Call, largest_calls, step_calls
 from podium.plan.request.workload import simulate_rollout
 from podium.plan.result import Peak, Plan, Seconds
@@ -124,6 +124,10 @@ class Study:
         if machine not in self._defaults:
             self._defaults[machine] = self.subject.defaults(machine, self.lengths)
         return self._defaults[machine]
+
+    def given(self, machine: Accelerator) -> frozenset[str]:
+        """The settings that the user gave beside the configs, which searches leave as they are."""
+        return given(self.subject.load(base=self.defaults(machine)))
 
     def run(self, case: Case) -> Planned:
         """The run of a case.
