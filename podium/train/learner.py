@@ -25,7 +25,7 @@ class DivergedError(ValueError):
 
 
 class Learner(NamedTuple):
-    """A model that scores tokens with the rewards to come, and learns them."""
+    """A model beside the policy that scores tokens with the rewards to come, and learns them."""
 
     role: Role
     score: CompiledScore

@@ -124,7 +124,7 @@ def open_run(
 
 
 def open_policy(config: Config, recipe: Recipe | None, around: Surroundings) -> tuple[Model, RunSpec]:
-    """Prepare the model that is trained, and resolve the run for this machine; nothing else reads the config.
+    """Prepare the model that is trained, and resolve the run for this machine.
 
     `recipe` is that of the config, if it was checked already.
     """

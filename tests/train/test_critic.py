@@ -240,8 +240,8 @@ def whole(run_of) -> Path:
     return run_of(**CHANGES, steps=4)
 
 
-def test_a_run_of_ppo_resumes_bit_for_bit_with_its_critic_and_its_moving_reference(run_of, whole):
-    """The critic's losses after the checkpoint are those of the undisturbed run, so its weights and moments are."""
+def test_a_run_of_ppo_resumes_bit_for_bit_with_its_critic(run_of, whole):
+    """Losses of critic and policy after the checkpoint show their weights and moments, and the reference's."""
     stopped = run_of(**CHANGES, steps=2)
     assert train(config_of(stopped, steps=4), plain=True) == 0
     assert_same_run(stopped, whole)
