@@ -415,8 +415,8 @@ class TrainConfig(Section):
     of tokens at a time; fused: Pallas kernels on TPU compute no logits in the forward pass, and only their gradient in
     the backward pass. auto: fused on TPU unless tp splits the vocabulary, else chunked; the run prints its choice."""
     head_chunk_tokens: Positive = 1024
-    """Tokens per chunk of float32 logits on each device, forward and backward; a fused head uses chunks of the same
-    memory for the logits' gradient."""
+    """Tokens per chunk of float32 logits on each device, forward and backward; a fused head uses chunks that take as
+    much memory for the logits' gradient."""
     replay_routing: bool = True  # verl: router_replay.mode
     """Send each token to the experts that the sampler sent it to, in a mixture of experts; prompts, whose experts are
     not recorded, to those that the router chooses now. false: choose for all tokens, by numbers that rounding has
