@@ -174,7 +174,8 @@ class RolloutConfig(Section):
     prefill_rows: Positive = 8
     """Prompts prefilled per call, over all devices."""
     page_tokens: Positive = 64  # vLLM: block_size
-    """Tokens per page of the KV cache. Completions share the full pages of their prompt and copy the partial one."""
+    """Tokens per page of the KV cache. Completions share the full pages of their prompt and copy the partial one. A
+    GPU's kernel reads pages of 16, 32, 64 or more tokens, a power of two; XLA reads other pages, which is slower."""
     cache_tokens: Positive | None = None  # Tunix: kv_cache_size
     """Tokens of the KV cache, over all devices. Unset: enough for all slots and the prompts of one prefill call. With
     fewer, a sequence that finds no free page releases its own, waits, and is prefilled again."""
