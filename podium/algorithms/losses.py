@@ -503,9 +503,9 @@ def policy_loss(
         loss = loss + (recipe.kl_coef if kl_coef is None else kl_coef) * kl
     for path, weight in recipe.loss_parts.items():
         if path != LIKELIHOOD:
-            part = _imported_loss(path)(tokens)
-            loss = loss + weight * part.values
-            stats |= {**part.stats, f"loss_part/{path.rpartition(':')[2]}": part.values}
+            part = _imported_loss(path)(tokens).values
+            loss = loss + weight * part
+            stats[f"loss_part/{path.rpartition(':')[2]}"] = part
     return loss, jax.tree.map(stop_gradient, stats)
 
 

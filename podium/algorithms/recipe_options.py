@@ -245,7 +245,7 @@ def _pair_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int, pr
 
 def _part_conflicts(config: AlgorithmConfig, recipe: Recipe, prompts_per_step: int) -> _Conflicts:
     """Parts of the loss that cannot be mixed with the recipe or with each other."""
-    names: list[str | None] = []
+    yield from _repeated_parts(config)
     for index, part in enumerate(config.loss_parts):
         key = f"loss_parts.{index}"
         if (part.recipe is None) == (part.loss is None):
@@ -263,13 +263,21 @@ def _part_conflicts(config: AlgorithmConfig, recipe: Recipe, prompts_per_step: i
         elif (part.prompts_per_step or prompts_per_step) % recipe.minibatches:
             rule = f"{part.prompts_per_step} must be a multiple of minibatches {recipe.minibatches}"
             yield f"{key}.prompts_per_step", f"{rule}, each of which imitates an equal share"
-        if (name := part.recipe or part.loss) in names:
-            way_out = "mix the data by the weights of its tasks" if part.loss is None else "add up their weights"
-            yield key, f"{name} is a part of the loss twice; {way_out}, in one part"
-        names.append(name)
-    if LIKELIHOOD in recipe.loss_parts and "sft" not in names:
+    if LIKELIHOOD in recipe.loss_parts and all(part.recipe != "sft" for part in config.loss_parts):
         rule = f"recipe {config.recipe} imitates demonstrations, and nothing says which"
         yield "loss_parts", f"{rule}; add a part, {{recipe: sft, tasks: [...]}}"
+
+
+def _repeated_parts(config: AlgorithmConfig) -> _Conflicts:
+    """Parts that an earlier part is, or has the name of."""
+    names = [part.recipe or part.loss or "" for part in config.loss_parts]
+    for index, (part, name) in enumerate(zip(config.loss_parts, names, strict=True)):
+        if name in names[:index]:
+            way_out = "mix the data by the weights of its tasks" if part.loss is None else "add up their weights"
+            yield f"loss_parts.{index}", f"{name} is a part of the loss twice; {way_out}, in one part"
+        elif name.rpartition(":")[2] in [other.rpartition(":")[2] for other in names[:index]]:
+            rule = f"an earlier part has a function of this name too, and metrics have the name alone: {name}"
+            yield f"loss_parts.{index}", f"{rule}; give one of the functions another name"
 
 
 def _own_part_conflicts(part: LossPartConfig) -> _Conflicts:
@@ -280,9 +288,14 @@ def _own_part_conflicts(part: LossPartConfig) -> _Conflicts:
         yield "loss", f"{rule}: set algorithm.loss, or package.module:name here"
     else:
         try:
-            imported(part.loss, what="a loss")
+            given = inspect.signature(imported(part.loss, what="a loss")).parameters.values()
         except ValueError as error:
             yield "loss", str(error)
+            return
+        for each in given:
+            if each.kind is each.KEYWORD_ONLY and each.default is each.empty:
+                rule = f"{part.loss} asks for {each.name}, and loss_options are those of the recipe's own loss"
+                yield "loss", f"{rule}; give the parameter a default"
     for option, is_set in (("prompts_per_step", part.prompts_per_step is not None), ("tasks", bool(part.tasks))):
         if is_set:
             yield option, "a loss of your own is of the tokens that the recipe trains on; leave it out"

@@ -81,8 +81,9 @@ class Lost(NamedTuple):
     why: str
 
 
-Received = Answer | Lost | None
-"""What a worker passes on: the answer to a request, its own end, or None when it responds to a ping."""
+Received = Progress | Answer | Lost | None
+"""What a worker passes on: the beginning of a request, its answer, the worker's own end, or None when the process is
+ready for requests and when it responds to a ping."""
 
 
 class UnsendableError(ValueError):
@@ -259,6 +260,7 @@ class Worker:
     def _receive(self, sent: "_Begun | Answer | None") -> None:
         if isinstance(sent, _Begun):
             self.begun[sent.number] = Progress(time.monotonic(), sent.limit_s)
+            self._take(self.begun[sent.number])
             return
         if isinstance(sent, Answer):
             self.begun.pop(sent.number, None)
@@ -386,8 +388,8 @@ class WorkerPool:
             else:
                 if isinstance(received, Answer):
                     return received
-                if received is None:
-                    ready = time.monotonic()
+                if not isinstance(received, Lost):
+                    ready = ready if received else time.monotonic()
                     continue
                 why, begun = received.why, worker.begun.get(number)
             worker.stop()

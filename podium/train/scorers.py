@@ -1,7 +1,8 @@
 """Models that score a batch's tokens before its first update; each has a name, weights and a program.
 
-Scores are stored in `Batch.scores` by that name; advantages and loss may read them. The policy before the update is one
-scorer (`old_logprobs`, and `entropy`); the others are models in a role of the run (`podium.run.roles`), or of a user.
+Scores are stored in `Batch.scores` by that name. Advantages may read all of them, a loss those that its recipe `needs`.
+The policy before the update is one scorer (`old_logprobs`, and `entropy`); the others are models in a role of the run
+(`podium.run.roles`), or of a user.
 """
 
 import dataclasses

@@ -42,6 +42,11 @@ def test_a_third_kind_of_worker_takes_at_most_40_lines():
     assert Path(expression_worker.__file__).read_text().count("\n") <= 40
 
 
+def test_a_limit_is_kept_however_long_a_process_may_take_to_begin(pool, monkeypatch):
+    monkeypatch.setattr(workers, "BEGIN_LIMIT_S", 1e6)
+    assert pool.answers(["hold"]) == [Lost("it took longer than 2 s")]
+
+
 @pytest.mark.parametrize("act", ["exit", "hold", "stop"])
 def test_a_request_that_hangs_stops_or_ends_its_process_is_lost_alone(pool, act):
     (pid,) = pids(pool)

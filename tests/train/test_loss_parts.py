@@ -271,6 +271,22 @@ def test_parts_that_cannot_be_mixed_are_named(main: str, part: dict[str, Any], k
     assert f"algorithm.loss_parts.{key}: " in str(error.value) and message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (["first:cost", "second:cost"], r"loss_parts\.1: an earlier part has a function of this name too.*second:cost"),
+        (["first:strict"], r"loss_parts\.0\.loss: first:strict asks for floor.*give the parameter a default"),
+    ],
+)
+def test_functions_that_share_a_name_or_need_an_option_are_named_before_a_run(parts, message, tmp_path, monkeypatch):
+    for module in ("first", "second"):
+        (tmp_path / f"{module}.py").write_text("def cost(tokens): ...\ndef strict(tokens, *, floor): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = ", ".join(f"{{loss: '{path}'}}" for path in parts)
+    with pytest.raises(ConfigError, match=message):
+        load_settings([], ["model=a/b", "tasks=[{name: arithmetic}]", f"algorithm={{loss_parts: [{text}]}}"], {})
+
+
 def test_a_part_that_stands_twice_and_shares_that_are_uneven_are_named() -> None:
     given = ["model=a/b", "tasks=[{name: arithmetic}]"]
     with pytest.raises(

@@ -25,7 +25,15 @@ from podium.config.data import FilterConfig, ProgressConfig, RetireConfig
 from podium.config.judge import JudgeConfig
 from podium.config.reference import ReferenceConfig
 from podium.config.reward_model import RewardModelConfig
-from podium.config.schema import AlgorithmConfig, Config, EnvironmentsConfig, LimitsConfig, Section
+from podium.config.schema import (
+    AlgorithmConfig,
+    Config,
+    DemonstrationsConfig,
+    EnvironmentsConfig,
+    LimitsConfig,
+    LossPartConfig,
+    Section,
+)
 from podium.train.loop import train
 
 Setting = tuple[str, str]
@@ -179,6 +187,9 @@ def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, 
         (section.__name__, name)
         for section in (FilterConfig, RetireConfig, ProgressConfig)
         for name in section.model_fields
+    }
+    by_effect |= {  # tests/train/test_loss_parts.py
+        (section.__name__, name) for section in (LossPartConfig, DemonstrationsConfig) for name in section.model_fields
     }
     by_effect |= {  # of conversations: tests/train/test_episodes.py
         (section.__name__, name) for section in (LimitsConfig, EnvironmentsConfig) for name in section.model_fields

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from podium.config.schema import TaskConfig
 from podium.tasks.conversations.conversing import Answered, Asked, Close, Host
-from podium.tasks.workers import Answer, Lost, Received, UnsendableError, Worker, not_started
+from podium.tasks.workers import Answer, Lost, Progress, Received, UnsendableError, Worker, not_started
 
 MOST_ENDS = 3
 """Maximum number of consecutive processes that end without a call in progress and without having completed a
@@ -129,6 +129,8 @@ class Process:
             self._events.put(Event(self, Answered(asked.number, "failed", why)))
 
     def _take(self, received: Received) -> None:
+        if isinstance(received, Progress):
+            return
         if isinstance(received, Lost):
             self._ended(self, received.why)
         elif isinstance(received, Answer) and received.problem:
