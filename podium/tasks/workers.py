@@ -17,6 +17,9 @@ The setup, requests and values are pickled. The result of a request is an `Answe
 for it, or with the traceback of the exception that it raised. If the request exceeds its time limit or ends its
 process, the result is a `Lost`: the process is killed and replaced, and all other requests are answered.
 
+The module may be the one that makes the pool (`__name__`) if importing it is quick. An idle process has up to 5 s to
+begin with a request.
+
 A `Worker` is a single process that may answer several requests at the same time, and whose owner enforces the time
 limits. Conversations use it, because each of them lives in one process (`podium.tasks.conversations`).
 """
