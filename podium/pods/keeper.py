@@ -14,7 +14,7 @@ from pathlib import Path
 
 from podium.pods.gcloud import GcloudError
 from podium.pods.host.jobs import last_line
-from podium.pods.inventory import OWNER, RUN, ApiObject, Slice, State, label_text, machine_name
+from podium.pods.inventory import OWNER, RUN, ApiObject, Slice, State, machine_name
 from podium.pods.launch import RunSpec, prepare, start
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import Project
@@ -150,7 +150,7 @@ def _rented(project: Project, name: str, zone: str, rent: Rent) -> Slice:
     if found is None:
         project.say(f"{zone}: renting {machine_name(name)}, an e2-micro")
         project.note("if it is not there; the owner is that of gcloud's account:")
-        labels = {OWNER: owner, RUN: label_text(name)}
+        labels = {OWNER: owner, RUN: name}
         gcloud.checked(gcloud.argv.create_vm(machine_name(name), zone, labels, rent.service_account))
         found = _found(project, name)
     if found is None:
@@ -168,7 +168,7 @@ def _found(project: Project, name: str) -> Slice | None:
 
 def _as_slice(instance: ApiObject) -> Slice:
     status = instance.get("status", "?")
-    created = instance.get("creationTimestamp")
+    created = datetime.datetime.fromisoformat(text) if (text := instance.get("creationTimestamp")) else None
     interfaces = instance.get("networkInterfaces") or [{}]
     metadata = {each["key"]: each.get("value", "") for each in instance.get("metadata", {}).get("items", [])}
     if END in metadata:
@@ -186,7 +186,8 @@ def _as_slice(instance: ApiObject) -> Slice:
         node=True,
         addresses=(interfaces[0].get("networkIP", ""),),
         labels=instance.get("labels", {}),
-        created=datetime.datetime.fromisoformat(created) if created else None,
+        created=created,
+        requested=created,
     )
 
 

@@ -37,7 +37,7 @@ class Rent:
         str | None,
         Option(
             metavar="TIME",
-            help="`podium pod reap` deletes it after this time, such as 12h, unless a run on it is followed; "
+            help="`podium pod reap` deletes it when nothing has run on it for this time, such as 12h; "
             "unset: 24h, or as before.",
         ),
     ] = None

@@ -7,7 +7,7 @@ from podium.pods.inventory import OWNER
 from tests.pods.soak import CERTIFICATE, DISK, LOGIN, Command, Deletion, Soak, label_of, story
 from tests.pods.soak_machines import STEPS
 
-TAKEN = ("was started there", "was rented", "is busy with job", "was deleted, but not by this command")
+TAKEN = ("was rented for the run", "is busy with job")
 """What is said by a command whose slice another run has or had."""
 WORDS = "podium pod down demo"
 """What is said by a command that leaves something rented."""
@@ -99,7 +99,8 @@ def _excuse(soak: Soak, command: Command) -> str | None:
         return "down"
     if any(text in (DISK, CERTIFICATE) and since <= ended for since, _, text in command.bad):
         return "this laptop's own fault"
-    if any(text == LOGIN and until - since > 1800 and since <= ended for since, until, text in command.bad):
+    out = [(since, until) for since, until, text in command.bad if text == LOGIN and since <= ended]
+    if out and max(until for _, until in out) - min(since for since, _ in out) > 1800:
         return "nobody logged in"
     others = [each for each in soak.commands if each.run and each.run != command.run and each.began <= ended]
     last = " ".join(line for _, line in command.said[-4:])

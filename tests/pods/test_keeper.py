@@ -72,7 +72,7 @@ def test_a_machine_rents_follows_replaces_and_leaves_nothing(world, pod):
     assert out == f"{MACHINE} in {ZONES[0]} keeps job alive on demo; this machine is no longer needed\n"
     wait_for(lambda: len(world.metrics()) == 3, world)
     listed = json.loads(pod("ls", "--json")[1])
-    assert [each["name"] for each in listed] == ["demo", MACHINE], "they are its owner's, not the machine's own"
+    assert [each["title"] for each in listed] == ["demo", MACHINE], "they are its owner's, not the machine's own"
     again = pod(*keep(world))
     assert again[0] == 0
     assert "is already running" in again[2]
@@ -155,7 +155,7 @@ def test_ls_and_down_work_for_who_may_not_see_machines(make_world, pod, case):
     assert pod("up", "demo", "--type", "v6e-8", "--zone", ZONES[0])[0] == 0
     world.gcloud.vms_refused = REFUSALS[case]
     status, out, err = pod("ls")
-    assert (status, out.splitlines()[1].split()[0]) == (0, "demo")
+    assert (status, out.splitlines()[1].startswith("demo-")) == (0, True)
     assert ("whether machines keep runs alive cannot be seen" in err) == (case == "no permission")
     status, _, err = pod("down", "demo")
     assert (status, world.fake.everything()) == (0, [])

@@ -53,7 +53,7 @@ def test_a_dry_run_says_what_a_command_depends_on(make_world, pod):
     out = pod("up", "x", "--type", "v6e-16", "--zone", ZONES[1], "--zone", ZONES[2], "--dry-run")[1]
     comments = [line for line in out.splitlines() if line.startswith("# ")]
     assert "# until it is ready:" in comments
-    creates = [line for line in out.splitlines() if " create x " in line]
+    creates = [line for line in out.splitlines() if " create x-WORD " in line]
     assert [f"--zone={zone}" in line for zone, line in zip(ZONES[1:], creates, strict=True)] == [True, True]
     assert "--zone=ZONE" in pod("down", "x", "--dry-run")[1]
     assert "CANARY" not in pod("stop", "--dry-run")[1]
