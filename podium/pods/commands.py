@@ -260,7 +260,7 @@ def _idle_s(project: Project, tpu_slice: Slice) -> float | None:
     A slice without machines costs nothing. A command that keeps its run alive may be replacing it, and this machine's
     clock may be wrong, so a day is taken off.
     """
-    if tpu_slice.created is None or tpu_slice.state == "waiting":
+    if tpu_slice.created is None or tpu_slice.state in ("waiting", "creating", "deleting"):
         return None
     created = tpu_slice.created.timestamp()
     if tpu_slice.state != "ready":

@@ -99,6 +99,9 @@ def decide(seen: Observation, counts: Counts, policy: Policy) -> Decision:
                 f"the slice has been {seen.slice.detail} for {seen.waited_s / 60:.0f} minutes", counts, policy
             )
         return Decision(act="wait", why=f"the slice is {seen.slice.detail}")
+    if seen.stopped_before and not seen.job.unheard:
+        why = "the run was stopped there before this command"
+        return Decision(act="stop" if seen.job.running else "replace", why=why)
     return _about_job(seen, seen.job, counts, policy)
 
 

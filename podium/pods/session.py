@@ -26,6 +26,8 @@ class Observation:
     """None: the machines cannot be reached."""
     over: int | None = None
     """The exit status with which another command has ended or stopped the run since this session began."""
+    stopped_before: bool = False
+    """Whether the run was stopped there before this session began: other sessions may be about to delete the slice."""
     renting: bool = False
     """Whether this session has no slice yet, or has given up the last one."""
     wanted: bool = False
@@ -75,7 +77,9 @@ class Session:
             over = self._endings.status()
             renting = self.slice is None
             return Observation(slice=None, job=None, over=over, renting=renting, wanted=self._endings.known)
-        seen = Observation(slice=now, job=None, over=self._over(now))
+        over = self._over(now)
+        before = over is None and now.run is not None and now.mark.startswith(STOP)
+        seen = Observation(slice=now, job=None, over=over, stopped_before=before)
         if now.state != "ready" or (now.doomed and seen.over is None):
             return seen
         none = JobStatus(workers=[NO_JOB] * len(now.addresses))
@@ -110,7 +114,8 @@ class Session:
         if now is None or (first is not None and first.name != now.name):
             self.slice = first
             return
-        if now.doomed or self._over(now) is not None or self._endings.status() is not None:
+        stopped = now.run is not None and now.mark.startswith(STOP)
+        if now.doomed or stopped or self._over(now) is not None or self._endings.status() is not None:
             return
         if needed:
             start(project.remote(now), self._spec, job, say=project.say)

@@ -36,6 +36,7 @@ from tests.pods.soak_machines import STEP_S, STEPS, WORKERS, Fleet
 from tests.pods.timeline import Laptop, Timeline
 
 ZONES = ("us-a", "us-b", "eu-c")
+DEAD = ("SUSPENDED", "FAILED", "PREEMPTED")
 HOUR_S = 3600.0
 HOURS_S = STEPS * STEP_S
 """How long a run takes that nothing happens to."""
@@ -79,6 +80,8 @@ class Deletion:
     healthy: str | None
     """The run that was going on there."""
     ready: bool
+    dead: bool
+    """Whether its machines were taken away, or will never come."""
     lease_left_s: float | None
     """Until the end of its lease, by the true time; None: it has no machines."""
 
@@ -246,6 +249,11 @@ class Soak:
         full = f"{parent}/{kind}/{name}"
         if method == "DELETE" and full in (*self.fake.nodes, *self.fake.queued):
             self.deletions.append(self._deletion(full))
+            nodes = [each for key, each in self.fake.nodes.items() if full in (key, each.get("queuedResource"))]
+            reply = route(method, *arguments, **more)
+            for node in nodes:
+                self.fleet.of(node).lose()
+            return reply
         return route(method, *arguments, **more)
 
     def _deletion(self, full: str) -> Deletion:
@@ -267,6 +275,7 @@ class Soak:
             run=labels.get(RUN),
             healthy=self.fleet.of(node).healthy() if node is not None and ready else None,
             ready=ready,
+            dead=(queued["state"]["state"] if queued else str((node or {}).get("state"))) in DEAD,
             lease_left_s=left_s,
         )
 
