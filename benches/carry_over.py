@@ -35,10 +35,11 @@ from podium.models.params import ROLLOUT_AXES, param_specs
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Completion, Request, SamplingParams
+from podium.run.resolve import resolve_recipe, resolve_rollout
 from podium.sampling.conversations.carry import chosen
 from podium.sampling.sampler import Sampler
 from podium.sharding import Params, ShardingRules, init_params, make_mesh
-from podium.train.setup import load_weights, make_model, rollout_spec
+from podium.train.setup import load_weights, make_model
 
 BARS = {"speed": 1.3, "lengths": 0.01}
 N, G, IN_FLIGHT, MAX_STALENESS = 16, 4, 1.5, 2
@@ -144,7 +145,8 @@ def trained(model: Path, steps: int, **settings: Any) -> dict[tuple[int, tuple[i
         }
     )
     made, found = make_model(config), {}
-    with contextlib.closing(Sampler(rollout_spec(config, made), made.decoder, made.tokenizer, made.mesh)) as rollouts:
+    spec = resolve_rollout(config, resolve_recipe(config), made.decoder, made.machine)
+    with contextlib.closing(Sampler(spec, made.decoder, made.tokenizer, made.mesh)) as rollouts:
         weights = load_weights(made, None)
         for step in range(steps):
             rollouts.load(weights, version=step)

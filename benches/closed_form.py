@@ -29,18 +29,19 @@ from typing import Any
 from benches.record import MEASUREMENTS, ROOT, arguments, record, write_section
 from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config
-from podium.models.families.presets import PRESETS, find_decoder
+from podium.models.presets import PRESETS
 from podium.plan.calibration import load_chip
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.compiled.compile_worker import CompiledPhase
 from podium.plan.planned_device import Device
 from podium.plan.planner import is_compiled, make_jobs
-from podium.plan.request.phase_sizes import Planned, RunSizes, make_sizes
+from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.request.step_calls import Call, packed_run, step_calls
 from podium.plan.request.workload import simulate_rollout
 from podium.plan.result import Seconds, judge, total
 from podium.plan.traced.estimate import PhaseEstimate, estimate
 from podium.run.divisible import check_divisible
+from podium.run.roles import find_decoder
 from podium.settings import load_settings
 
 COUNT = 40
@@ -162,7 +163,7 @@ def _at_limit(source: random.Random, platform: str) -> tuple[dict[str, Any], Con
         base = ROOT / "configs" / "gsm8k.yaml"
         try:
             config = load_settings([base], [f"{key}={value}" for key, value in settings.items()], {}).config
-            run = make_sizes(config, find_decoder(config), accelerator)
+            run = Planned.of(config, accelerator).sizes
             check_divisible(run.spec)
             worst = max(each.total for each in estimates(config, accelerator))
         except ValueError:  # settings that exclude each other, or heads that do not divide over tp
@@ -197,13 +198,13 @@ def draws(count: int) -> Iterator[tuple[dict[str, Any], Config, Accelerator]]:
 
 def estimates(config: Config, accelerator: Accelerator) -> list[PhaseEstimate]:
     """Every phase of a run by the closed form."""
-    return estimate(make_sizes(config, find_decoder(config), accelerator))
+    return estimate(Planned.of(config, accelerator).sizes)
 
 
 def ask(settings: Mapping[str, Any], config: Config, accelerator: Accelerator) -> dict[str, Any]:
     """One configuration: bytes and seconds by the closed form and by the compiler."""
     decoder = find_decoder(config)
-    run = make_sizes(config, decoder, accelerator)
+    run = Planned.of(config, accelerator, decoder).sizes
     drawn = run.draw_lengths(lengths := "gsm8k" if run.rollout.max_new_tokens <= SHORT else f"fixed:{SHORT}")
     workload = simulate_rollout(drawn, run.rollout, shards=run.rollout_shards, overlap=True)
     run, micro_batches = packed_run(run, drawn)

@@ -14,10 +14,10 @@ from typing import Any
 from benches.record import arguments, record
 from podium.accelerators import Accelerator
 from podium.config.schema import Config
-from podium.models.families.presets import find_architecture
+from podium.models.presets import find_architecture
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.planner import make_jobs
-from podium.plan.request.phase_sizes import Planned, make_sizes
+from podium.plan.request.phase_sizes import Planned
 from podium.plan.traced.estimate import estimate
 
 BAR_GB = 9.0
@@ -52,7 +52,7 @@ def measured(rows: int) -> dict[str, Any]:
     jobs = make_jobs(Planned.of(config, CPU, decoder), dict.fromkeys(PROGRAMS, 1.0))
     with tempfile.TemporaryDirectory() as folder:
         compiled = compile_phases(jobs, folder=Path(folder), at_once=1)
-    forms = {form.name: form.total for form in estimate(make_sizes(config, decoder, CPU))}
+    forms = {form.name: form.total for form in estimate(Planned.of(config, CPU, decoder).sizes)}
     programs = {
         name: {
             "compiled_gb": round(each.device_bytes / GB, 2),

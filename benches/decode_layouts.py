@@ -20,15 +20,16 @@ from podium.config.schema import Config
 from podium.config.sizes import steps_at_once
 from podium.hlo.cost import Roofline, roofline
 from podium.models.architecture import DecoderConfig
-from podium.models.families.presets import PRESETS, find_decoder
 from podium.models.layouts import DecodeFloor, machine_of
+from podium.models.presets import PRESETS
 from podium.plan.calibration import calibrated, load_chip
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.compiled.compile_worker import CompiledPhase
 from podium.plan.planner import make_jobs
-from podium.plan.request.phase_sizes import Planned, make_sizes
+from podium.plan.request.phase_sizes import Planned
 from podium.run.machine import Machine
 from podium.run.resolve import resolve_layout
+from podium.run.roles import find_decoder
 from podium.settings import load_settings
 
 TPU, POSITIONS = "v6e-8", 512
@@ -64,7 +65,7 @@ def compile_decode(
     config: Config, decoder: DecoderConfig, accelerator: Accelerator, tokens: int = POSITIONS
 ) -> CompiledPhase:
     """Compile the decode program of a run, in which each sequence attends to `tokens` positions."""
-    run = make_sizes(config, decoder, accelerator)
+    run = Planned.of(config, accelerator, decoder).sizes
     name = f"decode:{config.rollout.slots}"
     programs = {name: run.in_blocks(tokens) / run.block}
     return compile_phases(make_jobs(Planned.of(config, accelerator, decoder), programs), progress=show_progress)[name]
@@ -82,7 +83,7 @@ def measure(
     config, chip = run_config(model, rows, layout, weights), load_chip(accelerator.generation)
     decoder = find_decoder(config)
     compiled = compile_decode(config, decoder, accelerator, tokens)
-    at_once = steps_at_once(config.rollout.refill_steps, make_sizes(config, decoder, accelerator).rollout_shards)
+    at_once = steps_at_once(config.rollout.refill_steps, Planned.of(config, accelerator, decoder).sizes.rollout_shards)
     few, many = compiled.cost(1), compiled.cost(1 + STEPS / at_once)
     once, again = (roofline(cost, chip.peaks, links=accelerator.ici_links).parts for cost in (few, many))
     parts = {part: (again[part] - once[part]) / STEPS for part in once}

@@ -20,13 +20,11 @@ from typing import Any
 from benches.record import ROOT, arguments, children_cpu_s, record, recorded, write_section
 from podium.accelerators import GIB, find_accelerator
 from podium.plan.compiled.compile import cache_folder
-from podium.plan.planner import make_plan
-from podium.plan.request.phase_sizes import Planned
-from podium.plan.result import Peak, Plan
+from podium.plan.request.candidate import Case
+from podium.plan.request.plan_subject import Subject
+from podium.plan.result import Peak
 from podium.plan.search.fit import Fit
-from podium.plan.search.memory_probe import Prober
-from podium.plan.search.study import Case, Study
-from podium.settings import load_settings
+from podium.plan.search.study import Study
 
 NAME = "fit-planned"
 NONE = ("train.remat=none", "train.rows_per_device=16")
@@ -83,39 +81,36 @@ def given(name: str) -> list[str]:
     return [f"model={model}", "tasks=[{name: gsm8k}]", "prompts_per_step=16", *settings]
 
 
+class Counted(Study):
+    """A study that keeps the programs that were compiled by themselves."""
+
+    probed: tuple[str, ...] = ()
+
+    def peaks(self, asked: Sequence[tuple[Case, Sequence[str]]]) -> list[Peak]:
+        """The peak memory of each case in its phases."""
+        self.probed += tuple(name for case, phases in asked for name in self.programs(case, phases))
+        return super().peaks(asked)
+
+
 def measure(name: str) -> dict[str, Any]:
     """One line of the table."""
     _, machine, lengths, _ = CASES[name]
     settings, accelerator = given(name), find_accelerator(machine)
-    probed: list[str] = []
-
-    def run_of(case: Case) -> Planned:
-        config = load_settings([], [*settings, *(each.override for each in case.changes)], {}).config
-        return Planned.of(config, accelerator)
-
-    def planned(case: Case, *, fast: bool) -> Plan:
-        return make_plan(run_of(case), fast=fast, lengths=lengths, largest=not fast)
-
-    def probe(case: Case, phases: Sequence[str]) -> Sequence[Peak]:
-        prober, run = Prober(lengths, fast=False), run_of(case)
-        probed.extend(prober.programs(run, phases))
-        return prober.each(run, phases)
-
+    study = Counted(Subject(settings=settings), lengths=lengths)
     began, cpu = time.monotonic(), cpu_s()
-    fit = Fit(study=Study(planned), now=Case(accelerator), planned=run_of, lengths=lengths, fixed=(), probe=probe)
-    found = fit.find(all_others=False)
+    found = Fit(study=study, now=Case(accelerator), fixed=()).find(all_others=False)
     best = found.best
     spent = {"seconds": time.monotonic() - began, "cpu_s": cpu_s() - cpu}
     before = {"verdict": found.before.verdict, "phase": found.before.worst.name, "gib": found.before.worst.bytes / GIB}
     compiled = len(list((cache_folder() / "programs").glob("*.json")))
     row: dict[str, Any] = {"given": settings, "before": before, "lengths": lengths, "compiled_programs": compiled}
-    row["of_the_search"] = probed
+    row["of_the_search"] = list(study.probed)
     row |= spent
     tried = [each._asdict() | {"changes": [str(change) for change in each.changes]} for each in found.tried]
     row |= {"estimated": found.estimated, "tried": tried, "settings": None}
     if best is None:
         return row
-    estimate = planned(best.case, fast=True)
+    estimate = study.plan(best.case, fast=True)
     assert best.plan.step is not None and estimate.step is not None
     return row | {
         "settings": [str(change) for change in best.case.changes],

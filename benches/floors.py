@@ -17,16 +17,17 @@ from pathlib import Path
 
 from benches.record import MEASUREMENTS, RESULTS, ROOT, arguments, record, recorded, show_progress, write_section
 from podium.accelerators import find_accelerator
-from podium.models.families.presets import PRESETS, find_decoder
+from podium.models.presets import PRESETS
 from podium.plan.calibration import load_chip
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.planned_device import Device
 from podium.plan.planner import make_jobs
-from podium.plan.request.phase_sizes import Planned, make_sizes
+from podium.plan.request.phase_sizes import Planned
 from podium.plan.request.step_calls import Call, packed_run, step_calls
 from podium.plan.request.topology import check_compiler, compiler_versions
 from podium.plan.request.workload import simulate_rollout
 from podium.plan.result import Phase
+from podium.run.roles import find_decoder
 from podium.settings import load_settings
 
 MACHINES = (
@@ -63,7 +64,7 @@ def phases(model: str, machine: str) -> Iterator[Phase]:
     base = ROOT / "configs" / "gsm8k.yaml"
     config = load_settings([base], [f"{key}={value}" for key, value in settings.items()], {}).config
     decoder = find_decoder(config)
-    run = make_sizes(config, decoder, accelerator)
+    run = Planned.of(config, accelerator, decoder).sizes
     drawn = run.draw_lengths("gsm8k")
     workload = simulate_rollout(drawn, run.rollout, shards=run.rollout_shards, overlap=True)
     run, micro_batches = packed_run(run, drawn)

@@ -21,7 +21,7 @@ from typing import Any
 from benches.plan_accuracy import MEASURED, config_of, measured_step
 from benches.record import ROOT, arguments, record
 from podium.accelerators import GIB, Accelerator, recognise
-from podium.models.families.presets import find_architecture
+from podium.models.presets import find_architecture
 from podium.observe.run_dir import LENGTHS
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.planner import make_jobs, make_plan

@@ -34,12 +34,12 @@ from benches.record import ROOT, arguments, record, recorded, train_command, wit
 from podium.accelerators import find_accelerator
 from podium.config.lora import MATRICES
 from podium.config.rollout_weights import RolloutWeights
-from podium.models.families.presets import find_decoder
 from podium.models.params import LAYERS, rollout_dtype, rollout_specs
 from podium.observe.metrics import GAP_METRIC, REWARD
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.planner import make_jobs
 from podium.plan.request.phase_sizes import Planned
+from podium.run.roles import find_decoder
 
 FORMATS: Sequence[RolloutWeights] = get_args(RolloutWeights)
 ROUNDED = FORMATS[1:]

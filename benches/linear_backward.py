@@ -39,9 +39,8 @@ def main() -> None:
     tokens = jnp.ones((ROWS, TOKENS), jnp.int32)
 
     def loss(params):
-        hidden, _, _ = decoder.forward(
-            params, tokens, tokens, lambda kv, _, q, k, v: (kv, q), config=SMOLLM2, rules=rules, dtype=jnp.float32
-        )
+        settings = decoder.PassSettings(config=SMOLLM2, rules=rules, dtype=jnp.dtype(jnp.float32))
+        hidden, _, _ = decoder.forward(params, tokens, tokens, lambda kv, _, q, k, v: (kv, q), settings=settings)
         return jnp.sum(hidden)
 
     ours = jax.jit(jax.grad(loss)).lower(params).compile()

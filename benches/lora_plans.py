@@ -13,15 +13,13 @@ from typing import Any
 from benches.record import arguments, record, recorded
 from podium.accelerators import GIB, find_accelerator
 from podium.config.document import dump_value
-from podium.models.families.presets import find_decoder
 from podium.plan.compiled.compile import compile_jobs
-from podium.plan.planner import make_jobs, make_plan
-from podium.plan.request.defaults import with_defaults
-from podium.plan.request.phase_sizes import Planned, make_sizes
+from podium.plan.planner import make_jobs
+from podium.plan.request.candidate import Case
+from podium.plan.request.plan_subject import Subject
 from podium.plan.result import judge
-from podium.plan.search.memory_probe import Prober
+from podium.plan.search.study import Study
 from podium.plan.traced.estimate import estimate
-from podium.settings import load_settings
 
 CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     # name: model, machine, settings
@@ -52,21 +50,14 @@ def planned(name: str) -> dict[str, Any]:
     model, machine, settings = CASES[name]
     accelerator = find_accelerator(machine)
 
-    def load(more: Any = (), base: Any = ()) -> Any:
-        return load_settings([], [*base, *settings, *more], {})
-
-    full = lambda more=(), base=(): load_settings([], [*base, *more], {})  # noqa: E731
-    chosen, defaults = with_defaults(load, model, accelerator)
-    config = chosen().config
-    prober = Prober("gsm8k", fast=False)
-    names = prober.programs(Planned.of(config, accelerator), PHASES)
-    compiled = compile_jobs(make_jobs(Planned.of(config, accelerator), names))
+    study, case = Study(Subject(model=model, settings=settings)), Case(accelerator)
+    run, defaults = study.run(case), study.defaults(accelerator)
+    names = study.programs(case, PHASES)
+    compiled = compile_jobs(make_jobs(run, names))
     code = sum(each.memory.code for each in compiled)
-    estimated = {each.name: each for each in estimate(make_sizes(config, find_decoder(config), accelerator))}
-    plan = make_plan(Planned.of(config, accelerator), fast=True)
-    worst_full = make_plan(
-        Planned.of(with_defaults(full, model, accelerator)[0]().config, accelerator), fast=True
-    ).worst
+    estimated = {each.name: each for each in estimate(run.sizes)}
+    plan = study.plan(case, fast=True)
+    worst_full = Study(Subject(model=model)).plan(case, fast=True).worst
     assert plan.step is not None
     verdict = judge((each.device_bytes + code for each in compiled), accelerator.hbm_bytes)
     return {

@@ -129,17 +129,11 @@ def main() -> None:
     tokens = jnp.ones((ROWS, TOKENS), jnp.int32)
 
     def gradient(config: DecoderConfig, trained: Params, rest: Params) -> jax.stages.Compiled:
+        settings = decoder.PassSettings(config=config, rules=rules, dtype=jnp.dtype(BF16), wide=True)
+
         def loss(trained: Params, rest: Params) -> jax.Array:
-            hidden, _, _ = decoder.forward(
-                rest | trained,
-                tokens,
-                tokens,
-                lambda kv, _, q, k, v: (kv, q),
-                config=config,
-                rules=rules,
-                dtype=jnp.dtype(BF16),
-                wide=True,
-            )
+            attend = lambda kv, _, q, k, v: (kv, q)  # noqa: E731
+            hidden, _, _ = decoder.forward(rest | trained, tokens, tokens, attend, settings=settings)
             return jnp.sum(hidden**2)
 
         options = compiler_options(jax.default_backend())

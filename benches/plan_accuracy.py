@@ -33,7 +33,7 @@ from podium.accelerators import Accelerator
 from podium.config.schema import Config
 from podium.files import read_lines
 from podium.hlo.cost import Peaks
-from podium.models.families.presets import find_architecture
+from podium.models.presets import find_architecture
 from podium.observe.run_dir import LENGTHS, METRICS
 from podium.plan.calibration import Chip, Factor
 from podium.plan.compiled.compile import compile_phases

@@ -15,15 +15,15 @@ from podium.config.schema import Config
 from podium.config.sizes import steps_at_once
 from podium.hlo.cost import Roofline, roofline
 from podium.hlo.hlo_text import Module, parse
-from podium.models.families.presets import find_decoder
 from podium.models.layouts import DecodeFloor, machine_of
 from podium.plan.calibration import load_chip
 from podium.plan.compiled.compile import cache_folder, compile_jobs
 from podium.plan.compiled.compile_worker import CompiledPhase
 from podium.plan.planner import make_jobs
-from podium.plan.request.phase_sizes import Planned, make_sizes
+from podium.plan.request.phase_sizes import Planned
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
+from podium.run.roles import find_decoder
 
 
 def compiled(
@@ -54,7 +54,7 @@ def decode_step(config: Config, accelerator: Accelerator, tokens: int, *, folder
     between chips, which `floor_with_links_ms` has.
     """
     decoder, rows = find_decoder(config), config.rollout.slots
-    run = make_sizes(config, decoder, accelerator)
+    run = Planned.of(config, accelerator, decoder).sizes
     blocks = run.in_blocks(tokens) / run.block
     found, _ = compiled(config, accelerator, f"decode:{rows}", blocks=blocks, folder=folder)
     at_once = steps_at_once(config.rollout.refill_steps, run.rollout_shards)

@@ -21,9 +21,9 @@ from podium.config.schema import Config
 from podium.hlo.cost import walk
 from podium.hlo.hlo_text import Module
 from podium.models.blocks.delta import CHUNK
-from podium.models.families.presets import find_decoder
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
+from podium.run.roles import find_decoder
 from podium.settings import load_settings
 
 NAME, TOKENS = "recurrent-planned", 4096

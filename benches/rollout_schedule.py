@@ -101,7 +101,8 @@ def attention_bench(repeats: int = 5) -> dict[str, float]:
     q, k = (jnp.ones((slots, 1, heads, decoder.head_dim)) for heads in (decoder.heads, decoder.kv_heads))
 
     def step(cache: Any, starts: Any) -> Any:
-        cache, seen = caches.extend(cache, jnp.int32(0), tables, starts, jnp.ones_like(starts), q, k, k, rules)
+        spans = caches.Spans(tables, starts, jnp.ones_like(starts))
+        cache, seen = caches.extend(cache, jnp.int32(0), spans, caches.Heads(q, k, k), rules)
         return cache, jnp.sum(seen)
 
     run, found = jax.jit(step, donate_argnums=0), {}

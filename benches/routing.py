@@ -30,11 +30,11 @@ from podium.models.attention.mask import Visibility
 from podium.models.attention.packed_attention import row_attention
 from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import At, Block, Stack
-from podium.models.decoder import forward, head_weights
-from podium.models.families.presets import PRESETS
+from podium.models.decoder import PassSettings, forward, head_weights
 from podium.models.layouts import Layout
 from podium.models.logprobs import logits_at
 from podium.models.params import TRAIN_AXES, param_specs
+from podium.models.presets import PRESETS
 from podium.models.recorded_experts import balances, joined_choices, recorded_choices
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
@@ -134,10 +134,7 @@ def make_pass(decoder: DecoderConfig, dtype: str, *, replay: bool):
             rows.positions,
             attend,
             recorded=recorded_choices(rows.choices, rows.segments > 0, decoder),
-            replay=replay,
-            config=decoder,
-            rules=rules,
-            dtype=jnp.dtype(dtype),
+            settings=PassSettings(replay=replay, config=decoder, rules=rules, dtype=jnp.dtype(dtype)),
         )
         logits = logits_at(hidden, head_weights(params, rules, jnp.dtype(dtype)), 1.0).astype(jnp.float32)
         every = jax.nn.log_softmax(logits, axis=-1)

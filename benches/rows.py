@@ -16,11 +16,11 @@ from benches.record import arguments, record
 from podium.accelerators import GIB, find_accelerator
 from podium.config.load import load
 from podium.hlo.cost import roofline
-from podium.models.families.presets import find_architecture
+from podium.models.presets import find_architecture
 from podium.plan.calibration import load_chip
 from podium.plan.compiled.compile import cache_folder, compile_phases
 from podium.plan.compiled.compile_worker import Job
-from podium.plan.request.phase_sizes import make_sizes
+from podium.plan.request.phase_sizes import Planned
 from podium.plan.traced.estimate import update_phase
 
 ONCE = 1  # micro-batch of a call: the closed form's work is of one
@@ -88,7 +88,7 @@ def planned(name: str) -> dict[str, object]:
             programs=cache_folder() / "programs",
         )
         compiled = compile_phases([job], folder=Path(folder))["update"]
-    form = update_phase(make_sizes(config, decoder, accelerator))
+    form = update_phase(Planned.of(config, accelerator, decoder).sizes)
     chip = load_chip(accelerator.generation)
     cost = compiled.cost(ONCE)
     seconds = roofline(cost, chip.peaks, links=chip.links)

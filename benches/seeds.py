@@ -17,11 +17,11 @@ from typing import Any
 from benches.gather import plan as plan_gather
 from benches.record import RESULTS, ROOT, arguments, record, recorded, show_progress
 from podium.accelerators import GIB, find_accelerator
-from podium.models.families.presets import find_architecture
+from podium.models.presets import find_architecture
 from podium.plan.planner import make_plan
 from podium.plan.request.phase_sizes import Planned
 from podium.plan.result import Plan
-from podium.plan.search.compare_plans import difference
+from podium.plan.search.reasons import difference
 from podium.settings import load_settings
 
 CONFIGS = ROOT / "configs" / "seeds"

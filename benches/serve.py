@@ -35,8 +35,8 @@ from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
 from podium.run.answering import Asked
 from podium.serve.app import Server, make_app
+from podium.serve.clients import Clients
 from podium.serve.command import STEPS_SHOWN, model_of
-from podium.serve.engine_thread import EngineThread
 from podium.serve.prepare_requests import Model
 
 BAR = 0.9
@@ -49,10 +49,10 @@ def served(model: Model, engine: RolloutEngine) -> Iterator[int]:
     """Serve in threads of this process; yields the port."""
     import uvicorn
 
-    worker = EngineThread(engine, max_queue=PROMPTS)
+    clients = Clients(engine, max_queue=PROMPTS)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        app = make_app(Server(model, worker), token=None, hosts=LOOPBACK)
+        app = make_app(Server(model, clients), token=None, hosts=LOOPBACK)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
@@ -61,7 +61,7 @@ def served(model: Model, engine: RolloutEngine) -> Iterator[int]:
         yield listening.getsockname()[1]
         server.should_exit = True
         thread.join()
-    worker.close()
+    clients.close()
 
 
 def ask(port: int, prompt: tuple[int, ...], tokens: int, seed: int, *, stream: bool) -> int:

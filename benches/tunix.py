@@ -30,8 +30,8 @@ import numpy as np
 from benches.own_step import OwnStep
 from benches.record import ROOT, arguments, record
 from podium.config.schema import Config
-from podium.models.architecture import dense_decoder
 from podium.models.files.hf import save_model
+from podium.models.files.hf_config import from_hf_config
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.settings import load_settings
 from podium.sharding import ShardingRules, init_params, make_mesh
@@ -117,23 +117,18 @@ def write_model(folder: Path, sizes: Sizes) -> None:
     backend = transformers.PreTrainedTokenizerFast(
         tokenizer_object=rust, chat_template="{{ messages[-1].content }}", eos_token=words[END]
     )
-    decoder = dense_decoder(
-        model_type="qwen2",
-        vocab=sizes.vocab,
-        width=sizes.width,
-        layers=sizes.layers,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.width // sizes.heads,
-        mlp_width=sizes.mlp_width,
-        max_positions=32768,
-        rope_theta=1e6,
-        rope_scaling=None,
-        norm_eps=1e-6,
-        tied=True,
-        qkv_bias=True,
-        qk_norm=False,
-    )
+    described = {
+        "model_type": "qwen2",
+        "vocab_size": sizes.vocab,
+        "hidden_size": sizes.width,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "intermediate_size": sizes.mlp_width,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    }
+    decoder = from_hf_config(described, "benches/tunix.py")
     params = dict(init_params(0, param_specs(decoder), ShardingRules(make_mesh("auto"), TRAIN_AXES)))
     params["embed"] = params["embed"].at[:, 0].set(1.0).at[END, 0].set(-1.0)
     save_model(params, decoder, None, folder, dtype="float32")

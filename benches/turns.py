@@ -42,12 +42,13 @@ from podium.plan.request.simulated_device import Clock
 from podium.plan.request.workload import Replies, SequenceLengths, simulate_rollout
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import RolloutStats
+from podium.run.resolve import resolve_recipe, resolve_rollout
 from podium.sampling.feed import request_seed
 from podium.sampling.groups import Group
 from podium.sampling.sampler import AnswerSettings, Sampler
 from podium.tasks.conversation import Turn
 from podium.tasks.conversations.environments import Environments
-from podium.train.setup import Model, load_weights, make_model, rollout_spec
+from podium.train.setup import Model, load_weights, make_model
 
 BARS = {"wall": 1.15, "planned": 0.2}
 PROMPTS, GROUP, TURNS = 16, 4, 6
@@ -149,7 +150,12 @@ def make_config(folder: Path, *, turns: int, model: str, prompts: int, **rollout
 def opened(config: Config, model: Model) -> Iterator[Sampler]:
     """The run's sampling, with weights and compiled programs."""
     with contextlib.closing(
-        Sampler(rollout_spec(config, model), model.decoder, model.tokenizer, model.mesh)
+        Sampler(
+            resolve_rollout(config, resolve_recipe(config), model.decoder, model.machine),
+            model.decoder,
+            model.tokenizer,
+            model.mesh,
+        )
     ) as rollouts:
         rollouts.load(load_weights(model, None))
         rollouts.engine.warm_up()

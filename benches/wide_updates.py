@@ -16,14 +16,14 @@ from typing import NamedTuple
 from benches.record import arguments, record, show_progress
 from benches.scaling import GROUP, PROMPTS, config_of
 from podium.accelerators import GIB, find_accelerator
-from podium.models.families.presets import find_decoder
 from podium.plan.calibration import load_chip
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.planned_device import Device
 from podium.plan.planner import make_jobs
-from podium.plan.request.phase_sizes import Planned, make_sizes
+from podium.plan.request.phase_sizes import Planned
 from podium.plan.request.step_calls import packed_run, step_calls
 from podium.plan.request.workload import no_rollout
+from podium.run.roles import find_decoder
 
 MODEL, TOKENS = "Qwen/Qwen2.5-7B-Instruct", 200
 CASES = {
@@ -58,7 +58,7 @@ def measure(tpu: str, mesh: str) -> Row:
     accelerator = find_accelerator(tpu)
     config = config_of(MODEL, accelerator.devices, f"mesh={mesh}")
     decoder = find_decoder(config)
-    run = make_sizes(config, decoder, accelerator)
+    run = Planned.of(config, accelerator, decoder).sizes
     drawn = run.draw_lengths(f"fixed:{TOKENS}")
     run, micro_batches = packed_run(run, drawn)
     calls = [call for call in step_calls(run, no_rollout(drawn), micro_batches) if call.phase == "update"]

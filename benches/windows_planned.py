@@ -17,8 +17,8 @@ from benches.record import MEASUREMENTS, ROOT, arguments, record, write_section
 from podium.accelerators import find_accelerator
 from podium.config.schema import Config
 from podium.config.sizes import table_pages
-from podium.models.families.presets import find_decoder
 from podium.rollout.cache_layout import kept_places
+from podium.run.roles import find_decoder
 from podium.settings import load_settings
 
 NAME, TPU, MODEL = "windows-planned", "v6e-8", "google/gemma-3-4b-it"

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
@@ -28,7 +28,7 @@ from podium.pods.cli import pod_app
 from podium.terminal import guard_errors, harmless
 
 if TYPE_CHECKING:
-    from podium.observe.run_dir import Fork
+    from podium.settings import Settings as Loaded
 
 app = typer.Typer(
     help="Reinforcement learning of language models in JAX.",
@@ -73,16 +73,6 @@ def _fail(error: Exception | str, *, status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _run_at(text: str) -> "Fork | None":
-    """Parse `RUN` or `RUN@STEP`; None if RUN is not a run's folder."""
-    from podium.observe.run_dir import parse_fork
-
-    try:
-        return parse_fork(text)
-    except ValueError:
-        return None
-
-
 @app.callback(invoke_without_command=True)
 def _podium(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
@@ -110,11 +100,24 @@ def train(
     ] = None,
 ) -> None:
     """Train a model. If the run's folder exists and its settings agree, the run is continued."""
-    from podium.job.job_context import join_job
     from podium.settings import load_settings
 
+    _train(lambda: load_settings(config, settings or []), source=source, plain=plain, force=force, profile=profile)
+
+
+def _train(
+    load: "Callable[[], Loaded]",
+    *,
+    source: str | None = None,
+    plain: bool,
+    force: bool | None = None,
+    profile: str | None = None,
+) -> NoReturn:
+    """Train a run with the settings that `load` reads; `force` of None: without looking at its plan first."""
+    from podium.job.job_context import join_job
+
     with join_job(os.environ) as job:  # on several hosts, this tells the others at once that this one has started
-        loaded = load_settings(config, settings or [])
+        loaded = load()
         fork = None
         if source is not None:
             from podium.observe.run_dir import parse_fork
@@ -123,20 +126,19 @@ def train(
                 fork = parse_fork(source)
             except ValueError as error:
                 _fail(error, status=2)
-        job.agree(loaded.config)
+        job.agree(loaded.config.document())
         from podium.plan.report.deviation import RunCheck
         from podium.train.loop import train as run
         from podium.train.profile import parse_window
 
-        window = parse_window(profile) if profile is not None else None
         status = run(
             loaded.config,
             recipe=loaded.recipe,
             fork=fork,
             plain=plain,
             job=job,
-            check=RunCheck(force=force),
-            profile=window,
+            check=None if force is None else RunCheck(force=force),
+            profile=None if profile is None else parse_window(profile),
         )
     raise typer.Exit(status)
 
@@ -159,20 +161,13 @@ def sft(
 ) -> None:
     """Imitate the answers that the data has: a warm start. Then `podium train CONFIG --from runs/NAME-sft`."""
     from podium.config.load import Override
-    from podium.job.job_context import join_job
     from podium.settings import load_settings, named_after
 
     as_sft = [
         Override("algorithm", {"recipe": "sft"}, "podium sft"),
         Override("group_size", 1, "podium sft"),
     ]
-    with join_job(os.environ) as job:
-        settled = named_after(load_settings(config, [*as_sft, *(settings or [])]), config, "sft")
-        job.agree(settled.config)
-        from podium.train.loop import train as run
-
-        status = run(settled.config, recipe=settled.recipe, plain=plain, job=job)
-    raise typer.Exit(status)
+    _train(lambda: named_after(load_settings(config, [*as_sft, *(settings or [])]), config, "sft"), plain=plain)
 
 
 @app.command()
@@ -182,17 +177,13 @@ def dpo(
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
 ) -> None:
     """Learn from preferences: pairs by DPO, IPO or the hinge, labelled answers by KTO, as `algorithm.loss` says."""
-    from podium.job.job_context import join_job
     from podium.settings import load_settings, named_after, preference_overrides
 
-    with join_job(os.environ) as job:
-        given = settings or []
-        settled = named_after(load_settings(config, [*preference_overrides(config, given), *given]), config, "dpo")
-        job.agree(settled.config)
-        from podium.train.loop import train as run
-
-        status = run(settled.config, recipe=settled.recipe, plain=plain, job=job)
-    raise typer.Exit(status)
+    given = settings or []
+    _train(
+        lambda: named_after(load_settings(config, [*preference_overrides(config, given), *given]), config, "dpo"),
+        plain=plain,
+    )
 
 
 app.command()(plan)
@@ -270,12 +261,13 @@ def evaluate(
     from podium.config.load import load
     from podium.files import as_path
     from podium.observe.out_files import check_new
+    from podium.observe.run_dir import run_of
     from podium.settings import check_read_by_evaluations, evaluation_overrides, load_settings
 
     check_read_by_evaluations(each.partition("=")[0].strip() for each in settings or [])
     if out is not None:
         check_new(out, "--out")
-    run = _run_at(target)
+    run = run_of(target)
     files = [as_path(run.run) / "config.yaml"] if run else []
     if run is None and task is None:
         _fail(
@@ -321,7 +313,9 @@ def export(
     private: Annotated[bool, typer.Option("--private", help="With --push: only you see it.")] = False,
 ) -> None:
     """Export a run's weights as a Hugging Face model with config, tokenizer and card; a LoRA run as a PEFT adapter."""
-    if _run_at(run) is None:
+    from podium.observe.run_dir import run_of
+
+    if run_of(run) is None:
         _fail(f"{run} has no config.yaml, so it is not a run's folder; give one, such as runs/demo", status=2)
     if private and push is None:
         _fail("--private applies to the upload of --push; give --push USER/NAME", status=2)
@@ -399,9 +393,10 @@ def watch(
     token_file: Annotated[Path | None, typer.Option(help="File with the token, which stays out of `ps`.")] = None,
 ) -> None:
     """Serve the report of runs, live, to a browser; from another machine: `ssh -L 7860:localhost:7860 MACHINE`."""
+    from podium.observe.access import Address
     from podium.observe.watch import serve
 
-    serve(runs_dir, host=host, port=port, token=token, token_file=token_file)
+    serve(runs_dir, Address(host, port, token, token_file))
 
 
 @app.command()
@@ -425,20 +420,11 @@ def serve(
     settings: Settings = None,
 ) -> None:
     """Answer other programs over HTTP with a run's weights, or any model: OpenAI's routes, and token ids in and out."""
+    from podium.observe.access import Address
     from podium.serve.command import serve as run
 
-    run(
-        target,
-        host=host,
-        port=port,
-        token=token,
-        token_file=token_file,
-        name=name,
-        context=context,
-        slots=slots,
-        max_queue=max_queue,
-        settings=settings or [],
-    )
+    address = Address(host, port, token, token_file)
+    run(target, address, name=name, context=context, slots=slots, max_queue=max_queue, settings=settings or [])
 
 
 @config_app.command("show")

@@ -138,11 +138,13 @@ def number_of(value: object) -> float | None:
 
 def traceback_of(error: BaseException) -> str:
     """The traceback of an error as clean text; of a very long one the beginning and the end."""
-    text = "".join(traceback.format_exception(error))
-    if len(text) > LONGEST_TRACEBACK:
-        half = LONGEST_TRACEBACK // 2
-        text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
-    return clean(text)
+    return clean(without_middle("".join(traceback.format_exception(error)), LONGEST_TRACEBACK))
+
+
+def without_middle(text: str, most: int) -> str:
+    """The text, or the beginning and the end of one that has more than `most` characters, an even number."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}\n[... {len(text) - most} characters ...]\n{text[-half:]}"
 
 
 def message_of(error: BaseException) -> str:

@@ -25,7 +25,8 @@ from podium.config.schema import ASSUMED_PROMPT_TOKENS, Config, RolloutConfig, T
 from podium.config.sizes import too_long, too_long_to_score
 from podium.files import as_path
 from podium.models.architecture import ModelError
-from podium.models.files.source import on_disk, read_architecture, read_reward_model, read_scorer, resolve
+from podium.models.files.hf_config import Head
+from podium.models.files.source import on_disk, read_architecture, resolve
 from podium.models.layouts import AUTO
 from podium.models.params import ROLLOUT_LAYOUTS
 from podium.observe.own_config import at_home, check_place, continues, with_writers
@@ -108,7 +109,7 @@ def preference_overrides(files: Sequence[str | Path], overrides: Sequence[str | 
     """
     recipe = Override("algorithm.recipe", "dpo", "podium dpo")
     chosen = load(files, [recipe, *overrides], os.environ).config.algorithm.loss
-    labels = chosen is not None and chosen in LOSSES and LOSSES[chosen].labels
+    labels = chosen is not None and chosen in LOSSES and LOSSES[chosen].data_form == "label"
     return [recipe, Override("group_size", 1 if labels else 2, "podium dpo")]
 
 
@@ -457,7 +458,8 @@ class _Rules:
 
     def _tasks(self) -> Iterator[Contradiction]:
         """Report unknown tasks, and tasks that reject their options or data."""
-        for index, (task, levels) in enumerate(zip(self.config.tasks, leveled(self.config.tasks), strict=True)):
+        tasks = self.config.data_tasks
+        for (section, task), levels in zip(tasks.items(), leveled(list(tasks.values())), strict=True):
             for number, level in enumerate(levels):
                 try:
                     make_task(level)
@@ -465,23 +467,24 @@ class _Rules:
                     named = [option for option in level.options if f"options.{option}:" in str(error)]
                     key = f"options.{named[0]}" if named else "name"
                     of_level = task.curriculum is not None and named and named[0] in task.curriculum.levels[number]
-                    yield Contradiction((f"tasks.{index}.{'curriculum.levels' if of_level else key}",), str(error))
+                    yield Contradiction((f"{section}.{'curriculum.levels' if of_level else key}",), str(error))
                     break
 
     def _models(self) -> Iterator[Contradiction]:
         """Report models on disk that are unusable, or have too few positions for the rollout's lengths."""
         teacher = None if self.config.teacher is None else self.config.teacher.model
         critic = None if self.config.critic is None else self.config.critic.model
-        for key, model, read in (
-            ("model", self.config.model, read_architecture),
-            ("teacher.model", teacher, read_architecture),
-            ("critic.model", critic, read_scorer),
-        ):
+        models: tuple[tuple[str, str | None, Head], ...] = (
+            ("model", self.config.model, "logits"),
+            ("teacher.model", teacher, "logits"),
+            ("critic.model", critic, "scores"),
+        )
+        for key, model, head in models:
             folder = None if model is None else on_disk(model)
             if model is None or folder is None:
                 continue
             try:
-                positions = read(resolve(folder)).max_positions
+                positions = read_architecture(resolve(folder), head).max_positions
             except ModelError as error:
                 yield Contradiction((key,), str(error))
                 continue
@@ -498,7 +501,7 @@ class _Rules:
             if (folder := on_disk(each.model)) is None:
                 continue
             try:
-                positions = read_reward_model(resolve(folder)).max_positions
+                positions = read_architecture(resolve(folder), "own scores").max_positions
             except ModelError as error:
                 yield Contradiction((f"{section}.model",), str(error))
                 continue

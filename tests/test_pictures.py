@@ -9,7 +9,7 @@ import pytest
 
 from podium.files import read_lines
 from podium.observe.history import read_history
-from podium.observe.metrics import REWARD
+from podium.observe.metrics import ACCURACY, REWARD
 from podium.observe.run_dir import METRICS, SAMPLES, read_config
 from tools.pictures import DOCS, KEPT, pictures, shown_step
 from tools.race_picture import RESULTS
@@ -64,7 +64,7 @@ def test_the_live_view_has_the_run_s_numbers_and_labels(name):
     step = shown_step(metrics)
     trained = next(line for line in metrics if line["step"] == step and REWARD in line)
     speed = trained["throughput/train/valid_tokens_per_s"]
-    accuracies = [value for at, value in read_history(KEPT).accuracies if at <= step]
+    accuracies = [value for at, value in read_history(KEPT).points(ACCURACY) if at <= step]
     for expected in (
         f"step {step}/{read_config(KEPT).steps}",
         f"{trained[REWARD]:.3f}",
@@ -81,7 +81,7 @@ def test_the_live_view_has_the_run_s_numbers_and_labels(name):
 def test_the_summary_has_the_run_s_numbers_and_commands():
     text = text_of("summary.svg")
     history = read_history(KEPT)
-    (_, first), (step, last) = history.accuracies[0], history.accuracies[-1]
+    (_, first), *_, (step, last) = history.points(ACCURACY)
     assert f"{history.steps} steps" in text
     assert f"{first:.3f} (step 0) -> {last:.3f} (step {step})" in text
     for expected in ("checkpoints", "before", "after", "podium eval runs/demo --show 5"):

@@ -84,6 +84,8 @@ SOURCES = {
     "podium/train/step.py": "def f():\n    from podium import files\n",
     "podium/plan/cli.py": "import podium.train.step",
     "podium/cli.py": "",
+    "podium/birds/__init__.py": "found = [load(each) for each in pkgutil.iter_modules(__path__)]",
+    "podium/birds/tern.py": "",
     "tests/conftest.py": "import tiers",
     "tests/tiers.py": "",
     "tests/plan/conftest.py": "",
@@ -91,6 +93,7 @@ SOURCES = {
     "tests/plan/test_plan.py": "import machines",
     "tests/train/test_step.py": "from podium.train.step import f",
     "tests/test_cli.py": "import podium.cli",
+    "tests/test_birds.py": "from podium.birds import found",
     "tests/test_docs.py": "",
 }
 
@@ -103,6 +106,7 @@ SOURCES = {
         (["tests/plan/machines.py"], ["tests/plan/test_plan.py"]),
         (["tests/plan/conftest.py"], ["tests/plan/test_plan.py"]),
         (["tests/test_cli.py", "README.md"], ["tests/test_cli.py", "tests/test_docs.py"]),
+        (["podium/birds/tern.py"], ["tests/test_birds.py"]),
         ([], []),
     ],
 )
@@ -111,4 +115,4 @@ def test_a_change_selects_the_tests_that_reach_it(changed, expected):
 
 
 def test_the_environment_of_all_tests_selects_all():
-    assert len(selected(["tests/tiers.py"], SOURCES)) == 4
+    assert len(selected(["tests/tiers.py"], SOURCES)) == 5

@@ -2,7 +2,52 @@
 
 from typing import Any
 
-from podium.models.architecture import DecoderConfig, dense_decoder
+from podium.models.architecture import DecoderConfig, Lora
+from podium.models.blocks.attention import Attention
+from podium.models.blocks.kind import Block, Stack
+from podium.models.blocks.mlp import Mlp
+from podium.models.blocks.rope import Rope, RopeScaling
+
+
+def dense_decoder(
+    *,
+    model_type: str,
+    vocab: int,
+    width: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    mlp_width: int,
+    max_positions: int,
+    rope_theta: float,
+    rope_scaling: RopeScaling | None,
+    norm_eps: float,
+    tied: bool,
+    qkv_bias: bool,
+    qk_norm: bool,
+    lora: Lora | None = None,
+) -> DecoderConfig:
+    """A decoder whose layers are all the same, as in Llama, Qwen2 and Qwen3."""
+    attention = Attention(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=Rope(theta=rope_theta, dims=head_dim, scaling=rope_scaling),
+        bias=qkv_bias,
+        norm=qk_norm,
+    )
+    block = Block(mixer=attention, feed_forward=Mlp(width=mlp_width))
+    return DecoderConfig(
+        model_type=model_type,
+        vocab=vocab,
+        width=width,
+        stacks=(Stack(pattern=(block,), repeats=layers),),
+        max_positions=max_positions,
+        norm_eps=norm_eps,
+        tied=tied,
+        lora=lora,
+    )
 
 
 def tiny(**changed: Any) -> DecoderConfig:

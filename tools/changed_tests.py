@@ -35,6 +35,9 @@ def tests_of(changed: Iterable[str], sources: dict[str, str]) -> list[str]:
     edges = {path: {names[name] for name in _imported(text) if name in names} for path, text in sources.items()}
     for path in sources:  # every test gets the conftest.py files above it
         edges[path] |= {other for other in sources if _is_conftest_of(other, path)}
+    for path, text in sources.items():  # a package that is searched for its modules imports all of them
+        if path.endswith("/__init__.py") and "iter_modules(__path__)" in text:
+            edges[path] |= {other for other in sources if Path(other).parent == Path(path).parent and other != path}
     tests = [path for path in sources if Path(path).name.startswith("test_")]
     found = {path for path in tests if given & reached(edges, path)}
     if any(not path.endswith(".py") for path in given):

@@ -22,9 +22,10 @@ from rich.terminal_theme import MONOKAI
 from podium.files import read_lines, to_json
 from podium.observe.curve_svg import save_curve
 from podium.observe.identity import SUMMARY
-from podium.observe.live_view import Progress, ShownCompletion
+from podium.observe.live_view import Progress
 from podium.observe.metrics import ACCURACY, REWARD
 from podium.observe.run_dir import CONFIG, CURVE, LENGTHS, METRICS, SAMPLES
+from podium.observe.run_state import ShownCompletion
 from podium.observe.summary import print_summary
 from tools.race_picture import race_svg, read_race
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TypedDict
 
-from podium.observe.curve_svg import LEFT, STYLE, card, grid, points_of, x_at, y_at
+from podium.observe.curve_svg import CARD, STYLE, card, grid, points_of
 
 RESULTS = Path(__file__).parents[1] / "benches" / "results" / "trl-cpu.json"
 FORMATS = ("float32", "bfloat16")
@@ -41,9 +41,9 @@ def race_svg(race: dict[tuple[str, str], Side]) -> str:
     parts += grid(0.0, 1.0, round(last), unit="CPU seconds of all steps so far")
     for at, ((name, dtype), side) in zip(LEGEND, race.items(), strict=True):
         spent = itertools.accumulate(side["step_cpu_s"])
-        corners = [(x_at(cpu / last), y_at(reward)) for cpu, reward in zip(spent, side["rewards"], strict=True)]
+        corners = [CARD.place(cpu / last, reward) for cpu, reward in zip(spent, side["rewards"], strict=True)]
         parts.append(f'<polyline class="race {name} {dtype}" points="{points_of(corners)}"/>')
-        left = LEFT - 38 + at
+        left = CARD.left - 38 + at
         parts.append(f'<line class="race {name} {dtype}" x1="{left}" y1="56" x2="{left + 30}" y2="56"/>')
         parts.append(f'<text x="{left + 38}" y="60">{NAMES[name]}, {dtype}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"

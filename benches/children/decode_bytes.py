@@ -28,7 +28,6 @@ from podium.hlo.liveness import computations_run
 from podium.hlo.traffic import fused, products, updates
 from podium.kernels import gpu_decode
 from podium.models.architecture import DecoderConfig, rollout_decoder, unrolled
-from podium.models.families.presets import find_decoder
 from podium.models.params import param_specs
 from podium.plan.calibration import calibrated, load_chip
 from podium.plan.compiled.compile_worker import looped_work
@@ -39,6 +38,7 @@ from podium.plan.traced.least_bytes import decode_bytes
 from podium.rollout.engine_weights import abstract_weights
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
+from podium.run.roles import find_decoder
 from podium.run.run_spec import RunSpec
 from podium.sampling.sampler import rollout_rules
 from podium.settings import load_settings

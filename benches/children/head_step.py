@@ -2,17 +2,18 @@
 
 import json
 import sys
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
 from podium.accelerators import find_accelerator
 from podium.compiler import compiler_options
-from podium.config.head import fast_memory, head_tile
+from podium.config.head import HeadKind, fast_memory, head_tile
 from podium.hlo.cost import roofline, walk
 from podium.hlo.hlo_text import parse
 from podium.models.blocks.weights import Weight
-from podium.models.logprobs import token_logprobs
+from podium.models.logprobs import HeadSettings, token_logprobs
 from podium.models.params import GATHERED_AXES, TRAIN_AXES
 from podium.plan.calibration import load_chip
 from podium.plan.request.topology import topology_devices
@@ -29,8 +30,8 @@ def main(machine: str, kind: str, chunk: str, *sizes: str) -> None:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=rules.sharding())
 
     def loss(hidden, sums, head, targets, weights):
-        settings = {"temperature": 1.0, "chunk": int(chunk), "rules": rules, "kind": kind}
-        return jnp.sum(token_logprobs(hidden, Weight(head, sums), targets, **settings).logprobs * weights)
+        settings = HeadSettings(temperature=1.0, chunk=int(chunk), rules=rules, kind=cast(HeadKind, kind))
+        return jnp.sum(token_logprobs(hidden, Weight(head, sums), targets, settings).logprobs * weights)
 
     def step(hidden, head, targets, weights):
         sums = jnp.zeros(head.shape, jnp.float32)

@@ -13,7 +13,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import jax
@@ -23,6 +22,7 @@ from jax.lax import stop_gradient
 from podium.algorithms.recipes import (
     COVARIANT,
     DRAWN_LOGPROBS,
+    LIKELIHOOD,
     LOSSES,
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
@@ -437,67 +437,42 @@ def correction_weights(
     return jnp.where(inside, jnp.exp(of_token) if recipe.correction == "reject" else weights, 0.0)
 
 
-def off_policy_mask(
-    logprobs: jax.Array,
-    sampled_logprobs: jax.Array,
-    advantages: jax.Array,
-    segments: jax.Array,
-    mask: jax.Array,
-    *,
-    threshold: float,
-) -> jax.Array:
+def off_policy_mask(tokens: Tokens, *, threshold: float) -> jax.Array:
     """Which tokens are trained on, [B, T] bool: all except those of stale sequences with negative advantage.
 
-    Where A < 0, sequences are left out if their mean of sampled - current log-probability exceeds `threshold`: the
-    off-policy sequence masking of DeepSeek-V3.2 (arXiv:2512.02556).
+    Where A < 0, sequences are left out if their mean of old - current log-probability exceeds `threshold`: the
+    off-policy sequence masking of DeepSeek-V3.2 (arXiv:2512.02556), with the sampler's as `old_logprobs`.
     """
-    drift = segment_means(sampled_logprobs - stop_gradient(logprobs), segments, mask)
-    return (advantages >= 0) | (drift <= threshold)
+    drift = tokens.means(tokens.old_logprobs - stop_gradient(tokens.logprobs))
+    return (tokens.advantages >= 0) | (drift <= threshold)
 
 
 def policy_loss(
-    recipe: Recipe,
-    logprobs: jax.Array,
-    *,
-    sampled_logprobs: jax.Array,
-    advantages: jax.Array,
-    segments: jax.Array,
-    mask: jax.Array,
-    scores: Mapping[str, jax.Array] = MappingProxyType({}),
-    prompts: jax.Array | None = None,
-    kl_coef: jax.Array | None = None,
+    recipe: Recipe, drawn: Tokens, *, kl_coef: jax.Array | None = None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss that a recipe minimises per token: correction x policy term + kl_coef KL, without `entropy_loss`.
 
+    A user's parts of `loss_parts` are added with their weights; LIKELIHOOD is of other tokens, and not among them.
     `drift_coef` adds the squared difference to the sampler's log-probability, without the correction's weight: Kimi
     K2.5 (arXiv:2602.02276), as implemented in prime-rl.
 
-    `kl_by_ratio` multiplies the KL by the policy's ratio, with its gradient, so that k3 is unbiased when tokens are not
-    the current policy's: DeepSeek-V3.2 (arXiv:2512.02556). With loss gspo it is the sequence's ratio, as in TRL.
-
     Args:
         recipe: the terms and their options.
-        logprobs: [B, T] of the trained policy.
-        sampled_logprobs: [B, T] recorded by the sampler, under its softmax before penalty, top-k, top-p and min-p.
-        advantages: [B, T].
-        segments: [B, T] int32.
-        mask: [B, T].
-        scores: [B, T] by name. `old_logprobs` are the trainer's before the batch's first update
-            (`recipe.scores_old_logprobs`); without them, the ratio is to the sampler's, or with `old_logprobs: trainer`
-            to the current update's own. The k2, k3 and k3+ terms need `reference_logprobs`, under the frozen first
-            model, `top_entropy` needs `uncertain`, 1 where the policy term counts, and a correction of a sampler with
-            a repetition penalty needs `drawn_logprobs`, under the distribution that it drew from.
-        prompts: [B, T] int32, the segment of a token's prompt; losses of pairs need it.
+        drawn: the tokens, with the log-probabilities of the sampler, under its softmax before penalty, top-k, top-p and
+            min-p, as `old_logprobs`. Its scores replace these in the ratio by the trainer's before the batch's first
+            update, if they have OLD_LOGPROBS; otherwise, with `old_logprobs: trainer`, the ratio is to the current
+            update's own. The k2, k3 and k3+ terms need REFERENCE_LOGPROBS, `top_entropy` needs UNCERTAIN, and a
+            correction of a sampler with a repetition penalty needs DRAWN_LOGPROBS. Losses of pairs need `prompts`.
         kl_coef: [], the adapted coefficient of a run, in place of the recipe's; None: the recipe's.
 
     Returns:
         The loss [B, T], not masked and not averaged, and statistics [B, T] without gradient: always `clip_low`,
         `clip_high` and `kl_sampled`, and those of the policy term; `correction_weight`, `correction_dropped`,
-        `off_policy_dropped`, `top_entropy` and `kl_reference` if the recipe has these terms.
+        `off_policy_dropped`, `top_entropy`, `kl_reference` and `loss_part/NAME` if the recipe has these terms.
     """
+    logprobs, sampled_logprobs, scores = drawn.logprobs, drawn.old_logprobs, drawn.scores
     of_this_update = sampled_logprobs if recipe.old_logprobs == "sampler" else logprobs
-    old_logprobs = stop_gradient(scores.get(OLD_LOGPROBS, of_this_update))
-    tokens = Tokens(logprobs, old_logprobs, advantages, segments, mask, scores=scores, prompts=prompts)
+    tokens = drawn._replace(old_logprobs=stop_gradient(scores.get(OLD_LOGPROBS, of_this_update)))
     policy = make_loss(recipe)(tokens)
     loss = policy.values
     stats = {
@@ -510,12 +485,12 @@ def policy_loss(
         stats["top_entropy"] = scores[UNCERTAIN]
         loss = loss * scores[UNCERTAIN]
     if recipe.correction != "none":
-        drawn_logprobs = scores[DRAWN_LOGPROBS] if recipe.corrects_penalty else sampled_logprobs
-        weights = correction_weights(recipe, old_logprobs, drawn_logprobs, segments, mask)
+        proposed = scores[DRAWN_LOGPROBS] if recipe.corrects_penalty else sampled_logprobs
+        weights = correction_weights(recipe, tokens.old_logprobs, proposed, tokens.segments, tokens.mask)
         stats |= {"correction_weight": weights, "correction_dropped": (weights == 0).astype(weights.dtype)}
         loss = loss * weights
     if (threshold := recipe.off_policy_threshold) is not None:
-        kept = off_policy_mask(logprobs, sampled_logprobs, advantages, segments, mask, threshold=threshold)
+        kept = off_policy_mask(drawn, threshold=threshold)
         stats["off_policy_dropped"] = (~kept).astype(loss.dtype)
         loss = jnp.where(kept, loss, 0.0)
     if recipe.drift_coef:
@@ -523,12 +498,25 @@ def policy_loss(
     if recipe.kl in ("k2", "k3", "k3+"):
         assert REFERENCE_LOGPROBS in scores, f"kl {recipe.kl} needs reference_logprobs"
         stats["kl_reference"] = kl = kl_loss(recipe.kl, logprobs, scores[REFERENCE_LOGPROBS])
-        weight = recipe.kl_coef if kl_coef is None else kl_coef
         if recipe.kl_by_ratio:
-            of_sequences = recipe.loss in LOSSES and LOSSES[recipe.loss].of_sequences
-            kl = kl * (tokens.sequence_ratio if of_sequences else tokens.ratio)
-        loss = loss + weight * kl
+            kl = kl * policy_ratio(recipe, tokens)
+        loss = loss + (recipe.kl_coef if kl_coef is None else kl_coef) * kl
+    for path, weight in recipe.loss_parts.items():
+        if path != LIKELIHOOD:
+            part = _imported_loss(path)(tokens)
+            loss = loss + weight * part.values
+            stats |= {**part.stats, f"loss_part/{path.rpartition(':')[2]}": part.values}
     return loss, jax.tree.map(stop_gradient, stats)
+
+
+def policy_ratio(recipe: Recipe, tokens: Tokens) -> jax.Array:
+    """The recipe's ratio of each token, [B, T] with gradient: with loss gspo that of its sequence, as in TRL.
+
+    `kl_by_ratio` multiplies the KL by it, so that k3 is unbiased when tokens are not the current policy's:
+    DeepSeek-V3.2 (arXiv:2512.02556).
+    """
+    of_sequences = recipe.loss in LOSSES and LOSSES[recipe.loss].of_sequences
+    return tokens.sequence_ratio if of_sequences else tokens.ratio
 
 
 class ValueLoss(NamedTuple):

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from podium.algorithms.advantages import maxrl_advantages, pass_at_k_advantages
-from podium.algorithms.recipes import LOSSES, OPTION_RANGES, LossKind, Recipe, find_recipe
-from podium.config.imports import imported
-from podium.config.schema import AlgorithmConfig
+from podium.algorithms.recipes import LIKELIHOOD, LOSSES, OPTION_RANGES, Recipe, find_recipe, why_not_mixed
+from podium.config.imports import imported, is_path
+from podium.config.schema import AlgorithmConfig, LossPartConfig
 
 _Conflicts = Iterator[tuple[str, str]]
 """(option, message) pairs; an option is a key of `algorithm:`, or group_size."""
@@ -51,6 +51,7 @@ def conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int, prompts_
         *_adaption_conflicts(config, recipe),
         *_update_conflicts(config, recipe, prompts_per_step),
         *_pair_conflicts(config, recipe, group_size, prompts_per_step),
+        *_part_conflicts(config, recipe, prompts_per_step),
     ]
     return [(key if key == "group_size" else f"algorithm.{key}", message) for key, message in found]
 
@@ -58,13 +59,15 @@ def conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int, prompts_
 def _changed(config: AlgorithmConfig) -> Recipe:
     """The recipe with the config's options; options that its advantage does not take are ignored."""
     recipe = find_recipe(config.recipe)
-    options = config.model_dump(exclude={"recipe", "advantage_options"}, exclude_none=True)
+    options = config.model_dump(exclude={"recipe", "advantage_options", "loss_parts"}, exclude_none=True)
     if options.get("loss") == "reinforce":
         options.setdefault("old_logprobs", "trainer")  # it has no ratio
     own = {name: options.pop(name) for name in _STD_OPTIONS if name in options} | (config.advantage_options or {})
     own = {name: value for name, value in own.items() if name in recipe.advantage.keywords}
     if "loss_options" in options:
         options["loss_options"] = {**recipe.loss_options, **options["loss_options"]}
+    parts = {LIKELIHOOD if part.loss is None else part.loss: part.weight for part in config.loss_parts}
+    options["loss_parts"] = {**recipe.loss_parts, **parts}
     return dataclasses.replace(recipe, advantage=partial(recipe.advantage, **own), **options)
 
 
@@ -204,23 +207,23 @@ def _loss_option_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflict
 
 
 def _pair_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int, prompts_per_step: int) -> _Conflicts:
-    kind = LOSSES.get(recipe.loss, LossKind(clips=False))
-    if not recipe.preferences:
-        if kind.pairs or kind.labels:
-            learns_from = "pairs" if kind.pairs else "labelled answers"
+    form = recipe.data_form
+    if not find_recipe(config.recipe).preferences:
+        if recipe.preferences:
+            learns_from = "pairs" if form == "pair" else "labelled answers"
             rule = f"{recipe.loss} learns from {learns_from} of the data, and recipe {config.recipe} does not use them"
             yield "loss", f"{rule}; set algorithm.recipe to dpo, or loss to clipped"
         return
-    if not kind.pairs and not kind.labels:
-        losses = [name for name, kind in LOSSES.items() if kind.pairs or kind.labels]
+    if not recipe.preferences:
+        losses = [name for name, kind in LOSSES.items() if kind.data_form != "text"]
         rule = f"recipe {config.recipe} learns from preferences of the data, and {recipe.loss} does not"
         yield "loss", f"{rule}; set {' or '.join(losses)}"
-    if kind.labels and group_size != 1:
+    if form == "label" and group_size != 1:
         yield "group_size", f"loss {recipe.loss} has one completion of each row, got {group_size}; set it to 1"
-    if kind.labels and prompts_per_step < 2 * recipe.minibatches:
+    if form == "label" and prompts_per_step < 2 * recipe.minibatches:
         rule = f"loss {recipe.loss} pairs each prompt with another row's completion, for its estimate of the KL"
         yield "minibatches", f"{rule}; set prompts_per_step to 2 or more for each of {recipe.minibatches} minibatches"
-    if not kind.labels and group_size != 2:
+    if form != "label" and group_size != 2:
         yield "group_size", f"recipe {config.recipe} has two completions of a prompt, got {group_size}; set it to 2"
     if recipe.mean != "sequence":
         yield "mean", f"the loss is of pairs, and {recipe.mean} would weigh them by length; leave mean unset"
@@ -235,6 +238,51 @@ def _pair_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int, pr
     }
     for option in (name for name, is_set in unread.items() if is_set):
         yield option, f"recipe {config.recipe} samples nothing, and its reference is in the loss; leave it unset"
+
+
+def _part_conflicts(config: AlgorithmConfig, recipe: Recipe, prompts_per_step: int) -> _Conflicts:
+    """Parts of the loss that cannot be mixed with the recipe or with each other."""
+    names: list[str | None] = []
+    for index, part in enumerate(config.loss_parts):
+        key = f"loss_parts.{index}"
+        if (part.recipe is None) == (part.loss is None):
+            yield key, "a part has either a recipe, sft, or a loss, package.module:name; set one of them"
+        elif part.loss is not None:
+            yield from ((f"{key}.{option}", message) for option, message in _own_part_conflicts(part))
+        elif part.recipe != "sft":
+            yield f"{key}.recipe", why_not_mixed(part.recipe or "", config.recipe)
+        elif recipe.preferences:
+            rule = f"recipe {config.recipe} learns from preferences, whose rows have a packing of their own"
+            yield f"{key}.recipe", f"{rule}; sft cannot be mixed with it: run podium sft first, and go on from that run"
+        elif recipe.demonstrations:
+            rule = f"recipe {config.recipe} imitates data already"
+            yield f"{key}.recipe", f"{rule}; add the part's tasks to tasks, mixed by weight, and leave it out"
+        elif (part.prompts_per_step or prompts_per_step) % recipe.minibatches:
+            rule = f"{part.prompts_per_step} must be a multiple of minibatches {recipe.minibatches}"
+            yield f"{key}.prompts_per_step", f"{rule}, each of which imitates an equal share"
+        if (name := part.recipe or part.loss) in names:
+            way_out = "mix the data by the weights of its tasks" if part.loss is None else "add up their weights"
+            yield key, f"{name} is a part of the loss twice; {way_out}, in one part"
+        names.append(name)
+    if LIKELIHOOD in recipe.loss_parts and "sft" not in names:
+        rule = f"recipe {config.recipe} imitates demonstrations, and nothing says which"
+        yield "loss_parts", f"{rule}; add a part, {{recipe: sft, tasks: [...]}}"
+
+
+def _own_part_conflicts(part: LossPartConfig) -> _Conflicts:
+    """What is wrong with a part that is a user's own loss."""
+    assert part.loss is not None
+    if not is_path(part.loss):
+        rule = f"{part.loss!r} is no function of your own; a built-in loss is the policy term of a recipe"
+        yield "loss", f"{rule}: set algorithm.loss, or package.module:name here"
+    else:
+        try:
+            imported(part.loss, what="a loss")
+        except ValueError as error:
+            yield "loss", str(error)
+    for option, is_set in (("prompts_per_step", part.prompts_per_step is not None), ("tasks", bool(part.tasks))):
+        if is_set:
+            yield option, "a loss of your own is of the tokens that the recipe trains on; leave it out"
 
 
 def _correction_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:

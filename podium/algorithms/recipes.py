@@ -36,6 +36,11 @@ from podium.algorithms.advantages import (
 from podium.config.errors import not_in
 from podium.config.imports import imported, is_path
 
+LIKELIHOOD = "likelihood"
+"""Name of a part of the loss: -logprob of the tokens of demonstrations, which a recipe that samples mixes in."""
+DataForm = Literal["text", "pair", "label"]
+"""What a row of demonstrations holds: a completion, a chosen and a rejected one, or one with a label."""
+
 
 class OptionRange(NamedTuple):
     """The values that a number of `loss_options` may have: from `least` to `most`."""
@@ -63,10 +68,8 @@ class LossKind(NamedTuple):
 
     clips: bool
     """Whether it reads clip_low and clip_high."""
-    pairs: bool = False
-    """Whether it is a loss of pairs of completions rather than of single completions."""
-    labels: bool = False
-    """Whether it is a loss of completions from the data, each labelled desirable or undesirable."""
+    data_form: DataForm = "text"
+    """The form of a row of data that it compares with the reference; "text" if it is no loss of preferences."""
     covariant: bool = False
     """Whether it treats tokens differently that are chosen by their covariance over the optimizer step."""
     of_sequences: bool = False
@@ -90,11 +93,11 @@ LOSSES: Mapping[str, LossKind] = {
     "clip_cov": LossKind(clips=True, covariant=True, options={"cov_share": 2e-4, "cov_low": 1.0, "cov_high": 5.0}),
     "kl_cov": LossKind(clips=False, covariant=True, options={"cov_share": 2e-3, "kl_weight": 1.0}),
     "reinforce": LossKind(clips=False),
-    "dpo": LossKind(clips=False, pairs=True, options={"beta": 0.1, "label_smoothing": 0.0}),
-    "ipo": LossKind(clips=False, pairs=True, options={"beta": 0.1}),
-    "dpo_hinge": LossKind(clips=False, pairs=True, options={"beta": 0.1}),
+    "dpo": LossKind(clips=False, data_form="pair", options={"beta": 0.1, "label_smoothing": 0.0}),
+    "ipo": LossKind(clips=False, data_form="pair", options={"beta": 0.1}),
+    "dpo_hinge": LossKind(clips=False, data_form="pair", options={"beta": 0.1}),
     "kto": LossKind(
-        clips=False, labels=True, options={"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}
+        clips=False, data_form="label", options={"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}
     ),
 }
 """The values of `algorithm.loss`; `podium.algorithms.losses.POLICY_LOSSES` has the functions of the same names."""
@@ -131,8 +134,6 @@ DRAWN_LOGPROBS = "drawn_logprobs"
 repetition penalty makes it differ from the sampler's policy."""
 REFERENCE_POINT = "reference_point"
 """Name of a score: the KL to the reference that KTO compares completions with, one number per optimizer step."""
-DataForm = Literal["text", "pair", "label"]
-"""What a row of demonstrations holds: a completion, a chosen and a rejected one, or one with a label."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,6 +162,9 @@ class Recipe:
     options that it takes."""
     loss_options: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     """All options of the loss but those of the clip, by name."""
+    loss_parts: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """Weights of further parts of the loss: `package.module:function`, of the same tokens as the policy term, or
+    LIKELIHOOD, of the demonstrations that a config's `loss_parts` name."""
     mean: Mean
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -193,19 +197,14 @@ class Recipe:
     gamma: float = 1.0
     demonstrations: bool = False
     """Whether completions come from the data, one per prompt, instead of being sampled."""
-    preferences: bool = False
-    """Whether completions of the data are compared with the reference's: a pair of a chosen and a rejected one, or a
-    labelled one. Rewards are 1 and -1."""
     teacher: Teaching | None = None
     """None: without a teacher."""
     penalised: bool = False
     """Whether the sampler has a repetition penalty, which the trained policy does not."""
-    learns_values: bool = False
-    """Whether a critic's values are scores of the tokens. What it learns is computed with the `gamma` and `lam` of
-    the advantage."""
     needs: tuple[str, ...] = ()
-    """Further scores that advantage or loss read, as `package.module:function`: the function returns a
-    `podium.train.scorers.Scorer`, whose scores are passed as `scores["function"]`."""
+    """Further scores that advantage or loss read: `values`, of a critic, which learns with the `gamma` and `lam` of the
+    advantage; or `package.module:function`, which returns a `podium.train.scorers.Scorer` whose scores are passed as
+    `scores["function"]`."""
 
     @property
     def chooses(self) -> bool:
@@ -229,9 +228,17 @@ class Recipe:
     @property
     def data_form(self) -> DataForm:
         """The form of a row of its data, for recipes that learn from demonstrations."""
-        if not self.preferences:
-            return "text"
-        return "label" if self.loss in LOSSES and LOSSES[self.loss].labels else "pair"
+        return LOSSES[self.loss].data_form if self.loss in LOSSES else "text"
+
+    @property
+    def preferences(self) -> bool:
+        """Whether completions of the data are compared with the reference's. Their rewards are 1 and -1."""
+        return self.data_form != "text"
+
+    @property
+    def learns_values(self) -> bool:
+        """Whether a critic's values are scores of the tokens."""
+        return VALUES in self.needs
 
     @property
     def needs_reference(self) -> bool:
@@ -246,8 +253,9 @@ class Recipe:
 
     @property
     def scorers(self) -> tuple[str, ...]:
-        """The scorers, other than the teacher, that run before advantages are computed: those that options require, and
-        `needs`.
+        """The scorers, other than teacher and critic, that run before advantages are computed.
+
+        These are the ones that options require, and `needs`.
 
         A teacher's log-probabilities are compared with OLD_LOGPROBS: with the sampler's, rounding would be a reward.
         """
@@ -255,7 +263,7 @@ class Recipe:
         old = (OLD_LOGPROBS,) if self.scores_old_logprobs or compared else ()
         reference = (REFERENCE_LOGPROBS,) if self.needs_reference else ()
         entropy = (ENTROPY,) if self.top_entropy < 1 else ()
-        return (*old, *reference, *entropy, *self.needs)
+        return (*old, *reference, *entropy, *(need for need in self.needs if need != VALUES))
 
     @property
     def loss_scores(self) -> tuple[str, ...]:
@@ -555,7 +563,6 @@ def dpo() -> Recipe:
         mean="sequence",
         old_logprobs="trainer",
         demonstrations=True,
-        preferences=True,
     )
 
 
@@ -580,7 +587,7 @@ def ppo() -> Recipe:
         advantage=partial(gae_advantages, gamma=1.0, lam=1.0, std="batch", std_ddof=1, std_eps=1e-8),
         group_baseline=False,
         mean="token",
-        learns_values=True,
+        needs=(VALUES,),
     )
 
 
@@ -626,3 +633,19 @@ def find_recipe(name: str) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise ValueError(f"{name!r} gives {recipe!r}; it must be a podium.Recipe, or a function that returns one")
     return recipe
+
+
+def why_not_mixed(name: str, main: str) -> str:
+    """Why a recipe cannot be a part of the loss of the `main` one, and what to do instead."""
+    try:
+        recipe = find_recipe(name)
+    except ValueError as error:
+        return str(error)
+    if recipe.preferences:
+        return f"{name} learns from pairs, which fill rows of their own, and cannot be mixed; run podium dpo by itself"
+    if recipe.advantage.func is no_advantages:
+        return f"{name} learns from a teacher, and so can {main}, of the same completions: set teacher, with its weight"
+    if recipe.demonstrations:
+        return f"{name} is a recipe of your own; the part that imitates data is sft: set it, with a weight"
+    rule = f"{name} learns from completions that are drawn, as {main} does, and a run draws and grades them for one"
+    return f"{rule} recipe; set algorithm.recipe to {name}, or a loss of your own here"

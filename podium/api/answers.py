@@ -10,21 +10,23 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from podium.api.given_data import Rewards, overrides, task_settings
+from podium.api.given_data import Questions, Rewards, overrides, task_settings
 from podium.api.rows import Data, data_file, is_task
 from podium.config.document import Plain
 from podium.config.load import Override, load
 from podium.files import as_path
 from podium.hosts.platform import prepare_platform
 from podium.malloc import giving_back_memory
+from podium.models.files.source import read_architecture, resolve
 from podium.models.text.tokenizer import Tokenizer
 from podium.observe.notebook import table
 from podium.observe.records import SampleRecord
-from podium.observe.run_dir import CONFIG, Fork, parse_fork, read_config
+from podium.observe.run_dir import CONFIG, read_config, run_of
 from podium.observe.stats import TaskScores
 from podium.observe.text import shown
 from podium.rollout.request import Completion, Request
 from podium.run.answering import Answering, Asked, resolve_answering
+from podium.run.resolve import resolve_recipe, resolve_rollout
 from podium.sampling.feed import request_seed
 from podium.sampling.prompt_lengths import rounded_up
 from podium.sampling.sampler import Sampler
@@ -32,7 +34,7 @@ from podium.settings import check_read_by_evaluations, load_settings
 from podium.sharding import find_devices
 from podium.tasks.question_sets import math_equal
 from podium.train.evaluate import evaluate_weights
-from podium.train.setup import load_parts, make_model, rollout_spec
+from podium.train.setup import load_parts, make_model
 
 Answer = Completion
 """A completion: `text`, `tokens`, `sampled_logprobs`, `finish_reason`."""
@@ -219,7 +221,8 @@ def open_model(
         room = opened.decoder.max_positions - sampling.max_new_tokens
         fitting = {"max_prompt_tokens": max(longest, min(rounded_up(longest), room))}
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update=fitting)})
-    rollouts = Sampler(rollout_spec(config, opened), opened.decoder, opened.tokenizer, opened.mesh)
+    spec = resolve_rollout(config, resolve_recipe(config), opened.decoder, opened.machine)
+    rollouts = Sampler(spec, opened.decoder, opened.tokenizer, opened.mesh)
     with giving_back_memory(), contextlib.closing(rollouts):
         rollouts.compile_ahead()
         rollouts.load(*load_parts(opened, fork))
@@ -278,33 +281,23 @@ def evaluate(
     """
     fork = run_of(model)
     check_read_by_evaluations(each.key for each in overrides(settings))
-    given = [] if fork else [Override("model", str(model), "argument model")]
+    given = [Override("grading.overlong_buffer_tokens", 0, "podium.evaluate")]
+    given += [] if fork else [Override("model", str(model), "argument model")]
     known = read_config(as_path(fork.run)) if fork else None
-    if data is None and known is None:
-        raise ValueError(f"evaluate: {model} is a model, not a run, so it has no dataset; pass data=")
     with tempfile.TemporaryDirectory() as folder:
         if data is not None:
-            parts = rewards or ([known.tasks[0].correct] if known else [math_equal])
-            prompt = (
-                system_prompt
-                if known is None
-                else _noticed(resolve_answering(known, Asked(system_prompt=system_prompt))).system_prompt or ""
-            )
+            correct = rewards or ([known.tasks[0].correct] if known else [math_equal])
+            if known is not None:
+                answering = _noticed(resolve_answering(known, Asked(system_prompt=system_prompt)))
+                system_prompt = answering.system_prompt or ""
             asked = data if is_task(data) else data_file(data, Path(folder), "data", subset=subset)
-            given += task_settings(
-                asked,
-                None if is_task(data) else asked,
-                parts,
-                folder=Path(folder),
-                subset=None,
-                question=question,
-                answer=answer,
-                system_prompt=prompt,
-            )
+            questions = Questions(asked, None if is_task(data) else asked, None, question, answer)
+            given += task_settings(questions, correct, folder=Path(folder), system_prompt=system_prompt)
+        elif known is None:
+            raise ValueError(f"evaluate: {model} is a model, not a run, so it has no dataset; pass data=")
         elif rewards is not None or subset is not None or question is not None:
             raise ValueError("evaluate: rewards, subset and question go with data; a run's own data is as in the run")
-        given.append(Override("grading.overlong_buffer_tokens", 0, "podium.evaluate"))
-        if known is not None and data is None:
+        else:
             own = {} if system_prompt is None else {"system_prompt": system_prompt}
             tasks = [each.model_dump() | {"rewards": {each.correct: 1.0}} | own for each in known.tasks]
             given.append(Override("tasks", tasks, "podium.evaluate"))
@@ -315,9 +308,7 @@ def evaluate(
         return Evaluated(dict(evaluation.stats.tasks), evaluation.records(step or 0, questions=None), step)
 
 
-def run_of(model: str | Path) -> Fork | None:
-    """The run that `model` names; None if it names a model."""
-    try:
-        return parse_fork(str(model))
-    except ValueError:
-        return None
+def max_positions(model: str) -> int:
+    """The longest sequence that a run's model, or a model, can read, in tokens."""
+    run = run_of(model)
+    return read_architecture(resolve(read_config(as_path(run.run)).model if run else model)).max_positions

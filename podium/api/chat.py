@@ -10,11 +10,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from podium.api.answers import open_model, run_of
-from podium.files import as_path
-from podium.models.files.source import read_architecture, resolve
+from podium.api.answers import max_positions, open_model
 from podium.models.text.chat_format import Message
-from podium.observe.run_dir import read_config
 from podium.rollout.request import Key, Request
 from podium.rollout.turn_format import TurnFormat, TurnFormatError
 from podium.run.answering import Answering, Asked
@@ -138,9 +135,7 @@ def chat(model: str, *, asked: Asked, seed: int, console: Console, lines: Iterab
 
     Raises ValueError if the model is unusable.
     """
-    run = run_of(model)
-    positions = read_architecture(resolve(read_config(as_path(run.run)).model if run else model)).max_positions
-    context = min(positions, CONTEXT_TOKENS)
+    context = min(max_positions(model), CONTEXT_TOKENS)
     shown = {"rollout.refill_steps": STEPS_SHOWN}
     with open_model(model, asked=asked, slots=1, context=context, settings=shown) as opened:
         rollouts = opened.rollouts

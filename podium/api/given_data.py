@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from podium.api.rows import TRAIN_SPLITS, Data, data_file, hub_id, is_task
 from podium.config.document import Plain
@@ -46,24 +47,31 @@ def _plain(value: object) -> Plain:
     return value if value is None or isinstance(value, str | int | float) else name_of(value)
 
 
+class Questions(NamedTuple):
+    """The questions of a task, as arguments of `podium.grpo`."""
+
+    data: Data | None
+    eval_data: Data | None = None
+    subset: str | None = None
+    question: str | None = None
+    answer: str = ANSWER
+
+
 def task_settings(
-    data: Data | None,
-    eval_data: Data | None,
+    questions: Questions,
     rewards: Rewards,
     *,
     folder: Path,
-    subset: str | None,
-    question: str | None,
-    answer: str,
-    system_prompt: str | None,
+    system_prompt: str | None = None,
     tools: Sequence[Callable[..., object] | str] = (),
     environment: Callable[..., object] | str | None = None,
 ) -> list[Override]:
-    """The settings of a task made of data, rewards, tools and an environment.
+    """The settings of a task made of questions, rewards, tools and an environment.
 
-    Rows are written to files below `folder`.
+    Rows are written to files below `folder`. Raises ValueError for arguments that do not go together.
     """
-    _check(data, environment)
+    _check(questions, environment)
+    data, eval_data, subset, question, answer = questions
     parts, match = reward_parts(rewards)
     if environment is not None and match is None and _pays(environment):
         parts, match = {"correct": 1.0, **parts}, "math"
@@ -76,15 +84,11 @@ def task_settings(
     if data is None:
         return [Override("tasks", [task | {"name": "environment"}], "argument environment"), *threads]
     if is_task(data):
-        if eval_data is not None:
-            raise ValueError("eval_data: a task has its own evaluation questions; leave it out")
         name = name_of(data)
         named = [Override("tasks", [task | {"name": name}], "argument data"), *threads]
         in_session = name.startswith(f"{SESSION}:")
         return [*named, Override("grading.workers", 0, "a task of this session")] if in_session else named
     dataset = hub_id(data)
-    if dataset is None and subset is not None:
-        raise ValueError(f"subset: {subset!r} names a part of a data set of the hub, and data is none; leave it out")
     path = None if dataset else data_file(data, folder, "data", TRAIN_SPLITS)
     options: dict[str, Plain] = {} if question is None else {"question": question}
     if environment is not None:
@@ -103,10 +107,16 @@ def task_settings(
     return [Override("tasks", [task], "argument data"), *threads]
 
 
-def _check(data: Data | None, environment: object) -> None:
-    """Raise ValueError if there is nothing to ask."""
+def _check(questions: Questions, environment: object) -> None:
+    """Raise ValueError for arguments that do not go together."""
+    data, subset = questions.data, questions.subset
     if data is None and environment is None:
         raise ValueError("data: none given; only an environment can do without")
+    if data is not None and is_task(data):
+        if questions.eval_data is not None:
+            raise ValueError("eval_data: a task has its own evaluation questions; leave it out")
+    elif data is not None and subset is not None and hub_id(data) is None:
+        raise ValueError(f"subset: {subset!r} names a part of a data set of the hub, and data is none; leave it out")
 
 
 def _is_code(dataset: str | None, path: str | None) -> bool:

@@ -9,10 +9,11 @@ from podium.api.rows import Data
 from podium.config.schema import Config
 from podium.files import as_path
 from podium.observe.history import Point, read_history
+from podium.observe.metrics import ACCURACY, REWARD
 from podium.observe.notebook import curve_image, table
 from podium.observe.records import MetricsRecord, SampleRecord, read_metrics, read_samples, step_of
 from podium.observe.run_dir import METRICS, SAMPLES, parse_fork, read_config, saved_steps
-from podium.observe.text import clock
+from podium.observe.summary import times
 
 if TYPE_CHECKING:  # `podium.grpo` prints a line before it imports jax
     from podium.api.answers import Answer, Evaluated
@@ -135,13 +136,14 @@ class Run:
     def _repr_html_(self) -> str:
         """Show the reward curve and what the run gained in a notebook."""
         history = read_history(self.path)
-        curve = curve_image(self.path.name, history.rewards, history.accuracies) if history.rewards else ""
-        gained = {"mean reward": history.rewards, "held-out accuracy": history.accuracies}
+        rewards, accuracies = history.points(REWARD), history.points(ACCURACY)
+        curve = curve_image(self.path.name, rewards, accuracies) if rewards else ""
+        gained = {"mean reward": rewards, "held-out accuracy": accuracies}
         facts = [(name, _first_and_last(points)) for name, points in gained.items() if points]
         checkpoints = self.steps
         facts += [
             ("steps", str(history.steps)),
-            ("time", f"{clock(history.wall_s)}, {clock(history.cpu_s)} of CPU time"),
+            ("time", times(history)),
             ("newest checkpoint", f"step {checkpoints[-1]}" if checkpoints else "none"),
             ("folder", str(self.path)),
         ]

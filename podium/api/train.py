@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from podium.api.given_data import Rewards, overrides, task_settings
+from podium.api.given_data import Questions, Rewards, overrides, task_settings
 from podium.api.rows import Data, is_task
 from podium.api.run_handle import Run
 from podium.config.load import Override
@@ -77,17 +77,9 @@ def grpo(
     folder = as_path(runs_dir) / name / DATA
     if in_bucket(folder):
         _check_written_nowhere(data=data, eval_data=eval_data)
+    questions = Questions(data, eval_data, subset, question, answer)
     tasks = task_settings(
-        data,
-        eval_data,
-        rewards,
-        folder=folder,
-        subset=subset,
-        question=question,
-        answer=answer,
-        system_prompt=system_prompt,
-        tools=tools,
-        environment=environment,
+        questions, rewards, folder=folder, system_prompt=system_prompt, tools=tools, environment=environment
     )
     own_questions = eval_data is None and data is not None and not is_task(data)
     never = [Override("eval.at_end", False, "no eval_data")] if own_questions else []

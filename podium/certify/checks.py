@@ -40,8 +40,9 @@ from podium.config.critic_section import CriticConfig
 from podium.config.lora import TARGETS
 from podium.config.mesh import mesh_sizes
 from podium.config.schema import Attention, Remat
-from podium.models.families.presets import find_decoder
 from podium.models.params import TRAIN_AXES, indivisible, param_specs, trained_specs
+from podium.run.resolve import resolve_recipe
+from podium.run.roles import find_decoder
 from podium.sharding import ShardingRules, make_mesh
 from podium.train.step import make_score, shard_batch
 
@@ -307,6 +308,8 @@ def skipped(subject: Subject) -> Iterator[str]:
         yield f"rollout devices: there are fewer than {DEVICES} devices, or they do not divide the model"
     if "kernel" not in usable_attention():
         yield f"attention kernel: needs {' or '.join(KERNELS)}, and this machine has {jax.devices()[0].platform}"
+    if parts := resolve_recipe(subject.user).loss_parts:
+        yield f"parts of the loss: {', '.join(parts)} have no naive form; the recipe is checked without them"
     if subject.rules.teacher_loss == "full":
         yield "head fused: it computes no logits to compare with a teacher's"
     elif jax.devices()[0].platform != "tpu":

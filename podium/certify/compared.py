@@ -4,6 +4,7 @@ The naive implementation starts each optimizer step from the trainer's own weigh
 own gradient. So every difference belongs to one step and one part, and rounding does not accumulate.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -209,7 +210,8 @@ def _carried_checks(subject: Subject, followed: Sequence[Followed]) -> Iterator[
             name="moving reference",
             claim="every few steps the reference becomes the mixture of itself and the policy that the config says",
             difference=largest(
-                weight_difference(each.step.reference, each.reference_before, each.reference) for each in followed
+                weight_difference(each.step.models["reference"], each.reference_before, each.reference)
+                for each in followed
             ),
         )
     rules = subject.rules
@@ -226,7 +228,7 @@ def _wrongly_learned(step: Step) -> int:
     """Number of a step's groups whose share of right answers was not learned, or wrongly."""
     shares = [(group.prompt.prompt.id, [reward.parts["correct"] for reward in group.rewards]) for group in step.groups]
     expected = sorted((question, min(1.0, sum(own) / len(own))) for question, own in shares)
-    found = sorted(step.learned)
+    found = sorted(step.shares)
     pairs = zip(found, expected, strict=False)
     wrong = sum(seen != question or abs(own - share) > 1e-9 for (seen, own), (question, share) in pairs)
     return wrong + abs(len(found) - len(expected))
@@ -310,8 +312,8 @@ def _critic_weight_error(training: Training, critic: CriticConfig) -> float:
     whole = training.config.algorithm.minibatches * critic.updates
     optimizer = training.config.train.optimizer.model_copy(update={"learning_rate": critic.learning_rate})
     with in_float64():
-        naive = NaiveOptimizer(optimizer, len(training.steps) * whole, training.steps[0].critic)
-        return _followed_weights(naive, [step.criticised for step in training.steps], whole)
+        naive = NaiveOptimizer(optimizer, len(training.steps) * whole, training.steps[0].models["critic"])
+        return _followed_weights(naive, [step.learned["critic"] for step in training.steps], whole)
 
 
 def _followed_weights(naive: NaiveOptimizer, steps: Sequence[Sequence[OptimizerStep]], whole: int) -> float:
@@ -328,11 +330,11 @@ def _followed_weights(naive: NaiveOptimizer, steps: Sequence[Sequence[OptimizerS
 def _moved_elsewhere(subject: Subject, training: Training) -> int:
     """Number of bytes of weights that changed outside an optimizer step, or that are frozen and changed."""
     now: Arrays = dict(subject.weights)
-    valued: Arrays = {} if subject.critic is None else dict(subject.critic.weights)
+    learning: dict[str, Arrays] = {name: dict(subject.models[name].weights) for name in training.steps[0].learned}
     moved = 0
     for step in training.steps:
-        moved += _unequal(step.weights, now) + _unequal(step.critic, valued)
-        for own, updates in ((now, step.updates), (valued, step.criticised)):
+        moved += _unequal(step.weights, now) + sum(_unequal(step.models[name], own) for name, own in learning.items())
+        for own, updates in ((now, step.updates), *((learning[name], made) for name, made in step.learned.items())):
             for seen in updates:
                 moved += _unequal(seen.before, {name: own[name] for name in seen.before})
                 own |= seen.after
@@ -345,11 +347,12 @@ def _other_step(found: Step, expected: Step) -> int:
     Adds 1 if the steps differ in their number of updates or episodes, and 1 if they leave other prompts.
     """
     ours, theirs = ([each for group in step.groups for each in episodes_of(group)] for step in (found, expected))
-    sizes = [(len(step.updates), len(step.criticised), len(step.state)) for step in (found, expected)]
+    made = [(step.updates, *step.learned.values()) for step in (found, expected)]
+    sizes = [(*map(len, own), len(step.state)) for own, step in zip(made, (found, expected), strict=True)]
     other = int(sizes[0] != sizes[1] or len(ours) != len(theirs))
     other += sum(a != b for a, b in zip(ours, theirs, strict=False))
     other += found.position.record() != expected.position.record()
-    pairs = zip((*found.updates, *found.criticised), (*expected.updates, *expected.criticised), strict=False)
+    pairs = zip(*(itertools.chain(*own) for own in made), strict=False)
     other += sum(_unequal(a.after, b.after) + _unequal(a.gradient, b.gradient) for a, b in pairs)
     return other + _unequal(found.state, expected.state)
 

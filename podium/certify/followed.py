@@ -15,9 +15,9 @@ from podium.certify.check_result import largest
 from podium.certify.naive import Sequences
 from podium.certify.naive_rules import Rules
 from podium.certify.naive_run import Coefficients, moved_reference
-from podium.certify.subject import Subject
+from podium.certify.subject import NaiveModel, Subject
 from podium.certify.tiny import Arrays
-from podium.certify.training import Step, Training
+from podium.certify.training import OptimizerStep, Step, Training
 from podium.certify.updates import (
     NaiveUpdate,
     Update,
@@ -65,7 +65,7 @@ class Followed:
     def critic_error(self) -> float:
         """The largest relative error of the critic's loss or of the gradient of one of its parameters."""
         errors: list[float] = []
-        for seen, naive in zip(self.step.criticised, self.criticised, strict=False):
+        for seen, naive in zip(self.step.learned["critic"], self.criticised, strict=False):
             errors.append(abs(seen.loss - naive.loss) / (abs(naive.loss) or 1.0))
             errors += [relative(seen.gradient[name], value) for name, value in naive.gradient.items()]
         return largest(errors)
@@ -96,13 +96,15 @@ def follow(subject: Subject, training: Training) -> list[Followed]:
     """The steps of a run, each with what the naive implementation makes of its groups."""
     rules = rules_of_run(subject, training)
     moving = training.config.reference
-    reference = before = {} if moving is None else _wide(subject.reference or {})
+    reference = before = {} if moving is None else _wide(subject.models["reference"].weights)
     coefs = Coefficients(kl_coef=rules.kl_coef, entropy_bonus=rules.entropy_bonus)
     found: list[Followed] = []
-    valued = {} if subject.critic is None else subject.critic.weights
+    critic = subject.models.get("critic")
+    valued = {} if critic is None else critic.weights
     for number, step in enumerate(training.steps):
+        given, learned = step.models.get("critic", {}), step.learned.get("critic", [])
         own = dataclasses.replace(rules, kl_coef=coefs.kl_coef)
-        sequences = subject.naive_steps(step.groups, own, step.weights, step.critic, reference)
+        sequences = subject.naive_steps(step.groups, own, step.weights, given, reference)
         waits = training.config.critic is not None and number < training.config.critic.warmup_steps
         updates: list[NaiveUpdate] = []
         applied: list[Coefficients] = []
@@ -119,16 +121,16 @@ def follow(subject: Subject, training: Training) -> list[Followed]:
                 step=step,
                 updates=updates,
                 missing=abs(len(step.updates) - (0 if waits else len(sequences) * rules.updates_per_batch)),
-                criticised=_criticised(subject, training, step, sequences),
-                missing_of_critic=abs(len(step.criticised) - len(sequences) * _critic_updates(training))
-                + sum(not np.array_equal(step.critic[name], x) for name, x in valued.items()),
+                criticised=_criticised(critic, training, learned, sequences),
+                missing_of_critic=abs(len(learned) - len(sequences) * _critic_updates(training))
+                + sum(not np.array_equal(given[name], x) for name, x in valued.items()),
                 coefs=coefs,
                 applied=applied,
                 reference=reference,
                 reference_before=before,
             )
         )
-        valued = step.criticised[-1].after if step.criticised else valued
+        valued = learned[-1].after if learned else valued
         coefs = now.after_step(rules, _mean_kl(rules, sequences, updates)) if updates else now
         if moving is not None and (number + 1) % moving.sync_every == 0:
             reference, before = moved_reference(reference, training.version(number + 1), moving.mixup), reference
@@ -140,13 +142,15 @@ def _critic_updates(training: Training) -> int:
     return 0 if training.config.critic is None else training.config.critic.updates
 
 
-def _criticised(subject: Subject, training: Training, step: Step, sequences: Sequence[Sequences]) -> list[Update]:
+def _criticised(
+    critic: NaiveModel | None, training: Training, learned: Sequence[OptimizerStep], sequences: Sequence[Sequences]
+) -> list[Update]:
     """The naive updates of the critic, which learns from each minibatch in turn."""
-    if subject.critic is None or training.config.critic is None:
+    if critic is None or training.config.critic is None:
         return []
     return [
-        naive_value_update(batch, subject.critic._replace(weights=seen.before), training.config.critic.clip)
-        for seen, batch in zip(step.criticised, list(sequences) * _critic_updates(training), strict=False)
+        naive_value_update(batch, critic._replace(weights=seen.before), training.config.critic.clip)
+        for seen, batch in zip(learned, list(sequences) * _critic_updates(training), strict=False)
     ]
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podium.algorithms.losses import entropy_loss, policy_loss
+from podium.algorithms.losses import Tokens, entropy_loss, policy_loss
 from podium.algorithms.recipes import (
     COVARIANT,
     DRAWN_LOGPROBS,
@@ -27,7 +27,11 @@ from podium.certify.small_moments import moments_check
 from podium.certify.subject import Subject
 from podium.certify.updates import Updates, relative, weight_difference
 from podium.config.optimizer import OPTIMIZER_COPIES, OptimizerConfig
-from podium.models.architecture import Lora, dense_decoder
+from podium.models.architecture import DecoderConfig, Lora
+from podium.models.blocks.attention import Attention
+from podium.models.blocks.kind import Block, Stack
+from podium.models.blocks.mlp import Mlp
+from podium.models.blocks.rope import Rope
 from podium.models.params import param_specs
 from podium.run.token_sizes import optimizer_steps
 from podium.train.optimizer.transforms import learning_rate, make_optimizer
@@ -38,7 +42,6 @@ LOW, HIGH = 0.1, 0.3
 Changes = Mapping[str, Any]
 """Options of an algorithm that replace the config's, both in the recipe and in the naive rules."""
 PLAIN: Changes = {
-    "preferences": False,
     "kl": "none",
     "kl_coef": 0.0,
     "kl_by_ratio": False,
@@ -60,7 +63,7 @@ OPTIONED: Mapping[str, Changes] = {
     "dppo_kl": {"weight_cap": 1.3},
 }
 """Losses with options, which the formulas get too."""
-LIKE_GRPO: Changes = {"preferences": False, "loss": "clipped", "loss_options": {}}
+LIKE_GRPO: Changes = {"loss": "clipped", "loss_options": {}}
 """What makes a recipe of preferences one that samples, for the formulas that preferences do not use."""
 LABELLED: Changes = {"beta": 0.4, "desirable_weight": 1.3, "undesirable_weight": 0.6}
 PREFERENCES: Mapping[str, Changes] = {
@@ -258,15 +261,15 @@ def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) ->
         given[OLD_LOGPROBS] = jnp.asarray(old)
 
     def ours(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        losses, _ = policy_loss(
-            recipe,
+        tokens = Tokens(
             logprobs,
-            sampled_logprobs=jnp.asarray(sampled),
+            old_logprobs=jnp.asarray(sampled),
             advantages=jnp.broadcast_to(jnp.asarray(advantages, jnp.float32)[:, None], (S, LENGTH)),
             segments=jnp.ones((S, LENGTH), jnp.int32),
             mask=jnp.asarray(valid, jnp.float32),
             scores=given,
         )
+        losses, _ = policy_loss(recipe, tokens)
         return jnp.sum(losses * weights), losses * weights
 
     (_, losses), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(jnp.asarray(logprobs))
@@ -328,16 +331,16 @@ def _preference_error(subject: Subject, changes: Changes) -> float:
     shares = rows(weights)
 
     def ours(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        losses, _ = policy_loss(
-            recipe,
+        tokens = Tokens(
             logprobs,
-            sampled_logprobs=jnp.zeros_like(logprobs),
+            old_logprobs=jnp.zeros_like(logprobs),
             advantages=rows(advantages.astype(np.float32)),
             segments=rows(segments.astype(np.int32)),
             mask=rows(valid.astype(np.float32)),
             scores=scores,
             prompts=prompts,
         )
+        losses, _ = policy_loss(recipe, tokens)
         return jnp.sum(losses * shares), losses * shares
 
     (_, losses), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(rows(logprobs))
@@ -426,22 +429,16 @@ def _rule_checks() -> Iterator[Check]:
 
 def rule_error(config: OptimizerConfig) -> float:
     """The largest error of the weights over `RULE_STEPS` updates, relative to the size of each update's change."""
-    decoder = dense_decoder(
+    rope = Rope(theta=1e4, dims=4)
+    attention = Attention(heads=4, kv_heads=2, head_dim=4, rope=rope, bias=True, norm=True)
+    decoder = DecoderConfig(
         model_type="llama",
         vocab=10,
         width=8,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=4,
-        mlp_width=12,
+        stacks=(Stack(pattern=(Block(mixer=attention, feed_forward=Mlp(width=12)),), repeats=2),),
         max_positions=16,
-        rope_theta=1e4,
-        rope_scaling=None,
         norm_eps=1e-5,
         tied=False,
-        qkv_bias=True,
-        qk_norm=True,
         lora=Lora(rank=2, alpha=4.0, targets=("q", "o")),
     )
     specs = {name: spec for name, spec in param_specs(decoder).items() if name in RULE_WEIGHTS}

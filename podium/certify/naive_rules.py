@@ -71,8 +71,6 @@ class Rules:
     max_refills: int = 3
     credit: Literal["episode", "turn"] = "episode"
     gamma: float = 1.0
-    preferences: bool = False
-    """Whether the loss compares completions of the data with the reference's."""
     penalised: bool = False
     """Whether tokens are drawn with a repetition penalty, and the policy has none."""
     teacher_weight: float = 0.0
@@ -83,6 +81,11 @@ class Rules:
     """Whether the teacher reads its own prompt."""
     updates_per_batch: int = 1
     minibatches: int = 1
+
+    @property
+    def preferences(self) -> bool:
+        """Whether the loss compares completions of the data with the reference's."""
+        return self.loss in ("dpo", "ipo", "dpo_hinge", "kto")
 
 
 RULES: dict[str, Rules] = {
@@ -110,7 +113,7 @@ RULES: dict[str, Rules] = {
     "gmpo": Rules(advantage="group", mean="sequence", loss="gmpo", clip_low=0.4, clip_high=0.4),
     "maxrl": Rules(advantage="maxrl", mean="constant"),
     "sft": Rules(advantage="reward", mean="token", loss="reinforce", old_logprobs="trainer"),
-    "dpo": Rules(advantage="reward", mean="sequence", loss="dpo", old_logprobs="trainer", preferences=True),
+    "dpo": Rules(advantage="reward", mean="sequence", loss="dpo", old_logprobs="trainer"),
     "distill": Rules(advantage="none", mean="token"),
     "ppo": Rules(
         advantage="values", advantage_options={"gamma": 1.0, "lam": 1.0}, std="batch", std_eps=1e-8, mean="token"
@@ -121,7 +124,7 @@ RULES: dict[str, Rules] = {
 
 def rules_of(config: AlgorithmConfig) -> Rules:
     """The rules of a config's recipe, with the options that the config sets. KeyError for a user's own recipe."""
-    options = config.model_dump(exclude={"recipe"}, exclude_none=True)
+    options = config.model_dump(exclude={"recipe", "loss_parts"}, exclude_none=True)
     if options.get("loss") == "reinforce":
         options.setdefault("old_logprobs", "trainer")  # it has no ratio
     own = RULES[config.recipe]

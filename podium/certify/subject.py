@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -32,14 +32,13 @@ from podium.config.imports import is_path
 from podium.config.schema import Config, EnvironmentsConfig, GradingConfig, LimitsConfig, TaskConfig
 from podium.hosts.platform import machine_of
 from podium.models.architecture import DecoderConfig, frozen_decoder, scoring_decoder
-from podium.models.families.presets import find_decoder
 from podium.models.params import TRAIN_AXES, frozen_specs, is_adapter, param_specs, trained_specs
 from podium.models.text.tokenizer import Tokenizer
 from podium.rollout.request import Completion, Request
 from podium.rollout.transcript import Transcript, transcript_of
 from podium.run.resolve import resolve_algorithm, resolve_recipe, resolve_rollout, sampling_params
-from podium.run.roles import scoring_models
-from podium.run.run_spec import Role
+from podium.run.roles import find_decoder, scoring_models
+from podium.run.run_spec import SCORE, Role
 from podium.sampling.groups import Greedy, Group
 from podium.sampling.sampler import Sampler
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
@@ -47,9 +46,7 @@ from podium.tasks.conversations.environment_forms import conversing
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import FAILED as FAILED_REWARD
 from podium.tasks.task import Prompt, Reward
-from podium.train.scorers import OwnPrompts, Scorer, make_role_scorer
 from podium.train.setup import load_weights, make_model
-from podium.train.step import TrainSettings
 
 PROMPTS = 4
 COMPLETIONS = 4
@@ -113,14 +110,10 @@ class NaiveModel(NamedTuple):
         """Its architecture."""
         return self.role.decoder
 
-    def params(self, settings: TrainSettings) -> Params:
-        """Copy its weights to the trainer's mesh; a new copy in every call."""
-        shardings = param_shardings(param_specs(self.decoder), settings.stored)
+    def params(self, mesh: jax.sharding.Mesh) -> Params:
+        """Copy its weights to a mesh; a new copy in every call."""
+        shardings = param_shardings(param_specs(self.decoder), ShardingRules(mesh, TRAIN_AXES))
         return {name: jax.device_put(x, shardings[name], may_alias=False) for name, x in self.weights.items()}
-
-    def scorer(self, settings: TrainSettings, own_prompts: OwnPrompts | None = None) -> Scorer:
-        """The trainer's scorer of this model, maybe with prompts of its own."""
-        return make_role_scorer(self.role, settings, self.params(settings), own_prompts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,12 +131,8 @@ class Subject:
     weights: Arrays
     full: bool
     """Whether this is the model itself and not a tiny clone."""
-    reference: Arrays | None
-    """Weights of the reference model; None if the algorithm has no KL and no loss of preferences."""
-    teacher: NaiveModel | None
-    """None if the config has no teacher."""
-    critic: NaiveModel | None
-    """None if the recipe has no critic."""
+    models: Mapping[str, NaiveModel]
+    """The models beside the policy, by the name of their role."""
     lengths: Lengths = SHORT
 
     def params(self, mesh: jax.sharding.Mesh, weights: Arrays | None = None) -> Params:
@@ -160,10 +149,10 @@ class Subject:
         recurrent = any(place.block.work(self.decoder.width).states for place in self.decoder.places)
         return RECURRENT_BAR if recurrent else BAR
 
-    def trained(self, mesh: jax.sharding.Mesh) -> Params:
-        """The parameters that updates change."""
+    def trained(self, mesh: jax.sharding.Mesh, weights: Arrays | None = None) -> Params:
+        """The parameters that updates change, as in `weights` (None: the subject's)."""
         specs = trained_specs(self.decoder)
-        return {name: value for name, value in self.params(mesh).items() if name in specs}
+        return {name: value for name, value in self.params(mesh, weights).items() if name in specs}
 
     def frozen(self, mesh: jax.sharding.Mesh) -> Params:
         """The parameters that updates do not change: none, or with LoRA the base model's."""
@@ -284,8 +273,10 @@ class Subject:
 
         `valued` are the critic's weights, and `reference` those of the reference model (None: the subject's).
         """
-        anchor = (reference or self.reference) if rules.kl != "none" or rules.preferences else None
-        critic = self.critic
+        anchor = None
+        if rules.kl != "none" or rules.preferences:
+            anchor = reference or self.models["reference"].weights
+        critic = self.models.get("critic")
         return optimizer_steps(
             rules,
             [episodes_of(group) for group in groups],
@@ -306,7 +297,7 @@ class Subject:
 
     def _taught(self, rules: Rules) -> Callable[[np.ndarray, np.ndarray], np.ndarray] | None:
         """The naive teacher's log-probabilities after each prompt: of the tokens, or of the whole vocabulary."""
-        teacher = self.teacher
+        teacher = self.models.get("teacher")
         if teacher is None:
             return None
         if rules.teacher_loss == "sampled":
@@ -422,10 +413,9 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
     else:
         decoder = tiny_clone(find_decoder(config))
         weights = random_weights(decoder, seed=0)
-    recipe = resolve_recipe(config)
+    recipe = dataclasses.replace(resolve_recipe(config), loss_parts={})
     rules = _rules_of_own(recipe) if is_path(config.algorithm.recipe) else rules_of(config.algorithm)
     rules = dataclasses.replace(rules, penalised=config.rollout.repetition_penalty != 1)
-    roles = {role.name: role for role in scoring_models(config, recipe, decoder)}
     if config.teacher is not None:
         rules = dataclasses.replace(
             rules,
@@ -439,7 +429,6 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
     options: dict[str, object] = {"vocab": decoder.vocab, "shortest": shortest_prompt(recipe)}
     task = TaskConfig(name=name, options=options, rewards=REWARDS if charged else {"correct": 0.8})
     config = config.model_copy(update={"tasks": [task]})
-    reference = other_weights(decoder, weights) if rules.kl != "none" or rules.preferences else None
     return Subject(
         user=user,
         config=config,
@@ -448,9 +437,7 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
         decoder=decoder,
         weights=weights,
         full=full,
-        reference=reference,
-        teacher=_tiny_teacher(roles["teacher"], decoder) if "teacher" in roles else None,
-        critic=_tiny_critic(roles["critic"], decoder) if "critic" in roles else None,
+        models=small_models(scoring_models(config, recipe, decoder), decoder, weights),
     )
 
 
@@ -474,19 +461,22 @@ def shortest_prompt(recipe: Recipe) -> int:
     return 2 if recipe.data_form == "pair" else 1
 
 
-def _tiny_critic(role: Role, policy: DecoderConfig) -> NaiveModel:
-    """A small random critic, with the policy's vocabulary."""
-    decoder = scoring_decoder(dataclasses.replace(tiny_clone(policy), vocab=policy.vocab, lora=None))
-    return NaiveModel(dataclasses.replace(role, decoder=decoder), random_weights(decoder, seed=3))
-
-
-def _tiny_teacher(role: Role, student: DecoderConfig) -> NaiveModel:
-    """A small random teacher of a student, with its vocabulary and a layer more of each kind, all of it frozen."""
-    tiny = tiny_clone(student)
-    stacks = tuple(dataclasses.replace(stack, repeats=stack.repeats + 1) for stack in tiny.stacks)
-    decoder = dataclasses.replace(tiny, vocab=student.vocab, stacks=stacks, lora=None)
-    own = dataclasses.replace(role, decoder=frozen_decoder(decoder, "bfloat16"))
-    return NaiveModel(own, random_weights(decoder, seed=2))
+def small_models(roles: Sequence[Role], policy: DecoderConfig, weights: Arrays) -> Mapping[str, NaiveModel]:
+    """The models beside a policy with these weights, by the name of their role, each small and with its vocabulary."""
+    found: dict[str, NaiveModel] = {}
+    for role in roles:
+        if role.phase == SCORE:
+            found[role.name] = NaiveModel(role, other_weights(policy, weights))
+            continue
+        decoder = dataclasses.replace(tiny_clone(policy), vocab=policy.vocab, lora=None)
+        if role.learning is not None:
+            own, decoder, seed = scoring_decoder(decoder), scoring_decoder(decoder), 3
+        else:  # a layer more of each kind
+            stacks = tuple(dataclasses.replace(stack, repeats=stack.repeats + 1) for stack in decoder.stacks)
+            decoder, seed = dataclasses.replace(decoder, stacks=stacks), 2
+            own = frozen_decoder(decoder, "bfloat16")
+        found[role.name] = NaiveModel(dataclasses.replace(role, decoder=own), random_weights(decoder, seed=seed))
+    return found
 
 
 def make_group(
@@ -535,7 +525,8 @@ def _small_step(config: Config) -> Config:
     Weights that the rollout rounds are not rounded, so that sampler and trainer can be compared; the correction that
     they have by default stays.
     """
-    config = config.model_copy(update={"algorithm": resolve_algorithm(config)})
+    alone = resolve_algorithm(config).model_copy(update={"loss_parts": []})
+    config = config.model_copy(update={"algorithm": alone})
     recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
     group = config.group_size  # of preferences, as in the data
     if not recipe.preferences:  # few, but more than the k of pass@k, whose advantages would otherwise all be 0

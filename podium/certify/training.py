@@ -11,29 +11,31 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from podium.algorithms.controllers import KL_COEF, first_coefs
+from podium.algorithms.controllers import KL_COEF
 from podium.certify.ledgers import Ledger, Ledgers
 from podium.certify.naive_optimizer import gradient_norm
 from podium.certify.naive_rules import rules_of
-from podium.certify.subject import Subject, one_device
-from podium.certify.tiny import Arrays, other_weights
+from podium.certify.subject import Subject, one_device, small_models
+from podium.certify.tiny import Arrays
 from podium.certify.updates import PLAIN, naive_update
 from podium.config.critic_section import CriticConfig
 from podium.config.schema import AlgorithmConfig, CheckpointConfig, Config
 from podium.hosts.distributed import AgreedStop
 from podium.hosts.signals import StopSignal
+from podium.job.job_context import alone
 from podium.models.adapters import base_of
 from podium.observe.stats import BatchStats, TaskScores
 from podium.rollout.request import RolloutStats
 from podium.run.resolve import resolve_recipe
-from podium.run.run_spec import SCORE, RunSpec
+from podium.run.roles import scoring_models
+from podium.run.run_spec import Role, RunSpec
 from podium.sampling.conversations.carry import Position
 from podium.sampling.feed import EncodedPrompt
 from podium.sampling.groups import Group
@@ -44,12 +46,13 @@ from podium.train.batches.batch import Batch
 from podium.train.checkpoints.checkpoint import Checkpointer
 from podium.train.checkpoints.saving import SaveTimer, Saving
 from podium.train.evaluate import evaluate
+from podium.train.first_state import Origin, make_optimizers
 from podium.train.loop import run_steps
-from podium.train.open import RunParts, make_source
-from podium.train.scorers import LoadedRole, OwnPrompts
-from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
-from podium.train.state import TrainState, init_state, with_coefs
+from podium.train.open import RunParts, make_source, open_trainer
+from podium.train.setup import run_spec
+from podium.train.state import TrainState
 from podium.train.step import Metrics, TrainStep
+from podium.train.surroundings import Surroundings
 from podium.train.trainer import Trainer
 
 STEPS = 4
@@ -69,7 +72,7 @@ CLIPPED = 0.7  # clip_norm as a fraction of the first gradient's norm, so that a
 
 
 class OptimizerStep(NamedTuple):
-    """The inputs and results of one optimizer step of the policy, or of the critic."""
+    """The inputs and results of one optimizer step of the policy, or of another model that is trained."""
 
     before: Arrays  # the trained weights before the step
     gradient: Arrays
@@ -87,25 +90,23 @@ class Step:
     """All weights before the step's first update."""
     groups: Sequence[Group]
     updates: list[OptimizerStep]
-    criticised: list[OptimizerStep]
-    """The critic's; empty without one."""
-    critic: Arrays
-    """The critic's weights before the step; empty without a critic."""
-    reference: Arrays
-    """Those of a reference that moves; empty if it stays."""
+    learned: Mapping[str, list[OptimizerStep]]
+    """Those of the other models that are trained, by the name of their role."""
+    models: Mapping[str, Arrays]
+    """The weights of all other models that change, before the step, by the name of their role."""
     coefs: Mapping[str, float]
     """The numbers that the run adapts, before the step; empty if it adapts none."""
     state: Arrays
     """Every array of the run's state before the step, moments included, by its path."""
     charged: Mapping[str, float]
     """The weight of the KL in its rewards, by KL_COEF; empty if it is not in rewards."""
-    learned: Sequence["Learned"]
+    shares: Sequence["Share"]
     """What choosing the next prompts was told of its groups."""
     position: Position
     """In the run's prompts, after the step's groups were taken."""
 
 
-class Learned(NamedTuple):
+class Share(NamedTuple):
     """The share of right answers to a prompt, by which prompts are chosen and retired."""
 
     prompt: str
@@ -215,14 +216,13 @@ def with_other_options(subject: Subject) -> Subject:
     config = subject.config.model_copy(
         update={"algorithm": algorithm, "teacher": None, "critic": None, "reference": None}
     )
+    recipe = resolve_recipe(config)
     other = dataclasses.replace(
         subject,
         config=config,
-        recipe=resolve_recipe(config),
+        recipe=recipe,
         rules=dataclasses.replace(rules_of(algorithm), penalised=subject.rules.penalised),
-        reference=subject.reference or other_weights(subject.decoder, subject.weights),
-        teacher=None,
-        critic=None,
+        models=small_models(scoring_models(config, recipe, subject.decoder), subject.decoder, subject.weights),
     )
     for name in ("rollouts", "sampled"):  # these do not depend on the algorithm
         other.__dict__[name] = getattr(subject, name)
@@ -236,31 +236,34 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
     """
     config, mesh = training_config(subject), one_device()
     spec = run_spec(config, subject.decoder, mesh)
-    frozen, rollouts = subject.frozen(mesh), subject.rollouts
+    small = [dataclasses.replace(role, decoder=subject.models[role.name].decoder) for role in spec.scoring_models]
+    spec = dataclasses.replace(spec, scoring_models=tuple(small))
+    optimizers = {name: keeping_gradient(optimizer) for name, optimizer in make_optimizers(spec).items()}
+    origin, rollouts = Origin(spec, _SubjectWeights(subject, mesh), optimizers), subject.rollouts
     rollouts.position = Position(cursor=0)
-    rollouts.load(subject.trained(mesh), frozen, version=0)
+    rollouts.load(origin.weights.trained(), origin.weights.frozen, version=0)
     ledgers = Ledgers()
     with tempfile.TemporaryDirectory(prefix="podium-certify-") as folder, contextlib.ExitStack() as stack:
         stack.enter_context(ledgers.recording(rollouts.engine))
-        learned = stack.enter_context(_learning(rollouts.feed.tasks))
-        trainer, begun = _make_trainer(subject, spec, Path(folder), learned)
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), begun)
+        shares = stack.enter_context(_learning(rollouts.feed.tasks))
+        trainer = open_trainer(origin, rollouts.feed, Path(folder))
+        recorded = stack.enter_context(_watched(trainer, rollouts, shares))
         saving = CheckpointConfig(every_steps=spec.steps - 1, every_minutes=0.0)
-        checkpointer = Checkpointer(Path(folder) / "checkpoints", saving, base_of(frozen))
+        checkpointer = Checkpointer(Path(folder) / "checkpoints", saving, origin.weights.base)
         stack.callback(checkpointer.close)
         run = _make_run(spec, rollouts, trainer, checkpointer, stack)
-        run_steps(run, begun, 0)
-        state, saved = checkpointer.restore(spec.steps - 1, abstract)
+        run_steps(run, origin.first(), 0)
+        state, saved = checkpointer.restore(spec.steps - 1, origin.abstract())
         rollouts.position = Position.read(saved, rollouts.feed)
         rollouts.load(state.params, version=spec.steps - 1)
         run_steps(run, state, spec.steps - 1)
-        *steps, resumed = trainer.steps
+        *steps, resumed = recorded
         weights = {**steps[-1].weights, **(resumed.updates[-1].after if resumed.updates else {})}
         dropped = list(ledgers.dropped)
         evaluation = None
         if evaluated:
             if not run.source.draws:
-                rollouts.load(subject.params(mesh, weights), frozen, version=spec.steps)
+                rollouts.load(subject.trained(mesh, weights), origin.weights.frozen, version=spec.steps)
             evaluation = _evaluated(rollouts)
     return Training(
         config=config,
@@ -274,72 +277,49 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
 
 
 @contextlib.contextmanager
-def _learning(tasks: TaskMixture) -> Iterator[list[Learned]]:
+def _learning(tasks: TaskMixture) -> Iterator[list[Share]]:
     """Record within the context what the tasks learn of the answers to their prompts."""
-    found: list[Learned] = []
+    found: list[Share] = []
     learn = tasks.learn
 
     def recorded(prompt: TaskPrompt, mean: float) -> None:
-        found.append(Learned(prompt.prompt.id, mean))
+        found.append(Share(prompt.prompt.id, mean))
         learn(prompt, mean)
 
     with _replaced(tasks, "learn", recorded):
         yield found
 
 
-def _make_trainer(
-    subject: Subject, spec: RunSpec, folder: Path, learned: list[Learned]
-) -> tuple["_Watched", TrainState]:
-    """The run's trainer, which records what it does, and the state before the first step."""
-    mesh, rollouts = one_device(), subject.rollouts
-    optimizer = keeping_gradient(make_run_optimizer(spec.optimizer, subject.decoder))
-    settings = make_train_settings(spec.update, subject.decoder, mesh)
-    valued, moving, roles = None, None, list[LoadedRole]()
-    for role in spec.scoring_models:
-        if role.learning is not None and subject.critic is not None:
-            own = dataclasses.replace(role, decoder=subject.critic.decoder)
-            learning = keeping_gradient(make_run_optimizer(role.learning.optimizer, own.decoder))
-            valued = init_state(subject.critic.params(settings), learning)
-            roles.append(LoadedRole(role=own, params={}, optimizer=learning))
-        elif role.phase == SCORE:
-            anchor = subject.params(mesh, subject.reference)
-            moving = None if role.follows is None else anchor
-            roles.append(LoadedRole(role=role, params=anchor if role.follows is None else {}))
-        elif subject.teacher is not None:
-            behind = None
-            if role.longer_prompts is not None:
-                behind = OwnPrompts(of=rollouts.feed.privileged, sizes=spec.batch_of(role))
-            params = subject.teacher.params(settings)
-            roles.append(LoadedRole(role=subject.teacher.role, params=params, own_prompts=behind))
-    trainer = Trainer(
-        spec.recipe,
-        settings,
-        optimizer,
-        sizes=spec.batch,
-        schedule=spec.optimizer,
-        folder=folder,
-        frozen=subject.frozen(mesh),
-        roles=roles,
-    )
-    begun = dataclasses.replace(init_state(subject.trained(mesh), optimizer), critic=valued, reference=moving)
-    return _Watched(trainer, rollouts, learned), with_coefs(begun, first_coefs(spec.recipe))
+class _SubjectWeights:
+    """The weights of a subject's models: `podium.train.first_state.Weights`."""
+
+    def __init__(self, subject: Subject, mesh: jax.sharding.Mesh) -> None:
+        self._subject = subject
+        self.mesh = mesh
+        self.frozen = subject.frozen(mesh)
+        self.base = base_of(self.frozen)
+
+    def trained(self) -> Params:
+        """The policy's weights that updates change."""
+        return self._subject.trained(self.mesh)
+
+    def of(self, role: Role) -> Params:
+        """The weights of a model beside the policy."""
+        return self._subject.models[role.name].params(self.mesh)
 
 
 def _make_run(
-    spec: RunSpec, rollouts: Sampler, trainer: "_Watched", checkpointer: Checkpointer, resources: contextlib.ExitStack
+    spec: RunSpec, rollouts: Sampler, trainer: Trainer, checkpointer: Checkpointer, resources: contextlib.ExitStack
 ) -> RunParts:
     """A run without displays and records."""
     silent: Any = _Silent()
     stop = AgreedStop(StopSignal())
     return RunParts(
         spec=spec,
-        run_dir=silent,
-        progress=silent,
-        phase=lambda name: None,
-        stop=stop,
+        around=Surroundings(run_dir=silent, progress=silent, stop=stop, job=alone()),
         rollouts=rollouts,
         source=make_source(spec, rollouts),
-        trainer=cast(Trainer, trainer),
+        trainer=trainer,
         recorder=silent,
         saving=Saving(checkpointer, SaveTimer(0.0), stop, to_continue=lambda: ""),
         profiler=silent,
@@ -393,57 +373,62 @@ def keeping_gradient(optimizer: optax.GradientTransformation) -> optax.GradientT
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-class _Watched:
-    """Wraps a trainer, and records the inputs and results of each step and update."""
+@contextlib.contextmanager
+def _watched(trainer: Trainer, rollouts: Sampler, shares: list[Share]) -> Iterator[list[Step]]:
+    """Record within the context what goes into each step and update of a trainer, and what comes out.
 
-    def __init__(self, trainer: Trainer, rollouts: Sampler, learned: list[Learned]) -> None:
-        """`learned` has what was learned since the last step, and is emptied in each."""
-        self._trainer, self._rollouts, self._learned = trainer, rollouts, learned
-        trainer.train_step = self._recording(trainer.train_step, lambda step: step.updates)
-        if trainer.critic is not None:
-            recorded: Any = self._recording(trainer.critic.step, lambda step: step.criticised)
-            trainer.critic = dataclasses.replace(trainer.critic, step=recorded)
-        self.steps: list[Step] = []
-        self.frozen = trainer.frozen
-        self.update = trainer.update
+    `shares` has what was learned since the last step, and is emptied in each.
+    """
+    steps: list[Step] = []
+    prepare = trainer.prepare
 
-    def prepare(self, state: TrainState, groups: Sequence[Group]) -> Any:
-        """Call the trainer's `prepare`, and record the step."""
-        batches, stats = self._trainer.prepare(state, groups)
+    def recorded(
+        state: TrainState, groups: Sequence[Group], demonstrations: Sequence[Group] = ()
+    ) -> tuple[list[Batch[jax.Array]], BatchStats]:
+        batches, stats = prepare(state, groups, demonstrations)
         step = Step(
-            weights=_copied({**state.params, **self.frozen}),
+            weights=_copied({**state.params, **trainer.frozen}),
             groups=groups,
             updates=[],
-            criticised=[],
-            critic={} if state.critic is None else _copied(state.critic.params),
-            reference=_copied(state.reference or {}),
+            learned={name: [] for name in trainer.learners},
+            models={name: _copied(state.weights(name)) for name in state.models},
             coefs=_numbers(state.coefs),
             state={jax.tree_util.keystr(path): np.array(x) for path, x in jax.tree_util.tree_leaves_with_path(state)},
             charged=_charged(stats),
-            learned=list(self._learned),
-            position=self._rollouts.position,
+            shares=list(shares),
+            position=rollouts.position,
         )
-        self.steps.append(step)
-        self._learned.clear()
+        steps.append(step)
+        shares.clear()
         return batches, stats
 
-    def _recording(self, run: TrainStep, into: Callable[[Step], list[OptimizerStep]]) -> TrainStep:
-        """The same program, which adds what it was given and made to a list of the current step."""
+    trainer.train_step = _recording(trainer.train_step, lambda: steps[-1].updates)
+    for name, learner in trainer.learners.items():
+        watched: Any = _recording(learner.step, lambda name=name: steps[-1].learned[name])
+        trainer.learners[name] = learner._replace(step=watched)
+    with _replaced(trainer, "prepare", recorded):
+        yield steps
 
-        def recorded(state: TrainState, batch: Batch, frozen: Params | None = None, /) -> tuple[TrainState, Metrics]:
-            before = _copied(state.params)
-            state, metrics = run(state, batch, frozen) if frozen is not None else run(state, batch)
-            links: Any = state.opt_state
-            after = _copied(state.params)
-            seen = OptimizerStep(before, _copied(links[0]), float(metrics["loss"]), after, _numbers(batch.coefs))
-            into(self.steps[-1]).append(seen)
-            return state, metrics
 
-        return recorded
+def _recording(run: TrainStep, into: Callable[[], list[OptimizerStep]]) -> TrainStep:
+    """The same program, which adds what it was given and made to a list of the current step."""
+
+    def recorded(state: TrainState, batch: Batch, frozen: Params | None = None, /) -> tuple[TrainState, Metrics]:
+        before = _copied(state.params)
+        state, metrics = run(state, batch, frozen) if frozen is not None else run(state, batch)
+        links: Any = state.opt_state
+        after = _copied(state.params)
+        into().append(OptimizerStep(before, _copied(links[0]), float(metrics["loss"]), after, _numbers(batch.coefs)))
+        return state, metrics
+
+    return recorded
 
 
 class _Silent:
     """Stands in for a run's view, profiler and recorder, and does nothing."""
+
+    def phase(self, name: str) -> None:
+        """Do nothing, as a view."""
 
     def message(self, text: str) -> None:
         """Do nothing, as a view."""

@@ -16,7 +16,7 @@ import optax
 from numpy.typing import ArrayLike
 
 from podium.algorithms.advantages import VALUES
-from podium.algorithms.recipes import REFERENCE_LOGPROBS, TEACHER_HIDDEN, Recipe
+from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
 from podium.certify.check_result import largest
 from podium.certify.naive import (
     Sequences,
@@ -48,16 +48,24 @@ from podium.hosts.platform import machine_of
 from podium.models.architecture import DecoderConfig
 from podium.models.params import trained_specs
 from podium.run.resolve import resolve_update
+from podium.run.run_spec import SCORE
 from podium.sampling.groups import Group
 from podium.sharding import Params
 from podium.train.batches.batch import Batch, BatchSizes, take
 from podium.train.batches.packing import Packing
 from podium.train.batches.prepare import pack_step, prepare_step
-from podium.train.scorers import OwnPrompts, Scorer, make_scorers, role_settings, teacher_head, with_scores
+from podium.train.scorers import (
+    OwnPrompts,
+    Scorer,
+    compared_head,
+    make_role_scorer,
+    make_scorers,
+    role_settings,
+    with_scores,
+)
 from podium.train.setup import make_train_settings
 from podium.train.state import init_state
 from podium.train.step import (
-    TEACHER_HEAD,
     TrainPrograms,
     TrainSettings,
     make_train_programs,
@@ -175,7 +183,7 @@ class Updates:
         subject = self.subject
         params, frozen = subject.trained(form.mesh), subject.frozen(form.mesh)
         placed = self._prepared(form, settings, programs, groups or subject.groups, params | frozen)
-        taught = self._teacher_head(settings)
+        taught = self._compared_head(form.mesh)
         state, found = init_state(params, _keeping_gradient(RATE)), []
         for _ in range(times):
             state, metrics = programs.train_step(state, placed, frozen | taught)
@@ -212,29 +220,24 @@ class Updates:
         return found
 
     def _scorers(self, form: Form, settings: TrainSettings, programs: TrainPrograms) -> tuple[Scorer, ...]:
-        """The trainer's scorers, with the subject's reference, teacher and critic."""
+        """The trainer's scorers, with those of the subject's models."""
         subject = self.subject
-        others = []
-        if subject.reference is not None and self.recipe.needs_reference:
-            reference = subject.params(form.mesh, subject.reference)
-            score, decoder = programs.score, settings.decoder
-            others.append(Scorer(name=REFERENCE_LOGPROBS, decoder=decoder, params=reference, program=score))
-        others += [] if subject.teacher is None else [subject.teacher.scorer(settings, self._own_prompts(form))]
-        others += [] if subject.critic is None else [subject.critic.scorer(settings)]
+        others: list[Scorer] = []
+        for role, model in ((each.role, each) for each in subject.models.values()):
+            alike = role.phase == SCORE
+            if alike and not self.recipe.needs_reference:
+                continue
+            own = None
+            if role.longer_prompts is not None:
+                own = OwnPrompts(of=subject.rollouts.feed.privileged, sizes=privileged_sizes(form, subject))
+            program = programs.score if alike else None
+            others.append(make_role_scorer(role, settings, model.params(form.mesh), own, program))
         return make_scorers(self.recipe, settings, programs.score, others)
 
-    def _own_prompts(self, form: Form) -> OwnPrompts | None:
-        """The prompts of a teacher that reads others than the policy, made by the run's own feed."""
-        if not self.subject.rules.teacher_privileged:
-            return None
-        return OwnPrompts(of=self.subject.rollouts.feed.privileged, sizes=privileged_sizes(form, self.subject))
-
-    def _teacher_head(self, settings: TrainSettings) -> Params:
-        """The teacher's head, if updates compare its distributions with the policy's."""
-        teacher = self.subject.teacher
-        if teacher is None or not teacher.role.compared:
-            return {}
-        return {TEACHER_HEAD: teacher_head(teacher.params(settings))}
+    def _compared_head(self, mesh: jax.sharding.Mesh) -> Params:
+        """The head of a model whose whole distributions updates compare with the policy's; empty without one."""
+        compared = next((each for each in self.subject.models.values() if each.role.compared), None)
+        return {} if compared is None else compared_head(compared.params(mesh))
 
     def value_update(self, form: Form, *, clip: float | None) -> tuple[Update, Update]:
         """The critic's update on the subject's groups in this form, and the naive one in float64.
@@ -243,15 +246,15 @@ class Updates:
         """
         settings, programs = self.programs(form)
         subject = self.subject
-        assert subject.critic is not None, "the recipe has a critic"
+        critic = subject.models["critic"]
         placed = self._prepared(form, settings, programs, subject.groups, subject.params(form.mesh))
         late = jnp.asarray(moved(np.asarray(placed.positions), np.asarray(placed.targets)), jnp.float32)
         placed = dataclasses.replace(placed, scores={**placed.scores, VALUES: placed.scores[VALUES] + late})
-        step = make_value_step(role_settings(subject.critic.role, settings), _keeping_gradient(RATE), clip=clip)
-        params = subject.critic.params(settings)
+        step = make_value_step(role_settings(critic.role, settings), _keeping_gradient(RATE), clip=clip)
+        params = critic.params(form.mesh)
         state, metrics = step(init_state(params, _keeping_gradient(RATE)), placed)
         found = Update(float(metrics["loss"]), _host(state.opt_state), _host(state.params))
-        return found, naive_value_update(_with_moved_values(subject.sequences), subject.critic, clip)
+        return found, naive_value_update(_with_moved_values(subject.sequences), critic, clip)
 
     def programs(self, form: Form) -> tuple[TrainSettings, TrainPrograms]:
         """The trainer's settings and compiled programs for this form."""

@@ -244,6 +244,45 @@ class RolloutConfig(Section):
         return int(self.in_flight * prompts_per_step + 1e-6)
 
 
+class DemonstrationsConfig(Section):
+    """Rows of a task that are imitated in the same updates in which the recipe learns from completions."""
+
+    name: str
+    """A task, as `tasks.name`."""
+    weight: PositiveFloat = 1.0  # prime-rl: env_ratios
+    """Share of the rows, relative to the other weights."""
+    path: str | None = None  # ColossalChat: pretrain_dataset
+    """Local .jsonl, .json, .csv or .parquet file, or a folder with one per split. Unset: the hub, or generated."""
+    train_split: str = "train"  # TRL: dataset_train_split
+    """Split to imitate."""
+    system_prompt: str | None = None
+    """First message of every conversation; unset: the task's own, empty string: none."""
+    completion: str | None = None  # TRL: completion
+    """Column of the text to imitate; unset: `completion` if there is one, else the answer."""
+    options: dict[str, object] = {}
+    """Arguments of the task's constructor (`podium tasks NAME` lists them)."""
+
+    @property
+    def task(self) -> TaskConfig:
+        """The task of these rows."""
+        return TaskConfig.model_validate(self.model_dump())
+
+
+class LossPartConfig(Section):
+    """A part of the loss that is added to the recipe's own; it sets either `recipe` or `loss` (docs/algorithms.md)."""
+
+    recipe: str | None = None
+    """sft: the likelihood of completions in the data, a mean over their tokens."""
+    loss: str | None = None
+    """Your own function as `package.module:name`, of the tokens that the recipe trains on, with the recipe's mean."""
+    weight: PositiveFloat = 1.0  # ColossalChat: ptx_coef
+    """Factor of this part; that of the recipe's own loss is 1."""
+    prompts_per_step: Positive | None = None  # ColossalChat: ptx_batch_size
+    """Rows of the data that a step imitates; unset: as many as the run has prompts."""
+    tasks: list[DemonstrationsConfig] = []
+    """The data to imitate, mixed by weight; empty: that of the run's tasks."""
+
+
 class AlgorithmConfig(Section):
     """The recipe, and overrides of its options. An unset option has the recipe's value (docs/algorithms.md)."""
 
@@ -262,6 +301,8 @@ class AlgorithmConfig(Section):
     """1: unbiased standard deviation (n - 1), 0: population."""
     std_eps: PositiveFloat | None = None
     """Added to the standard deviation."""
+    loss_parts: list[LossPartConfig] = []
+    """Further parts of the loss: demonstrations to imitate in the same updates, and functions of your own."""
     advantage_options: dict[str, Finite] | None = None  # verl: algorithm.lam
     """Further numbers of the recipe's advantage, by name, such as pass_at_k's k (docs/algorithms.md)."""
     clip_low: NotNegativeFloat | None = None
@@ -407,6 +448,11 @@ class EvalConfig(Section):
     repetition_penalty: PositiveFloat = 1.0
     """Repetition penalty of greedy and sampled answers; `rollout.repetition_penalty` does not apply to them."""
 
+    @property
+    def happens(self) -> bool:
+        """Whether a run is evaluated at all."""
+        return bool(self.at_start or self.every_steps or self.at_end)
+
 
 class CheckpointConfig(Section):
     """Which checkpoints are saved and kept."""
@@ -501,6 +547,25 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
+
+    @property
+    def demonstrations(self) -> LossPartConfig | None:
+        """The part of the loss that imitates demonstrations; None if the run mixes none in."""
+        return next((part for part in self.algorithm.loss_parts if part.recipe is not None), None)
+
+    @property
+    def demonstrations_per_step(self) -> int:
+        """Demonstrations mixed into each step; 0 if the run mixes none in."""
+        part = self.demonstrations
+        return 0 if part is None else part.prompts_per_step or self.prompts_per_step
+
+    @property
+    def data_tasks(self) -> dict[str, TaskConfig]:
+        """All tasks whose data a run reads, by key: those it trains on, and those of its demonstrations."""
+        found = {f"tasks.{index}": task for index, task in enumerate(self.tasks)}
+        for place, part in enumerate(self.algorithm.loss_parts):
+            found |= {f"algorithm.loss_parts.{place}.tasks.{index}": each.task for index, each in enumerate(part.tasks)}
+        return found
 
     def document(self) -> dict[str, JsonValue]:
         """All settings by section, as written to config.yaml and sent to metric services."""

@@ -11,6 +11,18 @@ def to_yaml(settings: Mapping[str, object], comments: Mapping[str, str] | None =
     return "".join(f"{line}\n" for line in _mapping(settings, comments or {}, "", ""))
 
 
+def flat(tree: object, key: str = "") -> dict[str, object]:
+    """The leaves of nested mappings by dotted key, as `--set` has them; a list is a leaf, unless it is of mappings."""
+    if isinstance(tree, list) and tree and all(isinstance(each, Mapping) for each in tree):
+        tree = dict(enumerate(tree))
+    if not isinstance(tree, Mapping) or not tree:
+        return {key: tree}
+    found: dict[str, object] = {}
+    for part, value in tree.items():
+        found |= flat(value, f"{key}.{part}" if key else str(part))
+    return found
+
+
 def _mapping(settings: Mapping[str, object], comments: Mapping[str, str], path: str, indent: str) -> Iterator[str]:
     for key, value in settings.items():
         inner = f"{path}.{key}" if path else str(key)

@@ -28,14 +28,14 @@ from podium.observe.run_dir import CONFIG, LENGTHS, METRICS, read_config, read_m
 from podium.plan.calibration import Chip, Constant, Factor, UserFile, find_chip, uncalibrated
 from podium.plan.planner import make_plan
 from podium.plan.report.deviation import COMPILED, SETTLED_STEP
-from podium.plan.report.deviation_causes import PEAK, STEP
+from podium.plan.report.deviation_causes import MEASURED, PEAK, STEP
 from podium.plan.request.phase_sizes import Planned
 from podium.plan.result import Plan, calibration_kind
 
-MEASURED: Mapping[str, tuple[str, ...]] = {
+KINDS: Mapping[str, tuple[str, ...]] = {
     "prefill": ("rollout/prefill_s",),
-    "decode": ("rollout/decode_s", "time/train/sync_s"),
-    "update": ("time/train/update_s", "time/train/score_s", "time/train/reward_model_s"),
+    "decode": ("rollout/decode_s", MEASURED["sync"]),
+    "update": (MEASURED["update"], MEASURED["score"], MEASURED["reward"]),
 }
 """The metrics that measure each kind of phase."""
 LIKELY = 0.9
@@ -85,7 +85,7 @@ def read_sample(folder: Path) -> Sample:
         machine=machine,
         config=config,
         lengths=lengths,
-        seconds={kind: _sum(middle, names) for kind, names in MEASURED.items()},
+        seconds={kind: _sum(middle, names) for kind, names in KINDS.items()},
         step_s=middle[STEP],
         steps=len(settled),
         peak_bytes=max(peaks, default=None),
@@ -176,7 +176,7 @@ class Planner:
 
 def _with_work(chip: Chip, share: float) -> Chip:
     exact = Factor(value=share, low=share, high=share, source="")
-    return dataclasses.replace(chip, calibration=chip.calibration | dict.fromkeys(MEASURED, exact))
+    return dataclasses.replace(chip, calibration=chip.calibration | dict.fromkeys(KINDS, exact))
 
 
 def _seconds(plan: Plan, kind: str) -> float:
@@ -263,7 +263,7 @@ def shares_of(reached: Sequence[Reached], base: Chip) -> dict[str, Factor]:
     """
     names = ", ".join(each.sample.name for each in reached)
     found = {}
-    for kind in MEASURED:
+    for kind in KINDS:
         shares = [each.shares[kind] for each in reached if kind in each.shares]
         if shares:
             source = f"Measured: {len(shares)} runs ({names})"

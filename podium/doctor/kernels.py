@@ -1,60 +1,17 @@
 """Tests Podium's kernels on their device: errors against float32, and times compared with XLA's."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from podium.accelerators import Kernels
-from podium.config.head import fast_memory
 from podium.doctor.benchmarks.timing import fastest_s
 from podium.doctor.diagnosis import Row
-from podium.doctor.machine_subject import Pages, Rows, Sizes, Subject
-from podium.kernels.gpu_attention import gpu_attention, options_for
-from podium.kernels.gpu_decode import paged_attention
-from podium.kernels.grouped import Form, grouped_product
-from podium.kernels.logits import LogitsOptions, Way, logprobs_of_logits
-from podium.kernels.tpu_attention import tpu_attention
-from podium.kernels.tpu_delta import delta_step
-from podium.kernels.tpu_head import HeadOptions, tpu_head
-from podium.models.attention.blockwise import blockwise_attention
-from podium.models.attention.mask import Visibility
-from podium.models.attention.mask import packed_rows as sequences_of
-from podium.models.attention.packed_attention import causal_attention
-from podium.models.blocks.delta import CHUNK
-from podium.models.blocks.delta_rule import Tokens, one_step, packed, unit
-from podium.models.blocks.kind import DeltaRows, Packed
-from podium.models.packed_delta_rule import by_kernel
+from podium.doctor.kernel_cases import BARS, CASES, Arrays, Case, Program, error_of
+from podium.doctor.machine_subject import Subject
 
-BARS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 1e-2}
-"""Largest error of a kernel, as a share of the largest value. On an H100 it was 3e-6 and 4e-3."""
 SLOWER = 1.2
 """Ratio to XLA's time from which a kernel is reported as slow."""
-COMPLETIONS = 4  # of each prompt in a packed row
-SCALE = 0.7  # of the logits: one over the temperature
-Arrays = Sequence[jax.Array]
-Program = Callable[..., Arrays]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """A kernel with arguments; `kernel`, `xla` and `exact` compute the same results."""
-
-    name: str
-    dtype: str
-    kernel: Program
-    xla: Program
-    """The same computation by XLA, used on devices without the kernel; the kernel's time is compared with its time."""
-    exact: Program
-    """The reference, which gets the arguments in float32."""
-    given: Arrays
-    in_place: tuple[int, ...] = ()
-    """Positions of the arguments that are replaced in place; their new values are the last of the results."""
-    moved: int = 0
-    """Bytes that the kernel must read; 0 if it is bound by computation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,27 +24,18 @@ class Measured:
 
 
 def measure(case: Case, calls: int) -> Measured:
-    """Run a kernel and its references."""
+    """Run a kernel, and the same computation by XLA."""
     kernel, xla = (jax.jit(each, donate_argnums=case.in_place) for each in (case.kernel, case.xla))
-    wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in case.given]
-    with jax.default_matmul_precision("highest"):
-        expected = jax.jit(case.exact)(*wide)
-    found = kernel(*_arguments(case))
     return Measured(
-        error=max(_error(*pair) for pair in zip(found, expected, strict=True)),
+        error=error_of(case),
         kernel_s=fastest_s(_repeated(kernel, case), calls=calls),
         xla_s=fastest_s(_repeated(xla, case), calls=calls),
     )
 
 
-def _arguments(case: Case) -> list[jax.Array]:
-    """The arguments, with copies of those that are replaced in place."""
-    return [x.copy() if i in case.in_place else x for i, x in enumerate(case.given)]
-
-
 def _repeated(program: Program, case: Case) -> Callable[[], Arrays]:
     """A function without arguments; each call passes on the arrays that it replaced in place to the next call."""
-    given = _arguments(case)
+    given = case.arguments()
 
     def call() -> Arrays:
         found = program(*given)
@@ -98,33 +46,28 @@ def _repeated(program: Program, case: Case) -> Callable[[], Arrays]:
     return call
 
 
-def _error(found: jax.Array, expected: jax.Array) -> float:
-    return float(jnp.max(jnp.abs(found.astype(jnp.float32) - expected)) / jnp.max(jnp.abs(expected)))
-
-
 def kernels(subject: Subject) -> Iterator[Row]:
     """Check that each kernel of this platform is correct, and faster than XLA."""
     sizes = subject.sizes
-    kind = "gpu" if sizes.interpret else subject.kernels
-    if kind not in CASES:
+    if subject.kernels not in CASES:
         yield Row(name="kernels", text=f"skipped: none runs on this {subject.platform}; its programs are all XLA's")
         return
-    for make in CASES[kind]:
-        for case in make(sizes, subject.facts.devices[0].kind):
-            yield _row(case, sizes)
+    for make in CASES[subject.kernels]:
+        for case in make(sizes.kernels, subject.facts.devices[0].kind):
+            yield _row(case, sizes.calls)
 
 
-def _row(case: Case, sizes: Sizes) -> Row:
+def _row(case: Case, calls: int) -> Row:
     name = f"{case.name} {case.dtype}"
     try:
-        found = measure(case, sizes.calls)
+        found = measure(case, calls)
     except jax.errors.JaxRuntimeError as error:  # an error of the device or its compiler
         first = str(error).strip().splitlines()[0]
         return Row(name=name, problem=f"does not run here: {first[:200]}; report it with `podium doctor --json`")
     problem = ""
     if found.error > BARS[case.dtype]:
         problem = f"off by {found.error:.1e} of the largest value (bar {BARS[case.dtype]:.0e}): do not train with it"
-    elif found.kernel_s > SLOWER * found.xla_s and not sizes.interpret:
+    elif found.kernel_s > SLOWER * found.xla_s:
         problem = "slower than the same by XLA: report it with `podium doctor --json`"
     moved = f", {case.moved / found.kernel_s / 1e12:.2f} TB/s" if case.moved else ""
     return Row(
@@ -135,296 +78,3 @@ def _row(case: Case, sizes: Sizes) -> Row:
         text=f"off by {found.error:.0e}{moved}; beside it XLA",
         problem=problem,
     )
-
-
-def packed_rows(B: int, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Segments, prompts and positions [B, T] of rows of prompts with their completions, all of random lengths."""
-    random = np.random.default_rng(0)
-    segments, prompts, positions = (np.zeros((B, T), np.int32) for _ in range(3))
-    for b in range(B):
-        at = number = 0
-        while at < T - 8:
-            prompt, behind = number + 1, 0
-            for each in range(1 + COMPLETIONS):
-                number, length = number + 1, int(random.integers(T // 16, T // (8 if each == 0 else 4)))
-                length = min(length, T - at)
-                segments[b, at : at + length], prompts[b, at : at + length] = number, prompt
-                positions[b, at : at + length] = behind + np.arange(length)
-                at, behind = at + length, length if each == 0 else behind
-    return segments, prompts, positions
-
-
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-
-def row_attention(sizes: Sizes, device: str) -> Iterator[Case]:
-    """Cases of attention over packed rows, forward and backward."""
-    for shape in sizes.rows:
-        yield from (_rows_case(shape, dtype, sizes.interpret) for dtype in ("float32", "bfloat16"))
-
-
-def _rows_case(shape: Rows, dtype: str, interpret: bool) -> Case:
-    B, T = shape.rows, shape.tokens
-    segments, prompts, positions = map(jnp.asarray, packed_rows(B, T))
-    visibility = Visibility(segments, prompts, positions)
-    live = (segments > 0)[:, :, None, None]
-    random = np.random.default_rng(0)
-    sizes = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
-    given = [jnp.asarray(random.standard_normal((B, T, heads, shape.head_dim)), dtype) for heads in sizes]
-    given[3] = given[3] * live.astype(dtype)
-
-    def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        if jax.default_backend() == "tpu":
-            return tpu_attention(q, k, v, visibility, None, interpret)
-        options = options_for(q, jax.devices()[0])._replace(interpret=interpret)
-        return gpu_attention(q, k, v, visibility, None, options)
-
-    def run(attend: Attend) -> Program:
-        def forward_and_backward(q: jax.Array, k: jax.Array, v: jax.Array, d: jax.Array) -> Arrays:
-            out, pull = jax.vjp(lambda *given: attend(*given) * live.astype(given[0].dtype), q, k, v)
-            return [out, *pull(d)]
-
-        return forward_and_backward
-
-    return Case(
-        name=f"attention over rows {B}x{T}, heads {shape.heads}/{shape.kv_heads}x{shape.head_dim},",
-        dtype=dtype,
-        kernel=run(kernel),
-        xla=run(lambda q, k, v: blockwise_attention(q, k, v, visibility)),
-        exact=run(lambda q, k, v: causal_attention(q, k, v, visibility.mask())),
-        given=given,
-    )
-
-
-def page_attention(sizes: Sizes, device: str) -> Iterator[Case]:
-    """Cases of attention of one new token per row over the pages of its sequence."""
-    for shape in sizes.pages:
-        yield from (_pages_case(shape, dtype, sizes.interpret) for dtype in ("float32", "bfloat16"))
-
-
-def _pages_case(shape: Pages, dtype: str, interpret: bool) -> Case:
-    R, P = shape.rows, shape.page_tokens
-    C = shape.pages
-    parts = jax.random.split(jax.random.key(0), 5)
-    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
-    new = [jax.random.normal(parts[i], (R, n, shape.head_dim)).astype(dtype) for i, n in enumerate(heads)]
-    cache = (2, R * C, shape.kv_heads, P, shape.head_dim)  # two layers
-    pages = [jax.random.normal(part, cache).astype(dtype) for part in parts[3:]]
-    random = np.random.default_rng(0)
-    tables = jnp.asarray(random.permutation(R * C).reshape(R, C), jnp.int32)
-    lengths = jnp.asarray(random.integers(C * P // 2, C * P + 1, R), jnp.int32).at[0].set(0)
-
-    def kernel(*given: jax.Array) -> Arrays:
-        return paged_attention(*given, window=None, sinks=None, interpret=interpret)
-
-    return Case(
-        name=f"attention over pages {R}x{C}x{P}, heads {shape.heads}/{shape.kv_heads}x{shape.head_dim},",
-        dtype=dtype,
-        kernel=kernel,
-        xla=_gathered,
-        exact=_gathered,
-        given=(*new, *pages, jnp.int32(1), tables, lengths),
-        in_place=(3, 4),
-        moved=2 * int(lengths.sum()) * pages[0].nbytes // (2 * R * C * P),
-    )
-
-
-def _gathered(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    layer: jax.Array,
-    tables: jax.Array,
-    lengths: jax.Array,
-) -> Arrays:
-    """`page_attention` without a kernel: new tokens are written to their pages, and these are gathered."""
-    R, H, Q = q.shape
-    N, K, P = keys.shape[1:4]
-    last = jnp.maximum(lengths - 1, 0)
-    page = jnp.where(lengths > 0, tables[jnp.arange(R), last // P], N)  # N: none
-    own = [x.at[layer, page, :, last % P].set(new, mode="drop") for x, new in ((keys, k), (values, v))]
-    rows = [x[layer][tables].swapaxes(1, 2).reshape(R, K, -1, Q).astype(jnp.float32) for x in own]
-    scores = jnp.einsum("rkgq,rktq->rkgt", q.reshape(R, K, H // K, Q).astype(jnp.float32), rows[0]) * Q**-0.5
-    seen = jnp.arange(rows[0].shape[2])[None, None, None] < lengths[:, None, None, None]
-    shares = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1) * (lengths > 0)[:, None, None, None]
-    return [jnp.einsum("rkgt,rktq->rkgq", shares, rows[1]).reshape(R, H, Q), *own]
-
-
-def grouped_products(sizes: Sizes, device: str) -> Iterator[Case]:
-    """Cases of rows sorted by expert, multiplied with their expert's matrix, and the gradients of both."""
-    shape, random = sizes.grouped, np.random.default_rng(0)
-    counts = random.multinomial(shape.rows, random.dirichlet(np.ones(shape.experts)))  # experts differ in popularity
-    here = "tpu" if jax.default_backend() == "tpu" else "gpu"
-    rows = random.standard_normal((shape.rows, shape.width))
-    experts = random.standard_normal((shape.experts, shape.width, shape.expert_width))
-    gradient = random.standard_normal((shape.rows, shape.expert_width))
-
-    def run(kernels: Kernels, *, interpret: bool = False) -> Program:
-        def forward_and_backward(x: jax.Array, w: jax.Array, dy: jax.Array, counts: jax.Array) -> Arrays:
-            form = Form(kernels, x.dtype, "own", interpret)
-            y, pull = jax.vjp(lambda x, w: grouped_product(form, x, w, (), counts), x, w)
-            return [y, *pull(dy)]
-
-        return forward_and_backward
-
-    for dtype in ("float32", "bfloat16"):
-        yield Case(
-            name=f"products of {shape.rows} rows with {shape.experts} experts {shape.width}x{shape.expert_width},",
-            dtype=dtype,
-            kernel=run(here, interpret=sizes.interpret),
-            xla=run("none"),
-            exact=run("none"),
-            given=(*(jnp.asarray(each, dtype) for each in (rows, experts, gradient)), jnp.asarray(counts, jnp.int32)),
-        )
-
-
-def logits_statistics(sizes: Sizes, device: str) -> Iterator[Case]:
-    """Cases of log-probabilities of given tokens from one pass over the logits, and their gradient."""
-    T, V = sizes.logits
-    way: Way = "tpu" if jax.default_backend() == "tpu" else "gpu"
-    targets = jax.random.randint(jax.random.key(1), (1, T), 0, V)
-    for dtype in ("float32", "bfloat16"):
-        logits = (3 * jax.random.normal(jax.random.key(0), (1, T, V))).astype(dtype)
-        options = LogitsOptions(temperature=1 / SCALE, way=way, interpret=sizes.interpret)
-        yield Case(
-            name=f"log-probabilities of {T}x{V} logits,",
-            dtype=dtype,
-            kernel=functools.partial(_logprobs, options),
-            xla=functools.partial(_logprobs, options._replace(way="xla", interpret=False)),
-            exact=_plain_logprobs,
-            given=(logits, targets),
-            moved=3 * logits.nbytes,
-        )
-
-
-def _logprobs(options: LogitsOptions, logits: jax.Array, targets: jax.Array) -> Arrays:
-    found, pull = jax.vjp(lambda x: logprobs_of_logits(x, targets, options)[0], logits)
-    return [found, *pull(jnp.ones_like(found))]
-
-
-def _plain_logprobs(logits: jax.Array, targets: jax.Array) -> Arrays:
-    def logprobs(x: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(jax.nn.log_softmax(SCALE * x), targets[..., None], axis=-1)[..., 0]
-
-    found, pull = jax.vjp(logprobs, logits)
-    return [found, *pull(jnp.ones_like(found))]
-
-
-def fused_head(sizes: Sizes, device: str) -> Iterator[Case]:
-    """Cases of log-probabilities and entropies from hidden states and head."""
-    T = sizes.logits[0]
-    V, D = sizes.decoder.vocab, sizes.decoder.width
-    parts = jax.random.split(jax.random.key(0), 3)
-    hidden = jax.random.normal(parts[0], (1, T, D)).astype(jnp.bfloat16)
-    head = (3 * D**-0.5 * jax.random.normal(parts[1], (V, D))).astype(jnp.bfloat16)
-    targets = jax.random.randint(parts[2], (1, T), 0, V)
-    options = HeadOptions(scale=SCALE, chunk=T, memory=fast_memory(device), precision=None, interpret=sizes.interpret)
-    yield Case(
-        name=f"head of {T} tokens, {V}x{D},",
-        dtype="bfloat16",
-        kernel=lambda hidden, head, targets: tpu_head(hidden, head, None, targets, options),
-        xla=_plain_head,
-        exact=_plain_head,
-        given=(hidden, head, targets),
-    )
-
-
-def _plain_head(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> Arrays:
-    logits = SCALE * jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32)
-    table = jax.nn.log_softmax(logits)
-    chosen = jnp.take_along_axis(table, targets[..., None], axis=-1)[..., 0]
-    return [chosen, -jnp.sum(jnp.exp(table) * table, axis=-1)]
-
-
-def delta_nets(sizes: Sizes, device: str) -> Iterator[Case]:
-    """Cases of a decode step of delta nets, whose states are updated in place in the cache."""
-    R, N = sizes.slots, 128
-    K, V = 2, 4
-    random = np.random.default_rng(0)
-
-    def array(*shape: int) -> jax.Array:
-        return jnp.asarray(random.standard_normal(shape), jnp.float32)
-
-    q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (array(R, K, N), array(R, K, N)))
-    cells, live = jnp.asarray(random.permutation(R), jnp.int32), jnp.ones(R, bool)
-    decay, beta = jax.nn.sigmoid(array(R, V)), jax.nn.sigmoid(array(R, V))
-    states = array(1, R, V, N, N)
-
-    def kernel(*given: jax.Array) -> Arrays:
-        states, y = delta_step(*given, interpret=sizes.interpret)
-        return [y, states]
-
-    yield Case(
-        name=f"delta step of {R} states {V}x{N}x{N},",
-        dtype="float32",
-        kernel=kernel,
-        xla=_plain_delta,
-        exact=_plain_delta,
-        given=(states, jnp.int32(0), cells, live, q, k, array(R, V, N), decay, beta),
-        in_place=(0,),
-        moved=2 * states.nbytes,
-    )
-
-
-def _plain_delta(
-    states: jax.Array,
-    layer: jax.Array,
-    cells: jax.Array,
-    live: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    decay: jax.Array,
-    beta: jax.Array,
-) -> Arrays:
-    (R, V, P), K = v.shape, k.shape[1]
-    own = states[layer, cells].reshape(R, K, V // K, *states.shape[3:])
-    values, decays, strengths = (x.reshape(R, 1, K, V // K, *x.shape[2:]) for x in (v, jnp.log(decay), beta))
-    y, own = one_step(Tokens(q[:, None], k[:, None], values, decays, strengths), own)
-    return [y.reshape(R, V, P), states.at[layer, cells].set(own.reshape(R, V, *states.shape[3:]))]
-
-
-def delta_rows(sizes: Sizes, device: str) -> Iterator[Case]:
-    """Cases of the delta rule over packed rows, forward and backward."""
-    B, T = sizes.rows[0].rows, sizes.rows[0].tokens
-    K, V, N = 1, 2, 128
-    segments, prompts, _ = map(jnp.asarray, packed_rows(B, T))
-    rows = sequences_of(segments, prompts)
-    live = (segments > 0)[:, :, None, None]
-    parts = jax.random.split(jax.random.key(0), 6)
-    q, k, v, d = (jax.random.normal(parts[i], (B, T, heads, N)) for i, heads in enumerate((K, K, V, V)))
-    g, beta = -jax.random.exponential(parts[4], (B, T, V)), jax.random.uniform(parts[5], (B, T, V))
-
-    def run(rule: DeltaRows) -> Program:
-        def forward_and_backward(
-            q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, d: jax.Array
-        ) -> Arrays:
-            y, pull = jax.vjp(lambda q, k, v, g, beta: rule(q, k, v, g, beta, rows) * live, q, k, v, g, beta)
-            return [y, *pull(d)]
-
-        return forward_and_backward
-
-    yield Case(
-        name=f"delta rows {B}x{T}, heads {V}/{K}x{N},",
-        dtype="float32",
-        kernel=run(functools.partial(by_kernel, interpret=sizes.interpret)),
-        xla=run(_plain_rows),
-        exact=run(_plain_rows),
-        given=(q, k, v, g, beta, d * live),
-    )
-
-
-def _plain_rows(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, rows: Packed, /) -> jax.Array:
-    K, V = q.shape[2], v.shape[2]
-    values, decays, strengths = (x.reshape(*x.shape[:2], K, V // K, *x.shape[3:]) for x in (v, g, beta))
-    tokens = Tokens(unit(q) * q.shape[-1] ** -0.5, unit(k), values, decays, strengths)
-    return packed(tokens, rows, CHUNK).reshape(v.shape)
-
-
-CASES: Mapping[str, Sequence[Callable[[Sizes, str], Iterator[Case]]]] = {
-    "gpu": (row_attention, page_attention, grouped_products, logits_statistics),
-    "tpu": (row_attention, grouped_products, logits_statistics, fused_head, delta_nets, delta_rows),
-}
-"""The kernels of each kind."""

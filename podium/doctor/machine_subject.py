@@ -8,8 +8,10 @@ from typing import Protocol
 from podium.accelerators import GIB, Accelerator, Kernels, kernels_on, recognise
 from podium.doctor.diagnosis import Row
 from podium.doctor.facts import Facts, ask
+from podium.doctor.kernel_cases import EMULATED, QUICK, THOROUGH, KernelShapes
 from podium.doctor.system import System
-from podium.models.architecture import DecoderConfig, dense_decoder
+from podium.models.architecture import DecoderConfig
+from podium.models.files.hf_config import from_hf_config
 from podium.plan.calibration import Chip, load_chip
 
 MIB = 2**20
@@ -17,56 +19,20 @@ MIB = 2**20
 
 def smollm2(layers: int = 30, vocab: int = 49_152) -> DecoderConfig:
     """The shape of SmolLM2-135M, or of a smaller version."""
-    return dense_decoder(
-        model_type="llama",
-        vocab=vocab,
-        width=576,
-        layers=layers,
-        heads=9,
-        kv_heads=3,
-        head_dim=64,
-        mlp_width=1536,
-        max_positions=8192,
-        rope_theta=1e5,
-        rope_scaling=None,
-        norm_eps=1e-5,
-        tied=True,
-        qkv_bias=False,
-        qk_norm=False,
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows:
-    """Shape of attention over packed rows."""
-
-    rows: int
-    tokens: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pages:
-    """Shape of a decode step's attention: rows with one new token each, over pages of a cache."""
-
-    rows: int
-    heads: int
-    kv_heads: int
-    page_tokens: int
-    head_dim: int
-    pages: int  # of each row
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Grouped:
-    """Shape of the products of a mixture of experts: rows sorted by expert, each with its expert's matrix."""
-
-    rows: int  # of all experts
-    experts: int
-    width: int  # of a row
-    expert_width: int  # of its product
+    described = {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": 576,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "max_position_embeddings": 8192,
+        "rope_theta": 1e5,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+    return from_hf_config(described, "SmolLM2")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,16 +43,12 @@ class Sizes:
     array_bytes: int  # of the array that is read, copied and sent
     calls: int  # calls of a round, of which an accelerator has many in flight
     disk_bytes: int
-    rows: tuple[Rows, ...]
-    pages: tuple[Pages, ...]
-    grouped: Grouped
-    logits: tuple[int, int]  # tokens, vocabulary
+    kernels: KernelShapes
     decoder: DecoderConfig
     slots: int
     new_tokens: int  # of each completion
     row_tokens: int
     rows_per_device: int
-    interpret: bool = False  # emulate the kernels of accelerators on a CPU
 
 
 TINY = Sizes(
@@ -94,10 +56,7 @@ TINY = Sizes(
     array_bytes=MIB,
     calls=1,
     disk_bytes=MIB,
-    rows=(Rows(rows=1, tokens=64, heads=2, kv_heads=1, head_dim=16),),
-    pages=(Pages(rows=2, heads=2, kv_heads=1, page_tokens=16, head_dim=16, pages=2),),
-    grouped=Grouped(rows=40, experts=3, width=24, expert_width=40),
-    logits=(8, 300),
+    kernels=EMULATED,
     decoder=smollm2(layers=1, vocab=512),
     slots=4,
     new_tokens=4,
@@ -121,10 +80,7 @@ ACCELERATOR = Sizes(
     array_bytes=GIB,
     calls=10,
     disk_bytes=GIB,
-    rows=(Rows(rows=4, tokens=1024, heads=16, kv_heads=2, head_dim=128),),
-    pages=(Pages(rows=64, heads=16, kv_heads=2, page_tokens=64, head_dim=128, pages=16),),
-    grouped=Grouped(rows=16_384, experts=16, width=2048, expert_width=768),
-    logits=(2048, 151_936),
+    kernels=QUICK,
     decoder=smollm2(),
     slots=64,
     new_tokens=128,
@@ -134,19 +90,7 @@ ACCELERATOR = Sizes(
 FULL = dataclasses.replace(
     ACCELERATOR,
     disk_bytes=8 * GIB,
-    rows=(
-        Rows(rows=4, tokens=1024, heads=9, kv_heads=3, head_dim=64),
-        Rows(rows=4, tokens=1536, heads=16, kv_heads=2, head_dim=128),
-        Rows(rows=4, tokens=1536, heads=8, kv_heads=1, head_dim=256),
-        Rows(rows=16, tokens=1024, heads=9, kv_heads=3, head_dim=64),
-    ),
-    pages=(
-        Pages(rows=64, heads=16, kv_heads=2, page_tokens=16, head_dim=128, pages=64),
-        Pages(rows=64, heads=16, kv_heads=2, page_tokens=32, head_dim=128, pages=32),
-        Pages(rows=64, heads=16, kv_heads=2, page_tokens=64, head_dim=128, pages=16),
-        Pages(rows=512, heads=9, kv_heads=3, page_tokens=64, head_dim=64, pages=8),
-        Pages(rows=64, heads=32, kv_heads=8, page_tokens=64, head_dim=128, pages=16),
-    ),
+    kernels=THOROUGH,
     slots=512,
     new_tokens=256,
     row_tokens=1024,

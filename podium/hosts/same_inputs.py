@@ -33,6 +33,7 @@ def check_same_inputs(
     *,
     evaluates: bool,
     columns: Sequence[str] = (),
+    demonstrations: TaskMixture | None = None,
 ) -> None:
     """Compare models, adapter and questions with those of the other hosts; every process must call this.
 
@@ -43,6 +44,7 @@ def check_same_inputs(
         tasks: their data is read here.
         evaluates: whether the run will read evaluation questions.
         columns: further columns of the training data that the run reads.
+        demonstrations: the tasks of the demonstrations that the run mixes in; None if it mixes none in.
 
     Raises:
         GuardError: a host reads something else than process 0; the message names host and file or task.
@@ -54,6 +56,9 @@ def check_same_inputs(
         found |= {f"lora.adapter {name}": each for name, each in model_files(Path(adapter)).items()}
     for what, other in others.items():
         found |= {f"{what}'s {name}": each for name, each in model_files(other.path).items()}
+    if demonstrations is not None:
+        own = questions(demonstrations, evaluates=False)
+        found |= {f"demonstrations, {name}": digest for name, digest in own.items()}
     compare(gather(found | questions(tasks, evaluates=evaluates, columns=columns)))
 
 

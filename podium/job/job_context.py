@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from podium.config.schema import Config
+from podium.config.show import flat
 from podium.files import as_path
 from podium.job.cluster import METADATA, Cluster, find_cluster
 from podium.job.guard import ARRIVAL_S, Guard
@@ -38,10 +38,13 @@ class JobContext:
         """Within the block, save and stop when Google announces that this machine will be taken away."""
         return self.notice.watching() if self.watched else contextlib.nullcontext()
 
-    def agree(self, config: Config) -> None:
-        """Wait until all workers have arrived with one config, code and `runs_dir`; raises GuardError otherwise."""
+    def agree(self, settings: Mapping[str, object]) -> None:
+        """Wait until all workers have arrived with the same settings, code and `runs_dir`.
+
+        `settings` are those of `Config.document`. Raises GuardError if the workers differ.
+        """
         if self.guard is not None:
-            self.guard.agree(identity(config.document()), as_path(config.runs_dir))
+            self.guard.agree(identity(settings), as_path(str(settings["runs_dir"])))
 
 
 def alone() -> JobContext:
@@ -82,15 +85,6 @@ def join_job(environ: Mapping[str, str]) -> Iterator[JobContext]:
 
 def identity(document: Mapping[str, object]) -> dict[str, str]:
     """Everything that must be equal in all processes of a job: settings, commit, and package versions."""
+    settings = {key: repr(value) for key, value in flat(document).items()}
     packages = {f"version of {name}": version for name, version in versions().items()}
-    return {**dict(_leaves(document)), "commit": str(commit()), **packages}
-
-
-def _leaves(value: object, path: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted path and text of every leaf of a tree."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    if items is None:
-        yield path, repr(value)
-        return
-    for key, inner in items:
-        yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+    return {**settings, "commit": str(commit()), **packages}

@@ -8,6 +8,7 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html), whose sums are joined 
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,82 +30,83 @@ def fits(page_tokens: int, head_dim: int) -> bool:
     return all(size >= SMALLEST and size & (size - 1) == 0 for size in (page_tokens, head_dim))
 
 
+class Token(NamedTuple):
+    """The new token of each row."""
+
+    q: jax.Array  # [R, H, Q], rotated
+    k: jax.Array  # [R, K, Q], rotated
+    v: jax.Array  # [R, K, Q]
+
+
+class Pages(NamedTuple):
+    """The cache's pages, and which of them each row reads and writes."""
+
+    keys: jax.Array  # [L, N, K, P, Q], all pages of all layers
+    values: jax.Array  # [L, N, K, P, Q]
+    layer: jax.Array  # [] int32
+    tables: jax.Array  # [R, C] int32, pages of each row's sequence
+    lengths: jax.Array  # [R] int32, tokens of each row, the new one included; 0: the row has none
+
+
 @jax.named_scope("scores")
 def paged_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    layer: jax.Array,
-    tables: jax.Array,
-    lengths: jax.Array,
-    *,
-    window: int | None,
-    sinks: jax.Array | None,
-    interpret: bool = False,
+    new: Token, pages: Pages, *, window: int | None, sinks: jax.Array | None, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Write each row's new token to its page, and attend from it to itself and the tokens before it.
 
     Args:
-        q: [R, H, Q], rotated.
-        k: [R, K, Q], rotated.
-        v: [R, K, Q].
-        keys: [L, N, K, P, Q], all pages of all layers.
-        values: [L, N, K, P, Q].
-        layer: [] int32.
-        tables: [R, C] int32, pages of each row's sequence.
-        lengths: [R] int32, tokens of each row, the new one included; 0: the row has none.
+        new: the tokens.
+        pages: where they go, and what they attend to.
         window: number of positions that the token attends to, including its own; None: all.
         sinks: [H], score of each head with a key that has no value; None: no such key.
         interpret: emulate the kernel without a GPU, slowly.
 
     Returns:
-        The output [R, H, Q] in the dtype of `q`, 0 where a row has no token; `keys` and `values`, updated in place.
+        The output [R, H, Q] in the dtype of `new.q`, 0 where a row has no token; keys and values, updated in place.
     """
-    (R, H, Q), (L, N, K, P, _) = q.shape, keys.shape
+    (R, H, Q), (L, N, K, P, _) = new.q.shape, pages.keys.shape
     G, splits = H // K, min(MOST_SPLITS, math.ceil(PROGRAMS / (R * K)))
     # One array, so that XLA makes it in one kernel. Its rows after the queries give results that are cut off.
     padded = max(SMALLEST, pl.next_power_of_2(G + 2))
-    new = jnp.concatenate([q.reshape(R, K, G, Q), k[:, :, None], v[:, :, None]], axis=2)
-    new = jnp.pad(new, ((0, 0), (0, 0), (0, padded - G - 2), (0, 0)))
-    pages = pl.BlockSpec((L, N, None, P, Q), lambda r, k, s: (0, 0, k, 0, 0))
+    rows = jnp.concatenate([new.q.reshape(R, K, G, Q), new.k[:, :, None], new.v[:, :, None]], axis=2)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padded - G - 2), (0, 0)))
+    stored = pl.BlockSpec((L, N, None, P, Q), lambda r, k, s: (0, 0, k, 0, 0))
     sums = pl.BlockSpec((None, None, None, padded), lambda r, k, s: (r, k, s, 0))
     block = R * K * CACHE_BLOCK  # tokens of a block of all rows' caches, for each head
-    *found, keys, values = pl.pallas_call(
+    top, total, weighted, keys, values = pl.pallas_call(
         functools.partial(_kernel, group=G, splits=splits, window=window),
         grid=(R, K, splits),
         in_specs=[
             pl.BlockSpec((1,), lambda r, k, s: (0,)),
-            pl.BlockSpec((None, tables.shape[1]), lambda r, k, s: (r, 0)),
+            pl.BlockSpec((None, pages.tables.shape[1]), lambda r, k, s: (r, 0)),
             pl.BlockSpec((1,), lambda r, k, s: (r,)),
             pl.BlockSpec((None, None, padded, Q), lambda r, k, s: (r, k, 0, 0)),
-            pages,
-            pages,
+            stored,
+            stored,
         ],
         out_specs=[
             sums,
             sums,
             pl.BlockSpec((None, None, None, padded, Q), lambda r, k, s: (r, k, s, 0, 0)),
-            pages,
-            pages,
+            stored,
+            stored,
         ],
         out_shape=[
             jax.ShapeDtypeStruct((R, K, splits, padded), jnp.float32),
             jax.ShapeDtypeStruct((R, K, splits, padded), jnp.float32),
             jax.ShapeDtypeStruct((R, K, splits, padded, Q), jnp.float32),
-            jax.ShapeDtypeStruct(keys.shape, keys.dtype),
-            jax.ShapeDtypeStruct(values.shape, values.dtype),
+            jax.ShapeDtypeStruct(pages.keys.shape, pages.keys.dtype),
+            jax.ShapeDtypeStruct(pages.values.shape, pages.values.dtype),
         ],
         input_output_aliases={4: 3, 5: 4},
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
         # for the planner: the work on a block of the cache
-        metadata={"flops": str(4 * block * G * Q), "bytes": str(2 * block * Q * keys.dtype.itemsize)},
-    )(layer.reshape(1), tables, lengths, new, keys, values)
-    top, total, weighted = (x[:, :, :, :G] for x in found)
+        metadata={"flops": str(4 * block * G * Q), "bytes": str(2 * block * Q * pages.keys.dtype.itemsize)},
+    )(pages.layer.reshape(1), pages.tables, pages.lengths, rows, pages.keys, pages.values)
+    top, total, weighted = (x[:, :, :, :G] for x in (top, total, weighted))
     attended = _divided(top, total, weighted, None if sinks is None else sinks.reshape(1, K, G))
-    return attended.reshape(R, H, Q).astype(q.dtype), keys, values
+    return attended.reshape(R, H, Q).astype(new.q.dtype), keys, values
 
 
 def _divided(top: jax.Array, total: jax.Array, weighted: jax.Array, sinks: jax.Array | None) -> jax.Array:

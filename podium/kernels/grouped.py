@@ -109,7 +109,7 @@ def _rows(
             return multiply(padded, w, sizes, dtype, tiling)[: len(x)]
         with set_xla_metadata(reads_one_of=len(w)):  # for `podium.hlo.traffic`
             first = -layer * len(sizes)  # the layer's groups, counted from those of the stack
-            return multiply(padded, w.reshape(-1, *w.shape[2:]), sizes, dtype, tiling, first)[: len(x)]
+            return multiply(padded, w.reshape(-1, *w.shape[2:]), sizes, dtype, tiling, group_offset=first)[: len(x)]
     if form.kernels == "gpu":
         multiply = functools.partial(gpu_rows, transposed=transposed, interpret=form.interpret)
         if layer is None:

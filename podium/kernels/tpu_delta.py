@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from podium.kernels.tiles import Interpret
+from podium.models.blocks.kind import DeltaToken
 
 SUBLANES = 8
 OPERATIONS = 8
@@ -23,11 +24,7 @@ def delta_step(
     layer: jax.Array,
     cells: jax.Array,
     live: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    decay: jax.Array,
-    beta: jax.Array,
+    token: DeltaToken,
     *,
     interpret: Interpret = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -41,16 +38,13 @@ def delta_step(
         layer: [] int32.
         cells: [R] int32, cell of each row; live rows have different cells.
         live: [R] bool.
-        q: [R, K, N] float32; value heads share key heads in order.
-        k: [R, K, N] float32.
-        v: [R, V, P] float32.
-        decay: [R, V] float32, factor of the state.
-        beta: [R, V] float32, strength of the new value.
+        token: the new token of each row.
         interpret: emulate without a TPU, slowly.
 
     Returns:
         The states, and y [R, V, P] float32.
     """
+    q, k, v, decay, beta = token
     (R, V, P), (K, N) = v.shape, k.shape[1:]
     # A row that is not live stays at the cell of the live row before it, or else of the first: a block that does not
     # change from one row to the next is neither read nor written between them.

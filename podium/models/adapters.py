@@ -57,9 +57,11 @@ def fingerprint(params: Params) -> str:
     """Identify weights by a hash of names, shapes and checksums over all bits; the same on any mesh.
 
     A checksum multiplies each element's bits by an odd number derived from its position, and adds them modulo 2^32.
+    Weights that `podium.models.linear.kept` stores as bits have the fingerprint of the weights that these are.
     """
     sums = jax.device_get(jax.jit(lambda params: {name: _sum_of_bits(x) for name, x in params.items()})(params))
-    kinds = [f"{name} {params[name].dtype}{list(params[name].shape)} {int(sums[name])}" for name in sorted(params)]
+    dtypes = {name: "bfloat16" if x.dtype == jnp.uint16 else x.dtype for name, x in params.items()}
+    kinds = [f"{name} {dtypes[name]}{list(params[name].shape)} {int(sums[name])}" for name in sorted(params)]
     return hashlib.sha256("\n".join(kinds).encode()).hexdigest()[:16]
 
 

@@ -1,6 +1,6 @@
 """A decoder's architecture: its numbers, stacks of blocks and adapters, and the rules they keep. No jax.
 
-`podium.models.families.hf_config` reads it from config.json, `podium.models.files.gguf` from GGUF.
+`podium.models.files.hf_config` reads it from config.json, `podium.models.files.gguf` from GGUF.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from podium.models.blocks.choices import ChoiceFormat, choice_format
 from podium.models.blocks.experts import DENSE_ROWS, Experts
 from podium.models.blocks.kind import Block, Place, Stack, Work, places
 from podium.models.blocks.mlp import Mlp
-from podium.models.blocks.rope import Rope, RopeScaling
+from podium.models.blocks.rope import Rope
 
 LAYERS = "layers."
 """Prefix of the names of all layers' weights."""
@@ -77,7 +77,7 @@ class DecoderConfig:
     """A decoder: embedding, stacks of blocks (`podium.models.blocks`), final norm, head."""
 
     model_type: str
-    """Model type in config.json, one of FAMILIES in `podium.models.families.model_types`; exports write it back."""
+    """Model type in config.json, one of FAMILIES in `podium.models.files.config_keys`; exports write it back."""
     vocab: int
     width: int
     stacks: tuple[Stack, ...]
@@ -235,47 +235,6 @@ class DecoderConfig:
                 f"the attention layers of this {self.model_type} differ in their number of {name}: {found}"
             )
         return found.pop()
-
-
-def dense_decoder(
-    *,
-    model_type: str,
-    vocab: int,
-    width: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    mlp_width: int,
-    max_positions: int,
-    rope_theta: float,
-    rope_scaling: RopeScaling | None,
-    norm_eps: float,
-    tied: bool,
-    qkv_bias: bool,
-    qk_norm: bool,
-    lora: Lora | None = None,
-) -> DecoderConfig:
-    """Make a decoder with identical dense layers: covers Llama 2/3, SmolLM2, Qwen2/2.5 and Qwen3."""
-    attention = Attention(
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        rope=Rope(theta=rope_theta, dims=head_dim, scaling=rope_scaling),
-        bias=qkv_bias,
-        norm=qk_norm,
-    )
-    block = Block(mixer=attention, feed_forward=Mlp(width=mlp_width))
-    return DecoderConfig(
-        model_type=model_type,
-        vocab=vocab,
-        width=width,
-        stacks=(Stack(pattern=(block,), repeats=layers),),
-        max_positions=max_positions,
-        norm_eps=norm_eps,
-        tied=tied,
-        lora=lora,
-    )
 
 
 def with_lora(decoder: DecoderConfig, config: LoraConfig | None) -> DecoderConfig:

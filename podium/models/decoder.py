@@ -7,7 +7,7 @@ kept: training passes a mask over packed rows, the engine its cache.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from podium.config.schema import Remat
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.choices import Recorded
-from podium.models.blocks.kind import Attend, Block, Kind, Place, Recur, Tree
+from podium.models.blocks.kind import Attend, Block, Place, Recur, Stack, Tree
 from podium.models.blocks.mathematics import rms_norm, rope_tables
-from podium.models.blocks.weights import AnyWeight, Codes, LayerWeights, Weight
+from podium.models.blocks.weights import AnyWeight, Codes, Weight
 from podium.models.layer_context import LayerContext, Tables
 from podium.models.linear import (
     activation_dtype,
@@ -29,7 +29,7 @@ from podium.models.linear import (
     of_experts,
     with_adapters,
 )
-from podium.models.params import SCALE, is_adapter, joined_groups, param_specs
+from podium.models.params import SCALE, ParamSpecs, is_adapter, joined_groups, param_specs, place_weights
 from podium.models.placement import merge_rows, split_rows, to_rows
 from podium.models.quantised import dequantised
 from podium.sharding import Params, ShardingRules
@@ -40,6 +40,31 @@ LAYER_INPUT = "layer_input"
 """Name of a layer's input; remat policies decide by it where the input is kept for the backward pass."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassSettings:
+    """How a pass through the decoder is computed; static."""
+
+    config: DecoderConfig
+    rules: ShardingRules
+    """Where weights and activations are during computation (not where they are stored)."""
+    dtype: jnp.dtype
+    """Of the products' operands (`podium.models.linear`); norms and softmax are computed in float32."""
+    remat: Remat = "none"
+    """What the backward pass recomputes: "none"; each layer from its input ("layer"; "offload" keeps the input in host
+    memory); or all of a layer except the results of its products with weights ("products")."""
+    groups: int = 1
+    """Number of groups into which each device's rows are cut; a layer computes the groups one after another with
+    weights that are gathered once. `carried` must then be arrays [B, ...] that layers only read."""
+    wide: bool = False
+    """Whether gradients of weights are float32 from the product on, before devices reduce them; otherwise they have the
+    format of the activations."""
+    replay: bool = True
+    """Whether tokens go to their recorded experts instead of the routers' choices."""
+    from_stacks: bool = False
+    """Whether kernels read a layer's experts in place, from the stack of all layers, instead of getting a copy of the
+    layer's experts; and whether a GPU expands nf4 layer by layer. The pass then has no gradient."""
+
+
 def forward(
     params: Params,
     tokens: jax.Array,
@@ -48,118 +73,150 @@ def forward(
     carried: Sequence[Tree] | None = None,
     *,
     recorded: Sequence[Recorded | None] | None = None,
-    replay: bool = True,
     recur: Recur | None = None,
-    config: DecoderConfig,
-    rules: ShardingRules,
-    dtype: jnp.dtype,
-    remat: Remat = "none",
-    groups: int = 1,
-    wide: bool = False,
-    from_stacks: bool = False,
+    settings: PassSettings,
 ) -> tuple[jax.Array, tuple[Tree, ...], tuple[Tree, ...]]:
     """Compute the hidden states from which the next tokens are predicted.
 
     Args:
-        params: weights as declared by `param_specs`, in any stored format; computed with in `dtype`. If the
-            declared adapters are missing, the base model is computed.
+        params: weights as declared by `param_specs`, in any stored format; computed with in the settings' format. If
+            the declared adapters are missing, the base model is computed.
         tokens: [B, T] int32.
         positions: [B, T] int32, position of each token in its own sequence, for the rotation.
         attend: called in every layer with attention.
-        carried: data that layers keep between calls, such as a cache: one pytree for each of `config.places`,
+        carried: data that layers keep between calls, such as a cache: one pytree for each of the decoder's places,
             passed from layer to layer of that place. None: nothing.
-        recorded: the experts chosen for the tokens in an earlier pass, for each of `config.places` stacked over its
-        layers, [L, B, T, ...]; None: not recorded.
-        replay: whether tokens go to their recorded experts instead of the routers' choices.
+        recorded: the experts chosen for the tokens in an earlier pass, for each of the decoder's places stacked over
+            its layers, [L, B, T, ...]; None: not recorded.
         recur: called in every layer with a recurrent state; None if the decoder has no such layers.
-        config: the decoder's architecture.
-        rules: where weights and activations are during computation (not where they are stored).
-        dtype: of the products' operands (`podium.models.linear`); norms and softmax are computed in float32.
-        remat: what the backward pass recomputes: "none"; each layer from its input ("layer"; "offload" keeps the
-            input in host memory); or all of a layer except the results of its products with weights ("products").
-        groups: number of groups into which each device's rows are cut; a layer computes the groups one after
-            another with weights that are gathered once. `carried` must then be arrays [B, ...] that layers only read.
-        wide: whether gradients of weights are float32 from the product on, before devices reduce them; otherwise
-            they have the format of the activations.
-        from_stacks: whether kernels read a layer's experts in place, from the stack of all layers, instead of getting a
-        copy of the layer's experts; and whether a GPU expands nf4 layer by layer. The pass then has no gradient.
+        settings: the decoder, and how it is computed.
 
     Returns:
         Hidden states after the final norm, [B, T, D] in `activation_dtype(rules, dtype)`; `carried` of each place; and
         the layers' auxiliary results of each place, stacked as [L, ...].
     """
-    specs, wide = param_specs(config), wide and dtype != jnp.float32
-    operands = jnp.dtype(jnp.int8) if config.int8_products else dtype
-
-    def weight(name: str, stored: jax.Array) -> AnyWeight:
-        frozen = config.lora is not None and not is_adapter(name)
-        return layer_weight(name, stored, specs[name], frozen=frozen, rules=rules, dtype=dtype, wide=wide)
-
-    def parts(place: Place, name: str) -> tuple[int, ...]:
-        return input_parts(specs[place.prefix + name], rules)
-
-    def layer(
-        carry: tuple[jax.Array, Tree], xs: LayerInputs, *, place: Place, stacks: Params, several: bool
-    ) -> tuple[tuple[jax.Array, Tree], Tree]:
-        x, own = carry
-        index, stored, known = xs
-        x = checkpoint_name(x, LAYER_INPUT)
-        weights = {name: weight(place.prefix + name, value) for name, value in stored.items()}
-        weights |= {name: Weight(stack, None, layer=index) for name, stack in stacks.items()}
-        compute = functools.partial(
-            _layer,
-            index=index,
-            block=place.block,
-            attend=attend,
-            recur=recur,
-            replay=replay,
-            config=config,
-            rules=rules,
-        )
-        if several and config.lora is None:
-            x, weights = _one_backward(x, weights)
-        if from_stacks and rules.platform == "gpu":
-            x, weights = _expanded_late(x, weights)
-        rows = (x, positions, tables, own, known)
-        codes = coded(weights, operands, functools.partial(parts, place))
-        others = {name: value for name, value in weights.items() if name.removesuffix(SCALE) not in codes}
-        multiplied = {**dequantised(others, dtype), **codes}
-        if groups > 1:
-            x, auxiliary = _in_groups(compute, multiplied, rows, groups, rules, remat)
-        else:
-            x, own, auxiliary = compute(multiplied, rows)
-        return (x, own), auxiliary
-
+    config, places = settings.config, settings.config.places
     tables = [rope_tables(positions, rope.frequencies(), rope.length) for rope in config.ropes]
-    # Rows are looked up in the table as it is stored: exchanging them takes less than exchanging the table or its
-    # gradient.
-    with jax.named_scope("embed"):
-        found = of_bits(params["embed"][tokens]).astype(dtype)
-        if config.embed_scale != 1:
-            found = found * jnp.asarray(config.embed_scale, dtype)
-        x = to_rows(rules.storage, found).astype(activation_dtype(rules, dtype))
-    kept = list(carried) if carried is not None else [()] * len(config.places)
+    layers = _Layers(settings, param_specs(config), attend, recur, positions=positions, tables=tables)
+    x = _embedded(params["embed"], tokens, settings)
+    kept = list(carried) if carried is not None else [()] * len(places)
+    choices: Sequence[Recorded | None] = recorded if recorded is not None else [None] * len(places)
     auxiliary: list[Tree] = []
     with jax.named_scope("layers"):
         for stack in config.stacks:
             here = slice(len(auxiliary), len(auxiliary) + len(stack.pattern))
-            stored = [_of_place(params, place) for place in config.places[here]]
-            steps: list[Step] = []
-            kinds: list[Block | None] = []
-            for place, own in zip(config.places[here], stored, strict=True):
-                experts = [name for name in own if of_experts(specs[place.prefix + name]) and own[name].dtype == dtype]
-                stacks = {name: own.pop(name) for name in experts if from_stacks}
-                several = remat != "none" and len(stack.pattern) > 1
-                step = functools.partial(layer, place=place, stacks=stacks, several=several)
-                steps.append(_remat(step, remat, in_order=several))
-                kinds.append(place.block if from_stacks and stack.repeats == 1 and not stacks else None)
-            known: list[Recorded | None] = [None] * len(steps) if recorded is None else list(recorded[here])
-            x, kept[here], made = _scan(_traced_once(steps, kinds), x, kept[here], stored, known, stack.repeats)
+            stored = [place_weights(params, place) for place in places[here]]
+            steps = layers.steps(stack, places[here], stored)
+            x, kept[here], made = _scan(steps, x, kept[here], (stored, list(choices[here])), stack.repeats)
             auxiliary += made
-    norm = weight("final_norm", params["final_norm"])
+    norm = layers.weight("final_norm", params["final_norm"])
     assert isinstance(norm, jax.Array)
     normed = rms_norm(x, norm, config.norm_eps, config.norm_offset, config.wide_norms)
     return normed, tuple(kept), tuple(auxiliary)
+
+
+def _embedded(table: jax.Array, tokens: jax.Array, settings: PassSettings) -> jax.Array:
+    """The tokens' embeddings [B, T, D].
+
+    Rows are looked up in the table as it is stored: exchanging them takes less than exchanging the table or its
+    gradient.
+    """
+    rules, scale = settings.rules, settings.config.embed_scale
+    with jax.named_scope("embed"):
+        found = of_bits(table[tokens]).astype(settings.dtype)
+        if scale != 1:
+            found = found * jnp.asarray(scale, settings.dtype)
+        return to_rows(rules.storage, found).astype(activation_dtype(rules, settings.dtype))
+
+
+class LayerInputs(NamedTuple):
+    """What a layer reads besides the activations."""
+
+    layer: jax.Array  # [] int32, index among the layers of its place
+    stored: Params
+    choices: Recorded | None  # recorded expert choices of its tokens
+
+
+class Rows(NamedTuple):
+    """What a layer knows of some rows."""
+
+    x: jax.Array  # [B, T, D], activations
+    positions: jax.Array  # [B, T] int32
+    tables: list[Tables]  # rotary tables for each of the decoder's ropes
+    carried: Tree
+    choices: Recorded | None  # recorded expert choices
+
+
+Step = Callable[[tuple[jax.Array, Tree], LayerInputs], tuple[tuple[jax.Array, Tree], Tree]]
+"""A layer: `((x, carried), inputs) -> ((x, carried), auxiliary)`."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Layers:
+    """What all layers of a pass share, and how each is computed from it."""
+
+    settings: PassSettings
+    specs: ParamSpecs
+    attend: Attend
+    recur: Recur | None
+    positions: jax.Array
+    tables: list[Tables]
+
+    def weight(self, name: str, stored: jax.Array) -> AnyWeight:
+        """A stored weight of one layer as layers compute with it."""
+        settings, dtype = self.settings, self.settings.dtype
+        frozen = settings.config.lora is not None and not is_adapter(name)
+        wide = settings.wide and dtype != jnp.float32
+        spec, rules = self.specs[name], settings.rules
+        return layer_weight(name, stored, spec, frozen=frozen, rules=rules, dtype=dtype, wide=wide)
+
+    def steps(self, stack: Stack, places: Sequence[Place], stored: Sequence[Params]) -> list[Step]:
+        """The layers of a stack's pattern; takes experts that are read in place out of their `stored` weights."""
+        settings, several = self.settings, self.settings.remat != "none" and len(stack.pattern) > 1
+        steps: list[Step] = []
+        kinds: list[Block | None] = []
+        for place, own in zip(places, stored, strict=True):
+            stacks: Params = {}
+            if settings.from_stacks:
+                experts = [name for name in own if of_experts(self.specs[place.prefix + name])]
+                stacks = {name: own.pop(name) for name in experts if own[name].dtype == settings.dtype}
+            step = functools.partial(self.step, place=place, stacks=stacks, several=several)
+            steps.append(_remat(step, settings.remat, in_order=several))
+            kinds.append(place.block if settings.from_stacks and stack.repeats == 1 and not stacks else None)
+        return _traced_once(steps, kinds)
+
+    def step(
+        self, carry: tuple[jax.Array, Tree], inputs: LayerInputs, *, place: Place, stacks: Params, several: bool
+    ) -> tuple[tuple[jax.Array, Tree], Tree]:
+        """A layer at a place; `stacks` are weights read in place, `several` says whether its loop has other layers."""
+        settings, (x, carried) = self.settings, carry
+        x = checkpoint_name(x, LAYER_INPUT)
+        weights = {name: self.weight(place.prefix + name, value) for name, value in inputs.stored.items()}
+        weights |= {name: Weight(stack, None, layer=inputs.layer) for name, stack in stacks.items()}
+        if several and settings.config.lora is None:
+            x, weights = _one_backward(x, weights)
+        if settings.from_stacks and settings.rules.platform == "gpu":
+            x, weights = _expanded_late(x, weights)
+        compute = functools.partial(_layer, index=inputs.layer, block=place.block, layers=self)
+        rows = Rows(x, self.positions, self.tables, carried, inputs.choices)
+        multiplied = self._multiplied(weights, place)
+        if settings.groups > 1:
+            x, auxiliary = _in_groups(compute, multiplied, rows, settings)
+        else:
+            x, carried, auxiliary = compute(multiplied, rows)
+        return (x, carried), auxiliary
+
+    def _multiplied(self, weights: Mapping[str, AnyWeight], place: Place) -> dict[str, AnyWeight | Codes]:
+        """A layer's weights in the formats in which products read them."""
+        settings = self.settings
+        operands = jnp.dtype(jnp.int8) if settings.config.int8_products else settings.dtype
+
+        def parts(name: str) -> tuple[int, ...]:
+            return input_parts(self.specs[place.prefix + name], settings.rules)
+
+        codes = coded(weights, operands, parts)
+        others = {name: value for name, value in weights.items() if name.removesuffix(SCALE) not in codes}
+        return {**dequantised(others, settings.dtype), **codes}
 
 
 def _expanded_late(x: jax.Array, weights: Mapping[str, AnyWeight]) -> tuple[jax.Array, dict[str, AnyWeight]]:
@@ -172,12 +229,6 @@ def _expanded_late(x: jax.Array, weights: Mapping[str, AnyWeight]) -> tuple[jax.
         return x, dict(weights)
     x, codes = jax.lax.optimization_barrier((x, codes))
     return x, {**weights, **codes}
-
-
-LayerInputs = tuple[jax.Array, Params, Recorded | None]
-"""A layer's index among the layers of its place, its weights, and recorded expert choices of its tokens."""
-Step = Callable[[tuple[jax.Array, Tree], LayerInputs], tuple[tuple[jax.Array, Tree], Tree]]
-"""A layer: `((x, carried), inputs) -> ((x, carried), auxiliary)`."""
 
 
 def _one_backward(x: jax.Array, weights: Mapping[str, AnyWeight]) -> tuple[jax.Array, dict[str, AnyWeight]]:
@@ -218,12 +269,6 @@ _all_gradients.defvjp(
 )
 
 
-def _of_place(params: Params, place: Place) -> Params:
-    """The stacked weights of the layers at a place, under the names of their kinds."""
-    names = {name: name.removeprefix(place.prefix) for name in params if name.startswith(place.prefix)}
-    return {own: params[name] for name, own in names.items()}
-
-
 def _traced_once(steps: Sequence[Step], kinds: Sequence[Block | None]) -> list[Step]:
     """The layers' steps, with a single function for layers of the same kind, which is traced and lowered only once.
 
@@ -239,11 +284,13 @@ def _scan(
     steps: Sequence[Step],
     x: jax.Array,
     carried: list[Tree],
-    stored: list[Params],
-    known: list[Recorded | None],
+    inputs: tuple[list[Params], list[Recorded | None]],
     repeats: int,
 ) -> tuple[jax.Array, list[Tree], list[Tree]]:
-    """Run a stack; returns its output, each place's `carried`, and each place's auxiliary results."""
+    """Run a stack; returns its output, each place's `carried`, and each place's auxiliary results.
+
+    `inputs` are each place's stacked weights and its recorded choices.
+    """
 
     def period(
         carry: tuple[jax.Array, list[Tree]], xs: tuple[jax.Array, list[Params], list[Recorded | None]]
@@ -253,75 +300,52 @@ def _scan(
         kept: list[Tree] = []
         made: list[Tree] = []
         for step, own, weights, choices in zip(steps, carried, stored, known, strict=True):
-            (x, own), auxiliary = step((x, own), (index, weights, choices))
+            (x, own), auxiliary = step((x, own), LayerInputs(index, weights, choices))
             kept.append(own)
             made.append(auxiliary)
         return (x, kept), made
 
-    (x, carried), auxiliary = jax.lax.scan(period, (x, carried), (jnp.arange(repeats), stored, known))
+    (x, carried), auxiliary = jax.lax.scan(period, (x, carried), (jnp.arange(repeats), *inputs))
     return x, carried, auxiliary
 
 
-Rows = tuple[jax.Array, jax.Array, list[Tables], Tree, Recorded | None]
-"""Activations [B, T, D] of some rows, positions, rotary tables for each of the decoder's ropes, `carried`, and recorded
-expert choices."""
-
-
 def _layer(
-    w: Mapping[str, AnyWeight | Codes],
-    rows: Rows,
-    *,
-    index: jax.Array,
-    block: Block,
-    attend: Attend,
-    recur: Recur | None,
-    replay: bool,
-    config: DecoderConfig,
-    rules: ShardingRules,
+    w: Mapping[str, AnyWeight | Codes], rows: Rows, *, index: jax.Array, block: Block, layers: _Layers
 ) -> tuple[jax.Array, Tree, Tree]:
     """Run one layer; returns its output, its `carried`, and the auxiliary results of both kinds."""
+    config, rules, x = layers.settings.config, layers.settings.rules, rows.x
     adapted = with_adapters(w, config.lora.scale) if config.lora else w
-    x, positions, tables, carried, known = rows
     context = LayerContext(
-        layer=index,
-        carried=carried,
-        positions=positions,
-        tables=dict(zip(config.ropes, tables, strict=True)),
-        attention=attend,
-        recurrence=recur,
-        eps=config.norm_eps,
-        norm_offset=config.norm_offset,
-        wide_norms=config.wide_norms,
+        config=config,
         rules=rules,
+        layer=index,
+        carried=rows.carried,
+        positions=rows.positions,
+        tables=dict(zip(config.ropes, rows.tables, strict=True)),
+        attention=layers.attend,
+        recurrence=layers.recur,
         joined=joined_groups(block.specs(config.width, std=0.0, out_std=0.0), config),
-        recorded=known,
-        replay=replay,
+        recorded=rows.choices,
+        replay=layers.settings.replay,
     )
-    x, carried, of_mixer = _residual(block, block.mixer, "attention", adapted, x, context)
-    context = dataclasses.replace(context, carried=carried)
-    x, carried, of_feed_forward = _residual(block, block.feed_forward, "mlp", adapted, x, context)
-    return rules.constrain(x, "rows", "tokens", None), carried, (of_mixer, of_feed_forward)
-
-
-def _residual(
-    block: Block, kind: Kind, name: str, w: LayerWeights, x: jax.Array, context: LayerContext
-) -> tuple[jax.Array, Tree, Tree]:
-    """X + kind(norm(x)), laid out by rows; `name` begins the names of its norms."""
-    with jax.named_scope(kind.scope):
-        y, carried, auxiliary = kind.apply(w, context.norm(x, w[f"{name}_norm"]), context)
-        y = to_rows(context.rules, y)
-        if block.norms_behind:
-            y = context.norm(y, w[f"{name}_out_norm"])
-        return x + y, carried, auxiliary
+    auxiliary: list[Tree] = []
+    for name, kind in zip(("attention", "mlp"), block.kinds, strict=True):  # the names begin those of their norms
+        with jax.named_scope(kind.scope):
+            y, carried, made = kind.apply(adapted, context.norm(x, adapted[f"{name}_norm"]), context)
+            y = to_rows(rules, y)
+            if block.norms_behind:
+                y = context.norm(y, adapted[f"{name}_out_norm"])
+            x = x + y
+        context = dataclasses.replace(context, carried=carried)
+        auxiliary.append(made)
+    return rules.constrain(x, "rows", "tokens", None), context.carried, tuple(auxiliary)
 
 
 def _in_groups(
     compute: Callable[[Mapping[str, AnyWeight | Codes], Rows], tuple[jax.Array, Tree, Tree]],
     w: dict[str, AnyWeight | Codes],
     rows: Rows,
-    groups: int,
-    rules: ShardingRules,
-    remat: Remat,
+    settings: PassSettings,
 ) -> tuple[jax.Array, Tree]:
     """Run a layer on its rows group by group; the weights' gradients are summed in float32."""
     adapters = any(map(is_adapter, w))  # if there are adapters, all other weights are frozen and have no gradient
@@ -335,7 +359,8 @@ def _in_groups(
         x, _, auxiliary = compute(w | used, rows)
         return x, auxiliary
 
-    x, auxiliary = jax.lax.map(_remat(group, remat), jax.tree.map(lambda x: split_rows(rules, x, groups), rows))
+    rules, split = settings.rules, functools.partial(split_rows, settings.rules, groups=settings.groups)
+    x, auxiliary = jax.lax.map(_remat(group, settings.remat), jax.tree.map(split, rows))
     return merge_rows(rules, x, "tokens"), jax.tree.map(lambda x: merge_rows(rules, x), auxiliary)
 
 

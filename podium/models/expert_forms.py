@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from podium.accelerators import Kernels
 from podium.kernels.grouped import LANES, TILE_ROWS, Form, grouped_product, token_sums
 from podium.models.blocks.activation import Activation
+from podium.models.blocks.choices import Routed
 from podium.models.blocks.experts import SPARE
 from podium.models.blocks.mathematics import gated
 from podium.models.linear import full_precision
@@ -53,6 +54,16 @@ class Group(NamedTuple):
     """Factor of the adapters' products."""
 
 
+class DeviceExperts(NamedTuple):
+    """The experts on a device."""
+
+    groups: Sequence[Group]
+    """Gate, up and down; or, for sorted rows, gate and up side by side, [G, D, 2 F], and down."""
+    activation: Activation
+    biases: Sequence[jax.Array] = ()
+    """Of gate and up, [G, F], and perhaps of down, which is not added here."""
+
+
 def beyond_tiles(rows: int, shape: tuple[int, ...], kernels: Kernels) -> int:
     """How many rows to add so that a TPU's compiler multiplies experts [G, D, F] in their stored layout.
 
@@ -72,22 +83,17 @@ def every_gate(gates: jax.Array, chosen: jax.Array, here: int) -> jax.Array:
 
 
 def dense_form(
-    x: jax.Array,
-    gates: jax.Array,
-    chosen: jax.Array,
-    experts: Sequence[Group],
-    activation: Activation,
-    biases: Sequence[jax.Array] = (),
+    routed: Routed,
+    experts: DeviceExperts,
     *,
     kernels: Kernels = "none",
 ) -> jax.Array:
     """Compute all experts on this device for every token [N, D], with a gate of 0 for those not chosen. Has no
     gradient.
-
-    Of `biases`, those into the experts are added here.
     """
-    dtype, shape = experts[0].matrix.value.dtype, experts[0].matrix.shape
-    every = every_gate(gates, chosen, shape[0])  # [N, G]
+    x, (first, second, down) = routed.x, experts.groups
+    dtype, shape = first.matrix.value.dtype, first.matrix.shape
+    every = every_gate(routed.gates, routed.chosen, shape[0])  # [N, G]
     einsum = functools.partial(jnp.einsum, precision=full_precision(dtype), preferred_element_type=x.dtype)
 
     def product(pattern: str, rows: jax.Array, group: Group) -> jax.Array:
@@ -101,47 +107,38 @@ def dense_form(
     if beyond := beyond_tiles(len(x), shape, kernels):
         operand, every = (jnp.pad(each, ((0, beyond), (0, 0))) for each in (operand, every))
     every_operand = jnp.broadcast_to(operand[None], (shape[0], *operand.shape))  # so that experts stay as stored
-    opening, passing = (product("gnd,gdf->gnf", every_operand, group) for group in experts[:2])
-    if biases:
-        opening, passing = ((y + b[:, None]).astype(y.dtype) for y, b in zip((opening, passing), biases, strict=False))
-    opened = gated(opening, passing, activation)
+    opening, passing = (product("gnd,gdf->gnf", every_operand, group) for group in (first, second))
+    if experts.biases:
+        pairs = zip((opening, passing), experts.biases, strict=False)
+        opening, passing = ((y + b[:, None]).astype(y.dtype) for y, b in pairs)
+    opened = gated(opening, passing, experts.activation)
     weighted = (opened.astype(jnp.float32) * every.T[..., None]).astype(dtype)
-    y = product("gnf,gfd->nd", weighted, experts[2])
+    y = product("gnf,gfd->nd", weighted, down)
     return jax.lax.optimization_barrier(y)[: len(x)] if beyond else y  # else rows would be cut off before the product
 
 
 def sorted_form(
-    x: jax.Array,
-    gates: jax.Array,
-    chosen: jax.Array,
-    experts: Sequence[Group],
-    activation: Activation,
-    biases: Sequence[jax.Array] = (),
+    routed: Routed,
+    experts: DeviceExperts,
     *,
     kernels: Kernels,
 ) -> jax.Array:
     """Compute each token [N, D] with its experts, all on this device: rows are sorted by expert, and multiplied in
     groups.
-
-    `experts` are gate, up and down, or gate and up side by side, [G, D, 2 F], and down. Of `biases`, those into the
-    experts are added here.
     """
+    x, gates, chosen = routed
     k = chosen.shape[1]
     order = jnp.argsort(chosen.reshape(-1))  # [N k]
     places = jnp.argsort(order)
     rows: jax.Array = _spread(k, x, order, places)
     gate_of: jax.Array = _spread(1, gates.reshape(-1, 1), order, places)
     own, sizes = chosen.reshape(-1)[order], _sizes(chosen, experts)
-    return _collected(k, _multiplied(rows, gate_of, own, sizes, experts, activation, biases, kernels), order, places)
+    return _collected(k, _multiplied(_SortedRows(rows, gate_of, own, sizes), experts, kernels), order, places)
 
 
 def split_form(
-    x: jax.Array,
-    gates: jax.Array,
-    chosen: jax.Array,
-    experts: Sequence[Group],
-    activation: Activation,
-    biases: Sequence[jax.Array] = (),
+    routed: Routed,
+    experts: DeviceExperts,
     *,
     kernels: Kernels,
     count: int,
@@ -151,9 +148,10 @@ def split_form(
 
     The rows for this device's experts are sorted by expert, and multiplied one window of rows at a time. One window is
     enough unless tokens strongly prefer this device's experts; each window has different experts, so further windows do
-    not read weights again. Of `biases`, those into the experts are added here.
+    not read weights again.
     """
-    (N, k), here = chosen.shape, experts[0].matrix.shape[0]
+    x, gates, chosen = routed
+    (N, k), here = chosen.shape, experts.groups[0].matrix.shape[0]
     window = min(N * k, -(-SPARE * N * k * here // (count * TILE_ROWS)) * TILE_ROWS)
     own = chosen.reshape(-1)
     order = jnp.argsort(own)  # [N k]
@@ -167,7 +165,7 @@ def split_form(
         slots = jax.lax.dynamic_slice(order, (first,), (window,))
         sizes = jnp.diff(jnp.clip(ends - first, 0, window), prepend=0)
         gate_of = gates.reshape(-1, 1)[slots]
-        made = _multiplied(x[slots // k], gate_of, own[slots], sizes, experts, activation, biases, kernels)
+        made = _multiplied(_SortedRows(x[slots // k], gate_of, own[slots], sizes), experts, kernels)
         counted = jnp.arange(window) < end - first  # what follows is undefined
         by_token = jnp.argsort(jnp.where(counted, slots, N * k))
         counts = jnp.sum((places >= first) & (places < end), axis=1, dtype=jnp.int32)  # [N], each token's rows
@@ -178,44 +176,41 @@ def split_form(
         return jax.lax.fori_loop(0, -(-ends[-1] // window), add_window, jnp.zeros_like(x))
 
 
-def _sizes(chosen: jax.Array, experts: Sequence[Group]) -> jax.Array:
+def _sizes(chosen: jax.Array, experts: DeviceExperts) -> jax.Array:
     """How many tokens chose each of this device's experts, [G] int32."""
-    here = jnp.arange(experts[0].matrix.shape[0])
+    here = jnp.arange(experts.groups[0].matrix.shape[0])
     return jnp.sum(chosen.reshape(-1, 1) == here[None], axis=0, dtype=jnp.int32)
 
 
-def _multiplied(
-    rows: jax.Array,
-    gates: jax.Array,
-    own: jax.Array,
-    sizes: jax.Array,
-    experts: Sequence[Group],
-    activation: Activation,
-    biases: Sequence[jax.Array],
-    kernels: Kernels,
-) -> jax.Array:
-    """Gate times expert of rows [M, D] that are sorted by expert.
+class _SortedRows(NamedTuple):
+    """Rows that are sorted by expert, one for each of a token's experts."""
 
-    `gates` are [M, 1], `own` [M] the rows' experts, `sizes` [G] the experts' numbers of rows; what follows the last
-    expert's rows is undefined.
-    """
+    x: jax.Array  # [M, D]
+    gates: jax.Array  # [M, 1]
+    own: jax.Array  # [M], the expert of each row
+    sizes: jax.Array  # [G] int32, number of rows of each expert
+
+
+def _multiplied(sorted_rows: _SortedRows, experts: DeviceExperts, kernels: Kernels) -> jax.Array:
+    """Gate times expert of each row, [M, D]; what follows the last expert's rows is undefined."""
 
     def plain(rows: jax.Array, matrices: Matrices) -> jax.Array:
         gradient = "none" if matrices.frozen else "float32" if matrices.sums else "own"
         form = Form(kernels, jnp.dtype(rows.dtype), gradient)
-        return grouped_product(form, rows, matrices.value, matrices.sums, sizes, matrices.layer)
+        return grouped_product(form, rows, matrices.value, matrices.sums, sorted_rows.sizes, layer=matrices.layer)
 
     def product(rows: jax.Array, group: Group) -> jax.Array:
         y = plain(rows, group.matrix)
         return y if group.a is None or group.b is None else y + plain(plain(rows, group.a) * group.scale, group.b)
 
-    *into, down = experts
-    found = [product(rows, group) for group in into]
+    *into, down = experts.groups
+    found = [product(sorted_rows.x, group) for group in into]
     opening, passing = found if len(found) == 2 else jnp.split(found[0], 2, axis=-1)
-    if biases:
-        opening, passing = (y + _of_rows(b, own, y.dtype) for y, b in zip((opening, passing), biases, strict=False))
-    weighted = gated(opening, passing, activation).astype(jnp.float32) * gates
-    return product(weighted.astype(rows.dtype), down)
+    if experts.biases:
+        pairs = zip((opening, passing), experts.biases, strict=False)
+        opening, passing = (y + _of_rows(b, sorted_rows.own, y.dtype) for y, b in pairs)
+    weighted = gated(opening, passing, experts.activation).astype(jnp.float32) * sorted_rows.gates
+    return product(weighted.astype(sorted_rows.x.dtype), down)
 
 
 def _of_rows(bias: jax.Array, own: jax.Array, dtype: jnp.dtype) -> jax.Array:

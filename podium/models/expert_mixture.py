@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from podium.kernels.grouped import WHOLE_INNER
 from podium.models.blocks.activation import Activation
+from podium.models.blocks.choices import Routed
 from podium.models.blocks.experts import DENSE_ROWS
 from podium.models.blocks.weights import Adapted, AnyWeight, Codes, LayerWeight, Weight
-from podium.models.expert_forms import Group, Matrices, dense_form, every_gate, sorted_form, split_form
+from podium.models.expert_forms import DeviceExperts, Group, Matrices, dense_form, every_gate, sorted_form, split_form
 from podium.models.linear import full_precision
 from podium.models.params import mesh_axis_names
 from podium.sharding import ShardingRules, gathered_parts, scattered_sum
@@ -35,9 +36,7 @@ INTO_BIAS, OUT_OF_BIAS = ("experts", "expert_mlp"), ("experts", None)
 
 def mixed(
     rules: ShardingRules,
-    x: jax.Array,
-    gates: jax.Array,
-    chosen: jax.Array,
+    routed: Routed,
     matrices: Sequence[LayerWeight],
     biases: Sequence[jax.Array] = (),
     *,
@@ -48,9 +47,7 @@ def mixed(
 
     Args:
         rules: where weights and activations are.
-        x: [B, T, D].
-        gates: [B, T, k] float32.
-        chosen: [B, T, k] int32.
+        routed: the tokens.
         matrices: gate, up [E, D, F] and down [E, F, D], as stored, and perhaps with adapters.
         biases: of gate, up [E, F] and down [E, D], as layers compute with them; empty without biases.
         count: E.
@@ -58,9 +55,9 @@ def mixed(
     """
     weights = [_factors(each) for each in matrices]
     scales = [each.scale if isinstance(each, Adapted) else 0.0 for each in matrices]
-    local = functools.partial(_local, rules, count, activation, scales)
+    local = functools.partial(_local, rules=rules, scales=scales, count=count, activation=activation)
     if rules.mesh.size == 1:
-        return local(x, gates, chosen, weights, biases)
+        return local(routed, weights, biases)
     rows = rules.spec(("rows", "tokens", None))
 
     def stored(axes: Sequence[str], w: AnyWeight) -> AnyWeight:
@@ -71,24 +68,24 @@ def mixed(
 
     specs = [list(map(stored, axes, each)) for axes, each in zip(AXES, weights, strict=True)]
     of_biases = [rules.spec(axes) for axes in (INTO_BIAS, INTO_BIAS, OUT_OF_BIAS)[: len(biases)]]
-    given = (rows, rows, rows, specs, of_biases)
+    given = (rows, specs, of_biases)
     return jax.shard_map(local, mesh=rules.mesh, in_specs=given, out_specs=rows, check_vma=False)(
-        x, gates, chosen, weights, list(biases)
+        routed, weights, list(biases)
     )
 
 
 def _local(
-    rules: ShardingRules,
-    count: int,
-    activation: Activation,
-    scales: Sequence[float],
-    x: jax.Array,
-    gates: jax.Array,
-    chosen: jax.Array,
+    routed: Routed,
     weights: Sequence[Sequence[AnyWeight]],
     biases: Sequence[jax.Array],
+    *,
+    rules: ShardingRules,
+    scales: Sequence[float],
+    count: int,
+    activation: Activation,
 ) -> jax.Array:
     """`mixed` for the tokens of one device."""
+    x, gates, chosen = routed
     B, T, D = x.shape
     gate, up, _ = weights
     if _side_by_side(rules, gate, up):
@@ -108,7 +105,7 @@ def _local(
     form = sorted_form if held == count else functools.partial(split_form, count=count)
     if T == 1 and B <= DENSE_ROWS:
         form = dense_form
-    y = form(flat, weights_of, own, gathered, activation, biases, kernels=rules.kernels)
+    y = form(Routed(flat, weights_of, own), DeviceExperts(gathered, activation, biases), kernels=rules.kernels)
     if biases:
         y = y + _out_bias(rules, weights_of, own, biases[-1]).astype(y.dtype)
     summed = [name for axis in ("experts", "expert_mlp") for name in mesh_axis_names(rules.axes.get(axis))]

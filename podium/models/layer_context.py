@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from podium.models.architecture import DecoderConfig
 from podium.models.blocks import mathematics
 from podium.models.blocks.activation import Activation
-from podium.models.blocks.choices import Recorded
+from podium.models.blocks.choices import Recorded, Routed
 from podium.models.blocks.kind import Advance, At, Attend, Recur, States, Tree
 from podium.models.blocks.rope import Rope
 from podium.models.blocks.weights import LayerWeight, LayerWeights, Weight
@@ -27,16 +28,14 @@ Tables = tuple[jax.Array, jax.Array]
 class LayerContext:
     """Implements `podium.models.blocks.kind.Context` on a mesh."""
 
+    config: DecoderConfig
+    rules: ShardingRules
     layer: jax.Array
     carried: Tree
     positions: jax.Array
     tables: Mapping[Rope, Tables]
     attention: Attend
     recurrence: Recur | None
-    eps: float
-    norm_offset: float
-    wide_norms: bool
-    rules: ShardingRules
     joined: Sequence[Group] = ()
     """Matrices that are stored side by side."""
     recorded: Recorded | None = None
@@ -45,11 +44,12 @@ class LayerContext:
     def norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
         """RMS norm over the last dimension."""
         assert isinstance(scale, jax.Array), "the scale of a norm has no adapter and is no matrix"
-        return mathematics.rms_norm(x, scale, self.eps, self.norm_offset, self.wide_norms)
+        config = self.config
+        return mathematics.rms_norm(x, scale, config.norm_eps, config.norm_offset, config.wide_norms)
 
     def plain_norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
         """RMS norm over the last dimension, without an offset; scaled in the activations' number format."""
-        return mathematics.rms_norm(x, _value(scale), self.eps, 0.0, False)
+        return mathematics.rms_norm(x, _value(scale), self.config.norm_eps, 0.0, False)
 
     def linear(self, pattern: str, x: jax.Array, w: LayerWeight) -> jax.Array:
         """The einsum of an activation and a weight."""
@@ -74,9 +74,7 @@ class LayerContext:
 
     def experts(
         self,
-        x: jax.Array,
-        gates: jax.Array,
-        chosen: jax.Array,
+        routed: Routed,
         matrices: Sequence[LayerWeight],
         biases: Sequence[LayerWeight],
         *,
@@ -85,7 +83,7 @@ class LayerContext:
     ) -> jax.Array:
         """The sum over each token's chosen experts of gate times expert, [B, T, D]."""
         values = [_value(bias) for bias in biases]
-        return mixed(self.rules, x, gates, chosen, matrices, values, count=count, activation=activation)
+        return mixed(self.rules, routed, matrices, values, count=count, activation=activation)
 
     def vector(self, w: LayerWeight) -> jax.Array:
         """A weight that is not an operand of a matrix product, in its compute format."""

@@ -1,5 +1,6 @@
 """Computes log-probabilities from hidden states, a chunk of tokens at a time, so that [B, T, V] never exists."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -41,47 +42,49 @@ def logits_at(hidden: jax.Array, head: AnyWeight, temperature: float, *, on_cpu:
     return logits / temperature if temperature != 1.0 else logits
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadSettings:
+    """How log-probabilities are computed; static."""
+
+    temperature: float
+    """Of the softmax; must equal the sampler's for the log-probabilities to agree."""
+    chunk: int
+    """Tokens per device whose logits exist at a time."""
+    rules: ShardingRules
+    """How the batch is split."""
+    remat: bool = True
+    """False keeps the logits for the backward pass: faster, with [B, T, V] float32 of memory."""
+    kind: HeadKind = "chunked"
+    """"fused" computes no logits in the forward pass, and in the backward pass the logits' gradient for as many tokens
+    as fit in a chunk's memory; `remat` has no effect then, and there must be no teacher."""
+    reverse: float = 1.0
+    """Share of KL(policy || teacher) in the divergence; the rest is KL(teacher || policy)."""
+
+
 def token_logprobs(
-    hidden: jax.Array,
-    head: AnyWeight,
-    targets: jax.Array,
-    *,
-    temperature: float,
-    chunk: int,
-    rules: ShardingRules,
-    remat: bool = True,
-    kind: HeadKind = "chunked",
-    taught: Taught | None = None,
-    reverse: float = 1.0,
+    hidden: jax.Array, head: AnyWeight, targets: jax.Array, settings: HeadSettings, taught: Taught | None = None
 ) -> TokenLogprobs:
     """Log-probability of each target and entropy of its distribution. All of training's log-probabilities come from
     here.
 
-    Logits of at most `chunk` tokens per device exist at a time: the backward pass recomputes them from the hidden
-    states, unless `remat` is False.
+    Logits of at most `settings.chunk` tokens per device exist at a time: the backward pass recomputes them from the
+    hidden states, unless `settings.remat` is False.
 
     Args:
         hidden: [B, T, D], states from which the targets are predicted.
         head: [V, D], as stored; its gradient is summed over chunks in its own format, or in float32 for a `Weight`.
         targets: [B, T] int32.
-        temperature: of the softmax; must equal the sampler's for the log-probabilities to agree.
-        chunk: tokens per device whose logits exist at a time.
-        rules: how the batch is split.
-        remat: False keeps the logits for the backward pass: faster, with [B, T, V] float32 of memory.
-        kind: "fused" computes no logits in the forward pass, and in the backward pass the logits' gradient for as
-            many tokens as fit in a chunk's memory; `remat` has no effect then.
-        taught: a teacher whose distributions are compared with those of the policy; only with a chunked head.
-        reverse: share of KL(policy || teacher) in the divergence; the rest is KL(teacher || policy).
+        settings: how they are computed.
+        taught: a teacher whose distributions are compared with those of the policy.
     """
+    rules = settings.rules
     B, T, _ = hidden.shape
     parts, cuts = rules.num_shards("batch"), rules.num_shards("tokens")  # of the rows, and of each row's tokens
-    columns = max(1, min(T // cuts, chunk * parts // B))  # positions of all rows per chunk
-    of_device = functools.partial(
-        _in_chunks, temperature=temperature, columns=columns, rules=rules, remat=remat, reverse=reverse
-    )
-    if kind == "fused":
+    columns = max(1, min(T // cuts, settings.chunk * parts // B))  # positions of all rows per chunk
+    of_device = functools.partial(_in_chunks, columns=columns, settings=settings)
+    if settings.kind == "fused":
         assert taught is None, "a fused head computes no logits to compare with a teacher's"
-        of_device = functools.partial(_fused, temperature=temperature, chunk=chunk, rules=rules)
+        of_device = functools.partial(_fused, settings=settings)
     if parts * cuts == 1:  # with an extra dimension of 1, XLA on CPU would copy the head to another layout
         return of_device(hidden, head, targets, taught)
     with jax.named_scope("weights"):
@@ -94,7 +97,7 @@ def token_logprobs(
 
     both = None if taught is None or not isinstance(others, jax.Array) else Taught(pieces(taught.hidden), others)
     given = (pieces(hidden), heads, pieces(targets), both)
-    if kind == "fused":
+    if settings.kind == "fused":
         spec = rules.spec(("pieces",))
         device = lambda *own: jax.tree.map(lambda x: x[None], of_device(*jax.tree.map(lambda x: x[0], own)))  # noqa: E731
         found = jax.shard_map(device, mesh=rules.mesh, in_specs=spec, out_specs=spec, check_vma=False)(*given)
@@ -118,20 +121,14 @@ def _copies(head: AnyWeight, rules: ShardingRules) -> AnyWeight:
 
 @jax.named_scope("logits")
 def _fused(
-    hidden: jax.Array,
-    head: AnyWeight,
-    targets: jax.Array,
-    taught: Taught | None,
-    *,
-    temperature: float,
-    chunk: int,
-    rules: ShardingRules,
+    hidden: jax.Array, head: AnyWeight, targets: jax.Array, taught: Taught | None, *, settings: HeadSettings
 ) -> TokenLogprobs:
     """`token_logprobs` for one device's rows by the kernels, without a teacher; interpreted on CPU."""
+    rules = settings.rules
     value, sums = (head.value, head.sums) if isinstance(head, Weight) else (head, None)
     options = HeadOptions(
-        scale=1 / temperature,
-        chunk=chunk * FLOAT32_BYTES // value.dtype.itemsize,
+        scale=1 / settings.temperature,
+        chunk=settings.chunk * FLOAT32_BYTES // value.dtype.itemsize,
         memory=fast_memory(rules.mesh.devices.flat[0].device_kind),
         precision=full_precision(value.dtype),
         interpret=rules.on_cpu,
@@ -146,31 +143,28 @@ def _in_chunks(
     targets: jax.Array,
     taught: Taught | None,
     *,
-    temperature: float,
     columns: int,
-    rules: ShardingRules,
-    remat: bool,
-    reverse: float,
+    settings: HeadSettings,
 ) -> TokenLogprobs:
     """`token_logprobs` for one device's rows, hidden [b, T, D] and targets [b, T], in chunks of `columns` positions."""
-    b, T, _ = hidden.shape
+    (b, T, _), rules = hidden.shape, settings.rules
     padding = -T % columns
 
     def logits_of(h: jax.Array, head: AnyWeight) -> jax.Array:  # [b, c, V]
-        return rules.constrain(logits_at(h, head, temperature, on_cpu=rules.on_cpu), None, None, "vocab")
+        return rules.constrain(logits_at(h, head, settings.temperature, on_cpu=rules.on_cpu), None, None, "vocab")
 
     def chunk(h: jax.Array, target: jax.Array, theirs: jax.Array | None) -> TokenLogprobs:  # [b, c, D], [b, c]
         logits = logits_of(h, head)
         scored = _score(logits, target)
         if taught is None or theirs is None:
             return scored
-        return scored._replace(divergence=_divergence(reverse, logits, logits_of(theirs, taught.head)))
+        return scored._replace(divergence=_divergence(settings.reverse, logits, logits_of(theirs, taught.head)))
 
     def pieces(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(b, -1, columns, *x.shape[2:]), 1, 0)  # [chunks, b, c, ...]
 
-    body = jax.checkpoint(chunk) if remat else chunk
+    body = jax.checkpoint(chunk) if settings.remat else chunk
     theirs = None if taught is None else pieces(taught.hidden)
     _, chunks = jax.lax.scan(lambda _, xs: (None, body(*xs)), None, (pieces(hidden), pieces(targets), theirs))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(b, -1)[:, :T], chunks)

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from podium.config.lora import ADAPTABLE, MATRICES, NF4_BLOCK
 from podium.models.architecture import LAYERS, DecoderConfig, Lora, ModelError, rollout_decoder
+from podium.models.blocks.kind import Place
 from podium.models.blocks.spec import ParamSpec, ParamSpecs, matrix_outputs, stacked
 
 LORA_A = ".lora_a"
@@ -29,6 +30,7 @@ blocks."""
 MeshAxes = str | tuple[str, ...] | None
 Dtype = TypeVar("Dtype")
 """A number format: a numpy dtype or its name."""
+Stacked = TypeVar("Stacked")
 
 
 # Training: float32 weights and optimizer state are split over fsdp and sp (and tp), rows over dp and fsdp, and the
@@ -250,6 +252,11 @@ def _with_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
 def own_name(name: str) -> str:
     """A layer weight's name within its kind: `layers.q` and `layers.3.q` are `q`."""
     return _PREFIX.sub("", name)
+
+
+def place_weights(params: Mapping[str, Stacked], place: Place) -> dict[str, Stacked]:
+    """The stacked weights of the layers at a place, under the names of their kinds."""
+    return {name.removeprefix(place.prefix): x for name, x in params.items() if name.startswith(place.prefix)}
 
 
 def is_adapter(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import hmac
 from pathlib import Path
+from typing import NamedTuple
 
 from podium.config.errors import UsageError
 
@@ -20,33 +21,38 @@ def check_installed(command: str) -> None:
         ) from None
 
 
-def is_local(host: str) -> bool:
-    """Whether an address to listen on is reached from this machine only."""
-    return host in ("127.0.0.1", "localhost", "::1")
+class Address(NamedTuple):
+    """Where a server listens, and the token that its clients need, as the command line says it."""
 
+    host: str
+    port: int
+    token: str | None = None
+    token_file: Path | None = None
+    """A file with the token; it takes precedence."""
 
-def token_of(token: str | None, token_file: Path | None) -> str | None:
-    """The token in the file if there is one, or else `token`; an empty one is none.
+    @property
+    def local(self) -> bool:
+        """Whether it is reached from this machine only."""
+        return self.host in ("127.0.0.1", "localhost", "::1")
 
-    Raises UsageError if the file cannot be read or is empty.
-    """
-    return (token or None) if token_file is None else _read_token(token_file)
+    def secret(self) -> str | None:
+        """The token; None if it is empty or not given. Raises UsageError if the file cannot be read or is empty."""
+        return (self.token or None) if self.token_file is None else _read_token(self.token_file)
 
+    def hosts(self, secret: str | None, client: str) -> tuple[str, ...]:
+        """The Host headers that a server here accepts; empty: all. `client` is what messages call its clients.
 
-def hosts_of(host: str, port: int, token: str | None, client: str) -> tuple[str, ...]:
-    """The Host headers that a server at this address accepts; empty: all. `client` names its clients in messages.
-
-    On loopback only this machine's names are accepted, so that no page of another site can reach the server through
-    DNS rebinding. Raises UsageError for other addresses without a token.
-    """
-    if is_local(host):
-        return LOOPBACK
-    if token is None:
-        raise UsageError(
-            f"--host {host} accepts connections from other machines: give a --token-file too, or leave --host out and "
-            f"use `ssh -L {port}:localhost:{port}` from where the {client} is"
-        )
-    return ()
+        On loopback only this machine's names are accepted, so that no page of another site can reach the server
+        through DNS rebinding. Raises UsageError for other addresses without a token.
+        """
+        if self.local:
+            return LOOPBACK
+        if secret is None:
+            raise UsageError(
+                f"--host {self.host} accepts connections from other machines: give a --token-file too, or leave --host"
+                f" out and use `ssh -L {self.port}:localhost:{self.port}` from where the {client} is"
+            )
+        return ()
 
 
 def knows_host(header: str, hosts: tuple[str, ...]) -> bool:

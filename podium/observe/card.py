@@ -8,6 +8,7 @@ import yaml
 from podium.config.schema import Config
 from podium.config.show import to_yaml
 from podium.observe.history import read_history
+from podium.observe.metrics import ACCURACY
 from podium.observe.summary import make_summary
 from podium.observe.text import clock
 
@@ -39,8 +40,7 @@ def model_card(folder: Path, config: Config, *, step: int, adapter: bool, base: 
     summary, history = make_summary(folder), read_history(folder)
     recipe = config.algorithm.recipe.rpartition(":")[2]
     tasks = ", ".join(dict.fromkeys(task.name for task in config.tasks))
-    accuracies = [point for point in history.accuracies if point[0] <= step]
-    results = [f"| {at} | {accuracy:.3f} |" for at, accuracy in accuracies]
+    results = [f"| {at} | {accuracy:.3f} |" for at, accuracy in history.points(ACCURACY) if at <= step]
     table = ["| step | accuracy on held-out questions |", "|---:|---:|", *results] if results else ["No evaluation."]
     what = f"`{base.hub_id or Path(config.model).name}`, trained with {recipe} on {tasks}"
     version = summary["versions"].get("podium-rl", "")

@@ -3,14 +3,42 @@
 import html
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from podium.files import write_atomically
 from podium.observe.chart import value_range
 from podium.observe.history import Point, read_history
+from podium.observe.metrics import ACCURACY, REWARD
 from podium.observe.run_dir import CURVE
+from podium.observe.text import bucket_means
 
-WIDTH, HEIGHT = 860, 380
-LEFT, RIGHT, TOP, BOTTOM = 64, 28, 84, 56
+
+class Frame(NamedTuple):
+    """The size of a picture, and the margins around what is drawn in it, in pixels."""
+
+    width: int
+    height: int
+    left: int
+    right: int
+    top: int
+    bottom: int
+
+    @property
+    def size(self) -> str:
+        """The attributes of an SVG's size."""
+        return f'viewBox="0 0 {self.width} {self.height}" width="{self.width}" height="{self.height}"'
+
+    def place(self, across: float, up: float) -> tuple[float, float]:
+        """Where these shares of the way across and up are."""
+        return (
+            self.left + across * (self.width - self.left - self.right),
+            self.height - self.bottom - up * (self.height - self.top - self.bottom),
+        )
+
+
+CARD = Frame(width=860, height=380, left=64, right=28, top=84, bottom=56)
+SMALL = Frame(width=120, height=28, left=2, right=2, top=2, bottom=2)
+SMALL_POINTS = 60
 SMOOTHING = 5
 """Window of the running mean (the bold line), in steps."""
 MOST_LABELS = 8
@@ -38,8 +66,8 @@ text { font-family: -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif; fon
 def save_curve(folder: Path) -> None:
     """Write the run's reward curve to curve.svg in its folder, unless it has no step yet."""
     history = read_history(folder)
-    if history.rewards:
-        write_atomically(folder / CURVE, curve_svg(folder.resolve().name, history.rewards, history.accuracies))
+    if rewards := history.points(REWARD):
+        write_atomically(folder / CURVE, curve_svg(folder.resolve().name, rewards, history.points(ACCURACY)))
 
 
 def curve_svg(title: str, rewards: Sequence[Point], accuracies: Sequence[Point]) -> str:
@@ -47,10 +75,11 @@ def curve_svg(title: str, rewards: Sequence[Point], accuracies: Sequence[Point])
     last = max(step for step, _ in [*rewards, *accuracies])
     low, high = value_range([value for _, value in [*rewards, *accuracies]])
     raw, mean, marks = (
-        [(x_at(step / max(1, last)), y_at((value - low) / (high - low))) for step, value in points]
+        [CARD.place(step / max(1, last), (value - low) / (high - low)) for step, value in points]
         for points in (rewards, running_mean(rewards), accuracies)
     )
-    area = [(mean[0][0], y_at(0)), *mean, (mean[-1][0], y_at(0))]
+    _, ground = CARD.place(0, 0)
+    area = [(mean[0][0], ground), *mean, (mean[-1][0], ground)]
     labelled = range(len(marks)) if len(marks) <= MOST_LABELS else (0, len(marks) - 1)
     parts = [
         *card(_headline(title, accuracies, last), f"Reward of {title} over {last} steps", STYLE),
@@ -67,25 +96,27 @@ def curve_svg(title: str, rewards: Sequence[Point], accuracies: Sequence[Point])
     return "\n".join(parts) + "\n"
 
 
+def small_curve(rewards: Sequence[float]) -> str:
+    """The rewards as an SVG line without axes, for a table; empty for fewer than two steps."""
+    means = bucket_means(rewards, SMALL_POINTS)
+    if len(means) < 2:
+        return ""
+    low, span = min(means), max(means) - min(means) or 1.0
+    places = [SMALL.place(i / (len(means) - 1), (value - low) / span) for i, value in enumerate(means)]
+    return (
+        f'<svg class="curve" {SMALL.size} role="img" aria-label="reward, {means[0]:.2f} to {means[-1]:.2f}">'
+        f'<polyline points="{points_of(places)}"/></svg>'
+    )
+
+
 def card(headline: str, label: str, style: str) -> list[str]:
     """The beginning of an SVG: its frame and headline; `label` is what it shows, for those who cannot see it."""
     return [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        f'role="img" aria-label="{html.escape(label)}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {CARD.size} role="img" aria-label="{html.escape(label)}">',
         f"<style>{style}</style>",
-        f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="10"/>',
-        f'<text class="title" x="{LEFT - 38}" y="36">{html.escape(headline)}</text>',
+        f'<rect class="card" x="0.5" y="0.5" width="{CARD.width - 1}" height="{CARD.height - 1}" rx="10"/>',
+        f'<text class="title" x="{CARD.left - 38}" y="36">{html.escape(headline)}</text>',
     ]
-
-
-def x_at(share: float) -> float:
-    """Where a share of the way along the card is."""
-    return LEFT + share * (WIDTH - LEFT - RIGHT)
-
-
-def y_at(share: float) -> float:
-    """Where a share of the way up the card is."""
-    return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
 
 def running_mean(points: Sequence[Point]) -> list[Point]:
@@ -107,11 +138,11 @@ def _headline(title: str, accuracies: Sequence[Point], last: int) -> str:
 def _legend(*, with_accuracy: bool) -> list[str]:
     y = 60
     entries = [
-        f'<line class="mean" x1="{LEFT - 38}" y1="{y - 4}" x2="{LEFT - 14}" y2="{y - 4}"/>',
-        f'<text x="{LEFT - 6}" y="{y}">mean reward of a step, and its running mean</text>',
+        f'<line class="mean" x1="{CARD.left - 38}" y1="{y - 4}" x2="{CARD.left - 14}" y2="{y - 4}"/>',
+        f'<text x="{CARD.left - 6}" y="{y}">mean reward of a step, and its running mean</text>',
     ]
     if with_accuracy:
-        x = LEFT + 290
+        x = CARD.left + 290
         entries += [_diamond(x, y - 4), f'<text x="{x + 14}" y="{y}">accuracy on held-out questions</text>']
     return entries
 
@@ -120,13 +151,13 @@ def grid(low: float, high: float, last: int, *, unit: str) -> list[str]:
     """Lines and numbers from `low` to `high` up the card, and numbers of `unit` from 0 to `last` along it."""
     lines = []
     for i in range(5):
-        y, value = y_at(i / 4), low + i / 4 * (high - low)
-        lines.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>')
-        lines.append(f'<text x="{LEFT - 10}" y="{y + 4:.1f}" text-anchor="end">{value:.2f}</text>')
+        (_, y), value = CARD.place(0, i / 4), low + i / 4 * (high - low)
+        lines.append(f'<line class="grid" x1="{CARD.left}" y1="{y:.1f}" x2="{CARD.width - CARD.right}" y2="{y:.1f}"/>')
+        lines.append(f'<text x="{CARD.left - 10}" y="{y + 4:.1f}" text-anchor="end">{value:.2f}</text>')
     for step in _ticks(last):
-        x = x_at(step / max(1, last))
-        lines.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 22}" text-anchor="middle">{step}</text>')
-    lines.append(f'<text x="{x_at(0.5)}" y="{HEIGHT - 12}" text-anchor="middle">{unit}</text>')
+        x, _ = CARD.place(step / max(1, last), 0)
+        lines.append(f'<text x="{x:.1f}" y="{CARD.height - CARD.bottom + 22}" text-anchor="middle">{step}</text>')
+    lines.append(f'<text x="{CARD.place(0.5, 0)[0]}" y="{CARD.height - 12}" text-anchor="middle">{unit}</text>')
     return lines
 
 
@@ -140,11 +171,11 @@ def _ticks(last: int) -> list[int]:
 
 def _value(x: float, y: float, value: float) -> str:
     """The value beside a mark."""
-    above = y - 14 if y > TOP + 14 else y + 24
+    above = y - 14 if y > CARD.top + 14 else y + 24
     anchor, shift = "middle", 0
-    if x < LEFT + 20:
+    if x < CARD.left + 20:
         anchor, shift = "start", 8
-    elif x > WIDTH - RIGHT - 20:
+    elif x > CARD.width - CARD.right - 20:
         anchor, shift = "end", 6
     return f'<text class="value" x="{x + shift:.1f}" y="{above:.1f}" text-anchor="{anchor}">{value:.2f}</text>'
 

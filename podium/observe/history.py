@@ -1,16 +1,89 @@
-"""Reads a run's history from its files: rewards and accuracies by step, and an answer before and after training."""
+"""A run's metrics over its steps, gathered line by line, and an answer before and after training."""
 
+import bisect
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from podium.observe.metrics import ACCURACY, HELD_OUT_PAIRS, PAIRS, REWARD, UPDATES
-from podium.observe.records import MetricsRecord, read_metrics, read_samples, step_of
+from podium.observe.records import read_metrics, read_samples
 from podium.observe.run_dir import METRICS, SAMPLES
 
 Point = tuple[int, float]
 """A step and its value."""
+
+
+@dataclasses.dataclass
+class Series:
+    """The values of one metric, with their steps, in order of steps."""
+
+    steps: list[int] = dataclasses.field(default_factory=list[int])
+    values: list[float] = dataclasses.field(default_factory=list[float])
+
+    @property
+    def points(self) -> list[Point]:
+        """Each step with its value."""
+        return list(zip(self.steps, self.values, strict=True))
+
+    def put(self, step: int, value: float) -> None:
+        """Set the value of a step; a later one replaces it."""
+        at = bisect.bisect_left(self.steps, step)
+        known = at < len(self.steps) and self.steps[at] == step
+        self.steps[at : at + known] = [step]
+        self.values[at : at + known] = [value]
+
+
+class History(Mapping[str, Series]):
+    """The metrics of a run by name, in order of first appearance; values that are not finite are left out."""
+
+    def __init__(self, names: Container[str] | None = None) -> None:
+        """Know nothing yet; of the lines to come, keep the metrics with these `names`, or all."""
+        self._names = names
+        self._series: dict[str, Series] = {}
+        self.steps = 0
+        """The last step with a line."""
+
+    def add(self, line: Mapping[str, object]) -> None:
+        """Add a line of metrics.jsonl; if a step was written twice, the last line counts."""
+        step = line.get("step")
+        if not isinstance(step, int) or isinstance(step, bool):
+            return
+        self.steps = max(self.steps, step)
+        for name, value in line.items():
+            if name == "step" or (self._names is not None and name not in self._names):
+                continue
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+                self._series.setdefault(name, Series()).put(step, value)
+
+    def points(self, name: str) -> list[Point]:
+        """Each step that has the metric, with its value; empty for a metric that the run does not have."""
+        return self[name].points if name in self else []
+
+    def last(self, name: str) -> float | None:
+        """The newest value of a metric; None for a metric that the run does not have."""
+        return self[name].values[-1] if name in self else None
+
+    def total(self, name: str) -> float | None:
+        """The sum of a metric over all steps; None for a metric that the run does not have."""
+        return sum(self[name].values) if name in self else None
+
+    def __getitem__(self, name: str) -> Series:
+        return self._series[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._series)
+
+    def __len__(self) -> int:
+        return len(self._series)
+
+
+def read_history(folder: Path) -> History:
+    """Read the history of a run from its metrics.jsonl. Raises RunFileError for a line that is not a record."""
+    history = History()
+    for line in read_metrics(folder / METRICS):
+        history.add(line)
+    return history
 
 
 class Answers(NamedTuple):
@@ -20,41 +93,6 @@ class Answers(NamedTuple):
     expected: str
     before: str
     after: str
-
-
-class History(NamedTuple):
-    """Rewards, accuracies, steps and time of a run."""
-
-    rewards: list[Point]
-    """`train-reward/total/mean` of each step."""
-    accuracies: list[Point]
-    """`eval/accuracy` of each evaluation; step 0 is the initial model."""
-    pairs: list[Point]
-    """`rewards/accuracies` of each step of a run that learns from pairs, whose answers earn nothing."""
-    held_out_pairs: list[Point]
-    """`eval-rewards/accuracies` of each evaluation of such a run."""
-    steps: int
-    """Number of finished steps."""
-    steps_without_update: int
-    """Number of steps with nothing to train on."""
-    wall_s: float
-    cpu_s: float
-
-
-def read_history(folder: Path) -> History:
-    """Read the history of a run from its metrics.jsonl."""
-    lines = read_metrics(folder / METRICS)
-    last = lines[-1] if lines else {}
-    return History(
-        rewards=_points(lines, REWARD),
-        accuracies=_points(lines, ACCURACY),
-        pairs=_points(lines, PAIRS),
-        held_out_pairs=_points(lines, HELD_OUT_PAIRS),
-        steps=step_of(last),
-        steps_without_update=sum(line.get(UPDATES) == 0 for line in lines),
-        wall_s=last.get("time/wall_s", 0.0),
-        cpu_s=last.get("time/cpu_s", 0.0),
-    )
 
 
 def read_answers(folder: Path) -> Answers | None:
@@ -76,8 +114,3 @@ def read_answers(folder: Path) -> Answers | None:
     before, after = ({key: asked[key]["completions"][0] for key in common} for asked in (first, last))
     key = max(common, key=lambda key: after[key]["reward"] - before[key]["reward"])
     return Answers(first[key]["question"], first[key]["answer"], before[key]["text"], after[key]["text"])
-
-
-def _points(lines: Iterable[MetricsRecord], name: str) -> list[Point]:
-    points = ((step_of(line), line[name]) for line in lines if name in line)
-    return [(step, value) for step, value in points if math.isfinite(value)]

@@ -1,13 +1,10 @@
 """Shows a run's progress: a live view in a terminal, a chart in a notebook, plain lines elsewhere."""
 
-import collections
-import math
 import os
 import sys
 import termios
 import time
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,43 +13,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from podium.observe.metrics import HELD_OUT_PAIRS, MARGIN, UPDATES
+from podium.observe.metrics import ACCURACY, HELD_OUT_PAIRS
 from podium.observe.notebook import NotebookView, StepRow, in_notebook
-from podium.observe.text import clock, shown, sparkline
+from podium.observe.run_state import EARNED, LENGTH, TURNS, Phase, PhaseProgress, RunState, ShownCompletion
+from podium.observe.text import shown, sparkline
 from podium.terminal import harmless
 
-TURNS = "env/turns/mean"
 PHASES = ("rollout", "reward", "score", "update", "sync")
 """Phases whose duration in the last step is shown (`time/train/<phase>_s`)."""
-RECENT_STEPS = 10
-"""Number of steps whose mean duration is used to estimate the remaining time."""
 SIDE_BY_SIDE = 120
 """Terminal width, in columns, from which the sample is shown beside the numbers instead of below them."""
 LINE_S = 30.0
 """Seconds between two plain lines during a long phase."""
-COMPILED_IN = ("rollout", "update", "score", "evaluation")
-"""Phases whose programs are compiled, or loaded from the cache, the first time a process enters them."""
-
-
-class PhaseProgress(NamedTuple):
-    """Progress of a rollout or an evaluation: number of completions, completed ones, tokens drawn."""
-
-    total: int
-    done: int
-    tokens: int
-
-    def text(self, seconds: float) -> str:
-        """Text such as `40 of 64 completions, 3,120 tokens, 0:12 left`; `seconds` have passed since the phase began."""
-        left = clock(seconds / self.done * (self.total - self.done)) if self.done else "?"
-        return f"{self.done} of {self.total} completions, {self.tokens:,} tokens, {left} left"
-
-
-class ShownCompletion(NamedTuple):
-    """A completion to show."""
-
-    prompt: str
-    completion: str
-    reward: float
 
 
 def run_console(*, plain: bool) -> Console:
@@ -68,29 +40,10 @@ class Progress:
     def __init__(self, run_name: str, steps: int, console: Console | None = None, *, first_step: int = 0):
         """Show nothing yet; `first_step` is the number of steps done by earlier processes. Default console: stderr."""
         self.console = console or Console(stderr=True)
-        self._name = run_name
-        self._steps = steps
-        self._done = first_step
-        self._started = self._phase_started = time.monotonic()
-        self._step_ended: float | None = None
-        self._phase, self._first = "start", False
+        self._state = RunState(run_name, steps, done=first_step)
         self._phases_seen: set[str] = set()
-        self._advance: PhaseProgress | None = None
-        self._line_at = self._started
-        self._durations: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
-        self._earning = "reward"
-        self._rewards: list[float] = []
-        self._lengths: list[float] = []
-        self._turns: list[float] = []
-        """Mean number of turns in each step; empty where prompts are answered once."""
-        self._metrics: Mapping[str, float] = {}
-        self._evaluations: list[tuple[int, float]] = []
-        self._sample: ShownCompletion | None = None
-        self._notice: str | None = None
-        self._machine = ""
-        self._live: Live | None = None
-        if self.console.is_interactive:
-            self._live = _View(self, console=self.console, refresh_per_second=4)
+        self._line_at = self._state.started
+        self._live = _View(self, console=self.console, refresh_per_second=4) if self.console.is_interactive else None
         self.notebook = NotebookView(run_name) if in_notebook() else None
         """Output below a notebook's cell, in place of one line per step and the summary; None elsewhere."""
         self._lines = self._live is None and self.notebook is None
@@ -107,11 +60,10 @@ class Progress:
 
     def close(self) -> None:
         """Freeze the view; later output appears below it."""
+        state = self._state
         if self.notebook is not None:
-            took = clock(time.monotonic() - self._started)
-            unfinished = self._done < self._steps
-            more = f"; the same call with name={self._name!r} continues" if unfinished else ""
-            self.notebook.line(f"step {self._done}/{self._steps}{self._earned()}  {took}{more}", last=True)
+            more = f"; the same call with name={state.name!r} continues" if state.done < state.steps else ""
+            self.notebook.line(f"{state.done_text()}  {state.took()}{more}", last=True)
         if self._live is not None:
             self._live.stop()
         if self._terminal is not None:
@@ -119,29 +71,28 @@ class Progress:
 
     def machine(self, text: str) -> None:
         """Show the devices: below the live view; as a line elsewhere."""
-        self._machine = text
+        self._state.machine = text
         if self._live is None:
             self.message(text)
 
     def phase(self, name: str) -> None:
         """Show that a phase begins: `model`, `rollout`, `update`, `evaluation`, ..."""
-        self._phase = name
-        self._phase_started = time.monotonic()
-        self._advance = None
-        self._line_at = self._phase_started
-        self._first = name not in self._phases_seen
-        if self._live is None and self._notice is not None:
-            self.message(self._notice)
-            self._notice = None
-        if self._lines and self._first:
-            self.message(f"{name} ...{' (the first compiles)' if name in COMPILED_IN else ''}")
+        state, first = self._state, name not in self._phases_seen
+        state.phase = Phase(name, first=first)
+        self._line_at = state.phase.began
+        if self._live is None and state.notice is not None:
+            self.message(state.notice)
+            state.notice = None
+        if self._lines and first:
+            self.message(f"{name} ...{' (the first compiles)' if state.phase.compiles else ''}")
         self._phases_seen.add(name)
         self._draw(name)
 
     def advance(self, total: int, done: int, tokens: int) -> None:
         """Update the phase's progress: number of completions, completed ones, tokens drawn."""
-        now, self._advance = time.monotonic(), PhaseProgress(total, done, tokens)
-        text = f"{self._phase}: {self._advance.text(now - self._phase_started)}"
+        now, phase = time.monotonic(), self._state.phase
+        phase.advance = PhaseProgress(total, done, tokens)
+        text = f"{phase.name}: {phase.advance.text(phase.seconds())}"
         if self._lines and now - self._line_at >= LINE_S:
             self._line_at = now
             self.message(text)
@@ -149,34 +100,23 @@ class Progress:
 
     def step(self, step: int, metrics: Mapping[str, float], sample: ShownCompletion | None = None) -> None:
         """Show a finished step: its number (from 1), its metrics by name, and one of its completions."""
-        now = time.monotonic()
-        if self._step_ended is not None:  # the first step compiles, so its duration is not representative
-            self._durations.append(now - self._step_ended)
-        self._step_ended = now
-        self._done = step
-        self._metrics = metrics
-        self._earning = "margin" if MARGIN in metrics else "reward"  # preferences earn nothing
-        self._rewards.append(float(metrics.get(MARGIN, metrics.get("train-reward/total/mean", float("nan")))))
-        self._lengths.append(float(metrics.get("train-seq_len/completion/mean", float("nan"))))
-        if TURNS in metrics:
-            self._turns.append(float(metrics[TURNS]))
-        self._sample = sample or self._sample
+        state = self._state
+        state.step(step, metrics, sample)
         if self.notebook is not None:
-            entropy = float(metrics.get("rollout/entropy", float("nan")))
-            row = StepRow(step, self._rewards[-1], self._lengths[-1], entropy, self._step_s())
-            self.notebook.step(row, self._earning)
+            earned, length, entropy = map(state.value, (state.earning, LENGTH, "rollout/entropy"))
+            self.notebook.step(StepRow(step, earned, length, entropy, state.step_s()), EARNED[state.earning])
         self._curve()
         if self._lines:
+            turns = f"turns {state.history.last(TURNS):.1f}  " if TURNS in state.history else ""
             self.message(
-                f"step {step}/{self._steps}{self._earned()}  length {self._lengths[-1]:.1f}  "
-                f"{f'turns {self._turns[-1]:.1f}  ' if self._turns else ''}"
-                f"{_speed(self._metrics)}  {self._step_s():.2f} s  left {self._left()}"
+                f"{state.done_text()}  length {state.value(LENGTH):.1f}  {turns}{state.speed()}  "
+                f"{state.step_s():.2f} s  left {state.left()}"
             )
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
         """Show the `eval/accuracy` of the weights after `step` steps."""
-        accuracy = float(results["eval/accuracy"])
-        self._evaluations.append((step, accuracy))
+        accuracy = results[ACCURACY]
+        self._state.history.add({"step": step, ACCURACY: accuracy})
         self._curve()
         if self._lines:
             pairs = f"  pairs in order {results[HELD_OUT_PAIRS]:.3f}" if HELD_OUT_PAIRS in results else ""
@@ -189,92 +129,74 @@ class Progress:
 
     def notice(self, text: str) -> None:
         """Show a line at the next refresh. Prints nothing itself, so a signal handler may call it at any time."""
-        self._notice = text
+        self._state.notice = text
 
     def _curve(self) -> None:
         """Update the chart of a notebook."""
         if self.notebook is not None:
-            first = self._done - len(self._rewards) + 1
-            rewards = [(step, reward) for step, reward in enumerate(self._rewards, first) if math.isfinite(reward)]
-            self.notebook.curve(rewards, self._evaluations)
+            history = self._state.history
+            self.notebook.curve(history.points(self._state.earning), history.points(ACCURACY))
 
     def _draw(self, doing: str) -> None:
         """Update the line of a notebook: steps done, reward, time left, and what the run is doing."""
         if self.notebook is not None:
-            done = f"step {self._done}/{self._steps}{self._earned()}"
-            self.notebook.line(f"{done}  {self._left()} left  {doing}")
-
-    def _earned(self) -> str:
-        return f"  {self._earning} {self._rewards[-1]:.3f}" if self._rewards else ""
-
-    def _left(self) -> str:
-        if not self._durations:
-            return "?"
-        per_step = sum(self._durations) / len(self._durations)
-        return clock(per_step * (self._steps - self._done))
-
-    def _step_s(self) -> float:
-        return float(self._metrics.get("time/train/step_s", 0.0))
+            self.notebook.line(f"{self._state.done_text()}  {self._state.left()} left  {doing}")
 
     def __rich__(self) -> RenderableType:
         """The live view, redrawn four times a second."""
-        now, room = time.monotonic(), self.console.width - 4
-        rows: list[RenderableType] = [self._bar(), self._doing(now), Text()]
-        if self.console.width >= SIDE_BY_SIDE and self._sample is not None:
-            both = Table.grid(padding=(0, 2), expand=True)
-            both.add_column(ratio=1)
-            both.add_column(ratio=1)
-            both.add_row(self._numbers(room // 2 - 2), _last_sample(self._sample, room // 2 - 2))
-            rows.append(both)
-        else:
-            rows.append(self._numbers(room))
-            if self._sample is not None:
-                rows += [Text(), _last_sample(self._sample, room)]
-        title = Text.assemble(("podium ", "bold"), f"{shown(self._name, 40)} ", (clock(now - self._started), "dim"))
-        if self._notice is not None:
-            rows += [Text(), Text(harmless(self._notice), style="bold yellow")]
-        return Panel(
-            Group(*rows),
-            title=title,
-            title_align="left",
-            subtitle=Text(self._machine, "dim"),
-            subtitle_align="left",
-            border_style="cyan",
-            width=self.console.width,
-        )
+        return _panel(self._state, self.console.width)
 
-    def _numbers(self, width: int) -> RenderableType:
-        curves = (
-            _Curve(self._earning, self._rewards, ".3f", "green"),
-            _Curve("length", self._lengths, ".1f", "blue"),
-            _Curve("turns", self._turns, ".1f", "blue"),
-        )
-        drawn = [curve for curve in curves if curve.values]
-        return _numbers(drawn, self._metrics, self._evaluations, width)
 
-    def _bar(self) -> RenderableType:
-        row = Table.grid(padding=(0, 2), expand=True)
-        row.add_column(no_wrap=True)
-        row.add_column(ratio=1)
-        row.add_column(no_wrap=True, justify="right")
-        row.add_row(
-            Text(f"step {self._done}/{self._steps}", style="bold"),
-            ProgressBar(total=self._steps, completed=self._done),
-            Text(f"{self._left()} left", style="dim"),
-        )
-        return row
+def _panel(state: RunState, columns: int) -> RenderableType:
+    """The live view of a run on a terminal of this width."""
+    room = columns - 4
+    rows: list[RenderableType] = [_bar(state), _doing(state.phase, room), Text()]
+    if columns >= SIDE_BY_SIDE and state.sample is not None:
+        both = Table.grid(padding=(0, 2), expand=True)
+        both.add_column(ratio=1)
+        both.add_column(ratio=1)
+        both.add_row(_numbers(state, room // 2 - 2), _last_sample(state.sample, room // 2 - 2))
+        rows.append(both)
+    else:
+        rows.append(_numbers(state, room))
+        if state.sample is not None:
+            rows += [Text(), _last_sample(state.sample, room)]
+    title = Text.assemble(("podium ", "bold"), f"{shown(state.name, 40)} ", (state.took(), "dim"))
+    if state.notice is not None:
+        rows += [Text(), Text(harmless(state.notice), style="bold yellow")]
+    return Panel(
+        Group(*rows),
+        title=title,
+        title_align="left",
+        subtitle=Text(state.machine, "dim"),
+        subtitle_align="left",
+        border_style="cyan",
+        width=columns,
+    )
 
-    def _doing(self, now: float) -> Text:
-        """The line with the phase, its seconds, and its progress."""
-        seconds = now - self._phase_started
-        more = ""
-        if self._advance is not None:
-            more = self._advance.text(seconds)
-        elif self._first and self._phase in COMPILED_IN:
-            more = "the first one compiles its programs"
-        line = Text.assemble((self._phase, "bold cyan"), f" {seconds:.0f} s   ", (more, "dim"))
-        line.truncate(self.console.width - 4)
-        return line
+
+def _bar(state: RunState) -> RenderableType:
+    row = Table.grid(padding=(0, 2), expand=True)
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True, justify="right")
+    row.add_row(
+        Text(f"step {state.done}/{state.steps}", style="bold"),
+        ProgressBar(total=state.steps, completed=state.done),
+        Text(f"{state.left()} left", style="dim"),
+    )
+    return row
+
+
+def _doing(phase: Phase, width: int) -> Text:
+    """The line with the phase, its seconds, and its progress."""
+    seconds = phase.seconds()
+    more = "the first one compiles its programs" if phase.compiles else ""
+    if phase.advance is not None:
+        more = phase.advance.text(seconds)
+    line = Text.assemble((phase.name, "bold cyan"), f" {seconds:.0f} s   ", (more, "dim"))
+    line.truncate(width)
+    return line
 
 
 class _View(Live):
@@ -313,22 +235,7 @@ class _NoEcho:
             self._saved = None
 
 
-class _Curve(NamedTuple):
-    """A number of each step."""
-
-    name: str
-    values: Sequence[float]
-    form: str
-    """Format of a value."""
-    style: str
-
-
-def _numbers(
-    curves: Sequence[_Curve],
-    metrics: Mapping[str, float],
-    evaluations: Sequence[tuple[int, float]],
-    width: int,
-) -> RenderableType:
+def _numbers(state: RunState, width: int) -> RenderableType:
     """The table of numbers; on narrow terminals the ends of lines are cut, never the labels."""
     label, value = 8, 7
     room = max(4, width - label - value - 4)
@@ -336,33 +243,32 @@ def _numbers(
     grid.add_column(style="dim", no_wrap=True, width=label)
     grid.add_column(justify="right", no_wrap=True, width=value)
     grid.add_column(no_wrap=True, overflow="crop", width=room)
-    for curve in curves:
-        last = format(curve.values[-1], curve.form)
-        grid.add_row(curve.name, last, Text(sparkline(curve.values, room), style=curve.style))
-    if curves:
-        step_s = f"{metrics.get('time/train/step_s', 0.0):.1f} s"
-        for index, text in enumerate(_seconds(metrics, room)):
-            grid.add_row("" if index else "step", "" if index else step_s, Text(text))
-    if evaluations:
-        values = [accuracy for _, accuracy in evaluations]
-        note = f"  (step {evaluations[-1][0]})"
-        kept = max(1, min(len(values), (room - len(note) + 3) // 7))
-        steps = " > ".join(f"{value:.2f}" for value in values[-kept:])
-        grid.add_row("accuracy", f"{values[-1]:.3f}", Text(steps + note, style="magenta"))
+    if state.metrics:
+        curves = [
+            (EARNED[state.earning], state.earning, f"{state.value(state.earning):.3f}", "green"),
+            ("length", LENGTH, f"{state.value(LENGTH):.1f}", "blue"),
+        ]
+        if TURNS in state.history:
+            curves.append(("turns", TURNS, f"{state.history.last(TURNS):.1f}", "blue"))
+        for name, metric, last, style in curves:
+            values = [each for _, each in state.history.points(metric)]
+            grid.add_row(name, last, Text(sparkline(values, room), style=style))
+        for index, text in enumerate(_seconds(state, room)):
+            grid.add_row("" if index else "step", "" if index else f"{state.step_s():.1f} s", Text(text))
+    if evaluations := state.history.points(ACCURACY):
+        last_step, last_accuracy = evaluations[-1]
+        note = f"  (step {last_step})"
+        kept = max(1, min(len(evaluations), (room - len(note) + 3) // 7))
+        steps = " > ".join(f"{accuracy:.2f}" for _, accuracy in evaluations[-kept:])
+        grid.add_row("accuracy", f"{last_accuracy:.3f}", Text(steps + note, style="magenta"))
     return grid
 
 
-def _speed(metrics: Mapping[str, float]) -> str:
-    if metrics.get(UPDATES) == 0:
-        return "no update"
-    return f"{metrics.get('throughput/train/valid_tokens_per_s', 0.0):,.0f} tokens/s"
-
-
-def _seconds(metrics: Mapping[str, float], width: int) -> list[str]:
+def _seconds(state: RunState, width: int) -> list[str]:
     """Seconds by phase, and tokens per second, wrapped to `width`."""
-    spent = {phase: metrics.get(f"time/train/{phase}_s", 0.0) for phase in PHASES}
+    spent = {phase: state.metrics.get(f"time/train/{phase}_s", 0.0) for phase in PHASES}
     lines: list[str] = []
-    for word in (*(f"{phase} {value:.1f}" for phase, value in spent.items() if value), _speed(metrics)):
+    for word in (*(f"{phase} {value:.1f}" for phase, value in spent.items() if value), state.speed()):
         if lines and len(lines[-1]) + 2 + len(word) <= width:
             lines[-1] += f"  {word}"
         else:

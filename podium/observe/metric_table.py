@@ -68,6 +68,12 @@ def _by_age(name: str) -> Callable[[StepStats], Mapping[str, float] | None]:
     return read
 
 
+def _loss_parts(stats: StepStats) -> Mapping[str, float] | None:
+    begin = "loss_part/"
+    means = stats.updated.token_means
+    return {name.removeprefix(begin): mean for name, mean in means.items() if name.startswith(begin)} or None
+
+
 def _effective_share(stats: StepStats) -> float | None:
     means = stats.updated.token_means
     return means["ratio"] ** 2 / means["squared_ratio"] if "ratio" in means else None
@@ -149,7 +155,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("time/train/batch_s", "s", "Packing completions into rows and sending them to the devices.", lambda s: s.batched.batch_s),
         Metric("time/train/score_s", "s", "Log-probabilities of the reference, of a teacher, or of the trainer before the first update, and values of a critic; 0 if none is needed.", lambda s: s.batched.score_s),
         Metric("time/train/update_s", "s", "All updates of the step.", lambda s: s.updated.update_s),
-        Metric("time/train/critic_s", "s", "All updates of the critic; only with one.", lambda s: s.updated.critic and s.updated.critic.update_s),
+        Metric("time/train/critic_s", "s", "All updates of the critic; only with one.", lambda s: (own := s.updated.learners.get("critic")) and own.update_s),
         Metric("time/train/sync_s", "s", "Copying the new weights into the rollout's layout.", lambda s: s.sync_s),
         Metric("time/train/checkpoint_s", "s", "Wait for the checkpoint of the previous step; absent if that step did not save.", lambda s: s.checkpoint_s),
         Metric("time/eval/rollout_s", "s", "Generating the answers of one evaluation, all tasks.", evaluation=lambda e: e.rollout_s),
@@ -162,6 +168,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("throughput/train/busy_cores", "cores", "`time/train/step_cpu_s` / `time/train/step_s`: cores of the first host that the trainer kept busy; grading processes are not counted.", lambda s: s.cpu_s / s.step_s),
         Metric("train-other/total_valid_token_count", "tokens", "Completion tokens in the loss, over all hosts.", lambda s: s.batched.trained_tokens),
         Metric("train-other/batch_global", "sequences", "Completions in the update, over all hosts.", lambda s: s.batched.sequences),
+        Metric("tokens/demonstrations", "tokens", "Tokens of demonstrations in the rows of the update; only with a part of `algorithm.loss_parts` that imitates.", lambda s: s.batched.demonstrated_tokens or None),
         Metric("tokens/prompt", "tokens", "Prompt tokens in the rows of the update.", lambda s: s.batched.prompt_tokens),
         Metric("tokens/completion", "tokens", "Completion tokens in the rows of the update.", lambda s: s.batched.trained_tokens),
         Metric("tokens/padding", "tokens", "Row positions that hold neither.", lambda s: s.batched.padding_tokens),
@@ -201,6 +208,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/entropy_bonus", "", "Entropy bonus of the loss, mean over the updates; only with `algorithm.entropy_target`.", lambda s: s.updated.token_means.get("entropy_bonus")),
         Metric("policy/kl_coef", "", "Weight of the KL in the step, before it is adapted; only with `algorithm.kl_target`.", lambda s: s.updated.token_means.get("kl_coef")),
         Metric("policy/top_entropy", "fraction", "Tokens that `algorithm.top_entropy` keeps in the policy term; only with it.", lambda s: s.updated.token_means.get("top_entropy")),
+        Metric("policy/likelihood_loss", "nat", "Mean of -log-probability over the tokens of demonstrations, before the weight of their part; only with a part of `algorithm.loss_parts` that imitates.", lambda s: s.updated.token_means.get("likelihood")),
+        Metric("policy/loss_part/<part>", "", "Mean over the tokens of a loss of your own in `algorithm.loss_parts`, before its weight; `<part>` is the name of its function.", _loss_parts),
         Metric("policy/clip_fraction", "fraction", "Tokens whose ratio was clipped below or above; with `loss: gspo`, sequences.", lambda s: clip_fractions(s.updated.token_means), parts=LOW_HIGH),
         Metric("rewards/chosen", "reward", "beta x log-ratio of policy to reference of the chosen or desirable completions, mean over them; with `recipe: dpo`.", _chosen),
         Metric("rewards/rejected", "reward", "The same of the rejected or undesirable completions.", _rejected),
@@ -210,13 +219,13 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/dual_clip_fraction", "fraction", "Tokens whose loss `algorithm.dual_clip` bounds; only with it.", lambda s: s.updated.token_means.get("dual_clipped")),
     ),
     "Critic": (
-        Metric("critic/loss", "reward^2", "Loss of the critic, mean over its updates of the step, weighted by their tokens; like all of these, only with recipe `ppo`.", lambda s: s.updated.critic and s.updated.critic.loss),
+        Metric("critic/loss", "reward^2", "Loss of the critic, mean over its updates of the step, weighted by their tokens; like all of these, only with recipe `ppo`.", lambda s: (own := s.updated.learners.get("critic")) and own.loss),
         Metric("critic/explained_variance", "", "1 - variance of (return - value) / variance of the return, over drawn tokens before the step's first update. 1: the critic knows; 0: as good as a constant; absent if all returns are equal.", lambda s: s.batched.values and s.batched.values.explained_variance),
         Metric("critic/value", "reward", "The critic's values before the step's first update, mean over drawn tokens.", lambda s: s.batched.values and s.batched.values.value),
         Metric("critic/return", "reward", "What the critic learns, mean over drawn tokens.", lambda s: s.batched.values and s.batched.values.returned),
-        Metric("critic/clip_fraction", "fraction", "Tokens whose value `critic.clip` keeps from moving further, in the critic's loss.", lambda s: s.updated.critic and s.updated.critic.clip_fraction),
-        Metric("critic/gradient_norm", "", "Global norm of the critic's gradient before clipping, mean over its updates.", lambda s: s.updated.critic and s.updated.critic.gradient_norm),
-        Metric("critic/learning_rate", "", "Learning rate of the critic's last update.", lambda s: s.updated.critic and s.updated.critic.learning_rate),
+        Metric("critic/clip_fraction", "fraction", "Tokens whose value `critic.clip` keeps from moving further, in the critic's loss.", lambda s: (own := s.updated.learners.get("critic")) and own.clip_fraction),
+        Metric("critic/gradient_norm", "", "Global norm of the critic's gradient before clipping, mean over its updates.", lambda s: (own := s.updated.learners.get("critic")) and own.gradient_norm),
+        Metric("critic/learning_rate", "", "Learning rate of the critic's last update.", lambda s: (own := s.updated.learners.get("critic")) and own.learning_rate),
     ),
     "Optimizer": (
         Metric("optimizer/gradient_norm", "", "Global norm of the gradient before clipping, mean over the updates.", lambda s: s.updated.gradient_norm if s.updated.updates else None),

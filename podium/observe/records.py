@@ -87,18 +87,39 @@ def sample_record(
     split: Split,
     task: str,
     prompt: Prompt,
+    completions: Sequence[CompletionRecord],
+    greedy: tuple[Transcript, Reward] | None = None,
+) -> SampleRecord:
+    """A line of samples.jsonl: one question with all its answers, of `completion_records`.
+
+    `step` is the number of steps done when the line was recorded; for `eval`, the step of the evaluated weights.
+    `greedy` is the group's greedy answer.
+    """
+    record: SampleRecord = {
+        "step": step,
+        "split": split,
+        "task": task,
+        "prompt": prompt.id,
+        "question": prompt.question,
+        "answer": prompt.answer,
+        "completions": list(completions),
+    }
+    if greedy is not None:
+        record["greedy"] = _completion_record(*greedy)
+    return record
+
+
+def completion_records(
     transcripts: Sequence[Transcript],
     rewards: Sequence[Reward],
     *,
     advantages: Sequence[float] | np.ndarray | None = None,
     pieces: Callable[[Sequence[int]], list[str]] | None = None,
-    greedy: tuple[Transcript, Reward] | None = None,
-) -> SampleRecord:
-    """A line of samples.jsonl: one question with all its answers and their rewards.
+) -> list[CompletionRecord]:
+    """The answers of a group with their rewards.
 
-    `step` is the number of steps done when the line was recorded; for `eval`, the step of the evaluated weights. With
-    `advantages` (of a trained group), each completion includes its own. With `pieces`, which splits tokens into texts,
-    it also includes each token's text and its log-probability under the sampler. `greedy` is the group's greedy answer.
+    With `advantages` (of a trained group), each has its own. With `pieces`, which splits tokens into texts, each has
+    the text of its tokens, and their log-probabilities under the sampler.
     """
     found: list[CompletionRecord] = [_completion_record(*each) for each in zip(transcripts, rewards, strict=True)]
     if advantages is not None:
@@ -107,18 +128,7 @@ def sample_record(
         logprobs = [[round(float(x), 4) for x in each.sampled_logprobs] for each in transcripts]
         texts = [pieces(each.drawn_tokens.tolist()) for each in transcripts]
         found = [{**each, "pieces": t, "logprobs": x} for each, t, x in zip(found, texts, logprobs, strict=True)]
-    record: SampleRecord = {
-        "step": step,
-        "split": split,
-        "task": task,
-        "prompt": prompt.id,
-        "question": prompt.question,
-        "answer": prompt.answer,
-        "completions": found,
-    }
-    if greedy is not None:
-        record["greedy"] = _completion_record(*greedy)
-    return record
+    return found
 
 
 def _completion_record(transcript: Transcript, reward: Reward) -> CompletionRecord:

@@ -34,7 +34,7 @@ from pydantic import JsonValue, ValidationError
 from podium.config.document import Node, Plain, read_document
 from podium.config.errors import ConfigError, UsageError
 from podium.config.schema import Config
-from podium.config.show import to_yaml
+from podium.config.show import flat, to_yaml
 from podium.files import (
     JsonLines,
     Record,
@@ -65,7 +65,7 @@ MARK = "commit_success.txt"
 """File that orbax adds to a step in a bucket when it is complete."""
 DATA = "data"
 
-DATE, LONGEST = "chat_template_date", "max_prompt_tokens"
+DATE, LONGEST, SCHEDULE = "chat_template_date", "max_prompt_tokens", "train.optimizer.schedule"
 Settings = Mapping[str, JsonValue]
 """All settings of a run by section, as returned by `Config.document`."""
 
@@ -148,6 +148,14 @@ def parse_fork(text: str) -> Fork:
             f"--from {text}: {folder} has no {CONFIG}, so it is not a run's folder; give one, such as runs/demo"
         )
     return Fork(folder, int(step) if step else None)
+
+
+def run_of(text: str | Path) -> Fork | None:
+    """The run, and perhaps its step, that `RUN@STEP` or `RUN` names; None if RUN is not a run's folder."""
+    try:
+        return parse_fork(str(text))
+    except ValueError:
+        return None
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -319,7 +327,7 @@ class RunDir:
             raise RunFileError(
                 f"{where} is not of this version ({_problem(error)}): {versions_line(self.path)}"
             ) from error
-        if differences := _disagreement(stored, self.settings, self.path):
+        if differences := _disagreement(stored.document(), self.settings, self.path):
             raise RunFileError(
                 f"{where} was saved with other settings than this run has:\n{differences}\n"
                 "put back the config.yaml or the checkpoints that belong together; to go on from these weights with"
@@ -479,18 +487,18 @@ def _check_steps(home: Path, settings: Settings) -> None:
 
 def _check_agreement(path: Path, settings: Settings) -> None:
     """Raise RunFileError if the settings differ from the stored ones in a way that affects what the run learns."""
-    if differences := _disagreement(read_config(path), settings, path):
+    if differences := _disagreement(read_config(path).document(), settings, path):
         raise RunFileError(
             f"run folder {path} holds a run with another config:\n{differences}\n"
             f"restore these to continue it; to start afresh set another name, or delete the folder {path}"
         )
 
 
-def _disagreement(stored: Config, settings: Settings, path: Path) -> str:
+def _disagreement(stored: Settings, settings: Settings, path: Path) -> str:
     """The settings that affect what a run learns and differ from the stored ones, a line each; empty if none does."""
-    changed = _differences(_portable(stored.document(), path), _portable(settings, path))
+    changed = _differences(_portable(stored, path), _portable(settings, path))
     free = MAY_CHANGE
-    if stored.train.optimizer.schedule == "constant" and "train.optimizer.schedule" not in changed:
+    if flat(stored)[SCHEDULE] == "constant" and SCHEDULE not in changed:
         free = (*MAY_CHANGE, "steps")
     return "\n".join(
         f"    {key}: {old!r} there, {new!r} now"

@@ -4,7 +4,6 @@ import base64
 import contextlib
 import hashlib
 import html
-import json
 import os
 import time
 import urllib.parse
@@ -14,13 +13,15 @@ from pathlib import Path
 import yaml
 
 from podium.files import open_file
+from podium.observe.curve_svg import small_curve
+from podium.observe.history import History
 from podium.observe.metrics import ACCURACY, REWARD
+from podium.observe.report.read import parse_record
 from podium.observe.run_dir import CONFIG, LOCK, METRICS
-from podium.observe.text import ago, bucket_means
+from podium.observe.text import ago
 
-CURVE_POINTS = 60
-CURVE_WIDTH = 120
-CURVE_HEIGHT = 28
+SHOWN = (REWARD, ACCURACY)
+"""Metrics in the list."""
 REFRESH_S = 10
 """Seconds between reloads of the list."""
 SCRIPT = f'setInterval(() => document.querySelector("input:checked") || location.reload(), {1000 * REFRESH_S});'
@@ -38,13 +39,9 @@ class RunLine:
     def __init__(self, folder: Path) -> None:
         """Read nothing yet."""
         self.folder = folder
-        self.step = 0
+        self.history = History(SHOWN)
         self.steps: int | None = None
         """Steps that the config asks for; None if it cannot be read."""
-        self.rewards: list[float] = []
-        """Mean reward of each step."""
-        self.accuracy: float | None = None
-        """Accuracy of the last evaluation."""
         self.state = ""
         """Whether the run is training, and how long ago it last wrote, as text."""
         self.changed = 0.0
@@ -82,9 +79,7 @@ class RunLine:
         with open_file(self.folder / METRICS) as file:
             found = os.fstat(file.fileno())
             if (found.st_dev, found.st_ino) != self._file or found.st_size < self._read:
-                self.step = 0
-                self.rewards = []
-                self.accuracy = None
+                self.history = History(SHOWN)
                 self._read = 0
                 self._file = (found.st_dev, found.st_ino)
             file.seek(self._read)
@@ -92,20 +87,7 @@ class RunLine:
         whole = new[: new.rfind(b"\n") + 1]  # the last line may still be being written
         self._read += len(whole)
         for line in whole.splitlines():
-            self._take(line)
-
-    def _take(self, line: bytes) -> None:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            return
-        if not isinstance(record, dict):
-            return
-        step, reward, accuracy = (record.get(name) for name in ("step", REWARD, ACCURACY))
-        self.step = step if isinstance(step, int) else self.step
-        self.accuracy = float(accuracy) if isinstance(accuracy, int | float) else self.accuracy
-        if isinstance(reward, int | float):
-            self.rewards.append(float(reward))
+            self.history.add(parse_record(line) or {})
 
 
 def is_run(folder: Path) -> bool:
@@ -154,34 +136,17 @@ def list_page(lines: Sequence[RunLine], silent: Sequence[str]) -> str:
 
 
 def _row(line: RunLine) -> str:
-    name = line.folder.name
+    name, history = line.folder.name, line.history
+    reward, accuracy = history.last(REWARD), history.last(ACCURACY)
     escaped = html.escape(name, quote=True)
     box = f'<input type="checkbox" name="run" value="{escaped}" aria-label="compare {escaped}">'
     cells = (
         box,
         f'<a href="/runs/{urllib.parse.quote(name, safe="")}">{escaped}</a>',
-        str(line.step) if line.steps is None else f"{line.step} of {line.steps}",
-        f"{line.rewards[-1]:.3f}" if line.rewards else "",
-        _curve(line.rewards),
-        "" if line.accuracy is None else f"{line.accuracy:.3f}",
+        str(history.steps) if line.steps is None else f"{history.steps} of {line.steps}",
+        "" if reward is None else f"{reward:.3f}",
+        small_curve([value for _, value in history.points(REWARD)]),
+        "" if accuracy is None else f"{accuracy:.3f}",
         html.escape(line.state),
     )
     return f"<tr>{''.join(f'<td>{cell}' for cell in cells)}</tr>"
-
-
-def _curve(rewards: Sequence[float]) -> str:
-    """The rewards as an SVG line without axes; empty for fewer than two steps."""
-    means = bucket_means(rewards, CURVE_POINTS)
-    if len(means) < 2:
-        return ""
-    low, span = min(means), max(means) - min(means) or 1.0
-    points = " ".join(
-        f"{2 + i * (CURVE_WIDTH - 4) / (len(means) - 1):.1f},"
-        f"{CURVE_HEIGHT - 2 - (value - low) / span * (CURVE_HEIGHT - 4):.1f}"
-        for i, value in enumerate(means)
-    )
-    return (
-        f'<svg class="curve" viewBox="0 0 {CURVE_WIDTH} {CURVE_HEIGHT}" width="{CURVE_WIDTH}" '
-        f'height="{CURVE_HEIGHT}" role="img" aria-label="reward, {means[0]:.2f} to {means[-1]:.2f}">'
-        f'<polyline points="{points}"/></svg>'
-    )

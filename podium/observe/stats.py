@@ -133,8 +133,8 @@ class ValueStats:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CriticStats:
-    """Statistics of the critic's optimizer steps in a step, means over them weighted by their tokens."""
+class LearnerStats:
+    """Statistics of the optimizer steps of a trained model beside the policy, means weighted by their tokens."""
 
     loss: float
     clip_fraction: float
@@ -162,6 +162,8 @@ class BatchStats:
     penalties: np.ndarray | None  # [N G], penalties of `kl: k1_reward`
     penalised_rewards: np.ndarray | None  # [N G], rewards minus penalties
     reward_kl: RewardKl | None
+    demonstrated_tokens: int = 0
+    """Tokens of demonstrations that are mixed in."""
     teacher_kl: float | None = None
     """Mean over the trained tokens of the policy's minus the teacher's log-probability; None without a teacher."""
     values: ValueStats | None = None
@@ -195,8 +197,8 @@ class UpdateStats:
     learning_rate: float = 0.0
     """At the last update; without updates, what it would have been."""
     update_s: float = 0.0
-    critic: CriticStats | None = None
-    """None without a critic, and in a step without an update of it."""
+    learners: Mapping[str, LearnerStats] = dataclasses.field(default_factory=dict)
+    """Those of the models beside the policy that were updated, by the name of their role."""
 
     def then(self, later: "UpdateStats") -> "UpdateStats":
         """Combine with the statistics of later updates; both have at least one.
@@ -206,7 +208,7 @@ class UpdateStats:
         updates, tokens = self.updates + later.updates, self.tokens + later.tokens
 
         def by_tokens(mine: float, other: float) -> float:
-            return (mine * self.tokens + other * later.tokens) / tokens
+            return (mine * self.tokens + other * later.tokens) / (tokens or 1.0)
 
         def by_updates(mine: float, other: float) -> float:
             return (mine * self.updates + other * later.updates) / updates

@@ -20,6 +20,7 @@ from podium.files import to_json, write_atomically
 from podium.observe.chart import MARK, reward_curve
 from podium.observe.history import Answers, History, Point, read_answers, read_history
 from podium.observe.identity import SUMMARY
+from podium.observe.metrics import ACCURACY, HELD_OUT_PAIRS, PAIRS, REWARD, UPDATES
 from podium.observe.run_dir import CONFIG, CURVE, METRICS, SAMPLES
 from podium.observe.text import clock, shown
 
@@ -79,23 +80,26 @@ def make_summary(folder: Path) -> Summary:
     """The content of summary.json (see docs/metrics.md) for the run in `folder`, finished or not."""
     history = read_history(folder)
     config = _settings(folder)
-    initial = [point for point in history.accuracies if point[0] == 0]
-    final = [point for point in history.accuracies if point[0] > 0]
+    rewards, accuracies = history.points(REWARD), history.points(ACCURACY)
+    initial = [point for point in accuracies if point[0] == 0]
+    final = [point for point in accuracies if point[0] > 0]
     return {
         "name": config["name"],
         "model": config["model"],
         "steps": history.steps,
-        "steps_without_update": history.steps_without_update,
-        "wall_s": history.wall_s,
-        "cpu_s": history.cpu_s,
-        "reward": {
-            "first": history.rewards[0][1] if history.rewards else None,
-            "last": history.rewards[-1][1] if history.rewards else None,
-        },
+        "steps_without_update": _idle(history),
+        "wall_s": history.last("time/wall_s") or 0.0,
+        "cpu_s": history.last("time/cpu_s") or 0.0,
+        "reward": {"first": rewards[0][1] if rewards else None, "last": rewards[-1][1] if rewards else None},
         "eval": {"initial": _evaluation(initial[:1]), "final": _evaluation(final[-1:])},
         "versions": versions(),
         "commit": commit(),
     }
+
+
+def _idle(history: History) -> int:
+    """Number of steps with nothing to train on."""
+    return sum(updates == 0 for _, updates in history.points(UPDATES))
 
 
 class _Settings(TypedDict):
@@ -151,12 +155,12 @@ def print_summary(folder: Path, console: Console) -> None:
     history = read_history(folder)
     width = min(console.width, MAX_WIDTH)
     rows: list[RenderableType] = [_headline(history)]
-    if history.pairs:
-        legend = _legend("pairs in order of each step", "held out")
-        rows += [legend, reward_curve(history.pairs, history.held_out_pairs, width=width - 6, height=CHART_ROWS)]
-    elif history.rewards:
-        legend = _legend("reward of each step", "accuracy, held out")
-        rows += [legend, reward_curve(history.rewards, history.accuracies, width=width - 6, height=CHART_ROWS)]
+    bars, marks, legend = REWARD, ACCURACY, _legend("reward of each step", "accuracy, held out")
+    if PAIRS in history:  # answers of preferences earn nothing
+        bars, marks, legend = PAIRS, HELD_OUT_PAIRS, _legend("pairs in order of each step", "held out")
+    if bars in history:
+        curve = reward_curve(history.points(bars), history.points(marks), width=width - 6, height=CHART_ROWS)
+        rows += [legend, curve]
     answers = read_answers(folder)
     if answers is not None:
         rows.append(_before_and_after(answers, width))
@@ -202,10 +206,10 @@ def _legend(bars: str, marks: str) -> Text:
 
 def _headline(history: History) -> Text:
     text = Text()
-    evaluated = history.held_out_pairs or history.accuracies
-    if evaluated:
+    pairs = HELD_OUT_PAIRS in history
+    if evaluated := history.points(HELD_OUT_PAIRS if pairs else ACCURACY):
         first, last = evaluated[0], evaluated[-1]
-        text.append("held-out pairs in order  " if history.held_out_pairs else "accuracy on held-out questions  ")
+        text.append("held-out pairs in order  " if pairs else "accuracy on held-out questions  ")
         text.append(f"{first[1]:.3f}", style="bold")
         text.append(f" (step {first[0]})")
         if last[0] > first[0]:
@@ -213,10 +217,15 @@ def _headline(history: History) -> Text:
             text.append(f"{last[1]:.3f}", style="bold green" if last[1] > first[1] else "bold red")
             text.append(f" (step {last[0]})")
         text.append("\n")
-    idle = f" ({history.steps_without_update} without an update)" if history.steps_without_update else ""
-    took = f"{clock(history.wall_s)}, {clock(history.cpu_s)} of CPU time"
-    text.append(f"{history.steps} steps{idle} in {took}", style="dim")
+    idle = f" ({count} without an update)" if (count := _idle(history)) else ""
+    text.append(f"{history.steps} steps{idle} in {times(history)}", style="dim")
     return text
+
+
+def times(history: History) -> str:
+    """The wall time and the CPU time of a run, in words."""
+    wall, cpu = (clock(history.last(name) or 0.0) for name in ("time/wall_s", "time/cpu_s"))
+    return f"{wall}, {cpu} of CPU time"
 
 
 def _before_and_after(answers: Answers, width: int) -> Table:

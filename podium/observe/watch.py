@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from podium.config.errors import UsageError
-from podium.observe.access import LOOPBACK, check_installed, hosts_of, is_token, knows_host, token_of
+from podium.observe.access import LOOPBACK, Address, check_installed, is_token, knows_host
 from podium.observe.listening import run, take_port
 from podium.observe.report.report_page import make_page, page_policy, plotly_script, report_object
 from podium.observe.run_dir import METRICS, SAMPLES
@@ -274,8 +274,8 @@ def _guarded(handler: Handler, token: str | None, hosts: tuple[str, ...]) -> Han
     return answer
 
 
-def serve(folder: Path, *, host: str, port: int, token: str | None, token_file: Path | None = None) -> None:
-    """Serve until Ctrl-C. `token_file` contains the token; it takes precedence over `token`.
+def serve(folder: Path, address: Address) -> None:
+    """Serve until Ctrl-C.
 
     Raises:
         ValueError: `folder` is not a folder, the token file is unusable, the extra is missing, or the address is
@@ -284,9 +284,9 @@ def serve(folder: Path, *, host: str, port: int, token: str | None, token_file: 
     check_installed("podium watch")
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; give the runs_dir of your configs, such as runs")
-    token = token_of(token, token_file)
-    hosts = hosts_of(host, port, token, "browser")
-    sockets = take_port(host, port)
+    token = address.secret()
+    hosts = address.hosts(token, "browser")
+    sockets = take_port(address.host, address.port)
     app = make_app(folder, token=token, hosts=hosts)
-    where = f"http://{host}:{port}/{f'?token={token}' if token else ''}"
+    where = f"http://{address.host}:{address.port}/{f'?token={token}' if token else ''}"
     run(app, sockets, ready=lambda: print(f"watching {folder} at {where}   (Ctrl-C ends)", flush=True))

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 import podium
 
 if TYPE_CHECKING:
-    from podium.config.load import Loaded, Override
     from podium.plan.result import Plan
 
 podium.make_verb(__name__)
@@ -29,18 +28,13 @@ def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = Fal
     from podium.compat.foreign_keys import offer_hints
     from podium.plan.calibration import find_machine
     from podium.plan.planner import make_plan
-    from podium.plan.request.defaults import names_model, with_defaults
     from podium.plan.request.phase_sizes import Planned
+    from podium.plan.request.plan_subject import Subject
     from podium.run.divisible import check_divisible
-    from podium.settings import load_settings
 
     offer_hints()
-    model, machine = config if names_model(config) else None, find_machine(on)
-
-    def load(more: Sequence["str | Override"] = (), base: Sequence["str | Override"] = ()) -> "Loaded":
-        return load_settings([] if model else [config], [*base, *settings, *more])
-
-    load, _ = with_defaults(load, model, machine, lengths)
-    run = Planned.of(load(()).config, machine)
+    machine, subject = find_machine(on), Subject.named([config], settings)
+    found = subject.load(base=subject.defaults(machine, lengths))
+    run = Planned.of(found.config, machine, recipe=found.recipe)
     check_divisible(run.sizes.spec)
     return make_plan(run, fast=fast, lengths=lengths)

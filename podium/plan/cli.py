@@ -47,7 +47,7 @@ Lengths = Annotated[
     ),
 ]
 SEARCHED = "train.rows_per_device, prompts_per_step, rollout.max_new_tokens or rollout.slots"
-Search = Annotated[str | None, typer.Option(metavar="KEY", help=f"Find the largest value that fits, of {SEARCHED}.")]
+Largest = Annotated[str | None, typer.Option(metavar="KEY", help=f"Find the largest value that fits, of {SEARCHED}.")]
 FindFit = Annotated[
     bool, typer.Option("--fit", help="Find the fastest settings that fit; settings of --set stay as they are.")
 ]
@@ -81,7 +81,7 @@ def plan(
     settings: Settings = None,
     fast: Fast = None,
     lengths: Lengths = None,
-    search: Search = None,
+    search: Largest = None,
     fit: FindFit = False,
     write: Write = None,
     compare: Compare = None,
@@ -97,40 +97,27 @@ def plan(
     Exit status: 0 it fits (or is too close to call), 1 it does not fit, 2 wrong settings or usage, 3 the compiler
     failed.
     """
-    from podium.plan.command import PlanRequest, check_command, plan_command
-    from podium.plan.request.defaults import names_model
-    from podium.settings import load_settings
+    from podium.plan.command import PlanRequest, Search, check_command, plan_command
+    from podium.plan.request.plan_subject import Subject
 
     others = (config, on, settings, fast, search, fit, write, compare, suggest, steps, prices, html)
     if check is not None and not any(others):
         raise typer.Exit(_answered(lambda: check_command(check, as_json=as_json)))
     if check is not None or not config or on is None:
         _fail("give CONFIG and --on, as `podium plan run.yaml --on v6e-8`, or --check RUN alone", status=2)
-    model = config[0] if len(config) == 1 and names_model(config[0]) else None
-    files = [] if model else config
+    subject = Subject.named(config, settings or ())
     request = PlanRequest(
+        subject=subject,
         on=on,
-        subject=" ".join(config),
-        model=model,
-        fast=model is not None if fast is None else fast,
-        lengths=lengths or "gsm8k",
-        lengths_known=lengths is not None,
+        search=Search(largest=search, compare=compare, fit=fit, write=write, suggest=suggest),
+        fast=subject.model is not None if fast is None else fast,
+        lengths=lengths,
         steps=steps,
         prices=prices,
         as_json=as_json,
         html=html,
-        files=files,
-        settings=settings or (),
-        search=search,
-        fit=fit,
-        write=write,
-        compare=compare,
-        suggest=suggest,
     )
-    status = _answered(
-        lambda: plan_command(request, lambda more, base=(): load_settings(files, [*base, *(settings or []), *more]))
-    )
-    raise typer.Exit(status)
+    raise typer.Exit(_answered(lambda: plan_command(request)))
 
 
 def _answered(answer: Callable[[], int]) -> int:

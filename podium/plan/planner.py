@@ -6,7 +6,9 @@ of the roofline that such programs were measured to reach. Without a compiler, t
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from podium import __version__
 from podium.config.sizes import slot_sizes
@@ -19,7 +21,7 @@ from podium.plan.report.plan_notes import explain
 from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.request.step_calls import Call, largest_calls, packed_run, step_calls
 from podium.plan.request.topology import compiler_versions
-from podium.plan.request.workload import SequenceLengths, Workload, no_rollout, simulate_rollout
+from podium.plan.request.workload import Replies, SequenceLengths, Workload, no_rollout, simulate_rollout
 from podium.plan.result import Phase, Plan, Seconds, Verdict, judge, part_of, total
 
 ROLLOUT = ("sync", "prefill", "copy", "decode")
@@ -83,14 +85,73 @@ def plan_run(
     largest: bool = False,
 ) -> Plan:
     """Plan a resolved run, by the closed form unless `compiling` compiles its programs; otherwise as `make_plan`."""
-    spec, accelerator = run.spec, run.accelerator
-    drawn = run.draw_lengths(lengths)
+    accelerator, drawn = run.accelerator, run.draw_lengths(lengths)
     device = Device(accelerator, chip or find_chip(accelerator.generation))
-    if spec.recipe.demonstrations:
-        workload = no_rollout(drawn)
-    else:
-        workload = simulate_rollout(drawn, run.rollout, shards=run.rollout_shards, overlap=device.chip is not None)
-    replies = None if spec.recipe.demonstrations else drawn.replies
+    step = _plan_step(run, drawn, device, compiling, largest=largest)
+    run, workload, compiled = step.run, step.workload, step.compiled
+    phases = tuple(device.phases(step.calls, compiled, run))
+    host = device.host(sum(call.calls for call in step.calls))
+    timed = [*(phase.seconds for phase in phases), step.waiting, host]
+    seconds = total(each for each in timed if each is not None) if host else None
+    return Plan(
+        config=run.spec.name,
+        accelerator=accelerator.name,
+        devices=accelerator.devices,
+        hbm_bytes=accelerator.hbm_bytes,
+        verdict=_verdict(phases, accelerator.hbm_bytes, bool(compiled)),
+        spare_bytes=accelerator.hbm_bytes - max(phase.bytes for phase in phases),
+        phases=phases,
+        host=host,
+        step=seconds,
+        environments=step.waiting,
+        tokens_per_s_per_device=seconds.rate(workload.completion_tokens / accelerator.devices) if seconds else None,
+        workload=workload,
+        micro_batches=step.micro_batches,
+        notes=(
+            *explain(run, accelerator, phases, workload, step.replies),
+            *carry_over(run, device, drawn, workload, step.micro_batches),
+            *_stand_ins(compiled),
+        ),
+        estimate_only=not compiled,
+        calibration=device.chip.source if device.chip else "",
+        doubts=(*_doubts(compiled), *few_operations(phases)),
+        slots=run.rollout.slots,
+        versions={"podium": __version__} | (compiler_versions(accelerator) if compiled else {}),
+        mfu=device.mfu(run, drawn, phases),
+        rollout_rate=rate(_rollout_s(phases), workload.completion_tokens / accelerator.devices),
+        full_slots_rate=device.full_slots_rate(step.calls, compiled, run),
+    )
+
+
+class _Step(NamedTuple):
+    """What a step does."""
+
+    run: RunSizes
+    """The sizes, updated by packing the step's completions."""
+    workload: Workload
+    micro_batches: int
+    calls: list[Call]
+    compiled: Mapping[str, CompiledPhase]
+    """By program; empty if nothing is compiled."""
+    replies: Replies | None
+    """None without conversations."""
+    waiting: Seconds | None
+    """Time in which all conversations wait for replies; None without them, or if the device's speed is unknown."""
+
+
+def _plan_step(
+    run: RunSizes, drawn: SequenceLengths, device: Device, compiling: Compiling | None, *, largest: bool
+) -> _Step:
+    """Find a step's calls, and compile their programs.
+
+    Conversations are simulated twice, because when their replies arrive depends on how long calls take.
+    """
+    simulate = functools.partial(
+        simulate_rollout, drawn, run.rollout, shards=run.rollout_shards, overlap=device.chip is not None
+    )
+    demonstrations = run.spec.recipe.demonstrations
+    workload = no_rollout(drawn) if demonstrations else simulate()
+    replies = None if demonstrations else drawn.replies
     if replies is not None:
         workload = with_all_sizes(run, workload)
     run, micro_batches = packed_run(run, drawn)
@@ -102,41 +163,17 @@ def plan_run(
         compiled = device.with_stand_ins(calls, compiled, run) if largest else compiled
     waiting = None
     if replies is not None and device.chip is not None:
-        clock = device.clock(calls, compiled, run)
-        workload = simulate_rollout(drawn, run.rollout, shards=run.rollout_shards, overlap=True, clock=clock)
-        calls = step_calls(run, workload, micro_batches)
-        waiting = Seconds(value=workload.idle_s, low=workload.idle_s, high=workload.idle_s)
-    phases = tuple(device.phases(calls, compiled, run))
-    host = device.host(sum(call.calls for call in calls))
-    seconds = [*(phase.seconds for phase in phases if phase.seconds), *([waiting] if waiting else [])]
-    step = total([*seconds, host]) if host else None
-    return Plan(
-        config=spec.name,
-        accelerator=accelerator.name,
-        devices=accelerator.devices,
-        hbm_bytes=accelerator.hbm_bytes,
-        verdict=_verdict(phases, accelerator.hbm_bytes, bool(compiled)),
-        spare_bytes=accelerator.hbm_bytes - max(phase.bytes for phase in phases),
-        phases=phases,
-        host=host,
-        step=step,
-        environments=waiting,
-        tokens_per_s_per_device=step.rate(workload.completion_tokens / accelerator.devices) if step else None,
+        workload = simulate(clock=device.clock(calls, compiled, run))
+        calls, idle = step_calls(run, workload, micro_batches), workload.idle_s
+        waiting = Seconds(value=idle, low=idle, high=idle)
+    return _Step(
+        run=run,
         workload=workload,
         micro_batches=micro_batches,
-        notes=(
-            *explain(run, accelerator, phases, workload, replies),
-            *carry_over(run, device, drawn, workload, micro_batches),
-            *_stand_ins(compiled),
-        ),
-        estimate_only=not compiled,
-        calibration=device.chip.source if device.chip else "",
-        doubts=(*_doubts(compiled), *few_operations(phases)),
-        slots=run.rollout.slots,
-        versions={"podium": __version__} | (compiler_versions(accelerator) if compiled else {}),
-        mfu=device.mfu(run, drawn, phases),
-        rollout_rate=rate(_rollout_s(phases), workload.completion_tokens / accelerator.devices),
-        full_slots_rate=device.full_slots_rate(calls, compiled, run),
+        calls=calls,
+        compiled=compiled,
+        replies=replies,
+        waiting=waiting,
     )
 
 

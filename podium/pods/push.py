@@ -137,8 +137,8 @@ def pack(config: Config, folder: Path, *, here: Path, options: RunOptions, secre
         if held := secrets.found_in(files[-1].read_text(encoding="utf-8", errors="replace")):
             raise PushError(f"--prepare {options.prepare} contains the value of {held[0]}; it is sent separately")
     named = {"model": config.model, "chat_template": config.chat_template}
-    for index, task in enumerate(config.tasks):
-        named |= {f"tasks.{index}.path": task.path, f"tasks.{index}.eval_path": task.eval_path}
+    for key, task in config.data_tasks.items():
+        named |= {f"{key}.path": task.path, f"{key}.eval_path": task.eval_path}
     _check_paths(named, here, checkout)
     wanted = extras(config)
     sent = (file.name.encode() + file.read_bytes() for file in files if file.suffix != ".bundle")
@@ -155,11 +155,11 @@ def pack(config: Config, folder: Path, *, here: Path, options: RunOptions, secre
 def extras(config: Config) -> tuple[str, ...]:
     """The optional dependencies of Podium that this config needs on TPUs."""
     metrics = config.metrics
-    names = {task.name for task in config.tasks}
+    names = {task.name for task in config.data_tasks.values()}
     wanted = {
         "tpu": True,
         "demo": config.model == "demo" or config.model.endswith(".gguf"),
-        "data": any(task.path is None and task.name in ("gsm8k", "math") for task in config.tasks),
+        "data": any(task.path is None and task.name in ("gsm8k", "math") for task in config.data_tasks.values()),
         "gym": "reasoning_gym" in names,
         "textarena": any(name.startswith("textarena:") for name in names),
         "gcs": config.runs_dir.startswith(BUCKETS[0]),

@@ -13,7 +13,6 @@ from podium.config.schema import Config
 from podium.config.show import to_yaml
 from podium.files import BUCKETS
 from podium.models.architecture import ModelError
-from podium.models.families.presets import find_decoder
 from podium.pods.endings import Endings, bucket_label
 from podium.pods.inventory import Slice, label_text
 from podium.pods.keeper import keep_on_vm
@@ -30,6 +29,7 @@ from podium.pods.slices import BadRequestError, SliceError
 from podium.run.divisible import check_divisible
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
+from podium.run.roles import find_decoder
 
 INTERRUPTED = 130
 

@@ -37,7 +37,7 @@ from podium.kernels import gpu_decode
 from podium.kernels.tpu_delta import delta_step
 from podium.models.architecture import DecoderConfig
 from podium.models.attention.mask import seen_in_sequence
-from podium.models.blocks.kind import Advance, At, States, StateSpec, Stepping, StoredState, Work
+from podium.models.blocks.kind import Advance, At, DeltaToken, States, StateSpec, Stepping, StoredState, Work
 from podium.models.linear import full_precision
 from podium.rollout.cache_layout import Kept, kept_places, kv_pages, num_cells
 from podium.sharding import ShardingRules
@@ -193,19 +193,8 @@ class Rows:
         tables = self.tables
         if (ring := kept.kv.ring) is not None:
             tables = self.cells[:, None] * ring + jnp.arange(tables.shape[1])[None] % ring
-        kv, found = extend(
-            kept.kv,
-            at.layer,
-            tables,
-            self.starts,
-            self.counts,
-            q,
-            k,
-            v,
-            self.rules,
-            window=at.window,
-            sinks=at.sinks,
-        )
+        spans = Spans(tables, self.starts, self.counts)
+        kv, found = extend(kept.kv, at.layer, spans, Heads(q, k, v), self.rules, window=at.window, sinks=at.sinks)
         return dataclasses.replace(kept, kv=kv), found
 
     def recur(self, kept: PlaceCache, at: At, initial: States, advance: Advance) -> tuple[PlaceCache, jax.Array]:
@@ -276,32 +265,47 @@ class StateInCells:
     rows: Rows
 
     @jax.named_scope("delta_step")
-    def delta_step(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, /
-    ) -> tuple[StoredState, jax.Array]:
+    def delta_step(self, token: DeltaToken, /) -> tuple[StoredState, jax.Array]:
         """Advance the cells of the rows that have a new token."""
         rules = self.rows.rules
         cells, of_rows = rules.spec(self.axes), rules.spec(("batch",))
         by_head, vectors = rules.spec(("batch", self.axes[2])), rules.spec(("batch", self.axes[2], None))
+        of_token = jax.tree.map(lambda x: vectors if x.ndim == 3 else by_head, token)
         stored, y = jax.shard_map(
             functools.partial(delta_step, interpret=rules.platform != "tpu"),
             mesh=rules.mesh,
-            in_specs=(cells, PartitionSpec(), of_rows, of_rows, *[vectors] * 3, *[by_head] * 2),
+            in_specs=(cells, PartitionSpec(), of_rows, of_rows, of_token),
             out_specs=(cells, vectors),
             check_vma=False,
-        )(self.stored, self.layer, self.rows.cells, self.rows.counts > 0, q, k, v, decay, beta)
+        )(self.stored, self.layer, self.rows.cells, self.rows.counts > 0, token)
         return dataclasses.replace(self, stored=stored), y
+
+
+class Spans(NamedTuple):
+    """Where new tokens go in the cache: each row is a part of a sequence."""
+
+    tables: jax.Array  # [R, W] int32, pages of each row's sequence; in a ring, the same pages repeat
+    starts: jax.Array  # [R] int32, tokens in the cache so far
+    counts: jax.Array  # [R] int32, number of new tokens of each row, at most T; decoding has T = 1
+
+
+class Heads(NamedTuple):
+    """The new tokens' queries, keys and values."""
+
+    q: jax.Array  # [R, T, H, Q], rotated
+    k: jax.Array  # [R, T, K, Q], rotated
+    v: jax.Array  # [R, T, K, Q]
+
+
+Extend = Callable[[KvPages, jax.Array, Spans, jax.Array | None, Heads], tuple[KvPages, jax.Array]]
+"""`(cache, layer, spans, sinks, heads) -> (cache, output)`: `extend` on one device."""
 
 
 def extend(
     cache: KvPages,
     layer: jax.Array,
-    tables: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    spans: Spans,
+    heads: Heads,
     rules: ShardingRules,
     *,
     window: int | None = None,
@@ -312,12 +316,8 @@ def extend(
     Args:
         cache: N pages per layer.
         layer: [] int32, index of the layer.
-        tables: [R, W] int32, pages of each row's sequence; in a ring, the same pages repeat.
-        starts: [R] int32, tokens in the cache so far.
-        counts: [R] int32, number of new tokens of each row, at most T; decoding has T = 1.
-        q: [R, T, H, Q], rotated.
-        k: [R, T, K, Q], rotated.
-        v: [R, T, K, Q].
+        spans: where the tokens go.
+        heads: their queries, keys and values.
         rules: how rows and pages are split over devices; each device reads and writes only its own.
         window: number of positions that a query attends to, including its own; None: all.
         sinks: [H], score of each head with a key that has no value (`At.sinks`); None: no such key.
@@ -328,77 +328,56 @@ def extend(
     block_pages = cache_block_pages(cache.page_tokens, rules.platform)
 
     def local(
-        cache: KvPages,
-        layer: jax.Array,
-        tables: jax.Array,
-        starts: jax.Array,
-        counts: jax.Array,
-        sinks: jax.Array | None,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        cache: KvPages, layer: jax.Array, spans: Spans, sinks: jax.Array | None, heads: Heads
     ) -> tuple[KvPages, jax.Array]:
-        reach = _reach(window, q.shape[1], cache.page_tokens, tables.shape[1])
+        at, T = At(layer, window, sinks), heads.q.shape[1]
+        reach = _reach(window, T, cache.page_tokens, spans.tables.shape[1])
         scope = contextlib.nullcontext() if reach is None else jax.named_scope(window_scope(reach))
-        if q.shape[1] == 1 and rules.kernels == "gpu" and gpu_decode.fits(cache.page_tokens, q.shape[-1]):
-            lengths = jnp.where(counts > 0, starts + 1, 0)
-            paged = functools.partial(gpu_decode.paged_attention, window=window, sinks=sinks)
-            new = q[:, 0], k[:, 0], v[:, 0]
-            with scope:
-                found, *pages = paged(*new, cache.stored_keys, cache.values, layer, tables, lengths)
-            return dataclasses.replace(cache, keys=pages[0], values=pages[1]), found[:, None]
-        write = _append if q.shape[1] == 1 else _write
-        cache = write(cache, layer, tables, starts, counts, k, v)
+        if T == 1 and rules.kernels == "gpu" and gpu_decode.fits(cache.page_tokens, heads.q.shape[-1]):
+            return _by_kernel(cache, at, spans, heads, scope)
+        cache = (_append if T == 1 else _write)(cache, layer, spans, heads.k, heads.v)
 
-        def attend(rows: _Queries) -> jax.Array:
-            return _attend(cache, layer, rows, block_pages, window, reach, sinks)
+        def attend(spans: Spans, q: jax.Array) -> jax.Array:
+            return _attend(cache, at, _pages_read(spans, window, reach, block_pages, cache.page_tokens), spans, q)
 
-        rows = _Queries(tables, starts, counts, q)
         with scope:
-            return cache, _by_length(attend, rows) if rules.on_cpu and q.shape[1] == 1 else attend(rows)
+            by_length = rules.on_cpu and T == 1
+            return cache, _by_length(attend, spans, heads.q) if by_length else attend(spans, heads.q)
 
+    on_device: Extend = local
     if cache.ring is not None:
         assert window is not None, "layers whose pages are a ring have a window"
-        local = _in_pieces(local, ring_piece(window, cache.page_tokens))
+        on_device = _in_pieces(local, ring_piece(window, cache.page_tokens))
     pages, rows = jax.tree.map(lambda _: rules.spec(AXES), cache), rules.spec(("batch",))
-    heads = rules.spec(("batch", None, "cache_heads", None))
+    of_heads = rules.spec(("batch", None, "cache_heads", None))
     mapped = jax.shard_map(
-        local,
+        on_device,
         mesh=rules.mesh,
-        in_specs=(pages, PartitionSpec(), rows, rows, rows, rules.spec(("cache_heads",)), heads, heads, heads),
-        out_specs=(pages, heads),
+        in_specs=(pages, PartitionSpec(), rows, rules.spec(("cache_heads",)), of_heads),
+        out_specs=(pages, of_heads),
         check_vma=False,  # the loop over blocks starts from constants, which are equal on all devices
     )
-    return mapped(cache, layer, tables, starts, counts, sinks, q, k, v)
-
-
-Extend = Callable[..., tuple[KvPages, jax.Array]]
-"""`(cache, layer, tables, starts, counts, sinks, q, k, v) -> (cache, output)`, the same as `extend`."""
+    return mapped(cache, layer, spans, sinks, heads)
 
 
 def _in_pieces(local: Extend, piece: int) -> Extend:
     """Apply `local` to chunks of any length, `piece` tokens at a time: a ring holds the window plus one piece."""
 
     def whole(
-        cache: KvPages,
-        layer: jax.Array,
-        tables: jax.Array,
-        starts: jax.Array,
-        counts: jax.Array,
-        sinks: jax.Array | None,
-        *heads: jax.Array,
+        cache: KvPages, layer: jax.Array, spans: Spans, sinks: jax.Array | None, heads: Heads
     ) -> tuple[KvPages, jax.Array]:
-        R, T = heads[0].shape[:2]
+        R, T = heads.q.shape[:2]
         if piece >= T:
-            return local(cache, layer, tables, starts, counts, sinks, *heads)
+            return local(cache, layer, spans, sinks, heads)
         n = -(-T // piece)
-        cut = [jnp.pad(x, ((0, 0), (0, n * piece - T), (0, 0), (0, 0))) for x in heads]
-        cut = [jnp.moveaxis(x.reshape(R, n, piece, *x.shape[2:]), 1, 0) for x in cut]
+        padded = [jnp.pad(x, ((0, 0), (0, n * piece - T), (0, 0), (0, 0))) for x in heads]
+        cut = Heads(*(jnp.moveaxis(x.reshape(R, n, piece, *x.shape[2:]), 1, 0) for x in padded))
 
-        def enter(cache: KvPages, xs: tuple[jax.Array, list[jax.Array]]) -> tuple[KvPages, jax.Array]:
+        def enter(cache: KvPages, xs: tuple[jax.Array, Heads]) -> tuple[KvPages, jax.Array]:
             i, heads = xs
-            done = jnp.minimum(i * piece, counts)
-            return local(cache, layer, tables, starts + done, jnp.minimum(counts - done, piece), sinks, *heads)
+            done = jnp.minimum(i * piece, spans.counts)
+            own = Spans(spans.tables, spans.starts + done, jnp.minimum(spans.counts - done, piece))
+            return local(cache, layer, own, sinks, heads)
 
         cache, found = jax.lax.scan(enter, cache, (jnp.arange(n), cut))  # [n, R, piece, H, Q]
         return cache, jnp.moveaxis(found, 0, 1).reshape(R, n * piece, *found.shape[3:])[:, :T]
@@ -407,16 +386,9 @@ def _in_pieces(local: Extend, piece: int) -> Extend:
 
 
 @jax.named_scope("cache")
-def _append(
-    cache: KvPages,
-    layer: jax.Array,
-    tables: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-) -> KvPages:
+def _append(cache: KvPages, layer: jax.Array, spans: Spans, k: jax.Array, v: jax.Array) -> KvPages:
     """Write one token per row, in place; a TPU writes a row of W elements per head."""
+    tables, starts, counts = spans
     page = jnp.take_along_axis(tables, (starts // cache.page_tokens)[:, None], axis=1, mode="clip")  # [R, 1]
     page = _or_beyond(counts[:, None] > 0, page, cache.values.shape[1])
     K, offsets = k.shape[2], (starts % cache.page_tokens)[:, None]
@@ -453,16 +425,9 @@ def _widened(x: jax.Array, width: int) -> jax.Array:
 
 
 @jax.named_scope("cache")
-def _write(
-    cache: KvPages,
-    layer: jax.Array,
-    tables: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-) -> KvPages:
+def _write(cache: KvPages, layer: jax.Array, spans: Spans, k: jax.Array, v: jax.Array) -> KvPages:
     """Write T tokens per row in whole pages; tokens already in these pages are kept."""
+    tables, starts, counts = spans
     (R, T, K, _), W, P = k.shape, cache.layout.width, cache.page_tokens
     n = (T + P - 2) // P + 1  # pages that T tokens can touch
     first = starts // P
@@ -496,93 +461,100 @@ def _reach(window: int | None, new: int, page_tokens: int, columns: int) -> int 
     return pages if pages < columns else None
 
 
-class _Queries(NamedTuple):
-    """Rows that attend, as `extend` describes them; the new tokens are in the cache."""
-
-    tables: jax.Array  # [R, W] int32
-    starts: jax.Array  # [R] int32
-    counts: jax.Array  # [R] int32
-    q: jax.Array  # [R, T, H, Q]
+def _by_kernel(
+    cache: KvPages, at: At, spans: Spans, heads: Heads, scope: contextlib.AbstractContextManager[object]
+) -> tuple[KvPages, jax.Array]:
+    """Write one token per row and attend from it, in a GPU's kernel."""
+    lengths = jnp.where(spans.counts > 0, spans.starts + 1, 0)
+    pages = gpu_decode.Pages(cache.stored_keys, cache.values, at.layer, spans.tables, lengths)
+    token = gpu_decode.Token(*(x[:, 0] for x in heads))
+    with scope:
+        found, keys, values = gpu_decode.paged_attention(token, pages, window=at.window, sinks=at.sinks)
+    return dataclasses.replace(cache, keys=keys, values=values), found[:, None]
 
 
 @jax.named_scope("scores")
-def _by_length(attend: Callable[[_Queries], jax.Array], rows: _Queries) -> jax.Array:
+def _by_length(attend: Callable[[Spans, jax.Array], jax.Array], spans: Spans, q: jax.Array) -> jax.Array:
     """Attend [R, T, H, Q] in groups of rows of similar length; each group reads as many blocks as its longest row
     needs.
 
     Results are bitwise the same. A group's pages also stay in a CPU's cache between their copy and the product.
     """
-    R = len(rows.starts)
+    R = len(spans.starts)
     size = math.gcd(R, CPU_ROWS)
     if size == R or size < CPU_ROWS_LEAST:
-        return attend(rows)
-    order = jnp.argsort(-rows.starts - rows.counts)
-    groups = jax.tree.map(lambda x: x[order].reshape(R // size, size, *x.shape[1:]), rows)
-    found = jax.lax.map(attend, groups)
-    return jnp.zeros_like(rows.q).at[order].set(found.reshape(rows.q.shape), unique_indices=True)
+        return attend(spans, q)
+    order = jnp.argsort(-spans.starts - spans.counts)
+    groups = jax.tree.map(lambda x: x[order].reshape(R // size, size, *x.shape[1:]), (spans, q))
+    found = jax.lax.map(lambda group: attend(*group), groups)
+    return jnp.zeros_like(q).at[order].set(found.reshape(q.shape), unique_indices=True)
+
+
+class _PagesRead(NamedTuple):
+    """The pages that attention reads for each row, in blocks of `at_once`."""
+
+    tables: jax.Array  # [R, C] int32, C a multiple of `at_once`
+    begins: jax.Array | None  # [R] int32, position of the first page's first token; None: 0
+    at_once: int
 
 
 @jax.named_scope("scores")
-def _attend(
-    cache: KvPages,
-    layer: jax.Array,
-    rows: _Queries,
-    pages_at_once: int,
-    window: int | None,
-    reach: int | None,
-    sinks: jax.Array | None,
-) -> jax.Array:
-    """Attention output [R, T, H, Q]; a query attends to its own and earlier positions within the window.
+def _pages_read(spans: Spans, window: int | None, reach: int | None, at_once: int, page_tokens: int) -> _PagesRead:
+    """The pages to read, in blocks of at most `at_once`.
 
-    Reads blocks of at most `pages_at_once` pages; with `reach`, no more pages of a row than that, from the page of the
-    oldest token that any of its queries sees.
+    With `reach`, no more pages of a row than that, from the page of the oldest token that any of its queries sees.
     """
-    tables, starts, counts, q = rows
-    R, T, H, Q = q.shape
-    K, P = cache.values.shape[2], cache.page_tokens
-    begins = None  # of the first page that is read in each row
+    tables, begins = spans.tables, None
     if reach is not None:
         assert window is not None, "without a window, queries see all pages"
-        pages_at_once = window_blocks(reach, pages_at_once).pages
-        first = jnp.maximum(starts - window + 1, 0) // P  # [R]
+        at_once = window_blocks(reach, at_once).pages
+        first = jnp.maximum(spans.starts - window + 1, 0) // page_tokens  # [R]
         tables = jnp.take_along_axis(tables, first[:, None] + jnp.arange(reach)[None], axis=1, mode="clip")
-        begins = first * P
-    block = pages_at_once * P
-    columns = -(-tables.shape[1] // pages_at_once) * pages_at_once
-    tables = jnp.pad(tables, ((0, 0), (0, columns - tables.shape[1])))
+        begins = first * page_tokens
+    columns = -(-tables.shape[1] // at_once) * at_once
+    return _PagesRead(jnp.pad(tables, ((0, 0), (0, columns - tables.shape[1]))), begins, at_once)
+
+
+@jax.named_scope("scores")
+def _attend(cache: KvPages, at: At, read: _PagesRead, spans: Spans, q: jax.Array) -> jax.Array:
+    """Attention output [R, T, H, Q]; a query attends to its own and earlier positions within the window."""
+    R, T, H, Q = q.shape
+    K, block = cache.values.shape[2], read.at_once * cache.page_tokens
     queries = q.reshape(R, T, K, H // K, Q).transpose(0, 2, 3, 1, 4).reshape(R, K, -1, Q)  # [R, K, G T, Q]
     queries = _widened(queries, cache.layout.width)  # [R, K, G T, W]; the padding does not change products with rows
-    last = jnp.tile(starts[:, None] + jnp.arange(T)[None], (1, H // K))[:, None, :, None]  # [R, 1, G T, 1]
+    last = jnp.tile(spans.starts[:, None] + jnp.arange(T)[None], (1, H // K))[:, None, :, None]  # [R, 1, G T, 1]
     product = functools.partial(jnp.einsum, precision=full_precision(q.dtype), preferred_element_type=jnp.float32)
 
     def attend(i: jax.Array, seen: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         highest, total, weighted = seen
         pages = [
-            jax.lax.dynamic_index_in_dim(tables, i * pages_at_once + j, axis=1, keepdims=False)
-            for j in range(pages_at_once)
+            jax.lax.dynamic_index_in_dim(read.tables, i * read.at_once + j, axis=1, keepdims=False)
+            for j in range(read.at_once)
         ]
         keys, values = (
-            [x.at[layer, page].get(mode="clip") for page in pages] for x in (cache.stored_keys, cache.values)
+            [x.at[at.layer, page].get(mode="clip") for page in pages] for x in (cache.stored_keys, cache.values)
         )
         pattern = f"nkgq,{cache.key_dims}->nkgp"
         scores = [product(pattern, queries, each) for each in keys]
         position = (i * block + jnp.arange(block))[None, None, None]
-        position = position if begins is None else begins[:, None, None, None] + position  # [R or 1, 1, 1, block]
-        visible = seen_in_sequence(last, position, window)  # [R, 1, G T, block]
+        if read.begins is not None:
+            position = read.begins[:, None, None, None] + position  # [R, 1, 1, block]
+        visible = seen_in_sequence(last, position, at.window)  # [R, 1, G T, block]
         scores = jnp.where(visible, jnp.concatenate(scores, axis=-1) * Q**-0.5, -jnp.inf)
         higher = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
         weights, rescale = jnp.exp(scores - higher), jnp.exp(highest - higher)
-        parts = jnp.split(weights.astype(q.dtype), pages_at_once, axis=-1)
+        parts = jnp.split(weights.astype(q.dtype), read.at_once, axis=-1)
         sums = [product("nkgp,nkpq->nkgq", part, value) for part, value in zip(parts, values, strict=True)]
         total = total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
         return higher, total, weighted * rescale + sum(sums[1:], sums[0])
 
     nothing = jnp.full((*queries.shape[:3], 1), jnp.finfo(jnp.float32).min), jnp.zeros((*queries.shape[:3], 1))
-    if sinks is not None:  # a sink is the first key; it has no value
-        of_queries = jnp.repeat(sinks.astype(jnp.float32).reshape(K, H // K), T, axis=1)[None, ..., None]
+    if at.sinks is not None:  # a sink is the first key; it has no value
+        of_queries = jnp.repeat(at.sinks.astype(jnp.float32).reshape(K, H // K), T, axis=1)[None, ..., None]
         nothing = jnp.broadcast_to(of_queries, nothing[0].shape), jnp.ones_like(nothing[1])
-    behind = starts + counts if begins is None else starts + counts - begins
-    blocks = (jnp.max(behind) + block - 1) // block
+    ends = spans.starts + spans.counts
+    ends = ends if read.begins is None else ends - read.begins
+    blocks = (jnp.max(ends) + block - 1) // block
     _, total, weighted = jax.lax.fori_loop(0, blocks, attend, (*nothing, jnp.zeros(queries.shape, jnp.float32)))
     first_value = Q if cache.layout.joined else 0
     weighted = weighted[..., first_value : first_value + Q]

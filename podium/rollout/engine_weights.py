@@ -20,6 +20,7 @@ from podium.models.params import (
     is_adapter,
     joined_groups,
     param_specs,
+    place_weights,
     rollout_dtype,
     rollout_specs,
 )
@@ -122,8 +123,7 @@ def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *,
         whole = {name: value for name, value in params.items() if in_place or not name.startswith(LAYERS)}
         moved = {name: jnp.copy(put(name, of_bits(value))) for name, value in whole.items()}
         for place in decoder.places if not in_place else ():
-            names = {name.removeprefix(place.prefix): name for name in params if name.startswith(place.prefix)}
-            layers = {own: params[name] for own, name in names.items()}
+            layers = place_weights(params, place)
             moved |= move_stack(layers, place) if layers else {}
         return moved
 

@@ -21,7 +21,7 @@ from podium.models.attention.mask import Visibility
 from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.choices import unknown_choice
 from podium.models.blocks.kind import Advance, At, States
-from podium.models.decoder import forward, head_weights
+from podium.models.decoder import PassSettings, forward, head_weights
 from podium.models.linear import activation_dtype, of_bits
 from podium.models.logprobs import logits_at
 from podium.models.recorded_experts import joined_choices
@@ -392,17 +392,9 @@ def _enter(
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
     """Hidden states [R, T, D] of new tokens [R, T], the cache with them added, and their experts [R, T, C] if any."""
     positions = rows.starts[:, None] + jnp.arange(tokens.shape[1])[None]
+    settings = PassSettings(config=decoder, rules=rows.rules, dtype=dtype, from_stacks=True)
     hidden, places, told = forward(
-        params,
-        tokens,
-        positions,
-        rows.attend,
-        cache.places,
-        recur=rows.recur,
-        config=decoder,
-        rules=rows.rules,
-        dtype=dtype,
-        from_stacks=True,
+        params, tokens, positions, rows.attend, cache.places, recur=rows.recur, settings=settings
     )
     return hidden, dataclasses.replace(cache, places=places), joined_choices(told, decoder)
 
@@ -438,10 +430,8 @@ def nonfinite_layer(
     def meet(params: Params) -> tuple[jax.Array, ...]:
         positions = jnp.arange(len(tokens))[None]
         good = [jnp.zeros(len(place.layers), bool) for place in decoder.places]
-        _, bad, _ = forward(
-            params, jnp.array([tokens]), positions, attend, good, recur=recur, config=decoder, rules=rules, dtype=dtype
-        )
-        return bad
+        settings = PassSettings(config=decoder, rules=rules, dtype=dtype)
+        return forward(params, jnp.array([tokens]), positions, attend, good, recur=recur, settings=settings)[1]
 
     wrong = _layers_of(decoder, jax.jit(meet, out_shardings=whole)(params))
     if wrong:

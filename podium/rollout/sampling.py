@@ -150,47 +150,63 @@ def sample(
         logits = penalised(logits, seen, rows.repetition_penalty)
     shards = _Shards(mesh_axis_names(split))
     greedy = rows.temperature == 0
-    highest = shards.max(jnp.max(logits, axis=1))  # [S]
-    temperature = jnp.where(greedy, 1.0, rows.temperature)
-
-    def scale(x: jax.Array) -> jax.Array:  # [S, ...]
-        return _scale(x, highest, temperature)
-
-    # Cuts compare the logits as received: rounded values might differ between two uses.
-    lowest = jnp.maximum(
-        _lowest_kept(logits, highest, temperature=temperature, rows=rows, live=live & ~greedy, shards=shards),
-        jnp.where(greedy, highest, highest + temperature * jnp.log(rows.min_p)),
-    )  # [S]
-
-    def weigh(x: jax.Array) -> jax.Array:  # [S, ...]
-        return jnp.where(x >= _beside(lowest, x), jnp.exp(scale(x)), 0.0)
-
+    softmax = _cut_softmax(logits, rows, greedy=greedy, live=live, shards=shards)
     blocks = jnp.pad(logits, ((0, 0), (0, -V % BLOCK)), constant_values=-jnp.inf).reshape(S, -1, BLOCK)
-    block_weights = jnp.sum(weigh(blocks), axis=2)  # [S, V / BLOCK]
+    block_weights = jnp.sum(softmax.weights(blocks), axis=2)  # [S, V / BLOCK]
     # A greedy row keeps only its maxima; the uniform 0 then selects the first of them.
     uniforms = jax.vmap(_uniforms)(rows.seeds, rows.completions, positions) * ~greedy[:, None]  # [S, 2]
-    everything = jnp.sum(jnp.exp(scale(logits)), axis=1)
+    everything = jnp.sum(jnp.exp(softmax.scaled(logits)), axis=1)
     totals = shards.gather(jnp.stack([jnp.sum(block_weights, axis=1), everything]))  # [shards, 2, S]
     kept, everything = jnp.sum(totals, axis=0)  # [S]
     before = jnp.sum(totals[:, 0] * (jnp.arange(len(totals)) < shards.index())[:, None], axis=0)  # [S]
     block, reached, possible = _invert(block_weights, uniforms[:, 0], before, kept)  # [S]
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # [S, BLOCK]
-    weights = weigh(inside)
+    weights = softmax.weights(inside)
     token, _, _ = _invert(weights, uniforms[:, 1], jnp.zeros(S), jnp.sum(weights, axis=1))  # [S]
-    chosen = scale(jnp.take_along_axis(inside, token[:, None], axis=1)[:, 0])
+    chosen = softmax.scaled(jnp.take_along_axis(inside, token[:, None], axis=1)[:, 0])
     token = jnp.minimum(shards.index() * V + block * BLOCK + token, len(totals) * V - 1)
     token, chosen = shards.take(reached, possible, token, chosen)
     cut = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)  # elsewhere both are equal up to rounding
     full_logprobs = chosen - jnp.log(jnp.where(greedy | cut, everything, kept))
     if seen is not None:
-        unpenalised = _logprobs_of(token, plain, temperature, shards)
+        unpenalised = _logprobs_of(token, plain, softmax.temperature, shards)
         full_logprobs = jnp.where(rows.repetition_penalty == 1, full_logprobs, unpenalised)
     return Sampled(
         tokens=token,
         logprobs=chosen - jnp.log(jnp.where(greedy, everything, kept)),
         full_logprobs=full_logprobs,
-        finite=jnp.isfinite(highest),
+        finite=jnp.isfinite(softmax.highest),
     )
+
+
+class _CutSoftmax(NamedTuple):
+    """Each row's distribution: the softmax of its kept logits at its temperature."""
+
+    highest: jax.Array  # [S], the largest logit
+    temperature: jax.Array  # [S]; 1 for greedy rows
+    lowest: jax.Array  # [S], the smallest logit that is kept
+
+    def scaled(self, x: jax.Array) -> jax.Array:
+        """The logarithm of the weights of logits [S, ...], cut or not."""
+        return _scale(x, self.highest, self.temperature)
+
+    def weights(self, x: jax.Array) -> jax.Array:
+        """Weights of logits [S, ...], not normalised; 0 where they are cut."""
+        return jnp.where(x >= _beside(self.lowest, x), jnp.exp(self.scaled(x)), 0.0)
+
+
+def _cut_softmax(
+    logits: jax.Array, rows: SamplingRows[jax.Array], *, greedy: jax.Array, live: jax.Array, shards: "_Shards"
+) -> _CutSoftmax:
+    """Each row's distribution over logits [S, V]; a row that is `greedy` [S] keeps only its maxima."""
+    highest = shards.max(jnp.max(logits, axis=1))  # [S]
+    temperature = jnp.where(greedy, 1.0, rows.temperature)
+    # Cuts compare the logits as received: rounded values might differ between two uses.
+    lowest = jnp.maximum(
+        _lowest_kept(logits, highest, temperature=temperature, rows=rows, live=live & ~greedy, shards=shards),
+        jnp.where(greedy, highest, highest + temperature * jnp.log(rows.min_p)),
+    )
+    return _CutSoftmax(highest, temperature, lowest)
 
 
 def penalised(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import dataclasses
 from podium.algorithms.recipe_options import make_recipe
 from podium.algorithms.recipes import Recipe, Teaching, find_recipe
 from podium.config.attention_blocks import attention_backend
+from podium.config.data import DataConfig
 from podium.config.head import head_kind
 from podium.config.mesh import MeshSizes, mesh_shape
 from podium.config.rollout_weights import CORRECTION
@@ -22,6 +23,7 @@ from podium.run.machine import Machine
 from podium.run.roles import grading_models, scoring_models
 from podium.run.run_spec import (
     BatchSizes,
+    DemonstrationSpec,
     Format,
     OptimizerSpec,
     PrivilegedSpec,
@@ -83,7 +85,9 @@ def resolve(
         optimizer=OptimizerSpec(
             settings=config.train.optimizer, steps=optimizer_steps(config), offload=config.train.offload_optimizer
         ),
-        rollout=resolve_rollout(config, recipe, decoder, machine),
+        rollout=dataclasses.replace(
+            resolve_rollout(config, recipe, decoder, machine), demonstrations=resolve_demonstrations(config)
+        ),
         steps=config.steps,
         prompts_per_step=config.prompts_per_step,
         evaluation=config.eval,
@@ -171,6 +175,7 @@ def resolve_batch(config: Config, recipe: Recipe, decoder: DecoderConfig, mesh: 
         choices=decoder.choices,
         choice_format=decoder.choice_format,
         ages=config.rollout.in_flight > 1,
+        demonstrations=config.demonstrations is not None,
         devices=shards,
         pairs=recipe.data_form == "pair",
         pair_cost=pair_cost(decoder),
@@ -209,6 +214,17 @@ def resolve_prompts(config: Config) -> PromptSpec:
         long_prompts=config.rollout.long_prompts,
         privileged=privileged,
     )
+
+
+def resolve_demonstrations(config: Config) -> DemonstrationSpec | None:
+    """Resolve the demonstrations that a run mixes into its updates; None if it mixes none in."""
+    if (part := config.demonstrations) is None:
+        return None
+    tasks = [each.task for each in part.tasks] or [
+        task.model_copy(update={"curriculum": None}) for task in config.tasks
+    ]
+    prompts = dataclasses.replace(resolve_prompts(config), tasks=tuple(tasks), data=DataConfig(), privileged=None)
+    return DemonstrationSpec(prompts=prompts, per_step=config.demonstrations_per_step)
 
 
 def resolve_rollout(config: Config, recipe: Recipe, decoder: DecoderConfig, machine: Machine) -> RolloutSpec:

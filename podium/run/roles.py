@@ -1,16 +1,32 @@
-"""Finds the models of a run beside its policy, without their weights, each as a `Role`. No jax."""
+"""Finds the models of a run without their weights: its policy, and each other one as a `Role`. No jax."""
 
+import dataclasses
 from collections.abc import Iterator
 
 from podium.algorithms.advantages import VALUES
 from podium.algorithms.recipes import REFERENCE_LOGPROBS, TEACHER_HIDDEN, TEACHER_LOGPROBS, Recipe
 from podium.config.critic_section import CriticConfig
+from podium.config.lora import LoraConfig
+from podium.config.rollout_weights import RolloutWeights
 from podium.config.schema import Config
 from podium.config.sizes import conversation_tokens, too_long_to_score
-from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder, scoring_decoder
-from podium.models.families.presets import find_architecture, find_reward_model, find_scorer
+from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder, scoring_decoder, with_lora
+from podium.models.presets import find_architecture
 from podium.run.run_spec import SCORE, ConversationSpec, LearningSpec, OptimizerSpec, Role
 from podium.run.token_sizes import longer_prompts, rows_per_device
+
+
+def find_decoder(config: Config) -> DecoderConfig:
+    """The decoder of a run including its adapters. Raises ModelError as `find_architecture` and `decoder_of_run` do."""
+    return decoder_of_run(find_architecture(config.model), config.lora, config.rollout.weights)
+
+
+def decoder_of_run(decoder: DecoderConfig, lora: LoraConfig | None, rollout_weights: RolloutWeights) -> DecoderConfig:
+    """A model's decoder with a run's adapters, and the format of its rollout's weights.
+
+    Raises ModelError if it has no matrix of a target of the adapters.
+    """
+    return dataclasses.replace(with_lora(decoder, lora), rollout_weights=rollout_weights)
 
 
 def scoring_models(config: Config, recipe: Recipe, decoder: DecoderConfig) -> tuple[Role, ...]:
@@ -62,7 +78,7 @@ def _critic(config: Config, recipe: Recipe, decoder: DecoderConfig) -> Iterator[
         yield Role(
             name="critic",
             model=critic.model or config.model,
-            decoder=scoring_decoder(decoder) if critic.model is None else find_scorer(critic.model),
+            decoder=scoring_decoder(decoder) if critic.model is None else find_architecture(critic.model, "scores"),
             weights="trained",
             scores=VALUES,
             phase="values",
@@ -92,7 +108,7 @@ def grading_models(config: Config, recipe: Recipe) -> tuple[Role, ...]:
         if each.name not in used:
             continue
         try:
-            decoder = find_reward_model(each.model)
+            decoder = find_architecture(each.model, "own scores")
         except ModelError as error:
             raise ModelError(f"reward_models.{index}.model: {error}") from error
         positions, key = decoder.max_positions, f"reward_models.{index}.max_tokens"

@@ -58,6 +58,8 @@ class BatchSizes:
     """Number format of these choices."""
     ages: bool = False
     """Whether batches record the age of tokens."""
+    demonstrations: bool = False
+    """Whether demonstrations are mixed into batches of completions that were drawn."""
     devices: int = 1
     """Number of devices that share a micro-batch's rows; with several, rows are balanced."""
     pairs: bool = False
@@ -182,6 +184,11 @@ class Role:
         return self.name if self.conversations is None else f"reward model {self.conversations.part}"
 
     @property
+    def changes(self) -> bool:
+        """Whether its weights change in training; they are then part of the run's state."""
+        return self.weights in ("trained", "moving")
+
+    @property
     def compared(self) -> bool:
         """Whether its scores are hidden states, from which updates compute its whole distributions."""
         return self.scores == TEACHER_HIDDEN
@@ -210,6 +217,15 @@ class PromptSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DemonstrationSpec:
+    """The demonstrations that a run imitates in the same updates in which it learns from its completions."""
+
+    prompts: PromptSpec
+    per_step: int
+    """Rows of each step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutSpec:
     """How prompts are completed and graded, in training and in evaluation."""
 
@@ -233,6 +249,8 @@ class RolloutSpec:
     """Maximum number of times that prompts with equal rewards are replaced by the next prompts."""
     in_flight: int
     """Number of prompts answered at the same time; at least those of one step."""
+    demonstrations: DemonstrationSpec | None = None
+    """The demonstrations that are mixed in; None in evaluations, and in runs of one recipe alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -288,6 +306,7 @@ class RunSpec:
             row_tokens=-(-(self.batch.row_tokens + role.longer_prompts) // sp) * sp,
             choices=0,
             ages=False,
+            demonstrations=False,
             pair_cost=pair_cost(role.decoder),
         )
 

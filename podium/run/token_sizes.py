@@ -56,6 +56,7 @@ def optimizer_steps(config: Config) -> int:
 
 
 def batch_sequences(config: Config) -> int:
-    """Maximum number of completions, or segments of conversations, in one optimizer step."""
+    """Maximum number of completions, segments of conversations and demonstrations in one optimizer step."""
     segments = config.rollout.limits.max_turns if config.rollout.thinking == "segment" else 1
-    return -(-config.prompts_per_step // config.algorithm.minibatches) * config.group_size * segments
+    drawn = -(-config.prompts_per_step // config.algorithm.minibatches) * config.group_size * segments
+    return drawn + -(-config.demonstrations_per_step // config.algorithm.minibatches)

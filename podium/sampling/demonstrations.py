@@ -4,6 +4,7 @@ Each becomes a group of one completion with reward 1, so batches and updates are
 preferences (`algorithm.recipe: dpo`), a group is a pair or a labelled completion, with rewards 1 and -1.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ from podium.rollout.transcript import transcript_of
 from podium.run.run_spec import RolloutSpec
 from podium.sampling.feed import EncodedPrompt, Feed
 from podium.sampling.groups import Group, StepGroups
+from podium.sampling.prompt_lengths import check_prompt_lengths
 from podium.tasks.mixture import TaskMixture, TaskPrompt
 from podium.tasks.task import Prompt, Reward
 
@@ -24,15 +26,31 @@ class Demonstrations:
 
     draws = False
 
-    def __init__(self, feed: Feed, spec: RolloutSpec, form: DataForm) -> None:
-        """`form` is that of each row."""
-        self._feed, self._spec = feed, spec
+    def __init__(self, feed: Feed, spec: RolloutSpec, form: DataForm, per_step: int = 0) -> None:
+        """`form` is that of each row. `per_step` rows are mixed into each step of a run that also draws completions."""
+        self.feed, self._spec, self.per_step = feed, spec, per_step
         self._form: DataForm = form
 
     def next(self, prompts: int) -> StepGroups:
         """The groups of the next step; errors as of `demonstrate`."""
-        asked = self._feed.next(prompts)
-        return StepGroups(*demonstrate(asked, self._spec, self._feed.tokenizer, form=self._form))
+        asked = self.feed.next(prompts)
+        return StepGroups(*demonstrate(asked, self._spec, self.feed.tokenizer, form=self._form))
+
+    def check(self) -> list[str]:
+        """Check the data before anything is compiled; returns lines about prompts that are too long.
+
+        Raises ValueError as `check_demonstrations` does, or if no prompt of a task fits.
+        """
+        check_demonstrations(self.feed.tasks, self._spec, self.feed.tokenizer, form=self._form)
+        return check_prompt_lengths(self.feed, self.feed.tasks.train_prompts(), "demonstrations", "are left out")
+
+
+def mixed_in(spec: RolloutSpec, tokenizer: Tokenizer) -> Demonstrations | None:
+    """The demonstrations that a run mixes in; None if it mixes none in. Raises ValueError as `Feed` does."""
+    if (own := spec.demonstrations) is None:
+        return None
+    feed = Feed(own.prompts, tokenizer)
+    return Demonstrations(feed, dataclasses.replace(spec, prompts=own.prompts), "text", own.per_step)
 
 
 def demonstrate(
@@ -71,8 +89,7 @@ def check_demonstrations(tasks: TaskMixture, spec: RolloutSpec, tokenizer: Token
             completion_text(each.prompt, spec.prompts.tasks[each.task].completion)
         return
     evaluation = spec.evaluation
-    evaluates = evaluation.at_start or evaluation.every_steps or evaluation.at_end
-    held_out = tasks.eval_prompts(evaluation.questions) if evaluates else {}
+    held_out = tasks.eval_prompts(evaluation.questions) if evaluation.happens else {}
     for prompts in (*tasks.train_prompts().values(), *held_out.values()):
         for each in prompts:
             _demonstration(each, spec, tokenizer, form)

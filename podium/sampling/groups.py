@@ -81,6 +81,8 @@ class StepGroups(NamedTuple):
     stats: RolloutStats
     environments: EnvironmentStats | None = None
     """None: no task has conversations, or nothing is drawn."""
+    demonstrations: Sequence[Group] = ()
+    """The demonstrations that are mixed into the step, each a group of one completion."""
 
 
 class Source(Protocol):

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import jax
 
 from podium.rollout.transcript import transcript_of
+from podium.run.run_spec import RolloutSpec
 from podium.sampling.conversations.carry import Pending, Position, chosen
+from podium.sampling.demonstrations import mixed_in
 from podium.sampling.exchange import Exchange
 from podium.sampling.feed import Feed
 from podium.sampling.groups import Group
@@ -19,10 +21,12 @@ STEPS_APART = 4
 class PartialRollouts:
     """The prompts in flight between the steps of a run."""
 
-    def __init__(self, feed: Feed, *, max_staleness: int, forget: Callable[[], None]) -> None:
+    def __init__(self, feed: Feed, spec: RolloutSpec, *, forget: Callable[[], None]) -> None:
         """At the run's beginning. `forget` is called when another position is set: environments are opened again."""
         self.feed, self._forget = feed, forget
-        self.max_staleness = max_staleness
+        self.demonstrations = mixed_in(spec, feed.tokenizer)
+        """The demonstrations that are mixed in; None if there are none."""
+        self.max_staleness = spec.settings.max_staleness
         self.version = 0
         """Number of steps that trained the current weights."""
         self.pending = tuple[Pending, ...]()
@@ -33,7 +37,13 @@ class PartialRollouts:
     def position(self) -> Position:
         """The run's position in its prompts: saved with the run, and set when it resumes."""
         tasks = self.feed.tasks
-        return Position(cursor=self.feed.cursor, pending=self.pending, curriculum=tasks.means, retired=tasks.retired)
+        return Position(
+            cursor=self.feed.cursor,
+            pending=self.pending,
+            curriculum=tasks.means,
+            retired=tasks.retired,
+            demonstrations=0 if self.demonstrations is None else self.demonstrations.feed.cursor,
+        )
 
     @position.setter
     def position(self, position: Position) -> None:
@@ -41,6 +51,8 @@ class PartialRollouts:
         self.feed.cursor, self.pending = position.cursor, position.pending
         self.feed.tasks.means = position.curriculum
         self.feed.tasks.retired = position.retired
+        if self.demonstrations is not None:
+            self.demonstrations.feed.cursor = position.demonstrations
 
 
 class Choice:

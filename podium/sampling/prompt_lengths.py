@@ -10,8 +10,9 @@ from podium.algorithms.recipes import Recipe
 from podium.config.schema import ASSUMED_PROMPT_TOKENS, Config
 from podium.models.files.source import read_architecture
 from podium.models.files.source import resolve as find_source
-from podium.models.text.tokenizer import load_tokenizer
-from podium.run.resolve import resolve_prompts
+from podium.models.text.tokenizer import Tokenizer, load_tokenizer
+from podium.run.resolve import resolve_demonstrations, resolve_prompts
+from podium.run.run_spec import DemonstrationSpec
 from podium.sampling.feed import Feed
 from podium.tasks.mixture import TaskPrompt
 
@@ -59,19 +60,18 @@ def with_prompt_tokens(config: Config, recipe: Recipe, *, trains: bool, evaluate
     with _quiet("podium.tasks"):  # the run reads the data again, and says what there is to say
         feed = Feed(resolve_prompts(config), tokenizer)
         asked = asked_prompts(feed, config.eval.questions, trains=trains, evaluates=evaluates)
-    lengths = [length for prompts in asked.values() for length in longest_first(feed, prompts, 0)]
-    longest = max(lengths, default=0)
-    everything = [prompt for prompts in asked.values() for prompt in prompts]
-    fits = longest <= room or any(feed.num_tokens(prompt) <= room for prompt in everything)
+        everything = [(feed, prompts) for prompts in asked.values()]
+        everything += _imitated(resolve_demonstrations(config) if trains else None, tokenizer)
+    longest = max((length for each, prompts in everything for length in longest_first(each, prompts, 0)), default=0)
+    fits = longest <= room or any(each.num_tokens(one) <= room for each, prompts in everything for one in prompts)
     if not fits or (longest > room and rollout.long_prompts == "error"):
         raise ValueError(
             f"the longest prompt has {longest} tokens with the chat template; {limit} and answers of"
             f" rollout.max_new_tokens {new} allow {room}: raise the first or lower the second"
         )
     added_to = any(held is not None and held.begins for held in feed.conversing)
-    least = ASSUMED_PROMPT_TOKENS if added_to else 1
-    chosen = min(rounded_up(max(longest, least)), room)
-    count = sum(map(len, asked.values()))
+    chosen = min(rounded_up(max(longest, ASSUMED_PROMPT_TOKENS if added_to else 1)), room)
+    count = sum(len(prompts) for _, prompts in everything)
     why = "because" if longest <= room else f"as {limit} and rollout.max_new_tokens {new} allow;"
     line = f"{KEY} is unset: {chosen}, {why} the longest of {count:,} prompts has {longest} tokens"
     updated = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_prompt_tokens": chosen})})
@@ -81,6 +81,13 @@ def with_prompt_tokens(config: Config, recipe: Recipe, *, trains: bool, evaluate
         told = teacher.model_copy(update={"max_prompt_tokens": min(rounded_up(own), room)})
         updated = updated.model_copy(update={"teacher": told})
     return updated, line
+
+
+def _imitated(spec: DemonstrationSpec | None, tokenizer: Tokenizer) -> Iterator[tuple[Feed, Sequence[TaskPrompt]]]:
+    """Yield the prompts of each task of the demonstrations that are mixed in, with their feed."""
+    if spec is not None:
+        feed = Feed(spec.prompts, tokenizer)
+        yield from ((feed, prompts) for prompts in feed.tasks.train_prompts().values())
 
 
 def check_prompt_lengths(feed: Feed, prompts: Prompts, what: str, consequence: str) -> list[str]:

@@ -14,7 +14,6 @@ from podium.compile_ahead import CompileAhead, threads_for
 from podium.hosts.distributed import AgreedStop, host_mesh, make_localize
 from podium.hosts.signals import StopSignal
 from podium.job.job_context import alone
-from podium.job.watchdog import Watchdog
 from podium.models.architecture import DecoderConfig
 from podium.models.layouts import Layout
 from podium.models.params import ROLLOUT_LAYOUTS
@@ -27,6 +26,7 @@ from podium.run.resolve import host_share
 from podium.run.run_spec import RolloutSpec
 from podium.sampling.conversations.carry import Pending, Position, drawn_lengths
 from podium.sampling.conversations.episodes import Episodes
+from podium.sampling.demonstrations import Demonstrations
 from podium.sampling.exchange import Exchange, HostPart
 from podium.sampling.feed import EncodedPrompt, Feed
 from podium.sampling.grades import Grades
@@ -120,15 +120,14 @@ class Sampler:
         *,
         scorers: Sequence[GroupScorer] = (),
         folder: Path | None = None,
-        stop: AgreedStop | None = None,
-        watchdog: Watchdog | None = None,
+        exchange: Exchange | None = None,
         on_progress: Callable[[int, int, int], None] = lambda total, done, tokens: None,
     ) -> None:
         """Start the graders, and make the engine on this host's devices of the mesh; `load` gives it weights.
 
-        `scorers` are the spec's grading models. Replies of judges are kept in `folder`, if set. `stop`, if set, can end
-        a rollout early; `watchdog` is pinged regularly. `on_progress` is called after each group is complete
-        with this host's number of completions, the number completed, and their tokens.
+        `scorers` are the spec's grading models. Replies of judges are kept in `folder`, if set. `exchange` is with the
+        run's other hosts; unset: nothing stops a rollout early or watches it. `on_progress` is called after each group
+        is complete with this host's number of completions, the number completed, and their tokens.
 
         Raises:
             ValueError: a task, its data or the engine's sizes are invalid.
@@ -144,7 +143,7 @@ class Sampler:
         self.device = Device(settings, decoder, rules, dtype=dtype)
         self.engine = RolloutEngine(self.device, tokenizer)
         self.ahead = CompileAhead(threads_for(rules.platform))
-        self.exchange = Exchange(stop or AgreedStop(StopSignal()), watchdog or alone().watchdog, together=together)
+        self.exchange = exchange or Exchange(AgreedStop(StopSignal()), alone().watchdog, together=together)
         tasks = feed.tasks.levels
         self.grader = Grader(
             tasks,
@@ -160,7 +159,7 @@ class Sampler:
             config=spec.environments,
             exchange=self.exchange.answered if together else None,
         )
-        self.partial = PartialRollouts(feed, max_staleness=spec.settings.max_staleness, forget=self.episodes.forget)
+        self.partial = PartialRollouts(feed, spec, forget=self.episodes.forget)
         self.held = EnvironmentStats()
         """Counts and times of environments and tools in the last call of `answer`."""
         if self.converses and together and settings.limits.episode_timeout_s is not None:
@@ -174,6 +173,11 @@ class Sampler:
     def feed(self) -> Feed:
         """The run's prompts."""
         return self.partial.feed
+
+    @property
+    def demonstrations(self) -> Demonstrations | None:
+        """The demonstrations that are mixed into the steps; None if there are none."""
+        return self.partial.demonstrations
 
     @property
     def environments(self) -> Environments:
@@ -226,7 +230,8 @@ class Sampler:
     def next(self, prompts: int) -> StepGroups:
         """Answer the next prompts of the run, as `answer` does in training."""
         groups, stats = self.answer(self.feed.next(prompts))
-        return StepGroups(groups, stats, self.held if self.converses else None)
+        mixed_in = () if self.demonstrations is None else self.demonstrations.next(self.demonstrations.per_step).groups
+        return StepGroups(groups, stats, self.held if self.converses else None, mixed_in)
 
     def answer(
         self, prompts: Sequence[EncodedPrompt], settings: AnswerSettings | None = None
@@ -316,10 +321,13 @@ class Sampler:
         return grades.wait_for_episodes(*made)
 
     def check(self, prompts: Sequence[TaskPrompt]) -> list[str]:
-        """Check that answers to these prompts, of each task, can be graded; otherwise as `Grader.check`."""
+        """Check that answers to these prompts, of each task, can be graded; otherwise as `Grader.check`.
+
+        Demonstrations that are mixed in are checked too.
+        """
         for scorer in self._scorers:
             scorer.check(self.feed, prompts)
-        return self.grader.check(prompts)
+        return self.grader.check(prompts) + ([] if self.demonstrations is None else self.demonstrations.check())
 
     def close(self) -> None:
         """Stop the graders and environments, and free the engine's memory."""

@@ -15,7 +15,7 @@ PROBES = {
     "has capabilities": "assert any(int(line[8:], 16) for line in open('/proc/self/status') if line[:3] == 'Cap')",
     "fills the disk": "open('/box/x', 'wb').write(bytes(1 << 30))",
 }
-"""What code must not be able to do -> code that raises if it cannot."""
+"""What sandboxed code must not be able to do -> code that tries it, and raises if it fails."""
 
 
 def check(sandbox: Sandbox) -> str:
@@ -36,6 +36,6 @@ def check(sandbox: Sandbox) -> str:
 
 
 def check_machine() -> str:
-    """Say what of the sandbox holds on this machine. ValueError if it permits none."""
+    """Print which layers of the sandbox work on this machine. Raises ValueError if no sandbox can be made."""
     with Sandbox() as sandbox:
         return check(sandbox)

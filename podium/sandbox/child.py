@@ -1,4 +1,4 @@
-"""What a process in the sandbox does once it has given up everything: it runs code, and answers what it is asked.
+"""The part of a sandboxed process that runs code and answers requests, after the process has given up all rights.
 
 A request is a line on a pipe: a nonce, and JSON. Its answer is written to the output after the same nonce, which
 separates it from what the code prints. The code can forge answers, so callers must check them.
@@ -41,12 +41,12 @@ SENT_AT_ONCE = 32
 """Items of an iterator that are sent together."""
 NONCE_CHARACTERS = 32
 FLUSH = signal.SIGXCPU
-"""Sent to code whose time is up, for it to write what it has printed so far."""
+"""Signal for code that has exceeded its time limit: it writes its buffered output."""
 Answer = dict[str, object]
 
 
 class RunRequest(TypedDict):
-    """Code to run as a module, and what of it is output."""
+    """Code to run as a module, and which parts of its output are returned."""
 
     name: str
     code: str
@@ -65,7 +65,7 @@ class CallRequest(TypedDict):
 
 
 class Child:
-    """The state of a run: the names that its code has made."""
+    """The state of a run: the names that its code has defined."""
 
     def __init__(self, requests: TextIO) -> None:
         self._requests = requests
@@ -87,7 +87,7 @@ class Child:
         line = self._requests.readline()
         if not line:
             os._exit(0)
-        self._nonce = line[:NONCE_CHARACTERS]  # kept even if the rest, which others may have made, cannot be read
+        self._nonce = line[:NONCE_CHARACTERS]  # kept even if the rest, which may be forged, cannot be read
         return json.loads(line[NONCE_CHARACTERS:])
 
     def _answer(self, value: Mapping[str, object]) -> None:
@@ -103,12 +103,12 @@ class Child:
             left = left[os.write(1, left) :]
 
     def _exchange(self, value: object) -> object:
-        """For code that asks back: answer the request that it runs for, and return what comes next."""
+        """For code that sends a request itself: answer the pending request, and return the next one."""
         self._answer({"asks": written(value)})
         return read(self._next()["value"], self._elsewhere)
 
     def _elsewhere(self, number: int) -> Iterator[object]:
-        """The items of an iterator on the other side of `_exchange`."""
+        """The items of an iterator that the other side of `_exchange` holds."""
         more = True
         while more:
             answer = self._exchange(["next", number])
@@ -119,7 +119,7 @@ class Child:
             yield from items
 
     def _run(self, request: RunRequest) -> Answer:
-        """Run code as a program under a name; names are kept."""
+        """Run code as a module of this name; the names that it defines are kept."""
         code = request["code"]
         self._names["__name__"] = request["name"]
         self._names["__file__"] = "/box/code.py"
@@ -140,7 +140,7 @@ class Child:
         return answer
 
     def _executed(self, request: RunRequest) -> Answer:
-        """Run code; `shown`: print the value of a last expression."""
+        """Run code; with `shown`, print the value of its last expression."""
         tree = ast.parse(request["code"], FILE)
         if request["others"]:
             with contextlib.suppress(Exception):
@@ -178,7 +178,7 @@ class Child:
             return _raised(error)
 
     def _next_items(self, request: dict[str, int]) -> Answer:
-        """The next items of an iterator that was sent, and whether there may be more."""
+        """The next items of an iterator that was returned earlier, and whether more may follow."""
         try:
             items = list(itertools.islice(self._iterators[request["number"]], SENT_AT_ONCE))
             return {"value": [[written(each, self._iterators) for each in items], len(items) == SENT_AT_ONCE]}
@@ -187,20 +187,20 @@ class Child:
 
 
 def _raised(error: BaseException) -> Answer:
-    """The answer of a function that raised: Python's own class of the exception, which its caller has too."""
+    """The answer for a function that raised: the nearest builtin class of the exception, which the caller also has."""
     known = next(each for each in type(error).__mro__ if each.__module__ == "builtins")
     return {"error": f"{known.__name__}: {error}"[:1000]}
 
 
 def _flush() -> None:
-    """Write what has been printed, to whatever the code has made of stdout."""
+    """Flush stdout, which the code may have replaced."""
     for stream in (sys.stdout, sys.__stdout__):
-        with contextlib.suppress(Exception):  # closed, replaced by something else, or in the middle of writing
+        with contextlib.suppress(Exception):  # stdout is closed, replaced, or in the middle of a write
             stream.flush()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def _status(code: object) -> int:
-    """The exit status of `sys.exit(code)`; a code that is no number is written to stderr, as Python does."""
+    """The exit status of `sys.exit(code)`; a code that is not a number is written to stderr, as Python does."""
     if code is None or isinstance(code, int):
         return int(code or 0) & 0xFF
     print(code, file=sys.stderr)
@@ -208,14 +208,14 @@ def _status(code: object) -> int:
 
 
 def _from_own_line(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback from the code's own lines on."""
+    """The traceback from the first line of the sandboxed code on."""
     while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
         trace = trace.tb_next
     return trace
 
 
 def serve(requests: int) -> NoReturn:
-    """Answer what comes by the descriptor `requests`."""
+    """Answer the requests that arrive on the descriptor `requests`."""
     output = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8", "replace")
     sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = output  # one, so that lines keep their order
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0)), "utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Finds what a text of Python needs from other texts: the definitions of names that it uses and does not make."""
+"""Finds the definitions that Python code needs from other code: those of names that it uses but does not define."""
 
 import ast
 import builtins
@@ -34,7 +34,7 @@ def _definitions(text: str) -> list[Definition]:
 
 
 def _made(node: ast.AST) -> Iterator[str]:
-    """The names that a statement makes."""
+    """The names that a statement defines."""
     match node:
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             yield name

@@ -1,4 +1,4 @@
-"""The system calls that the sandbox is made of: namespaces, mounts, Landlock, capabilities, seccomp. Linux only.
+"""The system calls on which the sandbox is built: namespaces, mounts, Landlock, capabilities, seccomp. Linux only.
 
 Numbers and structures are the kernel's; man pages of the same names describe them.
 """
@@ -83,7 +83,7 @@ libc.syscall.restype = ctypes.c_long
 
 @functools.cache
 def numbers(table: str) -> dict[str, int]:
-    """The numbers of a table's system calls on this machine. Raises OSError on other processors."""
+    """The numbers of a table's system calls on this machine. Raises OSError unless it is x86-64 or aarch64."""
     machine = os.uname().machine
     if machine not in MACHINES:
         raise OSError(errno.ENOSYS, f"the sandbox knows {' and '.join(MACHINES)}, and this is {machine}")
@@ -93,7 +93,7 @@ def numbers(table: str) -> dict[str, int]:
 
 
 def checked(result: int, what: str) -> int:
-    """The result of a call; OSError if it failed."""
+    """The result of a call. Raises OSError if it failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -106,7 +106,7 @@ def call(name: str, *arguments: object) -> int:
 
 
 def _word(value: object) -> object:
-    """An argument as the kernel takes it, a whole word."""
+    """An argument of a system call as a machine word."""
     return ctypes.c_long(value) if isinstance(value, int) else value
 
 
@@ -116,7 +116,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, data: str = "") -> None:
-    """Mount a file system, or a folder in a second place."""
+    """Mount a file system, or bind a folder to a second path."""
     texts = [text.encode() if text else None for text in (source, target, kind, data)]
     try:
         call("mount", texts[0], texts[1], texts[2], flags, texts[3])
@@ -125,7 +125,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 
 
 def read_only_tree(path: str) -> None:
-    """Make all mounts from a path on read-only, without set-user-id programs and devices (Linux 5.12)."""
+    """Make the mount at a path and all mounts below it read-only, without setuid programs and devices (Linux 5.12)."""
     attributes = struct.pack("QQQQ", RDONLY | NOSUID | NODEV, 0, 0, 0)
     call("mount_setattr", -100, path.encode(), 0x8000, attributes, len(attributes))
 
@@ -139,7 +139,7 @@ def map_user(inside: int, user: int, group: int, proc: int) -> None:
 
 
 def landlock_version() -> int:
-    """The version of Landlock in this kernel; 0: there is none."""
+    """The version of Landlock in this kernel; 0 if it has none."""
     try:
         return call("landlock_create_ruleset", 0, 0, 1)
     except OSError:
@@ -173,13 +173,13 @@ def landlock(readable: Sequence[str], writable: Sequence[str], devices: Sequence
 def drop_capabilities() -> None:
     """Give up all capabilities, for this process and for what it starts."""
     for capability in range(64):
-        libc.prctl(CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)  # fails beyond the last one that there is
+        libc.prctl(CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)  # fails after the last capability
     libc.prctl(AMBIENT, ctypes.c_ulong(4), 0, 0, 0)
     call("capset", struct.pack("Ii", 0x20080522, 0), b"\0" * 24)
 
 
 def limit(*, cpu_s: int, memory_bytes: int, file_bytes: int, processes: int) -> None:
-    """Set the limits that the kernel keeps for each process alone."""
+    """Set the limits that the kernel enforces per process."""
     values = {
         resource.RLIMIT_CPU: cpu_s,
         resource.RLIMIT_AS: memory_bytes,
@@ -187,19 +187,19 @@ def limit(*, cpu_s: int, memory_bytes: int, file_bytes: int, processes: int) -> 
         resource.RLIMIT_NPROC: processes,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_STACK: 64 << 20,
-        resource.RLIMIT_CORE: 1,  # 0 would still let the machine's program for core dumps run
+        resource.RLIMIT_CORE: 1,  # with 0 the machine's handler of core dumps would still be started
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_MEMLOCK: 0,
     }
     for kind, value in values.items():
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        # programs for competitions raise the stack's; the address space bounds it too
+        # programs written for competitions raise their stack limit; the address space bounds it as well
         resource.setrlimit(kind, (value, hard if kind == resource.RLIMIT_STACK else value))
 
 
 def filter_program() -> bytes:
-    """The seccomp filter, in classic BPF: what ALLOWED names, PARTLY by arguments, and all else is not permitted."""
+    """The seccomp filter, in classic BPF: ALLOWED calls pass, PARTLY ones by their arguments; others fail."""
     # linux/bpf_common.h: one instruction each
     load = 0x20
     equal = 0x15
@@ -229,7 +229,7 @@ def filter_program() -> bytes:
     for each in numbers(UNSUPPORTED).values():
         code += [(equal, 0, 1, each), (give, 0, 0, 0x50000 | errno.EOPNOTSUPP)]
     partly = numbers(PARTLY)
-    code += [(equal, 0, 1, partly["clone3"]), (give, 0, 0, 0x50000 | errno.ENOSYS)]  # libraries then call clone
+    code += [(equal, 0, 1, partly["clone3"]), (give, 0, 0, 0x50000 | errno.ENOSYS)]  # libraries then fall back to clone
     namespaces = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
     code += [(equal, 0, 4, partly["clone"]), (load, 0, 0, first), (any_bit, 1, 0, namespaces), (give, 0, 0, allow)]
     code += [(give, 0, 0, refuse)]
@@ -237,7 +237,7 @@ def filter_program() -> bytes:
         tests = [(equal, len(values) - place, 0, value) for place, value in enumerate(values)]
         code += [(equal, 0, len(tests) + 3, partly[name]), (load, 0, 0, offset), *tests]
         code += [(give, 0, 0, refuse), (give, 0, 0, allow)]
-    code += [(equal, 0, 9, partly["prlimit64"])]  # reading the limits of this process alone, and setting its stack's
+    code += [(equal, 0, 9, partly["prlimit64"])]  # a process may read its own limits, and set that of its stack
     code += [(load, 0, 0, first), (equal, 0, 7, 0), (load, 0, 0, second), (equal, 4, 0, resource.RLIMIT_STACK)]
     code += [(load, 0, 0, third), (equal, 0, 3, 0), (load, 0, 0, third + 4), (equal, 0, 1, 0), (give, 0, 0, allow)]
     code += [(give, 0, 0, refuse)]

@@ -27,33 +27,34 @@ from podium.sandbox.ways_out import way_to_python, ways_out
 
 Why = Literal["time", "memory", "processes", "output", "ended"]
 MOUNT_POINTS = ("/mnt", "/tmp", "/var")
-"""Folders to mount the new root on, in its own namespace; the first that the interpreter does not lie below."""
+"""Folders on which the new root may be mounted, in a separate namespace; the first one that does not contain the
+interpreter is used."""
 START_LIMIT_S = 30.0
 END_LIMIT_S = 10.0
-"""Seconds in which a run or the sandbox that is to end must have ended."""
+"""Seconds that a run or the sandbox may take to end."""
 FLUSH_S = 0.2
-"""Seconds that code has, once its time is up, to write what it has printed so far."""
+"""Seconds that code may take to write its buffered output after it has exceeded its time limit."""
 LOOK_S = 0.02
-"""Shortest time between two looks at the CPU time of a run."""
+"""Minimum seconds between two readings of a run's CPU time."""
 DROPPED_BYTES = 1 << 26
-"""What code may print for one request where this is not looked at."""
+"""Maximum bytes that code may print for a request whose output is dropped."""
 PART_BYTES = 1 << 16
-"""Output that is read at once."""
+"""Bytes of output read at once."""
 
 
 class SandboxError(ValueError):
-    """The sandbox cannot be made, or a run in it cannot begin; the code has not run."""
+    """The sandbox cannot be made, or a run in it cannot start; the code has not run."""
 
 
 class Ended(Exception):
-    """A run ended without the answer that was waited for."""
+    """A run ended without answering a request."""
 
     def __init__(self, why: Why, output: str, exit_status: int = 0) -> None:
         super().__init__(why)
         self.why: Why = why
         self.output = output
         self.exit_status = exit_status
-        """For `ended`: as a shell has it, 128 and the number of the signal if one has ended the process."""
+        """For `ended`: the exit status as in a shell, 128 plus the signal's number if a signal ended the process."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,13 +68,13 @@ class Limits:
     life_cpu_s: int = 60
     """Seconds of CPU time of each process over all requests, and between them."""
     memory_mib: int = 512
-    """Address space of each process, and resident memory of all together."""
+    """Limit of the address space of each process, and of the resident memory of all processes together."""
     disk_mib: int = 32
-    """Files in /box, the only folder that it can write to."""
+    """Total size of files in /box, the only folder that the code can write to."""
     processes: int = 16
-    """Processes and threads."""
+    """Number of processes and threads."""
     output_bytes: int = 1 << 20
-    """Output for one request, its answer included."""
+    """Output for one request, including the answer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,25 +82,25 @@ class Result:
     """The result of a program."""
 
     output: str
-    """What it printed, stdout and stderr together."""
+    """What the program printed, stdout and stderr together."""
     why: Why | None
     """Why it ended early: the limit that it exceeded, or `ended` if its process ended in another way, as by os._exit.
     None: it ran to its end, raised, or called sys.exit."""
     error: str
-    """The exception that it ended with; empty: none."""
+    """The exception that ended the program; empty if none did."""
     exit_status: int = 0
     """As a shell has it: what it exited with, from 0 to 255; 128 and the number of the signal that ended it; 1 if it
     raised an exception; 0 if a limit ended it."""
 
 
 class Sandbox:
-    """A place to run code in; runs of several threads go on beside each other."""
+    """Runs code in isolation; several threads may run code at the same time."""
 
     def __init__(self, limits: Limits | None = None, *, without: Sequence[str] = ()) -> None:
-        """Nothing is started before the first run. `without` names layers to leave out, for tests of the others."""
+        """Processes start with the first run. `without` names layers to leave out, for tests of the remaining ones."""
         self.limits = limits or Limits()
         self.has_proc = True
-        """Whether runs have a /proc of their own processes; known once the first has begun."""
+        """Whether runs have a /proc that shows their own processes; known after the first run has started."""
         self._without = tuple(without)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -115,7 +116,7 @@ class Sandbox:
         self.close()
 
     def run(self, code: str, stdin: str = "", *, program: bool = False) -> Result:
-        """Run code to its end. SandboxError if it cannot begin. `program`: as in `Run.execute`."""
+        """Run code to its end. Raises SandboxError if it cannot start. `program`: as in `Run.execute`."""
         with self.open(stdin) as run:
             try:
                 output, answer = run.execute(code, program=program)
@@ -130,7 +131,7 @@ class Sandbox:
 
     @contextlib.contextmanager
     def open(self, stdin: str = "") -> Iterator["Run"]:
-        """Begin a run that is asked several things, and end it. SandboxError if it cannot begin."""
+        """Start a run for several requests, and end it with the block. Raises SandboxError if it cannot start."""
         run = self.begin(stdin)
         try:
             yield run
@@ -138,7 +139,7 @@ class Sandbox:
             run.close()
 
     def begin(self, stdin: str = "") -> "Run":
-        """Begin a run, which the caller must close."""
+        """Start a run, which the caller must close."""
         given = os.memfd_create("stdin")
         with open(given, "wb", closefd=False) as file:
             file.write(stdin.encode("utf-8", "replace"))
@@ -170,7 +171,7 @@ class Sandbox:
         """End the sandbox, and all runs in it."""
         with self._lock:
             if self._process is not None and self._control is not None:
-                self._control.close()  # at which the zygote ends, with all that it has started
+                self._control.close()  # on which the zygote ends, with all processes that it has started
                 try:
                     self._process.wait(END_LIMIT_S)
                 except subprocess.TimeoutExpired:
@@ -179,7 +180,7 @@ class Sandbox:
             self._process = self._control = None
 
     def _started(self) -> socket.socket:
-        """The socket of the zygote, which is started if it does not run."""
+        """The socket of the zygote; starts the zygote if it is not running."""
         if self._control is not None:
             return self._control
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -191,7 +192,7 @@ class Sandbox:
             f" main({theirs.fileno()}, {root!r})"
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-s", "-P", "-B", "-c", code],  # as -I, but that reads no PYTHONHASHSEED
+            [sys.executable, "-S", "-s", "-P", "-B", "-c", code],  # like -I, which would ignore PYTHONHASHSEED
             env={"PYTHONHASHSEED": "0"},  # the order of sets, and so what code prints, is the same in all runs
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -214,7 +215,7 @@ def _received(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _answered(control: socket.socket) -> int | None:
-    """A handle of the first process of a run, if one was begun. SandboxError if it could not."""
+    """A handle of the first process of a run. Raises SandboxError if the run could not start."""
     answer, handles = _received(control)
     if error := answer.get("error"):
         raise SandboxError(error)
@@ -222,13 +223,13 @@ def _answered(control: socket.socket) -> int | None:
 
 
 class Run:
-    """A process in the sandbox, which is asked one thing after another."""
+    """A process in the sandbox that answers one request after another."""
 
     def __init__(self, limits: Limits, output: int, requests: int, report: socket.socket, handle: int) -> None:
         self.limits = limits
         """Limits of each request from now on, `wall_s`, `cpu_s` and `output_bytes`."""
         self.spent_s = 0.0
-        """CPU time of all processes of the run until the last answer."""
+        """CPU seconds of all processes of the run until the last answer."""
         self._output = output
         self._requests = requests
         self._report = report
@@ -259,11 +260,11 @@ class Run:
         return self.ask(_run_request(code, name, others, shown=shown, errors=errors, program=program))
 
     def define(self, code: str, name: str, others: Sequence[str] = ()) -> Answer:
-        """Run code as a module of this name, for what it defines; what it prints is dropped. See `execute`."""
+        """Run code as a module of this name for its definitions; its output is dropped. See `execute`."""
         return self.ask(_run_request(code, name, others, shown=False, errors=True, program=False), kept=False)[1]
 
     def call(self, name: str, arguments: Sequence[object], keywords: Mapping[str, object] | None = None) -> Answer:
-        """Call a function; returns `value` or `error`, and with a value of None the `arguments` after the call.
+        """Call a function. Returns `value` or `error`; with a value of None also the `arguments` after the call.
 
         Args:
             name: of the function, or of a method of a class `Solution`.
@@ -277,7 +278,7 @@ class Run:
         return self.ask({"do": "next", "number": number}, kept=False)[1]
 
     def ask(self, request: dict[str, object], *, kept: bool = True) -> tuple[str, Answer]:
-        """Send a request. Returns what was printed, and the answer. Ended if none comes within the limits.
+        """Send a request. Returns what was printed, and the answer. Raises Ended if none arrives within the limits.
 
         `kept`: whether what is printed is returned, and counts as output. Else only its amount is limited.
         """
@@ -313,7 +314,7 @@ class Run:
         return found.text(), _read(found.answer)
 
     def close(self) -> None:
-        """End the run and wait until the kernel has removed all of it."""
+        """End the run and wait until the kernel has removed all its processes."""
         if self._closed:
             return
         self._closed = True
@@ -327,18 +328,18 @@ class Run:
             os.close(descriptor)
 
     def _cpu_s(self, deadline: float) -> float:
-        """CPU time that the run has taken, as its first process says; what it took before if that has ended."""
+        """CPU seconds of the run, as reported by its first process; the last known value if that has ended."""
         with contextlib.suppress(OSError):
             self._report.settimeout(max(LOOK_S, deadline - time.monotonic()))
             self._report.send(b"cpu")
             said = json.loads(self._report.recv(4096, socket.MSG_PEEK) or b"{}")
-            if "cpu_s" in said:  # else the report of its end, which `_ended` reads
+            if "cpu_s" in said:  # otherwise this is the final report, which `_ended` reads
                 self._report.recv(4096)
                 return said["cpu_s"]
         return self.spent_s
 
     def _late(self, found: "_Output") -> Ended:
-        """What to raise for a run whose time is up; it may still write what it has printed."""
+        """The exception for a run that has exceeded its time limit; it may still write its buffered output."""
         with contextlib.suppress(OSError):
             self._report.send(b"flush")
         poll = select.poll()
@@ -352,12 +353,12 @@ class Run:
         return Ended("time", found.text())
 
     def _ended(self, found: "_Output", deadline: float) -> Ended | SandboxError:
-        """What to raise for a run that has closed its output; its own first process reports the reason."""
+        """The exception for a run that has closed its output; the run's first process reports the reason."""
         self._report.settimeout(max(LOOK_S, deadline - time.monotonic()))
         try:
             said = json.loads(self._report.recv(4096) or b"{}")
         except TimeoutError:
-            return Ended("time", found.text())  # it has closed its output, and goes on
+            return Ended("time", found.text())  # the code has closed its output and is still running
         if "failed" in said:
             return SandboxError(f"a run could not be set up ({said['failed']})")
         return Ended(said.get("why") or "ended", found.text(), said.get("status", 1))
@@ -371,27 +372,27 @@ def _run_request(
 
 
 class _Output:
-    """What a run writes for one request: what its code prints, a nonce, and the answer, a line."""
+    """A run's output for one request: what its code prints, a nonce, and the answer as one line."""
 
     def __init__(self, nonce: bytes, limit: int, *, kept: bool) -> None:
         self.answer: bytes | None = None
-        """The answer, once all of it has come."""
+        """The answer, once it is complete."""
         self._nonce = nonce
         self._limit = limit
         self._kept = kept
         self._printed = bytearray()
         self._dropped = 0
         self._answer: bytearray | None = None
-        """What has come of the answer, once the nonce has."""
+        """The received part of the answer, after the nonce."""
 
     @property
     def too_long(self) -> bool:
-        """Whether more has come than may."""
+        """Whether the output exceeds its limit."""
         dropped = self._dropped > DROPPED_BYTES
         return dropped or len(self._printed) > self._limit or len(self._answer or b"") > self._limit
 
     def add(self, part: bytes) -> None:
-        """Take what has come."""
+        """Add received bytes."""
         if self._answer is None:
             start = max(0, len(self._printed) - len(self._nonce) + 1)
             self._printed += part
@@ -407,7 +408,7 @@ class _Output:
             self.answer = bytes(self._answer.partition(b"\n")[0])
 
     def text(self) -> str:
-        """What was printed."""
+        """What the code printed."""
         return bytes(self._printed[: self._limit]).decode("utf-8", "replace") if self._kept else ""
 
     def _drop(self, count: int) -> None:
@@ -417,9 +418,9 @@ class _Output:
 
 
 def _read(text: bytes) -> Answer:
-    """An answer, which the code may have forged: all that is certain afterwards is that it is a JSON object."""
+    """Parse an answer. The code may have forged it, so only its being a JSON object is checked."""
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):
         return {"error": "the answer is not JSON"}
-    return answer if isinstance(answer, dict) else {"error": "the answer is no object"}
+    return answer if isinstance(answer, dict) else {"error": "the answer is not an object"}

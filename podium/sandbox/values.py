@@ -23,9 +23,9 @@ class Form(NamedTuple):
 
     kind: type
     apart: Callable[[Any], object]
-    """Takes a value apart, into strings, numbers, values and lists of them."""
+    """Splits a value into strings, numbers, values and lists of them."""
     together: Callable[[Any], object]
-    """Makes the value of its parts again."""
+    """Rebuilds the value from its parts."""
 
 
 def _pairs(value: dict[Any, Any]) -> list[object]:
@@ -66,7 +66,7 @@ FORMS = {
 }
 _NAMES = {form.kind: name for name, form in FORMS.items()}
 _EXACT: dict[type, Callable[[Any], object]] = {int: int.__pos__, float: float.__pos__, str: str.__str__, list: list}
-"""Makes a value of the class itself of a value of a subclass, without calling the subclass's methods."""
+"""Converts a value of a subclass to the base class, without calling the subclass's methods."""
 
 
 def written(value: Any, iterators: list[Iterator[object]] | None = None) -> object:
@@ -102,11 +102,11 @@ def written(value: Any, iterators: list[Iterator[object]] | None = None) -> obje
 
 
 def read(value: object, resume: Callable[[int], Iterator[object]] | None = None) -> object:
-    """The value that `written` wrote.
+    """Decode a value that `written` encoded.
 
     Args:
         value: as written. It may be forged, so its sets and dicts may take time quadratic in their size.
-        resume: the iterator at a place in the list; None: there are no iterators.
+        resume: the iterator at a place in the list; None if iterators are not expected.
 
     Raises:
         LookupError, ValueError, TypeError or ArithmeticError: `written` cannot have written this.

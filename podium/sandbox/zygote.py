@@ -1,4 +1,4 @@
-"""The process that sandboxed runs are forked from: it holds no test, no secret, and nothing of the trainer.
+"""The process that sandboxed runs are forked from: it has no tests, no secrets, and no memory of the trainer.
 
 `podium.sandbox.runs` starts it by exec, without an environment and without site-packages. It enters namespaces of its
 own and a root that has the interpreter, the system's libraries and nothing else, read-only. For each run it forks the
@@ -28,7 +28,7 @@ SPACES = kernel.NEWNS | kernel.NEWIPC | kernel.NEWUTS | kernel.NEWNET | kernel.N
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 WATCH_MS = 20
-"""Time between two looks at the memory and the processes of a run."""
+"""Milliseconds between two checks of a run's memory and processes."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -47,21 +47,21 @@ class Home(NamedTuple):
     """What the zygote keeps open for the first processes of runs."""
 
     space: int
-    """Its own pid space, to come back to."""
+    """Descriptor of the zygote's own pid namespace, to return to it."""
     machine_proc: int | None
     """The /proc of the machine, if the kernel refuses a new one because parts of the old one are masked, as container
     engines do. Runs then have no /proc, and the code never gets this one."""
 
 
 class Job(NamedTuple):
-    """What the zygote knows of a run; the code itself comes to the run's own process, by a pipe."""
+    """The zygote's description of a run. The code itself is sent to the run's process through a pipe."""
 
     life_cpu_s: int
     memory_mib: int
     disk_mib: int
     processes: int
     without: Sequence[str] = ()
-    """Layers to leave out, for tests that show what each layer holds."""
+    """Layers to leave out, for tests that show what each layer prevents."""
 
 
 def main(control_fd: int, root: str) -> None:
@@ -76,8 +76,8 @@ def main(control_fd: int, root: str) -> None:
         kernel.prctl(kernel.PDEATHSIG, signal.SIGKILL)
         home = change_root(root)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)  # of these, the first process of a space dies by none
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # runs that have ended leave nothing
+            signal.signal(number, signal.SIG_DFL)  # none of these ends the first process of a pid namespace
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended runs leave no zombies
         gc.freeze()
         control.send(json.dumps({"proc": home.machine_proc is None}).encode())
         while True:
@@ -96,7 +96,7 @@ def _refuse(control: socket.socket, error: Exception) -> None:
 
 
 def _serve(control: socket.socket, job: Job, descriptors: Sequence[int], home: Home) -> None:
-    """Fork the first process of a run, and answer with a handle of it."""
+    """Fork the first process of a run, and reply with a handle of it."""
     try:
         kernel.call("unshare", kernel.NEWPID)
         first = os.fork()
@@ -124,14 +124,14 @@ def enter(root: str) -> None:
     kernel.prctl(kernel.NO_NEW_PRIVS, 1)
     built = False
     if os.geteuid() == 0:
-        with contextlib.suppress(PermissionError):  # root of a container that may not
+        with contextlib.suppress(PermissionError):  # root in a container without the right to do this
             kernel.call("unshare", kernel.NEWNS)
             build_root(root)
             built = True
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        kernel.prctl(kernel.DUMPABLE, 1)  # else the files of this process in /proc stay root's
+        kernel.prctl(kernel.DUMPABLE, 1)  # otherwise this process's files in /proc still belong to root
     user, group = os.geteuid(), os.getegid()
     kernel.call("unshare", kernel.NEWUSER | kernel.NEWPID | SPACES)
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
@@ -144,7 +144,7 @@ def enter(root: str) -> None:
 
 
 def libraries() -> list[str]:
-    """The folders that code needs: the standard library, shared libraries, programs, time zones."""
+    """The folders that Python code needs: the standard library, shared libraries, programs, time zones."""
     prefix = sys.base_prefix
     folders = (
         "/usr/share/zoneinfo",
@@ -184,13 +184,13 @@ def build_root(root: str) -> None:
 
 
 def change_root(root: str) -> Home:
-    """Leave the machine's files behind. Returns what is kept of them."""
+    """Switch to the new root, from which the machine's files are not reachable. Returns what is kept of them."""
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     space = os.open("self/ns/pid", os.O_RDONLY, dir_fd=proc)
     if mount_processes(f"{root}/proc"):
         os.close(proc)
         proc = None
-    kernel.mount(root, root, None, kernel.BIND | kernel.REC)  # a mount of another namespace cannot be the root
+    kernel.mount(root, root, None, kernel.BIND | kernel.REC)  # a mount of another namespace cannot become the root
     os.chdir(root)
     kernel.call("pivot_root", b".", b".")
     kernel.call("umount2", b".", kernel.DETACH)
@@ -199,7 +199,7 @@ def change_root(root: str) -> Home:
 
 
 def mount_processes(path: str) -> bool:
-    """Mount a /proc that shows the processes of this pid space, and nothing of the kernel; False if that is refused."""
+    """Mount a /proc with only the processes of this pid namespace; returns False if the kernel refuses."""
     try:
         kernel.mount("proc", path, "proc", kernel.NOSUID | kernel.NODEV | kernel.NOEXEC, "hidepid=2,subset=pid")
     except PermissionError:
@@ -208,7 +208,7 @@ def mount_processes(path: str) -> bool:
 
 
 def first_process(job: Job, descriptors: Sequence[int], machine_proc: int | None) -> NoReturn:
-    """Make a run's own spaces, start its code, and watch it; the run ends with this process."""
+    """Create the namespaces of a run, start its code, and watch it; the run ends when this process ends."""
     stdin, output, requests, report = (fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 64) for each in descriptors)
     try:
         kernel.prctl(kernel.PDEATHSIG, signal.SIGKILL)
@@ -230,16 +230,17 @@ def first_process(job: Job, descriptors: Sequence[int], machine_proc: int | None
         os.closerange(0, proc)
         os.closerange(proc + 1, report)
         said = watch(code, job, Processes(proc, shared=machine_proc is not None), socket.socket(fileno=os.dup(report)))
-    except BaseException as error:  # whatever it is, the run ends here
+    except BaseException as error:  # the run ends here after any error
         said = {"failed": str(error)}
     os.write(report, json.dumps(said).encode())
     os._exit(0)
 
 
 def code_process(job: Job, descriptors: Sequence[int], report: int, proc: int) -> NoReturn:
-    """Give up everything, and then do what is asked."""
+    """Give up all rights, and then serve requests."""
     try:
-        kernel.call("unshare", kernel.NEWUSER)  # with its own count of processes, and no rights in the spaces around it
+        # with a separate count of processes, and no rights in the outer namespaces
+        kernel.call("unshare", kernel.NEWUSER)
         kernel.map_user(NOBODY, NOBODY, NOBODY, proc)
         os.close(proc)
         for place, descriptor in enumerate(descriptors):
@@ -264,10 +265,10 @@ def code_process(job: Job, descriptors: Sequence[int], report: int, proc: int) -
 
 
 class Processes:
-    """The processes of this pid space beside its first, which is this one."""
+    """The processes of this pid namespace, except its first one, which is this process."""
 
     def __init__(self, proc: int, *, shared: bool) -> None:
-        """`proc` is an open /proc; `shared`: of the machine, with processes of other spaces."""
+        """`proc` is an open /proc; `shared`: it is the machine's, and also shows processes of other namespaces."""
         self._proc = proc
         self._own = os.readlink("self", dir_fd=proc)
         self._space = self._space_of("self") if shared else None
@@ -275,13 +276,13 @@ class Processes:
             raise OSError(errno.EACCES, "the /proc of this machine does not show the processes of a run")
 
     def usage(self) -> tuple[int, int]:
-        """Their resident memory in bytes, and their number."""
+        """The processes' resident memory in bytes, and their number."""
         found = [self._read(name, "statm") for name in self._names()]
         pages = sum(int(fields.split()[1]) for fields in found if fields)
         return pages * resource.getpagesize(), sum(map(bool, found))
 
     def cpu_s(self) -> float:
-        """Seconds of CPU time that they have taken, those that have ended included."""
+        """CPU seconds that the processes have used, including ended ones."""
         found = [self._read(name, "stat").rpartition(")")[2].split() for name in self._names()]
         ticks = sum(int(field) for fields in found for field in fields[11:15])  # utime, stime, cutime, cstime
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -292,16 +293,16 @@ class Processes:
         return names if self._space is None else [name for name in names if self._space_of(name) == self._space]
 
     def _space_of(self, name: str) -> int:
-        """The number of a process's pid space; 0 if it may not be asked."""
+        """The inode number of a process's pid namespace; 0 if it cannot be read."""
         try:
             return os.stat(f"{name}/ns/pid", dir_fd=self._proc).st_ino
-        except OSError:  # it has just ended, or is another user's
+        except OSError:  # the process has just ended, or belongs to another user
             return 0
 
     def _read(self, name: str, file: str) -> str:
         try:
             descriptor = os.open(f"{name}/{file}", os.O_RDONLY, dir_fd=self._proc)
-        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        except (FileNotFoundError, ProcessLookupError):  # the process has just ended
             return ""
         with open(descriptor) as opened, contextlib.suppress(ProcessLookupError):
             return opened.read()
@@ -341,6 +342,6 @@ def watch(code: int, job: Job, processes: Processes, report: socket.socket) -> d
 
 
 def status_of_shell(status: int) -> int:
-    """The exit status as a shell has it: 128 and the number of the signal for a process that a signal has ended."""
+    """The exit status as in a shell: 128 plus the signal's number for a process that a signal has ended."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code

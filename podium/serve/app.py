@@ -7,20 +7,31 @@
     POST /v1/chat/completions    messages in, a message or calls of tools out
     POST /inference/v1/generate  token ids in and out
 
-Handlers read and encode in threads, have the engine's thread answer (`worker`), and drop the request if its client
-leaves. Every refusal is a JSON object of OpenAI's form that names the field.
+Handlers read and encode in threads, have the engine answer (`Clients`), and drop the request if its client leaves.
+Every refusal is a JSON object of OpenAI's form that names the field.
 """
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from podium.observe.access import is_token, knows_host
-from podium.serve.bodies import ChatBody, CompletionBody, GenerateBody, RequestError, read_body
-from podium.serve.documents import LAST_EVENT, Document, event_of, head_of, headers_of
-from podium.serve.engine_thread import EngineThread, Piece, Ticket
+from podium.serve.bodies import ChatBody, CompletionBody, GenerateBody, RequestError, read_body, too_large
+from podium.serve.clients import Clients
+from podium.serve.documents import (
+    Document,
+    event_of,
+    head_of,
+    headers_of,
+    last_events,
+    list_document,
+    model_document,
+    piece_event,
+    tokens_answer,
+    whole_answer,
+)
+from podium.serve.engine_thread import Piece, Ticket
 from podium.serve.prepare_requests import Model, Prepared
 from podium.serve.replies import token_choice
 
@@ -68,10 +79,10 @@ Handler = Callable[["Request"], Awaitable[Reply]]
 class Server:
     """The handlers of a server's routes."""
 
-    def __init__(self, model: Model, worker: EngineThread) -> None:
-        """Answer with this model, by this thread."""
+    def __init__(self, model: Model, clients: Clients) -> None:
+        """Answer with this model, whose engine `clients` has."""
         self._model = model
-        self._worker = worker
+        self._clients = clients
         self._created = int(time.time())
         self._reading: set[asyncio.Timeout] = set()
         """The deadlines of bodies that are being read."""
@@ -81,13 +92,13 @@ class Server:
 
         Waits no longer once the user `insists`.
         """
-        self._worker.refuse_new()
+        self._clients.refuse_new()
         for deadline in list(self._reading):
             deadline.reschedule(asyncio.get_running_loop().time())
         until = time.monotonic() + GRACE_S
-        while self._worker.counters.in_flight and time.monotonic() < until and not insists():
+        while self._clients.counters.in_flight and time.monotonic() < until and not insists():
             await asyncio.sleep(0.05)
-        self._worker.give_up()
+        self._clients.give_up()
 
     async def completions(self, request: "Request") -> Reply:
         """Text for prompts."""
@@ -103,31 +114,30 @@ class Server:
         """Tokens for tokens."""
         raw = await self._read(request)
         requests = await asyncio.to_thread(lambda: self._model.generate(read_body(GenerateBody, raw)))
-        pieces = await _until_gone(request, self._worker.open(requests, stream=False))
-        return {"request_id": uuid.uuid4().hex, "choices": [token_choice(piece) for piece in pieces]}
+        pieces = await _until_gone(request, self._clients.open(requests, stream=False))
+        return tokens_answer([token_choice(piece) for piece in pieces])
 
     async def models(self, request: "Request") -> Reply:
         """The only model, alone or as a list."""
-        model: dict[str, object] = {"id": self._model.name, "object": "model", "owned_by": "podium"}
-        model |= {"created": self._created, "max_model_len": self._model.longest}
+        model = model_document(self._model.name, self._created, max_model_len=self._model.longest)
         named = request.path_params.get("name")
         self._model.check_name(named)
-        return model if named else {"object": "list", "data": [model]}
+        return model if named else list_document([model])
 
     async def health(self, request: "Request") -> Reply:
         """Whether the engine lives."""
-        self._worker.check_alive()
+        self._clients.check_alive()
         return {"status": "ok"}
 
     async def metrics(self, request: "Request") -> Reply:
         """Counters for Prometheus."""
-        return self._worker.metrics()
+        return self._clients.metrics()
 
     async def _read(self, request: "Request") -> bytes:
         """A request's body. Raises RequestError if it is no JSON by its header, too large or too slow."""
         from starlette.requests import ClientDisconnect
 
-        self._worker.check_alive()
+        self._clients.check_alive()
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # so that a browser asks first, which no other site's page may do
             raise RequestError("send the header Content-Type: application/json", status=415)
@@ -139,9 +149,9 @@ class Server:
                 async for part in request.stream():
                     raw += part
                     if len(raw) > MAX_BODY:
-                        raise RequestError(f"the body is larger than {MAX_BODY} bytes", status=413)
+                        raise too_large(MAX_BODY)
         except TimeoutError:
-            self._worker.check_alive()
+            self._clients.check_alive()
             raise RequestError(f"the body did not arrive within {BODY_S:g} s", status=408) from None
         except ClientDisconnect:
             raise RequestError("the client has left", status=GONE) from None
@@ -153,15 +163,15 @@ class Server:
         """Have requests answered, in pieces or as a whole."""
         asked = await asyncio.to_thread(prepare)
         form = asked.form
-        head = head_of(form.prefix, form.part if asked.stream else form.whole, self._model.name)
+        head = head_of(form.kind, self._model.name, stream=asked.stream)
         headers = headers_of(asked.ignored)
-        ticket = self._worker.open(asked.requests, stream=asked.stream and not form.only_whole)
+        ticket = self._clients.open(asked.requests, stream=asked.stream and not form.only_whole)
         if asked.stream:
             return Stream(ticket, _events(ticket, asked, head), headers)
         pieces = await _until_gone(request, ticket)
         choices = [form.choice(piece, asked.texts[piece.number].add(piece)) for piece in pieces]
         usage = asked.usage(sum(len(each.tokens) for each in pieces))
-        return Answer(head | {"choices": choices, "usage": usage}, headers)
+        return Answer(whole_answer(head, choices, usage), headers)
 
 
 def make_app(server: Server, *, token: str | None, hosts: tuple[str, ...]) -> "Starlette":
@@ -272,9 +282,7 @@ async def _events(ticket: Ticket, asked: Prepared, head: dict[str, object]) -> A
             drawn += len(piece.tokens)
             choice = asked.form.delta(piece, asked.texts[piece.number].add(piece))
             if choice is not None:
-                yield event_of(head | {"choices": [choice]})
-        if asked.include_usage:
-            yield event_of(head | {"choices": [], "usage": asked.usage(drawn)})
-        yield LAST_EVENT
+                yield piece_event(head, choice)
+        yield last_events(head, asked.usage(drawn) if asked.include_usage else None)
     except RequestError as error:
         yield event_of(error.document)

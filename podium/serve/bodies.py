@@ -71,6 +71,11 @@ class RequestError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+def too_large(most: int) -> RequestError:
+    """The refusal of a body of more than `most` bytes."""
+    return RequestError(f"the body is larger than {most} bytes", status=413)
+
+
 def _only(*values: object) -> AfterValidator:
     """Accept these values alone, which change nothing."""
 
@@ -466,6 +471,11 @@ class ChatBody(_Asked):
                 message = f"chat_template_kwargs: {name!r:.{SHOWN}} is not the name of a variable"
                 raise RequestError(message, "chat_template_kwargs")
         return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The longest answer in tokens, by either of its names; None if the client does not say it."""
+        return self.max_completion_tokens or self.max_tokens
 
     @property
     def schemas(self) -> list[ToolSchema]:

@@ -4,17 +4,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from podium.api.answers import Opened, open_model, run_of
+from podium.api.answers import Opened, max_positions, open_model
 from podium.config.errors import UsageError
 from podium.files import as_path
-from podium.models.files.source import read_architecture, resolve
-from podium.observe.access import check_installed, hosts_of, is_local, token_of
+from podium.observe.access import Address, check_installed
 from podium.observe.listening import run, take_port
-from podium.observe.run_dir import read_config
+from podium.observe.run_dir import run_of
 from podium.run.answering import Asked
 from podium.sampling.conversations.dialogue import ToolFormat
 from podium.serve.app import GRACE_S, Server, make_app
-from podium.serve.engine_thread import EngineThread
+from podium.serve.clients import Clients
 from podium.serve.prepare_requests import Model
 
 CONTEXT_TOKENS = 4096
@@ -25,11 +24,8 @@ STEPS_SHOWN = 4
 
 def serve(
     model: str,
+    address: Address,
     *,
-    host: str,
-    port: int,
-    token: str | None,
-    token_file: Path | None,
     name: str | None,
     context: int | None,
     slots: int,
@@ -43,10 +39,10 @@ def serve(
             public and there is no token.
     """
     check_installed("podium serve")
-    secret = token_of(token, token_file)
-    hosts = hosts_of(host, port, secret, "client")
+    secret = address.secret()
+    hosts = address.hosts(secret, "client")
     longest = longest_sequence(model, context)
-    sockets = take_port(host, port)
+    sockets = take_port(address.host, address.port)
     with open_model(
         model,
         *settings,
@@ -59,23 +55,24 @@ def serve(
         rollouts = opened.rollouts
         known = model_of(opened, name or model_id(model), max_queue=max_queue, aliases=(model,))
         rollouts.engine.warm_up()
-        worker = EngineThread(rollouts.engine, max_queue=max_queue)
-        server = Server(known, worker)
+        clients = Clients(rollouts.engine, max_queue=max_queue)
+        server = Server(known, clients)
 
         def ready() -> None:
-            who = "this machine" if is_local(host) else "other machines too, with the token"
+            who = "this machine" if address.local else "other machines too, with the token"
+            where = f"http://{address.host}:{address.port}/v1"
             sizes = f"{known.longest} tokens, {rollouts.engine.config.slots} slots"
-            print(f"{known.name} at http://{host}:{port}/v1: {sizes}; open to {who}   (Ctrl-C ends)", flush=True)
+            print(f"{known.name} at {where}: {sizes}; open to {who}   (Ctrl-C ends)", flush=True)
 
         async def ending(insists: Callable[[], bool]) -> None:
-            if in_flight := worker.counters.in_flight:
+            if in_flight := clients.counters.in_flight:
                 print(f"{in_flight} answers have up to {GRACE_S:g} s to end   (Ctrl-C: at once)", file=sys.stderr)
             await server.end(insists)
 
         try:
             run(make_app(server, token=secret, hosts=hosts), sockets, ready=ready, ending=ending)
         finally:
-            worker.close()
+            clients.close()
 
 
 def model_id(model: str) -> str:
@@ -116,9 +113,7 @@ def longest_sequence(model: str, context: int | None) -> int:
 
     Raises UsageError if the model has fewer positions.
     """
-    run = run_of(model)
-    source = resolve(read_config(as_path(run.run)).model if run else model)
-    positions = read_architecture(source).max_positions
+    positions = max_positions(model)
     if context is not None and context > positions:
         raise UsageError(
             f"--context {context} is more than the {positions} positions of {model}; give {positions} or less"

@@ -4,6 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 Document = dict[str, object]
 IGNORED = "X-Podium-Ignored"
@@ -11,9 +12,49 @@ IGNORED = "X-Podium-Ignored"
 LAST_EVENT = "data: [DONE]\n\n"
 
 
-def head_of(prefix: str, kind: str, model: str) -> Document:
-    """The beginning of an answer: its id, its kind, and the model's name."""
-    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+class Kind(NamedTuple):
+    """What a route calls its documents."""
+
+    prefix: str
+    """Beginning of an answer's id."""
+    whole: str
+    part: str
+    """A piece of an answer."""
+
+
+TEXT = Kind("cmpl", "text_completion", "text_completion")
+CHAT = Kind("chatcmpl", "chat.completion", "chat.completion.chunk")
+
+
+def head_of(kind: Kind, model: str, *, stream: bool) -> Document:
+    """The beginning of an answer, or of each piece of it: its id, what it is, and the model's name."""
+    what = kind.part if stream else kind.whole
+    return {"id": f"{kind.prefix}-{uuid.uuid4().hex}", "object": what, "created": int(time.time()), "model": model}
+
+
+def whole_answer(head: Document, choices: Sequence[Document], usage: Document) -> Document:
+    """An answer in one document."""
+    return head | {"choices": list(choices), "usage": usage}
+
+
+def piece_event(head: Document, choice: Document) -> str:
+    """A piece of an answer, as a server-sent event."""
+    return event_of(head | {"choices": [choice]})
+
+
+def last_events(head: Document, usage: Document | None) -> str:
+    """The end of a stream, after the usage if the client has asked for it."""
+    return ("" if usage is None else event_of(head | {"choices": [], "usage": usage})) + LAST_EVENT
+
+
+def model_document(name: str, created: int, **more: object) -> Document:
+    """A model in the answer of `/v1/models`; `created` is in seconds since 1970."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "podium", **more}
+
+
+def list_document(entries: Sequence[Document]) -> Document:
+    """A list, as OpenAI's clients read it."""
+    return {"object": "list", "data": list(entries)}
 
 
 def usage_of(read: int, drawn: int) -> Document:
@@ -53,8 +94,13 @@ def delta_choice(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
+def tokens_answer(choices: Sequence[Document]) -> Document:
+    """The answer of `/inference/v1/generate`."""
+    return {"request_id": uuid.uuid4().hex, "choices": list(choices)}
+
+
 def tokens_choice(index: int, tokens: Sequence[int], logprobs: Sequence[float], reason: str | None) -> Document:
-    """An answer of `/inference/v1/generate`."""
+    """One of its choices."""
     content = [
         {"token": f"token_id:{token}", "logprob": logprob} for token, logprob in zip(tokens, logprobs, strict=True)
     ]

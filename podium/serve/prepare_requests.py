@@ -124,8 +124,7 @@ class Model:
             thinking=opens_thought(text),
             parallel=body.parallel_tool_calls,
         )
-        most = body.max_completion_tokens or body.max_tokens
-        requests = self._requests([prompt], body, most, "messages")
+        requests = self._requests([prompt], body, body.most_tokens, "messages")
         return dataclasses.replace(self._prepared(requests, form, body), ignored=tuple(body.ignored(variables)))
 
     def generate(self, body: GenerateBody) -> list[Request]:

@@ -14,7 +14,7 @@ from podium.models.text.chat_format import ToolSchema
 from podium.models.text.tokenizer import Tokenizer
 from podium.rollout.answer import CHANNEL
 from podium.sampling.conversations.dialogue import ToolFormat
-from podium.serve.documents import Document, call_of, delta_choice, message_choice, tokens_choice
+from podium.serve.documents import CHAT, TEXT, Document, Kind, call_of, delta_choice, message_choice, tokens_choice
 from podium.serve.engine_thread import Piece
 
 HALF = "\ufffd"
@@ -73,12 +73,7 @@ def end_at(text: str, stop: Sequence[str]) -> str:
 class Form(Protocol):
     """How one route writes answers."""
 
-    prefix: str
-    """Beginning of the ids of its documents."""
-    whole: str
-    """Kind of a document with whole answers."""
-    part: str
-    """Kind of a document with pieces."""
+    kind: Kind
     answers: bool
     """Whether anything is written behind the prompt."""
 
@@ -103,7 +98,7 @@ class CompletionForm:
     tokenizer: Tokenizer
     logprobs: int | None
     """None: without; 1: with the likeliest token, which a greedy answer's own tokens are."""
-    prefix, whole, part = "cmpl", "text_completion", "text_completion"
+    kind = TEXT
     only_whole = False
     answers: bool = True
     offsets: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -189,7 +184,7 @@ class ChatForm:
     """Whether the prompt has opened a thought."""
     parallel: bool = True
     """Whether an answer may have several calls; otherwise the first is taken."""
-    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    kind = CHAT
     answers = True
 
     @property

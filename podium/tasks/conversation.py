@@ -28,22 +28,24 @@ from podium.tasks.task import Prompt
 
 CUT_MARK = "\n[... cut ...]\n"
 LONGEST_TEXT = 1 << 22
-"""Characters of a message of an environment; more fit into no model's context, so the middle of a longer one is cut
-out before it is sent, tokenised and recorded."""
+"""Maximum characters of an environment's message. More would not fit into any model's context, so the middle of a
+longer message is cut out before it is sent, tokenised and recorded."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A call that the model wrote."""
+    """A tool call that the model wrote."""
 
     name: str
     arguments: Mapping[str, object]
     id: str = ""
-    """By which a tool's reply names it (`call_id`); empty while it is read."""
+    """The id by which a tool's reply refers to it (`call_id`); empty until the whole turn has been read."""
 
 
 def call_id(turn: int, place: int) -> str:
-    """The id of a call by its answer's number and its place there: nine characters, which some chat templates need."""
+    """The id of a call, from its turn's number and its place in the turn: nine characters, as some chat templates
+    require.
+    """
     return f"call{_in_base_36(turn, 3)}{_in_base_36(place, 2)}"
 
 
@@ -60,13 +62,13 @@ class Turn:
     """An answer of the model."""
 
     text: str
-    """The text that it wrote, without special tokens; its calls are still in it."""
+    """The text that the model wrote, without special tokens; tool calls are still in it."""
     number: int
-    """Turns before this one."""
+    """Number of earlier turns."""
     calls: tuple[ToolCall, ...] = ()
-    """The calls of tools in it; empty if one of them cannot be read."""
+    """The tool calls in it; empty if one of them cannot be read."""
     problem: str = ""
-    """Why its calls cannot be read, for the model; empty: they can."""
+    """Why its calls cannot be read, as a message for the model; empty if they can."""
     said: str = ""
     """For programs: the text without its calls."""
     tokens: tuple[int, ...] = ()
@@ -74,36 +76,34 @@ class Turn:
     logprobs: tuple[float, ...] = ()
     """For programs: the log-probability of each of them, under the distribution it was sampled from."""
     read: int = 0
-    """For programs: how many tokens the model read before."""
+    """For programs: the number of prompt tokens before the answer."""
     unread: tuple[str, ...] = ()
-    """For programs: the variables they gave (`Asking.options`) that the model's chat template does not read."""
+    """For programs: the variables in `Asking.options` that the model's chat template ignores."""
     cut: bool = False
-    """Whether it was cut at a limit of tokens. Only programs get answers that were cut: other conversations end."""
+    """Whether a token limit cut it off. Only programs receive such answers; other conversations end instead."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asking:
-    """What a program asks the model to answer (`podium.tasks.conversations.program`): messages, or tokens as they
-    are.
-    """
+    """A program's request to the model (`podium.tasks.conversations.program`): messages, or token ids."""
 
     messages: tuple[Message, ...] = ()
     tokens: tuple[int, ...] = ()
-    """Instead of messages."""
+    """Prompt token ids, used instead of messages."""
     fresh: bool = True
-    """Whether this is a whole prompt; else it is what follows the last answer."""
+    """Whether this is a whole prompt; otherwise it continues the conversation after the last answer."""
     tools: tuple[ToolSchema, ...] = ()
-    """What the model may call."""
+    """Schemas of the tools that the model may call."""
     must_call: str | None = None
-    """The tool that it must call, empty for any of them; None: it may answer without."""
+    """The tool that the model must call; empty: any tool; None: it may answer without a call."""
     parallel: bool = True
-    """Whether it may call several tools at once; otherwise only its first call is answered."""
+    """Whether the model may call several tools at once; otherwise only its first call is answered."""
     options: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object])
     """Variables for the chat template besides the run's."""
     max_tokens: int | None = None
-    """Tokens of the answer; None: as many as the run allows."""
+    """Maximum tokens of the answer; None: the run's limit."""
     stop_tokens: tuple[int, ...] = ()
-    """Tokens that end the answer, besides the model's own."""
+    """Token ids that end the answer, in addition to the model's own stop tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class ToolRun:
     name: str
     seconds: float
     error: bool
-    """Whether the tool raised, its arguments did not fit, or there is no such tool."""
+    """Whether the tool raised, its arguments did not fit, or the tool does not exist."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,15 +121,15 @@ class Reply:
     """An environment's answer to a turn."""
 
     messages: tuple[Message, ...] = ()
-    """The messages that the model reads next: messages of the user, or one of role `tool` for each call."""
+    """The messages that the model reads next: user messages, or one message of role `tool` for each call."""
     reward: float = 0.0
     """Reward of the turn."""
     done: bool = False
-    """Whether the conversation ends here; its messages are then for readers alone."""
+    """Whether the conversation ends here; its messages are then only recorded, and no model reads them."""
     ran: tuple[ToolRun, ...] = ()
     """The tools that were called, for metrics."""
     asking: Asking | None = None
-    """What a program asks next, instead of messages."""
+    """A program's next request, instead of messages."""
 
 
 Replied: TypeAlias = Reply | str | None
@@ -137,8 +137,8 @@ Replied: TypeAlias = Reply | str | None
 
 
 class Conversation(Protocol):
-    """One conversation about a prompt; `podium.tasks.conversations.environment_forms` makes them of tools and other
-    people's classes.
+    """One conversation about a prompt; `podium.tasks.conversations.environment_forms` makes them from tools and from
+    classes of other libraries.
 
     Optional beside `reply`: `begin() -> str | Asking | None`, `grade() -> float | None` and `close() -> None`.
     """
@@ -149,11 +149,11 @@ class Conversation(Protocol):
 
 
 Opener: TypeAlias = Callable[[Prompt, int], Conversation]
-"""Makes the conversation of a prompt and a seed."""
+"""Opens the conversation for a prompt and a seed."""
 
 
 def as_reply(replied: object) -> Reply:
-    """Convert the return value of `reply` to a `Reply`. Raises TypeError if it is none of the allowed kinds."""
+    """Convert the return value of `reply` to a `Reply`. Raises TypeError if its type is not allowed."""
     if replied is None:
         return Reply(done=True)
     if isinstance(replied, str):
@@ -166,10 +166,10 @@ def as_reply(replied: object) -> Reply:
 
 
 def plain_first(value: object) -> "str | Asking | None":
-    """What `begin` returned, with clean texts and plain messages, as another process and JSON can hold it.
+    """What `begin` returned, with valid Unicode and plain messages, so that it can be pickled and written as JSON.
 
     Raises:
-        TypeError: it is none of what `begin` may return.
+        TypeError: `begin` must not return this type.
         ValueError: a message cannot be written as JSON.
     """
     if isinstance(value, Asking):
@@ -181,14 +181,14 @@ def plain_first(value: object) -> "str | Asking | None":
 
 
 def plain_reply(reply: Reply) -> Reply:
-    """A reply with clean texts, plain messages and a finite reward, as another process and JSON can hold it.
+    """A reply with valid Unicode, plain messages and a finite reward, so that it can be pickled and written as JSON.
 
     Raises:
-        TypeError: a message has no role, or the reward is no number.
+        TypeError: a message has no role, or the reward is not a number.
         ValueError: a message cannot be written as JSON.
     """
     asking = plain_first(reply.asking)
-    assert asking is None or isinstance(asking, Asking), "it stays what it is"
+    assert asking is None or isinstance(asking, Asking), "a Reply stays a Reply"
     return Reply(
         messages=_plain_messages(reply.messages),
         reward=finite(reply.reward, "the reward of a reply"),
@@ -199,7 +199,7 @@ def plain_reply(reply: Reply) -> Reply:
 
 
 def finite(value: object, what: str) -> float:
-    """A reward as a float. Raises TypeError, which begins with `what`, if it is no finite number."""
+    """A reward as a float. Raises TypeError, whose message begins with `what`, if it is not a finite number."""
     number = number_of(value)
     if number is None:
         raise TypeError(f"{what} is {value!r:.80}; it must be a finite number, within float32")

@@ -1,9 +1,10 @@
-"""Curricula: which level of a task, or which task of a mixture, a prompt is drawn from, by how well they went lately.
+"""Curricula: choose the level of a task, or the task of a mixture, from which a prompt is drawn, by recent success.
 
-A level's chance grows with m (1 - m), where m is the mean share of right answers in its last groups: a level that is
-always or never solved teaches nothing. A task's chance grows with its progress: how far its share of right answers has
-moved (arXiv:1707.00183). A share of the prompts is drawn evenly, or by weight, so that nothing is forgotten. Seed,
-number of the draw and the last groups' means, which are saved with the run, decide.
+A level's chance grows with m (1 - m), where m is the mean share of right answers in its most recent groups: a level
+that is always or never solved teaches nothing. A task's chance grows with its progress: how far its share of right
+answers has moved (arXiv:1707.00183). A share of the prompts is drawn evenly, or by weight, so that nothing is
+forgotten. A draw depends on the seed, the number of the draw and the means of recent groups, which are saved with the
+run.
 """
 
 import bisect
@@ -17,15 +18,15 @@ from podium.config.schema import CurriculumConfig, TaskConfig
 from podium.tasks.registry import task_labels
 
 UNKNOWN = 0.5
-"""The mean of a level that no group has been drawn from."""
+"""The mean assumed for a level from which no group has been drawn."""
 LEAST_KNOWN = 4
-"""Groups of a task from which its progress is known."""
+"""Minimum groups of a task from which its progress is computed."""
 Chances = Callable[[Sequence[Sequence[float]]], list[float]]
-"""The chance of each level, or task, from the means of its last groups, oldest first."""
+"""Computes the probability of each level, or task, from the means of its last groups, oldest first."""
 
 
 def leveled(tasks: Sequence[TaskConfig]) -> list[list[TaskConfig]]:
-    """Each task's levels as their own tasks; a task without curriculum is its only level."""
+    """Each task's levels as separate tasks; a task without a curriculum has itself as its only level."""
     found: list[list[TaskConfig]] = []
     for task in tasks:
         levels = [{}] if task.curriculum is None else task.curriculum.levels
@@ -55,7 +56,9 @@ def by_progress(config: ProgressConfig, labels: Sequence[str], weights: Sequence
 
 
 def half_solved(last: Sequence[Sequence[float]], *, spread: float) -> list[float]:
-    """Chances in proportion to m (1 - m), m the mean of each level's last groups; a share `spread` is even."""
+    """Probabilities proportional to m (1 - m), where m is the mean of a level's last groups; a share `spread` is
+    uniform.
+    """
     means = [sum(each) / len(each) if each else UNKNOWN for each in last]
     weights = [mean * (1 - mean) for mean in means]
     total, even = sum(weights), 1 / len(means)
@@ -63,9 +66,8 @@ def half_solved(last: Sequence[Sequence[float]], *, spread: float) -> list[float
 
 
 def learned_fast(last: Sequence[Sequence[float]], *, weights: Sequence[float], spread: float) -> list[float]:
-    """Chances in proportion to weight x progress; a share `spread` is by weight alone.
-
-    A task whose progress is not known yet counts as the fastest.
+    """Probabilities proportional to weight x progress; a share `spread` is by weight alone. A task whose progress is
+    still unknown counts as the one with the most progress.
     """
     known = [progress(each) for each in last]
     fastest = max((each for each in known if each is not None), default=1.0)
@@ -79,7 +81,9 @@ def learned_fast(last: Sequence[Sequence[float]], *, weights: Sequence[float], s
 
 
 def progress(last: Sequence[float]) -> float | None:
-    """How far the mean of the newer half of the last groups is from that of the older; None: too few are known."""
+    """The absolute difference between the means of the newer and the older half of the last groups; None if there are
+    too few groups.
+    """
     if len(last) < LEAST_KNOWN:
         return None
     half = len(last) // 2
@@ -88,7 +92,7 @@ def progress(last: Sequence[float]) -> float | None:
 
 
 class Curriculum:
-    """The chances of a task's levels, or of a mixture's tasks."""
+    """The probabilities of a task's levels, or of a mixture's tasks."""
 
     def __init__(self, labels: Sequence[str], *, window: int, chances: Chances) -> None:
         """`labels` are the levels' names; the last `window` groups of each decide."""
@@ -107,14 +111,14 @@ class Curriculum:
             last.extend(means.get(label, ()))
 
     def add(self, label: str, mean: float) -> None:
-        """Take the share of right answers of a level's group."""
+        """Record the share of right answers in a group of a level."""
         self._last[label].append(mean)
 
     def chances(self) -> list[float]:
-        """The chance of each level."""
+        """The probability of each level."""
         return self._chances([tuple(last) for last in self._last.values()])
 
     def level(self, uniform: float) -> int:
-        """The level of a number that is drawn evenly from 0 up to 1."""
+        """The level that a uniform random number in [0, 1) selects."""
         bounds = list(itertools.accumulate(self.chances()))
         return min(bisect.bisect_right(bounds, uniform), len(bounds) - 1)

@@ -2,36 +2,89 @@
 
 import asyncio
 import contextlib
+import inspect
 import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 
-class UsersLoop(asyncio.SelectorEventLoop):
-    """A loop that coroutines share: `stop`, which one of them may call, does nothing."""
+class LoopThread:
+    """An event loop shared by users' coroutines, on a daemon thread that starts with the first coroutine.
 
-    def stop(self) -> None:
-        """Go on: others' coroutines run here too."""
+    In asyncio, a SystemExit or KeyboardInterrupt raised in a task also stops the loop. Here it is the exception of that
+    task only, and the loop continues.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Create it without starting the thread, which gets this name."""
+        self._name = name
+        self._loop: _Loop | None = None
+        self._starting = threading.Lock()
+
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> "Future[Result]":
+        """Run a coroutine on the loop; the future has its result or the exception that it raises."""
+        with self._starting:
+            if self._loop is None:
+                self._loop = _Loop()
+                threading.Thread(target=_run, args=(self._loop,), name=self._name, daemon=True).start()
+            loop = self._loop
+        return asyncio.run_coroutine_threadsafe(coroutine, loop)
+
+    def resolve(self, value: object) -> object:
+        """The value; if it is awaitable, run it on the loop, wait on this thread, and return its result."""
+        if not inspect.isawaitable(value):
+            return value
+
+        async def awaited() -> object:
+            return await value
+
+        return self.submit(awaited()).result()
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call a function on the loop, so that code that blocks the loop also delays this call; without a loop, call it
+        here.
+        """
+        if (loop := self._loop) is None:
+            function()
+        else:
+            loop.call_soon_threadsafe(function)
 
     def end(self) -> None:
-        """Stop; called on the loop's thread."""
+        """Cancel all tasks on the loop and end it; a thread that a coroutine blocks is abandoned."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(_cancel_and_end, loop)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop shared by coroutines, any of which may call `stop`; therefore `stop` does nothing."""
+
+    def stop(self) -> None:
+        """Do nothing: other coroutines still run on this loop."""
+
+    def end(self) -> None:
+        """Stop the loop; must be called on its thread."""
         super().stop()
 
 
-def start_loop(name: str) -> UsersLoop:
-    """Start an event loop on a daemon thread of this name; its `end`, called on that thread, ends it.
-
-    SystemExit and KeyboardInterrupt in a task leave asyncio's loop after the task has them as its exception. They are
-    an error of that task alone: here the loop continues.
-    """
-    loop = UsersLoop()
-    threading.Thread(target=_run, args=(loop,), name=name, daemon=True).start()
-    return loop
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run(loop: _Loop) -> None:
     asyncio.set_event_loop(loop)
     stopped = False
     while not stopped:
-        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):  # also the exception of the task that raised it
             loop.run_forever()
             stopped = True
     loop.close()
+
+
+def _cancel_and_end(loop: _Loop) -> None:
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    ended = asyncio.gather(*tasks, return_exceptions=True)
+    ended.add_done_callback(lambda _: loop.end())
+    if not tasks:
+        loop.end()

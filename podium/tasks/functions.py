@@ -9,8 +9,8 @@ A function gets the arguments that its parameters name:
 
     completion    the text; the function returns one number
     completions   the texts of all completions of the prompt; the function returns one number for each
-    num_tokens    the completion's tokens; beside `completions`, a list
-    transcript    the messages of a conversation after its prompt; beside `completions`, `transcripts`, a list of them
+    num_tokens    the completion's tokens; with `completions`, a list
+    transcript    the messages of a conversation after its prompt; with `completions`, `transcripts`, a list of them
     environment   the environment of a conversation after its end
     row           the prompt's row of the data: `question`, `answer` and whatever else it has
     any other     the row's column of that name, or the parameter's default
@@ -51,14 +51,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from podium.config.imports import imported
 from podium.plain import copied, number_of, traceback_of
-from podium.tasks.event_loop import UsersLoop, start_loop
+from podium.tasks.event_loop import LoopThread
 from podium.tasks.task import Graded, Prompt
 from podium.terminal import harmless
 
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.5
-"""Seconds before the first retry of a call; doubled for each further retry."""
+"""Seconds before the first retry of a call; doubled for each subsequent retry."""
 STUCK_S = 1.0
 """Seconds in which the loop of async functions must respond after a call was too slow."""
 SHOWN_CHARS = 2_000
@@ -69,7 +69,7 @@ CANCELLED = (
 )
 
 TRL_NAMES = frozenset({"prompts", "completion_ids", "environments"})
-"""Parameters that only functions for TRL's GRPOTrainer have."""
+"""Parameter names that only functions for TRL's GRPOTrainer use."""
 OF_ENVIRONMENT = frozenset({"environment", "environments"})
 OF_TRAINER = frozenset({"trainer_state", "log_extra", "log_metric"})
 """Arguments that TRL's trainer passes and Podium does not; parameters with these names need a default."""
@@ -92,11 +92,11 @@ class FunctionError(ValueError):
     """A reward function raised, or did not return a finite number; the message has its traceback."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(harmless(message))  # it may quote what a model wrote
+        super().__init__(harmless(message))  # the message may quote text written by a model
 
 
 class _RaisedError(Exception):
-    """What a function raised, as a traceback."""
+    """Carries the traceback of what a function raised."""
 
 
 class Part(NamedTuple):
@@ -130,7 +130,9 @@ class RewardFunction:
     """A reward function, and the arguments that its signature names."""
 
     def __init__(self, name: str) -> None:
-        """Import the function with this name. Raises ValueError if there is none, or its signature is unsuitable."""
+        """Import the function with this name. Raises ValueError if it does not exist, or its signature is
+        unsuitable.
+        """
         self.name = name
         self.call = imported(name, what="a part of the reward")
         if not callable(self.call):
@@ -142,25 +144,25 @@ class RewardFunction:
             problem = f"*{unnamed[0]} does not" if unnamed else "it has none"
             rule = "completion, completions, num_tokens, row, columns of the data, or TRL's with **kwargs"
             raise ValueError(
-                f"{name!r}: its parameters say what it is given, and {problem}; name what it reads: {rule}"
+                f"{name!r}: its parameter names determine its arguments, and {problem}; name its parameters: {rule}"
             )
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         self.parameters = {key: each for key, each in parameters.items() if each.kind in named}
         self.like_trl = self.takes_all or not TRL_NAMES.isdisjoint(self.parameters)
         self.of_environment = not OF_ENVIRONMENT.isdisjoint(self.parameters)
-        """Whether it asks for environments."""
-        self.of_group = self.like_trl or "completions" in self.parameters
+        """Whether a parameter requests environments."""
+        self.of_group: bool = self.like_trl or "completions" in self.parameters
         if self.of_group and "completion" in self.parameters:
             beside = "completions" if "completions" in self.parameters else "TRL's prompts, completion_ids or **kwargs"
             raise ValueError(f"{name!r} has both completion and {beside}; keep one")
         call = getattr(self.call, "__call__", self.call)  # noqa: B004 - an object's method may be async
-        self.is_async = inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(call)
+        self.is_async: bool = inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(call)
         self.settings: CallSettings = getattr(self.call, "__podium_reward__", CallSettings())
 
     def check(self, prompt: Prompt, *, environment: bool = False) -> None:
         """Raise ValueError if the prompt's row lacks a column that the function needs.
 
-        `environment`: whether the task has one.
+        `environment`: whether the task has an environment.
         """
         self._arguments(prompt, [Graded(text="", tokens=(), environment=object() if environment else None)])
 
@@ -175,11 +177,11 @@ class RewardFunction:
             if name in known or parameter.default is not parameter.empty:
                 continue
             if name in OF_ENVIRONMENT:
-                raise ValueError(
-                    f"reward {self.name} asks for {name!r}, and its task has no `environment`; give it one"
-                )
+                raise ValueError(f"reward {self.name} asks for {name!r}, and its task has no `environment`; set one")
             if name in OF_TRAINER:
-                raise ValueError(f"reward {self.name} asks for {name!r}, which only TRL has; give it a default")
+                raise ValueError(
+                    f"reward {self.name} asks for {name!r}, which exists only in TRL; give the parameter a default"
+                )
             raise ValueError(
                 f"reward {self.name} asks for {name!r}, and the row of prompt {prompt.id} has"
                 f" {', '.join(_row(prompt))}; rename the parameter or the column"
@@ -219,7 +221,8 @@ def _known_to_trl(prompt: Prompt, group: Sequence[Graded]) -> Mapping[str, objec
             "num_tokens": [each.num_tokens for each in group],
             "prompts": [prompt.question if messages is None else copied(messages) for _ in group],
             "completions": [
-                copied(list(each.transcript)) or (each.text if messages is None else [_answer(each.text)])
+                copied(list(each.transcript))
+                or (each.text if messages is None else [{"role": "assistant", "content": each.text}])
                 for each in group
             ],
             "completion_ids": [list(each.tokens) for each in group],
@@ -227,33 +230,17 @@ def _known_to_trl(prompt: Prompt, group: Sequence[Graded]) -> Mapping[str, objec
     )
 
 
-def _answer(text: str) -> dict[str, str]:
-    """A completion as a message of a conversation."""
-    return {"role": "assistant", "content": text}
-
-
 class GroupFunction(Protocol):
     """What grades completions of a prompt: a `RewardFunction`, or a judge (`podium.tasks.judges`)."""
 
-    @property
-    def name(self) -> str:
-        """Its part of the reward."""
-        ...
-
-    @property
-    def settings(self) -> CallSettings:
-        """How it is called."""
-        ...
-
-    @property
-    def is_async(self) -> bool:
-        """Whether `call` is a coroutine function; otherwise it is called in a thread."""
-        ...
-
-    @property
-    def of_group(self) -> bool:
-        """Whether `call` returns a list of numbers or None instead of one number."""
-        ...
+    name: str
+    """Name of its part of the reward."""
+    settings: CallSettings
+    """Time limit, retries and concurrency of calls."""
+    is_async: bool
+    """Whether `call` is a coroutine function; otherwise it is called in a thread."""
+    of_group: bool
+    """Whether `call` returns a list of numbers or None instead of one number."""
 
     @property
     def call(self) -> Callable[..., Any]:
@@ -265,7 +252,7 @@ class GroupFunction(Protocol):
         ...
 
     def arguments(self, prompt: Prompt, group: Sequence[Graded]) -> list[dict[str, object]]:
-        """The arguments of each call, each for as many of the group's completions."""
+        """The arguments of each call; every call is for the same number of the group's completions."""
         ...
 
 
@@ -278,12 +265,10 @@ class FunctionGrader:
         environments: Sequence[bool],
         judges: Mapping[str, GroupFunction] = MappingProxyType({}),
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            rewards: each task's names of functions and judges.
+        """Create it without starting the thread. Args:
+            rewards: names of each task's functions and judges.
             environments: whether each task has an environment.
-            judges: by name.
+            judges: settings of the judges, by name.
 
         Raises:
             ValueError: a name is invalid.
@@ -292,9 +277,9 @@ class FunctionGrader:
         self._functions: Sequence[Sequence[GroupFunction]] = [
             [judges.get(name) or RewardFunction(name) for name in names] for names in rewards
         ]
-        self._loop: UsersLoop | None = None
-        self._users_loop: UsersLoop | None = None
-        """Runs functions that are async; what blocks it stops no clock of `_loop`."""
+        self._loop = LoopThread("rewards")
+        self._users_loop = LoopThread("async rewards")
+        """Runs async functions; a function that blocks this loop does not delay the time limits on `_loop`."""
         self._limits: dict[str, asyncio.Semaphore] = {}
         self._warned: set[str] = set()
 
@@ -312,26 +297,20 @@ class FunctionGrader:
             done: Future[list[dict[str, Part]]] = Future()
             done.set_result([{} for _ in group])
             return done
-        return asyncio.run_coroutine_threadsafe(self._group(task, prompt, group), self._started())
+        return self._loop.submit(self._group(task, prompt, group))
 
     def close(self) -> None:
-        """Cancel running calls and end the thread."""
-        for loop in (self._loop, self._users_loop):
-            if loop is not None:
-                loop.call_soon_threadsafe(_cancel_and_end, loop)
-        self._loop = self._users_loop = None
-
-    def _started(self) -> UsersLoop:
-        if self._loop is None:
-            self._loop = start_loop("rewards")
-        return self._loop
+        """Cancel running calls and end the threads."""
+        self._loop.end()
+        self._users_loop.end()
 
     def _begun(
         self, function: GroupFunction, arguments: Mapping[str, object], completions: int
     ) -> "asyncio.Future[list[Part]]":
-        """Begin a call, whose result is its values. Nothing of the user's runs on the grader's own loop."""
+        """Begin a call; the future's result is its values. No code of the user runs on the grader's own loop."""
         if not function.is_async:
-            # numbers are read there too: a generator, or a number's own conversion, is the user's code as well
+            # results are converted to numbers there too: a generator, or a number's own conversion, is also the user's
+            # code
             return _in_thread(lambda: _parts(function, function.call(**arguments), completions))
 
         async def awaited() -> list[Part]:
@@ -342,18 +321,15 @@ class FunctionGrader:
                     error.add_note(CANCELLED)
                     raise
 
-        if self._users_loop is None:
-            self._users_loop = start_loop("async rewards")
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(awaited(), self._users_loop))
+        return asyncio.wrap_future(self._users_loop.submit(awaited()))
 
     async def _replace_stuck_loop(self) -> None:
-        """Use another loop for later calls if a function that is async blocks the loop instead of awaiting."""
-        if (loop := self._users_loop) is None:
-            return
-        alive = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
+        """Use a new loop for later calls if an async function blocks the loop instead of awaiting."""
+        loop = self._users_loop
+        alive = asyncio.wrap_future(loop.submit(asyncio.sleep(0)))
         await asyncio.wait((alive,), timeout=STUCK_S)
         if not alive.done() and self._users_loop is loop:
-            self._users_loop = None
+            self._users_loop = LoopThread("async rewards")
 
     async def _group(self, task: int, prompt: Prompt, group: Sequence[Graded]) -> list[dict[str, Part]]:
         functions = self._functions[task]
@@ -399,13 +375,16 @@ class FunctionGrader:
             else:
                 problem = None
                 begun.cancel()
-                await self._replace_stuck_loop()
+                if function.is_async:
+                    await self._replace_stuck_loop()
         if problem is not None:
             raise FunctionError(f"reward {function.name} failed:\n{problem}")
         if function.name not in self._warned:
             self._warned.add(function.name)
             logger.warning(
-                "reward %s took longer than %g s; it counts as 0, and so will others", function.name, settings.timeout_s
+                "reward %s took longer than %g s; it counts as 0, and so will later cases",
+                function.name,
+                settings.timeout_s,
             )
         return [Part(0.0, timed_out=True)] * completions
 
@@ -443,7 +422,9 @@ def _named_errors() -> Iterator[None]:
         yield
     except FunctionError:
         raise
-    except BaseException as error:  # SystemExit, KeyboardInterrupt, StopIteration, and a CancelledError of its own
+    except (
+        BaseException
+    ) as error:  # SystemExit, KeyboardInterrupt, StopIteration, and a CancelledError that it raises itself
         raise _RaisedError(traceback_of(error)) from None
 
 
@@ -453,7 +434,7 @@ def _in_thread(call: Callable[[], list[Part]]) -> "asyncio.Future[list[Part]]":
     future: asyncio.Future[list[Part]] = loop.create_future()
 
     def give(pass_on: Callable[[], None]) -> None:
-        if not future.done():  # otherwise it has timed out
+        if not future.done():  # otherwise the call has timed out
             pass_on()
 
     def run() -> None:
@@ -470,16 +451,6 @@ def _in_thread(call: Callable[[], list[Part]]) -> "asyncio.Future[list[Part]]":
 
 
 def _ignore_late_errors(call: "asyncio.Future[list[Part]]") -> None:
-    """Keep asyncio from logging what a call raises after its time limit."""
+    """Keep asyncio from logging an exception that a call raises after its time limit."""
     if not call.cancelled():
         call.exception()
-
-
-def _cancel_and_end(loop: UsersLoop) -> None:
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    ended = asyncio.gather(*tasks, return_exceptions=True)
-    ended.add_done_callback(lambda _: loop.end())
-    if not tasks:
-        loop.end()

@@ -1,61 +1,53 @@
-"""Grades completions in other processes, in parallel with the step, with a hard time limit for each answer.
+"""Grades completions in separate processes, in parallel with the training step, with a hard time limit for each answer.
 
 Nothing that a model writes can stop a run: a worker that times out or dies on an answer is replaced, and the answer
 counts as wrong. A bug in a grader does stop the run, with an error that contains everything needed to reproduce it.
 """
 
-import contextlib
 import functools
 import itertools
 import logging
-import pickle
-import queue
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 from podium.config.schema import GradingConfig, TaskConfig
-from podium.plain import message_of
-from podium.tasks.child_environment import child_environment
+from podium.plain import without_middle
 from podium.tasks.conversations.environment_forms import machine_checks
 from podium.tasks.functions import FunctionGrader, Part
-from podium.tasks.grading_worker import BEGUN, Item, Outcome, grade_item
+from podium.tasks.grading_worker import Item, Outcome, grade_item
 from podium.tasks.judges import Judge, JudgeCounts, ReplyStore
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.registry import make_task, task_labels
 from podium.tasks.rewards import LengthLimits, label, make_reward, named_parts, own_functions
 from podium.tasks.task import Graded, Reward
-from podium.tasks.worker_process import START_LIMIT_S, WorkerProcess
+from podium.tasks.workers import Answer, Lost, UnsendableError, WorkerPool
 from podium.terminal import harmless
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 """Seconds between two calls of `on_poll` while rewards are awaited."""
-BEGIN_LIMIT_S = 5.0
-"""Seconds in which a process that grades nothing must take an item, and begin with it."""
-MOST_LOST = 3
-"""Processes in a row that may end between two answers."""
 CHUNK = 16
 """Maximum number of items sent to a worker at a time."""
-SHOWN_CHARS = 2_000
-"""Characters of the question and the completion shown in an error, from each end."""
+SHOWN_CHARS = 4_000
+"""Most characters of the question, and of the completion, that an error shows."""
 
 
 Submission = tuple[TaskPrompt, Graded]
-"""A completion to grade, with the prompt that it answers."""
+"""A completion to grade, with its prompt."""
 
 
 NOT_ASKED = Outcome("graded")
-"""The outcome of an answer that its task does not grade."""
+"""The outcome for an answer that the task itself does not grade."""
 
 
 class GradingError(ValueError):
     """A task's grader has a bug; the message has the task, the prompt, the completion and the traceback."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(harmless(message))  # it may quote what a model wrote
+        super().__init__(harmless(message))  # the message may quote text written by a model
 
 
 class Grading:
@@ -84,12 +76,12 @@ class Grading:
                 on_poll()
                 found = wait(found.not_done, POLL_S, FIRST_EXCEPTION)
             for future in found.done:
-                future.result()  # raises the first error, though others are still being graded
+                future.result()  # raises the first error, even while other items are still being graded
             outcomes = [outcome for chunk in self._chunks for outcome in chunk.result()]
             return self._rewards(outcomes, [parts for group in self._own for parts in group.result()])
         finally:
             for future in (*self._chunks, *self._own):
-                future.cancel()  # items queued behind the one with the bug
+                future.cancel()  # items queued after the one with the bug
 
 
 class Grader:
@@ -108,13 +100,8 @@ class Grader:
         self._configs = list(tasks)
         self._labels = task_labels(tasks)
         self._limits = LengthLimits(max_new_tokens, config.overlong_buffer_tokens)
-        self._timeout_s = config.timeout_s
-        self._variables = child_environment(config.judges)
         self._warned = False
         self._warned_unrewarded = False
-        self._closed = False
-        self._not_started: OSError | None = None
-        """Why a process could not be restarted; if set, nothing can be graded any more."""
         self._own_tasks = [make_task(task) for task in tasks] if config.workers == 0 else []
         used = {name for task in tasks for name in named_parts(task)}
         asked = [judge for judge in config.judges if judge.name in used]
@@ -126,10 +113,13 @@ class Grader:
             self._judges,
         )
         self._threads = ThreadPoolExecutor(config.workers or 1, thread_name_prefix="grading")  # one per worker
-        self._workers = {_Worker(self._configs, self._timeout_s, self._variables) for _ in range(config.workers)}
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
+        self._pool = WorkerPool(
+            "grading",
+            "podium.tasks.grading_worker",
+            setup=(self._configs, config.timeout_s),
+            workers=config.workers,
+            hidden=[judge.key_env for judge in config.judges if judge.key_env],
+        )
 
     def grade(self, items: Sequence[Submission]) -> list[Reward]:
         """Grade completions; returns their rewards in order."""
@@ -159,7 +149,8 @@ class Grader:
         return config.rewards.get("correct", 0.0) if config.correct == "correct" else 0.0
 
     def check(self, prompts: Sequence[TaskPrompt]) -> list[str]:
-        """Check that everything can be graded here; returns what tasks and tools say of this machine, in lines.
+        """Check that everything can be graded here; returns lines in which tasks and tools describe how code runs on
+        this machine.
 
         Raises ValueError if a task or a tool cannot work here, or a reward function asks for a column that a prompt's
         row lacks.
@@ -171,18 +162,14 @@ class Grader:
         return list(dict.fromkeys(str(check()) for check in checks))
 
     def take_judged(self) -> JudgeCounts:
-        """What all judges were asked since the last call of this."""
+        """Counts of all judges' requests since the last call of this method."""
         return sum((judge.take_counts() for judge in self._judges.values()), JudgeCounts())
 
     def close(self) -> None:
         """End the processes at once and drop unfinished grades."""
-        self._closed = True
         self._functions.close()
-        for worker in list(self._workers):
-            worker.stop()
+        self._pool.close()
         self._threads.shutdown(cancel_futures=True)
-        while not self._idle.empty():
-            self._idle.get().discard()
 
     def _submit_own(self, group: Sequence[Submission]) -> "Future[list[dict[str, Part]]]":
         prompt = group[0][0]
@@ -191,7 +178,7 @@ class Grader:
     def _rewards(
         self, items: Sequence[Submission], outcomes: list[Outcome], own: list[dict[str, Part]]
     ) -> list[Reward]:
-        """The rewards of completions; items whose task only uses functions have no outcome."""
+        """The rewards of completions; items whose task uses only functions have no outcome."""
         graded = iter(outcomes)
         rewards = []
         for (asked, completion), parts in zip(items, own, strict=True):
@@ -217,74 +204,21 @@ class Grader:
         return rewards
 
     def _asks(self, item: Submission) -> bool:
-        """Whether the task itself grades an answer, rather than a function or the environment."""
+        """Whether the task itself grades an answer, instead of a function or the environment."""
         prompt, graded = item
         return graded.paid is None and self._configs[prompt.task].correct == "correct"
 
     def _grade_chunk(self, submissions: Sequence[Submission]) -> list[Outcome]:
-        """Grade a chunk; continue on another worker if one is lost. Runs in a thread."""
-        outcomes: list[Outcome] = []
-        lost = 0
-        while len(outcomes) < len(submissions) and not self._closed:
-            left = submissions[len(outcomes) :]
-            worker = self._idle.get()
-            try:
-                self._check_started()
-                found = worker.grade(self._pickled(left), [prompt.task for prompt, _ in left])
-                outcomes += found
-                lost = 0 if found else lost + 1
-                if lost == MOST_LOST:
-                    raise GradingError(
-                        f"{lost} grading processes in a row ended or stopped before they began to grade: code that"
-                        " runs when the tasks are created ends them"
-                    )
-            except BaseException:
-                worker.stop()  # its remaining answers would not be read
-                if self._closed:  # `close` ended the worker, perhaps before it was ready
-                    break
-                raise
-            finally:
-                self._idle.put(self._living(worker))
-        if self._closed:
-            raise CancelledError("the grader was closed before it graded all answers")
-        return self._without_bugs(submissions, outcomes)
-
-    def _pickled(self, submissions: Sequence[Submission]) -> bytes:
-        """The parts of submissions that a worker needs. Raises GradingError if another process cannot have them."""
+        """Grade a chunk in one of the processes. Runs in a thread."""
         try:
-            return pickle.dumps([_item(submission) for submission in submissions])
-        except Exception as error:  # a row of a user's task may hold anything
+            found = self._pool.answers([_item(submission) for submission in submissions])
+        except UnsendableError as error:
             prompt, _ = submissions[0]
             raise GradingError(
                 f"{self._labels[prompt.task]}, prompt {prompt.prompt.id}: it cannot be sent to a grading process"
-                f" ({message_of(error)}); give its metadata plain values, or set grading.workers to 0"
+                f" ({error}); give its metadata plain values, or set grading.workers to 0"
             ) from error
-
-    def _check_started(self) -> None:
-        """Raise GradingError if a process could not be started."""
-        if self._not_started is not None:
-            raise GradingError(
-                f"a grading process ended and another could not be started ({self._not_started.strerror}); free memory"
-                " or processes on this machine, or lower grading.workers, then continue the run"
-            )
-
-    def _living(self, worker: "_Worker") -> "_Worker":
-        """The worker, or its replacement if it has died; if none can be started, the dead one, so no thread waits."""
-        if worker.alive() or self._closed or self._not_started is not None:
-            return worker
-        try:
-            return self._replaced(worker)
-        except OSError as error:
-            self._not_started = error
-            return worker
-
-    def _replaced(self, worker: "_Worker") -> "_Worker":
-        """Start a new process in place of one that has ended."""
-        worker.discard()
-        self._workers.discard(worker)
-        replacement = _Worker(self._configs, self._timeout_s, self._variables)
-        self._workers.add(replacement)
-        return replacement
+        return self._without_bugs(submissions, [_outcome(each) for each in found])
 
     def _without_bugs(self, submissions: Sequence[Submission], outcomes: list[Outcome]) -> list[Outcome]:
         """Check the outcomes: raise if one is a bug, and log once if one was stopped."""
@@ -293,79 +227,21 @@ class Grader:
                 continue
             name = f"{self._labels[asked.task]}, prompt {asked.prompt.id}"
             if outcome.kind == "bug":
-                message = (
-                    f"the grader of {name} failed; fix it, then continue the run.\n"
-                    f"--- question\n{_cut(asked.prompt.question)}\n"
-                    f"--- reference answer\n{_cut(asked.prompt.answer)}\n--- completion\n{_cut(graded.text)}\n"
-                    f"--- {outcome.message}"
+                prompt = asked.prompt
+                texts = {"question": prompt.question, "reference answer": prompt.answer, "completion": graded.text}
+                told = "".join(f"--- {what}\n{without_middle(text, SHOWN_CHARS)}\n" for what, text in texts.items())
+                raise GradingError(
+                    f"the grader of {name} failed; fix it, then continue the run.\n{told}--- {outcome.message}"
                 )
-                raise GradingError(message)
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "grading of %s was stopped: %s; it counts as %s, and so will others",
+                    "grading of %s was stopped: %s; it counts as %s, and so will later cases",
                     name,
                     outcome.message,
                     f"{outcome.correct:.2g}" if outcome.correct else "wrong",
                 )
         return outcomes
-
-
-class _Worker:
-    """A grading process."""
-
-    def __init__(self, configs: list[TaskConfig], timeout_s: float, variables: Mapping[str, str]) -> None:
-        self._limits_s: list[float] = []
-        """Seconds for an answer of each task, which the process says once it is ready."""
-        self._process = WorkerProcess("podium.tasks.grading_worker", variables)
-        with contextlib.suppress(EOFError, TimeoutError):  # `grade` says so
-            self._process.channel.send(pickle.dumps((configs, timeout_s)), START_LIMIT_S)
-
-    def grade(self, items: bytes, tasks: Sequence[int]) -> list[Outcome]:
-        """One outcome per item of a pickled list, whose tasks are given; fewer if the process was lost.
-
-        The last of them is then `stopped` if the process was lost while it graded that item, and not between two.
-        """
-        self._wait_until_ready()
-        channel, outcomes, begun, limit_s = self._process.channel, list[Outcome](), False, 0.0
-        try:
-            channel.send(pickle.dumps((len(tasks), items)), BEGIN_LIMIT_S)
-            for task in tasks:
-                limit_s = self._limits_s[task]
-                begun = channel.receive(BEGIN_LIMIT_S) == BEGUN
-                outcomes.append(pickle.loads(channel.receive(limit_s)))
-                begun = False
-        except (TimeoutError, EOFError) as error:
-            late = isinstance(error, TimeoutError)
-            self.stop()
-            if begun:
-                ended = f"its process ended with code {self._process.exit_code}"
-                message = f"it took longer than {limit_s:g} s" if late else ended
-                outcomes.append(Outcome("stopped", message=message))
-        return outcomes
-
-    def alive(self) -> bool:
-        """Whether it can still grade."""
-        return self._process.exit_code is None
-
-    def stop(self) -> None:
-        """End the process and its children; can be called from any thread."""
-        self._process.stop()
-
-    def discard(self) -> None:
-        """End the process and close our end of the connection."""
-        self._process.close()
-
-    def _wait_until_ready(self) -> None:
-        if self._limits_s:
-            return
-        try:
-            self._limits_s = pickle.loads(self._process.channel.receive(START_LIMIT_S))
-        except (EOFError, TimeoutError):
-            self.stop()
-            raise RuntimeError(
-                f"a grading process did not create its tasks: it ended (see above), or took {START_LIMIT_S:g} s"
-            ) from None
 
 
 def _prompt_key(submission: Submission) -> tuple[int, str]:
@@ -379,8 +255,7 @@ def _item(submission: Submission) -> Item:
     return Item(prompt.task, prompt.prompt, graded.text)
 
 
-def _cut(text: str) -> str:
-    """A text as errors show it: without its middle if it is very long."""
-    if len(text) > 2 * SHOWN_CHARS:
-        text = f"{text[:SHOWN_CHARS]}\n[... {len(text) - 2 * SHOWN_CHARS} characters ...]\n{text[-SHOWN_CHARS:]}"
-    return text
+def _outcome(found: Answer | Lost) -> Outcome:
+    if isinstance(found, Lost):
+        return Outcome("stopped", message=found.why)
+    return Outcome("bug", message=found.problem) if found.problem else found.value

@@ -1,29 +1,23 @@
 """The grading process: started by `podium.tasks.grading`, which calls `main` in it.
 
-It reads task configs, answers with the seconds that an answer of each task may take, and then reads lists of items. Of
-each item it says that it begins with it, and then how grading ended. It has no time limit of its own: the parent kills
-it if necessary.
+Its setup is the configs of the tasks and `grading.timeout_s`. It creates the tasks, and then grades one item at a time.
 """
 
-import contextlib
-import pickle
 import signal
-from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from podium.plain import number_of, traceback_of
 from podium.tasks.registry import make_task
 from podium.tasks.task import OutOfTime, Prompt, Task
-from podium.tasks.worker_process import join_parent, leave_to_parent
+from podium.tasks.worker_process import leave_to_parent
+from podium.tasks.workers import Parent
 
 MEMORY_BYTES = 2 << 30
-"""Memory that one grade may allocate beyond what the process has once its tasks are made."""
-BEGUN = b"begun"
-"""Sent before each item is graded."""
+"""Memory that one grade may allocate in addition to what the process uses once its tasks are created."""
 
 
 class Item(NamedTuple):
-    """One answer to grade."""
+    """An answer to grade, as sent to the process."""
 
     task: int
     prompt: Prompt
@@ -48,7 +42,7 @@ def grade_item(task: Task, item: Item) -> Outcome:
         return Outcome("stopped", message=f"it took more than {MEMORY_BYTES >> 30} GiB of memory")
     except BaseException as error:  # SystemExit and CancelledError are bugs as well
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not leave_to_parent:
-            raise  # Ctrl-C, where grading has no process of its own
+            raise  # Ctrl-C, if grading runs in the trainer's process
         return Outcome("bug", message=traceback_of(error))
     if isinstance(correct, float):
         return Outcome("graded", correct=correct)
@@ -56,40 +50,21 @@ def grade_item(task: Task, item: Item) -> Outcome:
 
 
 def _paid(value: object) -> float | str:
-    """A grade, or the text of what is none."""
+    """A valid grade as a float, or the text of an invalid one."""
     number = number_of(value)
     return number if number is not None and 0 <= number <= 1 else f"{value!r:.80}"
 
 
-def grading_limit_s(task: Task, timeout_s: float) -> float:
-    """Seconds in which a task must have graded an answer: `timeout_s`, or more if the task limits itself to that."""
-    return max(timeout_s, getattr(task, "grading_limit_s", 0.0))
-
-
 def main(connection: int, lifeline: int) -> None:
-    """Grade until the parent ends this process, or ends itself."""
-    channel = join_parent(connection, lifeline)
-    configs, timeout_s = pickle.loads(channel.receive())
+    """Grade until the parent ends this process, or the parent itself ends."""
+    parent = Parent(connection, lifeline)
+    configs, timeout_s = parent.setup()
     tasks = [make_task(config) for config in configs]
     _limit_memory()
-    channel.send(pickle.dumps([grading_limit_s(task, timeout_s) for task in tasks]))
-    with contextlib.suppress(EOFError):
-        while True:
-            count, items = pickle.loads(channel.receive())
-            for outcome in _outcomes(tasks, count, items):
-                channel.send(BEGUN if outcome is None else pickle.dumps(outcome))
-
-
-def _outcomes(tasks: Sequence[Task], count: int, data: bytes) -> Iterator[Outcome | None]:
-    """For each of `count` items, which are pickled: None as it begins, and its outcome."""
-    try:
-        items: list[Item] = pickle.loads(data)
-    except BaseException as error:  # classes in a row of the data that are not importable here
-        yield from [None, Outcome("bug", message=traceback_of(error))] * count
-        return
-    for item in items:
-        yield None
-        yield grade_item(tasks[item.task], item)
+    parent.serve(
+        lambda item: grade_item(tasks[item.task], item),
+        limit_s=lambda item: max(timeout_s, getattr(tasks[item.task], "grading_limit_s", 0.0)),
+    )
 
 
 def _limit_memory() -> None:

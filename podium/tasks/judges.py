@@ -1,7 +1,7 @@
-"""Judges: language models on OpenAI-compatible servers, which are asked for a number for each answer.
+"""Judges: language models on OpenAI-compatible servers that score each answer with a number.
 
-A reply is stored in the run's folder under a hash of its request before it counts, so a run that is continued asks
-nothing twice. Only the standard library's HTTP is used: it follows no redirect, so the key goes to no other server.
+A reply is stored in the run's folder under a hash of its request before it is used, so a resumed run repeats no
+request. Only the standard library's HTTP is used: it follows no redirect, so the key goes to no other server.
 """
 
 import contextlib
@@ -31,29 +31,29 @@ RULES = (
 SCORE = re.compile(r"SCORE\W{0,8}?(-?\d{1,18}(?:\.\d{1,18})?)", re.IGNORECASE)
 """A number in a reply; the last one counts."""
 LETTERS = re.compile(r"[^0-9A-Za-z]+")
-"""What is left out where a key is looked for: a message may quote it or break its line."""
+"""Removed before searching a message for the key: a message may quote the key or break it across lines."""
 REPEATABLE = frozenset({408, 409, 425, 429, *range(500, 600)})
 """Status codes after which a request is repeated."""
 LONGEST_REPLY = 4_000_000
-"""Bytes of a reply that are read; a longer one is no reply."""
+"""Maximum bytes of a reply; a longer one is an error."""
 LONGEST_PAUSE_S = 60.0
 SHOWN_CHARS = 300
-"""Characters of a server's own message in an error."""
+"""Characters of a server's message shown in an error."""
 
 
 class JudgeError(FunctionError):
-    """A server does not answer, or refuses the request; the message has the judge's name, the reason and a way out."""
+    """A server does not answer, or refuses the request; the message has the judge's name, the reason and a remedy."""
 
 
 class JudgeCounts(NamedTuple):
-    """What judges were asked."""
+    """Counts of requests to judges."""
 
     requests: int = 0
-    """Requests sent, repeated ones included."""
+    """Requests sent, including retries."""
     tokens: int = 0
     """Tokens of requests and replies, as the servers count them."""
     cached: int = 0
-    """Grades that were read from replies of before."""
+    """Grades taken from stored replies."""
     ungraded: int = 0
     """Replies without a number."""
 
@@ -63,7 +63,7 @@ class JudgeCounts(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a judge has said of an answer."""
+    """A judge's reply about an answer."""
 
     text: str
     tokens: int
@@ -73,7 +73,7 @@ class ReplyStore:
     """The replies of judges by the hash of their request: in memory, and as lines of a file if there is one."""
 
     def __init__(self, path: Path | None) -> None:
-        """Read the file; a line that was cut by the end of a process is dropped."""
+        """Read the file; an incomplete last line, left by a process that was killed, is dropped."""
         self._path, self._lock = path, threading.Lock()
         self._replies: dict[str, Reply] = {}
         self._asking: dict[str, threading.Lock] = {}
@@ -90,7 +90,7 @@ class ReplyStore:
         path.write_bytes(whole)
 
     def lock_of(self, request: str) -> threading.Lock:
-        """The lock of the request with this hash; who holds it may ask for a reply."""
+        """The lock of the request with this hash; it must be held to send the request."""
         with self._lock:
             return self._asking.setdefault(request, threading.Lock())
 
@@ -99,7 +99,7 @@ class ReplyStore:
         return self._replies.get(request)
 
     def add(self, request: str, reply: Reply) -> None:
-        """Keep a reply; it is on the disk when this returns."""
+        """Store a reply; it is on disk when this returns."""
         with self._lock:
             self._replies[request] = reply
             if self._path is None:
@@ -114,17 +114,17 @@ class Judge:
     """A judge as a reward function; its calls block, and are made in threads."""
 
     is_async = False
-    of_group = True  # a call returns a list, of one number or None
+    of_group = True  # a call returns a list with one number or None
     of_environment = False
 
     def __init__(self, config: JudgeConfig, store: ReplyStore, pause: Callable[[float], None] = time.sleep) -> None:
-        """Set how the server is asked; nothing is sent. Raises ValueError if the key's variable is not set."""
+        """Prepare requests to the server; nothing is sent yet. Raises ValueError if the key's variable is not set."""
         self.name, self._config, self._store, self._pause = config.name, config, store, pause
         key = os.environ.get(config.key_env, "") if config.key_env else ""
         if config.key_env and not (key and key.isascii() and key.isprintable()):
             raise ValueError(
                 f"judge {config.name}: the environment variable {config.key_env} (key_env) is not set to a key; export"
-                " it on every host of the run, or leave key_env out if the server asks for none"
+                " it on every host of the run, or remove key_env if the server needs no key"
             )
         self._key = key
         whole_s = (config.retries + 1) * (config.timeout_s + LONGEST_PAUSE_S)
@@ -132,19 +132,21 @@ class Judge:
         self._lock, self._counts = threading.Lock(), JudgeCounts()
 
     def check(self, prompt: Prompt, *, environment: bool = False) -> None:
-        """Nothing can be missing in a prompt."""
+        """Accept every prompt: a judge needs nothing from its row."""
 
     def arguments(self, prompt: Prompt, group: Sequence[Graded]) -> list[dict[str, object]]:
         """The arguments of each call: one for each completion."""
         return [{"prompt": prompt, "graded": each} for each in group]
 
     def call(self, prompt: Prompt, graded: Graded) -> list[float | None]:
-        """The grade of an answer, 0 to 1; None: the reply has no number from `lowest` to `highest`.
+        """The grade of an answer, 0 to 1; None if the reply has no number from `lowest` to `highest`.
 
         Raises JudgeError if the server does not answer, or refuses the request.
         """
         body = self._request(prompt, graded)
-        request = hashlib.sha256(f"{self.name}\n{body}".encode()).hexdigest()  # wherever the model is served
+        request = hashlib.sha256(
+            f"{self.name}\n{body}".encode()
+        ).hexdigest()  # the hash is independent of the server's URL
         with self._store.lock_of(request):  # equal answers wait for the first one's reply
             reply = self._store.find(request)
             self._count(JudgeCounts(cached=int(reply is not None)))
@@ -156,7 +158,7 @@ class Judge:
         return [grade]
 
     def take_counts(self) -> JudgeCounts:
-        """What was asked since the last call of this."""
+        """Counts of requests since the last call of this method."""
         with self._lock:
             counts, self._counts = self._counts, JudgeCounts()
         return counts
@@ -166,7 +168,7 @@ class Judge:
             self._counts += more
 
     def _request(self, prompt: Prompt, graded: Graded) -> str:
-        """The body of the request for an answer, the same at any time."""
+        """The body of the request for an answer; it is deterministic."""
         config = self._config
         before = list(prompt.messages or [{"role": "user", "content": prompt.question}])
         said = list(graded.transcript) or [{"role": "assistant", "content": graded.text}]
@@ -188,7 +190,7 @@ class Judge:
         return (number - lowest) / (highest - lowest)
 
     def _asked(self, body: str) -> Reply:
-        """The server's reply, after as many repetitions as it takes. Raises JudgeError."""
+        """The server's reply, with retries as configured. Raises JudgeError if all fail."""
         problem, config = "", self._config
         for attempt in range(config.retries + 1):
             try:
@@ -202,20 +204,20 @@ class Judge:
                 problem = f"status {status}: {self._shown(data)}"
                 if status != 200 and status not in REPEATABLE:
                     self._count(JudgeCounts(requests=1))
-                    raise self._error(f"refuses the request ({problem})", "mend url, model or key_env in the config")
+                    raise self._error(f"refuses the request ({problem})", "correct url, model or key_env in the config")
             self._count(JudgeCounts(requests=1))
             if attempt < config.retries:
                 self._pause(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt if wait is None else wait))
         raise self._error(
-            f"has not answered {config.retries + 1} times, the last time by {problem}",
-            "look after it, or raise timeout_s or retries",
+            f"failed to answer {config.retries + 1} times, the last time with {problem}",
+            "check the server, or raise timeout_s or retries",
         )
 
     def _shown(self, data: bytes) -> str:
-        """The beginning of what a server says, for an error; nothing of it if it repeats the key."""
+        """The beginning of a server's message, for an error; withheld if the message repeats the key."""
         text = data.decode("utf-8", "replace")
         if self._key and LETTERS.sub("", self._key) in LETTERS.sub("", text):
-            return "a message that repeats the key, and is not shown"
+            return "a message that is not shown because it repeats the key"
         return repr(text[:SHOWN_CHARS])
 
     def _error(self, what: str, way_out: str) -> JudgeError:
@@ -223,22 +225,22 @@ class Judge:
 
 
 def _post(url: str, body: str, key: str, timeout_s: float) -> tuple[int, float | None, bytes]:
-    """Send a chat request; returns the status, the seconds that the server asks to wait, and the data.
+    """Send a chat request; returns the status, the requested delay in seconds, and the data.
 
-    Raises OSError or HTTPException if there is no whole answer within `timeout_s`.
+    Raises OSError or HTTPException if no complete answer arrives within `timeout_s`.
     """
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.netloc, timeout=timeout_s)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     late = threading.Event()
-    sockets: list[socket.socket] = []  # the connection forgets its socket when the answer begins
+    sockets: list[socket.socket] = []  # the connection drops its reference to the socket when the answer begins
 
     def end() -> None:
         late.set()
         for each in sockets:
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # ends what the other thread reads
+                each.shutdown(socket.SHUT_RDWR)  # ends the read on the other thread
 
     timer = threading.Timer(timeout_s, end)
     timer.daemon = True
@@ -262,7 +264,7 @@ def _post(url: str, body: str, key: str, timeout_s: float) -> tuple[int, float |
 
 
 def _seconds(text: str | None) -> float | None:
-    """The seconds of a header Retry-After, a number or a date; None if it says nothing."""
+    """The delay in seconds from a header Retry-After, which is a number or a date; None if absent or invalid."""
     if text is None:
         return None
     if text.strip().isascii() and text.strip().isdigit():
@@ -274,7 +276,9 @@ def _seconds(text: str | None) -> float | None:
 
 
 def _reply_in(data: bytes) -> Reply | None:
-    """The text of a chat completion and its tokens; None if the data is none. The text of a refusal is empty."""
+    """The text and token count of a chat completion; None if the data is not a chat completion. The text of a refusal
+    is empty.
+    """
     try:
         found = json.loads(data)
         message = found["choices"][0]["message"]

@@ -1,4 +1,4 @@
-"""Reads conversations from rows of data, in the forms in which they are published, without losing a part of them."""
+"""Reads conversations from rows of data, in the published formats, without losing any part of them."""
 
 import json
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ def read_messages(what: str, value: object) -> list[Message]:
     arguments of calls become objects where they are JSON text.
 
     Args:
-        what: begins the errors: the place and the column.
+        what: begins error messages: the location and the column.
         value: a list of `{role, content}`; an assistant's message may have `tool_calls` instead of content.
 
     Raises:
-        ValueError: it is not a conversation, or has content that is not text.
+        ValueError: the value is not a conversation, or has content that is not text.
     """
     if not isinstance(value, list) or not value:
         rule = "a list of {role: system, user, assistant or tool, content: text}"
@@ -32,7 +32,8 @@ def text_of(message: Mapping[str, object]) -> str:
 
 
 def said_by_assistant(what: str, message: Mapping[str, object]) -> str:
-    """The text of an assistant's message that is to be learned. Raises ValueError if it has calls, which are no text.
+    """The text of an assistant's message that is to be learned. Raises ValueError if the message has calls, which are
+    not text.
 
     `what` begins the error.
     """
@@ -45,7 +46,8 @@ def said_by_assistant(what: str, message: Mapping[str, object]) -> str:
 
 
 def refuse_tools(location: str, row: Mapping[str, object]) -> None:
-    """Raise ValueError if a row has its own tool schemas, which no conversation from data shows the model.
+    """Raise ValueError if a row has its own tool schemas, because conversations from data do not pass them to the
+    model.
 
     `location` begins the error.
     """
@@ -65,7 +67,7 @@ def _message(what: str, value: object) -> Message:
     if calls is not None:
         message["tool_calls"] = _calls(what, calls)
     message["content"] = _content(what, message.get("content", "" if calls else None))
-    if calls == []:  # as tables have it for messages without calls
+    if calls == []:  # tables have an empty value for messages without calls
         del message["tool_calls"]
     return message
 
@@ -98,7 +100,9 @@ def _calls(what: str, calls: object) -> list[Message]:
 
 
 def _arguments(what: str, arguments: object) -> dict[str, object]:
-    """A call's arguments as an object. OpenAI's form is JSON text; a table fills absent arguments with null."""
+    """A call's arguments as an object. OpenAI's format has them as JSON text; tables fill absent arguments with
+    null.
+    """
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

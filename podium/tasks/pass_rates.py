@@ -1,7 +1,7 @@
 """How often a model solves each training prompt: the file that `podium filter` writes and training reads.
 
 The first line says what was measured: the model, the data of each task, and the number of answers to each prompt. Each
-further line is a prompt. Prompts are known by task and id; a file of other data or of another model is refused.
+further line is a prompt. Prompts are identified by task and id; a file of other data or of another model is refused.
 """
 
 import hashlib
@@ -22,13 +22,13 @@ class Measured(TypedDict):
     data: dict[str, str]
     """Number and digest of each task's training prompts, by the task's label."""
     samples: int
-    """Answers to each prompt."""
+    """Number of answers to each prompt."""
     sampling: dict[str, float]
-    """With which they were drawn, for readers."""
+    """Sampling settings of the answers; only for information."""
 
 
 class PassRate(TypedDict):
-    """A further line of the file: a prompt."""
+    """Each further line of the file: a prompt."""
 
     task: str
     prompt: str
@@ -38,7 +38,7 @@ class PassRate(TypedDict):
 
 
 class PassRates(NamedTuple):
-    """What a file holds."""
+    """The content of a file."""
 
     path: Path
     measured: Measured
@@ -46,10 +46,10 @@ class PassRates(NamedTuple):
     """The share of right answers, by label and id."""
 
     def kept(self, label: str, prompts: Sequence[Prompt], config: FilterConfig) -> list[Prompt]:
-        """The prompts of a task that are solved often enough and not too often, in their order.
+        """The prompts of a task whose pass rates are within the configured range, in their order.
 
-        Raises ValueError if the file is of other prompts or another number of samples, is not complete, or if none is
-        left.
+        Raises ValueError if the file is of other prompts or another number of samples, is incomplete, or leaves no
+        prompts.
         """
         again = f"measure again: podium filter CONFIG, after moving {self.path} away"
         if self.measured["samples"] != config.samples:
@@ -74,23 +74,24 @@ class PassRates(NamedTuple):
         return found
 
     def check_model(self, files: Mapping[str, str]) -> None:
-        """Raise ValueError unless the file was measured with a model of these files."""
+        """Raise ValueError unless the pass rates were measured with a model of these files."""
         theirs = self.measured["model"]
         other = next((name for name in sorted({*theirs, *files}) if theirs.get(name) != files.get(name)), None)
         if other is not None:
             raise ValueError(
                 f"{self.path} was measured with another model: {other} is {files.get(other, 'missing')} here and was"
-                f" {theirs.get(other, 'missing')}; name another data.filter.file, and measure: podium filter CONFIG"
+                f" {theirs.get(other, 'missing')}; set another data.filter.file, and measure again: podium filter"
+                " CONFIG"
             )
 
 
 def read_pass_rates(path: Path) -> PassRates:
-    """Read the file. Raises ValueError if there is none, or if it is none of `podium filter`'s."""
+    """Read the file. Raises ValueError if it is missing, or was not written by `podium filter`."""
     lines = read_lines(path)
     if not lines:
         raise ValueError(f"data.filter.file {path} does not exist; podium filter CONFIG measures and writes it")
     if not isinstance(lines[0].get("data"), dict) or not isinstance(lines[0].get("model"), dict):
-        raise ValueError(f"data.filter.file {path} is no file that podium filter has written; name another")
+        raise ValueError(f"data.filter.file {path} was not written by podium filter; name another file")
     right: dict[str, dict[str, float]] = {}
     for line in cast(list[PassRate], lines[1:]):
         right.setdefault(line["task"], {})[line["prompt"]] = line["right"]
@@ -98,7 +99,7 @@ def read_pass_rates(path: Path) -> PassRates:
 
 
 def digest_of(prompts: Sequence[Prompt]) -> str:
-    """Number and digest of prompts, with their answers."""
+    """Number of prompts, and a digest of them and their answers."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.id, prompt.question, prompt.answer, prompt.messages)).encode("utf-8", "replace"))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from podium.tasks.messages import Message, read_messages, refuse_tools, said_by_assistant, text_of
-from podium.tasks.question_files import HubDataset, is_missing, question_of, read_rows, refuse_written_messages
+from podium.tasks.question_files import is_missing, question_of, read_rows, refuse_written_messages
 from podium.tasks.task import Prompt, TaskSource
 
 Messages = list[Message]
@@ -22,12 +22,11 @@ class Preferences:
     system_prompt: str | None = None
 
     def __init__(self, source: TaskSource, *, dataset: str | None = None, subset: str | None = None) -> None:
-        self.source = source
-        self.dataset = HubDataset(dataset, subset) if dataset else None
+        self.source = source.on_hub(dataset, subset)
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """One prompt per row. Raises ValueError, which names the row, if it is no pair."""
-        rows = read_rows("preferences", self.source, self.dataset, split)
+        """One prompt per row. Raises ValueError, which names the row, if the row is not a pair."""
+        rows = read_rows("preferences", self.source, split)
         return [
             _prompt(f"preferences/{split}/{index}", f"preferences: {location}", row)
             for index, (location, row) in enumerate(rows)
@@ -50,12 +49,11 @@ class Labelled:
     system_prompt: str | None = None
 
     def __init__(self, source: TaskSource, *, dataset: str | None = None, subset: str | None = None) -> None:
-        self.source = source
-        self.dataset = HubDataset(dataset, subset) if dataset else None
+        self.source = source.on_hub(dataset, subset)
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """One prompt per answer. Raises ValueError, which names the row, if it is neither labelled nor a pair."""
-        rows = read_rows("labelled", self.source, self.dataset, split)
+        """One prompt per answer. Raises ValueError, which names the row, if the row is neither labelled nor a pair."""
+        rows = read_rows("labelled", self.source, split)
         return [
             each
             for index, (location, row) in enumerate(rows)
@@ -68,7 +66,7 @@ class Labelled:
 
 
 def _labelled(prompt_id: str, location: str, row: Mapping[str, object]) -> list[Prompt]:
-    """The prompts of one row: one with its label, or of a pair two."""
+    """The prompts of one row: one for a labelled answer, two for a pair."""
     refuse_tools(location, row)
     paired, labelled = (any(not is_missing(row.get(name)) for name in names) for names in (SIDES, ("label",)))
     if paired and labelled:
@@ -84,7 +82,7 @@ def _labelled(prompt_id: str, location: str, row: Mapping[str, object]) -> list[
     for column in ("prompt", "completion", "label"):
         if column not in row:
             rule = "a row has prompt, completion and label, or is a pair of chosen and rejected"
-            raise ValueError(f"{location}: no column {column!r}; {rule}, and this one has {', '.join(row)}")
+            raise ValueError(f"{location}: no column {column!r}; {rule}; this row has {', '.join(row)}")
     label = row["label"]
     if not isinstance(label, bool):
         raise ValueError(f"{location}: the label is {label!r:.80}; it must be true or false")
@@ -107,7 +105,7 @@ def _prompt(prompt_id: str, location: str, row: Mapping[str, object]) -> Prompt:
     for side in SIDES:
         if side not in row:
             raise ValueError(
-                f"{location}: no column {side!r}; a pair has chosen and rejected, the row {', '.join(row)}"
+                f"{location}: no column {side!r}; a pair has chosen and rejected; this row has {', '.join(row)}"
             )
     if not is_missing(row.get("prompt")):
         before = _conversation(f"{location}: column 'prompt'", row["prompt"])
@@ -115,7 +113,7 @@ def _prompt(prompt_id: str, location: str, row: Mapping[str, object]) -> Prompt:
     else:
         before, answers = _split(location, row)
         if before[-1]["role"] == "assistant":
-            raise ValueError(f"{location}: an assistant's message follows another one of the assistant's")
+            raise ValueError(f"{location}: two messages of the assistant follow each other")
     for side, answer in zip(SIDES, answers, strict=True):
         if not answer.strip():
             raise ValueError(f"{location}: the {side} answer is empty; drop the row")
@@ -126,26 +124,26 @@ def _prompt(prompt_id: str, location: str, row: Mapping[str, object]) -> Prompt:
 
 
 def _conversation(what: str, value: object) -> Messages:
-    """A prompt's messages; text is a message of the user's."""
+    """A prompt's messages; text becomes one user message."""
     question, messages = question_of(what, value)
     return messages or [{"role": "user", "content": question}]
 
 
 def _answer(what: str, value: object) -> str:
-    """The text of an answer: text, or one message of the assistant's."""
+    """The text of an answer, which is text or one assistant message."""
     if isinstance(value, str):
         refuse_written_messages(what, value)
         return value
     messages = read_messages(what, value)
     if len(messages) != 1 or messages[0]["role"] != "assistant":
-        raise ValueError(f"{what} is {value!r:.200}; beside a prompt it must be text or one message of the assistant's")
+        raise ValueError(f"{what} is {value!r:.200}; with a prompt it must be text or one assistant message")
     return said_by_assistant(what, messages[0])
 
 
 def _split(location: str, row: Mapping[str, object]) -> tuple[Messages, list[str]]:
-    """The common messages of two conversations, and the last message of each, which must be all that differs."""
+    """The common messages of two conversations, and the last message of each; only the last may differ."""
     if any(isinstance(row[side], str) for side in SIDES):
-        raise ValueError(f"{location}: no column 'prompt', and where chosen and rejected are text, there must be one")
+        raise ValueError(f"{location}: no column 'prompt', which is required if chosen and rejected are text")
     chosen, rejected = (read_messages(f"{location}: column {side!r}", row[side]) for side in SIDES)
     lasts = (chosen[-1], rejected[-1])
     if chosen[:-1] != rejected[:-1] or len(chosen) < 2 or any(each["role"] != "assistant" for each in lasts):

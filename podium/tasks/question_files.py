@@ -43,25 +43,16 @@ class Columns:
     """End of the error message for an answer column without a reference."""
 
 
-@dataclasses.dataclass(frozen=True)
-class HubDataset:
-    """A data set on the Hugging Face hub."""
-
-    name: str
-    subset: str | None = None
-
-
 class QuestionSet:
     """A task with rows from files or a data set, each with a question and an answer, graded as mathematics."""
 
     system_prompt: str | None = None
 
-    def __init__(self, name: str, source: TaskSource, columns: Columns, dataset: HubDataset | None) -> None:
-        """Read nothing yet. `dataset` is used if the source has no path; None: a path is required."""
+    def __init__(self, name: str, source: TaskSource, columns: Columns) -> None:
+        """Read nothing yet."""
         self.name = name
         self.source = source
         self.columns = columns
-        self.dataset = dataset
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """All prompts of `train` or `eval`.
@@ -69,8 +60,8 @@ class QuestionSet:
         Raises ValueError if a file, split or column is missing, it is unclear which column is asked, a row has no
         question or answer, or there are no rows.
         """
-        name = self.source.eval_split if split == "eval" else self.source.train_split
-        rows = read_rows(self.name, self.source, self.dataset, split)
+        name = self.source.split_name(split)
+        rows = read_rows(self.name, self.source, split)
         question = question_column(self.name, self.columns.question, rows)
         answers = self._answers(rows)
         if answers is not None and answers.without:
@@ -140,20 +131,17 @@ def is_missing(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def read_rows(
-    task: str, source: TaskSource, dataset: HubDataset | None, split: str
-) -> list[tuple[str, dict[str, object]]]:
+def read_rows(task: str, source: TaskSource, split: str) -> list[tuple[str, dict[str, object]]]:
     """The rows of `train` or `eval`, each with its location for messages. Raises ValueError if there are none."""
-    split_name = source.eval_split if split == "eval" else source.train_split
     path = (source.eval_path if split == "eval" else None) or source.path
     if path:
         rows = [row for file in _local_files(task, split, source) for row in _file_rows(file)]
-    elif dataset:
-        rows = list(_hub_rows(task, dataset, split_name))
+    elif source.dataset:
+        rows = list(_hub_rows(task, source.dataset, source.subset, source.split_name(split)))
     else:
         raise ValueError(f"{task}: path must be set: a {any_of()} file, or a folder with one per split")
     if not rows:
-        origin = path or (dataset and f"{dataset.name} ({split_name})")
+        origin = path or f"{source.dataset} ({source.split_name(split)})"
         raise ValueError(f"{task}: {origin} has no questions; an empty data set cannot be trained or evaluated on")
     return [(location, clean_texts(row)) for location, row in rows]
 
@@ -252,7 +240,7 @@ def _local_files(task: str, split: str, source: TaskSource) -> list[Path]:
     """The files of a split: the named file, the folder's file, or the evaluation file beside the training file."""
     own_path = source.eval_path if split == "eval" else None
     path = Path(own_path or source.path or "").expanduser()
-    name = source.eval_split if split == "eval" else source.train_split
+    name = source.split_name(split)
     if path.is_dir():
         files = [path / f"{name}{ending}" for ending in READERS]
         found = [file for file in files if file.is_file()][:1] or sorted(path.glob(f"{name}-*.parquet"))
@@ -392,7 +380,7 @@ def any_of(name: str = "") -> str:
     return f"{', '.join(first)} or {last}"
 
 
-def _hub_rows(task: str, dataset: HubDataset, split: str) -> Iterator[tuple[str, dict[str, object]]]:
+def _hub_rows(task: str, dataset: str, subset: str | None, split: str) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield each row of a split of a data set on the hub, or in the local cache, with its location."""
     try:
         import datasets
@@ -401,12 +389,12 @@ def _hub_rows(task: str, dataset: HubDataset, split: str) -> Iterator[tuple[str,
             f"{task}: data sets of the hub need `datasets`: pip install 'podium-rl[data]' (or set path to a local file)"
         ) from error
     try:
-        rows = datasets.load_dataset(dataset.name, dataset.subset or SUBSETS.get(dataset.name), split=split)
+        rows = datasets.load_dataset(dataset, subset or SUBSETS.get(dataset), split=split)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{task}: could not load split {split!r} of {dataset.name} from the hub: {error}. "
+            f"{task}: could not load split {split!r} of {dataset} from the hub: {error}. "
             f"Set path to a local file ({any_of()}), or train_split and eval_split to splits that exist"
         ) from error
     kinds = kinds_of(rows)
     for number, row in enumerate(rows, 1):
-        yield f"{dataset.name} ({split}) row {number}", floats_as_written(dict(row), kinds)
+        yield f"{dataset} ({split}) row {number}", floats_as_written(dict(row), kinds)

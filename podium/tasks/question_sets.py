@@ -7,7 +7,7 @@ from podium.tasks.known_sets import QUESTIONS, after_hashes, boxed
 from podium.tasks.math_answers.correctness import is_correct
 from podium.tasks.math_answers.final_answer import final_answer, stated_text
 from podium.tasks.messages import Message, read_messages, refuse_tools, said_by_assistant, text_of
-from podium.tasks.question_files import Columns, HubDataset, QuestionSet, read_rows
+from podium.tasks.question_files import Columns, QuestionSet, read_rows
 from podium.tasks.task import Prompt, TaskSource
 
 
@@ -20,7 +20,7 @@ class Gsm8k(QuestionSet):
     def __init__(self, source: TaskSource) -> None:
         rule = "has no '#### result' line"
         columns = Columns(question=("question",), answer="answer", reference=after_hashes, rule=rule)
-        super().__init__("gsm8k", source, columns, HubDataset("openai/gsm8k", "main"))
+        super().__init__("gsm8k", source.on_hub("openai/gsm8k", "main"), columns)
 
 
 class Math(QuestionSet):
@@ -43,7 +43,7 @@ class Math(QuestionSet):
         answer: str = "answer",
     ) -> None:
         columns = Columns(question=(question,), answer=answer, reference=boxed, rule="holds no answer")
-        super().__init__("math", source, columns, HubDataset(dataset, subset))
+        super().__init__("math", source.on_hub(dataset, subset), columns)
 
 
 def math500(source: TaskSource) -> Math:
@@ -55,9 +55,9 @@ class Jsonl(QuestionSet):
     """Rows with a question and an answer; options set the columns, and how answers are compared.
 
     The question is in column `question`, `prompt` or `problem`: text, or a conversation as a list of `{role, content}`
-    whose last message is to be answered. If a set has several of these, the option says which one.
-    The answer is in column `answer`. Published sets are read as they are: GSM8K's result after `####`, the box that
-    ends MATH's and NuminaMath's `solution`, DAPO's `reward_model.ground_truth`.
+    whose last message is to be answered. If a set has several of these columns, the option must name one. The answer is
+    in column `answer`. Published sets are read without conversion: GSM8K's result after `####`, the box that ends
+    MATH's and NuminaMath's `solution`, DAPO's `reward_model.ground_truth`.
 
     `match: math` compares numbers and formulas; `match: text` compares the final answer's words, ignoring case and
         outer spaces. With `answer: null` rows need no answer; functions then compute the reward, and one of them is the
@@ -76,7 +76,7 @@ class Jsonl(QuestionSet):
     ) -> None:
         names = QUESTIONS if question is None else (question,)
         columns = Columns(question=names, answer=answer)
-        super().__init__("jsonl", source, columns, HubDataset(dataset, subset) if dataset else None)
+        super().__init__("jsonl", source.on_hub(dataset, subset), columns)
         self.match = match
 
     def grade(self, prompt: Prompt, completion: str) -> float:
@@ -96,12 +96,11 @@ class Chat:
     def __init__(
         self, source: TaskSource, *, messages: str = "messages", dataset: str | None = None, subset: str | None = None
     ) -> None:
-        self.source, self.column = source, messages
-        self.dataset = HubDataset(dataset, subset) if dataset else None
+        self.source, self.column = source.on_hub(dataset, subset), messages
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """One prompt per assistant message: the messages before it, with the message as the answer."""
-        rows = read_rows("chat", self.source, self.dataset, split)
+        rows = read_rows("chat", self.source, split)
         return [
             Prompt(id=f"chat/{split}/{index}/{turn}", question=text_of(before[-1]), answer=answer, messages=before)
             for index, (location, row) in enumerate(rows)

@@ -52,7 +52,7 @@ def make_task(config: TaskConfig) -> Task:
     options = task_options(config.name)
     for name in config.options:
         if name not in options:
-            raise ValueError(f"{config.name}: options.{name}: no such option; {suggestion(name, options)}")
+            raise ValueError(f"{config.name}: options.{name}: unknown option; {suggestion(name, options)}")
     for name, parameter in options.items():
         if parameter.default is parameter.empty and name not in config.options:
             raise ValueError(f"{config.name}: options.{name}: must be set (it has no default)")
@@ -72,7 +72,9 @@ def task_options(name: str) -> Mapping[str, inspect.Parameter]:
 
 
 def task_labels(tasks: Sequence[TaskConfig]) -> list[str]:
-    """Short unique names of a mixture's tasks, for metrics and messages: `gsm8k`; a second one is `gsm8k-2`."""
+    """Short unique names of a mixture's tasks, for metrics and messages: `gsm8k`; a second task of the same name is
+    `gsm8k-2`.
+    """
     labels: list[str] = []
     for config in tasks:
         name = (config.environment or config.name).rpartition(":")[2]
@@ -82,7 +84,7 @@ def task_labels(tasks: Sequence[TaskConfig]) -> list[str]:
 
 
 def find_task(name: str) -> Callable[..., Task]:
-    """The class or function that makes the task of this name. Raises ValueError if there is none."""
+    """The class or function that makes the task of this name. Raises ValueError if the name is unknown."""
     family, _, member = name.partition(":")
     if in_family(name):
         return imported(FAMILIES[family], what="a task")(member)
@@ -90,7 +92,7 @@ def find_task(name: str) -> Callable[..., Task]:
 
 
 def in_family(name: str) -> bool:
-    """Whether a name is one of a family, rather than an import path."""
+    """Whether a name belongs to a family, rather than being an import path."""
     return ":" in name and name.partition(":")[0] in FAMILIES
 
 

@@ -62,11 +62,11 @@ def repetition_reward(graded: Graded, limits: LengthLimits) -> float:
 
 
 def cosine_length_reward(graded: Graded, limits: LengthLimits, correct: float) -> float:
-    """A reward that falls with the length of a right answer, from 1 to 0.5, and rises with that of a wrong one, -1 to
-    -0.5 (arXiv:2502.03373).
+    """A reward that falls with the length of a right answer, from 1 to 0.5, and rises with the length of a wrong
+    answer, from -1 to -0.5 (arXiv:2502.03373).
 
-    Along half a cosine, up to `max_new_tokens` tokens; an answer is right if `correct` is 1. The numbers are those of
-    open-r1's `cosine` reward, which measures characters.
+    It follows half a cosine, up to `max_new_tokens` tokens; an answer is right if `correct` is 1. The numbers are those
+    of open-r1's `cosine` reward, which measures characters.
     """
     share = min(1.0, graded.num_tokens / limits.max_new_tokens)
     size = 0.5 + 0.25 * (1 + math.cos(math.pi * share))
@@ -91,7 +91,7 @@ def own_functions(task: TaskConfig) -> list[str]:
 
 
 def named_parts(task: TaskConfig) -> list[str]:
-    """A task's reward parts that are names of judges or reward models; scores of the latter are added at the end."""
+    """A task's reward parts that are names of judges or reward models; scores of reward models are added at the end."""
     return [name for name in task.rewards if name not in BUILT_IN and not is_path(name)]
 
 
@@ -135,7 +135,8 @@ def make_reward(
 
 
 def with_score(reward: Reward, task: TaskConfig, name: str, score: float) -> Reward:
-    """A reward with a reward model's score among its parts, weighted; one of a conversation that failed is unchanged.
+    """A reward to which a reward model's weighted score is added as a part; a failed conversation's reward is
+    unchanged.
 
     Where the score counts as correctness, `correct` is the logistic function of it: the probability, by the model of
     Bradley and Terry, that the answer is preferred to one with score 0.
@@ -154,7 +155,7 @@ def with_score(reward: Reward, task: TaskConfig, name: str, score: float) -> Rew
 
 
 def raised(reward: Reward, by: float) -> Reward:
-    """A reward whose total is larger, in a conversation that of the last turn."""
+    """The reward with a larger total; in a conversation, the last turn gets the increase."""
     turns = (*reward.turns[:-1], reward.turns[-1] + by) if reward.turns else ()
     return dataclasses.replace(reward, total=reward.total + by, turns=turns)
 

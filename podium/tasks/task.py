@@ -17,12 +17,17 @@ task has none. Nothing here imports jax.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from pydantic import Field
+
+Count = Annotated[int, Field(ge=1)]
+"""An option of a task that counts something."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A question as its task states it, before the chat template."""
+    """A question as its task states it, before the chat template is applied."""
 
     id: str
     """Unique within its task and split, and stable between runs: `gsm8k/test/17`."""
@@ -30,11 +35,12 @@ class Prompt:
     answer: str
     """The reference answer, as the grader reads it."""
     within: str = ""
-    """The column of which the reference is only a part, such as GSM8K's solution; empty if it is a whole value."""
+    """The column from which the reference was extracted, such as GSM8K's solution; empty if the reference is a whole
+    value."""
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The row that the prompt was made from, for reward functions."""
     messages: Sequence[Mapping[str, object]] | None = None
-    """The conversation to continue, as messages with `role`, `content` and what else they have; None: only the
+    """The conversation to continue, as messages with `role`, `content` and any further keys; None: only the
     question."""
 
 
@@ -44,7 +50,7 @@ class Graded:
 
     text: str
     tokens: tuple[int, ...]
-    """Token ids, including the end-of-sequence token; of a conversation, those that the model drew."""
+    """Token ids, including the end-of-sequence token; for a conversation, all tokens that the model sampled."""
     transcript: tuple[Mapping[str, object], ...] = ()
     """The messages of a conversation after its prompt: answers, calls and replies; empty for a single answer."""
     paid: float | None = None
@@ -64,16 +70,16 @@ class Reward:
     """The reward of a completion."""
 
     total: float
-    """The weighted sum of the parts; NaN: there is none (`failed`)."""
+    """The weighted sum of the parts; NaN if there is no reward (`failed`)."""
     parts: Mapping[str, float]
     """Each part before weighting: `correct`, `format`, ...; functions that do not apply to the prompt are missing."""
     weights: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
-    """The weight of each part that is in the total."""
+    """The weight of each part in the total."""
     timed_out: bool = False
     """Whether grading was stopped: it exceeded `grading.timeout_s`, or its process died (memory), and `correct` is 0;
-    or the answer exceeded a limit of its task, which says what it has earned."""
+    or the answer exceeded a limit of its task, which determines `correct`."""
     turns: tuple[float, ...] = ()
-    """What each turn of a conversation earned; their sum is `total`. Empty for a single answer."""
+    """The reward of each turn of a conversation; their sum is `total`. Empty for a single answer."""
 
     @property
     def failed(self) -> bool:
@@ -83,7 +89,7 @@ class Reward:
         return math.isnan(self.total)
 
     def part(self, name: str | None) -> float:
-        """The total (None), or a part before weighting; NaN if there is none."""
+        """The total (for None), or the named part before weighting; NaN if absent."""
         if name is None or self.failed:
             return self.total
         return self.parts.get(name, math.nan)
@@ -98,7 +104,7 @@ class OutOfTime(Exception):
 
 
 FAILED = Reward(total=math.nan, parts={})
-"""The reward of a conversation that failed through no fault of the model: none."""
+"""The missing reward of a conversation that failed through no fault of the model."""
 
 
 def with_turns(reward: Reward, turn_rewards: Sequence[float], weight: float) -> Reward:
@@ -107,7 +113,7 @@ def with_turns(reward: Reward, turn_rewards: Sequence[float], weight: float) -> 
     Args:
         reward: with the total.
         turn_rewards: what the environment paid for each turn.
-        weight: of the `correct` part, which holds their sum. The last turn gets all that is left of the total.
+        weight: weight of the `correct` part, which holds their sum. The last turn gets the rest of the total.
     """
     paid = [weight * each for each in turn_rewards]
     if paid:
@@ -123,6 +129,18 @@ class TaskSource:
     eval_path: str | None = None
     train_split: str = "train"
     eval_split: str = "test"
+    dataset: str | None = None
+    """The data set of the Hugging Face hub that is read if `path` is not set; `on_hub` sets it."""
+    subset: str | None = None
+    """Its configuration; None for its only one, or the one that Podium reads of a set it knows."""
+
+    def on_hub(self, dataset: str | None, subset: str | None = None) -> "TaskSource":
+        """The source with the data set of the hub that the task or its options name; None if they name none."""
+        return dataclasses.replace(self, dataset=dataset, subset=subset)
+
+    def split_name(self, split: str) -> str:
+        """The data's name of the split `train` or `eval`."""
+        return self.eval_split if split == "eval" else self.train_split
 
     def refuse(self, task: str) -> None:
         """Raise ValueError if a path is set, for a task whose questions are generated."""
@@ -137,16 +155,16 @@ class Task(Protocol):
     """First message of each conversation; overridden by the config's `system_prompt`."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """All prompts of `train` or `eval`, in a fixed order. Raises ValueError if there are none."""
+        """All prompts of `train` or `eval`, in a fixed order. Raises ValueError if the split has no prompts."""
         ...
 
     def grade(self, prompt: Prompt, completion: str) -> float:
         """The `correct` part of the reward, 0 to 1; must handle anything that a model may write.
 
-        An exception is a bug of the grader and stops the run, but for OutOfTime. Runs in a worker process with the time
-        limit `grading.timeout_s`; a task that ends by itself, but may take longer, has an attribute `grading_limit_s`,
-        the seconds in which it has ended. A static method `check_machine() -> str` of the task, of its environment or
-        of a tool, if there is one, is called before a run begins: it says how code runs here, or raises ValueError if
-        this machine cannot do it.
+        An exception, except OutOfTime, is a bug of the grader and stops the run. Runs in a worker process with the time
+        limit `grading.timeout_s`; a task that limits its own time, but may take longer, has an attribute
+        `grading_limit_s`, an upper bound in seconds. A static method `check_machine() -> str` of the task, of its
+        environment or of a tool, if defined, is called before a run begins: it returns a description of how code runs
+        here, or raises ValueError if this machine cannot do it.
         """
         ...

@@ -1,8 +1,9 @@
 """A process that runs other people's code: graders, environments, tools.
 
-Whatever that code does, it neither blocks the trainer nor outlives it. Messages have deadlines in both directions. The
-process leads its own session, and the kernel kills that session's group, with all that tools have started, when
-the trainer ends: no thread of the process, which may wait for the interpreter's lock, is needed.
+Whatever that code does, the process does not outlive the trainer. The process leads its own session, and the kernel
+kills that session's group, with all that tools have started, when the trainer ends: this needs no thread in the
+process, which might be waiting for the interpreter's lock. `podium.tasks.workers` sends requests to such processes, and
+limits their time.
 """
 
 import contextlib
@@ -15,20 +16,20 @@ import struct
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from types import FrameType
 
 LENGTH = struct.Struct("!Q")
-"""Precedes each message: its bytes."""
+"""Header of each message: its size in bytes."""
 PART = 1 << 16
 """Bytes read at a time."""
-START_LIMIT_S = 300.0
-"""Seconds in which a process must import and create its tasks."""
+KEYS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")
+"""Environment variables that processes do not get: they handle text written by a model and do not need secrets."""
 END_LIMIT_S = 5.0
-"""Seconds for which a killed process is waited for: the kernel holds one whose disk does not respond."""
+"""Seconds to wait for the end of a killed process; the kernel keeps a process whose disk does not respond."""
 LOOK_S = 1.0
-"""Longest wait between two looks at whether the process has ended: one that it forked may hold its connection open."""
+"""Maximum seconds between two checks whether the process has ended; a process that it forked may keep the connection
+open."""
 
 
 class Channel:
@@ -36,45 +37,40 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        connection.setblocking(False)
+        connection.settimeout(None)
 
-    def send(self, message: bytes, timeout_s: float | None = None) -> None:
-        """Send a message. Raises TimeoutError if the other end does not read it in time, EOFError if that is closed."""
-        deadline = _deadline(timeout_s)
-        left = memoryview(LENGTH.pack(len(message)) + message)
-        while left:
-            self._wait(select.POLLOUT, deadline)
-            try:
-                left = left[self._socket.send(left) :]
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise EOFError(f"the connection is closed: {error}") from None
+    def send(self, message: bytes) -> None:
+        """Send a message, as long as the other end takes to read it. Raises EOFError if the connection is closed."""
+        try:
+            self._socket.sendall(LENGTH.pack(len(message)) + message)
+        except OSError as error:
+            raise EOFError(f"the connection is closed: {error}") from None
 
-    def receive(self, timeout_s: float | None = None) -> bytes:
-        """Wait for a message. Raises TimeoutError if none has come whole in time, EOFError if the end is closed."""
-        deadline = _deadline(timeout_s)
-        (size,) = LENGTH.unpack(self._exactly(LENGTH.size, deadline))
-        return self._exactly(size, deadline)
+    def receive(self) -> bytes:
+        """Wait for a message. Raises EOFError if the connection is closed."""
+        (size,) = LENGTH.unpack(self._exactly(LENGTH.size))
+        return self._exactly(size)
 
     def waits(self, timeout_s: float) -> bool:
-        """Wait for the beginning of a message or the end of the connection; returns whether either came."""
-        return bool(_poll(self._socket, select.POLLIN).poll(1000 * timeout_s))
+        """Wait for the beginning of a message or the end of the connection; returns whether either happened."""
+        waiting = select.poll()
+        try:
+            waiting.register(self._socket, select.POLLIN)
+        except ValueError:  # closed on another thread
+            return True
+        return bool(waiting.poll(1000 * timeout_s))
 
     def close(self) -> None:
-        """Close this end; threads that wait for it have an EOFError."""
-        with contextlib.suppress(OSError):  # it is closed
+        """Close this end; threads waiting on it get an EOFError."""
+        with contextlib.suppress(OSError):  # the connection is closed
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _exactly(self, size: int, deadline: float | None) -> bytes:
+    def _exactly(self, size: int) -> bytes:
         found = bytearray()
         while len(found) < size:
-            self._wait(select.POLLIN, deadline)
             try:
                 part = self._socket.recv(min(PART, size - len(found)))
-            except BlockingIOError:
-                continue
             except OSError as error:
                 raise EOFError(f"the connection is closed: {error}") from None
             if not part:
@@ -82,44 +78,30 @@ class Channel:
             found += part
         return bytes(found)
 
-    def _wait(self, event: int, deadline: float | None) -> None:
-        left = None if deadline is None else deadline - time.monotonic()
-        if (left is not None and left <= 0) or not _poll(self._socket, event).poll(left and 1000 * left):
-            raise TimeoutError("the other end does not respond")
-
-
-def _poll(connection: socket.socket, event: int) -> select.poll:
-    try:
-        waiting = select.poll()
-        waiting.register(connection, event)
-    except ValueError:  # closed on another thread
-        raise EOFError("the connection is closed") from None
-    return waiting
-
-
-def _deadline(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else time.monotonic() + timeout_s
-
 
 class WorkerProcess:
-    """A process of ours, and this end of its connection.
+    """A worker process, and this end of its connection.
 
     A plain subprocess instead of multiprocessing, which would run the caller's main module again (possibly importing
-    jax); and a fork of a process that uses jax may hang.
+    jax); and a fork of a process that uses jax might hang.
     """
 
-    def __init__(self, module: str, variables: Mapping[str, str]) -> None:
+    def __init__(self, module: str, *, hidden: Iterable[str] = ()) -> None:
         """Start `main(connection, lifeline)` of a module, which calls `join_parent` with both.
 
+        The process has the import path and the environment variables of this one, except KEYS and `hidden`.
         Raises OSError if this machine has too little memory, or too many processes, for another one.
         """
+        left_out = {*KEYS, *hidden}
+        variables = {name: value for name, value in os.environ.items() if name not in left_out}
+        variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         ours, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", f"from {module} import main; main({theirs.fileno()}, {lifeline})"],
                 pass_fds=[theirs.fileno(), lifeline],
-                env=dict(variables),
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what it prints must not mix with `podium eval --json`
                 start_new_session=True,
@@ -151,9 +133,9 @@ class WorkerProcess:
     def stop(self) -> None:
         """End the process and what it has started; any number of times, from any thread. Waits for its end."""
         with self._stopping:
-            if self._stopped:  # its number may be another process's by now
+            if self._stopped:  # its number may belong to another process by now
                 return
-            with contextlib.suppress(ProcessLookupError):  # none is left
+            with contextlib.suppress(ProcessLookupError):  # no process of the group is left
                 os.killpg(self.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_LIMIT_S)
@@ -179,7 +161,7 @@ def join_parent(connection: int, lifeline: int) -> Channel:
 
 
 def leave_to_parent(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by doing nothing: the parent finishes its step, and then ends this process.
+    """Signal handler that does nothing: the parent finishes its step, and then ends this process.
 
     Unlike SIG_IGN, programs that are started from here do not inherit it, so that `terminate` ends them.
     """
@@ -193,11 +175,11 @@ def _end_with(lifeline: int) -> None:
     """
     if not hasattr(fcntl, "F_SETSIG"):
         return
-    with contextlib.suppress(OSError):  # a kernel that has none of it; the end of the connection is still noticed
+    with contextlib.suppress(OSError):  # the kernel does not support this; the end of the connection is still noticed
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     ended = select.poll()
     ended.register(lifeline, select.POLLIN)
-    if ended.poll(0):  # it has ended before
+    if ended.poll(0):  # the parent has already ended
         os.killpg(0, signal.SIGKILL)

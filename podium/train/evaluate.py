@@ -15,20 +15,20 @@ import numpy as np
 from podium.config.schema import Config
 from podium.files import to_json, write_atomically
 from podium.observe.metrics import evaluation_metrics
-from podium.observe.records import SampleRecord, sample_record
+from podium.observe.records import SampleRecord, completion_records, sample_record
 from podium.observe.run_dir import Fork, saved_steps
 from podium.observe.stats import EvaluationStats, TaskScores
 from podium.observe.text import shown
 from podium.rollout.request import RolloutStats
 from podium.run.answering import evaluation_sampling
-from podium.run.resolve import resolve_recipe, resolve_update
+from podium.run.resolve import resolve_recipe, resolve_rollout, resolve_update
 from podium.sampling.feed import request_seed
 from podium.sampling.groups import Group
 from podium.sampling.prompt_lengths import check_prompt_lengths, with_prompt_tokens
 from podium.sampling.sampler import AnswerSettings, FailingEnvironmentError, Sampler
 from podium.tasks.mixture import TaskPrompt
 from podium.train.reward_models import load_reward_models
-from podium.train.setup import Model, load_parts, make_model, rollout_spec
+from podium.train.setup import Model, load_parts, make_model
 
 Z_95 = 1.959963984540054
 SHOWN_CHARACTERS = 400
@@ -52,8 +52,7 @@ class Evaluation:
                 "eval",
                 task=task,
                 prompt=group.prompt.prompt,
-                transcripts=group.transcripts,
-                rewards=group.rewards,
+                completions=completion_records(group.transcripts, group.rewards),
             )
             for task, groups in self.groups.items()
             for group in groups[:questions]
@@ -154,7 +153,7 @@ def opened_rollouts(
         announce(line)
     model = make_model(config)
     update = resolve_update(config, recipe, model.machine, model.mesh.shape)
-    spec = rollout_spec(config, model, recipe)
+    spec = resolve_rollout(config, recipe, model.decoder, model.machine)
     models = load_reward_models(spec, update, model.mesh)
     with contextlib.closing(Sampler(spec, model.decoder, model.tokenizer, model.mesh, scorers=models)) as rollouts:
         yield model, rollouts
@@ -167,7 +166,7 @@ def evaluate_weights(config: Config, run: Fork | None) -> tuple[Evaluation, int 
         run = run._replace(step=max(saved_steps(run.checkpoints), default=None))
     with opened_rollouts(config, say, trains=False, evaluates=True) as (model, rollouts):
         rollouts.check([prompts[0] for prompts in rollouts.feed.tasks.eval_prompts(1).values()])
-        rollouts.feed.tasks.check_answers(trains=False, evaluates=True)
+        rollouts.feed.tasks.data.check_answers(trains=False, evaluates=True)
         questions = rollouts.feed.tasks.eval_prompts(rollouts.spec.evaluation.questions)
         for line in check_prompt_lengths(rollouts.feed, questions, "questions", "count as wrong"):
             say(line)

@@ -8,6 +8,7 @@ from podium.hosts.distributed import Interrupted, from_leader
 from podium.job.job_context import JobContext, alone
 from podium.observe.curve_svg import save_curve
 from podium.observe.history import read_history
+from podium.observe.metrics import ACCURACY
 from podium.observe.run_dir import Fork
 from podium.observe.summary import print_summary, save_summary
 from podium.run.run_spec import RunSpec
@@ -54,7 +55,7 @@ def train(
         with opened as (run, state, done):
             done = run_steps(run, state, done)
             summarise(run)
-            status = run.stop.exit_code  # of all processes, which are still connected here
+            status = run.around.stop.exit_code  # of all processes, which are still connected here
     except SystemExit as error:  # or else the run would seem to be done
         raise RuntimeError(
             f"code that the config names, such as a task or an advantage, or on_step, called sys.exit({error.code!r}),"
@@ -76,7 +77,7 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
         SamplerGapError: a step's gap is above `rollout.max_logprob_gap`.
         CheckpointError: a checkpoint cannot be written.
     """
-    spec, saving = run.spec, run.saving
+    spec, around, saving = run.spec, run.around, run.saving
     rollouts, source, trainer = run.rollouts, run.source, run.trainer
     saving.begin(done, state, rollouts.position)
     checkpoint_s = None
@@ -85,20 +86,20 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
         for step in range(done, spec.steps):
             run.profiler.begin(step + 1)
             run.recorder.begin_step(checkpoint_s)
-            run.phase("rollout")
-            groups, rolled, held = source.next(spec.prompts_per_step)  # completions, rewards; refills inside
-            run.phase("update")
+            around.phase("rollout")
+            made = source.next(spec.prompts_per_step)  # completions, rewards; refills inside
+            around.phase("update")
             rollouts.unload()  # free the rollout weights; the update needs the memory
-            batches, batched = trainer.prepare(state, groups)  # samples, scores, advantages
+            batches, batched = trainer.prepare(state, made.groups, made.demonstrations)  # samples, scores, advantages
             state, updated = trainer.update(state, batches, step, charged=batched.reward_kl)
             done = step + 1
             saving.reached(done, state, rollouts.position)
             evaluates = evaluation_due(spec, done)
             sync_s = rollouts.load(state.params, version=done) if evaluates or source.draws else 0.0
-            run.recorder.write(done, groups, rolled, batched, updated, sync_s, held)
+            run.recorder.write(done, made.groups, made.stats, batched, updated, sync_s, made.environments)
             run.profiler.end(done)
             score = evaluate_now(run, state, done) if evaluates else None
-            stopping = run.stop.requested is not None
+            stopping = around.stop.requested is not None
             checkpoint_s = saving.after_step(score=score, last=stopping or done == spec.steps)
             if stopping:
                 break
@@ -106,7 +107,7 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
         saving.save_newest()
     except BaseException as error:
         if (line := saving.rescue(error)) is not None:
-            run.progress.message(line)
+            around.say(line)
         raise
     return saving.done
 
@@ -117,9 +118,9 @@ def evaluate_at_start(run: RunParts, state: TrainState, done: int) -> None:
         if run.spec.evaluation.at_start:
             evaluate_now(run, state, done)
         return
-    run.progress.message(f"continuing after step {done}")
+    run.around.say(f"continuing after step {done}")
     if evaluation_due(run.spec, done):
-        recorded = from_leader(lambda: any(step == done for step, _ in read_history(run.run_dir.path).accuracies))
+        recorded = from_leader(lambda: done in dict(read_history(run.around.run_dir.path).points(ACCURACY)))
         if not recorded:
             evaluate_now(run, state, done)
 
@@ -132,7 +133,7 @@ def evaluation_due(spec: RunSpec, step: int) -> bool:
 
 def evaluate_now(run: RunParts, state: TrainState, step: int) -> float:
     """Evaluate the loaded weights, which are `state`'s, record the result, and return the accuracy."""
-    run.phase("evaluation")
+    run.around.phase("evaluation")
     evaluation = evaluate(run.rollouts)
     if run.spec.recipe.preferences:
         held_out = held_out_preferences(run.rollouts.feed, run.spec, run.trainer, state)
@@ -143,11 +144,12 @@ def evaluate_now(run: RunParts, state: TrainState, step: int) -> float:
 
 def summarise(run: RunParts) -> None:
     """Write the run's summary and curve, wait for its last checkpoint, and print the summary."""
-    path = run.run_dir.path
-    if run.run_dir.writes:
+    run_dir, progress = run.around.run_dir, run.around.progress
+    path = run_dir.path
+    if run_dir.writes:
         save_summary(path)
         save_curve(path)
     run.resources.close()  # waits for the last checkpoint; the live view shows this until the summary replaces it
-    run.progress.close()
-    if run.run_dir.writes and run.progress.notebook is None:  # a notebook shows the chart instead
-        print_summary(path, run.progress.console)
+    progress.close()
+    if run_dir.writes and progress.notebook is None:  # a notebook shows the chart instead
+        print_summary(path, progress.console)

@@ -2,63 +2,45 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import optax
 
-from podium.algorithms.controllers import first_coefs
 from podium.algorithms.recipes import Recipe
 from podium.config.lora import FULL_RATE, LORA_RATE
 from podium.config.schema import Config
-from podium.files import absolute
-from podium.hosts.distributed import AgreedStop, failing_fast, from_leader, joined
+from podium.hosts.distributed import failing_fast, from_leader, joined
 from podium.hosts.platform import devices_line, machine_text, prepare_platform, this_machine
 from podium.hosts.same_inputs import check_same_inputs, model_files, questions
-from podium.hosts.signals import StopSignal
 from podium.job.job_context import JobContext
-from podium.models.adapters import base_of
 from podium.models.architecture import DecoderConfig, Lora
-from podium.models.linear import kept
 from podium.models.params import count, frozen_specs, trained_specs
-from podium.observe.live_view import Progress, run_console
-from podium.observe.run_dir import Fork, RunDir, Settings, recipe_of, run_home
+from podium.observe.run_dir import Fork, run_home
 from podium.observe.summary import how_to_continue, versions
 from podium.observe.writers import MetricWriter
 from podium.run.divisible import check_tokens
 from podium.run.resolve import resolve_format, resolve_recipe
-from podium.run.run_spec import SCORE, Role, RunSpec
+from podium.run.run_spec import RunSpec
 from podium.sampling.conversations.carry import HostState, Position
 from podium.sampling.demonstrations import Demonstrations, check_demonstrations
+from podium.sampling.exchange import Exchange
 from podium.sampling.feed import Feed
 from podium.sampling.groups import Source
 from podium.sampling.prompt_lengths import check_prompt_lengths, with_prompt_tokens
 from podium.sampling.sampler import Sampler
-from podium.sharding import Params, abstract_params
-from podium.train.checkpoints.checkpoint import Checkpointer, restore_state, saved_names
+from podium.train.checkpoints.checkpoint import Checkpointer
 from podium.train.checkpoints.saving import SaveTimer, Saving
 from podium.train.checkpoints.step_files import newest_whole_step
+from podium.train.first_state import POLICY, Origin, make_optimizers
 from podium.train.profile import Profiler, Window
 from podium.train.recorder import OnStep, PlanCheck, Recorder
-from podium.train.reward_models import load_reward_models
+from podium.train.reward_models import RewardModel, load_reward_models
 from podium.train.scorers import LoadedRole, OwnPrompts
-from podium.train.setup import (
-    Model,
-    load_forked,
-    load_frozen,
-    load_role_weights,
-    load_trained,
-    make_model,
-    make_role_model,
-    make_run_optimizer,
-    make_train_settings,
-    run_spec,
-)
-from podium.train.state import TrainState, abstract_coefs, abstract_state, init_state, restarted, with_coefs
+from podium.train.setup import Model, StoredWeights, make_model, make_role_model, make_train_settings, run_spec
+from podium.train.state import TrainState
+from podium.train.surroundings import Surroundings, open_run_dir, open_surroundings
 from podium.train.trainer import Trainer
 
 
@@ -67,11 +49,7 @@ class RunParts:
     """The parts of a run that live from its first step to its last."""
 
     spec: RunSpec
-    run_dir: RunDir
-    progress: Progress
-    phase: Callable[[str], None]
-    """Announces the current phase to the user and the watchdog."""
-    stop: AgreedStop
+    around: Surroundings
     rollouts: Sampler
     source: Source
     trainer: Trainer
@@ -80,13 +58,6 @@ class RunParts:
     profiler: Profiler
     resources: contextlib.ExitStack
     """Closes the run's own resources: services, the last checkpoint, graders, the engine."""
-
-
-def make_source(spec: RunSpec, rollouts: Sampler) -> Source:
-    """Where the groups of the run's steps come from."""
-    if spec.recipe.demonstrations:
-        return Demonstrations(rollouts.feed, spec.rollout, spec.recipe.data_form)
-    return rollouts
 
 
 @contextlib.contextmanager
@@ -108,213 +79,240 @@ def open_run(
     Raises:
         ValueError: something named in the config is unusable; the message says what, and the way out.
     """
-    console = run_console(plain=plain or job.watched)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(joined(job))
-        run_dir = stack.enter_context(_open_run_dir(run_home(config.runs_dir, config.name), config.document(), fork))
-        config = run_dir.with_chosen(config)
-        recipe = recipe or resolve_recipe(config)
-        evaluates = bool(config.eval.at_start or config.eval.every_steps or config.eval.at_end)
-        with failing_fast(job):
-            config, measured = with_prompt_tokens(config, recipe, trains=True, evaluates=evaluates)
-        progress = stack.enter_context(Progress(run_dir.path.name, config.steps, console))
-        stop = AgreedStop(stack.enter_context(StopSignal(progress.notice)))
-        stack.enter_context(job.watchdog.watching() if job.watched else contextlib.nullcontext())
+    with joined(job), contextlib.ExitStack() as stack:
+        run_dir = stack.enter_context(open_run_dir(run_home(config.runs_dir, config.name), config.document(), fork))
+        around = stack.enter_context(open_surroundings(run_dir, config.steps, job, plain=plain))
         resources = stack.enter_context(contextlib.ExitStack())
         stack.enter_context(failing_fast(job))
-        job.report.update(steps=config.steps, run_dir=str(absolute(run_dir.home)))
-
-        def phase(name: str) -> None:
-            progress.phase(name)
-            job.watchdog.phase(name)
-
-        prepare_platform()
-        machine = this_machine()
-        formats = (str(resolve_format(each, machine)) for each in (config.train.dtype, config.rollout.dtype))
-        progress.machine(devices_line(*formats))
-        phase("model")
-        model = make_model(config)
-        spec = run_spec(config, model.decoder, model.mesh, recipe)
-        check_tokens(spec)
-        models = {role.name: make_role_model(role, model) for role in spec.scoring_models}
-        run_dir.write_machine(machine_text())
+        policy, spec = open_policy(run_dir.with_chosen(config), recipe, around)
+        beside = {role.name: make_role_model(role, policy) for role in spec.scoring_models}
         if check is not None and (line := check.begin(spec, run_dir.path if jax.process_index() == 0 else None)):
-            progress.message(line)
-        optimizer = make_run_optimizer(spec.optimizer, model.decoder)
-        scorers = load_reward_models(spec.rollout, spec.update, model.mesh)
-        rollouts = Sampler(
-            spec.rollout,
-            model.decoder,
-            model.tokenizer,
-            model.mesh,
-            scorers=scorers,
-            folder=run_dir.path,
-            stop=stop,
-            watchdog=job.watchdog,
-            on_progress=progress.advance,
-        )
-        resources.callback(rollouts.close)
+            around.say(line)
+        graders = load_reward_models(spec.rollout, spec.update, policy.mesh)
+        rollouts = resources.enter_context(contextlib.closing(open_sampler(spec, policy, graders, around)))
         source = make_source(spec, rollouts)
-        check_same_inputs(
-            model.source,
-            None if config.lora is None else config.lora.adapter,
-            {name: each.source for name, each in models.items() if each.source != model.source}
-            | {each.role.title: each.source for each in scorers},
-            rollouts.feed.tasks,
-            evaluates=evaluates,
-            columns=rollouts.feed.columns,
-        )
-        rollouts.feed.tasks.check_model(model_files(model.source.path))
         # Before the weights are read and anything is compiled, so that bad data is reported early.
-        for line in _checked_data(spec, rollouts, evaluates=evaluates, first=measured):
-            progress.message(line)
-        frozen = load_frozen(model)
+        check_inputs(policy, beside, graders, rollouts)
+        check_data(spec, rollouts, around)
+        origin = Origin(spec, StoredWeights(policy, beside, around.say), make_optimizers(spec))
         if source.draws:  # else only evaluations sample, if there are any
             rollouts.compile_ahead()
-        data = questions(rollouts.feed.tasks, evaluates=False, columns=rollouts.feed.columns)
-        newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, progress.message, job.watchdog.beat))
-        checkpointer = Checkpointer(
-            run_dir.checkpoints,
-            spec.checkpoint,
-            base_of(frozen),
-            on_save=partial(_begin_save, phase, run_dir),
-            beat=job.watchdog.beat,
-            records=run_dir.extents,
-            settings=run_dir.settings,
-            data=data,
-        )
-        resources.callback(checkpointer.close)
-        valuing = _make_valuing(spec, models)
-        coefs = first_coefs(spec.recipe)
-        moves = any(role.weights == "moving" for role in spec.scoring_models)
-        state, saved, done = _load_state(
-            run_dir.fork,
-            newest,
-            model=model,
-            optimizer=optimizer,
-            checkpointer=checkpointer,
-            frozen=frozen,
-            valuing=valuing,
-            coefs=coefs,
-            recipe=config.algorithm.recipe,
-            moves=moves,
-            say=progress.message,
-        )
-        run_dir.check_saved(saved.get("settings"), done)
+        newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, around.say, job.watchdog.beat))
+        saving = resources.enter_context(open_saving(origin, rollouts.feed, around))
+        state, saved, done = load_state(origin, newest, saving.checkpointer, around, config.algorithm.recipe)
+        continue_records(saved, done, saving.checkpointer, around)
         rollouts.position = Position.read(saved, rollouts.feed)
-        _say_what_changed(saved, data, progress)
-        job.report.update(step=done)
-        for line in run_dir.compare(saved.get("records", {}), done, checkpointer.steps()):
-            progress.message(line)
-        run_dir.truncate(done or -1)
-        writer = resources.enter_context(MetricWriter(run_dir, spec.metrics, announce=progress.message))
-        frozen = kept(frozen, model.rules)
-        trainer = Trainer(
-            spec.recipe,
-            make_train_settings(spec.update, spec.decoder, model.mesh),
-            optimizer,
-            sizes=spec.batch,
-            schedule=spec.optimizer,
-            folder=run_dir.path,
-            frozen=frozen,
-            roles=[
-                load_role(spec, role, models[role.name], frozen=frozen, feed=rollouts.feed, say=progress.message)
-                for role in spec.scoring_models
-            ],
-        )
+        trainer = open_trainer(origin, rollouts.feed, run_dir.path)
         trainer.compile_ahead(state, rollouts.ahead)
         rollouts.load(state.params, trainer.frozen, version=done)
-        _say_what_was_chosen(spec, progress)
-        for each in scorers:
-            progress.message(f"{each.role.title}: {each.role.model}, weights {each.weights}")
-        for label, dialogue in zip(rollouts.feed.tasks.labels, rollouts.feed.dialogues, strict=True):
-            if dialogue is not None:
-                progress.message(f"{label}: {dialogue.line}")
-        recorder = Recorder(
-            spec,
-            run_dir,
-            writer,
-            progress,
-            report=job.report,
-            task_labels=list(rollouts.feed.tasks.labels),
-            pieces=model.tokenizer.pieces,
-            check=check,
-            on_step=on_step,
-        )
-        timer = SaveTimer(60.0 * spec.checkpoint.every_minutes)
-        to_continue = partial(how_to_continue, run_dir.path)
-        saving = Saving(checkpointer, timer, stop, to_continue=to_continue, on_failure=job.report.failed)
-        job.watchdog.rescue = saving.rescue
-        profiler = Profiler(run_dir.path if run_dir.writes else None, profile, progress.message)
-        resources.callback(profiler.close)
-        resources.enter_context(job.watching_for_notices())
+        say_what_was_chosen(spec, graders, rollouts.feed, around)
+        writer = resources.enter_context(MetricWriter(run_dir, spec.metrics, announce=around.say))
+        profiler = Profiler(run_dir.path if run_dir.writes else None, profile, around.say)
         parts = RunParts(
             spec=spec,
-            run_dir=run_dir,
-            progress=progress,
-            phase=phase,
-            stop=stop,
+            around=around,
             rollouts=rollouts,
             source=source,
             trainer=trainer,
-            recorder=recorder,
+            recorder=Recorder(spec, around, writer, rollouts.feed, check=check, on_step=on_step),
             saving=saving,
-            profiler=profiler,
+            profiler=resources.enter_context(contextlib.closing(profiler)),
             resources=resources,
         )
+        resources.enter_context(job.watching_for_notices())
         yield parts, state, done
 
 
-class Valuing(NamedTuple):
-    """A trained model beside the policy, what it starts from, and its optimizer."""
+def open_policy(config: Config, recipe: Recipe | None, around: Surroundings) -> tuple[Model, RunSpec]:
+    """Prepare the model that is trained, and resolve the run for this machine.
 
-    model: Model
-    optimizer: optax.GradientTransformation
-
-    def first_state(self) -> TrainState:
-        """The state before its first update."""
-        return init_state(load_role_weights(self.model), self.optimizer)
-
-    def abstract_state(self) -> TrainState:
-        """The abstract result of `first_state`."""
-        specs = trained_specs(self.model.decoder)
-        return abstract_state(abstract_params(specs, jnp.float32, self.model.rules), self.optimizer)
-
-
-def _make_valuing(spec: RunSpec, models: Mapping[str, Model]) -> Valuing | None:
-    for role in spec.scoring_models:
-        if role.learning is not None:
-            return Valuing(models[role.name], make_run_optimizer(role.learning.optimizer, role.decoder))
-    return None
+    `recipe` is that of the config, if it was checked already.
+    """
+    prepare_platform()
+    machine = this_machine()
+    formats = (str(resolve_format(each, machine)) for each in (config.train.dtype, config.rollout.dtype))
+    around.progress.machine(devices_line(*formats))
+    recipe = recipe or resolve_recipe(config)
+    config, line = with_prompt_tokens(config, recipe, trains=True, evaluates=config.eval.happens)
+    if line is not None:
+        around.say(line)
+    around.phase("model")
+    policy = make_model(config)
+    spec = run_spec(config, policy.decoder, policy.mesh, recipe)
+    check_tokens(spec)
+    around.run_dir.write_machine(machine_text())
+    return policy, spec
 
 
-def _checked_data(spec: RunSpec, rollouts: Sampler, *, evaluates: bool, first: str | None) -> list[str]:
-    """Check that a run's data can be asked, and graded or learned from; returns lines about it, `first` before others.
+def open_sampler(spec: RunSpec, policy: Model, graders: Sequence[RewardModel], around: Surroundings) -> Sampler:
+    """Start what answers and grades the run's prompts."""
+    return Sampler(
+        spec.rollout,
+        policy.decoder,
+        policy.tokenizer,
+        policy.mesh,
+        scorers=graders,
+        folder=around.run_dir.path,
+        exchange=Exchange(around.stop, around.job.watchdog, together=spec.rollout.layout.over_hosts),
+        on_progress=around.progress.advance,
+    )
+
+
+def make_source(spec: RunSpec, rollouts: Sampler) -> Source:
+    """Where the groups of the run's steps come from."""
+    if spec.recipe.demonstrations:
+        return Demonstrations(rollouts.feed, spec.rollout, spec.recipe.data_form)
+    return rollouts
+
+
+def check_inputs(policy: Model, beside: Mapping[str, Model], graders: Sequence[RewardModel], rollouts: Sampler) -> None:
+    """Check that all hosts read the same models and questions, and that the data is of this model.
+
+    Raises ValueError if they do not, or it is not.
+    """
+    others = {name: each.source for name, each in beside.items() if each.source != policy.source}
+    tasks = rollouts.feed.tasks
+    check_same_inputs(
+        policy.source,
+        None if policy.lora is None else policy.lora.adapter,
+        others | {each.role.title: each.source for each in graders},
+        tasks,
+        evaluates=rollouts.spec.evaluation.happens,
+        columns=rollouts.feed.columns,
+        demonstrations=rollouts.demonstrations and rollouts.demonstrations.feed.tasks,
+    )
+    tasks.data.check_model(model_files(policy.source.path))
+
+
+def check_data(spec: RunSpec, rollouts: Sampler, around: Surroundings) -> None:
+    """Check that a run's data can be asked, and graded or learned from; prints lines about it.
 
     Raises ValueError if it cannot.
     """
-    feed = rollouts.feed
+    feed, evaluation = rollouts.feed, spec.evaluation
     if spec.recipe.demonstrations:
         check_demonstrations(feed.tasks, spec.rollout, feed.tokenizer, form=spec.recipe.data_form)
     else:
-        feed.tasks.check_answers(trains=True, evaluates=evaluates)
+        feed.tasks.data.check_answers(trains=True, evaluates=evaluation.happens)
     feed.check()
-    lines = [] if first is None else [first]
-    lines += check_prompt_lengths(feed, feed.tasks.train_prompts(), "training prompts", "are left out")
-    if evaluates:
-        held_out = feed.tasks.eval_prompts(spec.evaluation.questions)
+    lines = check_prompt_lengths(feed, feed.tasks.train_prompts(), "training prompts", "are left out")
+    if evaluation.happens:
+        held_out = feed.tasks.eval_prompts(evaluation.questions)
         lines += check_prompt_lengths(feed, held_out, "evaluation questions", "count as wrong")
-    return lines + rollouts.check(feed.tasks.first_prompts())
+    for line in (*lines, *rollouts.check(feed.tasks.first_prompts())):
+        around.say(line)
 
 
-def _say_what_was_chosen(spec: RunSpec, progress: Progress) -> None:
-    """Print the choices that the config leaves to the machine, and with LoRA what is trained."""
+@contextlib.contextmanager
+def open_saving(origin: Origin, feed: Feed, around: Surroundings) -> Iterator[Saving]:
+    """Open the run's checkpoints; leaving the block waits for the last one."""
+    run_dir, job, config = around.run_dir, around.job, origin.spec.checkpoint
+
+    def begin_save() -> None:
+        around.phase("checkpoint")
+        run_dir.push()  # records first: resuming from the checkpoint needs them
+
+    checkpointer = Checkpointer(
+        run_dir.checkpoints,
+        config,
+        origin.weights.base,
+        on_save=begin_save,
+        beat=job.watchdog.beat,
+        records=run_dir.extents,
+        settings=run_dir.settings,
+        data=questions(feed.tasks, evaluates=False, columns=feed.columns),
+    )
+    to_continue, timer = partial(how_to_continue, run_dir.path), SaveTimer(60.0 * config.every_minutes)
+    with contextlib.closing(checkpointer):
+        saving = Saving(checkpointer, timer, around.stop, to_continue=to_continue, on_failure=job.report.failed)
+        job.watchdog.rescue = saving.rescue
+        yield saving
+
+
+def load_state(
+    origin: Origin, newest: int | None, checkpointer: Checkpointer, around: Surroundings, recipe: str
+) -> tuple[TrainState, HostState, int]:
+    """The state to start from: the run's newest whole step, or else that of the forked run, or else the model.
+
+    `recipe` is `algorithm.recipe` of the config.
+
+    Returns:
+        The state, the host state (`versions`, and the input of `Position.read`), and the number of steps done.
+    """
+    if newest is not None:
+        return *checkpointer.restore(newest, origin.abstract()), newest
+    if (fork := around.run_dir.fork) is not None:
+        return *origin.forked(fork, recipe, around.say), 0
+    return origin.first(), {"cursor": 0, "versions": {}}, 0
+
+
+def continue_records(saved: HostState, done: int, checkpointer: Checkpointer, around: Surroundings) -> None:
+    """Take up the run's records after `done` steps, with which `saved` was saved; says what is another than then.
+
+    Raises ValueError if settings that must stay have changed.
+    """
+    run_dir = around.run_dir
+    run_dir.check_saved(saved.get("settings"), done)
+    data = checkpointer.data or {}
+    for name, then in saved.get("data", {}).items():
+        if (now := data.get(name)) != then:
+            around.say(
+                f"{name} have changed since the checkpoint was saved: {then} then, {now or 'none'} now; the run"
+                " continues with what is there now"
+            )
+    before = saved["versions"]
+    if changed := [name for name, version in versions().items() if before.get(name, version) != version]:
+        around.say(
+            f"versions differ from the checkpoint's: {', '.join(changed)}; the run will not be bit for bit the same"
+        )
+    around.job.report.update(step=done)
+    for line in run_dir.compare(saved.get("records", {}), done, checkpointer.steps()):
+        around.say(line)
+    run_dir.truncate(done or -1)
+
+
+def open_trainer(origin: Origin, feed: Feed, folder: Path) -> Trainer:
+    """Load the models beside the policy that do not change, and make the trainer's programs.
+
+    `feed` makes the prompts of models that read others than the policy. A batch that diverges is saved in `folder`.
+    """
+    spec, weights = origin.spec, origin.weights
+    roles: list[LoadedRole] = []
+    for role in spec.scoring_models:
+        longer = role.longer_prompts is not None
+        roles.append(
+            LoadedRole(
+                role=role,
+                params={} if role.changes else weights.of(role),
+                own_prompts=OwnPrompts(of=feed.privileged, sizes=spec.batch_of(role)) if longer else None,
+                optimizer=origin.optimizers.get(role.name),
+            )
+        )
+    return Trainer(
+        spec.recipe,
+        make_train_settings(spec.update, spec.decoder, weights.mesh),
+        origin.optimizers[POLICY],
+        sizes=spec.batch,
+        schedule=spec.optimizer,
+        folder=folder,
+        frozen=weights.frozen,
+        roles=roles,
+    )
+
+
+def say_what_was_chosen(spec: RunSpec, graders: Sequence[RewardModel], feed: Feed, around: Surroundings) -> None:
+    """Print the choices that the config leaves to the machine, what LoRA trains, and how answers are graded."""
     if (lora := spec.decoder.lora) is not None:
-        progress.message(lora_line(lora, spec.decoder, spec.optimizer.settings.learning_rate))
+        around.say(lora_line(lora, spec.decoder, spec.optimizer.settings.learning_rate))
     if spec.decoder.rollout_weights != "dtype":
-        progress.message(weights_line(spec))
-    progress.message(f"attention: {spec.update.attention}; head: {spec.update.head}")
-    progress.message(f"rollout layout: {spec.rollout.layout.why or spec.rollout.layout.name}")
+        around.say(weights_line(spec))
+    around.say(f"attention: {spec.update.attention}; head: {spec.update.head}")
+    around.say(f"rollout layout: {spec.rollout.layout.why or spec.rollout.layout.name}")
+    for each in graders:
+        around.say(f"{each.role.title}: {each.role.model}, weights {each.weights}")
+    for label, dialogue in zip(feed.tasks.labels, feed.dialogues, strict=True):
+        if dialogue is not None:
+            around.say(f"{label}: {dialogue.line}")
 
 
 def weights_line(spec: RunSpec) -> str:
@@ -336,127 +334,3 @@ def lora_line(lora: Lora, decoder: DecoderConfig, rate: float) -> str:
     if rate <= FULL_RATE:
         text += f", the default without lora: adapters need about ten times as much, {LORA_RATE:g}"
     return text
-
-
-def _say_what_changed(saved: HostState, data: Mapping[str, str], progress: Progress) -> None:
-    """Print which packages have other versions, and which data is another, than when the checkpoint was saved."""
-    for name, then in saved.get("data", {}).items():
-        if (now := data.get(name)) != then:
-            progress.message(
-                f"{name} have changed since the checkpoint was saved: {then} then, {now or 'none'} now; the run"
-                " continues with what is there now"
-            )
-    before = saved["versions"]
-    if changed := [name for name, version in versions().items() if before.get(name, version) != version]:
-        progress.message(
-            f"versions differ from the checkpoint's: {', '.join(changed)}; the run will not be bit for bit the same"
-        )
-
-
-def _begin_save(phase: Callable[[str], None], run_dir: RunDir) -> None:
-    phase("checkpoint")
-    run_dir.push()  # records first: resuming from the checkpoint needs them
-
-
-def _open_run_dir(home: Path, settings: Settings, fork: Fork | None) -> RunDir:
-    """Open the run's folder: for writing on process 0, read-only on the others."""
-    opened: list[RunDir] = []
-
-    def open_it() -> tuple[bool, Fork | None, Settings]:
-        opened.append(RunDir.open(home, settings, fork=fork))
-        return opened[0].continued, opened[0].fork, opened[0].settings
-
-    continued, kept, completed = from_leader(open_it)
-    return opened[0] if opened else RunDir.follow(home, completed, continued=continued, fork=kept)
-
-
-def load_role(
-    spec: RunSpec, role: Role, model: Model, *, frozen: Params, feed: Feed, say: Callable[[str], None]
-) -> LoadedRole:
-    """Load the weights of a model beside the policy, unless the state has them.
-
-    They may be the policy's own `frozen` ones, beside the adapters. `feed` makes its prompts, if it has its own. `say`
-    prints which weights they are if they are not the run's, since its checkpoints do not have them.
-    """
-    if role.learning is not None:
-        return LoadedRole(role=role, params={}, optimizer=make_run_optimizer(role.learning.optimizer, role.decoder))
-    own = None
-    if role.longer_prompts is not None:
-        own = OwnPrompts(of=feed.privileged, sizes=spec.batch_of(role))
-    params, line = frozen, "the frozen weights beside the adapters"
-    if role.weights != "policy_base":
-        params = {} if role.weights == "moving" else load_role_weights(model)
-        line = "" if role.phase == SCORE else f"weights {base_of(params)}"
-        params = kept(params, model.rules)
-    if role.phase != SCORE:
-        say(f"{role.name}: {model.source.name}, {line}")
-    return LoadedRole(role=role, params=params, own_prompts=own)
-
-
-def _load_state(
-    fork: Fork | None,
-    newest: int | None,
-    model: Model,
-    optimizer: optax.GradientTransformation,
-    checkpointer: Checkpointer,
-    frozen: Params,
-    valuing: Valuing | None,
-    coefs: Mapping[str, float],
-    *,
-    recipe: str,
-    moves: bool,
-    say: Callable[[str], None],
-) -> tuple[TrainState, HostState, int]:
-    """The state to start from: the run's newest checkpoint, or else that of the forked run, or else the model.
-
-    A fork takes the optimizer's moments too if both runs have the same recipe, or both a critic. Those of another loss
-    would go on moving the weights its way for about ten steps: after imitation, towards what was imitated.
-
-    A critic starts from its model too if the forked run had none. Adapted coefficients start from `coefs`, of the
-    config, and a reference that `moves` from the model, unless the run itself continues. `say` prints a line.
-
-    Returns:
-        The state, the host state (`versions`, and the input of `Position.read`), and the number of steps done.
-    """
-    plain = abstract_state(abstract_params(trained_specs(model.decoder), jnp.float32, model.rules), optimizer)
-    abstract = dataclasses.replace(plain, critic=valuing and valuing.abstract_state())
-    if newest is not None:
-        moved = plain.params if moves else None
-        abstract = dataclasses.replace(abstract, reference=moved, coefs=abstract_coefs(plain.params, coefs))
-        return *checkpointer.restore(newest, abstract), newest
-    saved: HostState = {"cursor": 0, "versions": {}}
-    if fork is None:
-        state = init_state(load_trained(model, None, frozen), optimizer)
-    else:
-        names, its_recipe = saved_names(fork.checkpoints, fork.step), from_leader(lambda: recipe_of(fork))
-        had_critic = any(name.startswith("critic.") for name in names)
-        if its_recipe == recipe or (had_critic and valuing is not None):
-            whole = _as_saved(abstract if had_critic else plain, names)
-            state, saved = restore_state(fork.checkpoints, fork.step, whole, base=checkpointer.base)
-            state = restarted(state)
-        else:
-            say(f"{fork.run} had recipe {its_recipe}: its weights are taken, and the optimizer begins again")
-            params, saved = load_forked(model, fork, frozen)
-            state = init_state(params, optimizer)
-        saved = _begun_again(saved)
-    if valuing is not None and state.critic is None:
-        state = dataclasses.replace(state, critic=valuing.first_state())
-    state = dataclasses.replace(state, reference=load_trained(model, None, frozen) if moves else None)
-    return with_coefs(state, coefs), saved, 0
-
-
-def _as_saved(abstract: TrainState, names: Sequence[str]) -> TrainState:
-    """The abstract state with the reference and the coefficients that a saved step of these names has."""
-    adapted = [name.removeprefix("coefs.") for name in names if name.startswith("coefs.")]
-    moved = abstract.params if any(name.startswith("reference.") for name in names) else None
-    return dataclasses.replace(abstract, reference=moved, coefs=abstract_coefs(abstract.params, adapted))
-
-
-def _begun_again(saved: HostState) -> HostState:
-    """The host state of a forked run as the start of another, whose settings may differ."""
-    begun = (each["number"] for each in saved.pop("in_flight", ()))  # they start from their prompts
-    saved["cursor"] = min(begun, default=saved["cursor"])
-    saved.pop("curriculum", None)
-    saved.pop("retired", None)
-    saved.pop("data", None)
-    return saved

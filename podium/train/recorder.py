@@ -9,18 +9,24 @@ from typing import Protocol
 import numpy as np
 
 from podium.algorithms.losses import narrow_clip_warning
+from podium.algorithms.recipes import Recipe
 from podium.hosts.distributed import gather, local_memory
-from podium.job.job_records import ProgressReport
 from podium.observe.alarms import CarryAlarms, GapAlarm, RewardAlarm, check_gap, length_distance
-from podium.observe.live_view import Progress, ShownCompletion
 from podium.observe.metrics import (
     COMPARED_WITH_SAMPLER,
     STEP_REPORT,
     evaluation_metrics,
     step_metrics,
 )
-from podium.observe.records import SampleRecord, lengths_record, sample_record, sampled_groups
-from podium.observe.run_dir import LENGTHS, SAMPLES, RunDir
+from podium.observe.records import (
+    SampleRecord,
+    completion_records,
+    lengths_record,
+    sample_record,
+    sampled_groups,
+)
+from podium.observe.run_dir import LENGTHS, SAMPLES
+from podium.observe.run_state import ShownCompletion
 from podium.observe.stats import (
     BatchStats,
     CarryStats,
@@ -34,8 +40,10 @@ from podium.observe.stats import (
 from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
 from podium.run.run_spec import RunSpec
+from podium.sampling.feed import Feed
 from podium.sampling.groups import Group
 from podium.train.evaluate import Evaluation
+from podium.train.surroundings import Surroundings
 
 STEPS_AVERAGED = 10
 
@@ -67,41 +75,31 @@ class Recorder:
     def __init__(
         self,
         spec: RunSpec,
-        run_dir: RunDir,
+        around: Surroundings,
         writer: MetricWriter,
-        progress: Progress,
+        feed: Feed,
         *,
-        report: ProgressReport,
-        task_labels: list[str],
-        pieces: Callable[[Sequence[int]], list[str]],
         check: PlanCheck | None,
         on_step: OnStep = unheard,
     ) -> None:
-        """Write nothing yet. `pieces` splits tokens into texts; without `check`, steps are not compared with a plan."""
+        """Write nothing yet. `feed` has the run's tasks; without `check`, steps are not compared with a plan."""
         self.spec = spec
-        self.run_dir = run_dir
+        self.around = around
         self.writer = writer
-        self.progress = progress
-        self._recipe = spec.recipe
-        self._report = report
-        self._labels = task_labels
+        self._feed = feed
         self._check = check
-        self._pieces = pieces
         self._on_step = on_step
-        self._warned = False
         self._alarms = (
+            _ClipAlarm(spec.recipe),
             RewardAlarm(spec.rollout.settings),
             GapAlarm(spec.rollout.settings, update_dtype=spec.update.dtype, rollout_dtype=spec.rollout.dtype),
             CarryAlarms(spec.rollout.settings),
         )
-        self._step_seconds: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
-        self._checkpoint_s: float | None = None
-        self._start = self._cpu_start = 0.0
+        self._clock = _StepClock()
 
     def begin_step(self, checkpoint_s: float | None) -> None:
         """Start the clock of a step, which `write` stops; `checkpoint_s` is how long saving the previous step took."""
-        self._checkpoint_s = checkpoint_s
-        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+        self._clock.begin(checkpoint_s)
 
     def write(
         self,
@@ -118,19 +116,18 @@ class Recorder:
         `held` is what environments did, if there are any. Raises SamplerGapError if the step's gap is above
         `rollout.max_logprob_gap`; the step is recorded then.
         """
-        step_s, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
-        self._step_seconds.append(step_s)
-        averaged = len(self._step_seconds) == STEPS_AVERAGED
+        clock = self._clock
+        clock.end()
         stats = StepStats(
             completions=completion_stats(groups),
             rolled=rolled,
             batched=batched,
             updated=updated,
-            step_s=step_s,
-            cpu_s=cpu_s,
+            step_s=clock.step_s,
+            cpu_s=clock.cpu_s,
             sync_s=sync_s,
-            checkpoint_s=self._checkpoint_s,
-            mean_step_s=float(np.mean(self._step_seconds)) if averaged else None,
+            checkpoint_s=clock.checkpoint_s,
+            mean_step_s=clock.mean_step_s,
             carried=carry_stats(groups, rolled.drawn_lengths) if self.spec.rollout.settings.in_flight > 1 else None,
             conversations=None if held is None else conversation_stats(groups, held),
             levels=self._level_stats(groups),
@@ -138,21 +135,24 @@ class Recorder:
             host_memory=host_memory(),
         )
         metrics = step_metrics(stats)
-        if self._recipe.demonstrations:
+        if self.spec.recipe.demonstrations:
             metrics = {name: value for name, value in metrics.items() if not name.startswith(COMPARED_WITH_SAMPLER)}
         if self._check is not None:
             more, line = self._check.after_step(metrics)
             metrics |= more
             if line is not None:
-                self.progress.message(line)
-        for line in (*self._narrow_clip_lines(updated), *self._alarm_lines(stats, metrics)):
-            self.progress.message(line)
+                self.around.say(line)
+        for alarm in self._alarms:
+            for line in alarm.after_step(stats, metrics):
+                self.around.say(line)
         self.writer.write(step, metrics)
-        self._report.update(step=step, metrics={name: metrics[name] for name in STEP_REPORT if name in metrics})
+        self.around.job.report.update(
+            step=step, metrics={name: metrics[name] for name in STEP_REPORT if name in metrics}
+        )
         samples = self._write_completions(step, groups, batched, rolled)
         first = groups[0]
         shown = ShownCompletion(first.prompt.prompt.question, first.transcripts[0].text, first.rewards[0].total)
-        self.progress.step(step, metrics, shown)
+        self.around.progress.step(step, metrics, shown)
         self._on_step(step, metrics, samples)
         check_gap(self.spec.rollout.settings, step, metrics)
 
@@ -163,22 +163,10 @@ class Recorder:
         for task in drawn:
             own = [group for group in groups if group.prompt.task == task]
             correct = [each for group in own if (each := group.correct) is not None]
-            found[self._labels[task]] = LevelStats(
+            found[self._feed.tasks.labels[task]] = LevelStats(
                 share=len(own) / len(groups), correct=sum(correct) / len(correct) if correct else None
             )
         return found
-
-    def _alarm_lines(self, stats: StepStats, metrics: Mapping[str, float]) -> list[str]:
-        """Warnings about rewards, about the gap to the sampler, and about carry-over."""
-        return [line for alarm in self._alarms for line in alarm.after_step(stats, metrics)]
-
-    def _narrow_clip_lines(self, updated: UpdateStats) -> list[str]:
-        """A warning, at most once, if the clip range is so narrow that rounding alone clips tokens."""
-        warning = narrow_clip_warning(self._recipe, updated.logprob_gap) if updated.updates else None
-        if warning is None or self._warned:
-            return []
-        self._warned = True
-        return [warning]
 
     def _write_completions(
         self, step: int, groups: list[Group], batched: BatchStats, rolled: RolloutStats
@@ -196,25 +184,19 @@ class Recorder:
         )
         for index in sampled:
             group = groups[index]
-            task = self._labels[group.prompt.task]
-            record = sample_record(
-                step,
-                "train",
-                task=task,
-                prompt=group.prompt.prompt,
-                transcripts=group.transcripts,
-                rewards=group.rewards,
-                advantages=advantages.get(index),
-                pieces=self._pieces if index == sampled[0] else None,
-                greedy=group.greedy,
+            task = self._feed.tasks.labels[group.prompt.task]
+            pieces = self._feed.tokenizer.pieces if index == sampled[0] else None
+            completions = completion_records(
+                group.transcripts, group.rewards, advantages=advantages.get(index), pieces=pieces
             )
-            self.run_dir.append(SAMPLES, record)
+            record = sample_record(step, "train", task, group.prompt.prompt, completions, greedy=group.greedy)
+            self.around.run_dir.append(SAMPLES, record)
             samples.append(record)
         self.writer.write_samples(step, samples)
         prompts = [len(group.tokens) for group in groups]
         completions = [transcript.num_drawn for group in groups for transcript in group.transcripts]
         drawn = rolled.drawn_lengths if self.spec.rollout.settings.in_flight > 1 else None
-        self.run_dir.append(LENGTHS, lengths_record(step, prompts, completions, drawn))
+        self.around.run_dir.append(LENGTHS, lengths_record(step, prompts, completions, drawn))
         return samples
 
     def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
@@ -223,9 +205,50 @@ class Recorder:
         self.writer.write(step, metrics)
         records = evaluation.records(step)
         for record in records:
-            self.run_dir.append(SAMPLES, record)
+            self.around.run_dir.append(SAMPLES, record)
         self.writer.write_samples(step, records)
-        self.progress.evaluated(step, metrics)
+        self.around.progress.evaluated(step, metrics)
+
+
+class _ClipAlarm:
+    """Warns once if the clip range is so narrow that rounding alone clips tokens."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._said = False
+
+    def after_step(self, stats: StepStats, metrics: Mapping[str, float]) -> list[str]:
+        """Return the lines to print after a step."""
+        if self._said or not stats.updated.updates:
+            return []
+        warning = narrow_clip_warning(self._recipe, stats.updated.logprob_gap)
+        self._said = warning is not None
+        return [] if warning is None else [warning]
+
+
+class _StepClock:
+    """Measures the time of each step."""
+
+    def __init__(self) -> None:
+        self._start = self._cpu_start = self.step_s = self.cpu_s = 0.0
+        self.checkpoint_s: float | None = None
+        """How long saving the previous step took."""
+        self._last: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
+
+    def begin(self, checkpoint_s: float | None) -> None:
+        """Start a step."""
+        self.checkpoint_s = checkpoint_s
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+
+    def end(self) -> None:
+        """Stop it: sets `step_s` and `cpu_s`."""
+        self.step_s, self.cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
+        self._last.append(self.step_s)
+
+    @property
+    def mean_step_s(self) -> float | None:
+        """The mean of the last STEPS_AVERAGED steps; None before there are so many."""
+        return float(np.mean(self._last)) if len(self._last) == STEPS_AVERAGED else None
 
 
 def completion_stats(groups: Sequence[Group]) -> CompletionStats:

@@ -5,7 +5,8 @@ scorer (`old_logprobs`, and `entropy`); the others are models in a role of the r
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from podium.tasks.mixture import TaskPrompt
 from podium.train.batches.batch import Batch, make_batch, take
 from podium.train.batches.samples import Sample
 from podium.train.step import (
+    TEACHER_HEAD,
     CompiledScore,
     ScoreProgram,
     TrainSettings,
@@ -36,6 +38,8 @@ from podium.train.step import (
     make_values,
     shard_batch,
 )
+
+A = TypeVar("A", jax.Array, jax.ShapeDtypeStruct)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,8 @@ class Scorer:
     params: Params | None
     """None: the policy's own weights, before the batch's first update."""
     program: ScoreProgram
+    role: str | None = None
+    """The role whose weights, in the state of each step, replace `params`; None: they stay."""
     own_prompts: OwnPrompts | None = None
     """None: it reads the policy's, and scores its batches."""
     follows_choices: bool = True
@@ -104,18 +110,19 @@ def make_role_scorer(
     settings: TrainSettings,
     params: Params,
     own_prompts: OwnPrompts | None = None,
-    score: ScoreProgram | None = None,
+    program: ScoreProgram | None = None,
 ) -> Scorer:
     """The scorer of a model beside the policy with these weights, and maybe prompts.
 
-    `settings` are the trainer's, and `score` is its program, which models of the policy's architecture share.
+    `settings` are the trainer's. `program` computes the scores; unset: made from the settings.
     """
     assert role.scores is not None, "it scores batches"
     return Scorer(
         name=role.scores,
         decoder=role.decoder,
         params=params,
-        program=score if score is not None and role.phase == SCORE else make_role_program(role, settings),
+        program=program or make_role_program(role, settings),
+        role=role.name if role.changes else None,
         own_prompts=own_prompts,
         follows_choices=role.phase == SCORE,
     )
@@ -135,9 +142,9 @@ def role_settings(role: Role, settings: TrainSettings) -> TrainSettings:
     return own if role.decoder.scores == "none" else own._replace(head="chunked")
 
 
-def teacher_head(params: Params) -> jax.Array:
-    """The teacher's matrix from hidden states to logits, [V, D], as stored."""
-    return params.get("head", params["embed"])
+def compared_head(params: Mapping[str, A]) -> dict[str, A]:
+    """The matrix from hidden states to logits, [V, D], of a model whose distributions updates compare, by its name."""
+    return {TEACHER_HEAD: params.get("head", params["embed"])}
 
 
 def _make(need: str, settings: TrainSettings, score: ScoreProgram, entropy: ScoreProgram | None) -> Scorer:

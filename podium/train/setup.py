@@ -1,6 +1,7 @@
 """Prepares a run before its first step: the model on its mesh, and its initial weights."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -13,19 +14,19 @@ from podium.config.schema import Config
 from podium.hosts.platform import machine_of, prepare_platform
 from podium.models.adapters import base_of
 from podium.models.architecture import DecoderConfig
-from podium.models.families.presets import decoder_of_run
 from podium.models.files.hf import load_params
 from podium.models.files.peft import load_adapter
 from podium.models.files.source import ModelSource, read_architecture
 from podium.models.files.source import resolve as find_source
+from podium.models.linear import kept
 from podium.models.params import TRAIN_AXES, frozen_dtype, param_specs, trained_specs
 from podium.models.quantised import make_quantise
 from podium.models.text.tokenizer import Tokenizer, load_tokenizer
 from podium.observe.run_dir import Fork
 from podium.run.machine import Machine
-from podium.run.resolve import resolve, resolve_recipe, resolve_rollout
-from podium.run.run_spec import OptimizerSpec, Role, RolloutSpec, RunSpec, UpdateSpec
-from podium.sampling.conversations.carry import HostState
+from podium.run.resolve import resolve
+from podium.run.roles import decoder_of_run
+from podium.run.run_spec import SCORE, OptimizerSpec, Role, RunSpec, UpdateSpec
 from podium.sharding import Params, ShardingRules, abstract_params, init_params, make_mesh
 from podium.train.checkpoints.checkpoint import restore_params
 from podium.train.optimizer.offload import check_host_memory
@@ -102,11 +103,6 @@ def run_spec(config: Config, decoder: DecoderConfig, mesh: Mesh, recipe: Recipe 
     return resolve(config, decoder, machine_of(mesh), mesh=dict(mesh.shape), recipe=recipe)
 
 
-def rollout_spec(config: Config, model: Model, recipe: Recipe | None = None) -> RolloutSpec:
-    """Resolve how the config's prompts are completed and graded: the part of a run that evaluation needs."""
-    return resolve_rollout(config, recipe or resolve_recipe(config), model.decoder, model.machine)
-
-
 def make_train_settings(update: UpdateSpec, decoder: DecoderConfig, mesh: Mesh) -> TrainSettings:
     """The settings that the trainer's compiled programs share."""
     return TrainSettings(
@@ -131,6 +127,42 @@ def make_run_optimizer(optimizer: OptimizerSpec, decoder: DecoderConfig) -> opta
     return make_optimizer(optimizer.settings, optimizer.steps, trained_specs(decoder), offload=optimizer.offload)
 
 
+class StoredWeights:
+    """The weights of a run's models before its first step, from their files: `podium.train.first_state.Weights`."""
+
+    def __init__(self, policy: Model, beside: Mapping[str, Model], say: Callable[[str], None]) -> None:
+        """Load the policy's frozen weights.
+
+        `beside` are the models beside the policy, by the name of their role. `say` prints the fingerprints of weights
+        that are no part of the run's checkpoints.
+        """
+        self._policy, self._beside, self._say = policy, beside, say
+        frozen = load_frozen(policy)
+        self.base = base_of(frozen)
+        self.frozen = kept(frozen, policy.rules)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of all models."""
+        return self._policy.mesh
+
+    def trained(self) -> Params:
+        """The policy's weights that updates change."""
+        return load_trained(self._policy, None, self.frozen)
+
+    def of(self, role: Role) -> Params:
+        """The weights of a model beside the policy; which may be the policy's own frozen ones, beside its adapters."""
+        model, line, params = self._beside[role.name], "the frozen weights beside the adapters", self.frozen
+        if role.weights != "policy_base":
+            params = load_role_weights(model)
+            if role.changes:
+                return params
+            line, params = f"weights {base_of(params)}", kept(params, model.rules)
+        if role.phase != SCORE:
+            self._say(f"{role.name}: {model.source.name}, {line}")
+        return params
+
+
 def load_weights(model: Model, run: Fork | None) -> Params:
     """Load all weights, sharded: the model's, or those of a run's checkpoint; with LoRA, base and adapters."""
     trained, frozen = load_parts(model, run)
@@ -148,10 +180,10 @@ def load_frozen(model: Model) -> Params:
     if model.decoder.lora is None:
         return {}
     plain = dataclasses.replace(model.decoder, lora=None)
-    kept = {name: frozen_dtype(name, model.decoder) for name in param_specs(plain)}
-    whole = [name for name, dtype in kept.items() if dtype == "bfloat16"]
+    formats = {name: frozen_dtype(name, model.decoder) for name in param_specs(plain)}
+    whole = [name for name, dtype in formats.items() if dtype == "bfloat16"]
     found = load_params(model.source, plain, model.rules, jnp.bfloat16, only=whole)
-    for name in kept.keys() - found.keys():
+    for name in formats.keys() - found.keys():
         (value,) = load_params(model.source, plain, model.rules, jnp.float32, only=[name]).values()
         found |= make_quantise(name, model.decoder, model.rules)(value)
     return found
@@ -164,12 +196,6 @@ def load_role_weights(model: Model) -> Params:
     return load_params(model.source, model.decoder, model.rules, jnp.float32)
 
 
-def load_forked(model: Model, run: Fork, frozen: Params) -> tuple[Params, HostState]:
-    """Load the trained weights and the host state of a run's checkpoint, whatever optimizer it belongs to."""
-    abstract = abstract_params(trained_specs(model.decoder), jnp.float32, model.rules)
-    return restore_params(run.checkpoints, run.step, abstract, base=base_of(frozen))
-
-
 def load_trained(model: Model, run: Fork | None, frozen: Params) -> Params:
     """Load the weights that updates change, float32 and sharded: initial ones, or those of a run's checkpoint.
 
@@ -178,7 +204,8 @@ def load_trained(model: Model, run: Fork | None, frozen: Params) -> Params:
     """
     specs, lora = trained_specs(model.decoder), model.lora
     if run is not None:
-        return load_forked(model, run, frozen)[0]
+        abstract = abstract_params(specs, jnp.float32, model.rules)
+        return restore_params(run.checkpoints, run.step, abstract, base=base_of(frozen))[0]
     if lora is None:
         return load_params(model.source, model.decoder, model.rules, jnp.float32)
     if lora.adapter is not None:

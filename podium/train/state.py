@@ -21,12 +21,25 @@ class TrainState:
     step: jax.Array  # [] int32, number of updates so far
     params: Params  # float32, as declared by ParamSpecs
     opt_state: optax.OptState
-    critic: "TrainState | None" = None
-    """The state of the critic, which has no critic itself; None without a critic."""
-    reference: Params | None = None
-    """The weights of a reference that moves, stored as `params`; None: it stays, and is not part of the state."""
+    models: dict[str, "ModelState"] = dataclasses.field(default_factory=dict)
+    """The states of the other models that change, by the name of their role."""
     coefs: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     """[] float32 by name: what `podium.algorithms.controllers` adapts."""
+
+    def weights(self, role: str) -> Params:
+        """The weights of another model that changes."""
+        own = self.models[role]
+        return own.params if isinstance(own, TrainState) else own
+
+    def learned(self, role: str) -> "TrainState":
+        """The state of another model that is trained."""
+        own = self.models[role]
+        assert isinstance(own, TrainState), f"{role} is trained"
+        return own
+
+
+ModelState = TrainState | Params
+"""The state of a model that changes: a trained one has a step and an optimizer, one that follows the policy has not."""
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
@@ -54,10 +67,10 @@ def with_coefs(state: TrainState, coefs: Mapping[str, float]) -> TrainState:
     return dataclasses.replace(state, coefs=placed)
 
 
-@functools.partial(jax.jit, static_argnames="mixup", donate_argnames="reference")
-def mixed(reference: Params, policy: Params, mixup: float) -> Params:
-    """Mixup x policy + (1 - mixup) x reference, for each weight (arXiv:2404.09656); `reference` is donated."""
-    return {name: mixup * policy[name] + (1 - mixup) * value for name, value in reference.items()}
+@functools.partial(jax.jit, static_argnames="mixup", donate_argnames="follower")
+def mixed(follower: Params, policy: Params, mixup: float) -> Params:
+    """Mixup x policy + (1 - mixup) x follower, for each weight (arXiv:2404.09656); `follower` is donated."""
+    return {name: mixup * policy[name] + (1 - mixup) * value for name, value in follower.items()}
 
 
 def abstract_coefs(params: Params | dict[str, jax.ShapeDtypeStruct], names: Iterable[str]) -> dict[str, jax.Array]:
@@ -85,5 +98,5 @@ def at_schedule_step(state: TrainState, position: int) -> TrainState:
 def restarted(state: TrainState) -> TrainState:
     """The state as the start of another run: keeps weights and moments, and restarts the learning rate schedule."""
     step = jnp.zeros_like(state.step, device=state.step.sharding)
-    critic = None if state.critic is None else restarted(state.critic)
-    return dataclasses.replace(at_schedule_step(state, 0), step=step, critic=critic)
+    models = {name: restarted(own) if isinstance(own, TrainState) else own for name, own in state.models.items()}
+    return dataclasses.replace(at_schedule_step(state, 0), step=step, models=models)

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding
 
 from podium.algorithms.advantages import RETURNS, VALUES
 from podium.algorithms.controllers import ENTROPY_BONUS, KL_COEF, first_coefs, loss_coefs
-from podium.algorithms.losses import entropy_loss, policy_loss, value_loss
-from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
+from podium.algorithms.losses import Tokens, entropy_loss, policy_loss, value_loss
+from podium.algorithms.recipes import LIKELIHOOD, TEACHER_HIDDEN, Recipe
 from podium.algorithms.routers import router_loss, router_stats
 from podium.compiler import Lowerable, compiler_options
 from podium.config.attention_blocks import Backend
@@ -30,9 +30,9 @@ from podium.models.attention.mask import Visibility, packed_rows
 from podium.models.attention.packed_attention import row_attention
 from podium.models.blocks.choices import Balance
 from podium.models.blocks.kind import Advance, At, Packed, States
-from podium.models.decoder import forward, head_weights, token_scores
+from podium.models.decoder import PassSettings, forward, head_weights, token_scores
 from podium.models.linear import activation_dtype
-from podium.models.logprobs import Taught, TokenLogprobs, token_logprobs
+from podium.models.logprobs import HeadSettings, Taught, TokenLogprobs, token_logprobs
 from podium.models.packed_delta_rule import row_recurrence
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, trained_specs
 from podium.models.recorded_experts import balances, recorded_choices
@@ -272,17 +272,16 @@ def _loss(
     """A micro-batch's contribution to the loss, with its statistics as sums over tokens and as maxima."""
     teacher = recipe.teacher if TEACHER_HIDDEN in batch.scores else None
     scored, routers = _logprobs(settings, params | frozen, batch, reverse=1.0 if teacher is None else teacher.reverse)
-    losses, stats = policy_loss(
-        recipe,
+    tokens = Tokens(
         scored.logprobs,
-        sampled_logprobs=batch.sampled_logprobs,
+        old_logprobs=batch.sampled_logprobs,
         advantages=batch.advantages,
         segments=batch.segments,
         mask=batch.mask,
         scores=batch.scores,
         prompts=batch.prompts,
-        kl_coef=batch.coefs.get(KL_COEF),
     )
+    losses, stats = policy_loss(recipe, tokens, kl_coef=batch.coefs.get(KL_COEF))
     if teacher is not None and scored.divergence is not None:
         losses += teacher.weight * scored.divergence
         stats = stats | {"kl_teacher": jax.lax.stop_gradient(scored.divergence)}
@@ -297,13 +296,19 @@ def _loss(
         stats |= {"ratio": ratio, "squared_ratio": ratio**2}
         stats |= by_age({"age_gap": gap, "age_clipped": stats["clip_low"] + stats["clip_high"]}, batch.ages)
     sums = {name: jnp.sum(values * batch.mask) for name, values in stats.items()}
+    broken = losses * batch.weights
+    if batch.likelihoods is not None:
+        imitation = -scored.logprobs * batch.likelihoods
+        loss, broken = loss + jnp.sum(imitation), broken + imitation
+        share = jnp.maximum(batch.num_tokens, 1.0) / recipe.loss_parts[LIKELIHOOD]  # no mean over the drawn tokens
+        sums[LIKELIHOOD] = jax.lax.stop_gradient(jnp.sum(imitation)) * share
     balance = recipe.router_loss_coef
     if routers:
         tokens = jnp.sum(batch.mask)  # a micro-batch's share of means over the batch's tokens
         sums |= {name: value * tokens for name, value in router_stats(routers).items()}
         if balance:
             loss += balance * router_loss(routers) * tokens / jnp.maximum(batch.num_tokens, 1.0)
-    return loss, (sums, {"logprob_gap_max": jnp.max(gap), "broken_row": _broken_row(losses * batch.weights)})
+    return loss, (sums, {"logprob_gap_max": jnp.max(gap), "broken_row": _broken_row(broken)})
 
 
 def _value_loss(
@@ -397,20 +402,22 @@ def _logprobs(
         hidden,
         head_weights(params, rules, dtype, wide=wide and settings.decoder.lora is None),
         batch.targets,
-        temperature=settings.temperature,
-        chunk=settings.head_chunk_tokens,
-        kind=settings.head,
-        rules=rules,
-        remat=settings.remat != "none",
-        taught=taught,
-        reverse=reverse,
+        HeadSettings(
+            temperature=settings.temperature,
+            chunk=settings.head_chunk_tokens,
+            rules=rules,
+            remat=settings.remat != "none",
+            kind=settings.head,
+            reverse=reverse,
+        ),
+        taught,
     )
     return scored, routers
 
 
 def _hidden(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) -> tuple[jax.Array, list[Balance]]:
     """Hidden states [B, T, D] from which a micro-batch's targets are predicted, and how routers shared out tokens."""
-    rules, wide = settings.computing, settings.reduce_dtype == jnp.float32
+    rules = settings.computing
     windows = any(attention.window for _, attention in settings.decoder.attention_layers())
     visibility = Visibility(batch.segments, batch.prompts, batch.positions if windows else None)
     packed = packed_rows(batch.segments, batch.prompts)
@@ -435,13 +442,15 @@ def _hidden(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) ->
         attend,
         [packed if work.states else visibility for work in places],
         recorded=recorded,
-        replay=settings.replay_routing,
         recur=recur,
-        config=settings.decoder,
-        rules=rules,
-        dtype=settings.dtype,
-        remat=settings.remat,
-        groups=settings.row_groups,
-        wide=wide,
+        settings=PassSettings(
+            config=settings.decoder,
+            rules=rules,
+            dtype=settings.dtype,
+            remat=settings.remat,
+            groups=settings.row_groups,
+            wide=settings.reduce_dtype == jnp.float32,
+            replay=settings.replay_routing,
+        ),
     )
     return hidden, balances(told)

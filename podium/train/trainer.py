@@ -14,19 +14,18 @@ from podium.algorithms.controllers import KL_COEF, Coefs, after_step, after_upda
 from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
 from podium.compile_ahead import Call, CompileAhead
 from podium.hosts.distributed import is_leader, on_host
-from podium.observe.stats import BatchStats, RewardKl, UpdateStats
-from podium.run.run_spec import BatchSizes, OptimizerSpec
+from podium.observe.stats import BatchStats, LearnerStats, RewardKl, UpdateStats
+from podium.run.run_spec import SCORE, BatchSizes, OptimizerSpec
 from podium.sampling.groups import Group
 from podium.sharding import Params, to_devices
 from podium.train.batches.batch import Batch, make_batch
 from podium.train.batches.prepare import group_samples, log_ratios, prepare_step
-from podium.train.critic import make_critic, update_critic
+from podium.train.learner import DivergedError, Learner, make_learner, update_learner
 from podium.train.optimizer.transforms import learning_rate
-from podium.train.scorers import LoadedRole, Scorer, make_role_scorer, make_scorers, teacher_head
+from podium.train.scorers import LoadedRole, Scorer, compared_head, make_role_scorer, make_scorers
 from podium.train.state import TrainState, at_schedule_step, mixed, with_coefs
 from podium.train.step import (
-    TEACHER_HEAD,
-    ScoreProgram,
+    CompiledScore,
     TrainSettings,
     TrainStep,
     abstract_batch,
@@ -34,12 +33,8 @@ from podium.train.step import (
     make_train_programs,
 )
 
-UPDATE, SCORE, SCORE_BASE, CRITIC, CRITIC_VALUES = "update", "score", "score_base", "critic", "values"
-"""Names of the programs that are compiled ahead."""
-
-
-class DivergedError(ValueError):
-    """An update produced NaN or infinity; the message names the file with the offending batch."""
+UPDATE, SCORE_BASE = "update", "score_base"
+"""Names of programs that are compiled ahead, beside SCORE and those of the roles."""
 
 
 class Trainer:
@@ -65,60 +60,72 @@ class Trainer:
         """
         self.frozen = frozen or {}
         self.recipe = recipe
-        self.critic = next(
-            (make_critic(each.role, settings, each.optimizer) for each in roles if each.optimizer is not None), None
-        )
         self.settings = settings
         self.folder = folder
         self.sizes = sizes
         self.programs = make_train_programs(settings, recipe, optimizer)
-        self.score: ScoreProgram = self.programs.score
         self.train_step: TrainStep = self.programs.train_step
-        self._ahead = CompileAhead(threads=0)
-        self.moving = next((each.role for each in roles if each.role.follows is not None), None)
-        models = [
-            make_role_scorer(each.role, settings, each.params, each.own_prompts, self.score)
-            for each in roles
-            if each.optimizer is None
-        ]
-        self.scorers = make_scorers(recipe, settings, self.score, models)
-        self.taught: Params = {}
-        """The head of a model whose distributions updates compute, unless it is among `frozen` anyway."""
+        self.learners: dict[str, Learner] = {}
+        """The models beside the policy that are trained, by the name of their role."""
+        self.followers = {each.role.name: each.role.follows for each in roles if each.role.follows is not None}
+        """How those that follow the policy do."""
+        models: list[Scorer] = []
         for each in roles:
-            if each.role.compared and each.params is not frozen:
-                self.taught = {TEACHER_HEAD: teacher_head(each.params)}
+            program = self.score if each.role.phase == SCORE else None
+            if each.optimizer is not None:
+                own = self.learners[each.role.name] = make_learner(each.role, settings, each.optimizer)
+                program = own.score
+            models.append(make_role_scorer(each.role, settings, each.params, each.own_prompts, program))
+        self.scorers = make_scorers(recipe, settings, self.score, models)
         self.learning_rate = learning_rate(schedule.settings, schedule.steps)
-        self.updates_per_step = recipe.updates_per_batch * recipe.minibatches
+        self._ahead = CompileAhead(threads=0)
+
+    @property
+    def score(self) -> CompiledScore:
+        """The program by which the policy, and models of its architecture, score a batch."""
+        return self.programs.score
+
+    @property
+    def fixed(self) -> Params:
+        """The weights beside the state that updates read.
+
+        They are the frozen ones, and the head of a model whose whole distributions are compared with the policy's.
+        """
+        compared = next((each.params for each in self.scorers if each.name == TEACHER_HIDDEN), None)
+        if compared is None or compared is self.frozen:  # which have the head
+            return self.frozen
+        return self.frozen | compared_head(compared)
 
     def compile_ahead(self, state: TrainState, ahead: CompileAhead) -> None:
-        """Begin to compile the update, the scores and the critic's programs; `state` has the arrays of all states.
+        """Begin to compile the updates, and the scores of models that change; `state` has the arrays of all states.
 
-        Each call waits for its own program. Those of entropies, of teachers, of reward models and of a user's scorers
-        are compiled at their first call.
+        Each call waits for its own program. All others are compiled at their first call: those of entropies, of frozen
+        models of other architectures, and of a user's scorers.
         """
         width = next((each.decoder.width for each in self.scorers if each.name == TEACHER_HIDDEN), 0)
         scored = abstract_scored(self.sizes, self.recipe, self.settings, width=width)
         plain = abstract_batch(make_batch([], self.sizes)[0], self.settings.computing)
-        alone = at_schedule_step(dataclasses.replace(state, critic=None, reference=None, coefs={}), 0)
-        calls = {UPDATE: Call(self.programs.train_step, (alone, scored, self.frozen | self.taught))}
+        alone = at_schedule_step(dataclasses.replace(state, models={}, coefs={}), 0)
+        calls = {UPDATE: Call(self.programs.train_step, (alone, scored, self.fixed))}
         policy = state.params | self.frozen
         own = [each.params or policy for each in self._scorers(state) if each.program is self.score]
         for params in {frozenset(params): params for params in own}.values():  # one program for weights of equal names
-            calls[SCORE if params.keys() == policy.keys() else SCORE_BASE] = Call(self.programs.score, (params, plain))
-        if self.critic is not None and state.critic is not None:
-            valued = at_schedule_step(state.critic, 0)
-            calls[CRITIC] = Call(self.critic.step, (valued, dataclasses.replace(scored, choices=None)))
-            calls[CRITIC_VALUES] = Call(self.critic.values, (valued.params, dataclasses.replace(plain, choices=None)))
+            calls[SCORE if params.keys() == policy.keys() else SCORE_BASE] = Call(self.score, (params, plain))
+        for name, learner in self.learners.items():
+            learned = at_schedule_step(state.learned(name), 0)
+            calls[name] = Call(learner.step, (learned, dataclasses.replace(scored, choices=None)))
+            calls[learner.role.phase] = Call(learner.score, (learned.params, dataclasses.replace(plain, choices=None)))
         ahead.begin(calls.items())
         self._ahead = ahead
 
-    def prepare(self, state: TrainState, groups: Sequence[Group]) -> tuple[list[Batch[jax.Array]], BatchStats]:
-        """Make the scored batches of a step's optimizer steps on the devices; `state` is that before the first."""
-        scorers = self._scorers(state)
-        if self.critic is not None:
-            assert state.critic is not None, "a trainer with a critic has its state"
-            scorers = (*scorers, self.critic.scorer(state.critic.params))
-        self._ahead.wait(SCORE, SCORE_BASE, CRITIC_VALUES)
+    def prepare(
+        self, state: TrainState, groups: Sequence[Group], demonstrations: Sequence[Group] = ()
+    ) -> tuple[list[Batch[jax.Array]], BatchStats]:
+        """Make the scored batches of a step's optimizer steps on the devices; `state` is that before the first.
+
+        `demonstrations` are mixed into its batches.
+        """
+        self._ahead.wait(SCORE, SCORE_BASE, *(each.role.phase for each in self.learners.values()))
         recipe = self.recipe
         if KL_COEF in state.coefs:
             recipe = dataclasses.replace(recipe, kl_coef=float(state.coefs[KL_COEF]))
@@ -127,8 +134,9 @@ class Trainer:
             recipe,
             self.sizes,
             rules=self.settings.computing,
-            scorers=scorers,
+            scorers=self._scorers(state),
             policy=state.params | self.frozen,
+            demonstrations=demonstrations,
         )
 
     def log_ratios(self, state: TrainState, groups: Sequence[Group]) -> np.ndarray:
@@ -139,11 +147,11 @@ class Trainer:
         return log_ratios(samples, self.sizes, self.settings.computing, self._scorers(state), policy)
 
     def _scorers(self, state: TrainState) -> tuple[Scorer, ...]:
-        """The scorers of a step; the one that moves has the state's weights."""
-        if self.moving is None:
-            return self.scorers
-        moved, name = state.reference, self.moving.scores
-        return tuple(dataclasses.replace(each, params=moved) if each.name == name else each for each in self.scorers)
+        """The scorers of a step; those of models that change have the state's weights."""
+        return tuple(
+            each if each.role is None else dataclasses.replace(each, params=state.weights(each.role))
+            for each in self.scorers
+        )
 
     def update(
         self,
@@ -153,53 +161,63 @@ class Trainer:
         *,
         charged: RewardKl | None = None,
     ) -> tuple[TrainState, UpdateStats]:
-        """Run the updates of a step on the batches of `prepare`, as often as the recipe says; the critic's first.
+        """Run the updates of a step on the batches of `prepare`, as often as the recipe says; the policy's last.
+
+        Then the models that follow the policy take their share of it, if the step is one at which they do.
 
         The learning rate follows the run's schedule: each step owns a share of it, and its updates have the last rates
         of that share, however many updates there are. The state is donated; without batches it is returned unchanged.
         Steps are counted from 0. `charged` is the KL in the step's rewards, if there is one.
 
         Raises:
-            DivergedError: the loss or the gradient is not finite.
-            CriticDivergedError: the same, of the critic.
+            DivergedError: the loss or the gradient of a model is not finite.
         """
-        self._ahead.wait(CRITIC)
-        valued, criticised = state.critic, None
-        if self.critic is not None and valued is not None:
-            minibatches = self.recipe.minibatches
-            valued, criticised = update_critic(self.critic, valued, batches, step, minibatches=minibatches)
+        self._ahead.wait(*self.learners)
+        models, learned = dict(state.models), dict[str, LearnerStats]()
+        for name, learner in self.learners.items():
+            models[name], stats = update_learner(
+                learner, state.learned(name), batches, step, minibatches=self.recipe.minibatches
+            )
+            learned |= {} if stats is None else {name: stats}
         coefs = {name: float(value) for name, value in state.coefs.items()}
-        alone = dataclasses.replace(state, critic=None, reference=None, coefs={})
-        reference = state.reference
+        alone = dataclasses.replace(state, models={}, coefs={})
         state, updated, coefs = self._update_policy(alone, batches, step, coefs)
         if batches:
             found = charged.mean if charged is not None else updated.token_means.get("kl_reference")
             coefs = after_step(self.recipe, coefs, kl=found)
-        follows = None if self.moving is None else self.moving.follows
-        if follows is not None and reference is not None and (step + 1) % follows.sync_every == 0:
-            reference = mixed(reference, state.params, follows.mixup)
-        state = with_coefs(dataclasses.replace(state, critic=valued, reference=reference), coefs)
-        return state, dataclasses.replace(updated, critic=criticised)
+        state = dataclasses.replace(state, models=models)
+        models |= {
+            name: mixed(state.weights(name), state.params, follows.mixup)
+            for name, follows in self.followers.items()
+            if (step + 1) % follows.sync_every == 0
+        }
+        return with_coefs(dataclasses.replace(state, models=models), coefs), dataclasses.replace(
+            updated, learners=learned
+        )
 
     def _update_policy(
         self, state: TrainState, batches: Sequence[Batch[jax.Array]], step: int, coefs: dict[str, float]
     ) -> tuple[TrainState, UpdateStats, dict[str, float]]:
-        """Run the policy's updates of a step, none while the critic learns alone; also adapts `coefs` after each."""
+        """Run the policy's updates of a step, none while another model warms up; also adapts `coefs` after each."""
         start = time.perf_counter()
-        if self.critic is not None and step < self.critic.spec.warmup_steps:
+        if any(step < learner.spec.warmup_steps for learner in self.learners.values()):
             batches = ()
-        end = (step + 1) * self.updates_per_step  # end of the step's share of the schedule
+        end = (
+            (step + 1) * self.recipe.updates_per_batch * self.recipe.minibatches
+        )  # end of the step's share of the schedule
         todo = [batch for _ in range(self.recipe.updates_per_batch) for batch in batches]
         rate = float(np.asarray(self.learning_rate(end - 1)))
         made: list[UpdateStats] = []
+        fixed = self.fixed
         self._ahead.wait(UPDATE)
         for position, batch in enumerate(todo, start=end - len(todo)):
             applied = loss_coefs(self.recipe, coefs)
             given = self._with_coefs(batch, applied)
-            state, metrics = self.train_step(at_schedule_step(state, position), given, self.frozen | self.taught)
+            state, metrics = self.train_step(at_schedule_step(state, position), given, fixed)
             metrics = jax.device_get(metrics)
             broken = int(metrics.pop("broken_row"))
-            coefs = after_update(self.recipe, coefs, entropy=float(metrics["entropy"]))
+            if float(batch.num_tokens):  # else it holds demonstrations alone
+                coefs = after_update(self.recipe, coefs, entropy=float(metrics["entropy"]))
             shown = applied | {name: coefs[name] for name in (KL_COEF,) if name in coefs}
             made.append(_update_stats(metrics | shown, float(batch.num_tokens), rate))
             if not np.isfinite([made[-1].loss, made[-1].gradient_norm]).all():

@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from podium.algorithms.losses import Tokens
+
 Batch = dict[str, Any]  # arrays [B, T] by the name of their argument
 
 LAYOUT = ((4, 3), (1,), (2, 2, 3), (8,))  # lengths of the sequences in each of B = 4 rows of T = 12 tokens
@@ -26,3 +28,9 @@ def packed(seed: int = 0, spread: float = 0.4) -> Batch:
     old = np.minimum(lp + spread * random.normal(size=shape), -1e-3)
     arrays = {"logprobs": lp, "old_logprobs": old, "advantages": advantages}
     return {name: array.astype(np.float32) for name, array in arrays.items()} | {"segments": segments, "mask": mask}
+
+
+def drawn(batch: Batch) -> Tokens:
+    """The tokens that `policy_loss` takes: their old log-probabilities are the sampler's."""
+    given = {name: x for name, x in batch.items() if name != "sampled_logprobs"}
+    return Tokens(**given, old_logprobs=batch["sampled_logprobs"])

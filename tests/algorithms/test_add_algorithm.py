@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from podium.algorithms.advantages import group_advantages, token_weights
-from podium.algorithms.losses import policy_loss
+from podium.algorithms.losses import Tokens, policy_loss
 from podium.algorithms.recipe_options import make_recipe
 from podium.algorithms.recipes import RECIPES, Recipe
 from podium.config.errors import ConfigError
@@ -69,7 +69,7 @@ def test_it_teaches_a_policy_of_one_token() -> None:
             logprobs = jax.nn.log_softmax(logits)[tokens]  # [1, 16]
             sampled = jax.lax.stop_gradient(logprobs)
             batch = {"advantages": advantages, "segments": jnp.asarray(ones), "mask": jnp.ones((1, 16), bool)}
-            return jnp.sum(weights * policy_loss(recipe, logprobs, sampled_logprobs=sampled, **batch)[0])
+            return jnp.sum(weights * policy_loss(recipe, Tokens(logprobs, sampled, **batch))[0])
 
         return jax.grad(loss)(logits)
 

@@ -424,5 +424,5 @@ def test_only_stale_sequences_of_negative_advantage_are_left_out() -> None:
     segments = jnp.array([[1, 1, 2, 2, 3, 3, 4, 4]], jnp.int32)
     advantages = jnp.array([[-1.0, -1.0, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0]])
     mask = jnp.ones((1, 8), bool)
-    kept = off_policy_mask(jnp.zeros((1, 8)), fell, advantages, segments, mask, threshold=0.2)
+    kept = off_policy_mask(Tokens(jnp.zeros((1, 8)), fell, advantages, segments, mask), threshold=0.2)
     np.testing.assert_array_equal(kept, [[0, 0, 1, 1, 1, 1, 1, 1]])

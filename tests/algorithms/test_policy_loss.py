@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packed_rows import Batch, packed
+from packed_rows import Batch, drawn, packed
 
 from podium.algorithms.losses import Tokens, entropy_loss, make_loss, narrow_clip_warning, policy_loss
 from podium.algorithms.recipe_options import make_recipe
@@ -36,7 +36,7 @@ def test_each_recipe_is_its_loss_and_reports_it(name: str) -> None:
     batch = inputs()
     old, names = batch["scores"]["old_logprobs"], ("advantages", "segments", "mask")
     expected = make_loss(RECIPES[name])(Tokens(batch["logprobs"], old, *(batch[key] for key in names)))
-    values, stats = jax.jit(partial(policy_loss, RECIPES[name]))(**batch)
+    values, stats = jax.jit(partial(policy_loss, RECIPES[name]))(drawn(batch))
     np.testing.assert_allclose(values, expected.values, rtol=1e-6)
     np.testing.assert_array_equal(stats["clip_low"], expected.clipped_low)
     np.testing.assert_array_equal(stats["clip_high"], expected.clipped_high)
@@ -49,7 +49,7 @@ def test_correction_weighs_the_policy_term_and_not_the_kl() -> None:
     batch = inputs()
     options = {"recipe": "grpo", "old_logprobs": "trainer", "kl": "k2", "kl_coef": 0.1}
     recipe = recipe_of(correction="truncate", correction_high=1.5, **options)
-    values, stats = policy_loss(recipe, **batch)
+    values, stats = policy_loss(recipe, drawn(batch))
     weight = np.minimum(np.exp(batch["scores"]["old_logprobs"] - batch["sampled_logprobs"]), 1.5)
     np.testing.assert_allclose(stats["correction_weight"], weight, rtol=1e-5)
     ratio = np.exp(batch["logprobs"] - batch["scores"]["old_logprobs"])
@@ -68,7 +68,7 @@ def test_the_loss_of_prime_rl() -> None:
     keep = ~np.where(A > 0, moved > 0.03, moved < -0.02)
     assert keep[batch["mask"]].any() and not keep[batch["mask"]].all()
     del batch["scores"]["old_logprobs"]
-    gradient = jax.grad(lambda lp: jnp.sum(policy_loss(recipe, **{**batch, "logprobs": lp})[0]))(batch["logprobs"])
+    gradient = jax.grad(lambda lp: jnp.sum(policy_loss(recipe, drawn({**batch, "logprobs": lp}))[0]))(batch["logprobs"])
     expected = -A * keep * np.exp(lp - mu) + 2e-3 * (lp - mu)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
 
@@ -77,7 +77,7 @@ def test_the_loss_of_prime_rl() -> None:
 def test_without_old_logprobs_the_ratio_is_to_the_recipes_anchor(anchor: str) -> None:
     batch = inputs()
     del batch["scores"]["old_logprobs"]
-    values, _ = policy_loss(recipe_of(recipe="grpo", old_logprobs=anchor, clip_low=1.0, clip_high=100.0), **batch)
+    values, _ = policy_loss(recipe_of(recipe="grpo", old_logprobs=anchor, clip_low=1.0, clip_high=100.0), drawn(batch))
     to_sampler = np.exp(batch["logprobs"] - batch["sampled_logprobs"])
     ratio = to_sampler if anchor == "sampler" else np.ones_like(to_sampler)
     np.testing.assert_allclose(values, -ratio * batch["advantages"], rtol=1e-5)
@@ -87,7 +87,7 @@ def test_own_logprobs_as_the_anchor_have_a_gradient() -> None:
     batch = inputs()
     del batch["scores"]["old_logprobs"]
     recipe = recipe_of(recipe="grpo", old_logprobs="trainer")
-    gradient = jax.grad(lambda lp: jnp.sum(policy_loss(recipe, **{**batch, "logprobs": lp})[0]))(batch["logprobs"])
+    gradient = jax.grad(lambda lp: jnp.sum(policy_loss(recipe, drawn({**batch, "logprobs": lp}))[0]))(batch["logprobs"])
     np.testing.assert_allclose(gradient, -batch["advantages"], rtol=1e-6)
 
 
@@ -96,7 +96,7 @@ def test_nothing_but_the_policy_gets_a_gradient(options: dict[str, str]) -> None
     batch = inputs()
     recipe = recipe_of(recipe="grpo", kl="k3+", kl_coef=0.1, **options)
     frozen = {name: batch.pop(name) for name in ("sampled_logprobs", "scores")}
-    gradients = jax.grad(lambda frozen: jnp.sum(policy_loss(recipe, **batch, **frozen)[0]))(frozen)
+    gradients = jax.grad(lambda frozen: jnp.sum(policy_loss(recipe, drawn(batch | frozen))[0]))(frozen)
     for gradient in jax.tree.leaves(gradients):
         np.testing.assert_array_equal(gradient, np.zeros_like(gradient))
 
@@ -106,7 +106,7 @@ def test_statistics_have_no_gradient() -> None:
     recipe = recipe_of(recipe="grpo", old_logprobs="trainer", correction="truncate")
 
     def total(lp: jax.Array) -> jax.Array:
-        _, stats = policy_loss(recipe, **{**batch, "logprobs": lp})
+        _, stats = policy_loss(recipe, drawn({**batch, "logprobs": lp}))
         return sum(jax.tree.map(jnp.sum, list(stats.values())), jnp.zeros(()))
 
     np.testing.assert_array_equal(jax.grad(total)(batch["logprobs"]), np.zeros_like(batch["logprobs"]))
@@ -116,7 +116,7 @@ def test_a_missing_reference_is_named() -> None:
     batch = inputs()
     del batch["scores"]["reference_logprobs"]
     with pytest.raises(AssertionError, match="needs reference_logprobs"):
-        policy_loss(recipe_of(recipe="grpo", kl="k2", kl_coef=0.1), **batch)
+        policy_loss(recipe_of(recipe="grpo", kl="k2", kl_coef=0.1), drawn(batch))
 
 
 def test_the_entropy_bonus_by_hand_and_in_parts() -> None:
@@ -146,7 +146,7 @@ def first_update(name: str, **options: Any) -> tuple[float, float]:
         "mask": jnp.ones(shape, bool),
     }
     recipe = recipe_of(recipe=name, **options)
-    gradient = jax.grad(lambda lp: jnp.sum(policy_loss(recipe, lp, **batch)[0]))(logprobs)
+    gradient = jax.grad(lambda lp: jnp.sum(policy_loss(recipe, drawn({**batch, "logprobs": lp}))[0]))(logprobs)
     return float(jnp.mean(gradient == 0)), float(jnp.mean(jnp.abs(logprobs - sampled)))
 
 

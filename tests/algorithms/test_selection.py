@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packed_rows import packed
+from packed_rows import drawn, packed
 
 from podium.algorithms.losses import policy_loss
 from podium.algorithms.recipe_options import RecipeError, make_recipe
@@ -66,7 +66,7 @@ def test_the_policy_term_alone_is_of_the_uncertain_tokens() -> None:
     open_ = np.where(A > 0, ratio < 1.2, ratio > 0.8)
 
     def total(logprobs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
-        values, stats = policy_loss(recipe, **{**batch, "logprobs": logprobs})
+        values, stats = policy_loss(recipe, drawn({**batch, "logprobs": logprobs}))
         return jnp.sum(values), (values, stats)
 
     (_, (values, stats)), gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(batch["logprobs"]))
@@ -144,7 +144,7 @@ def test_the_losses_of_chosen_tokens_in_numpy(loss: str) -> None:
         slope = -ratio * A + 0.5 * chosen * (ratio - 1)
 
     def total(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        values, _ = policy_loss(recipe, **{**batch, "logprobs": logprobs})
+        values, _ = policy_loss(recipe, drawn({**batch, "logprobs": logprobs}))
         return jnp.sum(values), values
 
     (_, values), gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(batch["logprobs"]))

@@ -13,7 +13,7 @@ import pytest
 from others_code import others_code
 
 from podium.algorithms.advantages import token_weights
-from podium.algorithms.losses import entropy_loss, policy_loss
+from podium.algorithms.losses import Tokens, entropy_loss, policy_loss
 from podium.algorithms.recipe_options import make_recipe
 from podium.algorithms.selection import top_entropy_tokens
 from podium.config.schema import AlgorithmConfig
@@ -43,7 +43,7 @@ def podium_output(case: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         chosen[mask > 0] = top_entropy_tokens(inputs["entropy"][mask > 0], share=recipe.top_entropy)
         given["uncertain"] = chosen
     batch = {
-        "sampled_logprobs": inputs["sampled_logprobs" if case.trl.get("use_vllm") else "old_logprobs"],
+        "old_logprobs": inputs["sampled_logprobs" if case.trl.get("use_vllm") else "old_logprobs"],
         "advantages": np.broadcast_to(inputs["advantages"][:, None], mask.shape),
         "segments": mask.astype(np.int32),
         "mask": mask,
@@ -51,7 +51,7 @@ def podium_output(case: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
     def loss(logprobs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        values, stats = policy_loss(recipe, logprobs, **batch)
+        values, stats = policy_loss(recipe, Tokens(logprobs, **batch))
         bonus = {"num_tokens": mask.sum(), "entropy_bonus": recipe.entropy_bonus}
         return jnp.sum(weights[:, None] * mask * values) + entropy_loss(inputs["entropy"], mask, **bonus), stats
 

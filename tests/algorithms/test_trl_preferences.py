@@ -13,7 +13,7 @@ import pytest
 from others_code import others_code
 
 from podium.algorithms.advantages import token_weights
-from podium.algorithms.losses import policy_loss
+from podium.algorithms.losses import Tokens, policy_loss
 from podium.algorithms.recipe_options import make_recipe
 from podium.config.schema import AlgorithmConfig
 
@@ -64,16 +64,16 @@ def podium_output(case: Any, inputs: dict[str, np.ndarray]) -> dict[str, Any]:
     rows = {name: jnp.asarray(lay(x)) for name, x in scores.items()}
 
     def loss(logprobs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        values, stats = policy_loss(
-            recipe,
+        tokens = Tokens(
             logprobs,
-            sampled_logprobs=jnp.zeros_like(logprobs),
+            old_logprobs=jnp.zeros_like(logprobs),
             advantages=jnp.asarray(lay(advantages), jnp.float32),
             segments=jnp.asarray(lay(segments)) + 1,
             mask=jnp.asarray(lay(mask)),
             scores=rows,
             prompts=jnp.ones(logprobs.shape, jnp.int32),
         )
+        values, stats = policy_loss(recipe, tokens)
         return jnp.sum(jnp.asarray(lay(weights), jnp.float32) * values), stats
 
     (value, stats), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(lay(inputs["logprobs"])))

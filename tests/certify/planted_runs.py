@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from podium.algorithms import advantages, losses, recipes
-from podium.certify import batches, formulas, mixtures, training, updates
+from podium.certify import batches, formulas, mixtures, updates
 from podium.models import decoder
 from podium.rollout import cache, device, engine, programs, sampling
 from podium.rollout.sequence import Sequence
@@ -18,7 +18,7 @@ from podium.rollout.transcript import Transcript
 from podium.sampling import feed, partial_rollouts, sampler
 from podium.sampling.conversations import carry, environment_client, turns
 from podium.tasks import curriculum, mixture
-from podium.train import evaluate, trainer
+from podium.train import evaluate, first_state, trainer
 from podium.train.batches import prepare
 from podium.train.checkpoints import checkpoint
 from podium.train.optimizer import transforms
@@ -34,8 +34,9 @@ def keys_behind_the_first_page_in_page_0() -> Plant:
     """What decoding appends behind a sequence's first page is written to page 0."""
     original = cache._append
 
-    def planted(kept, layer, tables, *others):
-        return original(kept, layer, jnp.concatenate([tables[:, :1], 0 * tables[:, 1:]], axis=1), *others)
+    def planted(kept, layer, spans, *others):
+        tables = jnp.concatenate([spans.tables[:, :1], 0 * spans.tables[:, 1:]], axis=1)
+        return original(kept, layer, spans._replace(tables=tables), *others)
 
     return cache, "_append", planted
 
@@ -92,23 +93,23 @@ def newest_prompts_first() -> Plant:
 
 
 def critic_of_the_first_minibatch() -> Plant:
-    original = trainer.update_critic
+    original = trainer.update_learner
 
     def planted(critic, state, batches, step, **options):
         return original(critic, state, [batches[0]] * len(batches), step, **options)
 
-    return trainer, "update_critic", planted
+    return trainer, "update_learner", planted
 
 
 def critic_never_updated() -> Plant:
-    original = trainer.update_critic
+    original = trainer.update_learner
 
     def planted(critic, state, batches, step, **options):
         kept = jax.tree.map(jnp.copy, state)
         _, stats = original(critic, state, batches, step, **options)
         return kept, stats
 
-    return trainer, "update_critic", planted
+    return trainer, "update_learner", planted
 
 
 # Formulas.
@@ -405,8 +406,8 @@ def mean_correction_of_sums() -> Plant:
 def threshold_of_good_sequences_too() -> Plant:
     original = losses.off_policy_mask
 
-    def planted(logprobs, sampled, advantages, *others, threshold):
-        return original(logprobs, sampled, -jnp.abs(advantages), *others, threshold=threshold)
+    def planted(tokens, *, threshold):
+        return original(tokens._replace(advantages=-jnp.abs(tokens.advantages)), threshold=threshold)
 
     return losses, "off_policy_mask", planted
 
@@ -523,18 +524,17 @@ def critic_waits_for_nobody() -> Plant:
     original = trainer.Trainer._update_policy
 
     def planted(own, *given):
-        kept = own.critic
-        own.critic = None
+        kept, own.learners = own.learners, {}
         try:
             return original(own, *given)
         finally:
-            own.critic = kept
+            own.learners = kept
 
     return trainer.Trainer, "_update_policy", planted
 
 
 def critic_s_rate_of_the_policy() -> Plant:
-    original = training.make_run_optimizer
+    original = first_state.make_run_optimizer
 
     def planted(optimizer, decoder):
         if decoder.scores != "none":
@@ -542,13 +542,22 @@ def critic_s_rate_of_the_policy() -> Plant:
             optimizer = dataclasses.replace(optimizer, settings=optimizer.settings.model_copy(update=rate))
         return original(optimizer, decoder)
 
-    return training, "make_run_optimizer", planted
+    return first_state, "make_run_optimizer", planted
 
 
 def values_after_the_update() -> Plant:
     """Returns are estimated with a critic that has moved since."""
-    original = trainer.Critic.scorer
-    return trainer.Critic, "scorer", lambda own, params: original(own, {n: 1.01 * x for n, x in params.items()})
+    original = trainer.Trainer._scorers
+
+    def planted(own, state):
+        return tuple(
+            dataclasses.replace(each, params={n: 1.01 * x for n, x in each.params.items()})
+            if each.role == "critic"
+            else each
+            for each in original(own, state)
+        )
+
+    return trainer.Trainer, "_scorers", planted
 
 
 # More of the reference.
@@ -558,13 +567,13 @@ def reference_moves_one_step_early() -> Plant:
     original = trainer.Trainer.update
 
     def planted(own, state, batches, step, **options):
-        kept = own.moving
-        if kept is not None and step == 0:
-            own.moving = dataclasses.replace(kept, follows=kept.follows.model_copy(update={"sync_every": 1}))
+        kept = own.followers
+        if step == 0:
+            own.followers = {name: each.model_copy(update={"sync_every": 1}) for name, each in kept.items()}
         try:
             return original(own, state, batches, step, **options)
         finally:
-            own.moving = kept
+            own.followers = kept
 
     return trainer.Trainer, "update", planted
 

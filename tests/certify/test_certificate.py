@@ -21,7 +21,7 @@ from podium.certify.report import as_object, print_certificate
 from podium.certify.rollout_devices import rollout_device_checks, with_room
 from podium.certify.subject import make_subject
 from podium.certify.tiny import tiny_clone
-from podium.certify.training import training_config
+from podium.certify.training import training_config, watch_training
 from podium.certify.updates import (
     NaiveUpdate,
     Sizes,
@@ -33,7 +33,7 @@ from podium.certify.updates import (
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import AlgorithmConfig, Config
 from podium.models.blocks.delta import DeltaNet
-from podium.models.families.presets import PRESETS
+from podium.models.presets import PRESETS
 from podium.train.optimizer.transforms import learning_rate
 
 MODELS = ("meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B")
@@ -281,11 +281,11 @@ def test_every_recipe_s_certificate_is_green(recipe):
     assert [(check.name, check.difference) for check in found.checks if not check.ok] == []
 
 
-LOSSES_OF_PREFERENCES = [name for name, kind in LOSSES.items() if kind.pairs or kind.labels]
+LOSSES_OF_PREFERENCES = [name for name, kind in LOSSES.items() if kind.data_form != "text"]
 
 
 def of_preferences(loss: str, **changes):
-    size = 1 if LOSSES[loss].labels else 2
+    size = 1 if LOSSES[loss].data_form == "label" else 2
     return make_config(algorithm={"recipe": "dpo", "loss": loss}, group_size=size, **changes)
 
 
@@ -310,6 +310,13 @@ def test_each_of_several_devices_has_room_for_a_sequence_of_labelled_completions
     settings = make_subject(of_preferences("kto")).config.rollout
     assert (settings.longest, settings.page_tokens) == (28, 4)
     assert settings.cache_tokens < 4 * (28 + 4) == with_room(settings).cache_tokens  # with a page of a shared prompt
+
+
+def test_adapters_that_learn_from_preferences_are_evaluated_with_their_last_weights():
+    watched = watch_training(make_subject(of_preferences("dpo", lora={"rank": 8})))
+    assert watched.evaluation is not None
+    last = watched.resumed.updates[-1].after
+    assert last and all(".lora_" in name for name in last)
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ import pytest
 from planted_runs import Plant
 
 from podium.algorithms import advantages, controllers, losses, recipes, selection
+from podium.algorithms.recipes import REFERENCE_LOGPROBS
 from podium.certify import batches
 from podium.certify.batches import batch_checks
 from podium.certify.check_result import Certificate, Check
@@ -43,7 +44,7 @@ from podium.sampling import feed, grades, groups, sampler
 from podium.sampling.conversations import conversation_carry, conversations
 from podium.sampling.conversations.dialogue import Dialogue
 from podium.tasks import grading
-from podium.train import scorers, step, trainer
+from podium.train import step, trainer
 from podium.train.batches import batch, prepare, samples
 from podium.train.optimizer import offload
 from podium.train.optimizer import transforms as optimizer
@@ -405,12 +406,14 @@ def misaligned_behind_dropped_groups() -> Plant:
 
 
 def reference_follows_the_policy() -> Plant:
-    original = scorers._make
+    original = prepare.with_scores
 
-    def planted(*given):
-        return dataclasses.replace(original(*given), params=None)
+    def planted(batch, scorers, policy):
+        kept = [each for each in scorers if each.name != REFERENCE_LOGPROBS]
+        wrong = [dataclasses.replace(each, params=None) for each in scorers if each not in kept]
+        return original(batch, [*kept, *wrong], policy)
 
-    return scorers, "_make", planted
+    return prepare, "with_scores", planted
 
 
 # Formulas.
@@ -499,9 +502,9 @@ def off_by_one_attention() -> Plant:
 def temperature_after_softmax() -> Plant:
     original = step.token_logprobs
 
-    def planted(hidden, head, targets, *, temperature, **options):
-        found = original(hidden, head, targets, temperature=1.0, **options)
-        return found._replace(logprobs=found.logprobs / temperature)
+    def planted(hidden, head, targets, settings, *others):
+        found = original(hidden, head, targets, dataclasses.replace(settings, temperature=1.0), *others)
+        return found._replace(logprobs=found.logprobs / settings.temperature)
 
     return step, "token_logprobs", planted
 
@@ -767,9 +770,11 @@ def old_logprobs_scored_anew() -> Plant:
     """Ratios are to the policy before each update, not before the step's first."""
     original = losses.policy_loss
 
-    def planted(recipe, logprobs, *, scores, **batch):
-        anew = {"old_logprobs": jax.lax.stop_gradient(logprobs)} if "old_logprobs" in scores else {}
-        return original(recipe, logprobs, scores={**scores, **anew}, **batch)
+    def planted(recipe, drawn, **options):
+        scores = dict(drawn.scores)
+        if "old_logprobs" in scores:
+            scores["old_logprobs"] = jax.lax.stop_gradient(drawn.logprobs)
+        return original(recipe, drawn._replace(scores=scores), **options)
 
     return step, "policy_loss", planted
 
@@ -815,7 +820,7 @@ def bonus_without_bound() -> Plant:
 
 def shares_of_a_mixture_swapped() -> Plant:
     original = trainer.mixed
-    return trainer, "mixed", lambda reference, policy, mixup: original(reference, policy, 1 - mixup)
+    return trainer, "mixed", lambda follower, policy, mixup: original(follower, policy, 1 - mixup)
 
 
 def first_reference_kept() -> Plant:
@@ -823,8 +828,8 @@ def first_reference_kept() -> Plant:
     original, first = trainer.Trainer._scorers, []
 
     def planted(own, state):
-        first.append(None if state.reference is None else {name: jnp.copy(x) for name, x in state.reference.items()})
-        return original(own, dataclasses.replace(state, reference=state.reference and first[0]))
+        first.append(jax.tree.map(jnp.copy, state.models))
+        return original(own, dataclasses.replace(state, models=first[0]))
 
     return trainer.Trainer, "_scorers", planted
 

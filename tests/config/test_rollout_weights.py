@@ -10,8 +10,8 @@ from podium.certify.subject import make_subject
 from podium.config.errors import ConfigError
 from podium.config.lora import LoraConfig
 from podium.models.architecture import rollout_decoder
-from podium.models.families.presets import decoder_of_run
 from podium.run.resolve import resolve_recipe
+from podium.run.roles import decoder_of_run
 from podium.settings import load_settings
 
 BASE = "model: demo\ntasks: [{name: arithmetic}]\n"

@@ -14,7 +14,7 @@ from podium.accelerators import find_accelerator, this_cpu
 from podium.chips import user_file
 from podium.config.schema import Config
 from podium.config.show import to_yaml
-from podium.doctor.calibrate import MEASURED, learn, middle, read_sample
+from podium.doctor.calibrate import KINDS, learn, middle, read_sample
 from podium.hosts.platform import machine_text
 from podium.plan.calibration import Chip, Factor, find_chip, find_machine, load_chip, uncalibrated
 from podium.plan.planner import make_plan
@@ -56,7 +56,7 @@ def write_run(folder: Path, settings: Config, machine: str = "8 x TPU v6 lite", 
     (folder / "lengths.jsonl").write_text(json.dumps(LENGTHS) + "\n")
     plan = make_plan(Planned.of(settings, V6E_8), fast=True, lengths=str(folder / "lengths.jsonl"), chip=true_chip())
     assert plan.step is not None
-    took = dict.fromkeys(MEASURED, 0.0)
+    took = dict.fromkeys(KINDS, 0.0)
     for phase in plan.phases:
         took[calibration_kind(phase.name)] += phase.seconds.value if phase.seconds else 0.0
     metrics = {

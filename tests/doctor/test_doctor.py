@@ -164,16 +164,3 @@ def test_this_machine_is_measured_from_its_versions_to_a_small_model(tmp_path, m
     assert rows["update"].assumed and rows["kernels"].text.startswith("skipped")
     assert json.loads(json.dumps(as_object(found)))["sections"]["links"][0]["unit"] == "ms"
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.long  # tests/kernels has short ones of the same kernels
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_the_kernels_are_right_where_they_are_emulated(platform):
-    from podium.doctor.kernels import BARS, CASES, measure
-
-    sizes = dataclasses.replace(TINY, interpret=True, decoder=dataclasses.replace(TINY.decoder, width=128), slots=2)
-    for make in CASES[platform]:
-        if platform == "tpu" and make in CASES["gpu"]:
-            continue  # by the platform of this machine, they are the GPU's
-        for case in make(sizes, "TPU v6 lite"):
-            assert measure(case, 1).error < BARS[case.dtype], case.name

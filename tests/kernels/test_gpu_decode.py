@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podium.kernels.gpu_decode import fits, paged_attention
+from podium.kernels.gpu_decode import Pages, Token, fits, paged_attention
 
 L, N, K, G, P, Q = 2, 23, 2, 3, 16, 32
 LENGTHS = (1, 16, 17, 0, 90, 128)
@@ -59,10 +59,8 @@ def test_it_is_a_softmax_over_each_rows_visible_keys(layer, window, sinks):
     q, keys, values, tables = arrays(window)
     before, (k, v) = without_last(keys, values, tables, layer)
     found, *written = paged_attention(
-        *map(jnp.asarray, (q, k, v, *before)),
-        jnp.int32(layer),
-        jnp.asarray(tables),
-        jnp.asarray(LENGTHS, jnp.int32),
+        Token(*map(jnp.asarray, (q, k, v))),
+        Pages(*map(jnp.asarray, before), jnp.int32(layer), jnp.asarray(tables), jnp.asarray(LENGTHS, jnp.int32)),
         window=window,
         sinks=None if sinks is None else jnp.asarray(sinks),
         interpret=True,

@@ -6,6 +6,7 @@ import pytest
 
 from podium.config.recurrence import whole_tiles
 from podium.kernels.tpu_delta import delta_step
+from podium.models.blocks.kind import DeltaToken
 
 L, M, R, K, V, N, P = 3, 9, 6, 2, 4, 8, 16
 RANDOM = np.random.default_rng(0)
@@ -35,9 +36,9 @@ def naive(layer: int, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def test_live_rows_advance_and_all_other_cells_stay_as_they_are(live):
     """An idle row names a cell that may be another row's."""
     chosen, layer = np.array([each == "1" for each in live]) & (np.arange(R) != 3), 1
-    given = [jnp.asarray(x) for x in (Q, KEYS, VALUES, DECAY, BETA)]
+    token = DeltaToken(*map(jnp.asarray, (Q, KEYS, VALUES, DECAY, BETA)))
     states, y = delta_step(
-        jnp.asarray(STATES), jnp.int32(layer), jnp.asarray(CELLS), jnp.asarray(chosen), *given, interpret=True
+        jnp.asarray(STATES), jnp.int32(layer), jnp.asarray(CELLS), jnp.asarray(chosen), token, interpret=True
     )
     expected, outputs = naive(layer, chosen)
     np.testing.assert_allclose(states, expected, rtol=1e-5, atol=1e-5)

@@ -16,7 +16,7 @@ from podium.models.attention.mask import Visibility, packed_rows
 from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.kind import Stack
 from podium.models.blocks.rope import RopeScaling
-from podium.models.decoder import forward
+from podium.models.decoder import PassSettings, forward
 from podium.models.files.decoder_json import StoredDecoder
 from podium.models.params import param_specs
 
@@ -46,7 +46,7 @@ def passed(params, tokens, start, caches, rules, **options):
 
     positions = start + jnp.broadcast_to(jnp.arange(t)[None], (B, t))
     options |= {"config": MIXED, "rules": rules, "dtype": jnp.dtype("float32")}
-    return forward(params, tokens, positions, attend, caches, recur=recur, **options)
+    return forward(params, tokens, positions, attend, caches, recur=recur, settings=PassSettings(**options))
 
 
 TOKENS = np.random.default_rng(1).integers(0, 64, (B, T)).astype(np.int32)
@@ -99,9 +99,7 @@ def test_packed_rows_behind_a_shared_prompt_give_what_each_sequence_alone_gives(
         attend,
         [packed_rows(segments, prompts)] * len(MIXED.places),
         recur=lambda rows, at, initial, advance: (rows, advance.packed(rows)),
-        config=MIXED,
-        rules=rules,
-        dtype=jnp.dtype("float32"),
+        settings=PassSettings(config=MIXED, rules=rules, dtype=jnp.dtype("float32")),
     )
     for places in ([0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7], [8, 9]):
         np.testing.assert_allclose(hidden[0, places], naive(params, tokens[0, places])[0], rtol=1e-4, atol=1e-4)
@@ -142,9 +140,7 @@ def test_a_pass_that_keeps_no_states_refuses_a_layer_that_needs_one():
                 TOKENS,
                 jnp.zeros((B, T), jnp.int32),
                 lambda carried, at, q, k, v: (carried, q),
-                config=MIXED,
-                rules=rules,
-                dtype=jnp.dtype("float32"),
+                settings=PassSettings(config=MIXED, rules=rules, dtype=jnp.dtype("float32")),
             ),
             weights(rules),
         )

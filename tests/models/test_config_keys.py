@@ -24,9 +24,10 @@ from tiny_models import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from podium.models.architecture import DecoderConfig, ModelError
-from podium.models.families.hf_config import from_hf_config, to_hf_config
-from podium.models.families.model_types import ALIASES, FAMILIES, IGNORED_BY_ALL, ONLY, WRAPPERS
+from podium.models.families import FAMILIES
+from podium.models.files.config_keys import IGNORED_BY_ALL, ONLY, TOWERS
 from podium.models.files.hf import load_params
+from podium.models.files.hf_config import from_hf_config, to_hf_config
 from podium.models.files.source import read_architecture, resolve
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -57,8 +58,8 @@ NO_FIELD = {
 
 
 def known(model_type: str) -> set[str]:
-    family = FAMILIES[model_type]
-    return {*family.reads, *family.only, *family.ignored, *ONLY, *IGNORED_BY_ALL, ALIASES.get(model_type, ("",))[0]}
+    keys = FAMILIES[model_type].keys
+    return {*keys.reads, *keys.only, *keys.ignored, *ONLY, *IGNORED_BY_ALL, *keys.aliases}
 
 
 def test_each_family_has_a_case():
@@ -74,19 +75,19 @@ def test_every_key_of_transformers_class_is_known(model_type: str):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_no_key_is_in_two_lists(model_type: str):
-    family = FAMILIES[model_type]
-    lists = [set(family.reads), set(family.only), set(family.ignored), set(IGNORED_BY_ALL)]
+    keys = FAMILIES[model_type].keys
+    lists = [set(keys.reads), set(keys.only), set(keys.ignored), set(IGNORED_BY_ALL)]
     assert sum(map(len, lists)) == len(set.union(*lists))
-    assert not set(ONLY) & (set(family.ignored) | IGNORED_BY_ALL)
+    assert not set(ONLY) & (set(keys.ignored) | IGNORED_BY_ALL)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_values_of_missing_keys_are_those_of_transformers_class(model_type: str):
     kind = CONFIG_MAPPING[model_type]
     fields = {field.name: field.default for field in dataclasses.fields(kind)}
-    alias = {key: name for name, key in ALIASES.values()}
+    alias = {key: name for name, key in FAMILIES[model_type].keys.aliases.items()}
     wrong = {}
-    for key, value in FAMILIES[model_type].reads.items():
+    for key, value in FAMILIES[model_type].keys.reads.items():
         if key in ("rope_theta", "rope_parameters", "rope_local_base_freq"):
             continue  # compared below
         name = key if key in fields else alias.get(key, key)
@@ -94,7 +95,7 @@ def test_values_of_missing_keys_are_those_of_transformers_class(model_type: str)
         if value != expected:
             wrong[key] = (value, expected)
     assert wrong == {}
-    for key, values in FAMILIES[model_type].only.items():
+    for key, values in FAMILIES[model_type].keys.only.items():
         assert fields.get(key, values[0]) == values[0], key
 
 
@@ -127,14 +128,14 @@ def test_a_config_without_keys_is_transformers_default_model(model_type: str):
     assert (sharpening and sharpening.beta) == nested[FULL].get("llama_4_scaling_beta")
 
 
-@pytest.mark.parametrize("model_type", WRAPPERS)
+@pytest.mark.parametrize("model_type", TOWERS)
 def test_every_key_beside_a_text_config_is_known(model_type: str):
-    wrapper, kind = WRAPPERS[model_type], CONFIG_MAPPING[model_type]
+    tower, kind = TOWERS[model_type], CONFIG_MAPPING[model_type]
     fields = {field.name: field.default for field in dataclasses.fields(kind)}
-    beside = {"text_config", "tie_word_embeddings", *wrapper.ignored, *ONLY, *IGNORED_BY_ALL}
+    beside = {"text_config", "tie_word_embeddings", *tower.ignored, *ONLY, *IGNORED_BY_ALL}
     assert set(fields) - beside == set()
-    assert wrapper.tied == fields["tie_word_embeddings"]
-    assert wrapper.text_types[0] == kind().text_config.model_type
+    assert tower.tied == fields["tie_word_embeddings"]
+    assert tower.text_types[0] == kind().text_config.model_type
 
 
 def decoder_of(model_type: str, **changes: Any) -> DecoderConfig:
@@ -160,7 +161,7 @@ def test_a_key_that_changes_the_model_or_is_unknown_is_refused(model_type: str, 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_keys_that_change_nothing_change_nothing(model_type: str):
     plain = decoder_of(model_type)
-    for key in sorted(FAMILIES[model_type].ignored | IGNORED_BY_ALL - {"architectures", "model_type"}):
+    for key in sorted(FAMILIES[model_type].keys.ignored | IGNORED_BY_ALL - {"architectures", "model_type"}):
         assert decoder_of(model_type, **{key: 7}) == plain, key
     assert decoder_of(model_type, unknown=None, other=False, more={}, text="") == plain
 
@@ -183,7 +184,7 @@ def test_keys_of_published_models_that_say_what_is_computed_anyway_are_read(mode
 @pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("said", [{"language_model_only": True}, {"model_name": "unsloth/Some-Model"}])
 def test_keys_of_published_models_beside_a_text_config_are_read(model_type: str, said: dict):
-    text = hf_config(CASE[WRAPPERS[model_type].text_types[0]])
+    text = hf_config(CASE[TOWERS[model_type].text_types[0]])
     raw = {"model_type": model_type, "text_config": text, "vision_config": {"depth": 1}}
     assert from_hf_config(raw | said, "config.json") == from_hf_config(raw, "config.json")
 

@@ -15,7 +15,7 @@ from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.kind import Stack
 from podium.models.blocks.mathematics import rms_norm, rope_tables, rotate, rotate_by_product
 from podium.models.blocks.rope import Rope, RopeScaling
-from podium.models.decoder import forward, head_weights
+from podium.models.decoder import PassSettings, forward, head_weights
 from podium.models.linear import activation_dtype
 from podium.models.params import param_specs
 
@@ -50,7 +50,13 @@ def hidden_states(tokens, positions, mask, *, config=CONFIG, mesh="dp:1", device
         return kv, causal_attention(q, k, v, mask)
 
     def compute(params, tokens, positions):
-        return forward(params, tokens, positions, attend, config=config, rules=rules, dtype=dtype, remat=remat)[0]
+        return forward(
+            params,
+            tokens,
+            positions,
+            attend,
+            settings=PassSettings(config=config, rules=rules, dtype=dtype, remat=remat),
+        )[0]
 
     return np.asarray(jax.jit(compute)(make_params(config, mesh, devices), tokens, positions))
 
@@ -123,7 +129,7 @@ def test_what_is_done_otherwise_on_tpu_comes_to_the_same(monkeypatch):
 
         def loss(params):
             given = {"config": CONFIG, "rules": rules, "dtype": jnp.dtype("bfloat16"), "wide": True}
-            hidden, _, _ = forward(params, tokens, positions, attend, **given)
+            hidden, _, _ = forward(params, tokens, positions, attend, settings=PassSettings(**given))
             return jnp.sum(jnp.sin(hidden.astype(jnp.float32))), hidden
 
         assert (joined in str(jax.make_jaxpr(loss)(make_params()))) == (platform == "tpu")
@@ -331,7 +337,11 @@ def test_layers_of_a_pattern_are_recomputed_only_when_their_gradient_is_there(re
         def total(params, tokens=tokens, decoder=decoder, rules=rules):
             attend = lambda kv, layer, q, k, v: (kv, causal_attention(q, k, v, causal(4)))  # noqa: E731
             passed = forward(
-                params, tokens, jnp.arange(4)[None], attend, config=decoder, rules=rules, dtype=FLOAT32, remat=remat
+                params,
+                tokens,
+                jnp.arange(4)[None],
+                attend,
+                settings=PassSettings(config=decoder, rules=rules, dtype=FLOAT32, remat=remat),
             )
             return jnp.sum(passed[0])
 

@@ -18,13 +18,13 @@ from podium.config.schema import RolloutConfig
 from podium.models.adapters import merged
 from podium.models.architecture import Lora, ModelError, with_lora
 from podium.models.attention.packed_attention import causal_attention
-from podium.models.decoder import forward
-from podium.models.families.hf_config import from_hf_config
-from podium.models.families.presets import PRESETS
+from podium.models.decoder import PassSettings, forward
+from podium.models.files.hf_config import from_hf_config
 from podium.models.files.peft import load_adapter, save_adapter
 from podium.models.flops import trained_elements
 from podium.models.layouts import Layout
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, count, frozen_dtype, is_adapter, param_specs, trained_specs
+from podium.models.presets import PRESETS
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
@@ -71,7 +71,7 @@ def pass_on(mesh: str, devices: int, case: str = "qwen3_moe", folded: bool = Fal
 
         positions = jnp.broadcast_to(jnp.arange(8)[None], (8, 8))
         given = {"config": plain, "rules": rules, "dtype": jnp.dtype("float32"), "remat": "layer"}
-        return jnp.sum(jnp.sin(forward(used, TOKENS, positions, attend, **given)[0]))
+        return jnp.sum(jnp.sin(forward(used, TOKENS, positions, attend, settings=PassSettings(**given))[0]))
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(adapters)
     return float(value), jax.tree.map(np.asarray, gradients)

@@ -20,17 +20,26 @@ from podium.kernels.grouped import TILE_ROWS, Form, gradient_tiles, grouped_prod
 from podium.models import expert_mixture
 from podium.models.architecture import ModelError, with_lora
 from podium.models.attention.packed_attention import causal_attention
-from podium.models.blocks.choices import Recorded, choice_format, unknown_choice
+from podium.models.blocks.choices import Recorded, Routed, choice_format, unknown_choice
 from podium.models.blocks.experts import Experts
 from podium.models.blocks.kind import Block, Stack
 from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.routing import route
-from podium.models.decoder import forward
-from podium.models.expert_forms import Group, Matrices, _of_rows, beyond_tiles, dense_form, sorted_form, split_form
+from podium.models.decoder import PassSettings, forward
+from podium.models.expert_forms import (
+    DeviceExperts,
+    Group,
+    Matrices,
+    _of_rows,
+    beyond_tiles,
+    dense_form,
+    sorted_form,
+    split_form,
+)
 from podium.models.expert_mixture import mixed
-from podium.models.families.hf_config import from_hf_config
-from podium.models.families.presets import PRESETS
+from podium.models.files.hf_config import from_hf_config
 from podium.models.params import GATHERED_AXES, GROUP_AXES, TRAIN_AXES, param_specs, trained_specs
+from podium.models.presets import PRESETS
 from podium.sharding import ShardingRules, make_mesh
 
 E, K, D, F, N = 8, 3, 16, 24, 40
@@ -66,9 +75,7 @@ def routed(w, x, normalized=True, recorded=None, replay=True):
 def computed(form, w, x, normalized=True):
     gates, chosen, _ = routed(w, x, normalized)
     experts = [Group(Matrices(w[name])) for name in ("gate", "up", "down")]
-    if form is dense_form:
-        return form(x, gates[0], chosen[0], experts, "silu")
-    return form(x, gates[0], chosen[0], experts, "silu", kernels="none")
+    return form(Routed(x, gates[0], chosen[0]), DeviceExperts(experts, "silu"), kernels="none")
 
 
 @pytest.mark.parametrize("normalized", [True, False])
@@ -208,13 +215,13 @@ def test_the_parts_of_all_devices_are_the_whole(prefers):
         logits = logits.at[..., :K].add(9.0)
     gates, chosen, _ = route(logits, K, normalized=True, recorded=None, replay=True)
     experts = [Group(Matrices(WEIGHTS[name], frozen=True)) for name in ("gate", "up", "down")]
-    expected = sorted_form(x, gates[0], chosen[0], experts, "silu", kernels="none")
+    expected = sorted_form(Routed(x, gates[0], chosen[0]), DeviceExperts(experts, "silu"), kernels="none")
     found = []
     for first in (0, 4):
         here = [Group(Matrices(each.matrix.value[first : first + 4], frozen=True)) for each in experts]
         own = (chosen[0] - first) % E
         assert ((own < 4).sum() > TILE_ROWS) == (prefers and first == 0)
-        found.append(split_form(x, gates[0], own, here, "silu", kernels="none", count=E))
+        found.append(split_form(Routed(x, gates[0], own), DeviceExperts(here, "silu"), kernels="none", count=E))
     assert error_of_scale(sum(found), expected) <= TOLERANCE
 
 
@@ -296,7 +303,7 @@ def update_of(mesh, devices, dtype="float32", wide=False):
         def attend(carried, at, q, k, v):
             return carried, causal_attention(q, k, v, jnp.tril(jnp.ones((8, 8), bool))[None])
 
-        hidden, _, told = forward(params, TOKENS, positions, attend, **options)
+        hidden, _, told = forward(params, TOKENS, positions, attend, settings=PassSettings(**options))
         return jnp.sum(jnp.sin(hidden.astype(jnp.float32))), told[0][1].choices
 
     (value, choices), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
@@ -313,7 +320,7 @@ def test_a_pass_without_gradients_takes_experts_from_their_stacks():
             return carried, causal_attention(q, k, v, jnp.tril(jnp.ones((8, 8), bool))[None])
 
         options = {"config": config, "rules": rules, "dtype": jnp.dtype("float32"), "from_stacks": from_stacks}
-        return forward(params, TOKENS, positions, attend, **options)[0]
+        return forward(params, TOKENS, positions, attend, settings=PassSettings(**options))[0]
 
     np.testing.assert_array_equal(hidden(params, True), hidden(params, False))
     loops = [
@@ -348,10 +355,10 @@ def test_rows_that_fill_a_tpus_tiles_are_more_where_the_experts_do_not():
     x, gates = normal(128, 20), jax.nn.softmax(normal(128, 2))
     chosen = jnp.asarray(np.random.default_rng(0).integers(0, 4, (128, 2)), jnp.int32)
     experts = [Group(Matrices(normal(*shape), frozen=True)) for shape in ((4, 20, 24), (4, 20, 24), (4, 24, 20))]
-    biases = [normal(4, 24), normal(4, 24)]
-    plain, wide = (dense_form(x, gates, chosen, experts, "silu", biases, kernels=kind) for kind in ("none", "tpu"))
+    given = DeviceExperts(experts, "silu", [normal(4, 24), normal(4, 24)])
+    plain, wide = (dense_form(Routed(x, gates, chosen), given, kernels=kind) for kind in ("none", "tpu"))
     np.testing.assert_allclose(plain, wide, rtol=1e-6, atol=1e-6)
-    text = jax.jit(lambda x: dense_form(x, gates, chosen, experts, "silu", biases, kernels="tpu")).lower(x).as_text()
+    text = jax.jit(lambda x: dense_form(Routed(x, gates, chosen), given, kernels="tpu")).lower(x).as_text()
     assert "4x136x24" in text
     assert beyond_tiles(128, (4, 256, 128), "tpu") == beyond_tiles(64, (4, 20, 24), "tpu") == 0
 
@@ -394,9 +401,9 @@ def test_a_group_of_devices_holds_its_experts_and_adds_their_parts(rows):
     gates, chosen, _ = routed(WEIGHTS, x)
     shape = (B, T, -1)
     matrices = [WEIGHTS[name] for name in ("gate", "up", "down")]
-    found = jax.jit(lambda *given: mixed(rules, *given, count=E, activation="silu"))(
-        x.reshape(shape), gates.reshape(shape), chosen.reshape(shape), matrices
-    )
+    given = Routed(x.reshape(shape), gates.reshape(shape), chosen.reshape(shape))
+    compute = jax.jit(lambda given, matrices: mixed(rules, given, matrices, count=E, activation="silu"))
+    found = compute(given, matrices)
     assert error_of_scale(found.reshape(B * T, D), naive(WEIGHTS, x)) <= TOLERANCE
 
 
@@ -439,7 +446,7 @@ def test_rules_of_one_device_need_no_mesh():
     rules = rules_on("dp:1", 1)
     gates, chosen, _ = routed(WEIGHTS, X)
     matrices = [WEIGHTS[name] for name in ("gate", "up", "down")]
-    found = mixed(rules, X[None], gates, chosen, matrices, count=E, activation="silu")
+    found = mixed(rules, Routed(X[None], gates, chosen), matrices, count=E, activation="silu")
     assert error_of_scale(found[0], naive(WEIGHTS, X)) <= TOLERANCE
 
 

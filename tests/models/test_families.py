@@ -17,11 +17,11 @@ from podium.config.schema import RolloutConfig
 from podium.config.sizes import table_pages
 from podium.models.architecture import ModelError
 from podium.models.blocks.rope import LinearScaling
-from podium.models.families.hf_config import from_hf_config, to_hf_config
-from podium.models.families.presets import PRESETS
 from podium.models.files.hf import load_params
+from podium.models.files.hf_config import from_hf_config, to_hf_config
 from podium.models.files.source import ModelSource, read_architecture
 from podium.models.params import ROLLOUT_AXES
+from podium.models.presets import PRESETS
 from podium.rollout.cache_layout import kept_places
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine

@@ -6,9 +6,9 @@ from tiny_decoder import DECODER, tiny
 
 from podium.models.architecture import Lora
 from podium.models.attention.mask import Visibility
-from podium.models.families.presets import PRESETS
 from podium.models.flops import Work, forward_flops, group_work, matrix_elements, step_work, update_flops
 from podium.models.params import param_specs
+from podium.models.presets import PRESETS
 from podium.train.batches.batch import BatchSizes, make_batch
 from podium.train.batches.samples import single_answer
 

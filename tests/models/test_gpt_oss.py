@@ -21,14 +21,14 @@ from podium.models.attention.mask import Visibility
 from podium.models.attention.packed_attention import row_attention
 from podium.models.blocks.activation import Clamped
 from podium.models.blocks.mathematics import gated
-from podium.models.decoder import forward, head_weights
-from podium.models.families.hf_config import from_hf_config, to_hf_config
-from podium.models.families.presets import PRESETS
+from podium.models.decoder import PassSettings, forward, head_weights
 from podium.models.files import mxfp4
 from podium.models.files.hf import load_params, save_model
+from podium.models.files.hf_config import from_hf_config, to_hf_config
 from podium.models.files.source import ModelSource, read_architecture
 from podium.models.logprobs import logits_at
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs
+from podium.models.presets import PRESETS
 from podium.models.recorded_experts import joined_choices, recorded_choices
 from podium.sharding import ShardingRules, make_mesh
 
@@ -180,7 +180,9 @@ def pass_on(mesh: str, devices: int, backend: str = "blocks", replay: bool = Fal
             return carried, row_attention(backend, visibility, rules)(q, k, v, at.sinks)
 
         options = {"config": decoder, "rules": rules, "dtype": jnp.dtype(dtype), "remat": "layer", "wide": wide}
-        hidden, _, told = forward(params, TOKENS, jnp.asarray(POSITIONS), attend, recorded=recorded, **options)
+        hidden, _, told = forward(
+            params, TOKENS, jnp.asarray(POSITIONS), attend, recorded=recorded, settings=PassSettings(**options)
+        )
         logits = logits_at(hidden, head_weights(params, rules, jnp.dtype(dtype)), 1.0)
         return jnp.mean(logits * WEIGHING), joined_choices(told, decoder)
 

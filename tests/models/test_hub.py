@@ -11,13 +11,13 @@ import pytest
 from fake_hub import ANSWERS, CUT, MODEL, SILENT, fake_hub
 from tiny_models import hf_config, write_model
 
-from podium.models.families.hf_config import from_hf_config
+from podium.models.files.hf_config import from_hf_config
 
 ASK = """
 import dataclasses, json, sys, time
-from podium.models.families import presets
+from podium.models import presets
 from podium.models.files import source
-from podium.models.families.presets import find_architecture
+from podium.models.presets import find_architecture
 source.HUB_TIMEOUT_S = presets.HUB_TIMEOUT_S = 0.3
 pauses = []
 time.sleep = pauses.append
@@ -95,7 +95,7 @@ def test_a_model_of_the_hub_is_read(answers):
 def test_a_plan_downloads_one_small_file_and_a_run_the_weights(tmp_path: Path):
     write_model(tmp_path / "model", "llama")
     code = (
-        "from podium.models.families.presets import find_architecture; from podium.models.files.source import resolve;"
+        "from podium.models.presets import find_architecture; from podium.models.files.source import resolve;"
         f"find_architecture({MODEL!r}); import glob, os;"
         "names = lambda: sorted(os.path.basename(p) for p in glob.glob(os.environ['HF_HOME'] + '/**/snapshots/*/*',"
         " recursive=True)); planned = names(); import json;"
@@ -129,7 +129,7 @@ def test_what_was_downloaded_serves_when_the_hub_is_gone(tmp_path: Path):
 
 def test_a_plan_waits_two_seconds_even_for_a_name_server_that_does_not_answer():
     code = (
-        "import socket, threading; from podium.models.families import presets; from podium.models.files import source;"
+        "import socket, threading; from podium.models import presets; from podium.models.files import source;"
         "socket.getaddrinfo = lambda *_, **__: threading.Event().wait();\n"
         "try: presets.find_architecture('nobody/nothing')\n"
         "except source.ModelError as error: print(error)"

@@ -8,9 +8,9 @@ from podium.accelerators import find_accelerator
 from podium.config.errors import ConfigError
 from podium.config.schema import Config, RolloutConfig
 from podium.models.blocks.kind import Block, Stack
-from podium.models.families.presets import PRESETS
 from podium.models.flops import pair_flops
 from podium.models.layouts import DecodeFloor, Layout, choose_layout, machine_of
+from podium.models.presets import PRESETS
 from podium.settings import load_settings
 
 QWEN_3B, QWEN_7B, QWEN3_8B = (

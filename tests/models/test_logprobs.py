@@ -7,7 +7,7 @@ from tiny_models import rules_on
 from podium import sharding
 from podium.config.head import fast_memory, head_chunks, head_kind, head_tile
 from podium.models.blocks.weights import Weight
-from podium.models.logprobs import Taught, logits_at, token_logprobs
+from podium.models.logprobs import HeadSettings, Taught, logits_at, token_logprobs
 from podium.models.params import GATHERED_AXES, TRAIN_AXES
 from podium.sharding import ShardingRules
 
@@ -34,8 +34,8 @@ def computing(mesh: str = "dp:1", devices: int = 1) -> ShardingRules:
 
 def scored(hidden, head, targets, *, temperature=1.0, chunk=1024, rules=None, kind="chunked"):
     rules = rules or computing()
-    settings = {"temperature": temperature, "chunk": chunk, "rules": rules, "kind": kind}
-    return jax.jit(lambda *arrays: token_logprobs(*arrays, **settings))(hidden, head, targets)
+    settings = HeadSettings(temperature=temperature, chunk=chunk, rules=rules, kind=kind)
+    return jax.jit(lambda *arrays: token_logprobs(*arrays, settings))(hidden, head, targets)
 
 
 @pytest.mark.parametrize("kind", ["chunked", "fused"])
@@ -72,7 +72,8 @@ def loss_and_gradients(hidden, head, targets, *, wide, **settings):
     """Of a loss that wants all of both gradients; wide: the head's in float32, as of a head in narrower numbers."""
 
     def loss(hidden, head):
-        found = token_logprobs(hidden, head, targets, temperature=0.9, rules=computing(), **settings)
+        how = HeadSettings(temperature=0.9, rules=computing(), **settings)
+        found = token_logprobs(hidden, head, targets, how)
         return jnp.sum(jnp.sin(found.logprobs)) + jnp.sum(jnp.cos(found.entropy))
 
     weight = Weight(head, jnp.zeros(head.shape, jnp.float32)) if wide else head
@@ -155,7 +156,7 @@ def test_chunks_change_neither_values_nor_gradients(chunk):
     hidden, head, targets = inputs()
 
     def loss(hidden, head, chunk):
-        found = token_logprobs(hidden, head, targets, temperature=0.9, chunk=chunk, rules=computing())
+        found = token_logprobs(hidden, head, targets, HeadSettings(temperature=0.9, chunk=chunk, rules=computing()))
         return jnp.sum(jnp.sin(found.logprobs)) + jnp.sum(jnp.cos(found.entropy))
 
     gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), static_argnums=2)
@@ -191,7 +192,8 @@ def test_the_heads_gradient_is_that_of_one_device(at_once, cubes, monkeypatch):
 
     def gradient(rules):
         def loss(head):
-            return jnp.sum(token_logprobs(hidden, head, targets, temperature=0.9, chunk=1024, rules=rules).logprobs)
+            settings = HeadSettings(temperature=0.9, chunk=1024, rules=rules)
+            return jnp.sum(token_logprobs(hidden, head, targets, settings).logprobs)
 
         return jax.jit(jax.grad(loss))(jax.device_put(head, rules.storage.sharding("vocab", "width")))
 
@@ -206,7 +208,8 @@ def test_no_array_of_all_logits_exists_in_forward_and_backward():
     targets = jnp.zeros((rows, columns), jnp.int32)
 
     def loss(hidden, head):
-        return jnp.sum(token_logprobs(hidden, head, targets, temperature=1.0, chunk=16, rules=computing()).logprobs)
+        settings = HeadSettings(temperature=1.0, chunk=16, rules=computing())
+        return jnp.sum(token_logprobs(hidden, head, targets, settings).logprobs)
 
     memory = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, head).compile().memory_analysis()
     assert memory.temp_size_in_bytes < rows * columns * vocab * 4 / 4
@@ -262,17 +265,9 @@ def test_the_divergence_to_a_teacher_is_the_dense_formula_whatever_the_chunk(rev
     rules = computing(mesh, devices)
 
     def total(hidden, head):
-        found = token_logprobs(
-            hidden,
-            head,
-            targets,
-            temperature=0.7,
-            chunk=chunk,
-            rules=rules,
-            remat=remat,
-            taught=Taught(jnp.asarray(others), jnp.asarray(other_head)),
-            reverse=reverse,
-        )
+        settings = HeadSettings(temperature=0.7, chunk=chunk, rules=rules, remat=remat, reverse=reverse)
+        taught = Taught(jnp.asarray(others), jnp.asarray(other_head))
+        found = token_logprobs(hidden, head, targets, settings, taught)
         return jnp.sum(found.divergence * slopes), found.divergence
 
     (_, found), gradients = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(hidden, head)
@@ -287,8 +282,8 @@ def test_equal_logits_have_a_divergence_and_a_gradient_of_exactly_0():
 
     def total(hidden):
         taught = Taught(jax.lax.stop_gradient(hidden), jnp.asarray(head))
-        settings = {"temperature": 0.7, "chunk": 12, "rules": computing(), "reverse": 0.4}
-        found = token_logprobs(hidden, head, targets, taught=taught, **settings)
+        settings = HeadSettings(temperature=0.7, chunk=12, rules=computing(), reverse=0.4)
+        found = token_logprobs(hidden, head, targets, settings, taught)
         return jnp.sum(found.divergence), found.divergence
 
     (_, found), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(hidden)

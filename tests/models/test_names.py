@@ -11,10 +11,11 @@ from tiny_models import rules_on
 from podium.models.blocks.kind import Block, Stack
 from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.spec import ParamSpec
-from podium.models.families.hf_config import to_hf_config
 from podium.models.files import names
 from podium.models.files.hf import load_params, save_model
+from podium.models.files.hf_config import to_hf_config
 from podium.models.files.source import ModelSource
+from podium.models.files.tensor_layout import Layout
 from podium.models.params import param_specs
 
 
@@ -40,7 +41,7 @@ def test_a_file_may_join_what_is_several_of_ours_and_split_what_is_one(tmp_path,
     for name, layout in changed.items():
         hf = "model.layers.{}.qkv.weight"
         monkeypatch.setitem(names.NAMES, name, layout._replace(hf=hf, joined=joined))
-    up = names.Layout("model.layers.{}.experts.{}.up.weight", "", "DF", "F D")
+    up = Layout("model.layers.{}.experts.{}.up.weight", "", "DF", "F D")
     monkeypatch.setitem(names.NAMES, "layers.experts", up)
     attention, _ = DECODER.dense_layers()[0]
     plain, sparse = (Block(mixer=attention, feed_forward=kind(width=12)) for kind in (Mlp, Experts))

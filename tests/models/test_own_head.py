@@ -24,11 +24,11 @@ from tiny_models import (
 
 from podium.config.lora import LoraConfig
 from podium.models.architecture import ModelError, with_lora
-from podium.models.families.presets import find_architecture
 from podium.models.files import folder as folder_module
 from podium.models.files.hf import load_params, save_model
-from podium.models.files.source import ModelSource, read_architecture, read_scorer, resolve
+from podium.models.files.source import ModelSource, read_architecture, resolve
 from podium.models.params import frozen_specs
+from podium.models.presets import find_architecture
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED = ["llama_tied", "qwen2_tied", "qwen3_tied", "qwen3_moe_mixed_tied", "gemma3_tied", "gpt_oss_layer_types_tied"]
@@ -178,7 +178,7 @@ def test_an_export_has_the_head_and_a_config_that_says_so(tmp_path: Path):
 def test_a_critic_leaves_the_head_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     source = write(tmp_path, "llama_tied", other_head("llama_tied"))
     with caplog.at_level(logging.WARNING):
-        params = load_params(source, read_scorer(source), rules_on("auto", 1))
+        params = load_params(source, read_architecture(source, "scores"), rules_on("auto", 1))
     assert "head" not in params
     assert "lm_head.weight is left out: the head of scores takes its place" in caplog.text
 
@@ -195,7 +195,7 @@ def test_a_tied_embedding_under_the_head_s_name_is_read(case: str, tmp_path: Pat
     with caplog.at_level(logging.WARNING):
         assert read_architecture(source).tied
         np.testing.assert_array_equal(logits_of(source, tokens_of(case)), expected)
-        scorer = load_params(source, read_scorer(source), rules_on("auto", 1))
+        scorer = load_params(source, read_architecture(source, "scores"), rules_on("auto", 1))
     np.testing.assert_array_equal(scorer["embed"], tensors[EMBED])
     assert "left out" not in caplog.text
 

@@ -9,8 +9,8 @@ from podium.accelerators import find_accelerator
 from podium.config.lora import LoraConfig
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig, with_lora
-from podium.models.families.presets import find_architecture
 from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, axis_parts, indivisible, param_specs
+from podium.models.presets import find_architecture
 from podium.run import divisible
 from podium.run.machine import Machine
 from podium.run.resolve import resolve

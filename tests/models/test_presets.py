@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from podium.models.architecture import ModelError, with_layers
-from podium.models.families.hf_config import from_hf_config, to_hf_config
-from podium.models.families.presets import PRESETS, find_architecture
+from podium.models.files.hf_config import from_hf_config, to_hf_config
 from podium.models.params import param_specs
+from podium.models.presets import PRESETS, find_architecture
 from podium.settings import load_settings
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("**/*.yaml"))

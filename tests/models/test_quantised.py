@@ -15,7 +15,7 @@ from podium.models.adapters import merged
 from podium.models.architecture import Lora, ModelError
 from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.spec import matrix_outputs
-from podium.models.decoder import forward
+from podium.models.decoder import PassSettings, forward
 from podium.models.files.hf import load_params
 from podium.models.files.source import read_architecture, resolve
 from podium.models.params import LAYERS, frozen_dtype, is_adapter, param_specs
@@ -106,11 +106,7 @@ def adapters_gradient(config, params, *, remat, groups):
             jnp.asarray(TOKENS),
             jnp.broadcast_to(jnp.arange(length)[None], TOKENS.shape),
             lambda carried, at, q, k, v: (carried, causal_attention(q, k, v, mask, at.sinks)),
-            config=config,
-            rules=rules,
-            dtype=jnp.dtype("float32"),
-            remat=remat,
-            groups=groups,
+            settings=PassSettings(config=config, rules=rules, dtype=jnp.dtype("float32"), remat=remat, groups=groups),
         )
         return (hidden * weights).sum()
 

@@ -26,14 +26,14 @@ from podium.models.attention.mask import Visibility, packed_rows
 from podium.models.attention.packed_attention import row_attention
 from podium.models.blocks.attention import Attention
 from podium.models.blocks.delta import DeltaNet
-from podium.models.decoder import forward, head_weights
-from podium.models.families.hf_config import from_hf_config, to_hf_config
-from podium.models.families.presets import PRESETS
+from podium.models.decoder import PassSettings, forward, head_weights
 from podium.models.files.hf import load_params, save_model
+from podium.models.files.hf_config import from_hf_config, to_hf_config
 from podium.models.files.peft import load_adapter, save_adapter
 from podium.models.files.source import read_architecture
 from podium.models.logprobs import logits_at
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs, trained_specs
+from podium.models.presets import PRESETS
 from podium.sharding import ShardingRules, make_mesh
 
 CASE, MIXTURE = "qwen3_5", "qwen3_5_moe"
@@ -74,11 +74,9 @@ def pass_on(mesh: str, devices: int, groups: int = 1, case: str = CASE):
             attend,
             carried,
             recur=lambda rows, at, initial, advance: (rows, advance.packed(rows)),
-            config=decoder,
-            rules=rules,
-            dtype=jnp.dtype("float32"),
-            remat="layer",
-            groups=groups,
+            settings=PassSettings(
+                config=decoder, rules=rules, dtype=jnp.dtype("float32"), remat="layer", groups=groups
+            ),
         )
         return jnp.mean(logits_at(hidden, head_weights(params, rules, jnp.dtype("float32")), 1.0) * WEIGHING)
 

@@ -18,9 +18,9 @@ from podium.models.architecture import DecoderConfig, ModelError
 from podium.models.attention.mask import seen_in_sequence
 from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.kind import At
-from podium.models.decoder import forward, token_scores
+from podium.models.decoder import PassSettings, forward, token_scores
 from podium.models.files.hf import load_params, save_model
-from podium.models.files.source import ModelSource, read_scorer, resolve
+from podium.models.files.source import ModelSource, read_architecture, resolve
 from podium.models.params import param_specs
 from podium.sharding import Params, ShardingRules
 
@@ -37,7 +37,11 @@ def scores_on(rules: ShardingRules, params: Params, config: DecoderConfig, token
 
         positions = jnp.broadcast_to(places[None], tokens.shape)
         hidden, _, _ = forward(
-            params, tokens, positions, attend, config=config, rules=rules, dtype=jnp.dtype("float32")
+            params,
+            tokens,
+            positions,
+            attend,
+            settings=PassSettings(config=config, rules=rules, dtype=jnp.dtype("float32")),
         )
         return token_scores(params, hidden, config, rules)
 
@@ -46,14 +50,14 @@ def scores_on(rules: ShardingRules, params: Params, config: DecoderConfig, token
 
 def scores_of(source: ModelSource, tokens: np.ndarray, mesh: str = "auto", devices: int = 1) -> np.ndarray:
     """The scores of a model on disk."""
-    config, rules = read_scorer(source), rules_on(mesh, devices)
+    config, rules = read_architecture(source, "scores"), rules_on(mesh, devices)
     return scores_on(rules, load_params(source, config, rules), config, tokens)
 
 
 @pytest.mark.parametrize("case", SCORED)
 def test_scores_are_those_of_a_naive_forward_in_float64(case: str, tmp_path: Path):
     source, tokens = write_model(tmp_path, case), tokens_of(case)
-    config = read_scorer(source)
+    config = read_architecture(source, "scores")
     params = load_params(source, config, rules_on("auto", 1))
     stored = load_file(tmp_path / "model.safetensors")
     np.testing.assert_array_equal(params["score"], stored["score.weight"])
@@ -80,7 +84,7 @@ def test_scores_are_the_same_on_eight_devices(tmp_path: Path):
 def test_a_language_model_gets_a_new_head_with_the_same_numbers_at_any_time(tmp_path: Path):
     """Of standard deviation 1 / (D + 1); its own head, which is not tied, is left out."""
     source = write_model(tmp_path, "qwen2")
-    config = read_scorer(source)
+    config = read_architecture(source, "scores")
     assert config.scores == "plain"
     params = load_params(source, config, rules_on("auto", 1))
     assert set(params) == set(param_specs(config))
@@ -97,13 +101,13 @@ def test_a_language_model_gets_a_new_head_with_the_same_numbers_at_any_time(tmp_
 @pytest.mark.parametrize("case", SCORED)
 def test_an_export_is_read_back_bit_for_bit(case: str, tmp_path: Path):
     source = write_model(tmp_path / "model", case)
-    config = read_scorer(source)
+    config = read_architecture(source, "scores")
     params = load_params(source, config, rules_on("auto", 1))
     save_model(params, config, None, tmp_path / "export", dtype="float32")
     written = resolve(str(tmp_path / "export"))
     described = json.loads((tmp_path / "export" / "config.json").read_text())
     assert described["architectures"] == SCORED[case]["architectures"]
-    assert read_scorer(written) == config
+    assert read_architecture(written, "scores") == config
     found = load_params(written, config, rules_on("auto", 1))
     for name, x in params.items():
         np.testing.assert_array_equal(found[name], x, err_msg=name)
@@ -113,7 +117,7 @@ def test_an_export_is_read_back_bit_for_bit(case: str, tmp_path: Path):
 def test_several_labels_are_refused_with_their_number(changes: dict[str, Any], tmp_path: Path):
     number = len(changes["id2label"] or "ab")  # transformers has 2 unless told otherwise
     with pytest.raises(ModelError, match=rf"LlamaForSequenceClassification has {number} labels .*; take a model that"):
-        read_scorer(write_model(tmp_path, "llama_sequence", **changes))
+        read_architecture(write_model(tmp_path, "llama_sequence", **changes), "scores")
 
 
 def test_a_head_that_the_config_names_and_the_files_lack_is_not_made_up(tmp_path: Path):
@@ -121,7 +125,7 @@ def test_a_head_that_the_config_names_and_the_files_lack_is_not_made_up(tmp_path
     path = tmp_path / "model.safetensors"
     save_file({name: x for name, x in load_file(path).items() if name != "score.weight"}, path)
     with pytest.raises(ModelError, match=r"tensor score.weight is missing .*; expected shape \[1, 32\]"):
-        load_params(source, read_scorer(source), rules_on("auto", 1))
+        load_params(source, read_architecture(source, "scores"), rules_on("auto", 1))
 
 
 def test_a_head_of_scores_is_multiplied_with_one_row():
@@ -139,7 +143,7 @@ def test_transformers_gives_an_export_the_same_scores(case: str, tmp_path: Path)
     import transformers
 
     source, tokens = write_model(tmp_path / "model", case), tokens_of(case)
-    config = read_scorer(source)
+    config = read_architecture(source, "scores")
     save_model(load_params(source, config, rules_on("auto", 1)), config, None, tmp_path / "export", dtype="float32")
     kind = "ForTokenClassification" if config.scores == "biased" else "ForSequenceClassification"
     loader = getattr(transformers, f"AutoModel{kind}")

@@ -12,11 +12,11 @@ from tiny_models import LLAMA3_ROPE, hf_config, rules_on, write_model
 
 from benches.strangers import trial, write_models
 from podium.models.architecture import DecoderConfig, ModelError
-from podium.models.families.gguf_config import read_config
-from podium.models.families.hf_config import from_hf_config
 from podium.models.files.folder import read_json
 from podium.models.files.gguf import GgufTensors, read_header
+from podium.models.files.gguf_config import read_config
 from podium.models.files.hf import load_params
+from podium.models.files.hf_config import from_hf_config
 from podium.models.files.source import read_architecture
 from podium.models.text.tokenizer import load_tokenizer
 
@@ -61,7 +61,7 @@ def write_gguf(path: Path, keys: list[bytes], tensors: list[bytes], data: bytes 
 def read_gguf(path: Path) -> DecoderConfig:
     header = read_header(path)
     config = read_config(header)
-    GgufTensors(header, config)
+    GgufTensors(header, config, in_pairs=True)
     return config
 
 

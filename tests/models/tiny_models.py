@@ -16,7 +16,7 @@ from podium.models.architecture import DecoderConfig, ModelError
 from podium.models.attention.mask import seen_in_sequence
 from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.kind import Advance, At, States
-from podium.models.decoder import forward, head_weights
+from podium.models.decoder import PassSettings, forward, head_weights
 from podium.models.files.hf import load_params
 from podium.models.files.source import ModelSource, read_architecture, resolve
 from podium.models.logprobs import logits_at
@@ -344,7 +344,12 @@ def make_logits(config: DecoderConfig, rules: ShardingRules) -> Callable[[Params
 
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         hidden, _, _ = forward(
-            params, tokens, positions, attend, recur=recur, config=config, rules=rules, dtype=jnp.float32
+            params,
+            tokens,
+            positions,
+            attend,
+            recur=recur,
+            settings=PassSettings(config=config, rules=rules, dtype=jnp.float32),
         )
         return logits_at(hidden, head_weights(params, rules, jnp.float32), 1.0)
 

@@ -9,7 +9,8 @@ import textwrap
 import pytest
 from rich.console import Console
 
-from podium.observe.live_view import SIDE_BY_SIDE, Progress, ShownCompletion
+from podium.observe.live_view import SIDE_BY_SIDE, Progress
+from podium.observe.run_state import ShownCompletion
 
 METRICS = {
     "train-reward/total/mean": 0.75,
@@ -82,8 +83,8 @@ def test_conversations_show_their_turns():
     line = output(console).splitlines()[-1]
     assert line == "step 1/40  reward 0.750  length 12.5  turns 2.2  1,234 tokens/s  4.20 s  left ?"
     progress = terminal_progress()
-    for turns in (1.0, 3.5):
-        progress.step(1, METRICS | {"env/turns/mean": turns})
+    for step, turns in ((1, 1.0), (2, 3.5)):
+        progress.step(step, METRICS | {"env/turns/mean": turns})
     assert re.search("turns +3.5  \u2581\u2588", view(progress))
     answered = terminal_progress()
     answered.step(1, METRICS)

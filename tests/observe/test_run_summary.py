@@ -1,5 +1,6 @@
 import io
 import json
+import math
 import shlex
 import subprocess
 
@@ -8,7 +9,7 @@ import yaml
 from rich.console import Console
 
 from podium.config.schema import Config
-from podium.observe.history import Answers, read_answers, read_history
+from podium.observe.history import Answers, History, read_answers, read_history
 from podium.observe.summary import commit, make_summary, print_summary, save_summary, versions
 
 
@@ -55,9 +56,19 @@ SAMPLES = (
 
 def test_a_history_has_the_points_of_each_curve_and_the_last_times(tmp_path):
     history = read_history(make_run(tmp_path, lines=LINES))
-    assert history.rewards == [(1, 0.3), (3, 0.9)]
-    assert history.accuracies == [(0, 0.25), (3, 0.75)]
-    assert (history.steps, history.wall_s, history.cpu_s) == (3, 50.0, 75.0)
+    assert history.points("train-reward/total/mean") == [(1, 0.3), (3, 0.9)]
+    assert history.points("eval/accuracy") == [(0, 0.25), (3, 0.75)]
+    assert (history.steps, history.last("time/wall_s"), history.last("time/cpu_s")) == (3, 50.0, 75.0)
+    assert history.total("eval/accuracy") == 1.0 and history.last("no/metric") is history.total("no/metric") is None
+
+
+def test_of_a_step_that_is_written_twice_the_last_line_counts():
+    history = History(names=("a", "b"))
+    for line in ({"step": 1, "a": 1.0}, {"step": 3, "a": 3.0, "c": 1}, {"step": 2, "a": 2.0, "b": math.inf}):
+        history.add(line)
+    history.add({"step": 1, "a": 7.0})
+    history.add({"step": True, "a": 9.0})
+    assert (list(history), history.points("a"), history.steps) == (["a"], [(1, 7.0), (2, 2.0), (3, 3.0)], 3)
 
 
 def test_the_answers_shown_are_to_the_question_that_gained_most(tmp_path):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from podium.files import to_json
-from podium.observe.records import lengths_record, read_metrics, sample_record, sampled_groups
+from podium.observe.records import completion_records, lengths_record, read_metrics, sample_record, sampled_groups
 from podium.rollout.request import Completion
 from podium.rollout.transcript import transcript_of
 from podium.tasks.task import Prompt, Reward
@@ -25,8 +25,9 @@ def test_a_sample_has_the_question_and_all_its_completions():
         "train",
         "arithmetic",
         Prompt(id="arithmetic/train/7", question="7 + 5?", answer="12"),
-        [transcript_of((1, 2), completion)],
-        [Reward(total=1.5, parts={"correct": 1.0, "format": 1.0})],
+        completion_records(
+            [transcript_of((1, 2), completion)], [Reward(total=1.5, parts={"correct": 1.0, "format": 1.0})]
+        ),
     )
     assert json.loads(to_json(record)) == {
         "step": 3,

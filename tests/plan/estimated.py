@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tiny_decoder import dense_decoder
+
 from podium.accelerators import GIB, Accelerator
 from podium.config.schema import Config
-from podium.models.architecture import DecoderConfig, dense_decoder
+from podium.models.architecture import DecoderConfig
 from podium.plan.request.phase_sizes import RunSizes
 from podium.plan.traced.estimate import PhaseEstimate, estimate, score_phase
 

@@ -1,13 +1,17 @@
 """Plans made by hand, as the planner would make them."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from podium.accelerators import find_accelerator
 from podium.hlo.cost import CollectiveTotal
+from podium.plan.request.candidate import Case, Change
+from podium.plan.request.phase_sizes import Planned
+from podium.plan.request.plan_subject import Subject
 from podium.plan.request.workload import Workload
-from podium.plan.result import LargeArray, Phase, Plan, Seconds, judge, total
-from podium.plan.search.study import Case, Change, Outcome
+from podium.plan.result import LargeArray, Peak, Phase, Plan, Seconds, judge, total
+from podium.plan.search.study import Outcome, RunCost, Study
 
 GIB = 2**30
 HBM = int(31.25 * GIB)
@@ -121,3 +125,37 @@ def workload(**changed: Any) -> Workload:
         "completions": 128,
     }
     return Workload(**{**fields, **changed})
+
+
+class MadeStudy(Study):
+    """A study whose plans, runs, costs and peaks are made by hand."""
+
+    def __init__(
+        self,
+        make: Callable[[Case, bool], Plan],
+        *,
+        fast: bool = False,
+        run: Callable[[Case], Planned] | None = None,
+        cost: Callable[[Case, Plan], RunCost | None] = lambda case, plan: None,
+        peak: Callable[[Case, str], Peak] | None = None,
+    ) -> None:
+        """`make(case, fast)` plans a case; `peak(case, phase)` compiles its program of this phase."""
+        super().__init__(Subject(), fast=fast)
+        self.make, self.made_run, self.made_cost, self.made_peak = make, run, cost, peak
+
+    def plan(self, case: Case, *, fast: bool = False, **_: Any) -> Plan:
+        return self.make(case, fast or self.fast)
+
+    def run(self, case: Case) -> Planned:
+        assert self.made_run is not None, "no run is asked for"
+        return self.made_run(case)
+
+    def cost(self, case: Case, plan: Plan) -> RunCost | None:
+        return self.made_cost(case, plan)
+
+    def peaks(self, asked: Sequence[tuple[Case, Sequence[str]]]) -> list[Peak]:
+        assert self.made_peak is not None, "the closed form compiles nothing"
+        return [self.made_peak(case, phase) for case, (phase,) in asked]
+
+    def moved(self, cases: Sequence[Case]) -> tuple[str, ...]:
+        return ("update",)

@@ -9,13 +9,12 @@ from podium.accelerators import find_accelerator
 from podium.plan import plan
 from podium.plan.planner import make_plan
 from podium.plan.report.sections import Line, Table, auto_sections
-from podium.plan.request.defaults import names_model, with_defaults
 from podium.plan.request.phase_sizes import Planned
-from podium.plan.search import rank_machines
-from podium.plan.search.rank_machines import machines, rank
+from podium.plan.request.plan_subject import Subject, names_model
+from podium.plan.search import ranking
+from podium.plan.search.ranking import machines, rank_machines
 from podium.plan.search.study import RunCost, Study
-from podium.settings import load_settings
-from tests.plan.made_plans import estimated, seconds, too_large
+from tests.plan.made_plans import MadeStudy, estimated, seconds, too_large
 from tests.plan.made_plans import plan as made
 from tests.plan.test_plan_command import planner, podium  # noqa: F401  # fixtures
 
@@ -25,14 +24,14 @@ PRICES = {"l4-1": 1.0, "h100-1": 2.0, "v6e-4": 3.0, "v6e-8": 4.0, "h100-8": 5.0}
 @pytest.fixture
 def compiled(monkeypatch):
     """The machines that were compiled for, in order; every compiler is there."""
-    monkeypatch.setattr(rank_machines, "check_compiler", lambda machine: None)
+    monkeypatch.setattr(ranking, "check_compiler", lambda machine: None)
     return []
 
 
-def study(compiled, *, misjudged=(), fast=False) -> Study:
+def study(compiled, *, misjudged=(), fast=False, prices=lambda machine, plan: PRICES[machine]) -> Study:
     """Plans for the machines of PRICES, of which some do not fit once they are compiled."""
 
-    def plan_of(case, *, fast):
+    def plan_of(case, fast):
         machine = case.machine
         if machine.name not in PRICES:
             raise ValueError("does not divide")
@@ -42,9 +41,9 @@ def study(compiled, *, misjudged=(), fast=False) -> Study:
         return dataclasses.replace(found, accelerator=machine.name, step=seconds(10.0 / machine.devices))
 
     def cost(case, plan):
-        return RunCost(steps=100, chip_hours=seconds(1.0), usd=seconds(PRICES[case.machine.name]))
+        return RunCost(steps=100, chip_hours=seconds(1.0), usd=seconds(prices(case.machine.name, plan)))
 
-    return Study(plan_of, fast=fast, cost=cost)
+    return MadeStudy(plan_of, fast=fast, cost=cost)
 
 
 def names(found):
@@ -52,14 +51,14 @@ def names(found):
 
 
 def test_the_cheapest_three_are_compiled(compiled):
-    found = rank(study(compiled))
+    found = rank_machines(study(compiled))
     assert compiled == ["l4-1", "h100-1", "v6e-4"] and names(found) == list(PRICES)
     assert [each.plan.estimate_only for each in found.outcomes] == [False, False, False, True, True]
     assert found.refused == len(machines()) - len(PRICES)
 
 
 def test_what_the_compiler_refuses_gives_way_to_the_next(compiled):
-    found = rank(study(compiled, misjudged=("l4-1",)))
+    found = rank_machines(study(compiled, misjudged=("l4-1",)))
     assert compiled == ["l4-1", "h100-1", "v6e-4", "v6e-8"]
     assert names(found) == ["h100-1", "v6e-4", "v6e-8", "h100-8"] and found.unsuitable == 1
 
@@ -68,11 +67,10 @@ def test_the_cheapest_is_compiled_even_if_three_others_are(compiled):
     """Once compiled, three machines take longer than the fourth was estimated to."""
     dear = {"l4-1": 6.0, "h100-1": 7.0, "v6e-4": 8.0}
 
-    def cost(case, plan):
-        usd = PRICES[case.machine.name] if plan.estimate_only else dear.get(case.machine.name, 4.5)
-        return RunCost(steps=100, chip_hours=seconds(1.0), usd=seconds(usd))
+    def prices(machine, plan):
+        return PRICES[machine] if plan.estimate_only else dear.get(machine, 4.5)
 
-    found = rank(dataclasses.replace(study(compiled), cost=cost))
+    found = rank_machines(study(compiled, prices=prices))
     assert compiled == ["l4-1", "h100-1", "v6e-4", "v6e-8"]
     assert names(found)[0] == "v6e-8" and not found.outcomes[0].plan.estimate_only
 
@@ -82,8 +80,8 @@ def test_without_a_compiler_a_machine_stays_an_estimate(compiled, monkeypatch):
         if machine.platform == "gpu":
             raise ValueError("h100-1: the GPU compiler is not installed; pip install it")
 
-    monkeypatch.setattr(rank_machines, "check_compiler", check)
-    found = rank(study(compiled))
+    monkeypatch.setattr(ranking, "check_compiler", check)
+    found = rank_machines(study(compiled))
     assert compiled == ["v6e-4", "v6e-8"] and found.not_compiled == [
         "h100-1: the GPU compiler is not installed; pip install it"
     ]
@@ -91,11 +89,11 @@ def test_without_a_compiler_a_machine_stays_an_estimate(compiled, monkeypatch):
 
 
 def test_nothing_is_compiled_if_that_is_asked_for(compiled):
-    assert names(rank(study(compiled, fast=True))) == list(PRICES) and compiled == []
+    assert names(rank_machines(study(compiled, fast=True))) == list(PRICES) and compiled == []
 
 
 def test_the_headline_has_the_cheapest_and_the_fastest(compiled):
-    (section,) = auto_sections(rank(study(compiled, fast=True)), ["a note"])
+    (section,) = auto_sections(rank_machines(study(compiled, fast=True)), ["a note"])
     first, table, note = section.content
     assert isinstance(first, Line) and first.text.startswith(
         "cheapest: l4-1, 1.0 dollars and 0.28 hours for 100 steps; fastest: v6e-8, 4.0 dollars and 0.035 hours"
@@ -163,10 +161,9 @@ def test_settings_of_the_user_win_over_the_defaults(podium):  # noqa: F811
 @pytest.mark.parametrize(("machine", "fits"), [("v6e-8", True), ("l4-1", False), ("v6e-256", True)])
 def test_the_fastest_rows_and_slots_that_fit_are_taken(machine, fits):
     accelerator = find_accelerator(machine)
-    load, settings = with_defaults(
-        lambda more, base=(): load_settings([], [*base, *more]), "Qwen/Qwen2.5-7B-Instruct", accelerator
-    )
-    config = load(()).config
+    subject = Subject(model="Qwen/Qwen2.5-7B-Instruct")
+    settings = subject.defaults(accelerator)
+    config = subject.load(base=settings).config
     assert {each.key: each.value for each in settings}["rollout.slots"] == config.rollout.slots
     assert (make_plan(Planned.of(config, accelerator), fast=True).verdict == "fits") is fits
     if not fits:

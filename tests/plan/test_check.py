@@ -17,7 +17,7 @@ from podium.plan.report import deviation as check
 from podium.plan.report.deviation import RunCheck, check_run, compare_with_measured, this_accelerator
 from podium.plan.report.deviation_causes import DRAWN, MEASURED, PEAK, STEP
 from podium.plan.report.formatting import step_parts
-from podium.plan.request.phase_sizes import Planned, make_sizes
+from podium.plan.request.phase_sizes import Planned
 from podium.plan.result import Plan
 from podium.run.run_spec import RunSpec
 from tests.plan.estimated import QWEN_3B
@@ -37,7 +37,7 @@ def run_on(monkeypatch, accelerator: Accelerator | None) -> None:
 
 
 def spec_3b() -> RunSpec:
-    return make_sizes(config_3b(), QWEN_3B, V6E_8).spec
+    return Planned.of(config_3b(), V6E_8, QWEN_3B).sizes.spec
 
 
 def made_at_start() -> Plan:

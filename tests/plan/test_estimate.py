@@ -13,10 +13,9 @@ from podium.algorithms.recipe_options import make_recipe
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
-from podium.models.families.presets import find_decoder
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
 from podium.plan.planner import make_plan
-from podium.plan.request.phase_sizes import Planned, local_count, make_sizes, offloaded_bytes, optimizer_count
+from podium.plan.request.phase_sizes import Planned, local_count, offloaded_bytes, optimizer_count
 from podium.plan.request.step_calls import step_calls
 from podium.plan.request.workload import simulate_rollout
 from podium.plan.traced.estimate import estimate, far_too_large, first_flops
@@ -29,6 +28,7 @@ from podium.rollout.programs import (
     make_extend,
     make_sync,
 )
+from podium.run.roles import find_decoder
 from podium.sharding import ShardingRules, abstract_params, make_mesh, param_shardings
 from podium.train.batches.batch import Batch
 from podium.train.optimizer.offload import HOST_MEMORY
@@ -46,7 +46,7 @@ def test_a_device_holds_its_part_of_what_is_split():
 
 @pytest.mark.parametrize("mesh", ["fsdp:8", "fsdp:4,tp:2", "dp:2,fsdp:2,tp:2"])
 def test_local_counts_are_those_of_the_sharding_rules(mesh):
-    run = make_sizes(config(mesh=mesh), SMALL, CPU)
+    run = Planned.of(config(mesh=mesh), CPU, SMALL).sizes
     specs = param_specs(SMALL)
     shardings = param_shardings(specs, ShardingRules(make_mesh(mesh), TRAIN_AXES))
     own = {name: local_count(weight, run.train_parts) for name, weight in param_specs(SMALL).items()}
@@ -63,7 +63,7 @@ def test_an_optimizers_state_is_counted_as_optax_makes_it(name, mesh):
     muons_coefficients = (3,)
     floats = [x for x in jax.tree.leaves(state) if x.dtype == jnp.float32 and x.shape != muons_coefficients]
     held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in floats)
-    shards = make_sizes(config(mesh=mesh), model, CPU).train_parts
+    shards = Planned.of(config(mesh=mesh), CPU, model).sizes.train_parts
     assert optimizer_count(model, name, shards) == held
 
 
@@ -82,7 +82,7 @@ def test_what_waits_in_the_hosts_memory_is_counted_as_the_trainer_keeps_it(name,
     ]
     train = {"optimizer": optimizer.model_dump(), "rows_per_device": 4}
     with_it, without = (
-        make_sizes(config(train=train | {"offload_optimizer": each}), model, find_accelerator("v6e-8"))
+        Planned.of(config(train=train | {"offload_optimizer": each}), find_accelerator("v6e-8"), model).sizes
         for each in (True, False)
     )
     assert offloaded_bytes(with_it) == sum(sizes) > 0
@@ -91,7 +91,7 @@ def test_what_waits_in_the_hosts_memory_is_counted_as_the_trainer_keeps_it(name,
 
 
 def test_operations_of_a_small_model_by_hand():
-    run = make_sizes(config(mesh="fsdp:8"), SMALL, CPU)
+    run = Planned.of(config(mesh="fsdp:8"), CPU, SMALL).sizes
     attention_weights = 16 * (4 + 2 + 2) * 4 + 4 * 4 * 16
     layer = attention_weights + 3 * 16 * 24
     tokens = 2 * 16  # of a device
@@ -110,7 +110,7 @@ class Programs:
     def __init__(self, config: Config, model: DecoderConfig) -> None:
         self.mesh, specs = make_mesh(config.mesh), param_specs(model)
         train, rollout = (ShardingRules(self.mesh, axes) for axes in (TRAIN_AXES, ROLLOUT_AXES))
-        run, dtype = make_sizes(config, model, CPU), jnp.dtype(jnp.float32)
+        run, dtype = Planned.of(config, CPU, model).sizes, jnp.dtype(jnp.float32)
         settings = TrainSettings(
             decoder=model,
             mesh=self.mesh,
@@ -124,7 +124,7 @@ class Programs:
         optimizer = make_optimizer(config.train.optimizer, 10, specs)
         params = abstract_params(specs, dtype, train)
         rows = settings.computing.sharding(None, "batch", None)
-        shape = (run.spec.batch.max_micro_batches, run.micro_batch_rows, run.row_tokens)
+        shape = (run.spec.batch.max_micro_batches, run.rows * run.batch_shards, run.row_tokens)
         ints, floats = (jax.ShapeDtypeStruct(shape, kind, sharding=rows) for kind in (jnp.int32, jnp.float32))
         counts = (jax.ShapeDtypeStruct((), kind, sharding=settings.computing.sharding()) for kind in "if")
         names = ("tokens", "targets", "positions", "segments", "prompts")
@@ -183,7 +183,7 @@ def test_operations_are_those_of_the_programs_as_written(name, remat, attention)
     train = {"rows_per_device": 2, "head_chunk_tokens": 16, "remat": remat, "attention": attention}
     settings = config(mesh="fsdp:8", train=train)
     model = decoder(layers=3, tied=False, qkv_bias=True)
-    run = make_sizes(settings, model, CPU)
+    run = Planned.of(settings, CPU, model).sizes
     first = first_flops(run, settings.rollout.slots) if name == "decode" else 0
     assert 8 * (phase(run, name).flops + first) == Programs(settings, model).flops(name)
 
@@ -191,7 +191,7 @@ def test_operations_are_those_of_the_programs_as_written(name, remat, attention)
 def test_what_programs_take_and_give_is_what_the_estimate_says():
     settings = config(mesh="fsdp:8", train={"rows_per_device": 1})
     model = decoder(width=128, mlp_width=256, vocab=512)
-    run, programs = make_sizes(settings, model, CPU), Programs(settings, model)
+    run, programs = Planned.of(settings, CPU, model).sizes, Programs(settings, model)
     small = 2000  # bytes: counts, and what slots and prompts are described with
     update, decode, sync = (programs.memory(name) for name in ("update", "decode", "sync"))
     parts = phase(run, "update").parts
@@ -207,7 +207,7 @@ def test_what_programs_take_and_give_is_what_the_estimate_says():
 def test_layouts_of_the_rollout_hold_and_send_what_they_say():
     lengths, v6e = {"max_prompt_tokens": 512, "max_new_tokens": 1024}, find_accelerator("v6e-16")
     runs = {
-        layout: make_sizes(config(mesh=mesh, rollout={**lengths, "layout": layout}), QWEN_3B, v6e)
+        layout: Planned.of(config(mesh=mesh, rollout={**lengths, "layout": layout}), v6e, QWEN_3B).sizes
         for layout, mesh in (("replicated", "auto"), ("legacy", "auto"), ("maxtext", "host_local"))
     }
     whole = 2 * sum(math.prod(spec.shape) for spec in param_specs(QWEN_3B).values())
@@ -220,7 +220,7 @@ def test_layouts_of_the_rollout_hold_and_send_what_they_say():
 
 
 def test_a_reference_is_held_and_scored_with():
-    plain, anchored = (make_sizes(config(algorithm=kl), SMALL, CPU) for kl in ({}, {"kl": "k3", "kl_coef": 1e-3}))
+    plain, anchored = (Planned.of(config(algorithm=kl), CPU, SMALL).sizes for kl in ({}, {"kl": "k3", "kl_coef": 1e-3}))
     assert [each.name for each in estimate(plain)] == ["sync", "prefill", "copy", "decode", "update", "checkpoint"]
     assert [each.name for each in estimate(anchored)] == [
         "sync",
@@ -238,7 +238,7 @@ def test_a_reference_is_held_and_scored_with():
 @pytest.mark.parametrize(("flags", "size"), [({"avx2"}, 4), ({"avx2", "avx512_bf16"}, 2)])
 def test_auto_is_the_faster_format_of_this_cpu_and_bfloat16_elsewhere(flags, size, monkeypatch):
     monkeypatch.setattr("podium.run.machine.cpu_flags", lambda: flags)
-    on_cpu, on_gpu = (make_sizes(config(), SMALL, machine) for machine in (CPU, find_accelerator("h100-8")))
+    on_cpu, on_gpu = (Planned.of(config(), machine, SMALL).sizes for machine in (CPU, find_accelerator("h100-8")))
     assert (on_cpu.activation, on_cpu.rollout_activation) == (size, size)
     assert (on_gpu.activation, on_gpu.rollout_activation) == (2, 2)
     assert on_gpu.platform == "gpu"
@@ -246,11 +246,11 @@ def test_auto_is_the_faster_format_of_this_cpu_and_bfloat16_elsewhere(flags, siz
 
 def test_a_mesh_that_does_not_fit_the_machine_is_an_error():
     with pytest.raises(ValueError, match="mesh 'fsdp:16' needs 16 devices"):
-        make_sizes(config(mesh="fsdp:16"), SMALL, CPU)
+        Planned.of(config(mesh="fsdp:16"), CPU, SMALL)
 
 
 def test_a_model_far_too_large_is_refused_by_name():
-    message = far_too_large(make_sizes(config(), QWEN_7B, find_accelerator("v6e-1")))
+    message = far_too_large(Planned.of(config(), find_accelerator("v6e-1"), QWEN_7B).sizes)
     assert message is not None
     assert message.startswith("update needs about ")
     for part in ("v6e-1 has 31.2", "gradients", "--fit`", "--force"):
@@ -258,21 +258,21 @@ def test_a_model_far_too_large_is_refused_by_name():
 
 
 def test_what_may_fit_is_not_refused():
-    assert far_too_large(make_sizes(config(), QWEN_3B, find_accelerator("v6e-8"))) is None
-    needed = max(each.total for each in estimate(make_sizes(config(), SMALL, CPU)))
+    assert far_too_large(Planned.of(config(), find_accelerator("v6e-8"), QWEN_3B).sizes) is None
+    needed = max(each.total for each in estimate(Planned.of(config(), CPU, SMALL).sizes))
     just_enough, too_little = (
         Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=int(needed / factor) + 1)
         for factor in (1.5, 1.6)
     )
-    assert far_too_large(make_sizes(config(), SMALL, just_enough)) is None
-    assert far_too_large(make_sizes(config(), SMALL, too_little)) is not None
+    assert far_too_large(Planned.of(config(), just_enough, SMALL).sizes) is None
+    assert far_too_large(Planned.of(config(), too_little, SMALL).sizes) is not None
 
 
 @pytest.mark.parametrize("mesh", ["fsdp:8", "dp:8"])
 def test_the_cache_is_counted_as_each_kind_of_layer_keeps_it(mesh):
     """Pages of whole sequences, rings of a window, and states: as the engine allocates them."""
     settings = config(mesh=mesh, rollout={"max_prompt_tokens": 60, "max_new_tokens": 20, "page_tokens": 4})
-    run = make_sizes(settings, MIXED, CPU)
+    run = Planned.of(settings, CPU, MIXED).sizes
     rules = ShardingRules(make_mesh(mesh), ROLLOUT_AXES)
     cache = jax.tree.leaves(abstract_engine_cache(run.rollout, MIXED, rules, jnp.dtype(run.spec.rollout.dtype)))
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in cache)
@@ -282,7 +282,7 @@ def test_the_cache_is_counted_as_each_kind_of_layer_keeps_it(mesh):
 
 def test_a_step_reads_no_more_than_a_window_reaches_and_each_state_twice():
     settings = config(rollout={"max_prompt_tokens": 60, "max_new_tokens": 20, "page_tokens": 4})
-    run = make_sizes(settings, MIXED, CPU)
+    run = Planned.of(settings, CPU, MIXED).sizes
     near, far = 3 * 2 * 2 * 8, 2 * 2 * 2 * 8  # keys and values of a token in layers with a window of 3, and without
     read = 2 * (near * 8 + far * 40) * run.rollout_activation  # of two sequences; a window touches two pages of 4
     assert run.read_bytes(2, 40) == read + 2 * 2 * (2 * 32 * 4)
@@ -299,7 +299,7 @@ def test_a_teacher_stays_beside_the_trainer_and_is_a_phase_of_its_own(base, numb
     plain = config(**settings)
     student = find_decoder(plain)
     taught = config(**settings, teacher={"model": "Qwen/Qwen3-8B", "base": base})
-    alone, run = make_sizes(plain, student, accelerator), make_sizes(taught, student, accelerator)
+    alone, run = Planned.of(plain, accelerator, student).sizes, Planned.of(taught, accelerator, student).sizes
     added = residents(run, "sync")["teacher_weights"]
     layers, ends = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288), 2 * 151936 * 4096
     scales = 36 * 4 * (4096 + 2 * 1024 + 2 * 12288 + 2 * 4096 / 8) * (base == "int8")  # those of the width are split
@@ -318,7 +318,7 @@ def test_a_teachers_logits_are_computed_in_the_update_if_it_learns_the_whole_dis
     settings = {"model": "Qwen/Qwen3-1.7B", "algorithm": {"recipe": "distill"}, "train": {"head": "chunked"}}
     student, accelerator = find_decoder(config(**settings)), find_accelerator("v6e-8")
     sampled, full = (
-        make_sizes(config(**settings, teacher={"model": "Qwen/Qwen3-8B", "loss": loss}), student, accelerator)
+        Planned.of(config(**settings, teacher={"model": "Qwen/Qwen3-8B", "loss": loss}), accelerator, student).sizes
         for loss in ("sampled", "full")
     )
     logits = 2 * sampled.tokens * 151936 * 4096
@@ -335,7 +335,7 @@ def test_a_teacher_with_prompts_of_its_own_scores_longer_rows_beside_the_policy_
     own = {"prompt": "privileged", "template": "{question} {answer}", "max_prompt_tokens": 40}
     student, accelerator = find_decoder(config(**settings)), find_accelerator("v6e-8")
     same, told = (
-        make_sizes(config(**settings, teacher={"model": "Qwen/Qwen3-8B", **more}), student, accelerator)
+        Planned.of(config(**settings, teacher={"model": "Qwen/Qwen3-8B", **more}), accelerator, student).sizes
         for more in ({}, own)
     )
     rows = told.of(told.spec.roles["teacher"])
@@ -368,7 +368,7 @@ def test_a_critic_stays_beside_the_trainer_and_has_a_forward_pass_and_an_update(
         config(**settings, algorithm={"recipe": "ppo"}, critic={"model": "Qwen/Qwen3-0.6B", "updates": 2}),
     )
     student = find_decoder(plain)
-    alone, run = make_sizes(plain, student, accelerator), make_sizes(valued, student, accelerator)
+    alone, run = Planned.of(plain, accelerator, student).sizes, Planned.of(valued, accelerator, student).sizes
     layers, embedding = 28 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072), 151936 * 1024
     added = {name: residents(run, "sync")[name] for name in ("critic_weights", "critic_optimizer")}
     assert added["critic_weights"] == pytest.approx(4 * (layers + embedding) / 8, rel=1e-3)
@@ -410,7 +410,7 @@ def test_a_reward_model_stays_beside_the_trainer_and_scores_whole_conversations_
         "reward_models": [{"name": "helpful", "model": str(tmp_path)}],
     }
     accelerator, student = find_accelerator("v6e-8"), find_decoder(config(**settings))
-    alone, run = (make_sizes(config(**each), student, accelerator) for each in (settings, judged))
+    alone, run = (Planned.of(config(**each), accelerator, student).sizes for each in (settings, judged))
     layers, embedding = 4 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072), 151936 * 1024
     added = residents(run, "sync")["reward_weights"]
     assert added == pytest.approx(2 * (layers + embedding) / 8, rel=1e-3)

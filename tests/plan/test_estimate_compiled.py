@@ -9,11 +9,12 @@ from estimated import QWEN_3B, config, decoder, phase
 from podium.accelerators import GIB, find_accelerator
 from podium.models.architecture import with_layers, with_lora
 from podium.models.blocks.kind import Stack
-from podium.models.families.presets import find_architecture, find_decoder
+from podium.models.presets import find_architecture
 from podium.plan.calibration import load_chip
 from podium.plan.planned_device import closed_form_roofline
-from podium.plan.request.phase_sizes import make_sizes
+from podium.plan.request.phase_sizes import Planned
 from podium.plan.traced.estimate import update_phase
+from podium.run.roles import find_decoder
 from podium.settings import load_settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -49,7 +50,7 @@ def test_memory_is_near_what_the_tpus_compiler_said(case):
         },
         train={"rows_per_device": rows, "attention": "reference", **BEFORE},
     )  # fmt: skip
-    run = make_sizes(settings, model, find_accelerator("v6e-8"))
+    run = Planned.of(settings, find_accelerator("v6e-8"), model).sizes
     estimated = {
         name: sum(size for part, size in phase(run, name).parts.items() if part not in ELSEWHERE[name]) / MIB
         for name in peaks
@@ -68,7 +69,7 @@ def test_memory_is_near_what_the_tpus_compiler_said(case):
 def test_an_update_without_scores_takes_what_the_tpus_compiler_said(layers, train, peak, flops):
     lengths = {"max_prompt_tokens": 512, "max_new_tokens": 1024, "slots": 128}
     settings = config(rollout=lengths, train={"row_tokens": 2560, **BEFORE, **train}, prompts_per_step=256)
-    run = make_sizes(settings, with_layers(QWEN_3B, layers), find_accelerator("v6e-8"))
+    run = Planned.of(settings, find_accelerator("v6e-8"), with_layers(QWEN_3B, layers)).sizes
     assert phase(run, "update").total / MIB == pytest.approx(peak, rel=0.08)
     assert phase(run, "update").flops == pytest.approx(flops, rel=1e-3)
 
@@ -102,14 +103,14 @@ def test_an_update_at_the_limit_is_near_what_the_compiler_assigned(case, monkeyp
         rollout={"max_prompt_tokens": 128, "max_new_tokens": tokens - 128, "slots": 128, "prefill_rows": 128},
         train=train | BEFORE | {"optimizer": {"name": optimizer}},
     )
-    run = make_sizes(settings, find_architecture(model), find_accelerator(machine))
+    run = Planned.of(settings, find_accelerator(machine), find_architecture(model)).sizes
     assert phase(run, "update").total / GIB == pytest.approx(gib, rel=0.05)
 
 
 def test_the_3b_runs_operations_and_transfers_are_near_what_the_tpus_compiler_said():
     lengths = {"max_prompt_tokens": 512, "max_new_tokens": 1024}
     settings = config(rollout=lengths, train={"rows_per_device": 4, "attention": "reference", **BEFORE})
-    run = make_sizes(settings, QWEN_3B, find_accelerator("v6e-8"))
+    run = Planned.of(settings, find_accelerator("v6e-8"), QWEN_3B).sizes
     update, score = phase(run, "update"), phase(run, "score")
     assert (update.flops, score.flops) == (pytest.approx(1.542e14, rel=1e-3), pytest.approx(4.209e13, rel=1e-3))
     assert (update.ici_bytes, score.ici_bytes) == (pytest.approx(1.716e10, rel=0.1), pytest.approx(5.4e9, rel=0.01))
@@ -125,9 +126,9 @@ MIXTURES = [("Qwen/Qwen3-30B-A3B", 1085), ("openai/gpt-oss-20b", 1336)]
 @pytest.mark.parametrize(("model", "mib"), MIXTURES)
 def test_a_prefill_counts_the_rows_of_a_devices_own_experts(model, mib):
     lengths = {"max_prompt_tokens": 512, "max_new_tokens": 512, "slots": 64, "prefill_rows": 64, "page_tokens": 64}
-    run = make_sizes(
-        config(rollout=lengths | {"layout": "tensor"}), find_architecture(model), find_accelerator("v6e-8")
-    )
+    run = Planned.of(
+        config(rollout=lengths | {"layout": "tensor"}), find_accelerator("v6e-8"), find_architecture(model)
+    ).sizes
     assert phase(run, "prefill").parts["layer_activations"] / MIB == pytest.approx(mib, rel=0.06)
 
 
@@ -145,7 +146,7 @@ PATTERNS = [
 @pytest.mark.parametrize(("name", "machine", "gib"), PATTERNS)
 def test_layers_of_a_pattern_are_recomputed_one_by_one(name, machine, gib):
     settings = load_settings([CONFIGS / f"{name}.yaml"], [], {}).config
-    run = make_sizes(settings, find_decoder(settings), find_accelerator(machine))
+    run = Planned.of(settings, find_accelerator(machine)).sizes
     parts = update_phase(run).parts
     assert (sum(parts.values()) - parts["code"]) / GIB == pytest.approx(gib, abs=1.0)
     assert parts["code"] == (len(run.decoder.places) - 1) * 100 * MIB
@@ -155,7 +156,7 @@ def test_a_layer_of_a_pattern_takes_what_it_takes_alone_and_arrays_at_barriers()
     settings = load_settings([CONFIGS / "gsm8k_gemma3_1b.yaml"], ["train.rows_per_device=32"], {}).config
     model = find_decoder(settings)
     alone = dataclasses.replace(model, stacks=(Stack(pattern=model.stacks[0].pattern[-1:], repeats=model.layers),))
-    run, other = (make_sizes(settings, each, find_accelerator("v6e-8")) for each in (model, alone))
+    run, other = (Planned.of(settings, find_accelerator("v6e-8"), each).sizes for each in (model, alone))
     in_order, one = update_phase(run).parts, update_phase(other).parts
     assert "code" not in one
     barriers = run.tokens * (6912 + 4 * 1152) * 2
@@ -195,7 +196,7 @@ def test_norms_behind_layers_adapters_experts_and_groups_of_rows_are_counted(cas
         train={"rows_per_device": rows, **train},
         **others,
     )  # fmt: skip
-    run = make_sizes(settings, with_lora(find_architecture(model), settings.lora), find_accelerator(machine))
+    run = Planned.of(settings, find_accelerator(machine), with_lora(find_architecture(model), settings.lora)).sizes
     assert phase(run, name).total / GIB == pytest.approx(gib, rel=0.13 if name == "score" else 0.08)
 
 
@@ -203,7 +204,7 @@ def test_kernels_without_products_add_to_the_time_of_products_on_a_gpu():
     settings = config(prompts_per_step=64, rollout={"max_prompt_tokens": 512, "max_new_tokens": 1024, "slots": 64})
     seconds: dict[str, float] = {}
     for machine in ("h100-1", "v6e-1"):
-        run = make_sizes(settings, QWEN_3B, find_accelerator(machine))
+        run = Planned.of(settings, find_accelerator(machine), QWEN_3B).sizes
         peaks, form = load_chip(run.accelerator.generation).peaks, phase(run, "prefill")
         line = closed_form_roofline(form, run, peaks, 1)
         products, traffic = form.flops / peaks.flops_bf16, form.hbm_bytes / peaks.hbm_bandwidth

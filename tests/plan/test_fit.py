@@ -10,16 +10,16 @@ import pytest
 
 from podium.accelerators import find_accelerator
 from podium.config.schema import Config
-from podium.plan.planner import make_plan
+from podium.plan.request.candidate import Case, Change
 from podium.plan.request.phase_sizes import Planned
+from podium.plan.request.plan_subject import Subject
 from podium.plan.result import Peak, Plan
 from podium.plan.search import fit as module
-from podium.plan.search.fit import Choice, Fit, Fitted
-from podium.plan.search.fit_candidates import Half, Halves, Place
-from podium.plan.search.memory_probe import Prober
-from podium.plan.search.study import Case, Change, Study
+from podium.plan.search.fit import Fit, Fitted
+from podium.plan.search.fit_candidates import Choice, Half, Halves, Place
+from podium.plan.search.study import Study
 from podium.settings import load_settings
-from tests.plan.made_plans import GIB, HBM, close, plan, seconds, too_large
+from tests.plan.made_plans import GIB, HBM, MadeStudy, close, plan, seconds, too_large
 from tests.plan.test_plan_command import planner, podium  # noqa: F401  # fixtures
 
 TASK = "tasks=[{name: gsm8k}]"
@@ -41,24 +41,8 @@ def fitted(
     machine: str, *given: str, lengths: str = "gsm8k", fixed: Sequence[str] = (), all_others: bool = False
 ) -> Fitted:
     """The fastest settings by the closed form."""
-    load = settings_of(*given)
-
-    def planned_by(case: Case, *, fast: bool) -> Plan:
-        return make_plan(Planned.of(load(case), case.machine), fast=True, lengths=lengths)
-
-    def probe(case: Case, phases: Sequence[str]) -> Sequence[Peak]:
-        raise AssertionError("the closed form compiles nothing")
-
-    case = Case(find_accelerator(machine))
-    fit = Fit(
-        study=Study(planned_by, fast=True),
-        now=case,
-        planned=planned_of(load),
-        lengths=lengths,
-        fixed=fixed,
-        probe=probe,
-    )
-    return fit.find(all_others=all_others)
+    study = Study(Subject(settings=given), lengths=lengths, fast=True)
+    return Fit(study=study, now=Case(find_accelerator(machine)), fixed=fixed).find(all_others=all_others)
 
 
 def values(found: Fitted) -> dict[str, Any]:
@@ -173,30 +157,21 @@ def searched(
     def name_of(case: Case) -> str:
         return str(case.changes[-1].value) if case.changes else "own"
 
-    def probe(case: Case, phases: Sequence[str]) -> Sequence[Peak]:
-        probed.extend(f"{phase} {name_of(case)}" for phase in phases)
-        sizes = {"decode": 20.0, "update": true_gib[name_of(case)]}
-        return [
-            Peak(phase=phase, bytes=int(sizes[phase] * GIB), refused=sizes[phase] * GIB > HBM, compiled=True)
-            for phase in phases
-        ]
+    def peak(case: Case, phase: str) -> Peak:
+        probed.append(f"{phase} {name_of(case)}")
+        size = {"decode": 20.0, "update": true_gib[name_of(case)]}[phase]
+        return Peak(phase=phase, bytes=int(size * GIB), refused=size * GIB > HBM, compiled=True)
 
-    def planned_by(case: Case, *, fast: bool) -> Plan:
+    def planned_by(case: Case, fast: bool) -> Plan:
         if not fast:
             planned.append(name_of(case))
         return plan() if true_gib[name_of(case)] < 30 else too_large()
 
     monkeypatch.setattr(module, "Halves", lambda *given: FakeHalves(updates, rollout_gib))
     config = load_settings([], list(QWEN_3B), {}).config
-    fit = Fit(
-        study=Study(planned_by),
-        now=Case(find_accelerator("v6e-8")),
-        planned=planned_of(lambda case: config),
-        lengths="gsm8k",
-        fixed=fixed,
-        probe=probe,
-    )
-    return fit.find(all_others=False), probed, planned
+    study = MadeStudy(planned_by, run=planned_of(lambda case: config), peak=peak)
+    found = Fit(study=study, now=Case(find_accelerator("v6e-8")), fixed=fixed).find(all_others=False)
+    return found, probed, planned
 
 
 @dataclasses.dataclass
@@ -213,14 +188,8 @@ class FakeHalves:
 )
 def test_int8_rollouts_are_offered_as_a_change_to_what_is_learned(given, offered):
     config = load_settings([], [*QWEN_3B, *given], {}).config
-    fit = Fit(
-        study=Study(lambda case, *, fast: plan()),
-        now=Case(find_accelerator("v6e-8")),
-        planned=planned_of(lambda case: config),
-        lengths="gsm8k",
-        fixed=[],
-        probe=lambda case, phases: [],
-    )
+    study = MadeStudy(lambda case, fast: plan(), run=planned_of(lambda case: config))
+    fit = Fit(study=study, now=Case(find_accelerator("v6e-8")), fixed=[])
     found = [change for changes in fit._changes_of_learning(smaller=False) for change in changes]
     assert (Change(key="rollout.weights", value="int8", old="dtype") in found) == offered
 
@@ -376,18 +345,8 @@ def test_forms_that_part_are_told_in_the_first_lines(podium, planner):  # noqa: 
 def test_what_fits_by_the_search_is_what_the_compiler_takes(tmp_path):
     """Qwen2.5-0.5B with long rows on one v5e chip: does not fit as given; compiled, with few programs."""
     given = ("model=Qwen/Qwen2.5-0.5B-Instruct", TASK, "prompts_per_step=16", "train.rows_per_device=64")
-    load = settings_of(*given)
-    probed: list[str] = []
-
-    def planned_by(case: Case, *, fast: bool) -> Plan:
-        return make_plan(Planned.of(load(case), case.machine), fast=fast)
-
-    def probe(case: Case, phases: Sequence[str]) -> Sequence[Peak]:
-        probed.extend(phases)
-        return Prober("gsm8k", fast=False).each(planned_of(load)(case), phases)
-
-    case = Case(find_accelerator("v5litepod-1"))
-    fit = Fit(study=Study(planned_by), now=case, planned=planned_of(load), lengths="gsm8k", fixed=(), probe=probe)
+    fit = Fit(study=Study(Subject(settings=given)), now=Case(find_accelerator("v5litepod-1")), fixed=())
     found = fit.find(all_others=False)
-    assert found.before.verdict == "does_not_fit" and len(probed) <= module.MOST_PROGRAMS
+    compiled = [each for each in fit.tried if each.made_by in ("compiler", "its refusal")]
+    assert found.before.verdict == "does_not_fit" and len(compiled) <= module.MOST_PROGRAMS
     assert found.best is not None and found.best.plan.verdict == "fits" and not found.best.plan.estimate_only

@@ -13,12 +13,12 @@ from podium.accelerators import find_accelerator
 from podium.hlo.cost import ProgramCost
 from podium.hlo.hlo_text import Module, parse
 from podium.hlo.moves import moves
-from podium.models.families.presets import find_architecture
+from podium.models.presets import find_architecture
 from podium.plan.calibration import load_chip
 from podium.plan.compiled.array_names import names_of
 from podium.plan.compiled.compile_worker import looped_work
 from podium.plan.report.sections import plan_sections
-from podium.plan.request.phase_sizes import RunSizes, make_sizes
+from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.request.step_calls import Call
 from podium.plan.request.topology import check_compiler
 from podium.plan.result import Move
@@ -43,7 +43,7 @@ WIDTH, HIDDEN, POSITIONS = 2048, 8192, 1024  # of the recorded decode, which has
 def sizes_of(model: str, machine: str) -> RunSizes:
     lengths = {"max_prompt_tokens": 512, "max_new_tokens": 1024}
     rollout = {**lengths, "slots": SLOTS, "page_tokens": 64, "layout": "auto"}
-    return make_sizes(config(rollout=rollout), find_architecture(model), find_accelerator(machine))
+    return Planned.of(config(rollout=rollout), find_accelerator(machine), find_architecture(model)).sizes
 
 
 def held(module: Module, call: Call, run: RunSizes) -> tuple[float, tuple[Move, ...]]:
@@ -256,7 +256,7 @@ EMBED = 151936 * 2048
 
 @pytest.fixture(scope="module")
 def run() -> RunSizes:
-    return make_sizes(config(rollout={"slots": 64}), QWEN_3B, find_accelerator("v6e-1"))
+    return Planned.of(config(rollout={"slots": 64}), find_accelerator("v6e-1"), QWEN_3B).sizes
 
 
 def test_a_decode_step_reads_weights_and_cache_once_and_writes_logits(run):

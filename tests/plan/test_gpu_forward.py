@@ -7,10 +7,10 @@ from estimated import SMALL, config, decoder
 from podium.accelerators import find_accelerator
 from podium.models.architecture import make_lora
 from podium.models.blocks.attention import Attention
-from podium.models.families.presets import PRESETS
+from podium.models.presets import PRESETS
 from podium.plan.calibration import load_chip
 from podium.plan.planned_device import closed_form_roofline
-from podium.plan.request.phase_sizes import RunSizes, make_sizes
+from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.traced.estimate import Piece, decode_phase, prefill_phase, score_phase
 from podium.plan.traced.gpu_forward import (
     DRAW_KERNELS,
@@ -29,7 +29,7 @@ ROWS, TOKENS, PAGE = 8, 8, 16
 def run_of(model=SMALL, machine: str = "h100-1", *, lora: dict[str, Any] | None = None, **rollout: Any) -> RunSizes:
     settings = {"max_prompt_tokens": 8, "max_new_tokens": 8, "slots": 16, "prefill_rows": ROWS, "page_tokens": PAGE}
     run = config(lora=lora, rollout={**settings, **rollout})
-    return make_sizes(run, dataclasses.replace(model, lora=make_lora(run.lora)), find_accelerator(machine))
+    return Planned.of(run, find_accelerator(machine), dataclasses.replace(model, lora=make_lora(run.lora))).sizes
 
 
 def windowed(window: int):

@@ -11,9 +11,11 @@ from podium.plan.calibration import Chip, Factor, calibrated
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.compiled.compile_worker import Job
 from podium.plan.planner import make_plan
-from podium.plan.request.phase_sizes import Planned, make_sizes, offloaded_bytes
+from podium.plan.request.candidate import Case
+from podium.plan.request.phase_sizes import Planned, offloaded_bytes
+from podium.plan.request.plan_subject import Subject
 from podium.plan.result import Seconds
-from podium.plan.search.memory_probe import Prober
+from podium.plan.search.study import Study
 from podium.plan.traced.estimate import update_phase
 
 V6E, H100 = find_accelerator("v6e-8"), find_accelerator("h100-8")
@@ -41,7 +43,7 @@ def test_a_copy_is_waited_for_as_far_as_it_outlasts_the_work_beside_it_at_the_sa
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_closed_form_copies_each_layers_input_there_and_back_and_moments_once_an_update(way):
-    run = make_sizes(config(train={"rows_per_device": 4} | WAYS[way]), QWEN_3B, V6E)
+    run = Planned.of(config(train={"rows_per_device": 4} | WAYS[way]), V6E, QWEN_3B).sizes
     copies = [each for each in update_phase(run, micro_batches=4).copies if each[1]]
     one = 4 * run.row_tokens * 2048 * 2
     shares = {times * beside for times, size, beside in copies if size == one}
@@ -63,7 +65,7 @@ def test_a_compiled_update_copies_what_the_closed_form_says(way, tmp_path):
     job = Job(phase="update", config=made, decoder=model, accelerator=accelerator, programs=tmp_path / "p")
     works = compile_phases([job], folder=tmp_path)["update"].cost(1).works
     copied = [(work.times * work.host_bytes, work.beside) for work in works if work.host_bytes]
-    run = make_sizes(made, model, accelerator)
+    run = Planned.of(made, accelerator, model).sizes
     expected = sum(times * size for times, size, _ in update_phase(run).copies)
     assert sum(size for size, _ in copied) == pytest.approx(expected, rel=0.25)  # arrays are padded to tiles
     assert bool(copied) == (way != "neither")
@@ -77,6 +79,6 @@ def test_of_a_gpu_that_is_not_there_an_update_with_moments_on_the_host_is_estima
     assert plan.estimate_only
     assert any(note.startswith("estimated, not compiled: ") for note in plan.notes)
     assert any("0.80 (0.40-0.95) of 64 GB/s" in note for note in plan.notes)
-    with_model = config(model="Qwen/Qwen2.5-3B-Instruct", train=made.train.model_dump())
-    (probe,) = Prober("fixed:8", fast=False)([Planned.of(with_model, H100)], ["update"])
+    subject = Subject(model="Qwen/Qwen2.5-3B-Instruct", settings=["train.offload_optimizer=true"])
+    (probe,) = Study(subject, lengths="fixed:8").peaks([(Case(H100), ["update"])])
     assert not probe.compiled

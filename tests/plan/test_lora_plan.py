@@ -11,15 +11,15 @@ from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.rollout_weights import RolloutWeights
 from podium.config.schema import Config
 from podium.models.architecture import make_lora
-from podium.models.families.presets import decoder_of_run
 from podium.models.params import count, frozen_specs, param_specs, trained_specs
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.compiled.compile_worker import Job
 from podium.plan.compiled.phases import device_bytes, phase_programs
-from podium.plan.request.phase_sizes import Planned, RunSizes, make_sizes
+from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.search.tunable_settings import candidates, search_range
 from podium.plan.traced.estimate import decode_phase, estimate, sync_phase, update_phase
 from podium.plan.traced.resident_memory import frozen_bytes, kept_bytes, residents, shares_frozen
+from podium.run.roles import decoder_of_run
 from podium.sharding import make_mesh
 from podium.train.setup import run_spec
 from tests.plan.estimated import QWEN3_8B, tiny_config
@@ -35,7 +35,7 @@ def config_of(lora: dict[str, Any] | None, **rollout: Any) -> Config:
 
 def sizes(lora: dict[str, Any] | None, machine: Accelerator = ONE, decoder=DECODER, **rollout: Any) -> RunSizes:
     config = config_of(lora, **rollout)
-    return make_sizes(config, dataclasses.replace(decoder, lora=make_lora(config.lora)), machine)
+    return Planned.of(config, machine, dataclasses.replace(decoder, lora=make_lora(config.lora))).sizes
 
 
 def programs(lora: dict[str, Any] | None, devices: int, **rollout: Any):
@@ -100,9 +100,9 @@ def weighed(lora: dict[str, Any] | None, devices: int, weights: RolloutWeights):
     decoder = decoder_of_run(DECODER, config.lora, config.rollout.weights)
     mesh = make_mesh(config.mesh, jax.devices()[:devices])
     found = phase_programs(run_spec(config, decoder, mesh), mesh)
-    return found | {"decode": found["decode:16"]}, make_sizes(
-        config, decoder, dataclasses.replace(CPU, devices=devices)
-    )
+    return found | {"decode": found["decode:16"]}, Planned.of(
+        config, dataclasses.replace(CPU, devices=devices), decoder
+    ).sizes
 
 
 @pytest.mark.parametrize("weights", ["int8", "w8a8"])

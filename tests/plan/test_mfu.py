@@ -2,8 +2,8 @@ import pytest
 
 from podium.accelerators import find_accelerator
 from podium.config.schema import Config
-from podium.models.families.presets import PRESETS
 from podium.models.flops import step_work, update_flops
+from podium.models.presets import PRESETS
 from podium.plan.calibration import load_chip
 from podium.plan.planner import make_plan
 from podium.plan.request.phase_sizes import Planned

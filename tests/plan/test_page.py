@@ -7,8 +7,9 @@ import pytest
 from podium.plan.report.formatting import peak_and_step, verdict_head
 from podium.plan.report.html_page import write_page
 from podium.plan.report.sections import comparison_sections, plan_sections
-from podium.plan.search.compare_plans import ranked
-from podium.plan.search.study import Change, cost_of
+from podium.plan.request.candidate import Change
+from podium.plan.search.ranking import ranked
+from podium.plan.search.study import cost_of
 from podium.prices import Price
 from tests.plan.made_plans import gathers, outcome, phase, phases, plan, too_large, written
 

@@ -16,7 +16,7 @@ from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig, frozen_decoder, scoring_decoder, with_lora
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.plan.compiled.phases import PhaseProgram, device_bytes, phase_programs
-from podium.plan.request.phase_sizes import RunSizes, make_sizes
+from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.traced.resident_memory import frozen_bytes, residents
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
@@ -182,7 +182,7 @@ def test_residents_are_what_is_held_beside_a_programs_own_arguments(run):
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "adafactor"])
 def test_the_closed_form_says_the_same_of_what_stays(optimizer):
     config = config_of(train={"optimizer": {"name": optimizer}})
-    programs, run = planned(config), make_sizes(config, DECODER, CPU)
+    programs, run = planned(config), Planned.of(config, CPU, DECODER).sizes
     estimated = residents(run, "sync")
     update = programs["update"]
     assert device_bytes(update.arguments[0].params) == estimated["parameters"]

@@ -17,7 +17,7 @@ from podium.plan import command
 from podium.plan.compiled.compile import CompileProgress, CompilerError
 from podium.plan.compiled.compile_worker import CompiledPhase, Job
 from podium.plan.result import Plan
-from podium.plan.search import memory_probe
+from podium.plan.search import study
 from tests.plan.made_plans import GIB, HBM, close, estimated, plan, seconds, too_large
 from tests.plan.test_check import write_run
 
@@ -80,7 +80,7 @@ def planner(monkeypatch):
 
     planner = Planner()
     planner.calls = []
-    monkeypatch.setattr(command, "make_plan", planner)
+    monkeypatch.setattr(study, "make_plan", planner)
     monkeypatch.setattr(command, "check_compiler", lambda machine: None)
     return planner
 
@@ -287,7 +287,7 @@ def compiler(monkeypatch):
 
     compiler = Compiler()
     compiler.jobs = []
-    monkeypatch.setattr(memory_probe, "compile_jobs", compiler)
+    monkeypatch.setattr(study, "compile_jobs", compiler)
     return compiler
 
 

@@ -21,7 +21,7 @@ from podium.plan.compiled.compile_worker import CompiledPhase, LoopedWork, _skip
 from podium.plan.planned_device import Device
 from podium.plan.planner import ROLLOUT, make_jobs, make_plan
 from podium.plan.report.formatting import step_parts
-from podium.plan.request.phase_sizes import Planned, make_sizes, network_bytes
+from podium.plan.request.phase_sizes import Planned, network_bytes
 from podium.plan.request.step_calls import step_calls
 from podium.plan.request.workload import Workload
 from podium.plan.result import Plan, Seconds, judge, total
@@ -87,7 +87,7 @@ def test_planned_memory_is_that_of_the_programs_that_a_trainer_compiles(plan):
     train_step: Any = made.trainer.train_step
     stats = train_step.lower(made.state, made.batch).compile().memory_analysis()
     allocated = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    stays = residents(make_sizes(tiny_config(), DECODER, CPU), "sync")["reference_weights"]
+    stays = residents(Planned.of(tiny_config(), CPU, DECODER).sizes, "sync")["reference_weights"]
     phase = plan.phase("update")
     assert phase.bytes == allocated + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes + stays
     score: Any = made.trainer.score
@@ -110,7 +110,7 @@ def test_a_plan_has_every_phase_in_the_order_of_a_run(plan):
 
 
 def test_what_programs_make_has_its_name_also_when_nobody_holds_it_yet(plan):
-    run = residents(make_sizes(tiny_config(), DECODER, CPU), "sync")
+    run = residents(Planned.of(tiny_config(), CPU, DECODER).sizes, "sync")
     assert run["optimizer"] <= plan.phase("init").parts["optimizer"] < run["optimizer"] + 200
     assert plan.phase("sync").parts["rollout_weights"] == run["rollout_weights"]
     assert "gradients" in plan.phase("update").parts
@@ -143,7 +143,7 @@ def test_a_plan_of_the_largest_programs_has_the_same_memory_and_nearly_the_same_
 
 
 def test_a_smaller_program_has_the_memory_of_the_largest_and_its_seconds_scaled_by_the_closed_form():
-    run, device = make_sizes(tiny_config(), DECODER, V6E), Device(V6E, load_chip("v6e"))
+    run, device = Planned.of(tiny_config(), V6E, DECODER).sizes, Device(V6E, load_chip("v6e"))
     calls = {call.program: call for call in step_calls(run, TWO_SIZES, micro_batches=1)}
     work = LoopedWork(Work("", "", 0.0, hbm_bytes=1e9), once=0.0, each=1.0)
     size = Memory(peak=7 * GIB, code=0)
@@ -193,7 +193,7 @@ def test_calls_and_rounds_of_a_step_are_the_engines_and_the_updaters():
         algorithm={"minibatches": 2, "updates_per_batch": 3, "old_logprobs": "trainer"},
         rollout={"max_prompt_tokens": 100, "slots": 16},
     )
-    run = make_sizes(config, DECODER, CPU)
+    run = Planned.of(config, CPU, DECODER).sizes
     calls = {call.program: call for call in step_calls(run, TWO_SIZES, micro_batches=6)}
     made = {name: (call.calls, call.rounds) for name, call in calls.items()}
     copied = 64 / 4 / 8  # pages over calls and devices
@@ -323,12 +323,12 @@ def test_transfers_of_a_slice_of_unknown_wiring_may_have_all_links_of_a_chip():
 
 def test_gradients_alone_go_over_the_network_where_machines_hold_copies():
     inside, apart = (
-        make_sizes(tiny_config(mesh=mesh), DECODER, find_accelerator("h100-16")) for mesh in ("auto", "fsdp:16")
+        Planned.of(tiny_config(mesh=mesh), find_accelerator("h100-16"), DECODER).sizes for mesh in ("auto", "fsdp:16")
     )
     assert (inside.mesh["dp"], inside.mesh["fsdp"]) == (2, 8) and network_bytes(inside, "decode", 10**6) == 0
     assert network_bytes(inside, "update", 10**6) == 2 * 4 * inside.own_count // 2
     assert network_bytes(apart, "decode", 8 * 10**6) == 10**6
-    one = make_sizes(tiny_config(), DECODER, find_accelerator("h100-8"))
+    one = Planned.of(tiny_config(), find_accelerator("h100-8"), DECODER).sizes
     assert network_bytes(one, "update", 10**6) == 0
 
 
@@ -372,7 +372,7 @@ def test_a_small_model_is_compiled_for_a_tpu_that_is_not_there(cache):
     found = compile_phases(make_jobs(Planned.of(config, V6E, DECODER), {"update": 1.0, "decode:16": 1.0}))
     update, decode = found["update"], found["decode:16"]
     assert any(each.axes == ("fsdp",) and each.group == 8 for each in update.cost(1).collectives)
-    held = residents(make_sizes(config, DECODER, V6E), "sync")["rollout_weights"]
+    held = residents(Planned.of(config, V6E, DECODER).sizes, "sync")["rollout_weights"]
     assert decode.parts["rollout_weights"] >= held
     assert "rollout_weights" not in {*update.parts, *update.residents}
     assert not update.refused and 0 < update.device_bytes < V6E.hbm_bytes == 31.25 * GIB

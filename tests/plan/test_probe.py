@@ -10,16 +10,29 @@ from podium.plan.compiled import compile_worker
 from podium.plan.compiled.compile_worker import CompiledPhase, Job
 from podium.plan.compiled.tpu_compile import TpuProgram
 from podium.plan.request import phase_sizes
+from podium.plan.request.candidate import Case, Change
 from podium.plan.request.phase_sizes import Planned
-from podium.plan.search import memory_probe
-from podium.plan.search.memory_probe import Prober
+from podium.plan.request.plan_subject import Subject
+from podium.plan.search import study
+from podium.plan.search.study import Study
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
 from tests.plan.made_plans import GIB, HBM
 from tests.plan.test_search import config
 
 V6E = find_accelerator("v6e-8")
-PROBER = Prober("gsm8k", fast=False)
+NOW = Case(V6E)
+
+
+class Settings(Study):
+    """Cases of `config`, with changes that are not checked."""
+
+    def run(self, case: Case) -> Planned:
+        return planned().changed(case.changes)
+
+
+def case(**changed: Any) -> Case:
+    return NOW.but(*(Change(key=key.replace("__", "."), value=value) for key, value in changed.items()))
 
 
 @pytest.fixture(autouse=True)
@@ -30,28 +43,32 @@ def architecture(monkeypatch):
     monkeypatch.setattr(phase_sizes, "find_decoder", lambda config: QWEN_3B)
 
 
-def planned(**changed: Any) -> Planned:
-    return Planned.of(config(**changed), V6E)
+def planned() -> Planned:
+    return Planned.of(config(), V6E)
 
 
 @pytest.mark.parametrize(
     ("changed", "phases"),
     [
-        ({"train": {"rows_per_device": 8}}, ("update",)),
-        ({"rollout": {"slots": 64}}, ("decode", "copy")),
-        ({"train": {"optimizer": {"name": "lion"}}}, ("update", "decode", "prefill", "sync", "copy")),
+        ({"train__rows_per_device": 8}, ("update",)),
+        ({"rollout__slots": 64}, ("decode", "copy")),
+        ({"train__optimizer__name": "lion"}, ("update", "decode", "prefill", "sync", "copy")),
         ({}, ("update", "decode", "prefill", "sync", "copy")),  # nothing differs: all are asked for
     ],
 )
 def test_the_phases_that_a_setting_moves_are_those_whose_memory_differs(changed, phases):
-    found = PROBER.phases([planned(), planned(**changed)])
+    found = Settings(Subject()).moved([NOW, case(**changed)])
     assert set(phases) <= set(found)
     if len(phases) < 5:
         assert "sync" not in found
 
 
 def test_of_each_phase_the_largest_program_is_asked_for():
-    assert list(PROBER.programs(planned(), ["update", "prefill", "decode"])) == ["update", "prefill:512", "decode:128"]
+    assert list(Settings(Subject()).programs(NOW, ["update", "prefill", "decode"])) == [
+        "update",
+        "prefill:512",
+        "decode:128",
+    ]
 
 
 def test_a_probe_has_the_largest_of_its_programs_and_any_refusal(monkeypatch):
@@ -61,15 +78,16 @@ def test_a_probe_has_the_largest_of_its_programs_and_any_refusal(monkeypatch):
         refused = job.phase == "update"
         return CompiledPhase(residents={"a": GIB}, memory=Memory(peak=size, code=7), refused=refused, **empty)
 
-    monkeypatch.setattr(memory_probe, "compile_jobs", lambda jobs, progress=None: [compiled(job) for job in jobs])
-    (found,) = PROBER([planned()], ["update", "decode"])
+    monkeypatch.setattr(study, "compile_jobs", lambda jobs, progress=None: [compiled(job) for job in jobs])
+    (found,) = Settings(Subject()).peaks([(NOW, ["update", "decode"])])
     assert (found.phase, found.bytes, found.refused) == ("decode", 31 * GIB + 14, True)
     assert not found.fits(HBM)
 
 
 def test_a_probe_by_the_closed_form_compiles_nothing(monkeypatch):
-    monkeypatch.setattr(memory_probe, "compile_jobs", None)
-    few, many = Prober("gsm8k", fast=True)([planned(), planned(train={"rows_per_device": 16})], ["update"])
+    monkeypatch.setattr(study, "compile_jobs", None)
+    asked = [(each, ["update"]) for each in (NOW, case(train__rows_per_device=16))]
+    few, many = Settings(Subject(), fast=True).peaks(asked)
     assert few.bytes < many.bytes and not few.compiled and not many.refused
 
 

@@ -11,11 +11,12 @@ from podium.plan.report.formatting import duration, method_line, number, step_pa
 from podium.plan.report.json_answer import comparison_object, plan_object
 from podium.plan.report.report import print_sections
 from podium.plan.report.sections import ReportSection, comparison_sections, plan_sections, search_line, search_section
+from podium.plan.request.candidate import Change
 from podium.plan.result import Peak, Plan, Seconds
-from podium.plan.search.compare_plans import ranked
 from podium.plan.search.fit import Fitted
-from podium.plan.search.search import Largest
-from podium.plan.search.study import Change, Outcome, cost_of
+from podium.plan.search.largest import Largest
+from podium.plan.search.ranking import ranked
+from podium.plan.search.study import Outcome, cost_of
 from podium.plan.search.tunable_settings import SearchRange
 from podium.prices import Price, load_prices
 from tests.plan.made_plans import GIB, HBM, close, estimated, outcome, phases, plan, seconds, too_large, written

@@ -6,18 +6,21 @@ import pytest
 
 from podium.accelerators import find_accelerator
 from podium.config.schema import Config
-from podium.plan.request.phase_sizes import Planned, RunSizes, make_sizes
+from podium.plan.request.candidate import Case, Change
+from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.result import TOO_CLOSE, Peak, Plan
-from podium.plan.search.compare_plans import difference, ranked
-from podium.plan.search.search import MOST_PROBES, Largest, search
-from podium.plan.search.study import Case, Change, Outcome, Study, cost_of, helps
-from podium.plan.search.suggest import suggestions
+from podium.plan.search import ranking
+from podium.plan.search.largest import MOST_PROBES, Largest, search
+from podium.plan.search.ranking import helps, ranked, suggestions
+from podium.plan.search.reasons import difference
+from podium.plan.search.study import Outcome, cost_of
 from podium.plan.search.tunable_settings import SearchRange, candidates, search_range
 from podium.prices import Price
 from tests.plan.estimated import QWEN_3B
 from tests.plan.made_plans import (
     GIB,
     HBM,
+    MadeStudy,
     estimated,
     gathers,
     outcome,
@@ -46,7 +49,7 @@ def config(**changed: Any) -> Config:
 
 
 def sizes(changed: Config | None = None, machine: str = "v6e-8") -> RunSizes:
-    return make_sizes(changed or config(), QWEN_3B, find_accelerator(machine))
+    return Planned.of(changed or config(), find_accelerator(machine), QWEN_3B).sizes
 
 
 def run_search(
@@ -164,7 +167,11 @@ def test_a_search_ends_where_more_has_no_use(key, changed, unit, most):
     [
         ("group_size", {}, "group_size: cannot be searched; search one of train.rows_per_device, prompts_per_step"),
         ("train.rows_per_device", {"train": {"rows_per_device": None, "tokens_per_device": 3072}}, "unset it with"),
-        ("rollout.max_new_tokens", {"rollout": {"max_prompt_tokens": 4050, "max_new_tokens": 46}}, "nothing to search"),
+        (
+            "rollout.max_new_tokens",
+            {"rollout": {"max_prompt_tokens": 4050, "max_new_tokens": 46}},
+            "no other value",
+        ),
     ],
 )
 def test_what_cannot_be_searched_says_why(key, changed, message):
@@ -286,22 +293,17 @@ def test_candidates_of_tokens_per_device_are_tokens():
 V6E_8 = Case(find_accelerator("v6e-8"))
 
 
-def suggested(changes, estimate, make, *, before: Plan, compile_all: bool | None = True) -> list[Outcome]:
-    """Suggestions by these judges of one change, where compiling takes long."""
+def suggested(estimate, make, *, compile_all: bool | None = True) -> list[Outcome]:
+    """Suggestions by these judges of one change; compiling takes long."""
+    before = plan(made=tuple(dataclasses.replace(each, compile_s=100.0) for each in phases()))
 
-    def planner(case: Case, *, fast: bool) -> Plan:
+    def planner(case: Case, fast: bool) -> Plan:
         if not case.changes:
             return before
         return estimate(case.changes[0]) if fast else make(case.changes[0])
 
-    return suggestions(
-        Study(planner),
-        changes,
-        before,
-        V6E_8,
-        compile_all=compile_all,
-        compile_s=lambda change: 100.0,
-    )
+    study = MadeStudy(planner, run=lambda case: Planned(config(), sizes()))
+    return suggestions(study, Outcome(case=V6E_8, known=before), compile_all=compile_all)
 
 
 def test_only_changes_that_the_closed_form_likes_are_compiled_and_only_proven_ones_shown():
@@ -322,23 +324,24 @@ def test_only_changes_that_the_closed_form_likes_are_compiled_and_only_proven_on
         compiled.append(str(change))
         return fast if change.key == "train.rows_per_device" else slow
 
-    (found,) = suggested(candidates(Planned(config(), sizes())), estimate, make, before=plan())
+    (found,) = suggested(estimate, make)
     assert compiled == ["rollout.slots=64", "train.rows_per_device=8"]
     assert found.case.changes == (Change(key="train.rows_per_device", value=8, old=4),)
     assert found.reason == "update 0.80 s against 1.1: 200 ms per micro-batch against 275, bound by compute"
-    estimates_alone = suggested(candidates(Planned(config(), sizes())), estimate, make, before=plan(), compile_all=None)
+    estimates_alone = suggested(estimate, make, compile_all=None)
     assert [each.setting for each in estimates_alone] == ["rollout.slots=64", "train.rows_per_device=8"]
     assert len(compiled) == 2
 
 
-def test_at_most_three_changes_are_shown_best_first():
+def test_at_most_three_changes_are_shown_best_first(monkeypatch):
     changes = [Change(key="train.rows_per_device", value=value, old=4) for value in (1, 2, 3, 5)]
     took = {1: 0.9, 2: 0.5, 3: 0.8, 5: 0.7}
 
     def make(change: Change) -> Plan:
         return plan(made=phases(took=took[int(change.value)]))
 
-    found = suggested(changes, make, make, before=plan())
+    monkeypatch.setattr(ranking, "candidates", lambda run: changes)
+    found = suggested(make, make)
     assert [each.case.changes[0].value for each in found] == [2, 5, 3]
 
 

@@ -15,7 +15,6 @@ from podium.plan.request.phase_sizes import (
     RunSizes,
     fused_chunks,
     head_number,
-    make_sizes,
     optimizer_bytes,
 )
 from podium.plan.traced.estimate import Piece, update_phase
@@ -27,7 +26,7 @@ WIDTH, INNER, HEADS, KEYS, LAYERS, VOCAB = 16, 24, 16, 8, 2, 32  # of SMALL
 def run_of(machine: str = "v6e-1", *, lora: dict[str, Any] | None = None, **train: Any) -> RunSizes:
     config = tiny_config(mesh="auto", lora=lora, train={"dtype": "bfloat16", **train})
     model = dataclasses.replace(SMALL, lora=make_lora(config.lora))
-    return make_sizes(config, model, find_accelerator(machine))
+    return Planned.of(config, find_accelerator(machine), model).sizes
 
 
 @pytest.mark.parametrize(("remat", "into", "out"), [("layer", 6, 7), ("none", 5, 5)])
@@ -126,7 +125,7 @@ def test_an_updates_launches_take_time_on_gpus_alone():
 def test_attention_in_blocks_moves_more_the_more_blocks_see_each_other():
     def bytes_of(tokens: int) -> int:
         config = tiny_config({"rollout": {"max_new_tokens": tokens - 32}}, mesh="auto", train={"attention": "blocks"})
-        return update_phase(make_sizes(config, SMALL, find_accelerator("v6e-1"))).pieces[2].hbm_bytes
+        return update_phase(Planned.of(config, find_accelerator("v6e-1"), SMALL).sizes).pieces[2].hbm_bytes
 
     assert bytes_of(128) * 10 // 3 == bytes_of(256)  # 3 and 10 pairs of blocks of 64 tokens
 
@@ -151,7 +150,7 @@ def test_rows_and_heads_are_padded_around_a_tpus_attention_kernel(remat, arrays)
 def test_whole_blocks_of_whole_heads_are_not_padded():
     wide = decoder(head_dim=128)
     whole = tiny_config({"rollout": {"max_new_tokens": 128 - 32}}, mesh="auto")
-    assert update_passes(make_sizes(whole, wide, find_accelerator("v6e-1")), 1)["heads"] == 0
+    assert update_passes(Planned.of(whole, find_accelerator("v6e-1"), wide).sizes, 1)["heads"] == 0
 
 
 def test_norms_behind_mixer_and_mlp_add_passes():
@@ -159,7 +158,7 @@ def test_norms_behind_mixer_and_mlp_add_passes():
     behind = tuple(dataclasses.replace(block, norms_behind=True) for block in stack.pattern)
     gemma = dataclasses.replace(SMALL, stacks=(dataclasses.replace(stack, pattern=behind),))
     plain, more = (
-        make_sizes(tiny_config(mesh="auto", train={"dtype": "bfloat16"}), model, find_accelerator("v6e-1"))
+        Planned.of(tiny_config(mesh="auto", train={"dtype": "bfloat16"}), find_accelerator("v6e-1"), model).sizes
         for model in (SMALL, gemma)
     )
     added = update_passes(more, 1)["activations"] - update_passes(plain, 1)["activations"]
@@ -167,7 +166,7 @@ def test_norms_behind_mixer_and_mlp_add_passes():
 
 
 def test_a_fused_heads_chunks_read_the_head_twice_and_its_first_kernel_moves_none():
-    run = make_sizes(tiny_config(mesh="auto", train={"dtype": "bfloat16"}), QWEN_3B, find_accelerator("v6e-1"))
+    run = Planned.of(tiny_config(mesh="auto", train={"dtype": "bfloat16"}), find_accelerator("v6e-1"), QWEN_3B).sizes
     assert run.update.head == "fused"
     first, rest = update_phase(run).pieces[3:5]
     chunks, tokens = fused_chunks(run)
@@ -182,7 +181,7 @@ def test_attention_in_blocks_launches_kernels_for_each_row_and_pair_of_blocks(re
     def launches(attention: str) -> int:
         config = tiny_config({"rollout": {"max_new_tokens": 96}}, mesh="auto")
         train = config.train.model_copy(update={"attention": attention, "remat": remat, "rows_per_device": 2})
-        run = make_sizes(config.model_copy(update={"train": train}), SMALL, find_accelerator("h100-1"))
+        run = Planned.of(config.model_copy(update={"train": train}), find_accelerator("h100-1"), SMALL).sizes
         assert (run.rows, run.row_tokens) == (2, 128)
         return update_phase(run).kernels[0]
 
@@ -191,7 +190,7 @@ def test_attention_in_blocks_launches_kernels_for_each_row_and_pair_of_blocks(re
 
 def test_a_cpus_cache_holds_blocks():
     config = tiny_config(mesh="auto", train={"attention": "blocks"})
-    of_cpu, of_tpu = (make_sizes(config, SMALL, machine) for machine in (CPU, find_accelerator("v6e-1")))
+    of_cpu, of_tpu = (Planned.of(config, machine, SMALL).sizes for machine in (CPU, find_accelerator("v6e-1")))
     assert update_phase(of_cpu).pieces[2].hbm_bytes == 0 < update_phase(of_tpu).pieces[2].hbm_bytes
 
 

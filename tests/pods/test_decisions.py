@@ -65,6 +65,12 @@ TABLE: dict[str, tuple[Observation, str, int]] = {
     "being replaced": (Observation(slice=None, job=None, renting=True), "rent", 0),
     "being replaced when it was stopped": (Observation(slice=None, job=None, renting=True, over=143), "end", 143),
     "ended by another command": (seen(FAILED, LOST, over=1), "end", 1),
+    "stopped before this command, and saving": (
+        dataclasses.replace(seen(status(), status()), stopped_before=True),
+        "stop",
+        0,
+    ),
+    "stopped before this command": (dataclasses.replace(seen(STOPPED, STOPPED), stopped_before=True), "replace", 0),
     "given up by another command": (seen(status(), status(), labels={STATE: LOST_MARK}), "replace", 0),
     "in repair for ever": (
         Observation(slice=dataclasses.replace(SLICE, state="creating", detail="REPAIRING"), job=None, waited_s=1801.0),

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from tiny_decoder import dense_decoder
 
 from podium.accelerators import find_accelerator
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import steps_at_once
 from podium.hlo.cost import unknown_loops, walk
 from podium.hlo.hlo_text import parse
-from podium.models.architecture import dense_decoder
 from podium.models.layouts import Layout
 from podium.models.params import ROLLOUT_LAYOUTS
 from podium.plan.compiled.compile_worker import ATTENTION

@@ -76,7 +76,8 @@ def extended(cache, tables, starts, counts, T, rules, seed=1, window=None, sinks
     rng, R = np.random.default_rng(seed), len(starts)
     q, k, v = (rng.normal(size=(R, T, heads, Q)).astype(np.float32) for heads in (H, K, K))
     extend = jax.jit(lambda *given: caches.extend(*given, rules, window=window, sinks=sinks))
-    got, seen = extend(cache, jnp.int32(1), tables, np.int32(starts), np.int32(counts), q, k, v)
+    spans = caches.Spans(tables, np.int32(starts), np.int32(counts))
+    got, seen = extend(cache, jnp.int32(1), spans, caches.Heads(q, k, v))
     return got, np.asarray(seen), (q, k, v)
 
 
@@ -171,10 +172,10 @@ def test_a_window_reads_its_own_pages_of_each_row_however_far_apart_their_length
 @pytest.mark.parametrize("T", [1, 10])
 def test_places_that_are_written_differ_so_that_no_gpu_sorts_them(T):
     rules = rules_on(1)
-    given = [np.zeros((2, T, heads, Q), np.float32) for heads in (H, K, K)]
-    rows = np.zeros((2, 4), np.int32), np.zeros(2, np.int32), np.ones(2, np.int32)
+    heads = caches.Heads(*(np.zeros((2, T, each, Q), np.float32) for each in (H, K, K)))
+    spans = caches.Spans(np.zeros((2, 4), np.int32), np.zeros(2, np.int32), np.ones(2, np.int32))
     lowered = jax.jit(lambda *given: caches.extend(*given, rules)).lower(
-        random_cache(16, 4, rules).places[0].kv, jnp.int32(0), *rows, *given
+        random_cache(16, 4, rules).places[0].kv, jnp.int32(0), spans, heads
     )
     scatters = re.findall(r"stablehlo.scatter.*", lowered.as_text())
     assert scatters and all("unique_indices = true" in each for each in scatters)

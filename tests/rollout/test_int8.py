@@ -25,9 +25,9 @@ from podium.certify.tiny import tiny_clone
 from podium.config.lora import MATRICES
 from podium.models.architecture import Lora, rollout_decoder
 from podium.models.blocks.weights import Codes
-from podium.models.families.presets import PRESETS
 from podium.models.linear import integer_product
 from podium.models.params import GROUP_AXES, ROLLOUT_AXES, TRAIN_AXES, is_adapter, param_specs
+from podium.models.presets import PRESETS
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.engine_weights import abstract_weights, engine_decoder, keeps, make_sync

@@ -11,8 +11,8 @@ from tiny_engine import OfGpu, make_pass, mesh_of
 
 from podium.certify.tiny import random_weights, tiny_clone
 from podium.models.architecture import DecoderConfig, Lora
-from podium.models.families.presets import PRESETS
 from podium.models.params import GROUP_AXES, ROLLOUT_AXES, frozen_dtype, is_adapter
+from podium.models.presets import PRESETS
 from podium.rollout.engine_weights import abstract_weights, engine_decoder, engine_specs, make_sync
 from podium.sharding import ShardingRules, make_mesh
 

@@ -7,9 +7,9 @@ import pytest
 
 from podium.certify.tiny import random_weights, tiny_clone
 from podium.config.schema import RolloutConfig
-from podium.models.families.presets import PRESETS
 from podium.models.layouts import Layout
 from podium.models.params import TRAIN_AXES, param_specs
+from podium.models.presets import PRESETS
 from podium.rollout import cache
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine

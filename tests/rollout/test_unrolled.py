@@ -17,9 +17,9 @@ from podium.certify.tiny import random_weights, tiny_clone
 from podium.kernels import gpu_decode
 from podium.models import decoder as decoder_module
 from podium.models.architecture import Lora, unrolled, with_layers
-from podium.models.decoder import forward
-from podium.models.families.presets import PRESETS
+from podium.models.decoder import PassSettings, forward
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, frozen_specs, is_adapter, param_specs
+from podium.models.presets import PRESETS
 from podium.rollout import cache as caches
 from podium.rollout.device import Device
 from podium.rollout.engine import NonFiniteError, RolloutEngine
@@ -105,12 +105,13 @@ def test_a_gpu_has_kernels_in_its_programs_only_if_it_runs_them(capability, runs
     rows, table = of((4,), jnp.int32), of((4, 2), jnp.int32)
     q, k = (of((4, 1, heads, DECODER.head_dim), jnp.float32) for heads in (DECODER.heads, DECODER.kv_heads))
     extend = functools.partial(caches.extend, rules=rules)
-    decoding = jax.make_jaxpr(extend)(page, of((), jnp.int32), table, rows, rows, q, k, k)
+    spans, given = caches.Spans(table, rows, rows), caches.Heads(q, k, k)
+    decoding = jax.make_jaxpr(extend)(page, of((), jnp.int32), spans, given)
 
     mixture = tiny_clone(PRESETS["Qwen/Qwen3-30B-A3B"])
     tokens = of((2, 16), jnp.int32)
     params = {name: of(spec.shape, jnp.float32) for name, spec in param_specs(mixture).items()}
-    compute = functools.partial(forward, config=mixture, rules=rules, dtype=jnp.dtype("float32"))
+    compute = functools.partial(forward, settings=PassSettings(config=mixture, rules=rules, dtype=jnp.dtype("float32")))
     attend = lambda own, at, q, k, v: (own, q)  # noqa: E731
     layers = jax.make_jaxpr(lambda *given: compute(*given, attend)[0])(params, tokens, tokens)
     for program in (decoding, layers):

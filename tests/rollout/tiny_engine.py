@@ -11,7 +11,7 @@ from tiny_decoder import DECODER
 from podium.config.schema import RolloutConfig
 from podium.models.architecture import DecoderConfig
 from podium.models.attention.packed_attention import causal_attention
-from podium.models.decoder import forward, head_weights
+from podium.models.decoder import PassSettings, forward, head_weights
 from podium.models.logprobs import logits_at
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
 from podium.rollout.device import Device
@@ -94,7 +94,9 @@ def _plain_pass(dtype):
         return kv, causal_attention(q, k, v, mask)
 
     def run(params, tokens):
-        hidden, _, _ = forward(params, tokens, jnp.arange(T)[None], attend, config=DECODER, rules=rules, dtype=dtype)
+        hidden, _, _ = forward(
+            params, tokens, jnp.arange(T)[None], attend, settings=PassSettings(config=DECODER, rules=rules, dtype=dtype)
+        )
         return logits_at(hidden, head_weights(params, rules, dtype), 1.0)[0]
 
     return jax.jit(run), T
@@ -133,10 +135,7 @@ def make_pass(decoder: DecoderConfig, rules: ShardingRules, *, from_stacks: bool
             jnp.broadcast_to(jnp.arange(T)[None], (2, T)),
             lambda carried, at, q, k, v: (carried, causal_attention(q, k, v, mask, at.sinks)),
             recur=lambda carried, at, initial, advance: (carried, advance.append(initial, jnp.full(2, T))[1]),
-            config=decoder,
-            rules=rules,
-            dtype=jnp.dtype("float32"),
-            from_stacks=from_stacks,
+            settings=PassSettings(config=decoder, rules=rules, dtype=jnp.dtype("float32"), from_stacks=from_stacks),
         )[0]
 
     return jax.jit(run)

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from podium.accelerators import find_accelerator
-from podium.plan.request.phase_sizes import make_sizes
+from podium.plan.request.phase_sizes import Planned
 from podium.run.machine import Machine
 from podium.run.resolve import host_share, resolve
 from podium.run.run_spec import RunSpec
@@ -35,7 +35,7 @@ def comparable(spec: RunSpec) -> dict[str, Any]:
 def test_the_planner_and_the_trainer_resolve_a_run_to_the_same_spec(settings):
     config = tiny_config(**settings)
     trained = run_spec(config, SMALL, make_mesh(config.mesh, jax.devices()[:8]))
-    assert comparable(trained) == comparable(make_sizes(config, SMALL, CPU).spec)
+    assert comparable(trained) == comparable(Planned.of(config, CPU, SMALL).sizes.spec)
 
 
 def test_a_machine_changes_what_a_config_leaves_to_it():

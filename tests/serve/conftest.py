@@ -18,8 +18,8 @@ from podium.rollout.engine import RolloutEngine
 from podium.run.answering import Asked
 from podium.serve.app import Server as Routes
 from podium.serve.app import make_app
+from podium.serve.clients import Clients
 from podium.serve.command import model_of
-from podium.serve.engine_thread import EngineThread
 from podium.serve.prepare_requests import Model
 from podium.sharding import make_mesh
 
@@ -35,11 +35,11 @@ TEMPLATE = (
 class Served:
     server: Server
     model: Model
-    worker: EngineThread
+    clients: Clients
 
     @property
     def engine(self) -> RolloutEngine:
-        return self.worker.engine
+        return self.clients.thread.engine
 
 
 @pytest.fixture(scope="session")
@@ -59,11 +59,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             )
             opened = stack.enter_context(opened)
         model = model_of(opened, "tiny", max_queue=QUEUE)
-        worker = EngineThread(opened.rollouts.engine, max_queue=QUEUE)
-        server = Server(make_app(Routes(model, worker), token=None, hosts=LOOPBACK))
-        yield Served(server, model, worker)
+        clients = Clients(opened.rollouts.engine, max_queue=QUEUE)
+        server = Server(make_app(Routes(model, clients), token=None, hosts=LOOPBACK))
+        yield Served(server, model, clients)
         server.close()
-        worker.close()
+        clients.close()
 
 
 @pytest.fixture

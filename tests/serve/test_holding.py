@@ -14,11 +14,11 @@ from test_server import JSON, LONG, QUESTION, answered, encode, idle, open_conne
 
 from podium.config.errors import UsageError
 from podium.observe import connection, listening, watch
-from podium.observe.access import LOOPBACK
+from podium.observe.access import LOOPBACK, Address
 from podium.rollout.request import Request, SamplingParams
 from podium.serve import app as routes
 from podium.serve.app import make_app
-from podium.serve.engine_thread import EngineThread
+from podium.serve.clients import Clients
 
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-A: "
 """The beginning of a head that never ends."""
@@ -67,7 +67,7 @@ def test_a_client_that_never_ends_its_head_is_not_waited_for(served, monkeypatch
 
 def test_clients_with_half_a_head_make_room_for_others(served, monkeypatch):
     monkeypatch.setattr(listening, "MAX_CONNECTIONS", 20)
-    server = Server(make_app(routes.Server(served.model, served.worker), token=None, hosts=LOOPBACK))
+    server = Server(make_app(routes.Server(served.model, served.clients), token=None, hosts=LOOPBACK))
     held = [connected(server.port) for _ in range(50)]
     try:
         for each in held:
@@ -103,10 +103,10 @@ def test_a_client_that_does_not_read_its_answer_is_closed(monkeypatch):
 
 def test_a_connection_for_which_there_is_no_room_is_refused(served, slow, monkeypatch):
     monkeypatch.setattr(listening, "MAX_CONNECTIONS", 2)
-    server = Server(make_app(routes.Server(served.model, served.worker), token=None, hosts=LOOPBACK))
+    server = Server(make_app(routes.Server(served.model, served.clients), token=None, hosts=LOOPBACK))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         busy = [pool.submit(ask, server, max_tokens=30, temperature=1e6) for _ in range(2)]
-        wait_for(lambda: served.worker.counters.in_flight == 2)
+        wait_for(lambda: served.clients.counters.in_flight == 2)
         status, text, answer = server.ask("/health")
         assert (status, text, answer.headers["retry-after"]) == (503, "too many connections", "5")
         assert [each.result()[0] for each in busy] == [200, 200]
@@ -149,11 +149,11 @@ def test_a_port_in_use_is_an_error_before_anything_is_opened(monkeypatch, tmp_pa
     monkeypatch.setattr(watch, "plotly_script", lambda: "")
     (taken,) = listening.take_port("127.0.0.1", 0)
     port = taken.getsockname()[1]
-    given = {"host": "127.0.0.1", "port": port, "token": None, "token_file": None}
+    address = Address("127.0.0.1", port)
     with pytest.raises(UsageError, match=f"--port {port}: another process listens there already; give another --port"):
-        serve("demo", **given, name=None, context=None, slots=1, max_queue=1, settings=[])
+        serve("demo", address, name=None, context=None, slots=1, max_queue=1, settings=[])
     with pytest.raises(UsageError, match="another process listens there already"):
-        watch.serve(tmp_path, **given)
+        watch.serve(tmp_path, address)
     assert "http" not in capsys.readouterr().out
     taken.close()
     with pytest.raises(UsageError, match="cannot listen there"):
@@ -184,12 +184,12 @@ def ending(served, monkeypatch):
         step()
 
     monkeypatch.setattr(served.engine, "step", slowly)
-    worker = EngineThread(served.engine, max_queue=60)
-    own = routes.Server(served.model, worker)
+    clients = Clients(served.engine, max_queue=60)
+    own = routes.Server(served.model, clients)
     server = Server(make_app(own, token=None, hosts=LOOPBACK), own.end)
-    yield server, worker
+    yield server, clients
     server.close()
-    worker.close()
+    clients.close()
 
 
 def ask(server, **body):
@@ -198,19 +198,21 @@ def ask(server, **body):
 
 
 def test_answers_in_progress_end_and_new_requests_are_told_to_come_again(ending, monkeypatch):
-    server, worker = ending
-    step, go_on = worker.engine.step, threading.Event()
-    monkeypatch.setattr(worker.engine, "step", lambda: go_on.wait(60) and step())  # nothing ends before it is to
+    server, clients = ending
+    step, go_on = clients.thread.engine.step, threading.Event()
+    monkeypatch.setattr(
+        clients.thread.engine, "step", lambda: go_on.wait(60) and step()
+    )  # nothing ends before it is to
     with concurrent.futures.ThreadPoolExecutor(20) as pool:
         answers = [pool.submit(ask, server, max_tokens=40, temperature=1e6) for _ in range(16)]
-        wait_for(lambda: worker.counters.in_flight == 16)
+        wait_for(lambda: clients.counters.in_flight == 16)
         half = connected(server.port)
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         half.sendall(b"Content-Length: 10\r\nExpect: 100-continue\r\n\r\n")
         assert half.recv(1000).startswith(b"HTTP/1.1 100 ")  # it reads the body
         half.sendall(b"{")
         server._server.should_exit = True
-        wait_for(lambda: worker._ending)
+        wait_for(lambda: clients.ending)
         late = [ask(server, max_tokens=1), server.ask("/health")]
         refused = http.client.HTTPResponse(half)
         refused.begin()
@@ -224,18 +226,18 @@ def test_answers_in_progress_end_and_new_requests_are_told_to_come_again(ending,
 
 def test_what_does_not_end_in_time_is_told_to_come_again(ending, monkeypatch):
     monkeypatch.setattr(routes, "GRACE_S", 0.2)
-    server, worker = ending
+    server, clients = ending
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         wholes = [pool.submit(ask, server, max_tokens=100, temperature=1e6) for _ in range(3)]
         streams = [pool.submit(ask, server, max_tokens=100, temperature=1e6, stream=True) for _ in range(3)]
-        wait_for(lambda: worker.counters.tokens > 20)
+        wait_for(lambda: clients.counters.tokens > 20)
         server._server.should_exit = True
         wholes, streams = ([each.result() for each in found] for found in (wholes, streams))
     for status, text, answer in wholes:
         assert (status, json.loads(text)["error"]["code"]) == (503, "ending") and answer.headers["retry-after"]
     for status, text, _ in streams:
         assert status == 200 and json.loads(text.split("data: ")[-1])["error"]["code"] == "ending"
-    assert worker.counters.in_flight == 0
+    assert clients.counters.in_flight == 0
 
 
 # Programs that only some requests need.
@@ -255,7 +257,7 @@ def test_a_request_that_needs_other_programs_holds_up_no_other(served, monkeypat
             return self.call.lower()
 
     extra = served.engine.device.extra_calls
-    monkeypatch.setattr(served.worker, "_compiled", set())
+    monkeypatch.setattr(served.clients.thread, "_compiled", set())
     monkeypatch.setattr(
         served.engine.device,
         "extra_calls",

@@ -15,7 +15,8 @@ from podium.rollout.engine import NonFiniteError
 from podium.rollout.request import Completion, Finished, Key, Request, RolloutStats, SamplingParams
 from podium.sampling.conversations.dialogue import ToolFormat
 from podium.serve.bodies import RequestError
-from podium.serve.engine_thread import EngineThread, Piece
+from podium.serve.clients import Clients
+from podium.serve.engine_thread import Piece
 from podium.serve.replies import ChatForm, TextStream, end_at
 
 TEXT = 'Grüße aus 東京 👩‍👩‍👧 — naïve "quotes"\n\n  STOP and more'
@@ -131,28 +132,28 @@ def request(seed):
 
 
 def test_a_request_that_breaks_the_model_fails_alone_and_a_broken_engine_refuses_all(capsys):
-    worker = EngineThread(FakeEngine(), max_queue=4)
+    clients = Clients(FakeEngine(), max_queue=4)
 
     async def pieces(ticket):
         return [piece async for piece in ticket]
 
     async def ask():
-        good, bad = (worker.open([request(seed)], stream=True) for seed in (0, 1))
+        good, bad = (clients.open([request(seed)], stream=True) for seed in (0, 1))
         with pytest.raises(RequestError, match="layer 3 is not finite") as failed:
             await pieces(bad)
         assert failed.value.status == 500
         assert [piece.tokens for piece in await pieces(good)] == [[5], [6]]
-        assert worker.counters.in_flight == 0
-        worker.check_alive()
-        last = [worker.open([request(seed)], stream=False) for seed in (0, 2)]
+        assert clients.counters.in_flight == 0
+        clients.check_alive()
+        last = [clients.open([request(seed)], stream=False) for seed in (0, 2)]
         for ticket in last:
             with pytest.raises(RequestError, match="MemoryError: no memory"):
                 await pieces(ticket)
-        assert worker.counters.in_flight == 0
+        assert clients.counters.in_flight == 0
         with pytest.raises(RequestError, match="the engine has failed: MemoryError") as refused:
-            worker.open([request(0)], stream=False)
+            clients.open([request(0)], stream=False)
         assert refused.value.status == 503
 
     asyncio.run(ask())
-    worker.close()
+    clients.close()
     assert "MemoryError" in capsys.readouterr().err

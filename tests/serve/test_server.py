@@ -13,7 +13,7 @@ from serving import CONTEXT, QUEUE
 
 from benches.recipes import write_tiny_model
 from podium.config.errors import UsageError
-from podium.observe.access import hosts_of, token_of
+from podium.observe.access import Address
 from podium.rollout.request import Request, SamplingParams
 from podium.serve.app import MAX_BODY, make_app
 from podium.serve.app import Server as Routes
@@ -62,7 +62,7 @@ def idle(served, seconds=20.0):
     """Whether the engine comes to have nothing to do, with nothing left of any request."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        counters, engine = served.worker.counters, served.engine
+        counters, engine = served.clients.counters, served.engine
         if not (counters.in_flight or engine.busy or engine.keys or engine.pages_used):
             return True
         time.sleep(0.01)
@@ -324,14 +324,14 @@ def wait_for(condition, seconds=20.0):
 def test_a_client_that_leaves_frees_its_slots_and_pages(served, slow, stream):
     assert idle(served)
     for _ in range(3):
-        left = served.worker.counters.left
+        left = served.clients.counters.left
         connection = open_connection(served, "/v1/completions", {**LONG, "stream": stream})
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
         wait_for(lambda: served.engine.pages_used)
         connection.close()
         assert idle(served)
-        assert served.worker.counters.left > left, "all answers came to their end"
+        assert served.clients.counters.left > left, "all answers came to their end"
     assert answered(served, "/v1/completions", prompt=QUESTION)["choices"]
 
 
@@ -357,9 +357,9 @@ def test_fifty_clients_are_answered_at_once(served):
 def test_more_than_the_queue_holds_is_refused_until_there_is_room(served, slow):
     assert idle(served)
     limit = served.engine.config.slots + QUEUE
-    assert served.worker.limit == limit
+    assert served.clients.limit == limit
     connections = [open_connection(served, "/v1/completions", LONG) for _ in range(limit // 4)]  # 17 of 4
-    wait_for(lambda: served.worker.counters.in_flight >= limit - 3)
+    wait_for(lambda: served.clients.counters.in_flight >= limit - 3)
     status, document, answer = post(served, "/v1/completions", {"prompt": ["1"] * limit})
     assert (status, document["error"]["type"], document["error"]["code"]) == (429, "rate_limit_error", "queue_full")
     assert 1 <= int(answer.headers["retry-after"]) <= 60
@@ -493,12 +493,11 @@ def test_what_is_no_request_is_refused_in_the_same_form(served):
 
 def test_elsewhere_than_on_loopback_a_token_is_needed(served, tmp_path):
     with pytest.raises(ValueError, match=r"--host 0\.0\.0\.0 accepts connections from other machines"):
-        hosts_of("0.0.0.0", 8000, token_of("", None), "client")
+        Address("0.0.0.0", 8000).hosts(Address("0.0.0.0", 8000, "").secret(), "client")
     (tmp_path / "token").write_text("s3cret\n")
-    token = token_of("another", tmp_path / "token")
-    guarded = Server(
-        make_app(Routes(served.model, served.worker), token=token, hosts=hosts_of("0.0.0.0", 8000, token, "client"))
-    )
+    address = Address("0.0.0.0", 8000, "another", tmp_path / "token")
+    token = address.secret()
+    guarded = Server(make_app(Routes(served.model, served.clients), token=token, hosts=address.hosts(token, "client")))
     try:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer s3cret2"}):
             for path in ("/v1/models", "/metrics"):

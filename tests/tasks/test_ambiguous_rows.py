@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import podium
-from podium.api.given_data import task_settings
+from podium.api.given_data import Questions, task_settings
 from podium.config.imports import name_of
 from podium.config.schema import TaskConfig
 from podium.tasks.functions import RewardFunction
@@ -34,8 +34,7 @@ def read(rows: list[dict[str, Any]], folder: Path, name: str = "jsonl", **option
 
 def given(data: Any, folder: Path, **changes: Any) -> list[Prompt]:
     """The prompts of `podium.grpo(model, data)`."""
-    arguments = {"subset": None, "question": None, "answer": "answer", "system_prompt": None, **changes}
-    found = task_settings(data, None, podium.math_equal, folder=folder, **arguments)[0].value
+    found = task_settings(Questions(data, **changes), podium.math_equal, folder=folder)[0].value
     return list(make_task(TaskConfig.model_validate(found[0])).prompts("train"))
 
 

@@ -177,7 +177,7 @@ def test_rows_of_data_have_whole_characters(tmp_path):
     (tmp_path / "rows.jsonl").write_text(
         json.dumps({"question": "a\ud83d?", "answer": ["\ud83d\ude00", {"k\ud83d": 1}]})
     )
-    ((_, row),) = read_rows("own", TaskSource(path=str(tmp_path / "rows.jsonl")), None, "train")
+    ((_, row),) = read_rows("own", TaskSource(path=str(tmp_path / "rows.jsonl")), "train")
     assert row == {"question": "a\ufffd?", "answer": ["\U0001f600", {"k\ufffd": 1}]}
 
 

@@ -112,7 +112,7 @@ def test_the_number_that_is_stated_or_ends_the_text_decides(answer, completion, 
         ({"operations": ["add", "div"]}, r"options.operations\[1\]: Input should be 'add', 'sub' or 'mul', got 'div'"),
         ({"operations": []}, "options.operations: .* at least 1 item"),
         ({"held_out": 0.95}, "options.held_out: Input should be less than or equal to 0.9, got 0.95"),
-        ({"digit": 2}, "options.digit: no such option; did you mean 'digits'?"),
+        ({"digit": 2}, "options.digit: unknown option; did you mean 'digits'?"),
     ],
 )
 def test_wrong_options_are_errors(options, message):

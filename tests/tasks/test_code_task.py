@@ -323,7 +323,7 @@ def test_streams_of_a_program_have_the_modes_that_the_interpreter_gives_them():
     ("row", "message"),
     [
         ({"question": "?"}, r"rows.jsonl:1: not a question with tests \(KeyError\('tests'\)\); an own row has"),
-        ({"question": "?", "tests": []}, "there are no tests"),
+        ({"question": "?", "tests": []}, "the row has no tests"),
         (
             {"question_content": "?", "private_test_cases": "eJxr"},
             "private_test_cases: neither JSON nor LiveCodeBench's packed tests",

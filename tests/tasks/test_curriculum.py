@@ -156,7 +156,7 @@ def test_a_position_restores_means_and_the_levels_of_prompts_in_flight():
         (
             "{name: guess, curriculum: {levels: [{largest: 16}, {highest: 64}]}}",
             "",
-            r"(?s)guess: options.highest: no such",
+            r"(?s)guess: options.highest: unknown option",
         ),
         ("{name: guess, curriculum: {levels: [{largest: 16}, {largest: 1}]}}", "", r"tasks\.0\.curriculum\.levels"),
         ("{name: guess, curriculum: {levels: [{largest: 16}]}}", "", "at least 2"),

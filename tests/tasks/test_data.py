@@ -113,9 +113,9 @@ def test_a_filter_keeps_prompts_that_are_solved_sometimes(tmp_path):
     assert mixture.num_prompts() == {"jsonl": 2}
     assert {prompt.prompt.id for prompt in mixture.next(10)} == set(ids[1:3])
     assert len(mixture.eval_prompts()["jsonl"]) == 5 if task.eval_path else True
-    mixture.check_model({"config.json": "x"})
+    mixture.data.check_model({"config.json": "x"})
     with pytest.raises(ValueError, match=r"measured with another model: config\.json is y here and was x"):
-        mixture.check_model({"config.json": "y"})
+        mixture.data.check_model({"config.json": "y"})
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_filter_keeps_prompts_that_are_solved_sometimes(tmp_path):
         ({}, {"data": {}}, "is of no task of this name"),
         ({}, {"lacks": True}, "lacks 1 of the 5 prompts of jsonl: measuring was interrupted; podium filter CONFIG"),
         ({"pass_rate": [0.6, 0.9]}, {}, r"data\.filter\.pass_rate \[0\.6, 0\.9\] leaves none of the 5 prompts"),
-        ({}, {"model": 3}, "is no file that podium filter has written"),
+        ({}, {"model": 3}, "was not written by podium filter"),
     ],
 )
 def test_pass_rates_of_something_else_are_refused(tmp_path, filtering, change, message):

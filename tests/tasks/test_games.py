@@ -160,7 +160,7 @@ def test_options_that_leave_nothing_to_train_on_are_an_error():
     for name, options in (("frozen_lake", {"side": 2}), ("mastermind", {"pegs": 1}), ("wordle", {"eval_size": 999})):
         with pytest.raises(ValueError, match=f"{name}: with these options there are only .* lower eval_size"):
             make_task(TaskConfig(name=name, options=options)).prompts("train")
-    with pytest.raises(ValueError, match=r"frozen_lake: options.turns: the goal is 14 moves away; 12 do not"):
+    with pytest.raises(ValueError, match=r"frozen_lake: options.turns: the goal is 14 moves away, and 12 moves cannot"):
         make_task(TaskConfig(name="frozen_lake", options={"side": 8}))
 
 

@@ -142,14 +142,16 @@ def test_a_server_that_does_not_answer_in_time_ends_the_run(server, dripping):
     server.answer = answer
     server.piece = 1 if dripping else server.piece
     with pytest.raises(
-        JudgeError, match=r"^judge quality: http://127.* has not answered 2 times, .*(longer than 0.2 s|timed out); "
+        JudgeError, match=r"^judge quality: http://127.* failed to answer 2 times, .*(longer than 0.2 s|timed out); "
     ):
         asked(server, timeout_s=0.2, retries=1)
     ended.set()
 
 
 def test_a_server_that_is_not_there_ends_the_run(server):
-    with pytest.raises(JudgeError, match=r"has not answered 1 times, the last time by .*; look after it, or raise"):
+    with pytest.raises(
+        JudgeError, match=r"failed to answer 1 times, the last time with .*; check the server, or raise"
+    ):
         asked(server, url="http://127.0.0.1:9/v1", retries=0)
 
 
@@ -157,7 +159,9 @@ def test_a_server_that_is_not_there_ends_the_run(server):
 def test_a_refused_request_is_not_repeated_and_no_redirect_is_followed(server, status):
     server.answer = lambda body: (status, b"go to")
     server.headers = {"Location": f"{server.url}/elsewhere"}
-    with pytest.raises(JudgeError, match=rf"refuses the request \(status {status}: 'go to'\); mend url, model or key"):
+    with pytest.raises(
+        JudgeError, match=rf"refuses the request \(status {status}: 'go to'\); correct url, model or key"
+    ):
         asked(server)
     assert len(server.bodies) == 1
 
@@ -166,7 +170,9 @@ def test_a_refused_request_is_not_repeated_and_no_redirect_is_followed(server, s
 def test_an_error_has_no_key_that_the_server_repeats(server, echo, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     server.answer = lambda body: (401, f"{'x' * 290} wrong key {echo}".encode())
-    with pytest.raises(JudgeError, match="status 401: a message that repeats the key, and is not shown") as caught:
+    with pytest.raises(
+        JudgeError, match="status 401: a message that is not shown because it repeats the key"
+    ) as caught:
         asked(server, key_env="JUDGE_KEY")
     assert KEY[:9] not in str(caught.value)
 

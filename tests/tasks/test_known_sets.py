@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import podium
-from podium.api.given_data import task_settings
+from podium.api.given_data import Questions, task_settings
 from podium.config.schema import TaskConfig
 from podium.tasks.code.code_grading import Program
 from podium.tasks.code.code_task import parsed
@@ -137,14 +137,13 @@ CODE = {
 
 def settings_of(data: Any, tmp_path: Path, **changes: Any) -> TaskConfig:
     """The task that `podium.grpo(model, data)` makes."""
-    given = {"subset": None, "question": None, "answer": "answer", "system_prompt": None, **changes}
-    found = task_settings(data, None, podium.math_equal, folder=tmp_path, **given)[0].value
+    found = task_settings(Questions(data, **changes), podium.math_equal, folder=tmp_path)[0].value
     return TaskConfig.model_validate(found[0])
 
 
 def prompts_of(config: TaskConfig) -> list[Prompt]:
     mixture = TaskMixture([config], seed=0)
-    mixture.check_answers(trains=True, evaluates=False)
+    mixture.data.check_answers(trains=True, evaluates=False)
     return [each.prompt for own in mixture.train_prompts().values() for each in own]
 
 
@@ -198,7 +197,7 @@ def test_private_tests_of_live_code_bench_are_read_and_run_no_code(tmp_path):
     tests = parsed(LIVE_CODE_BENCH).tests
     assert tests == [Program("2\n", "4\n"), Program("3\n", "6\n"), Program("4\n", "8\n")]
     hostile = base64.b64encode(zlib.compress(pickle.dumps(Path))).decode()
-    with pytest.raises(ValueError, match=r"private_test_cases: .*it names pathlib.*, and only text is read"):
+    with pytest.raises(ValueError, match=r"private_test_cases: .*it refers to pathlib.*, but only text is read"):
         parsed(LIVE_CODE_BENCH | {"private_test_cases": hostile})
 
 
@@ -277,7 +276,7 @@ def test_every_reference_of_the_real_sets_equals_itself(name):
     if not path.is_file():
         pytest.skip(f"needs ../shared/data/{name}")
     mixture = TaskMixture([TaskConfig(name="jsonl", path=str(path), eval_path=str(path))], seed=0)
-    mixture.check_answers(trains=True, evaluates=True)
+    mixture.data.check_answers(trains=True, evaluates=True)
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     results = [row["answer"].rpartition("#### ")[2].strip() for row in rows]
     assert [each.prompt.answer for own in mixture.train_prompts().values() for each in own] == results

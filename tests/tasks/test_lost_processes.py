@@ -137,7 +137,7 @@ def answers(environments: Environments, count: int) -> dict[int, Answered]:
 
 
 def shared(environments: Environments) -> list[int]:
-    return [each.pid for each in environments._pool._shared if isinstance(each, conversation_processes.Process)]
+    return [each.worker.pid for each in environments._pool._shared if isinstance(each, conversation_processes.Process)]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_an_environment_whose_copy_blocks_fails_alone_and_others_go_on(talks, mo
     talks.grade(0)
     found = answers(talks, 2)
     assert (found[0].kind, found[1].kind) == ("failed", "lost")
-    assert "blocks as it is unpickled" in str(found[0].value)
+    assert "cannot be unpickled here, because its class blocks" in str(found[0].value)
     begin(talks, 2)
     talks.grade(2)
     assert answers(talks, 1)[2].kind == "graded"
@@ -271,7 +271,7 @@ def test_an_environment_whose_copy_blocks_fails_alone_and_others_go_on(talks, mo
 def test_what_a_killed_process_does_not_end_by_is_not_waited_for(monkeypatch):
     """The kernel holds a process whose disk does not respond."""
     monkeypatch.setattr(worker_process, "END_LIMIT_S", 0.1)
-    process = worker_process.WorkerProcess("no_such_module", os.environ)
+    process = worker_process.WorkerProcess("no_such_module")
     held, waited = process._process.wait, []
 
     def wait(timeout: float | None = None) -> int:
@@ -289,7 +289,7 @@ def test_what_a_killed_process_does_not_end_by_is_not_waited_for(monkeypatch):
 
 def test_a_process_that_has_ended_is_killed_once(monkeypatch):
     """Its number may be another group's later."""
-    process = worker_process.WorkerProcess("no_such_module", os.environ)
+    process = worker_process.WorkerProcess("no_such_module")
     killed = []
     monkeypatch.setattr(os, "killpg", lambda *group: killed.append(group))
     process._process.wait()
@@ -361,7 +361,7 @@ task = TaskConfig(name="arithmetic", environment="test_lost_processes:Talk")
 environments = Environments([task], EnvironmentsConfig(workers=1))
 environments.open(0, 0, Prompt(id="", question="", answer=""), 0)
 assert environments.next(60.0).kind == "opened"
-print(environments._pool._shared[0].pid, flush=True)
+print(environments._pool._shared[0].worker.pid, flush=True)
 environments.say(0, Turn(text={act!r} + " > " + {begun!r}, number=0))
 time.sleep(600)
 """

@@ -106,7 +106,7 @@ class Unpaid:
 def test_an_environment_without_a_reward_is_played_too():
     paid, lines = played("test_play:Unpaid", 'word {"text": "a"}', "")
     assert paid == 0.0 and "[word] 1 of 3" in lines
-    assert lines[-1] == "(the environment pays no reward of its own: a reward function grades it)"
+    assert lines[-1] == "(the environment returns no reward: a reward function grades the conversation)"
 
 
 def test_what_cannot_be_played_is_said():
@@ -117,7 +117,7 @@ def test_what_cannot_be_played_is_said():
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             played(target, "1")
-    with pytest.raises(ValueError, match="there is no prompt 2000"):
+    with pytest.raises(ValueError, match="prompt 2000 does not exist"):
         played("guess", "1", number=2000)
 
 

@@ -73,7 +73,7 @@ def test_a_scorer_that_fails_on_the_reference_too_is_a_bug(installed, monkeypatc
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dataset": "chain_sums"}, "options.dataset: no 'chain_sums'; did you mean 'chain_sum'"),
+        ({"dataset": "chain_sums"}, "options.dataset: unknown data set 'chain_sums'; did you mean 'chain_sum'"),
         ({}, "options.dataset: must be set"),
         (
             {"dataset": "chain_sum", "config": {"max_term": 3}},

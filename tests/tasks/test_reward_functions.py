@@ -202,7 +202,9 @@ def test_every_argument_of_trl_is_a_list_of_the_group():
 
 
 def test_names_that_only_trls_trainer_knows_need_a_default():
-    with pytest.raises(ValueError, match="asks for 'trainer_state', which only TRL has; give it a default"):
+    with pytest.raises(
+        ValueError, match="asks for 'trainer_state', which exists only in TRL; give the parameter a default"
+    ):
         graded(lambda completions, trainer_state, **kwargs: [0.0, 0.0])
     with pytest.raises(ValueError, match=r"both completion and TRL's prompts, completion_ids or \*\*kwargs; keep one"):
         graded(lambda completion, **kwargs: 0.0)

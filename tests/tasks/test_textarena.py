@@ -144,9 +144,9 @@ def test_games_side_by_side_draw_what_each_would_draw_alone(arena):
 
 def test_names_that_are_no_game_of_one_player_are_errors(arena):
     for name, message in (
-        ("textarena:Dice-v1", r"no game 'Dice-v1'; did you mean 'Dice-v0'"),
-        ("textarena:Words-v0", "textarena:Words-v0 cannot be begun by one player: Resource 'words' not found.;"),
-        ("textarena:Two-v0", "textarena:Two-v0 cannot be begun by one player: The number of players has to be 2"),
+        ("textarena:Dice-v1", r"unknown game 'Dice-v1'; did you mean 'Dice-v0'"),
+        ("textarena:Words-v0", "textarena:Words-v0 cannot be started with one player: Resource 'words' not found.;"),
+        ("textarena:Two-v0", "textarena:Two-v0 cannot be started with one player: The number of players has to be 2"),
     ):
         with pytest.raises(ValueError, match=message):
             make_task(TaskConfig(name=name))
@@ -195,5 +195,5 @@ def test_the_package_itself_is_played():
         said, reward = played[0]
         assert all(said) and len(set(said)) > 1 and 0 <= (reward or 0.0) <= 1
         assert len(said[1]) < 2 * len(str(said[0])) + 400  # a reply does not repeat the conversation
-    with pytest.raises(ValueError, match="cannot be begun by one player: The number of players has to be 2"):
+    with pytest.raises(ValueError, match="cannot be started with one player: The number of players has to be 2"):
         make_task(TaskConfig(name="textarena:TicTacToe-v0"))

@@ -90,7 +90,7 @@ def test_a_parameter_needs_a_type_and_two_tools_different_names():
     plain.__doc__ = "Return it."
     with pytest.raises(ValueError, match="tool plain: parameter value has no type"):
         tool_schema(plain)
-    with pytest.raises(ValueError, match="two of them are called search"):
+    with pytest.raises(ValueError, match="two tools are called search"):
         by_name([search, search])
     with pytest.raises(ValueError, match="'calculater' is not a tool; did you mean 'calculator'"):
         find_tool("calculater")
@@ -317,7 +317,7 @@ def test_a_call_that_cannot_be_read_is_an_observation(text, problem):
         ("search", {"query": "x", "limit": "many"}, "Error: argument limit: Input should be a valid integer", True),
         ("search", {"query": "x", "kind": "sound"}, "Error: argument kind: Input should be 'text' or 'title'", True),
         ("search", {"word": "x"}, "Error: search has no argument 'word'; its arguments are query, limit, kind", True),
-        ("find", {}, "Error: there is no tool 'find'; the tools are search, slow, broken", True),
+        ("find", {}, "Error: unknown tool 'find'; the tools are search, slow, broken", True),
         ("broken", {}, "Error: no network", True),
     ],
 )

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 
 import numpy as np
+from tiny_runs import rollout_spec
 
 from podium.config.schema import Config
 from podium.observe.stats import EnvironmentStats
@@ -13,7 +14,7 @@ from podium.rollout.transcript import Transcript
 from podium.sampling.conversations.carry import Position
 from podium.sampling.groups import Group
 from podium.sampling.sampler import Sampler
-from podium.train.setup import load_weights, make_model, rollout_spec
+from podium.train.setup import load_weights, make_model
 
 CARRIED = {"in_flight": 1.5, "max_staleness": 1, "refill_steps": 2}
 """Half as many prompts again are in flight as a step takes."""

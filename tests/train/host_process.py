@@ -79,7 +79,7 @@ def equal_runs(order: dict[str, Any]) -> dict[str, Any]:
     """Train each config that is ordered, in the same processes."""
     with join_job(os.environ) as job:
         configs = [Config.model_validate(config) for config in order["configs"]]
-        job.agree(configs[0])
+        job.agree(configs[0].document())
         with distributed.joined(job):
             found = {
                 "counts": distributed.gather(COUNT + jax.process_index()),
@@ -105,7 +105,7 @@ def slow_run(order: dict[str, Any]) -> int:
     RolloutEngine.generate = slowly
     config = Config.model_validate(order["slow"])
     with join_job(os.environ) as job:
-        job.agree(config)
+        job.agree(config.document())
         return loop.train(config, plain=True, job=job)
 
 

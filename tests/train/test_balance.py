@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_runs import sizes
 
-from podium.models.families.presets import PRESETS
 from podium.models.flops import Work, group_work, matrix_elements, pair_flops
+from podium.models.presets import PRESETS
 from podium.train.batches.balance import Lengths
 from podium.train.batches.batch import make_batch
 from podium.train.batches.packing import Chunk, balanced_rows, chunk_tokens, pack_rows

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_runs import assert_same_run, config_of, make_config, read_records, trained
+from tiny_runs import assert_same_run, config_of, make_config, read_records, rollout_spec, trained
 
 from podium.config.errors import ConfigError
 from podium.observe.alarms import length_distance
@@ -19,7 +19,7 @@ from podium.sampling.sampler import Sampler
 from podium.settings import load_settings
 from podium.tasks.task import Reward
 from podium.train.loop import train
-from podium.train.setup import load_weights, make_model, rollout_spec
+from podium.train.setup import load_weights, make_model
 
 CARRIED = {"in_flight": 1.5, "max_staleness": 1, "max_new_tokens": 10, "slots": 8, "refill_steps": 2}
 """Six groups of four share eight slots, and a step takes four of them."""

@@ -36,8 +36,9 @@ from podium.run.roles import scoring_models
 from podium.sharding import Params, ShardingRules, param_shardings
 from podium.train.batches.batch import Batch
 from podium.train.batches.prepare import prepare_step
-from podium.train.critic import Critic, CriticDivergedError, make_critic, update_critic
+from podium.train.learner import DivergedError, Learner, make_learner, update_learner
 from podium.train.loop import train
+from podium.train.scorers import make_role_scorer
 from podium.train.setup import make_run_optimizer
 from podium.train.state import TrainState, init_state
 from podium.train.step import CompiledTrainStep, Metrics
@@ -58,7 +59,7 @@ def weights_on(rules: ShardingRules) -> Params:
 class Made:
     """A critic, its first state, and what a step prepares for it."""
 
-    critic: Critic
+    critic: Learner
     state: TrainState
     batches: list[Batch[jax.Array]]
     before: ValueStats
@@ -72,14 +73,14 @@ def critic_on(devices: int, **changes) -> Made:
     role, settings = spec.roles["critic"], make_train_settings(rules, attention="reference")
     assert role.learning is not None
     optimizer = make_run_optimizer(role.learning.optimizer, role.decoder)
-    critic = make_critic(role, settings, optimizer)
+    critic = make_learner(role, settings, optimizer)
     params = weights_on(rules)
     batches, stats = prepare_step(
         groups_of(),
         spec.recipe,
         spec.batch,
         rules=settings.computing,
-        scorers=(critic.scorer(params),),
+        scorers=(make_role_scorer(role, settings, params, program=critic.score),),
         policy=make_params(rules),
     )
     assert stats.values is not None
@@ -130,7 +131,7 @@ def test_a_critic_learns_the_rewards_and_its_loss_is_by_hand():
     error = np.asarray(batch.scores[VALUES] - batch.scores[RETURNS], np.float64) * np.asarray(batch.mask)
     losses = []
     for step in range(8):
-        state, stats = update_critic(made.critic, state, made.batches, step, minibatches=1)
+        state, stats = update_learner(made.critic, state, made.batches, step, minibatches=1)
         assert stats is not None
         losses.append(stats.loss)
         assert stats.clip_fraction == 0
@@ -142,7 +143,7 @@ def test_an_update_is_the_same_on_four_devices_and_a_tight_clip_holds_what_has_m
     made = []
     for devices in (1, 4):
         before = critic_on(devices, updates=2, clip=0.01)
-        state, stats = update_critic(before.critic, before.state, before.batches, 0, minibatches=1)
+        state, stats = update_learner(before.critic, before.state, before.batches, 0, minibatches=1)
         assert stats is not None
         assert 0 < stats.clip_fraction < 1
         made.append((host(state.params), stats.loss))
@@ -152,7 +153,7 @@ def test_an_update_is_the_same_on_four_devices_and_a_tight_clip_holds_what_has_m
         np.testing.assert_allclose(several[name], x, rtol=2e-5, atol=1e-5, err_msg=name)
 
 
-def counted(made: Made, seen: list[tuple[float, int]]) -> Critic:
+def counted(made: Made, seen: list[tuple[float, int]]) -> Learner:
     """The critic with a program that writes down its batch and its place in the schedule, and adds 1 to its weights."""
 
     def step(state: TrainState, batch: Batch[jax.Array], frozen: Params | None = None, /) -> tuple[TrainState, Metrics]:
@@ -164,14 +165,14 @@ def counted(made: Made, seen: list[tuple[float, int]]) -> Critic:
             state, params={n: x + 1 for n, x in state.params.items()}, step=state.step + 1
         ), metrics
 
-    return dataclasses.replace(made.critic, step=cast(CompiledTrainStep, step))
+    return made.critic._replace(step=cast(CompiledTrainStep, step))
 
 
 def test_a_critic_learns_from_each_minibatch_in_turn_and_keeps_what_it_has_learned():
     made, seen = critic_on(1, updates=2), []
     (batch,) = made.batches
     both = [dataclasses.replace(batch, num_tokens=jnp.float32(tokens)) for tokens in (7, 9)]
-    state, _ = update_critic(counted(made, seen), made.state, both, 3, minibatches=2)
+    state, _ = update_learner(counted(made, seen), made.state, both, 3, minibatches=2)
     assert seen == [(7.0, 12), (9.0, 13), (7.0, 14), (9.0, 15)]
     assert int(state.step) == 4
     for name, value in weights_on(rules_of(devices=1)).items():
@@ -185,11 +186,11 @@ def test_the_updates_of_a_critic_are_gradient_steps_of_the_squared_error():
     mask, returns = np.asarray(batch.mask) > 0, np.asarray(batch.scores[RETURNS], np.float64)
 
     def loss(params: Params) -> float:
-        values = np.asarray(made.critic.values(params, batch), np.float64)
+        values = np.asarray(made.critic.score(params, batch), np.float64)
         return float(0.5 * np.sum((values - returns)[mask] ** 2) / mask.sum())
 
     before = host(made.state.params)
-    state, _ = update_critic(made.critic, made.state, made.batches, 0, minibatches=1)
+    state, _ = update_learner(made.critic, made.state, made.batches, 0, minibatches=1)
     moved = {name: np.asarray(x) - before[name] for name, x in state.params.items()}
     size = sum(float(np.sum(np.square(x, dtype=np.float64))) for x in moved.values())
     near = [{name: jnp.asarray(before[name] + side * x) for name, x in moved.items()} for side in (0.005, -0.005)]
@@ -201,8 +202,8 @@ def test_a_critic_that_diverges_ends_the_run_with_the_way_out():
     made = critic_on(1)
     (batch,) = made.batches
     batch = dataclasses.replace(batch, scores={**batch.scores, RETURNS: jnp.full_like(batch.scores[RETURNS], jnp.inf)})
-    with pytest.raises(CriticDivergedError, match=r"update 1 of the critic diverged: .* lower critic\.learning_rate"):
-        update_critic(made.critic, made.state, [batch], 0, minibatches=1)
+    with pytest.raises(DivergedError, match=r"update 1 of the critic diverged: .* lower critic\.learning_rate"):
+        update_learner(made.critic, made.state, [batch], 0, minibatches=1)
 
 
 def test_a_critic_starts_from_the_policy_without_its_adapters_and_has_its_own_schedule():
@@ -224,8 +225,9 @@ def critic_of(run: Path, step: int) -> dict[str, np.ndarray]:
 
 
 CHANGES = {
-    "algorithm": {"recipe": "ppo", "minibatches": 2, "updates_per_batch": 2},
+    "algorithm": {"recipe": "ppo", "minibatches": 2, "updates_per_batch": 2, "kl": "k3", "kl_coef": 0.1},
     "critic": {"learning_rate": 1e-2, "updates": 2},
+    "reference": {"sync_every": 2, "mixup": 0.5},
     "eval": {"at_start": False, "at_end": False},
     "checkpoint": {"every_steps": 2},
 }
@@ -234,12 +236,12 @@ CRITIC_METRICS = ("loss", "value", "return", "clip_fraction", "gradient_norm", "
 
 @pytest.fixture(scope="module")
 def whole(run_of) -> Path:
-    """A run of ppo of four steps."""
+    """A run of ppo of four steps, with a reference that moves."""
     return run_of(**CHANGES, steps=4)
 
 
 def test_a_run_of_ppo_resumes_bit_for_bit_with_its_critic(run_of, whole):
-    """The critic's losses after the checkpoint are those of the undisturbed run, so its weights and moments are."""
+    """Losses of critic and policy after the checkpoint show their weights and moments, and the reference's."""
     stopped = run_of(**CHANGES, steps=2)
     assert train(config_of(stopped, steps=4), plain=True) == 0
     assert_same_run(stopped, whole)
@@ -249,6 +251,22 @@ def test_a_run_of_ppo_resumes_bit_for_bit_with_its_critic(run_of, whole):
     assert {f"critic/{name}" for name in CRITIC_METRICS} <= set(records[-1])
     assert len({record["critic/loss"] for record in records}) == 4
     assert all(record["optimizer/updates"] == 4 for record in records)
+
+
+def test_models_that_change_are_saved_under_the_names_of_their_roles(whole):
+    """The layout of every release: runs that were saved with it must resume."""
+    saved = ocp.StandardCheckpointer().restore(whole / "checkpoints" / "2" / "optimizer")
+    policy = list(ocp.StandardCheckpointer().restore(whole / "checkpoints" / "2" / "params"))
+    critic = [*(name for name in policy if name != "head"), "score"]
+    assert {name for name in saved if not name.startswith("opt_state.")} == {
+        "step",
+        "critic.step",
+        *(f"critic.params.{name}" for name in critic),
+        *(name for name in saved if name.startswith("critic.opt_state.")),
+        *(f"reference.{name}" for name in policy),
+    }
+    moments = {name.removeprefix("critic.opt_state.") for name in saved if name.startswith("critic.opt_state.")}
+    assert {f"1.mu.{name}" for name in critic} <= moments
 
 
 @pytest.mark.long

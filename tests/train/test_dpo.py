@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_runs import assert_same_run, config_of, make_config, read_records, spec_of
 
-from podium.algorithms.losses import policy_loss
+from podium.algorithms.losses import Tokens, policy_loss
 from podium.algorithms.recipe_options import make_recipe
 from podium.config.errors import ConfigError
 from podium.config.schema import AlgorithmConfig, TaskConfig
@@ -72,16 +72,16 @@ def test_losses_and_gradients_are_those_of_the_papers(loss, options):
             slope[side] += direction * by_margin / len(places) / (side.sum() if loss == "ipo" else 1)
 
     def ours(logprobs):
-        found, stats = policy_loss(
-            recipe,
+        tokens = Tokens(
             logprobs,
-            sampled_logprobs=jnp.zeros_like(logprobs),
+            old_logprobs=jnp.zeros_like(logprobs),
             advantages=jnp.asarray(sign),
             segments=jnp.asarray(segments),
             mask=jnp.asarray(mask),
             scores={"reference_logprobs": jnp.asarray(reference)},
             prompts=jnp.asarray(prompts),
         )
+        found, stats = policy_loss(recipe, tokens)
         return jnp.sum(found * weights), stats
 
     (found, stats), gradient = jax.value_and_grad(ours, has_aux=True)(jnp.asarray(logprobs))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from processes import below
 from scripted import TALK, TEMPLATE, Counting, Echo
-from tiny_runs import make_config, merged, recipe_of, sizes, weights_of
+from tiny_runs import make_config, merged, recipe_of, rollout_spec, sizes, weights_of
 
 import podium
 from podium.observe.records import read_metrics, read_samples
@@ -36,7 +36,7 @@ from podium.tasks.task import Prompt
 from podium.tasks.worker_process import WorkerProcess
 from podium.train.batches.prepare import group_samples, pack_step, step_advantages
 from podium.train.loop import train
-from podium.train.setup import load_weights, make_model, rollout_spec
+from podium.train.setup import load_weights, make_model
 
 GRPO = recipe_of(make_config())
 
@@ -238,7 +238,7 @@ def test_an_environment_in_processes_survives_one_that_is_killed(talk):
 
         def poll() -> None:
             if rollouts.engine.keys and not killed:  # all environments have begun
-                killed.append(rollouts.environments._pool._shared[0].pid)
+                killed.append(rollouts.environments._pool._shared[0].worker.pid)
                 os.kill(killed[0], signal.SIGKILL)
 
         rollouts.exchange.poll = poll
@@ -263,8 +263,8 @@ def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
     draw, seen, started = random.Random(0), Counter(), list[subprocess.Popen]()
     begin = WorkerProcess.__init__
 
-    def begun(self, *options) -> None:
-        begin(self, *options)
+    def begun(self, module: str, **options) -> None:
+        begin(self, module, **options)
         started.append(self._process)
 
     monkeypatch.setattr(WorkerProcess, "__init__", begun)
@@ -278,7 +278,7 @@ def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
                 if left[0] == 0 and breaks:
                     raise KeyboardInterrupt
                 if left[0] == 0 and rollouts.environments._pool._shared:
-                    os.kill(rollouts.environments._pool._shared[0].pid, signal.SIGKILL)
+                    os.kill(rollouts.environments._pool._shared[0].worker.pid, signal.SIGKILL)
 
             rollouts.exchange.poll = poll
             with contextlib.suppress(KeyboardInterrupt):

@@ -18,10 +18,10 @@ from podium.models.attention.mask import Visibility
 from podium.models.attention.packed_attention import row_attention
 from podium.models.blocks.choices import unknown_choice
 from podium.models.blocks.kind import Stack
-from podium.models.decoder import forward
-from podium.models.families.presets import PRESETS
+from podium.models.decoder import PassSettings, forward
 from podium.models.layouts import Layout
 from podium.models.params import TRAIN_AXES, param_specs
+from podium.models.presets import PRESETS
 from podium.models.recorded_experts import joined_choices, recorded_choices
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
@@ -316,10 +316,7 @@ def choosing(replay: bool):
                 rows.positions,
                 lambda kv, at, q, k, v: (kv, attention(q, k, v)),
                 recorded=recorded,
-                replay=replay,
-                config=DECODER,
-                rules=rules,
-                dtype=jnp.bfloat16,
+                settings=PassSettings(replay=replay, config=DECODER, rules=rules, dtype=jnp.bfloat16),
             )
             return joined_choices(told, DECODER)
 

@@ -113,7 +113,7 @@ def test_transformers_computes_the_same_logits_of_an_export(run, tmp_path):
     import transformers
 
     from podium.models.attention.packed_attention import causal_attention
-    from podium.models.decoder import forward, head_weights
+    from podium.models.decoder import PassSettings, forward, head_weights
     from podium.models.logprobs import logits_at
 
     export_run(run, tmp_path / "out", step=None, dtype="float32")
@@ -125,7 +125,9 @@ def test_transformers_computes_the_same_logits_of_an_export(run, tmp_path):
         return kv, causal_attention(q, k, v, mask)
 
     positions = jnp.broadcast_to(jnp.arange(12)[None], (2, 12))
-    hidden, _, _ = forward(params, tokens, positions, attend, config=model.decoder, rules=model.rules, dtype=dtype)
+    hidden, _, _ = forward(
+        params, tokens, positions, attend, settings=PassSettings(config=model.decoder, rules=model.rules, dtype=dtype)
+    )
     ours = np.asarray(logits_at(hidden, head_weights(params, model.rules, dtype), 1.0))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     with torch.no_grad():

@@ -11,8 +11,8 @@ import pytest
 from tiny_runs import RISE, assert_same_run, config_of, first_and_last, learn, make_config
 
 from podium.certify.tiny import random_weights
-from podium.models.families.hf_config import from_hf_config
 from podium.models.files.hf import save_model
+from podium.models.files.hf_config import from_hf_config
 from podium.train.loop import train
 
 pytestmark = pytest.mark.usefixtures("one_device")

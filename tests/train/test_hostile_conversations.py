@@ -103,7 +103,7 @@ def test_programs_whose_processes_are_lost_begin_again_without_a_failure(talk, m
 
         def poll() -> None:
             if rollouts.engine.keys and not killed:
-                killed.append(rollouts.environments._pool._shared[0].pid)
+                killed.append(rollouts.environments._pool._shared[0].worker.pid)
                 os.kill(killed[0], signal.SIGKILL)
 
         rollouts.exchange.poll = poll
@@ -127,7 +127,7 @@ def test_code_of_a_user_that_exits_does_not_make_a_run_seem_done(tiny_model, tmp
 
 def wait_without_calls(process):
     """Wait until a process has no call in progress: a single one would be to blame for the loss of its process."""
-    question, until = process.question(), time.monotonic() + 60
+    question, until = process.ping(), time.monotonic() + 60
     while not process.responded(question) or process.begun:
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -140,7 +140,7 @@ def test_environments_that_are_lost_between_steps_change_nothing_that_is_carried
     with broken.opened() as rollouts:
         for step in range(3):
             broken.run(rollouts, step)
-            process = rollouts.environments._pool._shared[0]
+            process = rollouts.environments._pool._shared[0].worker
             wait_without_calls(process)
             os.kill(process.pid, signal.SIGKILL)
     assert not broken.failures and sum(held.moved for held in broken.held) > 0

@@ -9,7 +9,7 @@ import pytest
 from tiny_decoder import DECODER
 from tiny_runs import assert_same_run, config_of, make_config, read_records, spec_of
 
-from podium.algorithms.losses import policy_loss
+from podium.algorithms.losses import Tokens, policy_loss
 from podium.algorithms.recipe_options import make_recipe
 from podium.config.errors import ConfigError
 from podium.config.schema import AlgorithmConfig, TaskConfig
@@ -61,10 +61,9 @@ def test_loss_and_gradient_are_those_of_the_paper(options, point):
         slope[own] = -weight * beta * side * inner * (1 - inner) / 4
 
     def ours(logprobs):
-        found, stats = policy_loss(
-            recipe,
+        tokens = Tokens(
             logprobs,
-            sampled_logprobs=jnp.zeros_like(logprobs),
+            old_logprobs=jnp.zeros_like(logprobs),
             advantages=jnp.asarray(sign),
             segments=jnp.asarray(segments),
             mask=jnp.asarray(mask),
@@ -73,6 +72,7 @@ def test_loss_and_gradient_are_those_of_the_paper(options, point):
                 "reference_point": jnp.full(sign.shape, point, jnp.float32),
             },
         )
+        found, stats = policy_loss(recipe, tokens)
         return jnp.sum(found * weights), stats
 
     (found, stats), gradient = jax.value_and_grad(ours, has_aux=True)(jnp.asarray(logprobs))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import typer
 import yaml
-from tiny_runs import SHORT, STEPS, make_config, metrics_of, read_records, trained
+from tiny_runs import SHORT, STEPS, make_config, metrics_of, read_records, rollout_spec, trained
 
 from podium import cli
 from podium.observe.alarms import SamplerGapError
@@ -20,7 +20,7 @@ from podium.rollout.engine import RolloutEngine
 from podium.rollout.scheduler import Scheduler
 from podium.sampling.sampler import Sampler
 from podium.train.loop import train
-from podium.train.setup import load_weights, make_model, rollout_spec
+from podium.train.setup import load_weights, make_model
 from podium.train.trainer import DivergedError
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -66,18 +66,22 @@ def test_it_moves_after_every_so_many_steps_and_the_loss_compares_with_it():
         roles=[LoadedRole(role=spec.roles["reference"], params={})],
     )
     first = host(make_params(rules_of()))
-    state = dataclasses.replace(init_state(make_params(rules_of()), optimizer), reference=make_params(rules_of()))
+    state = dataclasses.replace(
+        init_state(make_params(rules_of()), optimizer), models={"reference": make_params(rules_of())}
+    )
     (batch,), _ = trainer.prepare(state, groups_of())
     np.testing.assert_allclose(batch.scores["reference_logprobs"], trainer.score(state.params, batch), atol=1e-6)
     state, _ = train_on(trainer, state, groups_of(), step=0)
-    assert all(np.array_equal(x, first[name]) for name, x in host(state.reference).items())
+    assert all(np.array_equal(x, first[name]) for name, x in host(state.weights("reference")).items())
     state, _ = train_on(trainer, state, groups_of(), step=1)
     after = host(state.params)
-    for name, x in host(state.reference).items():
+    for name, x in host(state.weights("reference")).items():
         np.testing.assert_allclose(x, 0.25 * after[name] + 0.75 * first[name], rtol=1e-5, atol=1e-7)
     assert any(np.abs(after[name] - first[name]).max() > 1e-4 for name in after)
     (batch,), _ = trainer.prepare(state, groups_of())
-    np.testing.assert_allclose(batch.scores["reference_logprobs"], trainer.score(state.reference, batch), atol=1e-6)
+    np.testing.assert_allclose(
+        batch.scores["reference_logprobs"], trainer.score(state.weights("reference"), batch), atol=1e-6
+    )
 
 
 @pytest.mark.long
@@ -99,7 +103,7 @@ def test_a_run_with_it_resumes_bit_for_bit_and_another_starts_from_it(run_of, tm
 def test_a_fixed_reference_is_no_part_of_the_state():
     trainer, state = make_trainer(reference=True, algorithm={"kl": "k3", "kl_coef": 0.1})
     state, _ = train_on(trainer, state, groups_of())
-    assert state.reference is None
+    assert not state.models
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import contextlib
 
 import jax.numpy as jnp
 import pytest
-from tiny_runs import make_config
+from tiny_runs import make_config, rollout_spec
 
 from podium import accelerators
 from podium.models.linear import kept, kept_dtype
@@ -15,7 +15,6 @@ from podium.train.setup import (
     load_weights,
     make_model,
     make_train_settings,
-    rollout_spec,
     run_spec,
 )
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny_decoder import dense_decoder
 
 from podium.config.optimizer import OptimizerConfig
-from podium.models.architecture import dense_decoder
 from podium.models.blocks.spec import ParamSpec, is_matrix
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.sharding import ShardingRules, abstract_params, init_params, make_mesh

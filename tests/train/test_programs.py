@@ -263,8 +263,8 @@ def test_a_body_of_unknown_length_is_refused_and_not_waited_for(said, status):
 def test_a_body_in_chunks_and_an_unknown_route_are_refused_by_name():
     address = urllib.parse.urlsplit(server().open(Line()))
     asks = [
-        ("POST", "chat/completions", {"Transfer-Encoding": "chunked"}, 411, "send its Content-Length"),
-        ("GET", "models/gpt-4", {}, 404, "there is no such route"),
+        ("POST", "chat/completions", {"Transfer-Encoding": "chunked"}, 411, "send Content-Length"),
+        ("GET", "models/gpt-4", {}, 404, "unknown route"),
     ]
     for method, route, headers, status, message in asks:
         connection = http.client.HTTPConnection(address.netloc, timeout=10)
@@ -284,7 +284,7 @@ def test_a_program_is_played_from_the_keyboard_without_a_model(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"options": {"command": ["no-such-program"]}}, "there is no program 'no-such-program'"),
+        ({"options": {"command": ["no-such-program"]}}, "program 'no-such-program' not found"),
         ({"options": {"command": []}}, "command"),
         ({"options": {"command": TALKER}, "tools": ["calculator"]}, "its programs write all messages"),
         ({"options": {"command": TALKER}, "system_prompt": "Be brief."}, "its programs write all messages"),

@@ -198,7 +198,7 @@ def test_a_run_that_cannot_ask_its_data_ends_before_weights_are_read(tiny_model,
     def refuse(*_: object) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr("podium.train.open.load_frozen", refuse)
+    monkeypatch.setattr("podium.train.setup.load_frozen", refuse)
     short = [{"question": "What is 1", "answer": "1"}]
     for name, rows, said in (
         ("long", [{"question": "What is 1 " * 9, "answer": "1"}], "none of the 1 training prompts of jsonl fits"),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import podium
-from podium.api.given_data import overrides, reward_parts, task_settings
+from podium.api.given_data import Questions, overrides, reward_parts, task_settings
 from podium.config.errors import ConfigError
 from podium.config.imports import imported, name_of
 
@@ -165,7 +165,7 @@ def test_a_bug_in_a_reward_is_shown_with_its_prompt(tiny_model, runs):
         ({"subset": "main"}, "subset: 'main' names a part of a data set of the hub, and data is none"),
         (
             {"rewards": [lambda completions, trainer_state, **kwargs: []]},
-            "asks for 'trainer_state', which only TRL has",
+            "asks for 'trainer_state', which exists only in TRL",
         ),
         ({"rewards": []}, "rewards: none given"),
         ({"rewards": ["format"]}, "format alone do not define a correct answer"),
@@ -177,13 +177,13 @@ def test_a_bug_in_a_reward_is_shown_with_its_prompt(tiny_model, runs):
             {"rewards": [lambda leven: 1.0]},
             "asks for 'leven', and the row of prompt jsonl/train/0 has question, answer",
         ),
-        ({"rewards": [lambda *texts: 1.0]}, "its parameters say what it is given"),
+        ({"rewards": [lambda *texts: 1.0]}, "its parameter names determine its arguments"),
         ({"rollout": {"max_new": 3}}, r"argument rollout.max_new"),
         ({"learning_rate": 3e-4}, "learning_rate"),
     ],
 )
 def test_a_wrong_argument_is_an_error_before_anything_is_compiled(tiny_model, runs, options, message, monkeypatch):
-    monkeypatch.setattr("podium.train.open.load_trained", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("podium.train.setup.load_trained", lambda *_: pytest.fail("the model was loaded"))
     settings = {"data": ROWS, "runs_dir": runs, **TINY, **options}
     with pytest.raises((ValueError, ConfigError), match=message):
         podium.grpo(str(tiny_model), **settings)
@@ -245,8 +245,7 @@ def test_a_path_that_exists_is_no_id_of_the_hub(tmp_path, monkeypatch):
 
 
 def task_of(data: Any, eval_data: Any = None, *, folder: Path, subset: str | None = None) -> list[dict[str, Any]]:
-    given = {"subset": subset, "question": None, "answer": "answer", "system_prompt": None}
-    return task_settings(data, eval_data, podium.math_equal, folder=folder, **given)[0].value
+    return task_settings(Questions(data, eval_data, subset), podium.math_equal, folder=folder)[0].value
 
 
 def test_without_an_answer_the_first_function_counts():

@@ -67,17 +67,14 @@ def record_steps(count: int, *, checkpoint_s: float | None = None, equal_groups:
     """What is recorded of so many steps, of 1 s, 2 s, ..."""
     kept: Any = Kept()
     config = make_config(algorithm=algorithm, prompts_per_step=2, metrics={"samples_every": 1})
-    report = ProgressReport(None)
-    recorder = Recorder(
-        spec_of(config),
-        kept,
-        kept,
-        kept,
-        report=report,
-        task_labels=["sums"],
-        pieces=lambda tokens: [str(token) for token in tokens],
-        check=None,
+    feed: Any = types.SimpleNamespace(
+        tasks=types.SimpleNamespace(labels=["sums"]),
+        tokenizer=types.SimpleNamespace(pieces=lambda tokens: [str(token) for token in tokens]),
     )
+    around: Any = types.SimpleNamespace(
+        run_dir=kept, progress=kept, say=kept.messages.append, job=types.SimpleNamespace(report=ProgressReport(None))
+    )
+    recorder = Recorder(spec_of(config), around, kept, feed, check=None)
     groups = [make_group([1.0, 0.0]), make_group([0.5, 0.0], seed=1)]
     batched = dataclasses.replace(BATCHED, equal_groups=equal_groups)
     for step in range(1, count + 1):

@@ -9,8 +9,7 @@ from test_episodes import opened
 from tiny_runs import assert_same_run, make_config, make_group, make_trainer, read_records, spec_of, trained
 
 from podium.accelerators import find_accelerator
-from podium.models.families.presets import find_decoder
-from podium.plan.request.phase_sizes import make_sizes
+from podium.plan.request.phase_sizes import Planned
 from podium.plan.request.workload import simulate_rollout
 from podium.rollout.request import Request
 from podium.tasks.task import FAILED
@@ -120,7 +119,7 @@ def test_a_plan_counts_what_is_decoded_and_trains_on_the_rest():
     changes = {"model": "Qwen/Qwen2.5-0.5B-Instruct", "rollout": {"max_prompt_tokens": 64, "max_new_tokens": 64}}
     one = make_config(algorithm=REMAX, **changes)
     accelerator = find_accelerator("v6e-1")
-    drawn = make_sizes(one, find_decoder(one), accelerator).draw_lengths("gsm8k")
+    drawn = Planned.of(one, accelerator).sizes.draw_lengths("gsm8k")
     assert drawn.completions.shape == (4, 4) and drawn.decoded.completions.shape == (4, 5)
     rollout = one.rollout.model_copy(update={"slots": 8, "prefill_rows": 4})
     assert simulate_rollout(drawn, rollout).completions == 20

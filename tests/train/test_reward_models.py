@@ -20,6 +20,7 @@ from tiny_runs import (
     make_config,
     make_group,
     read_records,
+    rollout_spec,
     rules_of,
     trained,
     write_tiny_model,
@@ -32,7 +33,7 @@ from podium.config.schema import TaskConfig
 from podium.files import to_json
 from podium.models.architecture import ModelError
 from podium.models.files.hf import load_params
-from podium.models.files.source import read_reward_model, resolve
+from podium.models.files.source import read_architecture, resolve
 from podium.run.run_spec import PromptSpec, RolloutSpec
 from podium.sampling.feed import Feed
 from podium.settings import load_settings
@@ -42,7 +43,7 @@ from podium.tasks.task import FAILED, Reward
 from podium.train.evaluate import evaluate_weights
 from podium.train.loop import train
 from podium.train.reward_models import Conversation, RewardModel, load_reward_models
-from podium.train.setup import make_model, rollout_spec, run_spec
+from podium.train.setup import make_model, run_spec
 
 pytestmark = pytest.mark.usefixtures("one_device")
 TEMPLATE = (
@@ -120,7 +121,7 @@ def test_scores_are_those_of_the_last_tokens_by_its_own_tokenizer_template_and_w
     model, _ = loaded(tiny_model, reward_model, devices, max_tokens=24)
     found = model.scores([conversation(each) for each in CONVERSATIONS])
     assert found[-1] is None
-    decoder = read_reward_model(resolve(str(reward_model)))
+    decoder = read_architecture(resolve(str(reward_model)), "own scores")
     with in_float64():
         wide = load_params(resolve(str(reward_model)), decoder, rules_of())
         wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in wide.items()}

@@ -24,7 +24,7 @@ from tiny_runs import (
 
 import podium.sharding as sharding
 from podium.models.attention.packed_attention import causal_attention
-from podium.models.decoder import forward, head_weights
+from podium.models.decoder import PassSettings, forward, head_weights
 from podium.models.logprobs import logits_at
 from podium.run.resolve import resolve_recipe
 from podium.run.token_sizes import row_groups
@@ -108,7 +108,13 @@ def naive_logits() -> list[np.ndarray]:
     @jax.jit
     def compute(params):
         positions, dtype = jnp.broadcast_to(jnp.arange(ROW_TOKENS)[None], tokens.shape), jnp.dtype("float32")
-        hidden, _, _ = forward(params, jnp.array(tokens), positions, attend, config=DECODER, rules=rules, dtype=dtype)
+        hidden, _, _ = forward(
+            params,
+            jnp.array(tokens),
+            positions,
+            attend,
+            settings=PassSettings(config=DECODER, rules=rules, dtype=dtype),
+        )
         return logits_at(hidden, head_weights(params, rules, dtype), 1.0)
 
     logits = np.asarray(compute(make_params(rules)), np.float64)

@@ -5,7 +5,6 @@ import gc
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import jax
@@ -34,7 +33,6 @@ from podium.algorithms.recipes import OLD_LOGPROBS, TEACHER_HIDDEN, TEACHER_LOGP
 from podium.certify.tiny import random_weights
 from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder
 from podium.models.files.source import resolve
-from podium.models.linear import kept
 from podium.models.text.tokenizer import load_tokenizer
 from podium.observe.stats import BatchStats
 from podium.run.resolve import resolve_recipe
@@ -42,9 +40,9 @@ from podium.sharding import Params
 from podium.train.batches.batch import Batch, make_batch
 from podium.train.batches.prepare import prepare_step
 from podium.train.loop import train
-from podium.train.open import load_role
-from podium.train.scorers import make_role_program, make_role_scorer, make_scorers
+from podium.train.scorers import LoadedRole, make_role_program, make_role_scorer, make_scorers
 from podium.train.setup import (
+    StoredWeights,
     load_frozen,
     load_trained,
     make_model,
@@ -221,19 +219,19 @@ def test_a_teacher_that_is_the_base_of_the_adapters_has_no_copy_and_scores_as_on
     model = make_model(config)
     spec = run_spec(config, model.decoder, model.mesh)
     role, said = spec.roles["teacher"], []
-    source = make_role_model(role, model)
-    frozen = kept(load_frozen(model), model.rules)
+    weights = StoredWeights(model, {"teacher": make_role_model(role, model)}, said.append)
+    frozen = weights.frozen
 
     def held():
         gc.collect()
         return sum(x.nbytes for x in jax.live_arrays())
 
     before = held()
-    shared = load_role(spec, role, source, frozen=frozen, feed=SimpleNamespace(), say=said.append)
+    shared = LoadedRole(role=role, params=weights.of(role))
     assert held() == before
     assert shared.params is frozen
     apart = dataclasses.replace(role, weights="frozen")
-    own = load_role(spec, apart, source, frozen=frozen, feed=SimpleNamespace(), say=said.append)
+    own = LoadedRole(role=apart, params=weights.of(apart))
     assert held() - before == sum(x.nbytes for x in frozen.values())
     assert said[0].endswith(", the frozen weights beside the adapters") and ", weights " in said[1]
     settings = make_train_settings(spec.update, model.decoder, model.mesh)
@@ -257,9 +255,9 @@ def test_a_teacher_that_is_the_base_of_the_adapters_has_no_copy_and_scores_as_on
             frozen=frozen,
             roles=[teacher],
         )
-        assert set(trainer.taught) == kept_head
+        assert trainer.fixed.keys() - frozen.keys() == kept_head
         adapters = {name: x + 0.1 for name, x in load_trained(model, None, frozen).items()}
-        state, metrics = trainer.train_step(init_state(adapters, optimizer), batch, frozen | trainer.taught)
+        state, metrics = trainer.train_step(init_state(adapters, optimizer), batch, trainer.fixed)
         found.append((state.params, float(metrics["kl_teacher"])))
     assert found[0][1] == found[1][1] > 0
     for name, x in found[0][0].items():

@@ -153,7 +153,7 @@ def test_functions_ask_for_environments_by_name():
     assert none.call(**none.arguments(asked, group)[0]) == [None, None]
     alone.check(asked, environment=True)
     for function in (alone, RewardFunction("trl_shapes:reward_func")):
-        with pytest.raises(ValueError, match="its task has no `environment`; give it one"):
+        with pytest.raises(ValueError, match="its task has no `environment`; set one"):
             function.check(asked)
 
 

@@ -24,8 +24,8 @@ from podium.observe.stats import StepStats
 from podium.rollout.request import Completion, RolloutStats
 from podium.rollout.transcript import Transcript, transcript_of
 from podium.run.machine import Machine
-from podium.run.resolve import resolve, resolve_recipe
-from podium.run.run_spec import Role, RunSpec
+from podium.run.resolve import resolve, resolve_recipe, resolve_rollout
+from podium.run.run_spec import Role, RolloutSpec, RunSpec
 from podium.run.token_sizes import optimizer_steps
 from podium.sampling.groups import Group
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
@@ -37,7 +37,7 @@ from podium.train.batches.samples import Sample, single_answer
 from podium.train.optimizer.transforms import make_optimizer
 from podium.train.recorder import completion_stats
 from podium.train.scorers import LoadedRole
-from podium.train.setup import load_weights, make_model
+from podium.train.setup import Model, load_weights, make_model
 from podium.train.state import TrainState, init_state
 from podium.train.step import TrainSettings, shard_batch
 from podium.train.trainer import Trainer
@@ -263,6 +263,11 @@ def recipe_of(config: Config) -> Recipe:
 def spec_of(config: Config, *, devices: int = 1) -> RunSpec:
     """What a config means for DECODER on a number of CPU devices of one host."""
     return resolve(config, DECODER, Machine(platform="cpu", devices=devices))
+
+
+def rollout_spec(config: Config, model: Model) -> RolloutSpec:
+    """How a config's prompts are completed and graded by this model."""
+    return resolve_rollout(config, resolve_recipe(config), model.decoder, model.machine)
 
 
 @functools.cache

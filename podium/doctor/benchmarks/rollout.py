@@ -23,10 +23,10 @@ from podium.config.schema import Config, RolloutConfig
 from podium.doctor.benchmarks.timing import fastest_s
 from podium.hosts.platform import prepare_platform
 from podium.models.decoder import head_weights
-from podium.models.families.presets import find_architecture
 from podium.models.linear import activation_dtype, make_linear
 from podium.models.logprobs import logits_at
 from podium.models.params import LAYERS, TRAIN_AXES, param_specs
+from podium.models.presets import find_architecture
 from podium.plan.calibration import load_chip
 from podium.plan.request.phase_sizes import F32, RunSizes
 from podium.plan.request.workload import SequenceLengths, draw_lengths

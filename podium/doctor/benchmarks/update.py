@@ -18,12 +18,12 @@ from podium.doctor.benchmarks.rollout import run_lengths
 from podium.doctor.benchmarks.timing import product_rate
 from podium.hosts.platform import prepare_platform
 from podium.models.architecture import DecoderConfig
-from podium.models.families.presets import find_decoder
 from podium.models.flops import Work, step_work, update_flops
 from podium.models.params import frozen_dtype, param_specs, trained_specs
 from podium.models.quantised import make_quantise
 from podium.plan.calibration import load_chip
 from podium.plan.request.workload import SequenceLengths
+from podium.run.roles import find_decoder
 from podium.run.run_spec import BatchSizes, RunSpec
 from podium.sharding import Params, init_params, make_mesh
 from podium.train.batches.batch import Batch, make_batch

@@ -45,6 +45,14 @@ class Balance(NamedTuple):
     differing: jax.Array  # [B] float32, how many of them the router would now send to another set of experts
 
 
+class Routed(NamedTuple):
+    """Tokens, and the experts that a router chose for them."""
+
+    x: jax.Array  # [B, T, D]; on a device flattened, [N, D]
+    gates: jax.Array  # [B, T, k] float32, or [N, k]
+    chosen: jax.Array  # [B, T, k] int32, or [N, k]
+
+
 class Routing(NamedTuple):
     """A router's results."""
 

@@ -6,7 +6,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from podium.models.blocks.kind import Applied, Context, DeltaRows, Packed, States, StateSpec, StoredState, Work
+from podium.models.blocks.kind import (
+    Applied,
+    Context,
+    DeltaRows,
+    DeltaToken,
+    Packed,
+    States,
+    StateSpec,
+    StoredState,
+    Work,
+)
 from podium.models.blocks.rope import Rope
 from podium.models.blocks.spec import ParamSpec, ParamSpecs
 from podium.models.blocks.weights import LayerWeights
@@ -56,7 +66,7 @@ class _Rule:
 
         tails, (q, k, v) = self._convolved(states, counts)
         q, k, v = (x[:, 0].astype(jnp.float32) for x in (unit(q) * q.shape[-1] ** -0.5, unit(k), v))
-        stored, y = stored.delta_step(q, k, v, jnp.exp(self.g[:, 0]), self.beta[:, 0])
+        stored, y = stored.delta_step(DeltaToken(q, k, v, jnp.exp(self.g[:, 0]), self.beta[:, 0]))
         return tails, stored, y[:, None]
 
     def _convolved(self, tails: Sequence[jax.Array], counts: jax.Array) -> tuple[States, Sequence[jax.Array]]:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from podium.models.blocks.activation import Activation
+from podium.models.blocks.choices import Routed
 from podium.models.blocks.kind import Applied, Context, Work
 from podium.models.blocks.mlp import Mlp
 from podium.models.blocks.rope import Rope
@@ -102,7 +103,8 @@ class Experts:
         )
         matrices = [w[name] for name in MATRICES]
         biases = [w[f"{name}_bias"] for name in MATRICES] if self.bias else []
-        y = context.experts(x, gates, chosen, matrices, biases, count=self.count, activation=self.activation)
+        routed = Routed(x, gates, chosen)
+        y = context.experts(routed, matrices, biases, count=self.count, activation=self.activation)
         if self.shared:
             gate = context.exact("btd,de->bte", x, w["shared_router"]).astype(y.dtype)
             y = y + opened(self._every_token.apply(w, x, context).y, gate)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from podium.models.blocks.activation import Activation
-from podium.models.blocks.choices import Recorded
+from podium.models.blocks.choices import Recorded, Routed
 from podium.models.blocks.rope import Rope
 from podium.models.blocks.spec import ParamSpec, ParamSpecs
 from podium.models.blocks.weights import LayerWeight, LayerWeights
@@ -145,16 +145,21 @@ class Advance(Protocol):
         ...
 
 
+class DeltaToken(NamedTuple):
+    """A new token of each row, as the gated delta rule takes it; all float32."""
+
+    q: jax.Array  # [R, K, N]; value heads share key heads in order
+    k: jax.Array  # [R, K, N]
+    v: jax.Array  # [R, V, P]
+    decay: jax.Array  # [R, V], factor of the state
+    beta: jax.Array  # [R, V], strength of the new value
+
+
 class StoredState(Protocol):
     """A state of rows of one sequence each, in the cache that stores it."""
 
-    def delta_step(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, /
-    ) -> tuple[StoredState, jax.Array]:
-        """Advance by one token each, in place; returns the state and y.
-
-        Arguments and y are those of `podium.kernels.tpu_delta.delta_step`.
-        """
+    def delta_step(self, token: DeltaToken, /) -> tuple[StoredState, jax.Array]:
+        """Advance by one token each, in place; returns the state, and y [R, V, P] float32."""
         ...
 
 
@@ -245,9 +250,7 @@ class Context(Protocol):
 
     def experts(
         self,
-        x: jax.Array,
-        gates: jax.Array,
-        chosen: jax.Array,
+        routed: Routed,
         matrices: Sequence[LayerWeight],
         biases: Sequence[LayerWeight],
         *,

@@ -1,6 +1,6 @@
 """Reads a Hugging Face folder: its JSON files, and the tensors of its safetensors files. No jax.
 
-`podium.models.families.hf_config` reads the architecture in config.json, and `podium.models.files.hf` loads the
+`podium.models.files.hf_config` reads the architecture in config.json, and `podium.models.files.hf` loads the
 tensors.
 """
 
@@ -15,16 +15,46 @@ from safetensors import SafetensorError, safe_open
 
 from podium.models.architecture import ModelError, shown
 from podium.models.files import mxfp4
-from podium.models.files.names import NAMES, StoredTensor, is_of_text, predicts_ahead, text_name
+from podium.models.files.tensor_layout import StoredTensor
 
 logger = logging.getLogger(__name__)
 CONFIG = "config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 FLOATS = ("F32", "F16", "BF16")
-EMBEDDING, HEAD = NAMES["embed"].hf, NAMES["head"].hf
 COMPARED_BYTES = 2**24
 """Bytes of each tensor in memory at a time while two tensors are compared."""
+
+
+# For models with a vision tower: prefixes of tensors outside the text model, and of the text model's tensors.
+VISION_PREFIXES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "model.visual.",
+)
+# Layers that predict several tokens at once (Qwen3.5); transformers does not read them.
+AHEAD_PREFIX = "mtp."
+TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+
+
+def is_of_text(stored: str) -> bool:
+    """Whether a tensor in a model's files belongs to the text model, not to a vision tower."""
+    return not stored.startswith(VISION_PREFIXES)
+
+
+def predicts_ahead(stored: str) -> bool:
+    """Whether a tensor in a model's files belongs to layers that predict more than the next token."""
+    return stored.startswith(AHEAD_PREFIX)
+
+
+def text_name(stored: str) -> str:
+    """The name that a tensor of a multimodal model's file has in a text-only model."""
+    for prefix, own in TEXT_PREFIXES.items():
+        if stored.startswith(prefix):
+            return own + stored.removeprefix(prefix)
+    return stored
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -108,7 +138,7 @@ def open_folder(folder: Path) -> SafetensorsFolder:
     return _opened(folder, tuple(map(_state, _weight_files(folder))))
 
 
-def has_own_head(folder: Path) -> bool:
+def has_own_head(folder: Path, embedding: str, head: str) -> bool:
     """Whether a folder's files hold a head whose numbers differ from the embedding's, so that it cannot be tied to it.
 
     False if they hold no head, or if not all of the files are there, as where only config.json was downloaded. The
@@ -117,7 +147,7 @@ def has_own_head(folder: Path) -> bool:
     if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
         return False
     files = _listed_files(folder)
-    return all(path.is_file() for path in files) and _has_own_head(folder, tuple(map(_state, files)))
+    return all(path.is_file() for path in files) and _has_own_head(folder, tuple(map(_state, files)), embedding, head)
 
 
 class _FileState(tuple[Path, int, int]):
@@ -137,14 +167,14 @@ def _opened(folder: Path, files: tuple[_FileState, ...]) -> SafetensorsFolder:
 
 
 @functools.lru_cache(maxsize=16)
-def _has_own_head(folder: Path, files: tuple[_FileState, ...]) -> bool:
+def _has_own_head(folder: Path, files: tuple[_FileState, ...], embedding: str, head: str) -> bool:
     tensors = _opened(folder, files)
-    if HEAD not in tensors.entries or EMBEDDING not in tensors.entries or _are_equal(tensors, HEAD, EMBEDDING):
+    if not {embedding, head} <= tensors.entries.keys() or _are_equal(tensors, head, embedding):
         return False
     logger.warning(
         "%s: %s differs from %s, so the head is loaded and trained by itself, although tie_word_embeddings in"
         " config.json is true",
-        *(folder, HEAD, EMBEDDING),
+        *(folder, head, embedding),
     )
     return True
 

@@ -1,7 +1,7 @@
 """Reads GGUF files as written by llama.cpp: the header, and tensors converted to our conventions.
 
 The header is parsed here, because config checks wait for it and the `gguf` library takes 1.7 s for a vocabulary of
-49,000 tokens; that library decodes the block formats. `podium.models.families.gguf_config` reads the architecture, and
+49,000 tokens; that library decodes the block formats. `podium.models.files.gguf_config` reads the architecture, and
 `podium.models.text.tokenizer` builds the tokenizer. No jax.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 from podium.models.architecture import MAX_SIZE, DecoderConfig, ModelError, shown
 from podium.models.blocks.delta import DeltaNet
 from podium.models.files import mxfp4
-from podium.models.files.names import StoredTensor
+from podium.models.files.tensor_layout import StoredTensor
 
 logger = logging.getLogger(__name__)
 MAGIC = b"GGUF"
@@ -34,8 +34,6 @@ LENGTH = struct.Struct("<Q")
 F32 = 0  # llama.cpp's number of the format
 MAX_DIMS = 4  # llama.cpp's GGML_MAX_DIMS
 ROPE_FACTORS = "rope_freqs.weight"
-IN_PAIRS = ("llama", "mistral3")
-"""Architectures whose files store queries and keys permuted, because llama.cpp rotates adjacent elements of a head."""
 IN_BLOCK = re.compile(r"^blk\.(\d+)\.")
 AHEAD = ".nextn."
 """Part of the names of tensors that only blocks for multi-token prediction have."""
@@ -177,10 +175,11 @@ class GgufTensors:
     decoder's layers, are left out.
     """
 
-    def __init__(self, header: GgufHeader, config: DecoderConfig):
+    def __init__(self, header: GgufHeader, config: DecoderConfig, *, in_pairs: bool):
+        """Raises ModelError if a tensor has an unknown format, or is truncated; `in_pairs` as in `GgufForm`."""
         self._library = _import_library()
         self._path = header.path
-        self._in_pairs = header.metadata["general.architecture"] in IN_PAIRS
+        self._in_pairs = in_pairs
         self._head_dim = config.head_dim
         self._norm_offset = config.norm_offset
         self._net = next((block.mixer for block in config.blocks if isinstance(block.mixer, DeltaNet)), None)

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,13 +28,10 @@ from safetensors.numpy import save_file
 from podium.files import cause_of, disk_advice
 from podium.models.architecture import DecoderConfig, ModelError
 from podium.models.blocks.spec import ParamSpec
-from podium.models.families.hf_config import to_hf_config
-from podium.models.families.model_types import FAMILIES
+from podium.models.families import FAMILIES
 from podium.models.files import mxfp4
 from podium.models.files.folder import (
-    EMBEDDING,
     FLOATS,
-    HEAD,
     INDEX,
     WEIGHTS,
     SafetensorsFolder,
@@ -42,16 +39,18 @@ from podium.models.files.folder import (
     open_folder,
 )
 from podium.models.files.gguf import ROPE_FACTORS, GgufHeader, GgufTensors, rope_divisors
+from podium.models.files.gguf_config import gguf_form
+from podium.models.files.hf_config import to_hf_config
 from podium.models.files.names import (
     FIRST_APART,
     INVERSE_FREQUENCIES,
-    NAMES,
-    FileKind,
     FilePart,
-    Tensors,
     file_parts,
+    head_tensors,
+    layout_of,
 )
 from podium.models.files.source import ModelSource, has_tower, own_scores
+from podium.models.files.tensor_layout import FileKind, Tensors
 from podium.models.params import param_specs
 from podium.models.text.tokenizer import Tokenizer
 from podium.sharding import Params, ShardingRules, init_params, param_shardings
@@ -72,14 +71,15 @@ def load_params(
 ) -> Params:
     """Load a model's weights, converted to `dtype`, each into its shards on the mesh.
 
-    `config` is `read_architecture(source)` or `read_scorer(source)`; `only` names the weights to load (unset: all). A
-    head of scores that the files do not have is drawn at random, always the same. Raises ModelError if a file
-    is truncated, or a tensor is missing, unexpected, of the wrong shape, or not floating point.
+    `config` is what `read_architecture` makes of the source; `only` names the weights to load (unset: all). A head of
+    scores that the files do not have is drawn at random, always the same. Raises ModelError if a file is truncated, or
+    a tensor is missing, unexpected, of the wrong shape, or not floating point.
     """
     specs = param_specs(config)
     kind: FileKind = source.kind
     if source.kind == "gguf":
-        tensors: Tensors = GgufTensors(source.header, config)
+        form, _ = gguf_form(source.header)
+        tensors: Tensors = GgufTensors(source.header, config, in_pairs=form.in_pairs)
         _check_rope(source.header, config)
     else:
         tensors = open_folder(source.path)
@@ -111,14 +111,15 @@ def _tied_parts(parts: list[FilePart], tensors: Tensors, config: DecoderConfig) 
 
     transformers accepts either name too; a program that writes a shared tensor once may keep either.
     """
-    if not config.tied or EMBEDDING in tensors.entries or HEAD not in tensors.entries:
+    embedding, head = head_tensors(config)
+    if not config.tied or embedding in tensors.entries or head not in tensors.entries:
         return parts
-    return [dataclasses.replace(part, tensor=HEAD) if part.tensor == EMBEDDING else part for part in parts]
+    return [dataclasses.replace(part, tensor=head) if part.tensor == embedding else part for part in parts]
 
 
 def _leave_out(tensors: SafetensorsFolder, source: ModelSource, config: DecoderConfig) -> None:
     """Warn of tensors outside the text model. Raises ModelError if the model's type has no such tensors."""
-    further = FAMILIES[config.model_type].like_qwen35
+    further = FAMILIES[config.model_type].predicts_ahead
     for group, described, expected in (
         (tensors.of_tower, "tensors of its vision tower are left out: the text model is trained", has_tower(source)),
         (tensors.ahead, "tensors that predict tokens after the next (mtp) are left out", further),
@@ -138,15 +139,16 @@ def _spare(tensors: Tensors, source: ModelSource, config: DecoderConfig) -> set[
 
     Raises ModelError if the numbers of one contradict the decoder.
     """
-    heads = {NAMES["head"].hf, NAMES["head"].gguf} & tensors.entries.keys()
+    embedding, head = head_tensors(config)
+    heads = {head, layout_of("head", config).gguf} & tensors.entries.keys()
     tied = config.tied and config.scores == "none"
-    if heads and tied and (source.kind == "gguf" or has_own_head(source.path)):
+    if heads and tied and (source.kind == "gguf" or has_own_head(source.path, embedding, head)):
         raise ModelError(
             f"{source.path}: its head differs from its embedding, and the decoder was read from another description, in"
             " which they are one; read the decoder from the folder itself"
         )
     spare = heads if config.tied or config.scores != "none" else set[str]()
-    if heads and config.scores != "none" and (source.kind == "gguf" or EMBEDDING in tensors.entries):
+    if heads and config.scores != "none" and (source.kind == "gguf" or embedding in tensors.entries):
         logger.warning("%s: %s is left out: the head of scores takes its place", source.path, *heads)
     if source.kind == "gguf":
         return spare | ({ROPE_FACTORS} & tensors.entries.keys())  # compared by `_check_rope`
@@ -183,7 +185,8 @@ def _check_tensors(tensors: Tensors, parts: list[FilePart], *, spare: set[str], 
         expected = part.tensor_shape
         entry = tensors.entries.get(part.tensor)
         if entry is None:
-            problems.append(_missing(part.tensor, tensors, expected, where))
+            embedding = next(each.tensor for each in parts if each.param == "embed")
+            problems.append(_missing(part, where, may_be_tied=embedding in tensors.entries))
         elif entry.shape != expected:
             wrong = f"expected shape {list(expected)}, found {list(entry.shape)}"
             problems.append(f"tensor {part.tensor} in {entry.file}: {wrong}")
@@ -204,10 +207,10 @@ def _check_tensors(tensors: Tensors, parts: list[FilePart], *, spare: set[str], 
         raise ModelError("\n".join([f"{where}: the weights do not match its config:", *told, *more]))
 
 
-def _missing(name: str, tensors: Tensors, expected: Sequence[int], where: Path) -> str:
+def _missing(part: FilePart, where: Path, *, may_be_tied: bool) -> str:
     """Describe a tensor that the files do not have."""
-    found = f"tensor {name} is missing from {where}; expected shape {list(expected)}"
-    if name == HEAD and EMBEDDING in tensors.entries:
+    found = f"tensor {part.tensor} is missing from {where}; expected shape {list(part.tensor_shape)}"
+    if part.param == "head" and may_be_tied:
         return f"{found}; if the head is the embedding, set tie_word_embeddings to true in config.json"
     return found
 

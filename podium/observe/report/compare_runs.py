@@ -3,8 +3,9 @@
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from podium.config.show import flat
 from podium.observe.report.read import RunRecords
 
 OF_A_SEED = ("name", "seed", "runs_dir")
@@ -14,18 +15,6 @@ SCORES = ("eval/accuracy", "train-reward/total/mean")
 BOOTSTRAPS = 2_000
 LAST_SHARE = 0.1
 """If there are no evaluations, a run's score is its mean reward over this last share of the steps."""
-
-
-def flat(tree: object, key: str = "") -> dict[str, object]:
-    """The leaves of nested mappings by dotted key, as `--set` has them; a list is a leaf, unless it is of mappings."""
-    if isinstance(tree, list) and tree and all(isinstance(each, Mapping) for each in tree):
-        tree = dict(enumerate(tree))
-    if not isinstance(tree, Mapping) or not tree:
-        return {key: tree}
-    found: dict[str, object] = {}
-    for part, value in tree.items():
-        found |= flat(value, f"{key}.{part}" if key else str(part))
-    return found
 
 
 def differences(runs: Sequence[RunRecords]) -> dict[str, list[object]]:

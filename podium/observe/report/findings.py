@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Literal
 
 from podium.observe.alarms import MOSTLY_CUT, SOLVED, gap_limit, milder_weights
+from podium.observe.history import Series
 from podium.observe.metrics import GAP_METRIC, REWARD, TRUNCATED, UPDATES
-from podium.observe.report.read import RunRecords, Series
+from podium.observe.report.read import RunRecords
 
 MIN_STEPS = 6
 IDLE_SHARE = 0.25

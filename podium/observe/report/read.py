@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,12 @@ import yaml
 
 from podium.config.errors import UsageError
 from podium.files import open_file
+from podium.observe.history import History
 from podium.observe.identity import SUMMARY
 from podium.observe.record_check import listed, missing_steps
 from podium.observe.run_dir import CONFIG, MACHINE, METRICS
 
 PLAN = "plan.json"  # podium.plan.report.deviation
-
-
-@dataclasses.dataclass(frozen=True)
-class Series:
-    """The values of one metric, with their steps."""
-
-    steps: list[int]
-    values: list[float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +27,7 @@ class RunRecords:
     summary: Mapping[str, Any]
     machine: Mapping[str, Any]
     plan: Mapping[str, Any]
-    metrics: Mapping[str, Series]
-    """By name, in order of first appearance."""
+    metrics: History
     problems: tuple[str, ...]
     """A sentence for each missing or damaged file."""
 
@@ -44,11 +35,6 @@ class RunRecords:
     def name(self) -> str:
         """The run's name, or its folder's name without a config."""
         return str(self.config.get("name") or self.folder.name)
-
-    @property
-    def steps(self) -> int:
-        """The last step with a metric."""
-        return max((series.steps[-1] for series in self.metrics.values()), default=0)
 
     def setting(self, key: str, default: Any = None) -> Any:
         """The value of a dotted key in the config."""
@@ -104,7 +90,7 @@ def records(path: Path, problems: list[str]) -> Iterator[tuple[int, int, dict[st
     with opened as file:
         start = 0
         for number, line in enumerate(file, start=1):
-            record = _record(line)
+            record = parse_record(line)
             if record is not None:
                 yield start, len(line), record
             elif line.strip():
@@ -116,7 +102,8 @@ def records(path: Path, problems: list[str]) -> Iterator[tuple[int, int, dict[st
         problems.append(f"{path.name}: {len(damaged)} {noun} damaged (line {lines}) and left out")
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line of JSON; None for a damaged line."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -141,9 +128,9 @@ def _document(path: Path, parse: Any, problems: list[str], consequence: str) -> 
     return found
 
 
-def _metrics(path: Path, problems: list[str]) -> dict[str, Series]:
-    """Every metric's values by step; if a step was written twice, the last line counts."""
-    found: dict[str, dict[int, float]] = {}
+def _metrics(path: Path, problems: list[str]) -> History:
+    """The metrics in a file; steps that go back or are missing are reported in `problems`."""
+    found = History()
     last, repeated = -1, 0
     steps: list[int] = []
     for _, _, record in records(path, problems):
@@ -154,14 +141,11 @@ def _metrics(path: Path, problems: list[str]) -> dict[str, Series]:
         last = step
         if not any(name.startswith("eval/") for name in record):
             steps.append(step)
-        for name, value in record.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if name != "step" and number:
-                found.setdefault(name, {})[step] = value
+        found.add(record)
     if repeated:
         problems.append(
             f"{path.name}: steps go back {repeated} times, as if it held two runs; of each step the last line counts"
         )
     if lost := missing_steps(steps, max(steps, default=0)):
         problems.append(f"{path.name}: {listed(lost)} {'is' if len(lost) == 1 else 'are'} missing")
-    return {name: Series(sorted(values), [values[step] for step in sorted(values)]) for name, values in found.items()}
+    return found

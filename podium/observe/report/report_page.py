@@ -13,12 +13,13 @@ from pydantic import BaseModel
 
 from podium.config.reward_model import RewardModelConfig
 from podium.config.schema import Config, TaskConfig
+from podium.config.show import flat
 from podium.files import write_atomically
 from podium.observe.identity import RUN, stored_id
 from podium.observe.metrics import ACCURACY, find_metric
 from podium.observe.out_files import check_page, page_mark
 from podium.observe.report.charts import CURVES, PHASES, WORK, charts
-from podium.observe.report.compare_runs import comparison, flat
+from podium.observe.report.compare_runs import comparison
 from podium.observe.report.findings import evaluated_tasks, findings
 from podium.observe.report.read import RunRecords, read_run
 from podium.observe.report.sample_pages import read_samples
@@ -142,15 +143,14 @@ def headline(run: RunRecords) -> dict[str, object]:
     if not evaluated and ACCURACY in run.metrics:
         evaluated = [("", run.metrics[ACCURACY])]
     for task, accuracy in evaluated:
-        ends = [run.metrics.get(f"eval/{task}/accuracy_interval/{end}") for end in ("low", "high")]
-        others = {kind: run.metrics.get(f"eval/{task}/{kind}") for kind in ("avg_at_k", "pass_at_k")}
+        ends = [run.metrics.last(f"eval/{task}/accuracy_interval/{end}") for end in ("low", "high")]
         tasks.append(
             {
                 "task": task,
                 "first": [accuracy.steps[0], accuracy.values[0]],
                 "last": [accuracy.steps[-1], accuracy.values[-1]],
-                "interval": [series.values[-1] for series in ends if series],
-                **{kind: series.values[-1] if series else None for kind, series in others.items()},
+                "interval": [end for end in ends if end is not None],
+                **{kind: run.metrics.last(f"eval/{task}/{kind}") for kind in ("avg_at_k", "pass_at_k")},
             }
         )
     reward = run.metrics.get("train-reward/total/mean")
@@ -160,12 +160,12 @@ def headline(run: RunRecords) -> dict[str, object]:
         "reward": [reward.values[0], reward.values[-1]] if reward else None,
         "model": run.setting("model"),
         "recipe": run.setting("algorithm.recipe"),
-        "steps": run.steps,
+        "steps": run.metrics.steps,
         "planned_steps": run.setting("steps"),
-        "wall_s": _last(run, "time/wall_s"),
-        "cpu_s": _last(run, "time/cpu_s"),
-        "generated_tokens": _total(run, "rollout/completion_tokens"),
-        "trained_tokens": _total(run, "train-other/total_valid_token_count"),
+        "wall_s": run.metrics.last("time/wall_s"),
+        "cpu_s": run.metrics.last("time/cpu_s"),
+        "generated_tokens": run.metrics.total("rollout/completion_tokens"),
+        "trained_tokens": run.metrics.total("train-other/total_valid_token_count"),
         "machine": run.machine.get("text"),
         "commit": run.summary.get("commit"),
     }
@@ -202,13 +202,3 @@ def planned(run: RunRecords) -> dict[str, object] | None:
         "memory": [[str(phase.get("name")), phase.get("gib")] for phase in phases],
         "hbm_gib": run.plan.get("hbm_gib"),
     }
-
-
-def _last(run: RunRecords, name: str) -> float | None:
-    series = run.metrics.get(name)
-    return series.values[-1] if series else None
-
-
-def _total(run: RunRecords, name: str) -> float | None:
-    series = run.metrics.get(name)
-    return sum(series.values) if series else None

@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from optax import GradientTransformation
 
 from podium.compiler import Lowerable
 from podium.models.adapters import abstract_frozen
@@ -38,11 +39,10 @@ from podium.sharding import AbstractParams, Params, ShardingRules, abstract_para
 from podium.train.batches.batch import Batch, make_batch
 from podium.train.optimizer.offload import takes_no_device
 from podium.train.optimizer.transforms import make_opt_init
-from podium.train.scorers import make_role_program, role_settings
+from podium.train.scorers import compared_head, make_role_program, role_settings
 from podium.train.setup import make_run_optimizer, make_train_settings
-from podium.train.state import abstract_state
+from podium.train.state import TrainState, abstract_state
 from podium.train.step import (
-    TEACHER_HEAD,
     TrainSettings,
     abstract_batch,
     abstract_scored,
@@ -61,95 +61,161 @@ class PhaseProgram:
     """Bytes in use on a device beside the program's own arguments, by kind of array."""
 
 
-def phase_programs(spec: RunSpec, mesh: Mesh) -> dict[str, PhaseProgram]:
+Found = dict[str, PhaseProgram]
+MakePhase = Callable[[Stage, Lowerable, tuple[object, ...], Mapping[str, object]], PhaseProgram]
+"""Makes the program of a stage from its arguments; the last are the residents among them, by kind of array."""
+
+
+def phase_programs(spec: RunSpec, mesh: Mesh) -> Found:
     """The programs of a run by name, in the order in which a run first calls them.
 
-    Names: init, sync, prefill:T by chunk length, copy, decode:S by slots, reward:NAME by reward model, score if it is
-    needed, the `phase` of each other role and, if it is trained, its name, and update.
+    Names: init, sync, prefill:T by chunk length, copy, decode:S by slots, score if it is needed, the `phase` of each
+    other role and, if it is trained, its name, and update.
 
     Raises:
         ValueError: an array does not divide over the mesh.
     """
-    recipe, decoder = spec.recipe, spec.decoder
-    specs, optimizer = trained_specs(decoder), make_run_optimizer(spec.optimizer, decoder)
-    settings = make_train_settings(spec.update, decoder, mesh)
-    params = abstract_params(specs, jnp.dtype(jnp.float32), settings.stored)
-    frozen = abstract_frozen(decoder, settings.stored)
-    state = abstract_state(params, optimizer)
-    score, train_step = make_train_programs(settings, recipe, optimizer)
-    batch = abstract_batch(make_batch([], spec.batch)[0], settings.computing)
-    weights = {role.name: _abstract_weights(role, settings) for role in spec.roles.values()}
-    learning = {
-        role.name: abstract_state(weights[role.name], make_run_optimizer(role.learning.optimizer, role.decoder))
-        for role in spec.scoring_models
-        if role.learning is not None
+    training, engine = _abstract_training(spec, mesh), _abstract_engine(spec, mesh)
+    phase = functools.partial(_phase, _residents(spec, training, engine))
+    return {
+        "init": _phase([], "sync", make_opt_init(training.optimizer, training.params), (training.params,), {}),
+        **_rollout_programs(spec, training, engine, phase),
+        **_update_programs(spec, training, phase),
     }
-    scored = abstract_scored(
-        spec.batch, recipe, settings, width=0 if spec.compared is None else spec.compared.decoder.width
-    )
-    compared: dict[str, jax.ShapeDtypeStruct] = {}
-    if spec.compared is not None and (of_compared := weights[spec.compared.name]):
-        compared[TEACHER_HEAD] = of_compared.get("head", of_compared["embed"])
 
-    engine = _abstract_engine(spec, mesh)
-    merged = decoder.lora is not None and decoder.lora.merged
-    kept = [] if keeps(frozen, decoder, engine.rules, engine.dtype) else engine.frozen
-    waiting = recipe.minibatches * device_bytes(scored)
-    table = [
-        Resident("parameters", device_bytes(params)),
+
+class _AbstractRole(NamedTuple):
+    """The arrays of a model other than the policy."""
+
+    weights: AbstractParams
+    """Empty if they are the policy's own frozen weights."""
+    state: TrainState | None
+    """None unless it is trained."""
+
+
+class _AbstractTraining(NamedTuple):
+    """The trainer's arrays and what its programs are made with."""
+
+    settings: TrainSettings
+    optimizer: GradientTransformation
+    params: AbstractParams
+    frozen: AbstractParams
+    state: TrainState
+    batch: Batch[jax.Array]
+    """A minibatch before it is scored."""
+    scored: Batch[jax.Array]
+    roles: Mapping[str, _AbstractRole]
+    compared: AbstractParams
+    """The head of a role whose distributions updates compute; empty without one, or if it is among `frozen`."""
+
+
+def _abstract_training(spec: RunSpec, mesh: Mesh) -> _AbstractTraining:
+    decoder = spec.decoder
+    settings, optimizer = make_train_settings(spec.update, decoder, mesh), make_run_optimizer(spec.optimizer, decoder)
+    params = abstract_params(trained_specs(decoder), jnp.dtype(jnp.float32), settings.stored)
+    roles = {role.name: _abstract_role(role, settings) for role in spec.roles.values()}
+    compared = {} if spec.compared is None else roles[spec.compared.name].weights
+    width = 0 if spec.compared is None else spec.compared.decoder.width
+    return _AbstractTraining(
+        settings=settings,
+        optimizer=optimizer,
+        params=params,
+        frozen=abstract_frozen(decoder, settings.stored),
+        state=abstract_state(params, optimizer),
+        batch=abstract_batch(make_batch([], spec.batch)[0], settings.computing),
+        scored=abstract_scored(spec.batch, spec.recipe, settings, width=width),
+        roles=roles,
+        compared=compared_head(compared) if compared else {},
+    )
+
+
+def _abstract_role(role: Role, settings: TrainSettings) -> _AbstractRole:
+    if role.weights == "policy_base":
+        return _AbstractRole({}, None)
+    trained = abstract_params(trained_specs(role.decoder), jnp.dtype(jnp.float32), settings.stored)
+    weights = abstract_frozen(role.decoder, settings.stored) | trained
+    if role.learning is None:
+        return _AbstractRole(weights, None)
+    return _AbstractRole(weights, abstract_state(weights, make_run_optimizer(role.learning.optimizer, role.decoder)))
+
+
+def _residents(spec: RunSpec, training: _AbstractTraining, engine: "_AbstractEngine") -> list[Resident]:
+    """All arrays that stay on a device between programs."""
+    state, frozen = training.state, training.frozen
+    merged = spec.decoder.lora is not None and spec.decoder.lora.merged
+    kept = [] if keeps(frozen, spec.decoder, engine.rules, engine.dtype) else engine.frozen
+    roles = [(spec.roles[name].kind, role) for name, role in training.roles.items()]
+    return [
+        Resident("parameters", device_bytes(training.params)),
         Resident("optimizer", device_bytes((state.step, state.opt_state))),
-        *(Resident(f"{role.kind}_weights", device_bytes(weights[role.name])) for role in spec.roles.values()),
+        *(Resident(f"{kind}_weights", device_bytes(role.weights)) for kind, role in roles),
         *(
-            Resident(f"{spec.roles[name].kind}_optimizer", device_bytes((each.step, each.opt_state)))
-            for name, each in learning.items()
+            Resident(f"{kind}_optimizer", device_bytes((role.state.step, role.state.opt_state)))
+            for kind, role in roles
+            if role.state is not None
         ),
         # Unless it has its own copy, the rollout reads the trainer's frozen weights.
         Resident("frozen_weights", device_bytes(frozen), STEP if kept or merged else ("sync", "update")),
         Resident("rollout_weights", device_bytes(kept), ("sync", "update")),
         Resident("rollout_weights", device_bytes(engine.weights), ("rollout",)),
         Resident("kv_cache", device_bytes(engine.cache), ("rollout",)),
-        Resident("batch", waiting, ("update",)),
+        Resident("batch", spec.recipe.minibatches * device_bytes(training.scored), ("update",)),
     ]
-    phase = functools.partial(_phase, table)
-    own, under = {"parameters": params}, {"frozen_weights": frozen}
-    found = {"init": _phase([], "sync", make_opt_init(optimizer, params), (params,), {})}
-    synced = own | under if merged else own
-    found["sync"] = phase("sync", engine.programs.sync, (params | frozen if merged else params,), synced)
+
+
+def _rollout_programs(spec: RunSpec, training: _AbstractTraining, engine: "_AbstractEngine", phase: MakePhase) -> Found:
+    """The programs that take the rollout's weights from the trainer, make completions, and grade them."""
+    decoder = spec.decoder
+    synced: dict[str, object] = {"parameters": training.params}
+    weights = training.params
+    if decoder.lora is not None and decoder.lora.merged:
+        weights, synced["frozen_weights"] = weights | training.frozen, training.frozen
+    found = {"sync": phase("sync", engine.programs.sync, (weights,), synced)}
     for name, call in engine_calls(engine.programs, spec.rollout.settings, decoder, engine.rules, engine.dtype).items():
         read = {} if name == "copy" else {"rollout_weights": engine.weights}
         found[name] = phase("rollout", *call, {"kv_cache": engine.cache, **read})
     for role in spec.rollout.grading_models:
-        read, shown = {f"{role.kind}_weights": weights[role.name]}, _abstract_own_batch(spec, role, settings)
-        found[role.phase] = phase("rollout", make_role_program(role, settings), (weights[role.name], shown), read)
-    if recipe.scorers:
-        found[SCORE] = phase("update", score, (params | frozen, batch), own | under | {"batch": batch})
-    unrouted = dataclasses.replace(batch, choices=None)
-    for role in spec.scoring_models:
-        if role.phase == SCORE:
-            continue
-        read = {f"{role.kind}_weights": weights[role.name]} if weights[role.name] else under
-        shown, given = unrouted, {"batch": unrouted}
-        if role.longer_prompts is not None:
-            shown, given = _abstract_own_batch(spec, role, settings), {}
-        program = make_role_program(role, settings)
-        found[role.phase] = phase("update", program, (weights[role.name] or frozen, shown), read | given)
-        if role.learning is not None:
-            own_state = learning[role.name]
-            optimizer = make_run_optimizer(role.learning.optimizer, role.decoder)
-            step = make_value_step(role_settings(role, settings), optimizer, clip=role.learning.clip)
-            read |= {f"{role.kind}_optimizer": (own_state.step, own_state.opt_state), "batch": scored}
-            found[role.name] = phase("update", step, (own_state, scored), read)
-    trained = own | under | {"optimizer": (state.step, state.opt_state), "batch": scored, "teacher_weights": compared}
-    found["update"] = phase("update", train_step, (state, scored, frozen | compared), trained)
+        weights, program = training.roles[role.name].weights, make_role_program(role, training.settings)
+        arguments = weights, _abstract_own_batch(spec, role, training.settings)
+        found[role.phase] = phase("rollout", program, arguments, {f"{role.kind}_weights": weights})
     return found
 
 
-def _abstract_weights(role: Role, settings: TrainSettings) -> AbstractParams:
-    """The weights of a model other than the policy; empty if they are the policy's own frozen weights."""
-    if role.weights == "policy_base":
-        return {}
-    trained = abstract_params(trained_specs(role.decoder), jnp.dtype(jnp.float32), settings.stored)
-    return abstract_frozen(role.decoder, settings.stored) | trained
+def _update_programs(spec: RunSpec, training: _AbstractTraining, phase: MakePhase) -> Found:
+    """The programs that score a step's batch and train on it."""
+    settings, batch, state, scored = training.settings, training.batch, training.state, training.scored
+    score, train_step = make_train_programs(settings, spec.recipe, training.optimizer)
+    own = {"parameters": training.params, "frozen_weights": training.frozen}
+    found: Found = {}
+    if spec.recipe.scorers:
+        found[SCORE] = phase("update", score, (training.params | training.frozen, batch), own | {"batch": batch})
+    for role in spec.scoring_models:
+        if role.phase != SCORE:
+            found |= _role_programs(spec, role, training, phase)
+    arguments = state, scored, training.frozen | training.compared
+    own |= {"optimizer": (state.step, state.opt_state), "batch": scored}
+    if spec.compared is not None:
+        own[f"{spec.compared.kind}_weights"] = training.compared
+    return found | {"update": phase("update", train_step, arguments, own)}
+
+
+def _role_programs(spec: RunSpec, role: Role, training: _AbstractTraining, phase: MakePhase) -> Found:
+    """The program by which a role scores a batch and, if it is trained, the one that trains it."""
+    settings, arrays, scored = training.settings, training.roles[role.name], training.scored
+    # The policy's own frozen weights are those of a role without weights.
+    read = {f"{role.kind}_weights": arrays.weights} if arrays.weights else {"frozen_weights": training.frozen}
+    shown = dataclasses.replace(training.batch, choices=None)
+    given: dict[str, object] = {"batch": shown}
+    if role.longer_prompts is not None:
+        shown, given = _abstract_own_batch(spec, role, settings), {}
+    program, arguments = make_role_program(role, settings), (arrays.weights or training.frozen, shown)
+    found = {role.phase: phase("update", program, arguments, read | given)}
+    if role.learning is not None and (state := arrays.state) is not None:
+        optimizer = make_run_optimizer(role.learning.optimizer, role.decoder)
+        step = make_value_step(role_settings(role, settings), optimizer, clip=role.learning.clip)
+        own = read | {f"{role.kind}_optimizer": (state.step, state.opt_state), "batch": scored}
+        found[role.name] = phase("update", step, (state, scored), own)
+    return found
 
 
 def _abstract_own_batch(spec: RunSpec, role: Role, settings: TrainSettings) -> Batch[jax.Array]:

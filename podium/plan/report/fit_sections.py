@@ -7,9 +7,10 @@ from podium.config.show import to_yaml
 from podium.plan.report.advice import fit_advice
 from podium.plan.report.sections import Line, ReportSection, Table
 from podium.plan.report.write import nested
+from podium.plan.request.candidate import Change
 from podium.plan.result import Plan
 from podium.plan.search.fit import Fitted, Tried
-from podium.plan.search.study import Change, Outcome
+from podium.plan.search.study import Outcome
 
 
 def fit_sections(found: Fitted, *, alone: bool = False) -> list[ReportSection]:

@@ -12,7 +12,7 @@ from podium.plan.report.advice import advice_line
 from podium.plan.report.formatting import step_parts, verdict_line
 from podium.plan.result import Plan
 from podium.plan.search.fit import Fitted
-from podium.plan.search.search import Largest
+from podium.plan.search.largest import Largest
 from podium.plan.search.study import Outcome
 
 Object = dict[str, Any]

@@ -150,6 +150,8 @@ def _rollout(run: RunSizes, workload: Workload) -> Iterator[str]:
         return
     if run.layout.why:
         yield f"rollout.layout {'auto ' if run.rollout.layout == 'auto' else ''}is {run.layout.why}"
+    if (own := run.spec.rollout.demonstrations) is not None:
+        yield f"{own.per_step} demonstrations a step are counted in its rows, each as long as a completion"
     busy, ran = workload.slots_busy(rollout.slots), workload.slot_utilisation
     yield f"slots are {busy:.0%} busy over {workload.decode_steps} decode steps, and {ran:.0%} of the programs' rows"
     if recipe.zero_variance == "refill":

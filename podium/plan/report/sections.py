@@ -12,10 +12,9 @@ from podium.accelerators import GIB
 from podium.plan.report.advice import advice_line, effect
 from podium.plan.report.deviation import CheckRow
 from podium.plan.result import Phase, Plan, Verdict, margin
-from podium.plan.search.compare_plans import by_price
 from podium.plan.search.fit import Fitted
-from podium.plan.search.rank_machines import MOST_DEVICES, Ranking
-from podium.plan.search.search import Largest
+from podium.plan.search.largest import Largest
+from podium.plan.search.ranking import MOST_DEVICES, Ranking, by_price
 from podium.plan.search.study import Outcome, RunCost
 from podium.plan.traced.over_floor import copies
 from podium.prices import HOUR_S

@@ -10,7 +10,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
 from podium.accelerators import Accelerator
+from podium.algorithms.recipes import Recipe
 from podium.config.attention_blocks import cache_block_pages, kv_layout, window_blocks
 from podium.config.head import fast_memory, head_chunks, head_tile
 from podium.config.imports import is_path
@@ -23,17 +26,17 @@ from podium.models import params
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.kind import StateSpec, Work
 from podium.models.blocks.spec import ParamSpec, ParamSpecs, is_matrix
-from podium.models.families.presets import find_decoder
 from podium.models.layouts import Layout, group_bytes
 from podium.models.params import (
     param_specs,
     trained_specs,
 )
+from podium.plan.request.candidate import Change, Value
 from podium.plan.request.workload import SequenceLengths, draw_lengths
-from podium.plan.search.study import Change
 from podium.rollout.cache_layout import Kept, kept_places, kv_pages, num_cells
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
+from podium.run.roles import find_decoder
 from podium.run.run_spec import Role, RunSpec, UpdateSpec
 
 F32 = 4
@@ -154,9 +157,16 @@ class RunSizes:
         return self.spec.rollout.layout
 
     def draw_lengths(self, source: str) -> SequenceLengths:
-        """Draw the prompt and completion lengths of a step; `source` as for `workload.draw_lengths`."""
+        """Draw the prompt and completion lengths of a step; `source` as for `workload.draw_lengths`.
+
+        Demonstrations that are mixed in are assumed to be as long as completions.
+        """
         spec = self.spec
         drawn = draw_lengths(source, self.rollout, prompts=spec.prompts_per_step, completions=spec.rollout.completions)
+        if (own := spec.rollout.demonstrations) is not None:
+            found = draw_lengths(source, self.rollout, prompts=own.per_step, completions=1, seed=1)
+            demonstrations = np.stack([found.prompts, found.drawn[:, 0]], axis=1)
+            drawn = dataclasses.replace(drawn, demonstrations=demonstrations)
         if "baselines" not in spec.recipe.reads:
             return drawn
         return dataclasses.replace(drawn, completions=drawn.completions[:, :-1], greedy=drawn.completions[:, -1])
@@ -180,11 +190,6 @@ class RunSizes:
     def batch_shards(self) -> int:
         """Number of devices that the rows of a micro-batch are split over."""
         return self.train_parts["batch"]
-
-    @property
-    def micro_batch_rows(self) -> int:
-        """Rows of a micro-batch over all devices."""
-        return self.rows * self.batch_shards
 
     @property
     def rollout_shards(self) -> int:
@@ -447,14 +452,29 @@ class Planned(NamedTuple):
     sizes: RunSizes
 
     @classmethod
-    def of(cls, config: Config, accelerator: Accelerator, decoder: DecoderConfig | None = None) -> "Planned":
-        """The run of a config; `decoder` defaults to the config's model. Raises ValueError as `make_sizes` does."""
-        return cls(config, make_sizes(config, decoder or find_decoder(config), accelerator))
+    def of(
+        cls,
+        config: Config,
+        accelerator: Accelerator,
+        decoder: DecoderConfig | None = None,
+        *,
+        recipe: Recipe | None = None,
+    ) -> "Planned":
+        """The run of a config; decoder and recipe default to those that the config names.
+
+        Raises ValueError if settings conflict with each other, the model or the machine.
+        """
+        spec = resolve(config, decoder or find_decoder(config), Machine.planned(accelerator), recipe=recipe)
+        return cls(config, RunSizes(spec=spec))
+
+    def value(self, key: str) -> Value:
+        """The value of a setting, named by its dotted path."""
+        if key == "train.rows_per_device":
+            return self.sizes.rows
+        return functools.reduce(getattr, key.split("."), self.config)  # pyright: ignore[reportReturnType]
 
     def changed(self, changes: Iterable[Change]) -> "Planned":
-        """The run with changed settings, without a check of the config's rules. Raises ValueError as `make_sizes`
-        does.
-        """
+        """The run with changed settings, without a check of the config's rules. Raises ValueError as `of` does."""
         return Planned.of(self.changed_settings(changes), self.sizes.accelerator)
 
     def changed_settings(self, changes: Iterable[Change]) -> Config:
@@ -475,11 +495,6 @@ def _assigned(section: AnySection, keys: Sequence[str], value: object) -> AnySec
 def sizes_on(spec: RunSpec, accelerator: Accelerator) -> RunSizes:
     """The sizes of a resolved run on its machine, which has this entry in the table of accelerators."""
     return RunSizes(spec=dataclasses.replace(spec, machine=Machine.planned(accelerator)))
-
-
-def make_sizes(config: Config, decoder: DecoderConfig, accelerator: Accelerator) -> RunSizes:
-    """The sizes of a run on a machine. Raises ValueError if the mesh does not fit the machine."""
-    return RunSizes(spec=resolve(config, decoder, Machine.planned(accelerator)))
 
 
 def rollout_bytes(run: RunSizes, specs: ParamSpecs) -> int:

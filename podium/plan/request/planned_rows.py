@@ -57,11 +57,17 @@ def _packed(given: _Packing) -> PackedRows:
     lengths = given.lengths
     rows: list[int] = []
     seen = 0
-    for part in np.array_split(np.arange(len(lengths.prompts)), given.minibatches):
+    mixed_in = lengths.demonstrations if lengths.demonstrations is not None else np.zeros((0, 2), int)
+    imitated = np.array_split(np.arange(len(mixed_in)), given.minibatches)
+    for part, own in zip(np.array_split(np.arange(len(lengths.prompts)), given.minibatches), imitated, strict=True):
         samples = [
             Lengths(group=int(group), shown=int(lengths.prompts[group]) - 1, own=int(tokens))
             for group in part
             for tokens in lengths.completions[group]
+        ]
+        samples += [
+            Lengths(group=len(lengths.prompts) + row, shown=int(mixed_in[row, 0]) - 1, own=int(mixed_in[row, 1]))
+            for row in own.tolist()
         ]
         found = pack_rows(samples, row_tokens=given.row_tokens, packing=given.packing)
         rows.append(len(found))

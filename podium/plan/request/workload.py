@@ -58,6 +58,7 @@ class SequenceLengths:
     completions: np.ndarray  # [N, G] int, of conversations: answers and replies together
     replies: Replies | None = None
     """None: each prompt gets a single answer, without replies."""
+    demonstrations: np.ndarray | None = None  # [M, 2] int, prompts and texts of demonstrations; None if absent
     greedy: np.ndarray | None = None  # [N] int, of greedy completions, which no update trains on; None if absent
 
     @property
@@ -190,8 +191,8 @@ def _conversing(alone: SequenceLengths, replies: Replies, rollout: RolloutConfig
 
 
 def longer_prompts(lengths: SequenceLengths, tokens: int) -> SequenceLengths:
-    """The lengths of a step whose prompts are all this much longer, as a teacher with its own prompts reads them."""
-    return dataclasses.replace(lengths, prompts=lengths.prompts + tokens)
+    """The lengths of a step whose prompts are all this much longer, as a role with prompts of its own reads them."""
+    return dataclasses.replace(lengths, prompts=lengths.prompts + tokens, demonstrations=None)
 
 
 def no_rollout(lengths: SequenceLengths) -> Workload:
@@ -243,7 +244,8 @@ def simulate_rollout(
 
 def content(lengths: SequenceLengths) -> Hashable:
     """A value that is equal for equal lengths."""
-    return tuple((x.shape, x.tobytes()) for x in (lengths.prompts, lengths.completions)), lengths.replies
+    arrays = (lengths.prompts, lengths.completions, lengths.demonstrations)
+    return tuple((x.shape, x.tobytes()) for x in arrays if x is not None), lengths.replies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,13 @@
 """The candidates of `--fit`: settings of the update and of the rollout, each with its cost by the closed form. No jax.
 
 What an update needs and how long it takes does not depend on the rollout's settings, nor the reverse, apart from a few
-settings that both share. So each half of a step is costed by itself, and `podium.plan.search.fit` joins two of them.
+settings that both share. So each half of a step is costed by itself, and a pair of two of them is chosen.
 """
 
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
 
@@ -15,13 +16,12 @@ from podium.config.sizes import check_split, table_pages
 from podium.plan.calibration import find_chip
 from podium.plan.planned_device import Device, closed_form_roofline
 from podium.plan.planner import is_compiled
+from podium.plan.request.candidate import Change, Changes, Value
 from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.request.planned_rows import packed_rows
 from podium.plan.request.step_calls import Call, packed_run, rollout_calls, update_calls
 from podium.plan.request.workload import SequenceLengths, no_rollout, simulate_rollout
-from podium.plan.result import Phase, margin, total
-from podium.plan.search.study import Change, Changes, Value
-from podium.plan.search.tunable_settings import value_of
+from podium.plan.result import Phase, Plan, margin, part_of, total
 from podium.plan.traced.estimate import decode_phase
 from podium.run.resolve import resolve_batch, resolve_update
 
@@ -31,6 +31,8 @@ FAR = 1.3  # share of the memory above which a candidate's variants with more ro
 CUT = 0.05  # share of a peak that an array must have for a smaller one to be tried
 SIMULATED = 4  # rollouts that fit and are simulated, for each choice of shared settings
 COARSE = 64  # decode calls that the longest completion is simulated with
+ALIKE = 0.02  # share of the fastest candidate's seconds within which fewer changes are better
+WORTH = 0.97  # share of the seconds of what fits above which something faster is not worth a compilation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,24 @@ class Place:
         return vars(self).get("rollouts", ())
 
 
+class Pair(NamedTuple):
+    """An update and a rollout with the same shared settings."""
+
+    place: Place
+    update: Half
+    rollout: Half
+
+    @property
+    def changes(self) -> Changes:
+        """All changes to the run."""
+        return (*self.place.changes, *self.update.changes, *self.rollout.changes)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, by the closed form."""
+        return self.update.seconds + self.rollout.seconds
+
+
 class Halves:
     """The candidates for one run on one machine; settings in `fixed` keep their values."""
 
@@ -108,14 +128,14 @@ class Halves:
 
     def _values(self, key: str, values: Iterable[Value]) -> list[Value]:
         """The values of a setting to try, the run's own first."""
-        own = value_of(self.own, key)
+        own = self.own.value(key)
         if key in self.fixed:
             return [own]
         return list(dict.fromkeys((own, *values)))
 
     def _changes(self, values: Mapping[str, Value]) -> Changes:
         """The values that differ from the run's, as changes."""
-        old = {key: value_of(self.own, key) for key in values}
+        old = {key: self.own.value(key) for key in values}
         return tuple(Change(key=key, value=value, old=old[key]) for key, value in values.items() if value != old[key])
 
     def _adapters(self) -> Sequence[Value]:
@@ -315,3 +335,139 @@ class _Rough(NamedTuple):
     """The phase with this peak."""
     seconds: float
     """A rough estimate of its seconds."""
+
+
+class Choice:
+    """The candidates of one search, with what the compiler said of some of them."""
+
+    def __init__(
+        self, places: Iterable[Place], hbm_bytes: int, *, fast: bool, factors: dict[tuple[str, str], float]
+    ) -> None:
+        """Prepare to consider places one after another, as they are needed; the first has the run's own shared
+        settings.
+
+        `factors` are compiled bytes over estimated ones, by phase and kind of half; what is learned is added.
+        """
+        self._waiting = list(places)
+        self._places: list[Place] = []
+        self._hbm_bytes = hbm_bytes
+        self.fast = fast
+        self._exact: dict[tuple[int, str], float] = {}
+        """Bytes of halves whose phase was compiled."""
+        self._beside = 0.0
+        """Bytes by which a whole plan, which has the code of all programs, exceeded the largest program alone."""
+        self._factors = factors
+
+    @property
+    def estimated(self) -> int:
+        """Number of halves so far."""
+        return sum(len(place.updates) + len(place.simulated) for place in self._places)
+
+    def best(self) -> Pair | None:
+        """The pair to try next: the fastest that fits, or a hardly slower one that is known to fit; None if no pair
+        fits.
+        """
+        pair = self._best(ordinary=True)
+        while self._waiting and (pair is None or pair.seconds > (1 + ALIKE) * self._least_seconds()):
+            if pair is not None and not self._ordinary(self._waiting[0]):
+                break  # other places are for runs that do not fit otherwise
+            self._places.append(self._waiting.pop(0))
+            pair = self._best(ordinary=True)
+        pair = pair or self._best(ordinary=False)
+        known = self._best(ordinary=True, known=True)
+        return known if pair and known and pair.seconds > WORTH * known.seconds else pair
+
+    def limit(self, place: Place) -> float:
+        """Bytes that a device has for a program that fits by more than the margin of error."""
+        return (1 - margin(place.compiled and not self.fast)) * self._hbm_bytes - self._beside
+
+    def need(self, half: Half) -> float:
+        """Bytes that a device needs for a half: the compiler's figure, or the closed form's, corrected."""
+        return max(
+            self._exact.get((id(half), phase), size * self._factors.get((phase, half.like), 1.0))
+            for phase, size in half.peaks.items()
+        )
+
+    def open_phases(self, pair: Pair) -> dict[str, Half]:
+        """The phases of a pair to compile by themselves, each with its half; empty if the compiler cannot judge the
+        pair.
+        """
+        if self.fast or not pair.place.compiled:
+            return {}
+        halves = (pair.update, pair.rollout)
+        return {phase: half for half in halves if (phase := self._open(half)) is not None}
+
+    def _open(self, half: Half) -> str | None:
+        """The phase of a half that should be compiled by itself; None if its memory is known, or if it is a decode sure
+        to fit.
+
+        Such a decode is compiled with the whole plan.
+        """
+        alone = (name for name in half.peaks if name == "decode" or part_of(name) == "update")
+        phase = max(alone, key=lambda name: half.peaks[name])
+        if (id(half), phase) in self._exact:
+            return None
+        sure = (1 - margin(False)) * self._hbm_bytes
+        return None if phase == "decode" and self.need(half) <= sure else phase
+
+    def learn(self, half: Half, phase: str, size: int, *, refused: bool) -> None:
+        """Record the compiler's figure for a phase of a half."""
+        self._exact[id(half), phase] = math.inf if refused else size
+        self._factors[phase, half.like] = size / half.peaks[phase]
+
+    def learn_plan(self, pair: Pair, plan: Plan) -> None:
+        """Record a whole plan that does not fit."""
+        alone = max(self.need(pair.update), self.need(pair.rollout))
+        if not self.fast and plan.worst.bytes > alone:
+            self._beside = max(self._beside, plan.worst.bytes - alone)
+        for half in (pair.update, pair.rollout):
+            for phase in plan.phases:
+                if phase.name in half.peaks:
+                    self.learn(half, phase.name, phase.bytes, refused=phase.refused)
+        if max(self.need(pair.update), self.need(pair.rollout)) <= self.limit(pair.place):
+            self.drop(pair)
+
+    def drop(self, pair: Pair) -> None:
+        """Never return this pair again: its settings contradict each other."""
+        half = max((pair.update, pair.rollout), key=lambda half: len(half.changes))
+        self._exact[id(half), next(iter(half.peaks))] = math.inf
+
+    def _ordinary(self, place: Place) -> bool:
+        return place.ordinary and (place.compiled or self.fast)
+
+    def _least_seconds(self) -> float:
+        """Seconds of the fastest halves, whatever memory they need."""
+        updates = [half.seconds for place in self._places for half in place.updates]
+        rollouts = [half.seconds for place in self._places for half in place.simulated]
+        return min(updates) + min(rollouts)
+
+    def _best(self, *, ordinary: bool, known: bool = False) -> Pair | None:
+        """The fastest pair that fits, among `ordinary` places or among the others; of similarly fast ones, the fewest
+        changes.
+        """
+        found: list[Pair] = []
+        for place in self._places:
+            if self._ordinary(place) is not ordinary:
+                continue
+            update = self._fastest(place, place.updates, known=known)
+            if update is None:  # whatever memory the rollout needs, because simulating it takes long
+                continue
+            rollout = self._fastest(place, place.rollouts, known=known)
+            if rollout is not None:
+                found.append(Pair(place, update, rollout))
+        most = (1 + ALIKE) * min((each.seconds for each in found), default=0.0)
+        near = [each for each in found if each.seconds <= most]
+        return min(near, key=lambda pair: len(pair.changes), default=None)
+
+    def _fastest(self, place: Place, halves: Sequence[Half], *, known: bool) -> Half | None:
+        limit = self.limit(place)
+        fits = [half for half in halves if self.need(half) <= limit and (not known or self._open(half) is None)]
+        most = (1 + ALIKE) * min((half.seconds for half in fits), default=0.0)
+        near = [half for half in fits if half.seconds <= most]
+        return min(near, key=lambda half: len(half.changes), default=None)
+
+
+def fastest(halves: Halves) -> Changes | None:
+    """The changes that make a run fastest among those that fit, by the closed form; None if nothing fits."""
+    pair = Choice(halves.places(), halves.machine.hbm_bytes, fast=True, factors={}).best()
+    return None if pair is None else pair.changes

@@ -1,66 +1,35 @@
-"""Plans several configurations of one run and compares them; every result about more than one plan is built on this.
+"""Plans candidates of one run: every search is built on this. No jax.
 
 A case is a machine plus changes to the run's settings. A study plans cases, by the closed form or with the compiler,
-and returns an outcome for each. Its callers decide which cases to try, in which order, and what to report: the changes
-that help most (`suggest`), the fastest settings that fit (`tune`), the cheapest machine (`auto`), or a comparison
-(`compare`). The largest value that fits (`search`) needs only the memory of cases, which `probe` finds. No jax here.
+and returns an outcome for each; of some programs it finds only the peak memory. The searches decide which cases to try,
+in which order, and what to report: an order of machines, values or single changes (`ranking`), the largest value that
+fits (`largest`), or the fastest settings that fit (`fit`).
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.text import Text
 
 from podium.accelerators import Accelerator, accelerators
-from podium.config.document import dump_value
 from podium.config.load import Override
-from podium.plan.result import Plan, Seconds
+from podium.plan.calibration import find_chip
+from podium.plan.compiled.compile import OnProgress, compile_jobs
+from podium.plan.compiled.compile_progress import follow
+from podium.plan.compiled.compile_worker import CompiledPhase, Job
+from podium.plan.planner import compiling_rank, is_compiled, make_jobs, make_plan
+from podium.plan.report.formatting import probe_text
+from podium.plan.request.candidate import Case
+from podium.plan.request.phase_sizes import Planned
+from podium.plan.request.plan_subject import Subject, given
+from podium.plan.request.step_calls import Call, largest_calls, step_calls
+from podium.plan.request.workload import simulate_rollout
+from podium.plan.result import Peak, Plan, Seconds
 from podium.prices import HOUR_S, Price
-
-ORDER = ("fits", "too_close", "does_not_fit")
-BETTER = 0.99
-"""Smallest improvement worth reporting: a share of a step's seconds, or of the memory if the run does not fit."""
-
-
-Value = int | float | str | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Change:
-    """A new value for one setting."""
-
-    key: str
-    value: Value
-    old: Value = None  # the run's current value; None: unset, or unknown
-    written: bool = False  # whether `value` is the text that the user wrote, as after --set
-
-    def __str__(self) -> str:
-        """The change in the form of `--set`."""
-        return f"{self.key}={shown(self.value)}"
-
-    @property
-    def override(self) -> str | Override:
-        """The change as the config loader takes it."""
-        return str(self) if self.written else Override(self.key, self.value, f"podium plan, {self}")
-
-
-Changes = tuple[Change, ...]
-
-
-def shown(value: Value) -> str:
-    """A value as after `--set`: `null`, `true`, 8, or a text."""
-    return value if isinstance(value, str) else dump_value(value)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One configuration to try: a machine and changes to the run."""
-
-    machine: Accelerator
-    changes: Changes = ()
-
-    def but(self, *changes: Change) -> "Case":
-        """A copy of the case with its changes replaced by these."""
-        return Case(self.machine, changes)
+from podium.run.divisible import check_divisible
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,68 +91,178 @@ class Outcome:
         return f"{self.case.machine.name} {self.setting}".strip()
 
 
-class Planner(Protocol):
-    """Plans one case."""
-
-    def __call__(self, case: Case, *, fast: bool) -> Plan:
-        """Plan a case, only by the closed form if `fast`. Raises ValueError if the case is invalid."""
-        ...
-
-
-def no_cost(case: Case, plan: Plan) -> RunCost | None:
-    """Return None: the cost if no steps and prices are given."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Study:
-    """Plans cases of one run."""
+    """Plans cases of one run; shows the compiler's progress on stderr."""
 
-    planner: Planner
-    fast: bool = False  # whether to use only the closed form
-    cost: Callable[[Case, Plan], RunCost | None] = no_cost
+    def __init__(
+        self,
+        subject: Subject,
+        *,
+        lengths: str = "gsm8k",
+        fast: bool = False,
+        steps: int | None = None,
+        prices: Mapping[str, Price] | None = None,
+    ) -> None:
+        """Prepare without planning anything.
 
-    def estimate(self, cases: Iterable[Case]) -> list[Outcome]:
-        """The outcome of each case by the closed form; an invalid case gets its error."""
-        return [self._outcome(case, fast=True) for case in cases]
+        Args:
+            subject: the run.
+            lengths: source of prompt and completion lengths, as for `draw_lengths`.
+            fast: use only the closed form.
+            steps: steps to price; None: the run's own number.
+            prices: prices by generation of chips; None: outcomes have no cost.
+        """
+        self.subject, self.lengths, self.fast = subject, lengths, fast
+        self.steps, self.prices = steps, prices
+        self._stderr = Console(stderr=True)
+        self._defaults: dict[Accelerator, tuple[Override, ...]] = {}
+        self._runs: dict[Case, Planned] = {}
+        self._largest: dict[Case, dict[str, Call]] = {}
 
-    def decide(self, cases: Iterable[Case]) -> list[Outcome]:
-        """The outcome of each case by the compiler, or by the closed form if the study is `fast`."""
-        return [self._outcome(case, fast=self.fast) for case in cases]
+    def defaults(self, machine: Accelerator) -> tuple[Override, ...]:
+        """The settings assumed for a machine if the run is a model without a config; otherwise none."""
+        if machine not in self._defaults:
+            self._defaults[machine] = self.subject.defaults(machine, self.lengths)
+        return self._defaults[machine]
 
-    def of(self, case: Case, *, fast: bool = False) -> Outcome:
-        """The outcome of a case that is expected to be valid.
+    def given(self, machine: Accelerator) -> frozenset[str]:
+        """The settings that the user gave beside the configs, which searches leave as they are."""
+        return given(self.subject.load(base=self.defaults(machine)))
+
+    def run(self, case: Case) -> Planned:
+        """The run of a case.
+
+        Raises ConfigError if its settings contradict each other, ValueError if they do not fit the machine.
+        """
+        if case not in self._runs:
+            changes = [change.override for change in case.changes]
+            found = self.subject.load(changes, base=self.defaults(case.machine))
+            self._runs[case] = Planned.of(found.config, case.machine, recipe=found.recipe)
+        return self._runs[case]
+
+    def outcomes(self, cases: Iterable[Case], *, fast: bool = False, largest: bool = False) -> list[Outcome]:
+        """The outcome of each case, as from `of`; an invalid case gets its error."""
+        found: list[Outcome] = []
+        for case in cases:
+            try:
+                found.append(self.of(case, fast=fast, largest=largest))
+            except ValueError as error:  # a ConfigError, or slots, heads or a mesh that do not divide over the devices
+                text = "; ".join(line.strip() for line in str(error).splitlines()) or repr(error)
+                found.append(Outcome(case=case, error=text))
+        return found
+
+    def of(self, case: Case, *, fast: bool = False, largest: bool = False, whole: Sequence[str] = ()) -> Outcome:
+        """The plan of a case with its cost; arguments are those of `plan`.
 
         Raises:
             ValueError: the case contradicts itself or does not fit its machine.
         """
-        plan = self.planner(case, fast=fast or self.fast)
+        plan = self.plan(case, fast=fast, largest=largest, whole=whole)
         return Outcome(case=case, known=plan, cost=self.cost(case, plan))
 
-    def _outcome(self, case: Case, *, fast: bool) -> Outcome:
-        try:
-            return self.of(case, fast=fast)
-        except ValueError as error:  # a ConfigError, or slots, heads or a mesh that do not divide over the devices
-            text = "; ".join(line.strip() for line in str(error).splitlines()) or repr(error)
-            return Outcome(case=case, error=text)
+    def cost(self, case: Case, plan: Plan) -> RunCost | None:
+        """The cost of the requested steps; None if the plan has no seconds or there are no prices."""
+        return None if self.prices is None else cost_of(plan, self.steps or self.run(case).config.steps, self.prices)
+
+    def plan(
+        self,
+        case: Case,
+        *,
+        fast: bool = False,
+        largest: bool = False,
+        whole: Sequence[str] = (),
+        lengths: str | None = None,
+    ) -> Plan:
+        """Plan a case.
+
+        Args:
+            case: what to plan.
+            fast: use only the closed form, even if the study compiles.
+            largest: compile only the largest program of each phase.
+            whole: programs to generate machine code for.
+            lengths: lengths to plan with instead of the study's; the programs compiled for those are reused.
+
+        Raises:
+            ValueError: the settings contradict each other or do not fit the machine's mesh.
+        """
+        run, drawn = self.run(case), lengths or self.lengths
+        check_divisible(run.sizes.spec)
+        if fast or self.fast:
+            return make_plan(run, fast=True, lengths=drawn)
+        estimated = None if lengths else lambda: self.plan(case, fast=True)
+        with self._following("planning", case.machine, estimated) as progress:
+            return make_plan(run, lengths=drawn, progress=progress, whole=whole, largest=largest)
+
+    # The memory of single programs
+
+    def largest(self, case: Case) -> dict[str, Call]:
+        """For each phase, the call that needs most memory by the closed form; `init` is left out, as it has none."""
+        if case not in self._largest:
+            run = self.run(case).sizes
+            overlap = find_chip(run.accelerator.generation) is not None  # as in a plan, whose programs these then are
+            drawn = run.draw_lengths(self.lengths)
+            workload = simulate_rollout(drawn, run.rollout, shards=run.rollout_shards, overlap=overlap)
+            self._largest[case] = largest_calls(step_calls(run, workload, micro_batches=1))
+        return self._largest[case]
+
+    def moved(self, cases: Sequence[Case]) -> tuple[str, ...]:
+        """The phases whose memory differs between cases, slowest to compile first; all phases if none differs."""
+        kept = [
+            {name: call.closed_form and call.closed_form.parts for name, call in self.largest(case).items()}
+            for case in cases
+        ]
+        moved = [phase for phase in kept[0] if any(each.get(phase) != kept[0][phase] for each in kept)]
+        return tuple(sorted(moved or kept[0], key=compiling_rank))
+
+    def programs(self, case: Case, phases: Iterable[str]) -> dict[str, float]:
+        """The largest program of each phase, with the cache blocks that its attention reads."""
+        found = self.largest(case)
+        return {found[phase].program: found[phase].blocks for phase in phases if phase in found}
+
+    def estimated_peak(self, case: Case, phases: Sequence[str]) -> Peak:
+        """The peak memory of a case in these phases, by the closed form."""
+        forms = [call.closed_form for name, call in self.largest(case).items() if name in phases and call.closed_form]
+        largest = max(forms, key=lambda form: form.total)
+        return Peak(phase=largest.name, bytes=largest.total, refused=False, compiled=False)
+
+    def peaks(self, asked: Sequence[tuple[Case, Sequence[str]]]) -> list[Peak]:
+        """The peak memory of each case in its phases; compiles two programs at a time, and prints each peak.
+
+        All cases are of one machine.
+        """
+        machine = asked[0][0].machine
+        if self.fast or not all(is_compiled(self.run(case).sizes) for case, _ in asked):
+            found = [self.estimated_peak(case, phases) for case, phases in asked]
+        else:
+            jobs = [make_jobs(self.run(case), self.programs(case, phases)) for case, phases in asked]
+            with self._following("compiling", machine) as progress:
+                compiled = iter(compile_jobs(list(itertools.chain(*jobs)), progress=progress))
+            found = [_peak(own, list(itertools.islice(compiled, len(own)))) for own in jobs]
+        for (case, _), peak in zip(asked, found, strict=True):
+            self.say(f"{' '.join(map(str, case.changes)) or 'unchanged'}: {probe_text(peak, machine.hbm_bytes)}")
+        return found
+
+    # What the user sees meanwhile
+
+    def say(self, text: str, style: str = "dim") -> None:
+        """Print a line on stderr."""
+        self._stderr.print(Text(text, style=style), soft_wrap=True)
+
+    @contextlib.contextmanager
+    def _following(
+        self, verb: str, machine: Accelerator, estimated: Callable[[], Plan] | None = None
+    ) -> Iterator[OnProgress]:
+        """A callback that shows compilations as they proceed; `estimated` as for `follow`."""
+        with self._stderr.status(f"{verb} for {machine.name}") as status:
+            yield follow(machine.name, self.say, status.update, estimated)
 
 
-def rank_of(outcome: Outcome) -> tuple[int, float]:
-    """Sort key, best first: plans that fit by their seconds, then the others by their memory."""
-    plan = outcome.plan
-    if plan.verdict == "fits" and plan.step is not None:
-        return ORDER.index(plan.verdict), plan.step.value
-    return ORDER.index(plan.verdict), float(plan.worst.bytes)
-
-
-def best_first(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """The outcomes that have a plan, best first."""
-    return sorted((each for each in outcomes if each.known is not None), key=rank_of)
-
-
-def helps(changed: Plan, plan: Plan) -> bool:
-    """Whether a change helps: the run now fits, is closer to fitting, or still fits and is faster."""
-    if changed.verdict != plan.verdict:
-        return ORDER.index(changed.verdict) < ORDER.index(plan.verdict)
-    if plan.verdict != "fits":
-        return changed.worst.bytes < BETTER * plan.worst.bytes
-    return changed.step is not None and plan.step is not None and changed.step.value < BETTER * plan.step.value
+def _peak(jobs: Sequence[Job], compiled: Sequence[CompiledPhase]) -> Peak:
+    """The peak of the largest program, plus the code of all of them."""
+    job, largest = max(zip(jobs, compiled, strict=True), key=lambda pair: pair[1].device_bytes)
+    return Peak(
+        phase=job.phase.partition(":")[0],
+        bytes=largest.device_bytes + sum(each.memory.code for each in compiled),
+        refused=any(each.refused for each in compiled),
+        compiled=True,
+    )

@@ -1,18 +1,17 @@
-"""The settings that a study varies, and the values of each that are worth trying. No jax.
+"""The settings that searches vary one at a time, and the values of each that are worth trying. No jax.
 
 Each entry defines the range of a search for the largest value, and nearby values to suggest. Suggested values never
 change what the run learns.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import get_args
 
 from podium.config.schema import Remat
 from podium.models.params import ROLLOUT_LAYOUTS, count, trained_specs
+from podium.plan.request.candidate import Change, Value
 from podium.plan.request.phase_sizes import Planned
-from podium.plan.search.study import Change, Value
 
 WIDEST = 16  # a search ends at this multiple of the run's value, if nothing else ends it
 TOKENS_TOGETHER = 64  # lengths are searched in multiples of this
@@ -55,14 +54,7 @@ def candidates(run: Planned) -> Iterator[Change]:
     """Changes that may help without changing what the run learns."""
     for key, knob in KNOBS.items():
         for value in knob.near(run) if knob.near else ():
-            yield Change(key=key, value=value, old=value_of(run, key))
-
-
-def value_of(run: Planned, key: str) -> Value:
-    """The value of a setting, named by its dotted path."""
-    if key == "train.rows_per_device":
-        return run.sizes.rows
-    return functools.reduce(getattr, key.split("."), run.config)  # pyright: ignore[reportReturnType]
+            yield Change(key=key, value=value, old=run.value(key))
 
 
 # train.rows_per_device and train.tokens_per_device

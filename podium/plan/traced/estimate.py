@@ -494,8 +494,8 @@ def _attention_arrays(run: RunSizes, rows: int, length: int, a: int) -> Parts:
 def _batch(run: RunSizes) -> Parts:
     """Bytes of the batch of an optimizer step."""
     scores = run.spec.recipe.loss_scores
-    arrays = BATCH_ARRAYS + len(scores)
     batch = run.spec.batch
+    arrays = BATCH_ARRAYS + len(scores) + batch.demonstrations
     of_token = 4 * arrays + batch.choices * (1 if batch.choice_format == "uint8" else 2)
     if (compared := run.spec.compared) is not None:
         of_token += run.activation * compared.decoder.width - 4

@@ -50,6 +50,8 @@ class PositionRecord(TypedDict):
     """Missing without curricula."""
     retired: NotRequired[dict[str, list[str]]]
     """Missing if no prompt is retired."""
+    demonstrations: NotRequired[int]
+    """Missing in runs that mix no demonstrations in."""
 
 
 class HostState(PositionRecord):
@@ -117,6 +119,8 @@ class Position:
     """Means of the last groups of each level of curricula, or of each task of a mixture by progress, by label."""
     retired: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Ids of prompts that are not drawn any more, by label."""
+    demonstrations: int = 0
+    """Number of demonstrations read so far."""
 
     def record(self) -> PositionRecord:
         """Serialise the position to JSON, with arrays in base64."""
@@ -128,6 +132,8 @@ class Position:
             record["curriculum"] = {label: list(means) for label, means in self.curriculum.items()}
         if self.retired:
             record["retired"] = {label: list(ids) for label, ids in self.retired.items()}
+        if self.demonstrations:
+            record["demonstrations"] = self.demonstrations
         return record
 
     @classmethod
@@ -136,7 +142,13 @@ class Position:
         pending = tuple(_read_pending(each, feed) for each in record.get("in_flight", ()))
         curriculum = {label: tuple(means) for label, means in record.get("curriculum", {}).items()}
         retired = {label: tuple(ids) for label, ids in record.get("retired", {}).items()}
-        return cls(cursor=record["cursor"], pending=pending, curriculum=curriculum, retired=retired)
+        return cls(
+            cursor=record["cursor"],
+            pending=pending,
+            curriculum=curriculum,
+            retired=retired,
+            demonstrations=record.get("demonstrations", 0),
+        )
 
 
 def chosen(

@@ -1,21 +1,17 @@
 """Generators of reasoning-gym (arXiv:2505.24760): endless puzzles, each with its own scorer."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Protocol
-
-from pydantic import Field
+from typing import Protocol
 
 from podium.config.errors import suggestion
-from podium.tasks.task import Prompt, TaskSource
-
-Count = Annotated[int, Field(ge=1)]
+from podium.tasks.task import Count, Prompt, TaskSource
 
 
 class ReasoningGym:
     """Puzzles of one generator: `options: {dataset: chain_sum, config: {max_terms: 4}}`.
 
-    Evaluation questions come from another seed, and are excluded from training. The generator's own scorer grades; it
-    may give partial credit.
+    Evaluation questions come from another seed, and these are excluded from training. The generator's own scorer
+    grades; it may give partial credit.
     """
 
     system_prompt: str | None = "Think first, then write your final answer between <answer> and </answer>."
@@ -39,7 +35,9 @@ class ReasoningGym:
                 "reasoning_gym: the package is not installed: pip install 'podium-rl[gym]' (it builds a C extension)"
             ) from error
         if dataset not in DATASETS:
-            raise ValueError(f"reasoning_gym: options.dataset: no {dataset!r}; {suggestion(dataset, DATASETS)}")
+            raise ValueError(
+                f"reasoning_gym: options.dataset: unknown data set {dataset!r}; {suggestion(dataset, DATASETS)}"
+            )
         config = config or {}
         known = DATASETS[dataset][1].__dataclass_fields__.keys() - {"seed", "size"}
         for name in config.keys() - known:
@@ -52,7 +50,7 @@ class ReasoningGym:
             raise ValueError(f"reasoning_gym: options.config: {dataset} rejects {config}: {error}") from error
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """All puzzles of a split, without duplicate questions."""
+        """All puzzles of a split; duplicate questions are left out."""
         evaluated = _by_question(self._eval)
         if split == "eval":
             entries = evaluated
@@ -79,7 +77,7 @@ class ReasoningGym:
         entry = dict(prompt.metadata)
         try:
             score = self._eval.score_answer(answer.strip(), entry)
-        except Exception:  # scorers parse a model's output, not all robustly
+        except Exception:  # scorers parse a model's output, and some of them raise on malformed text
             self._eval.score_answer(entry["answer"], entry)  # raises if the scorer itself is broken
             return 0.0
         return min(max(float(score), 0.0), 1.0)
@@ -94,7 +92,7 @@ class _Entries(Protocol):
 
 
 def _by_question(entries: _Entries) -> dict[str, Mapping[str, object]]:
-    """The generator's entries by question text; of duplicates the first."""
+    """The generator's entries by question text; the first entry is kept for duplicate questions."""
     found: dict[str, Mapping[str, object]] = {}
     for index in range(len(entries)):
         entry = entries[index]

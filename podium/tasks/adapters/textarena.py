@@ -1,4 +1,4 @@
-"""Games of one player of TextArena (arXiv:2504.11442), as tasks `textarena:NAME`; needs the extra `textarena`."""
+"""TextArena's single-player games (arXiv:2504.11442), as tasks `textarena:NAME`; needs the extra `textarena`."""
 
 import contextlib
 import functools
@@ -7,19 +7,16 @@ import random
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Protocol
-
-from pydantic import Field
+from typing import Any, ClassVar, Protocol
 
 from podium.config.errors import suggestion
 from podium.tasks.conversation import Reply, Turn
 from podium.tasks.games.generated import PaidByEnvironment
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import Count, Prompt, TaskSource
 
-Count = Annotated[int, Field(ge=1)]
 PLAYER = 0
 OWN_ANSWER = "PLAYER_ACTION"
-"""Kind of the messages that repeat what a player said."""
+"""Observation type of messages that repeat what a player said."""
 
 
 class _Game(Protocol):
@@ -35,10 +32,10 @@ class _Game(Protocol):
 
 
 class TextArena(PaidByEnvironment):
-    """Games of one player of TextArena: `tasks: [{name: textarena:GuessTheNumber-v0}]`.
+    """TextArena's single-player games: `tasks: [{name: textarena:GuessTheNumber-v0}]`.
 
-    The reward is the game's own, of most games 0 to 1, and 0 for a game that a limit ended. `config` has arguments of
-    the game. Each prompt has its own seed, and those of evaluation are others.
+    The reward is the game's own, from 0 to 1 for most games; it is 0 if a limit ended the game. `config` holds the
+    game's arguments. Each prompt has its own seed; evaluation uses different seeds from training.
     """
 
     game: ClassVar[str]
@@ -62,12 +59,12 @@ class TextArena(PaidByEnvironment):
             lines = (line.strip() for line in str(error).splitlines())
             why = next((line for line in lines if re.search(r"\w", line)), type(error).__name__)
             raise ValueError(
-                f"textarena:{self.game} cannot be begun by one player: {why}; some games need several players,"
-                " others download words with nltk when they are first made"
+                f"textarena:{self.game} cannot be started with one player: {why}; some games need several players,"
+                " others download words with nltk when they are first created"
             ) from error
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """One prompt per game; the game says what it is about."""
+        """One prompt per game; the game itself states its rules when it starts."""
         count = self.eval_episodes if split == "eval" else self.episodes
         return [Prompt(id=f"textarena/{self.game}/{split}/{number}", question="", answer="") for number in range(count)]
 
@@ -77,9 +74,9 @@ class TextArena(PaidByEnvironment):
 
 
 def textarena_task(game: str) -> type[TextArena]:
-    """Games of one player of TextArena (extra `textarena`): `tasks: [{name: textarena:GuessTheNumber-v0}]`.
+    """TextArena's single-player games (extra `textarena`): `tasks: [{name: textarena:GuessTheNumber-v0}]`.
 
-    Raises ValueError if TextArena is not installed, or has no such game.
+    Raises ValueError if TextArena is not installed, or does not have this game.
     """
     try:
         importlib.import_module("textarena")
@@ -87,7 +84,7 @@ def textarena_task(game: str) -> type[TextArena]:
     except ImportError as error:
         raise ValueError("textarena: the package is not installed: pip install 'podium-rl[textarena]'") from error
     if game not in known:
-        raise ValueError(f"textarena: no game {game!r}; {suggestion(game, known)}")
+        raise ValueError(f"textarena: unknown game {game!r}; {suggestion(game, known)}")
     return type(TextArena.__name__, (TextArena,), {"game": game, "__doc__": TextArena.__doc__})
 
 
@@ -99,10 +96,10 @@ _TURN = threading.Lock()
 
 
 class Playing:
-    """A game in progress.
+    """A game that is being played.
 
-    TextArena's games draw from Python's global generator. Each conversation has its own state of it, and those of
-    a process take turns, so that a game depends on its seed and its answers alone.
+    TextArena's games draw from Python's global generator. Each conversation has its own generator state, and the
+    conversations of a process take turns, so that a game depends only on its seed and the answers.
     """
 
     def __init__(self, make: "functools.partial[_Game]", seed: int) -> None:
@@ -110,7 +107,7 @@ class Playing:
         self._random: tuple[object, ...] = random.Random(seed).getstate()
         with self._own_random():
             self._game = make()
-        # wrappers of actions stay; those of observations repeat the whole conversation
+        # keep wrappers of actions; wrappers of observations would repeat the whole conversation
         wrapper: type = importlib.import_module("textarena").Wrapper
         inner: Any = self._game
         while isinstance(inner, wrapper):
@@ -118,13 +115,13 @@ class Playing:
         self._inner: _Game = inner
 
     def begin(self) -> str:
-        """What the game says first."""
+        """The game's first message."""
         with self._own_random():
             self._game.reset(num_players=1, seed=self._seed)
             return self._said()
 
     def reply(self, turn: Turn) -> Reply:
-        """Play an answer."""
+        """Pass an answer to the game and return the game's reply."""
         with self._own_random():
             done, _ = self._game.step(action=turn.text)
             said = self._said()
@@ -134,7 +131,9 @@ class Playing:
         return Reply(messages=({"role": "user", "content": said or "It is your turn."},), done=bool(done))
 
     def grade(self) -> float:
-        """The game's reward; 0 if it has not ended, or ended with a text for a reward, as some do at a wrong move."""
+        """The game's reward; 0 if it has not ended, or if its reward is text, as some games return after an invalid
+        move.
+        """
         rewards, _ = self._inner.close()
         reward = (rewards or {}).get(PLAYER)
         return float(reward) if isinstance(reward, int | float) else 0.0

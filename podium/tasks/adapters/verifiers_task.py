@@ -1,10 +1,9 @@
 """Environments written for `verifiers` (its v1 API), as tasks `verifiers:NAME`; needs the extra `verifiers`.
 
-The process that holds them runs verifiers' own code: tasks, harness, scoring. Its client talks to this process's server
-(`podium.tasks.conversations.loopback`), where the id of a trace tells which conversation a request belongs to.
+The process that holds them runs verifiers' own code: tasks, harness, scoring. Its client talks to the server of this
+process (`podium.tasks.conversations.loopback`), which finds a request's conversation by the id of its trace.
 """
 
-import asyncio
 import contextlib
 import importlib
 import importlib.util
@@ -14,25 +13,22 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from podium.tasks.conversations.loopback import MODEL, Line, server
 from podium.tasks.conversations.program import Led
-from podium.tasks.event_loop import start_loop
+from podium.tasks.event_loop import LoopThread
 from podium.tasks.games.generated import PaidByEnvironment, held_out
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import Count, Prompt, TaskSource
 
-Count = Annotated[int, Field(ge=1)]
 Settings = dict[str, object]
-Made = TypeVar("Made")
 
 
 class _Agent(Protocol):
-    """A role."""
+    """A role in an environment."""
 
     name: str
 
@@ -46,7 +42,7 @@ class _Trace(Protocol):
 
 
 class _Episode(Protocol):
-    """What comes of a task."""
+    """The result of running one task."""
 
     ok: bool
     traces: Sequence[_Trace]
@@ -65,12 +61,14 @@ class _Environment(Protocol):
 
 
 class Verifiers(PaidByEnvironment):
-    """An environment written for verifiers, as it is: `tasks: [{name: verifiers:NAME}]`; NAME is its taskset's package.
+    """An unmodified environment written for verifiers: `tasks: [{name: verifiers:NAME}]`; NAME is its taskset's
+    package.
 
-    `taskset` and `env` have its settings, by verifiers' names; programs run as processes of this machine, and harness
-    `null` is used unless the environment or `env` names another one. `client` may hold settings of verifiers' client:
-    with `{type: train, renderer_model_name: MODEL}`, prompts are made by the package `renderers` and come as token ids;
-    otherwise by the model's chat template. The first `eval_size` tasks are for evaluation. The reward is verifiers'.
+    `taskset` and `env` hold its settings, under verifiers' names; programs run as processes on this machine, and the
+    harness is `null` unless the environment or `env` names another one. `client` may hold settings of verifiers'
+    client: with `{type: train, renderer_model_name: MODEL}`, prompts are made by the package `renderers` and come as
+    token ids; otherwise by the model's chat template. The first `eval_size` tasks are for evaluation. The reward is
+    verifiers'.
     """
 
     taskset_id: ClassVar[str]
@@ -99,12 +97,12 @@ class Verifiers(PaidByEnvironment):
         self._serving: _Serving | None = None
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """One prompt per task; what is said is up to the harness."""
+        """One prompt per task; the harness writes the messages."""
         numbers = held_out(f"verifiers:{self.taskset_id}", range(len(self._load().tasks)), split, self.eval_size)
         return [Prompt(id=f"verifiers/{self.taskset_id}/{number}", question="", answer="") for number in numbers]
 
     def open(self, prompt: Prompt, seed: int) -> Led:
-        """An episode."""
+        """Start an episode on the prompt's task."""
         loaded = self._load()
         with self._lock:
             if self._serving is None:
@@ -132,9 +130,8 @@ class Verifiers(PaidByEnvironment):
             return self._loaded
 
     def _settings(self) -> tuple[Settings, str]:
-        """The environment's settings, with what it needs to run on this machine; and the role that is trained.
-
-        Raises ValueError for several roles: an episode has one reward, and all that the model draws is trained on it.
+        """The environment's settings, completed so that it runs on this machine, and the role that is trained. Raises
+        ValueError if several roles would be trained: an episode has one reward, which applies to all sampled tokens.
         """
         v1 = importlib.import_module("verifiers.v1")
         kind = v1.env_config_type(self.taskset_id, str(self._env.get("id", "")))
@@ -177,12 +174,12 @@ def verifiers_task(taskset_id: str) -> type[Verifiers]:
 class _Loaded(NamedTuple):
     environment: _Environment
     role: str
-    """The one that is trained."""
+    """The role that is trained."""
     tasks: list[object]
 
 
 def _check_uv() -> None:
-    """Make `uv` findable, with which verifiers starts programs. Raises ValueError if it is not installed."""
+    """Put `uv` on the PATH; verifiers starts programs with it. Raises ValueError if it is not installed."""
     beside = str(Path(sys.executable).parent)
     if shutil.which("uv") is None:
         if shutil.which("uv", path=beside) is None:
@@ -191,10 +188,10 @@ def _check_uv() -> None:
 
 
 class _Serving:
-    """An environment with what it serves to its programs, on its own event loop."""
+    """An environment and the server for its programs, on a separate event loop."""
 
     def __init__(self, environment: _Environment, role: str, client: Mapping[str, object]) -> None:
-        """Start it; it ends with the process. `role` is the one that is trained.
+        """Start serving, until this process ends. `role` is the role that is trained.
 
         Raises ValueError if the client's settings are invalid.
         """
@@ -207,13 +204,9 @@ class _Serving:
         self.environment = environment
         self.role = role
         self.context = v1.ModelContext(model=MODEL, client=config)
-        self._loop = start_loop("verifiers")
+        self.loop = LoopThread("verifiers")
         self._stack = contextlib.AsyncExitStack()
-        self.run(self._stack.enter_async_context(environment.serving())).result()
-
-    def run(self, coroutine: Coroutine[object, object, Made]) -> "Future[Made]":
-        """Run a coroutine on the loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self.loop.submit(self._stack.enter_async_context(environment.serving())).result()
 
 
 class _Playing:
@@ -225,26 +218,26 @@ class _Playing:
         def known(trace: _Trace) -> None:
             server().open_session(line, trace.id)
 
-        self._episode = serving.run(serving.environment.run_episode(task, serving.context, on_trace=known))
+        self._episode = serving.loop.submit(serving.environment.run_episode(task, serving.context, on_trace=known))
         self._episode.add_done_callback(lambda _: line.end())
 
     def reward(self) -> float:
-        """The sum of the rewards of its traces, of the role that is trained. Raises RuntimeError if it failed."""
+        """The sum of the rewards of the trained role's traces. Raises RuntimeError if the episode failed."""
         try:
             episode = self._episode.result()
-        except BaseException as error:  # code of others
+        except BaseException as error:  # an environment's code may raise anything
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         if not episode.ok:
             raise RuntimeError(_errors(episode))
         return float(sum(trace.reward for trace in episode.traces if trace.agent.name == self._role))
 
     def stop(self) -> None:
-        """Cancel it if it still runs."""
+        """Cancel the episode if it is still running."""
         self._episode.cancel()
 
 
 def _errors(episode: _Episode) -> str:
-    """What went wrong in an episode."""
+    """The errors of an episode, as text."""
     found = [error for part in (episode, *episode.traces) for error in getattr(part, "errors", ())]
     told = [f"{error.type}: {error.message}\n{error.traceback or ''}".strip() for error in found]
-    return "\n".join(told) or "the episode failed, and does not say why"
+    return "\n".join(told) or "the episode failed without an error message"

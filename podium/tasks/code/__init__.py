@@ -1,1 +1,1 @@
-"""Code that a model writes: what is asked, and how it is run and graded. No jax."""
+"""Tasks in which a model writes code: the questions, running the code, and grading it. Does not import jax."""

@@ -1,7 +1,6 @@
-"""Runs assertions about a function that is somewhere else; sent as text to its own sandbox.
-
-It has the expected results, and sees of the function only the plain values that it returns. `exchange`, given by the
-sandbox, asks for a call of the function, and at the end reports how many assertions held.
+"""Runs assertions about a function that runs in another process; this module is sent as text to a separate sandbox.
+That sandbox has the expected results, and sees only the plain values that the function returns. `exchange`, provided by
+the sandbox, requests a call of the function, and at the end reports how many assertions held.
 """
 
 import ast
@@ -13,9 +12,8 @@ from typing import Any
 
 
 class _Counted(ast.NodeTransformer):
-    """Counts each assertion instead of raising, where it stands, so that its names are those around it.
-
-    `assert True` says nothing, and is left as it is.
+    """Replaces each assertion in place by code that counts it instead of raising, so that names keep their scope.
+    `assert True` tests nothing, and is left unchanged.
     """
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
@@ -32,13 +30,14 @@ def _counts(value: ast.expr) -> ast.stmt:
 def judge(setup: str, tests: str, name: str, exchange: Callable[[object], Any]) -> None:
     """Count the assertions of `tests` that hold. An exception outside an assertion counts as one that does not.
 
-    Tests that come to their end without reaching an assertion are one that holds if the function has raised what they
-    expect, or if they have no assertions and have called it. A loop over what it returns may not be empty.
+    Tests that finish without reaching an assertion count as one assertion, which holds if the function raised the
+    expected exception, or if the tests contain no assertions and called the function. A loop over the function's result
+    must not be empty.
 
     Args:
         setup: code before the tests.
         tests: code with assertions, which calls the function by its name, or as `candidate`.
-        name: of the function.
+        name: name of the function.
         exchange: sends a value and returns the answer: for `["call", arguments, keywords]` a dict with `value` or
             `error`, and for a value of None with the `arguments` after the call.
     """
@@ -77,17 +76,17 @@ def judge(setup: str, tests: str, name: str, exchange: Callable[[object], Any]) 
 
 
 def _error(said: object) -> Exception:
-    """The exception that the function raised, by its name and message."""
+    """An exception like the one that the function raised, from its name and message."""
     name, _, message = str(said).partition(": ")
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
-        with contextlib.suppress(TypeError):  # it is not made of a message alone
+        with contextlib.suppress(TypeError):  # this class cannot be created from a message alone
             return kind(message)
     return RuntimeError(said)
 
 
 def _change(value: object, after: Any) -> None:
-    """Make a list, dict or set what the function has made of it, where it returns nothing but changes it in place."""
+    """Copy the function's in-place changes to a list, dict or set, for functions that return None."""
     if type(value) is not type(after):
         return
     if isinstance(value, list | deque):

@@ -1,4 +1,4 @@
-"""Finds the code in an answer: which of its fenced blocks is the solution, and what else it may need.
+"""Finds the code in an answer: which of its fenced blocks is the solution, and which others the solution may need.
 
 Fences are Markdown's: three or more backticks or tildes, closed by at least as many of the same, at any indentation.
 Beyond Markdown, a fence may follow text on its line, a closing fence may end the last line of code, and the last one
@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 OPENING = re.compile(r"(?P<before>[ \t>]*+(?:(?:[-*+]|\d{1,9}[.)]) [ \t]*+)?)(?P<fence>`{3,}+|~{3,}+)(?P<info>[^`]*+)$")
 OPENING_BEHIND_TEXT = re.compile(r"(?<!`)(?P<fence>`{3,}+)(?P<info>[\w+#.-]++)[ \t]*+$")
-"""Both take linear time, whatever a line holds."""
+"""Both patterns take linear time on any line."""
 PYTHON = re.compile(r"[{.]*(?:i?python|py|pypy)[\d.]*(?![\w+#-])", re.IGNORECASE)
 ANSWER = "<answer>"
 
 
 class Code(NamedTuple):
-    """The code of an answer."""
+    """The code found in an answer."""
 
     text: str
     others: Sequence[str] = ()
-    """Its other blocks in Python, which may hold functions that `text` uses."""
+    """The answer's other Python blocks, which may define functions that `text` uses."""
 
 
 class _Block(NamedTuple):
@@ -31,7 +31,9 @@ class _Block(NamedTuple):
     text: str
 
     def rank(self) -> int:
-        """2 for Python, 1 for a block without a language, 0 for another language or a session with prompts."""
+        """2 for Python, 1 for a block without a language, 0 for another language or an interactive session with
+        `>>>`.
+        """
         if self.text.lstrip().startswith(">>> "):
             return 0
         return 2 if PYTHON.match(self.language) else int(not self.language)
@@ -42,15 +44,15 @@ def code_of(completion: str, name: str = "") -> Code:
 
     The model's thoughts are skipped, and if the answer has an `<answer>` element with code, only that is read. Of
     several blocks, those in Python count, or else those without a language, or else all. The last of them is the code;
-    for a function, the last one that defines it. An answer without blocks is code as a whole.
+    for a function, the last one that defines it. An answer without blocks is treated as code in full.
 
     Args:
         completion: the answer.
-        name: of the function, which may be a method of a class `Solution`; empty for a program.
+        name: name of the function, which may be a method of a class `Solution`; empty for a program.
     """
     answer = completion.rpartition("</think>")[2]
     if answer == completion and "<think>" in answer:
-        answer = answer.partition("<think>")[0]  # it was cut off within its thought
+        answer = answer.partition("<think>")[0]  # the answer was cut off inside its thoughts
     _, tag, inner = answer.rpartition(ANSWER)
     inner = inner.partition("</answer>")[0]
     if tag and inner.strip():
@@ -61,7 +63,7 @@ def code_of(completion: str, name: str = "") -> Code:
 
 
 def defines(code: str, name: str) -> bool:
-    """Whether code makes a function of this name, or a class `Solution` that may have it as a method."""
+    """Whether the code defines a function of this name, or a class `Solution` that may have it as a method."""
     word = re.escape(name)
     function = rf"(?:async[ \t]+)?def[ \t]+{word}\b"
     value = rf"{word}[ \t]*(?::[^=\n]*)?=(?!=)"
@@ -83,9 +85,9 @@ def _code(answer: str, name: str) -> Code:
 
 
 def _dedented(text: str, name: str) -> str:
-    """Text without the indentation of all its lines, unless it is the body of a function that is still to be named."""
+    """The text without the indentation common to its lines, unless it is a function body whose header comes later."""
     if not re.match(r"\s*^[ \t]", text, re.MULTILINE):
-        return text  # nothing to take away, and lines of spaces in strings stay as they are
+        return text  # there is no indentation to remove, and blank lines within strings stay unchanged
     dedented = textwrap.dedent(text)
     return dedented if not name or defines(dedented, name) else text
 
@@ -108,9 +110,8 @@ def _blocks(text: str) -> list[_Block]:
 
 
 def _inside(lines: deque[str], fence: str, margin: int, quoted: bool) -> str:
-    """Take the lines up to the end of a block, without its margin or the marks of a quotation.
-
-    A fence that begins a block in Python ends one that has none.
+    """Take the lines up to the end of a block, without its margin or quotation marks (`>`). A fence that opens a Python
+    block also ends a block whose closing fence is missing.
     """
     inside: list[str] = []
     while lines:

@@ -1,12 +1,10 @@
-"""Grades code that a model wrote, in a sandbox that learns neither what is tested next nor the right result.
+"""Grades code that a model wrote, in a sandbox that knows neither the next test nor any expected result.
 
-A function is called with one test's arguments after the other; a program gets one test's input on stdin. Values and
-output come back and are compared here, as JSON, in time that the size of the right result limits. Assertions run in a
-second sandbox (`podium.tasks.code.assertion_runner`), which has only the function's values. Whatever else the code
-prints, raises or exits with decides nothing.
-
-Time is CPU time, so that a verdict does not depend on what else the machine does; the wall's clock only ends code that
-waits.
+A function is called with the arguments of one test at a time; a program gets one test's input on stdin. Values and
+output come back and are compared here, as JSON, in time bounded by the size of the expected result. Assertions run in a
+second sandbox (`podium.tasks.code.assertion_runner`), which has only the function's values. Anything else that the code
+prints, raises or exits with does not affect the verdict. Time limits are CPU time, so that a verdict does not depend on
+other load on the machine; wall-clock time only ends code that waits.
 """
 
 import dataclasses
@@ -26,30 +24,30 @@ from podium.tasks.code.code_blocks import Code
 
 REFEREE = Path(__file__).with_name("assertion_runner.py")
 WALL_PER_CPU = 10.0
-"""Seconds by the clock for each second of CPU time that code may take; it is enough to get a tenth of a core."""
+"""Wall-clock seconds allowed for each second of the CPU time limit; enough for code that gets a tenth of a core."""
 OUTPUT_BYTES = 4 << 20
-"""Bytes that code may write beyond twice the size of the right output."""
+"""Bytes that code may write in addition to twice the size of the expected output."""
 MOST_PARTS = 4_096
-"""Most parts, of 32 items each, that assertions may read of a solution's iterators."""
+"""Maximum number of chunks, of 32 items each, that assertions may read from a solution's iterators."""
 SPACES = re.compile("( +)")
 DECIMAL = re.compile(r"[+-]?(?:0|[1-9]\d*)(?:\.(?P<places>\d*))?(?P<exponent>[eE][+-]?\d{1,4})?", re.ASCII)
 RELATIVE = 1e-9
 ABSOLUTE = 1e-15
-"""Differences of floats that count as rounding: RELATIVE to the right result, or ABSOLUTE where terms cancel out."""
+"""Differences of floats that count as rounding: RELATIVE to the expected result, or ABSOLUTE where terms cancel out."""
 MOST_DIGITS = 400
-"""Longer numbers are compared as text."""
+"""Maximum number of characters of a number that is compared as one; longer ones are compared as text."""
 ROUNDED_DIGITS = 6
-"""Least digits and decimal places of a number that may be a rounded one."""
+"""Minimum digits and decimal places of a number that may be accepted as a rounded one."""
 
 
 class Call(NamedTuple):
     """A test of a function."""
 
     arguments: Sequence[object]
-    """As `podium.sandbox.values.written` writes values."""
+    """Encoded by `podium.sandbox.values.written`."""
     expected: object
     in_place: bool = False
-    """Whether the result is the first argument after the call, instead of the value that is returned."""
+    """Whether the result is the first argument after the call (changed in place) instead of the return value."""
 
 
 class Program(NamedTuple):
@@ -60,7 +58,7 @@ class Program(NamedTuple):
 
 
 class Assertions(NamedTuple):
-    """Tests of a function that are code."""
+    """Tests of a function, written as assertions."""
 
     setup: str
     code: str
@@ -70,26 +68,26 @@ Tests = Sequence[Call] | Sequence[Program] | Assertions
 
 
 class Solution(NamedTuple):
-    """Code that is tested."""
+    """Code to test."""
 
     code: Code
     name: str = ""
-    """Of the function that is called; empty for programs."""
+    """Name of the function to call; empty for programs."""
     before: str = ""
-    """Code that runs before it in the same module, as imports that a question gives."""
+    """Code that runs first in the same module, such as imports from the question."""
 
 
 class TimeLimits(NamedTuple):
     """CPU time in seconds."""
 
     test_s: float
-    """Of each test; the first that takes longer is the last that is run."""
+    """Limit of each test; after a test that exceeds it, no further test is run."""
     all_s: float
-    """Of all tests together."""
+    """Limit of all tests together."""
 
     @property
     def wall_s(self) -> float:
-        """Seconds by the clock in which grading has ended, apart from the sandbox's own work."""
+        """Upper bound on wall-clock seconds of grading, without the sandbox's own work."""
         return WALL_PER_CPU * self.all_s
 
 
@@ -99,11 +97,11 @@ class Verdict(NamedTuple):
     passed: int
     tests: int
     late: bool = False
-    """Whether it was ended because it took too long; what it had passed by then counts."""
+    """Whether it was ended because it took too long; tests passed by then still count."""
 
 
 def grade(sandbox: Sandbox, solution: Solution, tests: Tests, times: TimeLimits) -> Verdict:
-    """Run code against tests, which are all of one kind."""
+    """Run code against tests, all of which must be of the same type."""
     budget = _Budget(times)
     if isinstance(tests, Assertions):
         return _by_referee(sandbox, solution, tests, budget)
@@ -129,10 +127,10 @@ def grade(sandbox: Sandbox, solution: Solution, tests: Tests, times: TimeLimits)
 
 
 def same(found: object, expected: object) -> bool:
-    """Whether two values, as `podium.sandbox.values.written` writes them, are equal and of the same types throughout.
+    """Whether two values, encoded by `podium.sandbox.values.written`, are equal and have the same types at every level.
 
     Floats may differ by rounding; an int is accepted for a float, a tuple for a list, and any dict for a plain one.
-    Neither value is made again, so that no set or dict is built of what the code may have chosen: that takes quadratic
+    Values are compared in encoded form: building a set or dict from elements that the code chose could take quadratic
     time.
 
     Raises RecursionError if `found` is nested too deeply.
@@ -150,15 +148,15 @@ def same(found: object, expected: object) -> bool:
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Whether two outputs are equal but for spaces at the ends of lines, empty lines at the end, and how a line writes
-    numbers with a decimal point: these may differ by rounding.
+    """Whether two outputs are equal. Spaces at the ends of lines and empty lines at the end are ignored, and numbers
+    with a decimal point may differ by rounding.
     """
     these, those = _lines(found), _lines(expected)
     return len(these) == len(those) and all(map(_same_line, these, those))
 
 
 class _Budget:
-    """The time that is left for a solution."""
+    """The CPU time that a solution has left."""
 
     def __init__(self, times: TimeLimits) -> None:
         self._times = times
@@ -168,9 +166,9 @@ class _Budget:
         self._spent_s = 0.0
 
     def limit(self, run: Run, right_bytes: int = 0) -> None:
-        """Set the limits of a run's next request; `right_bytes`: the size of the right result."""
+        """Set the limits of a run's next request; `right_bytes`: the size of the expected result."""
         if self._run is not None:
-            self._left_s -= self._run.spent_s - self._spent_s  # by the request before
+            self._left_s -= self._run.spent_s - self._spent_s  # exceeded by the previous request
         self._run, self._spent_s = run, run.spent_s
         cpu_s = max(0.0, min(self._times.test_s, self._left_s))
         wall_s = min(WALL_PER_CPU * cpu_s, self._until - time.monotonic())
@@ -179,7 +177,7 @@ class _Budget:
 
 
 def _define(run: Run, solution: Solution, budget: _Budget) -> None:
-    """Run the module of a function, in which what runs before it leaves no function of its name."""
+    """Run the module that defines a function; a function of that name from the code before it is removed first."""
     before = f"{solution.before}\nglobals().pop({solution.name!r}, None)"
     for code, others in ((before, ()), (solution.code.text, solution.code.others)):
         budget.limit(run)
@@ -187,7 +185,7 @@ def _define(run: Run, solution: Solution, budget: _Budget) -> None:
 
 
 def _is(answer: Answer, expected: object, *, in_place: bool) -> bool:
-    """Whether an answer has the expected value; answers may be forged, and be anything."""
+    """Whether an answer has the expected value. Answers may be forged, so any JSON is possible."""
     found = answer.get("value", ...)
     arguments = answer.get("arguments")
     if in_place and found is None and isinstance(arguments, list) and arguments:
@@ -199,7 +197,7 @@ def _is(answer: Answer, expected: object, *, in_place: bool) -> bool:
 
 
 def _program(sandbox: Sandbox, solution: Solution, test: Program, budget: _Budget) -> tuple[bool, bool]:
-    """Whether a program passed a test, and whether it was too late."""
+    """Whether a program passed a test, and whether it exceeded its time limit."""
     with sandbox.open(test.stdin) as run:
         try:
             if solution.before:
@@ -214,7 +212,7 @@ def _program(sandbox: Sandbox, solution: Solution, test: Program, budget: _Budge
 
 
 def _by_referee(sandbox: Sandbox, solution: Solution, tests: Assertions, budget: _Budget) -> Verdict:
-    """Run assertions in their own sandbox, which asks for the function's values."""
+    """Run assertions in a separate sandbox, which requests the function's values."""
     text = REFEREE.read_text("utf-8")
     judging = f"{text}\njudge({tests.setup!r}, {tests.code!r}, {solution.name!r}, exchange)\n"
     with sandbox.open() as run, sandbox.open() as referee:
@@ -251,11 +249,11 @@ def _by_referee(sandbox: Sandbox, solution: Solution, tests: Assertions, budget:
 
 
 def _told(referee: Run, answer: Answer) -> Answer:
-    """Tell the referee what came of its question; returns its next."""
+    """Send the referee the result of its request; returns its next request."""
     told = [[key, answer[key]] for key in ("value", "arguments", "error") if key in answer]
     try:
         return referee.ask({"value": {"dict": told}}, kept=False)[1]
-    except RecursionError:  # when it is written, the answer was nested deeply enough to be read, but no deeper
+    except RecursionError:  # the answer was shallow enough to be read, but is too deep to be written again
         told = [["error", "RecursionError: the value is nested too deeply"]]
         return referee.ask({"value": {"dict": told}}, kept=False)[1]
 
@@ -265,7 +263,7 @@ SETS = ("set", "frozenset")
 
 
 def _same_form(found: dict[str, object], expected: dict[str, object]) -> bool:
-    """Whether two values that are no plain JSON are equal, each an object with the name of the type as its only key."""
+    """Whether two encoded values are equal, each an object whose only key is the name of its type."""
     ((kind, parts),) = expected.items()
     ((found_kind, found_parts),) = found.items()
     alike = kind == found_kind or (kind in DICTS and found_kind in DICTS)
@@ -281,7 +279,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _same_line(found: str, expected: str) -> bool:
-    """Whether two lines are equal; numbers that have a decimal point may be written differently."""
+    """Whether two lines are equal; numbers with a decimal point may be written differently."""
     if found == expected:
         return True
     these, those = SPACES.split(found), SPACES.split(expected)

@@ -17,12 +17,12 @@ from podium.tasks.code.code_blocks import code_of, defines
 from podium.tasks.code.code_grading import Assertions, Call, Program, Solution, Tests, TimeLimits, grade
 from podium.tasks.code.packed_tests import unpacked
 from podium.tasks.code.small_functions import small_functions
-from podium.tasks.question_files import HubDataset, read_rows
+from podium.tasks.question_files import read_rows
 from podium.tasks.task import OutOfTime, Prompt, TaskSource
 
 Row = Mapping[str, Any]
 SANDBOX_S = 60.0
-"""Seconds by the clock, beyond those of an answer's code, in which the sandbox has started and ended all runs."""
+"""Wall-clock seconds for starting and ending all runs in the sandbox, in addition to the time of an answer's code."""
 FORMS = (
     "an own row has `question`, `tests` and for functions `name`; HumanEval's `prompt`, `test`, `entry_point`; MBPP's"
     " `text` or `prompt` and `test_list`; LiveCodeBench's `question_content` and `public_test_cases`"
@@ -39,8 +39,9 @@ COMPETITION = "\n".join(
         "sys.setrecursionlimit(50_000)",
     )
 )
-"""What LiveCodeBench's own harness runs before an answer: names that starter code uses without importing them, and a
-limit of recursion for depth-first searches. Of equal names, those of builtins win, and over all those of modules."""
+"""What LiveCodeBench's own harness runs before an answer: imports of names that starter code uses, and a recursion
+limit for depth-first searches. Where names collide, a builtin replaces a module's function, and a module replaces
+both."""
 
 
 class Question(NamedTuple):
@@ -48,12 +49,12 @@ class Question(NamedTuple):
 
     text: str
     name: str
-    """Of the function to write; empty: a program."""
+    """Name of the function to write; empty for a program."""
     tests: Tests
     before: str = ""
-    """Code that runs before an answer, as in the harness that the row's form comes from."""
+    """Code that runs before an answer, as in the original harness of the row's format."""
     beginning: str = ""
-    """The beginning of the function, which an answer may continue instead of writing all of it."""
+    """The beginning of the function; an answer may continue it instead of repeating it."""
 
 
 class Code:
@@ -64,7 +65,8 @@ class Code:
     (docs/tasks.md).
 
     `reward: share` pays the share of tests passed; `all` pays 1 if all are, else 0. Each test may take `timeout_s`
-    seconds of CPU time, and all tests of an answer `total_timeout_s`; after one that takes longer no other is run.
+    seconds of CPU time, and all tests of an answer `total_timeout_s`; after a test that takes longer, no further test
+    is run.
     """
 
     system_prompt: str | None = "Write the solution in Python, in one block between ```python and ```."
@@ -81,27 +83,28 @@ class Code:
         dataset: str | None = None,
         subset: str | None = None,
     ) -> None:
-        self.source = source
+        self.source = source.on_hub(dataset, subset)
         self.reward = reward
         self.eval_size = eval_size
         self._times = TimeLimits(test_s=min(timeout_s, total_timeout_s), all_s=total_timeout_s)
-        self._dataset = HubDataset(dataset, subset) if dataset else None
         self._sandbox = Sandbox(Limits(life_cpu_s=math.ceil(total_timeout_s) + 1, memory_mib=memory_mib))
         self.grading_limit_s = self._times.wall_s + SANDBOX_S
 
     check_machine = staticmethod(check_machine)
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """All questions of a split. ValueError, with its place, for a row that has none of the forms."""
-        if self._dataset is None and not self.source.path:
+        """All questions of a split. Raises ValueError, with the row's location, if a row has none of the known
+        formats.
+        """
+        if not (self.source.path or self.source.dataset):
             rows = [("", row) for row in generated()]
             rows = rows[: self.eval_size] if split == "eval" else rows[self.eval_size :]
         else:
-            rows = read_rows("code", self.source, self._dataset, split)
+            rows = read_rows("code", self.source, split)
         return [_prompt(f"code/{split}/{index}", place, row) for index, (place, row) in enumerate(rows)]
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """The share of tests passed, or whether all are. OutOfTime if the code took too long."""
+        """The share of tests passed, or 1 if all pass and else 0. Raises OutOfTime if the code took too long."""
         question = parsed(prompt.metadata)
         code = code_of(completion, question.name)
         if question.beginning and not defines(code.text, question.name):
@@ -130,7 +133,7 @@ def generated() -> list[Row]:
 
 
 def parsed(row: Row) -> Question:
-    """The question of a row. Raises KeyError, ValueError or TypeError if the row has none of the forms."""
+    """The question of a row. Raises KeyError, ValueError or TypeError if the row has none of the known formats."""
     if "question_content" in row:
         return _live_code_bench(row)
     if "entry_point" in row:
@@ -142,7 +145,7 @@ def parsed(row: Row) -> Question:
 
 def _own_tests(tests: Sequence[Row]) -> Tests:
     if not tests:
-        raise ValueError("there are no tests")
+        raise ValueError("the row has no tests")
     if "input" in tests[0]:
         return [Program(str(each["input"]), str(each["output"])) for each in tests]
     return [Call(each["arguments"], read(each["expected"])) for each in tests]
@@ -164,7 +167,7 @@ def _mbpp(row: Row) -> Question:
 
 
 def _tested(tests: Sequence[str], code: str) -> str:
-    """The name of the function that assertions are about: one that `code` makes, or else one that Python has not."""
+    """The name of the function that assertions test: one that `code` defines, or else one that is not a builtin."""
     calls = [node.func for node in ast.walk(ast.parse("\n".join(tests))) if isinstance(node, ast.Call)]
     names = [each.id for each in calls if isinstance(each, ast.Name)]
     made = [name for name in names if re.search(rf"^def {re.escape(name)}\b", code, re.MULTILINE)]
@@ -190,7 +193,7 @@ def _live_code_bench(row: Row) -> Question:
     starter = row.get("starter_code") or ""
     question = "\n".join(filter(None, (row["question_content"], starter)))
     if not tests:
-        raise ValueError("there are no tests")
+        raise ValueError("the row has no tests")
     if tests[0].get("testtype") != "functional":
         return Question(question, "", [Program(each["input"], each["output"]) for each in tests], COMPETITION)
     in_place = re.search(rf"def {re.escape(name)}\b[^#]*?->\s*None\s*:", starter) is not None

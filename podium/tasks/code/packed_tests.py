@@ -1,4 +1,4 @@
-"""Reads the private tests of LiveCodeBench as they are published: JSON, pickled, compressed, and in base64."""
+"""Reads LiveCodeBench's private tests as published: JSON that is pickled, compressed and encoded in base64."""
 
 import base64
 import binascii
@@ -7,14 +7,14 @@ import pickle
 import zlib
 
 MOST_BYTES = 2**30
-"""Bytes of unpacked tests that are read; the largest that are published have about a tenth."""
+"""Maximum bytes of unpacked tests; the largest published ones have about a tenth of this."""
 
 
 class _TextOnly(pickle.Unpickler):
-    """Loads texts and plain containers; a pickle that names a class or a function runs none of it."""
+    """Unpickles only strings and plain containers; refuses pickles that refer to a class or a function."""
 
     def find_class(self, module_name: str, global_name: str, /) -> object:
-        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, and only text is read")
+        raise pickle.UnpicklingError(f"it refers to {module_name}.{global_name}, but only text is read")
 
 
 def unpacked(packed: str) -> str:

@@ -1,7 +1,8 @@
-"""The tool `python`: code in the sandbox, each call by itself or with names kept for a conversation."""
+"""The tool `python`: runs code in the sandbox, each call separately or with names kept during a conversation."""
 
 import functools
 
+from podium.plain import without_middle
 from podium.sandbox.check import check_machine
 from podium.sandbox.runs import Ended, Limits, Run, Sandbox
 from podium.tasks.conversation import Reply, Turn
@@ -21,7 +22,7 @@ WHY = {
 
 @functools.cache
 def _sandbox() -> Sandbox:
-    """The sandbox of this process."""
+    """The sandbox that this process shares."""
     return Sandbox(LIMITS)
 
 
@@ -29,7 +30,7 @@ def python(code: str) -> str:
     """Run Python code and return what it prints, and the value of its last line.
 
     Args:
-        code: the code; only the standard library is there, and no network.
+        code: the code; it can use only the standard library, and no network.
     """
     with _sandbox().open() as run:
         return _output(run, code)
@@ -39,7 +40,7 @@ python.check_machine = check_machine  # pyright: ignore[reportFunctionMemberAcce
 
 
 class PythonSession:
-    """A conversation with the tool `python` in which names are kept from call to call; the task grades the answer."""
+    """A conversation with the tool `python` that keeps names between calls; the task grades the answer."""
 
     tools = (python,)
 
@@ -47,11 +48,11 @@ class PythonSession:
         self._run: Run | None = None
 
     def reply(self, turn: Turn) -> Reply:
-        """Run the code of an answer; one without ends the conversation."""
+        """Run the code in an answer; an answer without code ends the conversation."""
         return answer_calls({"python": self.python}, turn, lambda value: value) or Reply(done=True)
 
     def python(self, code: str) -> str:
-        """Run code, with the names that earlier code has made; after an end by a limit they are gone."""
+        """Run code with the names that earlier code defined; they are lost if a limit ended the process."""
         if self._run is None:
             self._run = _sandbox().begin()
         try:
@@ -61,23 +62,18 @@ class PythonSession:
             raise
 
     def close(self) -> None:
-        """End the process of the code."""
+        """End the process that runs the code."""
         if self._run is not None:
             self._run.close()
             self._run = None
 
 
 def _output(run: Run, code: str) -> str:
-    """What code printed, its middle cut out if it is long. ValueError, for the model, if a limit ended it."""
+    """What the code printed, without its middle if it is long. Raises ValueError, with a message for the model, if a
+    limit ended it.
+    """
     try:
         output = run.execute(code, shown=True)[0]
     except Ended as ended:
-        raise ValueError(f"{WHY[ended.why]}\n{_cut(ended.output)}".strip()) from None
-    return _cut(output)
-
-
-def _cut(text: str) -> str:
-    if len(text) <= MAX_CHARACTERS:
-        return text
-    half = MAX_CHARACTERS // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+        raise ValueError(f"{WHY[ended.why]}\n{without_middle(ended.output, MAX_CHARACTERS)}".strip()) from None
+    return without_middle(output, MAX_CHARACTERS)

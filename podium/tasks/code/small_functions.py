@@ -1,23 +1,23 @@
-"""Small functions to write, with what they must return: the generated questions of the task `code`."""
+"""Small functions to write and their expected results: the generated questions of the task `code`."""
 
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 DRAWS = 10_000
-"""Most inputs that are drawn for a function until not all of its tests have the same result."""
+"""Maximum number of inputs drawn for a function until its tests do not all have the same result."""
 TESTS = 8
-"""Tests of each function that a solution is not shown."""
+"""Number of hidden tests per function."""
 
 
 class Family(NamedTuple):
-    """Functions that differ in a number or a letter."""
+    """Functions that differ only in a number or a letter."""
 
     name: str
     parameter: str
     """`values`, a list of whole numbers; `text`, words in lower case; or `number`, a whole number from 0."""
     says: str
-    """What the function returns, with {n} and {m} for what differs."""
+    """Describes what the function returns; {n} and {m} stand for the values that differ."""
     expression: str
     choices: Sequence[tuple[object, object]]
     """Pairs for {n} and {m}."""
@@ -30,7 +30,7 @@ class SmallFunction(NamedTuple):
     question: str
     solution: str
     tests: tuple[tuple[object, object], ...]
-    """Arguments, one each, and the values to return."""
+    """Pairs of the single argument and the value to return."""
 
 
 def _each(numbers: Sequence[object]) -> list[tuple[object, object]]:
@@ -96,11 +96,11 @@ FAMILIES = (
     Family("sum_of_two", "number", "whether `number` is a sum of {n} times and {m} times whole numbers from 0",
            "any((number - {n} * each) % {m} == 0 for each in range(number // {n} + 1))", PAIRS),
 )  # fmt: skip
-"""Their expressions are part of Podium, so they are evaluated without a sandbox."""
+"""All families; their expressions are part of Podium, so they are evaluated without a sandbox."""
 
 
 def small_functions() -> list[SmallFunction]:
-    """All of them, in an order that mixes the families."""
+    """All small functions, in an order that mixes the families."""
     made = [_made(family, n, m) for family in FAMILIES for n, m in family.choices]
     random.Random("small functions").shuffle(made)
     return made
@@ -111,10 +111,10 @@ def _made(family: Family, n: object, m: object) -> SmallFunction:
     function: Callable[[Any], object] = eval(f"lambda {family.parameter}: {expression}")
     generator = random.Random(f"{family.name} {n} {m}")
     drawn: dict[str, object] = {}
-    results: set[str] = set()  # of the hidden ones; more than one, so that no constant is right
+    results: set[str] = set()  # hidden tests have several different results, so that returning a constant is wrong
     for _ in range(DRAWS):
         argument = INPUTS[family.parameter](generator)
-        if len(drawn) == TESTS + 1:  # all results are the same so far
+        if len(drawn) == TESTS + 1:  # all results have been equal so far
             drawn.popitem()
         drawn[repr(argument)] = argument
         results = {repr(function(each)) for each in list(drawn.values())[1:]}

@@ -1,111 +1,110 @@
-"""Processes that hold conversations, or threads of the trainer that do.
+"""Processes, or threads of the trainer, that hold conversations.
 
 A process that ends loses its conversations, and so does one that does not respond: a conversation may hold the
 interpreter's lock, stop the process, or block the event loop that others share. If a single conversation had a call in
-progress, that one is to blame. If several had, each of them goes on in a process that carries out one call at a time,
-so that the next loss has one culprit. All others have lost nothing but their process.
+progress, it is to blame. If several had, each of them continues in a process that carries out one call at a time, so
+that the next loss has one culprit. The other conversations lose only their process.
 """
 
-import contextlib
-import pickle
 import queue
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from podium.config.schema import TaskConfig
-from podium.plain import message_of
-from podium.tasks.conversations.conversing import PING, Answered, Asked, Begun, Host, Sent
-from podium.tasks.worker_process import WorkerProcess
+from podium.tasks.conversations.conversing import Answered, Asked, Close, Host
+from podium.tasks.workers import Answer, Lost, Received, UnsendableError, Worker, not_started
 
-ENDED = "the process of its environment ended"
-READ_S = 1.0
-"""Seconds in which what a killed process has sent must be read: that may run a user's code, as it makes objects."""
 MOST_ENDS = 3
-"""Processes in a row that may end with neither a call in progress nor a conversation that ended well. Conversations of
-further such processes count as failed."""
+"""Maximum number of consecutive processes that end without a call in progress and without having completed a
+conversation. Conversations of further such processes count as failed."""
 
 
 class Event(NamedTuple):
-    """What happened in a process, for the trainer's thread."""
+    """Something that happened in a process, for the trainer's thread."""
 
-    worker: "Worker"
+    holder: "Holder"
     answered: Answered | None
-    """None: it responds."""
+    """An answer; None: the process responds."""
     ended: bool = False
-    """Whether the process has ended, and with it the conversation."""
+    """Whether the process has ended, which also ends the conversation."""
 
 
 Events = queue.SimpleQueue[Event]
-Ended = Callable[["Process", int | None], None]
-"""Called, on any thread, with a process that has ended by itself or was killed, and its exit code."""
 
 
 class Threads:
-    """Conversations in the trainer's process. A call that hangs there cannot be ended."""
+    """Conversations in the trainer's process. A call that hangs there cannot be killed."""
 
     def __init__(self, tasks: Sequence[TaskConfig], events: Events) -> None:
         """Prepare the conversations of these tasks."""
         self.numbers: set[int] = set()
         """The conversations that it holds."""
-        self._host = Host(tasks, lambda answered: events.put(Event(self, answered)))
+        self._host = Host(tasks)
+        self._events = events
 
     def ask(self, asked: Asked) -> bool:
         """Begin a request; returns whether it began at once."""
-        self._host.take(asked)
+
+        def answer() -> None:
+            self._events.put(Event(self, self._host.answer(asked)))
+
+        threading.Thread(target=answer, name="conversation", daemon=True).start()
         return True
 
+    def drop(self, number: int) -> int | None:
+        """End a conversation without a reward. Returns None, because no requests are queued here."""
+        self.ask(Close(number, graded=False))
+
     def next(self, ended: int) -> int | None:
-        """Return None: no request waits for another to end."""
+        """Return None, because no requests are queued here."""
 
     def close(self) -> None:
         """End the event loop."""
-        self._host.close()
+        self._host.loop.end()
 
 
 class Process:
-    """A process that holds conversations; one thread sends to it, and one reads what it sends."""
+    """A process that holds conversations."""
 
     def __init__(
-        self, tasks: Sequence[TaskConfig], variables: Mapping[str, str], events: Events, ended: Ended, *, serial: bool
+        self,
+        tasks: Sequence[TaskConfig],
+        events: Events,
+        ended: Callable[["Process", str], None],
+        *,
+        serial: bool,
+        hidden: Sequence[str],
     ) -> None:
-        """Start it. `serial`: it carries out one request at a time.
+        """Start the process. `ended` is called, on any thread, with the reason when it ends; with `serial` it carries
+        out one request at a time; it does not get the `hidden` environment variables.
 
         Raises OSError if this machine has too little memory, or too many processes, for another one.
         """
         self.numbers: set[int] = set()
         """The conversations that it holds."""
-        self.begun: set[int] = set()
-        """Those with a request in progress, as the reading thread knows them."""
-        self.why = ""
-        """Why it was killed."""
         self._turns: deque[Asked] | None = deque() if serial else None
         """The request in progress and those queued behind it; None if requests run at the same time."""
-        self.began = time.monotonic()
-        self._questions, self._responses = 0, -1
-        self._ended = [ended]
-        """What to call once, as it ends; empty as soon as it is called, or need not be."""
-        self._events = events
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._process = WorkerProcess("podium.tasks.conversations.conversing", variables)
-        self._outbox.put(pickle.dumps(list(tasks)))
-        threading.Thread(target=self._send, name="to environments", daemon=True).start()
-        self._reader = threading.Thread(target=self._read, name="from environments", daemon=True)
-        self._reader.start()
+        self._events, self._ended = events, ended
+        self.worker = Worker("podium.tasks.conversations.conversing", list(tasks), self._take, hidden=hidden)
 
     def ask(self, asked: Asked) -> bool:
         """Send a request or queue it; returns whether it was sent. Never blocks."""
-        if self._turns is not None and asked.answers:
+        if self._turns is not None:
             self._turns.append(asked)
             if len(self._turns) > 1:
                 return False
         self._post(asked)
         return True
 
+    def drop(self, number: int) -> int | None:
+        """End a conversation without a reward. Sends the next queued request as `next` does, and returns the same."""
+        self._post(Close(number, graded=False))
+        return self.next(number)
+
     def next(self, ended: int) -> int | None:
-        """Send the next queued request, after one has ended or was dropped.
+        """Send the next queued request, after a request has ended or was dropped.
 
         Returns its conversation; None if the queue is empty.
         """
@@ -118,178 +117,118 @@ class Process:
         self._post(self._turns[0])
         return self._turns[0].number
 
-    def question(self) -> int:
-        """Ask the process to respond; returns the number of this question, for `responded`."""
-        self._questions += 1
-        self._outbox.put(pickle.dumps(PING))
-        return self._questions
-
-    def responded(self, question: int) -> bool:
-        """Whether the process has answered this question; 0: whether it has started."""
-        return self._responses >= question
-
-    def kill(self, why: str) -> None:
-        """Kill the process because it does not respond; `ended` is called with it."""
-        self.why = why
-        self._process.stop()
-        self._reader.join(READ_S)
-        if self._reader.is_alive():
-            self.why = f"{why}, or an object that it sent cannot be made here: its class blocks as it is unpickled"
-            self._end()
-
     def close(self) -> None:
-        """Kill the process and its children; `ended` is not called."""
-        self._ended.clear()
-        self._outbox.put(None)
-        self._process.stop()
-
-    @property
-    def pid(self) -> int:
-        """Its process."""
-        return self._process.pid
+        """Kill the process and its children."""
+        self.worker.stop()
 
     def _post(self, asked: Asked) -> None:
         try:
-            data = pickle.dumps(asked)
-        except Exception as error:  # a row of a user's task may hold anything
-            why = f"its prompt cannot be sent to another process ({message_of(error)}); give its rows plain values"
+            self.worker.ask([asked.number], [asked])
+        except UnsendableError as error:
+            why = f"its prompt cannot be sent to another process ({error}); give its rows plain values"
             self._events.put(Event(self, Answered(asked.number, "failed", why)))
+
+    def _take(self, received: Received) -> None:
+        if isinstance(received, Lost):
+            self._ended(self, received.why)
+        elif isinstance(received, Answer) and received.problem:
+            self._events.put(Event(self, Answered(received.number, "failed", received.problem)))
         else:
-            self._outbox.put(pickle.dumps((asked.number, asked.answers, data)))
-
-    def _send(self) -> None:
-        with contextlib.suppress(EOFError):
-            while (data := self._outbox.get()) is not None:
-                self._process.channel.send(data)  # as long as it takes: requests have deadlines, and then it is killed
-
-    def _read(self) -> None:
-        try:
-            while True:
-                self._take(pickle.loads(self._process.receive()))
-        except EOFError:
-            pass
-        except Exception as error:  # a class that is not importable here, say
-            self.why = f"what the process of its environment sent cannot be read ({message_of(error)})"
-        self._end()
-
-    def _end(self) -> None:
-        """Free what is left of a process that has ended, and say so once."""
-        self._process.close()
-        self._outbox.put(None)
-        try:
-            ended = self._ended.pop()
-        except IndexError:
-            return
-        ended(self, self._process.exit_code)
-
-    def _take(self, sent: Sent) -> None:
-        if isinstance(sent, Begun):
-            self.begun.add(sent.number)
-        elif sent is None:
-            self._responses += 1
-            self._events.put(Event(self, None))
-        else:
-            self.begun.discard(sent.number)
-            self._events.put(Event(self, sent))
+            self._events.put(Event(self, received and received.value))
 
 
-Worker = Process | Threads
+Holder = Process | Threads
 
 
 class Pool:
-    """The processes of a run, or its threads, and their conversations."""
+    """A run's processes or threads, and their conversations."""
 
-    def __init__(
-        self, tasks: Sequence[TaskConfig], workers: int, variables: Callable[[], Mapping[str, str]], events: Events
-    ) -> None:
-        """Start nothing yet. `workers` processes hold conversations, and if one is lost as many more; 0: threads.
-
-        `variables` returns the environment variables of processes.
+    def __init__(self, tasks: Sequence[TaskConfig], workers: int, events: Events, *, hidden: Sequence[str]) -> None:
+        """Create the pool without starting a process. `workers` processes hold conversations, and up to as many more
+        after a loss; 0: threads. Processes do not get the `hidden` environment variables.
         """
-        self._tasks, self._most, self._variables, self._events = tasks, workers, variables, events
-        self._shared: list[Worker] = []
-        self._serial: list[Worker] = []
-        self._retired: list[Worker] = []
-        self._homes: dict[int, Worker] = {}
+        self._tasks, self._most = tasks, workers
+        self._events = events
+        self._hidden = hidden
+        self._shared: list[Holder] = []
+        self._serial: list[Holder] = []
+        self._retired: list[Holder] = []
+        self._homes: dict[int, Holder] = {}
         self._lock = threading.Lock()
         self._unexplained = 0
-        """Processes in a row that ended without a call in progress."""
+        """Number of consecutive processes that ended without a call in progress."""
 
-    def place(self, number: int, *, apart: bool) -> Worker:
+    def place(self, number: int, *, apart: bool) -> None:
         """Give a conversation a home; `apart`: among those with one call at a time.
 
         Raises ValueError if no process can be started.
         """
         with self._lock:
-            workers = self._serial if apart and self._most else self._shared
-            while len(workers) < max(1, self._most):
-                workers.append(self._started(serial=apart))
-            worker = min(workers, key=lambda each: len(each.numbers))
-            worker.numbers.add(number)
-            self._homes[number] = worker
-        return worker
+            holders = self._serial if apart and self._most else self._shared
+            while len(holders) < max(1, self._most):
+                holders.append(self._started(serial=apart))
+            holder = min(holders, key=lambda each: len(each.numbers))
+            holder.numbers.add(number)
+            self._homes[number] = holder
 
-    def home(self, number: int) -> Worker | None:
-        """The worker that holds a conversation; None if it has none."""
+    def home(self, number: int) -> Holder | None:
+        """What holds a conversation; None if nothing does."""
         return self._homes.get(number)
 
-    def forget(self, number: int) -> Worker | None:
-        """Remove a conversation from its worker, which is returned; a retired worker without conversations is ended."""
+    def forget(self, number: int) -> Holder | None:
+        """Remove a conversation from its holder, which is returned; a retired one without conversations is ended."""
         with self._lock:
-            worker = self._homes.pop(number, None)
-            if worker is None:
+            holder = self._homes.pop(number, None)
+            if holder is None:
                 return None
-            worker.numbers.discard(number)
-            ends = worker in self._retired and not worker.numbers
+            holder.numbers.discard(number)
+            ends = holder in self._retired and not holder.numbers
             if ends:
-                self._retired.remove(worker)
+                self._retired.remove(holder)
         if ends:
-            worker.close()
-        return worker
+            holder.close()
+        return holder
 
-    def retire(self, worker: Worker) -> None:
-        """Give a worker no more conversations, and end it after its last one."""
+    def retire(self, holder: Holder) -> None:
+        """Give a holder no more conversations, and end it after its last one."""
         with self._lock:
-            for workers in (self._shared, self._serial):
-                if worker in workers:
-                    workers.remove(worker)
-                    self._retired.append(worker)
+            for holders in (self._shared, self._serial):
+                if holder in holders:
+                    holders.remove(holder)
+                    self._retired.append(holder)
 
     def ended_well(self) -> None:
-        """Note that a conversation was graded."""
+        """Record that a conversation was graded."""
         self._unexplained = 0
 
     def close(self) -> None:
-        """End all workers."""
+        """End all of them."""
         with self._lock:
-            workers = (*self._shared, *self._serial, *self._retired)
+            holders = (*self._shared, *self._serial, *self._retired)
             for each in (self._shared, self._serial, self._retired, self._homes):
                 each.clear()
-        for worker in workers:
-            worker.close()
+        for holder in holders:
+            holder.close()
 
-    def _started(self, *, serial: bool) -> Worker:
+    def _started(self, *, serial: bool) -> Holder:
         if not self._most:
             return Threads(self._tasks, self._events)
         try:
-            return Process(self._tasks, self._variables(), self._events, self._ended, serial=serial)
+            return Process(self._tasks, self._events, self._ended, serial=serial, hidden=self._hidden)
         except OSError as error:
-            raise ValueError(
-                f"a process for environments could not be started ({error.strerror}); free memory or processes on this"
-                " machine, or lower environments.workers, then continue the run"
-            ) from error
+            raise ValueError(not_started("environments", error)) from error
 
-    def _ended(self, process: Process, code: int | None) -> None:
-        """Report the loss of a process's conversations."""
+    def _ended(self, process: Process, why: str) -> None:
+        """Report the loss of the conversations of a process that nobody here has ended."""
         with self._lock:
-            for workers in (self._shared, self._serial, self._retired):
-                if process in workers:
-                    workers.remove(process)
+            held = [holders for holders in (self._shared, self._serial, self._retired) if process in holders]
+            if not held:
+                return
+            held[0].remove(process)
             numbers = sorted(process.numbers)
-            begun = process.begun & process.numbers
+            begun = process.worker.begun.keys() & process.numbers
             self._unexplained = 0 if begun else self._unexplained + 1
             hopeless = self._unexplained > MOST_ENDS
-        why = process.why or f"{ENDED} with code {code}"
         for number in numbers:
             blamed = hopeless or begun == {number}
             answered = Answered(number, "failed" if blamed else "lost", why, apart=number in begun)

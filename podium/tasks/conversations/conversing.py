@@ -1,21 +1,15 @@
 """Holds conversations: in a process that `podium.tasks.conversations.environments` starts, or in threads of the
 trainer.
 
-Each request is answered on its own thread, async code on one event loop, so that slow replies overlap. It has no
-time limit: the trainer's side has.
+Each request is answered on its own thread, and async code runs on one event loop, so that slow replies overlap. Time
+limits are enforced by the trainer's side, not here.
 """
 
-import asyncio
 import contextlib
 import dataclasses
-import inspect
-import os
-import pickle
 import resource
-import signal
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from podium.config.schema import TaskConfig
@@ -23,122 +17,78 @@ from podium.plain import copied, traceback_of
 from podium.tasks.conversation import Asking, Reply, Turn, finite, plain_first, plain_reply
 from podium.tasks.conversations.environment_copy import Copied
 from podium.tasks.conversations.environment_forms import Conversing, Running, conversing
-from podium.tasks.event_loop import UsersLoop, start_loop
+from podium.tasks.event_loop import LoopThread
 from podium.tasks.task import Prompt
-from podium.tasks.worker_process import join_parent
+from podium.tasks.workers import Parent
 
 
 class Open(NamedTuple):
-    """Begin a conversation."""
+    """Request to begin a conversation."""
 
     number: int
     task: int
     prompt: Prompt
     seed: int
 
-    @property
-    def answers(self) -> bool:
-        """Whether it is answered."""
-        return True
-
 
 class Say(NamedTuple):
-    """An answer of the model, to reply to."""
+    """Request to reply to an answer of the model."""
 
     number: int
     turn: Turn
 
-    @property
-    def answers(self) -> bool:
-        """Whether it is answered."""
-        return True
-
 
 class Close(NamedTuple):
-    """End a conversation; `graded`: with its final reward."""
+    """Request to end a conversation; `graded`: and to return its final reward."""
 
     number: int
     graded: bool
     keep: bool = False
     """Whether to return the environment too."""
 
-    @property
-    def answers(self) -> bool:
-        """Whether it is answered."""
-        return self.graded
-
 
 Asked = Open | Say | Close
-PING = None
-"""Asks a process to respond, sent in place of a request; its response is the same, and so is what it sends first."""
-
-
-class Begun(NamedTuple):
-    """Says that a request of a conversation is being carried out."""
-
-    number: int
 
 
 class Answered(NamedTuple):
-    """The answer to a request."""
+    """The answer to a request of a conversation."""
 
     number: int
     kind: Literal["opened", "replied", "graded", "failed", "lost"]
-    """lost: its process ended, or does not respond, and it is not known to be the reason."""
+    """lost: its process ended or does not respond, and this conversation is not known to be the cause."""
     value: str | Asking | Reply | float | None = None
-    """The text to append to the prompt or what a program asks first, the reply, the final reward, a traceback, or why
-    it was lost."""
+    """Depending on the request and outcome: the text to append to the prompt or a program's first request, the reply,
+    the final reward, a traceback, or why the conversation was lost."""
     seconds: float = 0.0
     environment: object = None
-    """The environment after its end, if it was asked for: itself, or from another process a copy."""
+    """The environment after the conversation's end, if requested: the object itself, or a copy if it is in another
+    process."""
     apart: bool = False
-    """Whether it is to go on, or begin again, in a process with one call at a time, because it may end others."""
-
-
-Sent = Answered | Begun | None
-"""What a process sends."""
+    """Whether the conversation must continue, or restart, in a process that carries out one call at a time, because it
+    may be what ends processes."""
 
 
 class Host:
     """The conversations of one process."""
 
-    def __init__(self, configs: Sequence[TaskConfig], answer: Callable[[Answered], None]) -> None:
-        """`answer` is called on other threads, with the answer to each request."""
+    def __init__(self, configs: Sequence[TaskConfig]) -> None:
+        """Prepare the conversations of the tasks with these configs."""
         _allow_open_files()
         self._tasks: list[Conversing | None] = [conversing(config) for config in configs]
-        self._answer = answer
         self._open: dict[int, Running] = {}
-        self._loop: UsersLoop | None = None
-        self._starting = threading.Lock()
+        self.loop = LoopThread("environments")
+        """Runs all async code."""
 
-    def take(self, asked: Asked) -> None:
-        """Answer a request on its own thread."""
-        threading.Thread(target=self._handle, args=(asked,), name="conversation", daemon=True).start()
-
-    def respond(self, respond: Callable[[], None]) -> None:
-        """Call a function where all async code runs, if any does: what blocks the event loop then blocks this too."""
-        if self._loop is None:
-            respond()
-        else:
-            self._loop.call_soon_threadsafe(respond)
-
-    def close(self) -> None:
-        """End the event loop; threads that hang are left."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.end)
-
-    def _handle(self, asked: Asked) -> None:
+    def answer(self, asked: Asked) -> Answered:
+        """Answer a request. Never raises; requests of several conversations may be answered at the same time."""
         start = time.perf_counter()
         try:
             answered = self._answered(asked)
-        except BaseException as error:  # a user's environment may raise anything, also as it is closed
+        except BaseException as error:  # a user's environment may raise anything, even while it is closed
             answered = Answered(asked.number, "failed", traceback_of(error))
             with contextlib.suppress(BaseException):
                 self._answered(Close(asked.number, graded=False))
-        if isinstance(asked, Close) and not asked.graded:
-            return
-        with contextlib.suppress(EOFError):  # the trainer has ended
-            self._answer(answered._replace(seconds=time.perf_counter() - start))
+        return answered._replace(seconds=time.perf_counter() - start)
 
     def _answered(self, asked: Asked) -> Answered:
         match asked:
@@ -148,7 +98,7 @@ class Host:
                 prompt = dataclasses.replace(
                     asked.prompt, metadata=copied(dict(asked.prompt.metadata))
                 )  # as in a process
-                running = held.open(prompt, asked.seed, self._resolve)
+                running = held.open(prompt, asked.seed, self.loop.resolve)
                 self._open[asked.number] = running
                 return Answered(asked.number, "opened", plain_first(running.begin()))
             case Say():
@@ -165,62 +115,22 @@ class Host:
                 finally:
                     running.close()
 
-    def _resolve(self, value: object) -> object:
-        """Wait on this thread for an awaitable, which runs on the process's event loop."""
-        if not inspect.isawaitable(value):
-            return value
-
-        async def awaited() -> object:
-            return await value
-
-        return asyncio.run_coroutine_threadsafe(awaited(), self._started()).result()
-
-    def _started(self) -> UsersLoop:
-        with self._starting:
-            if self._loop is None:
-                self._loop = start_loop("environments")
-        return self._loop
-
 
 def _allow_open_files() -> None:
     """Let this process open as many files as the system allows; hundreds of open environments may need thousands."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # a system may refuse its own limit
+    with contextlib.suppress(ValueError, OSError):  # some systems refuse the limit that they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def main(connection: int, lifeline: int) -> None:
     """Hold conversations until the trainer ends this process, or ends itself."""
-    channel = join_parent(connection, lifeline)
-    sending = threading.Lock()
+    parent = Parent(connection, lifeline)
+    host = Host(parent.setup())
 
-    def send(data: bytes) -> None:
-        with sending:
-            channel.send(data)
-
-    def answer(answered: Answered) -> None:
+    def answer(asked: Asked) -> Answered:
+        answered = host.answer(asked)
         kept = answered.environment
-        try:
-            data = pickle.dumps(answered if kept is None else answered._replace(environment=Copied(kept)))
-        except BaseException as error:  # the environment's own code takes part
-            data = pickle.dumps(Answered(answered.number, "failed", traceback_of(error)))
-        send(data)
+        return answered if kept is None else answered._replace(environment=Copied(kept))
 
-    with contextlib.suppress(EOFError):
-        host = Host(pickle.loads(channel.receive()), answer)
-        send(pickle.dumps(PING))
-        while True:
-            asked = pickle.loads(channel.receive())
-            if asked is PING:
-                host.respond(lambda: send(pickle.dumps(PING)))
-                continue
-            number, answers, data = asked
-            if answers:
-                send(pickle.dumps(Begun(number)))
-            try:
-                request = pickle.loads(data)
-            except BaseException as error:  # classes in a row of the data that are not importable here
-                answer(Answered(number, "failed", traceback_of(error)))
-            else:
-                host.take(request)
-    os.killpg(0, signal.SIGKILL)  # whatever threads still do, and processes that tools have started
+    parent.serve_concurrently(answer, respond=host.loop.call)

@@ -1,7 +1,7 @@
 """Copies of environments for reward functions, which run in the trainer's process.
 
-A copy has the class of the environment and those of its attributes that can be pickled; a connection to a server, say,
-stays behind.
+A copy has the environment's class and those of its attributes that can be pickled; a connection to a server, for
+example, is left out.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 
 class Copied:
-    """An environment on its way to another process, where it arrives as a copy of it."""
+    """Wraps an environment so that it unpickles as a copy in another process."""
 
     def __init__(self, environment: object) -> None:
         self._environment = environment
@@ -20,7 +20,9 @@ class Copied:
         kind = type(self._environment)
         values = dict(getattr(self._environment, "__dict__", {}))
         pickled_kind = _pickled(kind)
-        if pickled_kind is None:  # a class inside a function: what its properties say is kept instead
+        if (
+            pickled_kind is None
+        ):  # a class defined in a function cannot be pickled: keep the values of its properties instead
             names = [name for name in dir(kind) if isinstance(getattr(kind, name), property)]
             for name in names:
                 with contextlib.suppress(BaseException):
@@ -32,12 +34,12 @@ class Copied:
 def _pickled(value: object) -> bytes | None:
     try:
         return pickle.dumps(value)
-    except BaseException:  # objects of others raise what they like
+    except BaseException:  # other people's objects may raise anything
         return None
 
 
 def _arrived(kind: bytes | None, attributes: Mapping[str, bytes]) -> object:
-    """The copy of an environment."""
+    """Create the copy of an environment."""
     made: object = types.SimpleNamespace()
     if kind is not None:
         with contextlib.suppress(BaseException):

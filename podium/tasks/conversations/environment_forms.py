@@ -1,4 +1,4 @@
-"""Makes conversations of what users write: functions, classes in TRL's form, gym-like classes, and tasks with `open`.
+"""Makes conversations from what users write: functions, classes in TRL's form, gym-like classes, and tasks with `open`.
 
 tools         answers are read for calls, and end the conversation when they have none; the task grades the last one
 TRL's form    `reset(**row)`, public methods as tools, `get_reward()`, any of them async
@@ -23,12 +23,12 @@ from podium.tasks.task import Prompt
 
 Form = Literal["trl", "gym", "conversation"]
 OF_THE_TRAINER = ("reset", "get_reward")
-"""Methods of TRL's form that are no tools."""
+"""Methods of TRL's form that are not tools."""
 OF_GYM = {"reset", "step", "close", "render", "seed"}
 
 
 class Running(Protocol):
-    """A conversation as its process drives it: waiting for what is async is done."""
+    """A conversation as its process drives it; its methods wait for async code."""
 
     @property
     def environment(self) -> object:
@@ -36,7 +36,7 @@ class Running(Protocol):
         ...
 
     def begin(self) -> str | Asking | None:
-        """A text to append to the prompt, if any; or what a program asks first."""
+        """A text to append to the prompt, if any, or a program's first request."""
         ...
 
     def reply(self, turn: Turn) -> Reply:
@@ -44,23 +44,23 @@ class Running(Protocol):
         ...
 
     def grade(self) -> float | None:
-        """The final reward, beside those of the turns; None: the task grades the last answer."""
+        """The final reward, in addition to the rewards of turns; None: the task grades the last answer."""
         ...
 
     def close(self) -> None:
-        """Free what the conversation holds."""
+        """Free the conversation's resources."""
         ...
 
 
 class Conversing(NamedTuple):
-    """How the conversations of a task are held."""
+    """How the conversations of a task are created and rewarded."""
 
     open: Callable[[Prompt, int, Resolve], Running]
     tools: tuple[ToolSchema, ...]
     rewards: bool
-    """Whether conversations pay their own reward: the `correct` part then is that."""
+    """Whether conversations return their own reward, which then is the `correct` part."""
     begins: bool = True
-    """Whether the environment may add to the prompt."""
+    """Whether the environment may append text to the prompt."""
 
 
 def conversing(config: TaskConfig) -> Conversing | None:
@@ -80,7 +80,7 @@ def conversing(config: TaskConfig) -> Conversing | None:
     own = tuple(getattr(task, "tools", ()))
     if opener is not None:
         if led_by_program(config) and (functions or config.system_prompt):
-            raise ValueError(f"{config.name}: its programs write all messages; leave tools and system_prompt out")
+            raise ValueError(f"{config.name}: its programs write all messages; remove tools and system_prompt")
         if functions:
             raise ValueError(f"tools: {config.name} has its own conversations; it names its tools itself")
         by_name(own)
@@ -93,12 +93,14 @@ def conversing(config: TaskConfig) -> Conversing | None:
 
 
 def led_by_program(config: TaskConfig) -> bool:
-    """Whether programs lead the conversations of a task: they ask with whole prompts, and cannot be replayed."""
+    """Whether programs lead a task's conversations: they send whole prompts, and their conversations cannot be
+    replayed.
+    """
     return getattr(find_task(config.name), "led_by_program", False)
 
 
 def machine_checks(config: TaskConfig) -> list[Callable[[], str]]:
-    """The functions `check_machine` of a task, its environment and its tools; `podium.tasks.task` says what they do."""
+    """The functions `check_machine` of a task, its environment and its tools; `podium.tasks.task` describes them."""
     kind = find_task(config.name)
     environment = None if config.environment is None else imported(config.environment, what="an environment")
     tools = (*getattr(kind, "tools", ()), *getattr(environment, "tools", ()), *map(find_tool, config.tools))
@@ -107,7 +109,7 @@ def machine_checks(config: TaskConfig) -> list[Callable[[], str]]:
 
 
 def _of_class(name: str, environment: object, functions: Sequence[Tool]) -> Conversing:
-    """Conversations with instances of a class. Raises ValueError if it has none of the forms."""
+    """Conversations with instances of a class. Raises ValueError if the class has none of the supported forms."""
     if not callable(environment):
         raise ValueError(f"{name!r} is {environment!r:.80}; an environment is a class, or a function that makes one")
     kind = environment if inspect.isclass(environment) else type(environment())
@@ -118,7 +120,7 @@ def _of_class(name: str, environment: object, functions: Sequence[Tool]) -> Conv
             return Conversing(functools.partial(_opened, made), schemas, rewards=True)
         case "gym":
             if functions:
-                raise ValueError(f"tools: {name} reads answers as its steps; leave the tools out")
+                raise ValueError(f"tools: {name} uses each answer as a step; remove the tools")
             make = cast(Callable[[], object], environment)
             return Conversing(lambda prompt, seed, resolve: _Gym(make(), seed, resolve), (), rewards=True)
         case "trl":
@@ -133,13 +135,13 @@ def _of_class(name: str, environment: object, functions: Sequence[Tool]) -> Conv
             return Conversing(opened, schemas, rewards=hasattr(kind, "get_reward"))
         case None:
             raise ValueError(
-                f"{name!r} is no environment: it needs `reset` and public methods (TRL's form), `reset` and `step`"
+                f"{name!r} is not an environment: it needs `reset` and public methods (TRL's form), `reset` and `step`"
                 " (gym's), or `reply` (podium.tasks.conversation)"
             )
 
 
 def form_of(kind: type) -> Form | None:
-    """Which form a class has; None: none."""
+    """Which form a class has; None if it has no supported form."""
     if callable(getattr(kind, "reply", None)):
         return "conversation"
     if not callable(getattr(kind, "reset", None)):
@@ -158,7 +160,7 @@ def _tool_names(kind: type) -> list[str]:
 
 
 def _unbound(kind: type, name: str) -> Tool:
-    """A method of a class, for its signature: no instance is made."""
+    """A method of a class, for its signature; no instance is created."""
     method = getattr(kind, name)
     return method if inspect.ismethod(method) else types.MethodType(method, object())
 
@@ -191,7 +193,7 @@ class _Opened:
 
 
 class _Tools:
-    """A conversation that answers calls of functions, and ends with an answer that has none."""
+    """A conversation that answers tool calls, and ends with an answer that has no calls."""
 
     environment = None
 
@@ -274,7 +276,7 @@ class _Gym:
 
 
 def _accepted(function: Callable[..., object], seed: int, row: Mapping[str, object]) -> dict[str, object]:
-    """The row's columns, all of them as in TRL; the seed only where a parameter has its name."""
+    """All of the row's columns, as TRL passes them; the seed only if a parameter is called `seed`."""
     if "seed" in inspect.signature(function).parameters:
         return {"seed": seed, **row}
     return dict(row)

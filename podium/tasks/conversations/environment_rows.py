@@ -1,15 +1,10 @@
-"""Prompts of a task that is an environment: rows of data, each passed to its `reset`; or numbers without data."""
+"""Prompts of a task that is an environment: rows of data, each passed to its `reset`; or, without data, numbers."""
 
 from collections.abc import Sequence
-from typing import Annotated
-
-from pydantic import Field
 
 from podium.tasks.math_answers.correctness import is_correct
-from podium.tasks.question_files import HubDataset, answer_text, is_missing, question_column, question_of, read_rows
-from podium.tasks.task import Prompt, TaskSource
-
-Count = Annotated[int, Field(ge=1)]
+from podium.tasks.question_files import answer_text, is_missing, question_column, question_of, read_rows
+from podium.tasks.task import Count, Prompt, TaskSource
 
 
 class EnvironmentRows:
@@ -17,7 +12,7 @@ class EnvironmentRows:
 
     A row's `question`, or `prompt`, is the first message: text, or a list of messages; `reset` may add to it. If rows
     have both, the option `question` says which one. Without path or dataset there are `episodes` prompts to train on
-    and `eval_episodes` others for evaluation, whose number is the seed of the environment.
+    and `eval_episodes` others for evaluation, and the number of a prompt seeds its environment.
     """
 
     system_prompt: str | None = None
@@ -32,18 +27,17 @@ class EnvironmentRows:
         dataset: str | None = None,
         subset: str | None = None,
     ) -> None:
-        self.source = source
+        self.source = source.on_hub(dataset, subset)
         self.episodes = episodes
         self.eval_episodes = eval_episodes
         self.columns = ASKED if question is None else (question,)
-        self.dataset = HubDataset(dataset, subset) if dataset else None
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """One prompt per row, or per number."""
-        if self.source.path is None and self.dataset is None:
+        if self.source.path is None and not self.source.dataset:
             count = self.eval_episodes if split == "eval" else self.episodes
             return [Prompt(id=f"environment/{split}/{number}", question="", answer="") for number in range(count)]
-        rows = read_rows("environment", self.source, self.dataset, split)
+        rows = read_rows("environment", self.source, split)
         column = question_column("environment", self.columns, rows)
         if self.columns is not ASKED and column not in rows[0][1]:
             raise ValueError(
@@ -54,7 +48,7 @@ class EnvironmentRows:
     def grade(self, prompt: Prompt, completion: str) -> float:
         """1 if the last answer equals the row's `answer`, for environments that pay no reward themselves."""
         if not prompt.answer:
-            raise ValueError("the environment has no get_reward, and the row no answer: name a reward function")
+            raise ValueError("the environment has no get_reward, and the row has no answer; set a reward function")
         return float(is_correct(completion, prompt.answer))
 
 
@@ -66,7 +60,7 @@ def _prompt(prompt_id: str, location: str, row: dict[str, object], column: str) 
     asked, answer = (None if is_missing(value) else value for value in (row.get(column), row.get("answer")))
     where = f"environment: {location}: the prompt (column {column!r})"
     question, messages = ("", None) if asked in (None, "") else question_of(where, asked)
-    # Anything else is for the environment alone, which gets the whole row.
+    # Other columns are read only by the environment, which gets the whole row.
     is_reference = isinstance(answer, str | int | float) and not isinstance(answer, bool)
     reference = answer_text(f"environment: {location}: the answer", answer) if is_reference else ""
     return Prompt(id=prompt_id, question=question, answer=reference, metadata=row, messages=messages)

@@ -1,9 +1,9 @@
 """Runs the conversations of a run's tasks in processes beside the trainer, or in threads of it.
 
 Requests return at once; `next` returns their answers one by one, and may wait. If a request is not answered within the
-time limit, its process is asked to respond. If it does, that request alone hangs, and has failed; the process gets no
-further conversations, and ends with those that it has. If it does not, it is killed. `conversation_processes` says who
-is to blame; the other conversations are lost, and must be opened again.
+time limit, its process is asked to respond. If it responds, only that request hangs, and it has failed; the process
+gets no further conversations, and ends after its current ones. If it does not respond, it is killed.
+`conversation_processes` decides which conversation is to blame; the others are lost, and must be opened again.
 """
 
 import functools
@@ -14,30 +14,27 @@ from typing import NamedTuple
 
 from podium.config.judge import JudgeConfig
 from podium.config.schema import EnvironmentsConfig, TaskConfig
-from podium.tasks.child_environment import child_environment
 from podium.tasks.conversation import Turn
-from podium.tasks.conversations.conversation_processes import Event, Events, Pool, Process, Worker
+from podium.tasks.conversations.conversation_processes import Event, Events, Holder, Pool, Process
 from podium.tasks.conversations.conversing import Answered, Asked, Close, Open, Say
 from podium.tasks.conversations.environment_forms import led_by_program
 from podium.tasks.rewards import asks_for_environment
 from podium.tasks.task import Prompt
-from podium.tasks.worker_process import START_LIMIT_S
+from podium.tasks.workers import START_LIMIT_S, STARTED, Worker
 
 RESPONSE_SHARE, RESPONSE_S = 0.1, 1.0
 """A process must respond within this share of the time limit, or within this number of seconds if that is longer."""
-STARTED = 0
-"""The question that a process answers without being asked, once its tasks are made."""
 
 
 class _Awaited(NamedTuple):
-    """What a process must say before its request goes on, or is given up."""
+    """A ping that a process must answer before its request continues; otherwise the request fails."""
 
-    process: Process
-    question: int
+    worker: Worker
+    ping: int
     until: float
-    """When it must have responded."""
+    """When the process must have responded."""
     why: str
-    """What to say if it has not."""
+    """Error message if it has not responded."""
 
 
 class Environments:
@@ -46,17 +43,21 @@ class Environments:
     def __init__(
         self, tasks: Sequence[TaskConfig], config: EnvironmentsConfig, *, judges: Sequence[JudgeConfig] = ()
     ) -> None:
-        """Start nothing yet. `tasks` are in the order of `TaskPrompt.task`; processes get no keys, as of `judges`."""
+        """Create it without starting a process. `tasks` are in the order of `TaskPrompt.task`; processes get no API
+        keys, such as those of `judges`.
+        """
         self._tasks = list(tasks)
         self._timeout_s = config.timeout_s
         self._events = Events()
-        self._pool = Pool(self._tasks, config.workers, lambda: child_environment(judges), self._events)
+        self._pool = Pool(
+            self._tasks, config.workers, self._events, hidden=[judge.key_env for judge in judges if judge.key_env]
+        )
         self._kept: set[int] = set()
-        """Conversations whose environment a reward function asks for."""
+        """Conversations whose environment a reward function needs."""
         self._deadlines: dict[int, float] = {}
-        """When each open request is late, soonest first: all have the same limit."""
+        """When each open request exceeds its time limit, earliest first: all have the same limit."""
         self._awaited: dict[int, _Awaited] = {}
-        """Requests that are late, or whose process is still starting."""
+        """Requests that exceeded their time limit, or whose process is still starting."""
         self.keeps = functools.cache(lambda task: asks_for_environment(self._tasks[task]))
         """Whether the environments of a task (by number) are returned with their grades, for reward functions."""
         self.led = functools.cache(lambda task: led_by_program(self._tasks[task]))
@@ -65,7 +66,7 @@ class Environments:
     def open(self, number: int, task: int, prompt: Prompt, seed: int, *, apart: bool = False) -> None:
         """Begin a conversation under its own number.
 
-        `apart`: in a process that carries out one request at a time, because it may be what ended another process.
+        `apart`: in a process that carries out one request at a time, because it may have ended another process.
         Raises ValueError if no process can be started.
         """
         self._pool.place(number, apart=apart)
@@ -74,11 +75,11 @@ class Environments:
         self._ask(Open(number, task, prompt, seed))
 
     def holds(self, number: int) -> bool:
-        """Whether a conversation was opened here and has not ended."""
+        """Whether a conversation was opened here and is still in progress."""
         return self._pool.home(number) is not None
 
     def say(self, number: int, turn: Turn) -> None:
-        """Pass an answer of the model to its conversation."""
+        """Pass an answer of the model to the conversation."""
         self._ask(Say(number, turn))
 
     def grade(self, number: int) -> None:
@@ -87,15 +88,13 @@ class Environments:
 
     def drop(self, number: int) -> None:
         """End a conversation; `next` returns nothing more of it."""
-        worker = self._forget(number)
-        if worker is not None:
-            worker.ask(Close(number, graded=False))
-            self._begin_next(worker, number)
+        holder = self._forget(number)
+        if holder is not None:
+            self._start_clock(holder.drop(number), holder)
 
     def next(self, wait_s: float) -> Answered | None:
-        """Return the next answer to a request, waiting up to `wait_s` seconds; None if none came.
-
-        Lost conversations are returned too, whether they have an open request or not.
+        """Return the next answer to a request, waiting up to `wait_s` seconds; None on timeout. Lost conversations are
+        returned too, with or without an open request.
         """
         end = time.monotonic() + wait_s
         while True:
@@ -124,24 +123,26 @@ class Environments:
         self._awaited.clear()
 
     def _ask(self, asked: Asked) -> None:
-        worker = self._pool.home(asked.number)
-        assert worker is not None, "it was opened, and has not ended"
-        if worker.ask(asked):  # if the process has ended, the conversation is about to be lost
-            self._start_clock(asked.number, worker)
+        holder = self._pool.home(asked.number)
+        assert holder is not None, "it was opened, and has not ended"
+        if holder.ask(asked):  # if the process has ended, the conversation is about to be lost
+            self._start_clock(asked.number, holder)
 
-    def _start_clock(self, number: int, worker: Worker) -> None:
-        """Limit the time of a request that was sent, from when its process has started."""
-        if isinstance(worker, Process) and not worker.responded(STARTED):
-            why = f"the process of its environment has not started within {START_LIMIT_S:g} s"
-            self._awaited[number] = _Awaited(worker, STARTED, worker.began + START_LIMIT_S, why)
+    def _start_clock(self, number: int | None, holder: Holder) -> None:
+        """Limit the time of a request that was sent, if one was, from when its process has started."""
+        if number is None:
+            return
+        if isinstance(holder, Process) and not holder.worker.responded(STARTED):
+            why = f"its process has not started within {START_LIMIT_S:g} s"
+            self._awaited[number] = _Awaited(holder.worker, STARTED, holder.worker.began + START_LIMIT_S, why)
         else:
             self._deadlines[number] = time.monotonic() + self._timeout_s
 
     def _accepted(self, event: Event, answered: Answered) -> Answered | None:
         """An answer, unless its request was dropped or has failed; or the loss of a conversation without a request."""
-        self._begin_next(event.worker, answered.number)
+        self._start_clock(event.holder.next(answered.number), event.holder)
         is_open = answered.number in self._deadlines or answered.number in self._awaited
-        if self._pool.home(answered.number) is not event.worker or not (is_open or event.ended):
+        if self._pool.home(answered.number) is not event.holder or not (is_open or event.ended):
             return None
         self._deadlines.pop(answered.number, None)
         self._awaited.pop(answered.number, None)
@@ -151,54 +152,50 @@ class Environments:
             self._pool.ended_well()
         return answered
 
-    def _begin_next(self, worker: Worker, ended: int) -> None:
-        """Begin the request that waits for one that has ended."""
-        number = worker.next(ended)
-        if number is not None:
-            self._start_clock(number, worker)
-
     def _late(self) -> Answered | None:
-        """The failure of a request that is beyond the time limit, once it is known that it alone hangs."""
+        """Handle a request that exceeded the time limit: it fails once the process has proved to respond otherwise."""
         now = time.monotonic()
         for number in [number for number, until in self._deadlines.items() if until <= now]:
             del self._deadlines[number]
-            worker = self._pool.home(number)
-            if isinstance(worker, Process):
+            holder = self._pool.home(number)
+            if isinstance(holder, Process):
                 until = now + max(RESPONSE_S, RESPONSE_SHARE * self._timeout_s)
                 why = f"{self._limit}, and its process does not respond"
-                self._awaited[number] = _Awaited(worker, worker.question(), until, why)
-            elif worker is not None:
-                return self._failed(number, worker)
+                self._awaited[number] = _Awaited(holder.worker, holder.worker.ping(), until, why)
+            elif holder is not None:
+                return self._failed(number, holder)
         for number, late in list(self._awaited.items()):
             if late.until <= now and number in self._awaited:
-                self._awaited = {key: each for key, each in self._awaited.items() if each.process is not late.process}
-                late.process.kill(late.why)
+                self._awaited = {key: each for key, each in self._awaited.items() if each.worker is not late.worker}
+                late.worker.kill(late.why)
         return None
 
     def _responded(self, event: Event) -> Answered | None:
-        """Start the clocks of a process that has started; the failure of a late request whose process has responded."""
+        """Start the time limits in a process that has started; return the failure of a late request whose process
+        responded.
+        """
         now = time.monotonic()
         for number, late in list(self._awaited.items()):
-            if late.process is not event.worker or not late.process.responded(late.question):
+            if self._pool.home(number) is not event.holder or not late.worker.responded(late.ping):
                 continue
             del self._awaited[number]
-            if late.question != STARTED:
-                return self._failed(number, late.process)
+            if late.ping != STARTED:
+                return self._failed(number, event.holder)
             self._deadlines[number] = now + self._timeout_s
         return None
 
-    def _failed(self, number: int, worker: Worker) -> Answered:
-        self._pool.retire(worker)
-        worker.ask(Close(number, graded=False))
+    def _failed(self, number: int, holder: Holder) -> Answered:
+        self._pool.retire(holder)
+        begun = holder.drop(number)
         self._forget(number)
-        self._begin_next(worker, number)
+        self._start_clock(begun, holder)
         return Answered(number, "failed", self._limit, self._timeout_s)
 
     @property
     def _limit(self) -> str:
         return f"it took longer than environments.timeout_s, {self._timeout_s:g} s"
 
-    def _forget(self, number: int) -> Worker | None:
+    def _forget(self, number: int) -> Holder | None:
         self._deadlines.pop(number, None)
         self._awaited.pop(number, None)
         self._kept.discard(number)

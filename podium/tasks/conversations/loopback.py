@@ -4,9 +4,9 @@
     POST /KEY/inference/v1/generate  token ids in and out, with log-probabilities
     GET  /KEY/v1/models              a model; requests may name any
 
-The key tells which conversation a request belongs to. With the key `sessions`, the header `X-Session-ID` does. Requests
-of a conversation are answered one by one. Sampling is the run's: of the fields that set it, `max_tokens` and
-`stop_token_ids` are read; the header X-Podium-Ignored of an answer lists the others that were given.
+The key identifies the conversation of a request; with the key `sessions`, the header `X-Session-ID` does. Requests
+of a conversation are answered one by one. The run's sampling settings apply: of a request's sampling fields only
+`max_tokens` and `stop_token_ids` are used; the response header X-Podium-Ignored lists the ignored ones.
 """
 
 import functools
@@ -14,7 +14,6 @@ import json
 import queue
 import secrets
 import threading
-import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,17 +21,22 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from podium.models.text.chat_format import Message
-from podium.serve.bodies import ChatBody, GenerateBody, RequestError, Sampling, drawing_fields, read_body
+from podium.serve.bodies import ChatBody, GenerateBody, RequestError, Sampling, drawing_fields, read_body, too_large
 from podium.serve.documents import (
-    LAST_EVENT,
+    CHAT,
     call_of,
     delta_choice,
-    event_of,
     head_of,
     headers_of,
+    last_events,
+    list_document,
     message_choice,
+    model_document,
+    piece_event,
+    tokens_answer,
     tokens_choice,
     usage_of,
+    whole_answer,
 )
 from podium.tasks.conversation import Asking, Turn
 
@@ -46,7 +50,7 @@ NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class Call(NamedTuple):
-    """A request of a program that waits for its answer."""
+    """A program's request that is waiting for an answer."""
 
     body: ChatBody | GenerateBody
     answer: "Future[Turn]"
@@ -56,14 +60,14 @@ class Line:
     """The requests of one conversation's program, one by one."""
 
     def __init__(self) -> None:
-        """Nothing is asked yet."""
+        """Start without requests."""
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._waiting: list[Call] = []
         self._refusal: RequestError | None = None
         self._lock = threading.Lock()
 
     def ask(self, body: ChatBody | GenerateBody) -> Turn:
-        """Wait for the model's answer. Raises RequestError if the conversation ends before."""
+        """Wait for the model's answer. Raises RequestError if the conversation ends first."""
         call = Call(body, Future())
         with self._lock:
             if self._refusal is not None:
@@ -73,15 +77,15 @@ class Line:
         return call.answer.result()
 
     def next(self) -> Call | None:
-        """Wait for the next request; None: the program has ended."""
+        """Wait for the next request; None if the program has ended."""
         return self._calls.get()
 
     def end(self) -> None:
-        """Say that the program has ended."""
+        """Signal that the program has ended."""
         self._calls.put(None)
 
     def refuse(self, error: RequestError) -> None:
-        """Refuse all requests from now on, and those that wait."""
+        """Refuse all waiting and future requests."""
         with self._lock:
             self._refusal = error
             waiting, self._waiting = self._waiting, []
@@ -91,28 +95,30 @@ class Line:
 
 
 class Prompts:
-    """What a program's requests ask, given those before: the rest of a conversation, or a whole prompt."""
+    """Interprets a program's requests, given the earlier ones: as the continuation of a conversation, or as a whole
+    prompt.
+    """
 
     def __init__(self) -> None:
-        """Nothing was asked yet."""
+        """Start without earlier requests."""
         self._messages: list[Message] = []
         self._tokens: tuple[int, ...] = ()
 
     def read(self, body: ChatBody | GenerateBody) -> Asking:
-        """What a request asks. Raises RequestError if it is not supported in training."""
+        """The content of a request. Raises RequestError if it is not supported in training."""
         if isinstance(body, GenerateBody):
             _check(body.sampling_params, "sampling_params.")
             return self._of_tokens(body)
         _check(body, "")
         if body.logprobs:
-            raise RequestError("logprobs: ask for them at /inference/v1/generate", "logprobs")
+            raise RequestError("logprobs: request them from /inference/v1/generate", "logprobs")
         known = self._messages
         self._messages = body.conversation(arguments_as_text=False)
         self._tokens = ()
         new = self._messages[len(known) :]
         follows = (
             bool(known and new)
-            and all(map(_same, known, self._messages))
+            and list(map(_content, known)) == list(map(_content, self._messages[: len(known)]))
             and {message["role"] for message in new} <= {"user", "tool"}
         )
         return Asking(
@@ -122,7 +128,7 @@ class Prompts:
             must_call=body.must_call,
             parallel=body.parallel_tool_calls,
             options=body.wanted,
-            max_tokens=body.max_completion_tokens or body.max_tokens,
+            max_tokens=body.most_tokens,
             stop_tokens=body.stop_token_ids or (),
         )
 
@@ -138,7 +144,7 @@ class Prompts:
         )
 
     def answered(self, turn: Turn) -> None:
-        """Note the answer to the last request."""
+        """Record the answer to the last request."""
         if self._messages:
             calls = [{"function": {"name": call.name, "arguments": dict(call.arguments)}} for call in turn.calls]
             self._messages.append({"role": "assistant", "content": _said(turn), "tool_calls": calls})
@@ -152,12 +158,8 @@ def _check(body: Sampling, prefix: str) -> None:
         raise RequestError(f"{prefix}{name}: not supported while a run trains; leave it out", f"{prefix}{name}")
 
 
-def _same(one: Message, other: Message) -> bool:
-    """Whether two messages say the same, but for spaces at their ends and the ids of calls."""
-    return _content(one) == _content(other)
-
-
 def _content(message: Message) -> tuple[object, ...]:
+    """What equal messages have in common: all but outer spaces and the ids of calls."""
     calls = message.get("tool_calls")
     functions = [_function(call) for call in calls] if isinstance(calls, list) else []
     return message["role"], str(message["content"] or "").strip(), functions
@@ -172,7 +174,7 @@ def _said(turn: Turn) -> str:
 
 
 class Server:
-    """The server of this process, and the conversations that it has."""
+    """The server of this process, and its conversations."""
 
     def __init__(self) -> None:
         """Listen on a free port."""
@@ -181,25 +183,25 @@ class Server:
         threading.Thread(target=self._http.serve_forever, name="loopback", daemon=True).start()
 
     def open(self, line: Line) -> str:
-        """The address of a conversation, as OpenAI's clients take it."""
+        """The base URL of a conversation for OpenAI's clients."""
         key = secrets.token_hex(16)
         self._lines[key] = line
         return self._address(key)
 
     def open_session(self, line: Line, session: str) -> None:
-        """Take requests at `sessions_address` whose header names this session as those of a conversation."""
+        """Assign requests at `sessions_address` whose header names this session to a conversation."""
         self._lines[session] = line
 
     @property
     def sessions_address(self) -> str:
-        """The address of all sessions."""
+        """The base URL shared by all sessions."""
         return self._address(SESSIONS)
 
     def _address(self, key: str) -> str:
         return f"http://127.0.0.1:{self._http.server_address[1]}/{key}/v1"
 
     def drop(self, line: Line) -> None:
-        """Forget a conversation, and refuse what it still asks."""
+        """Remove a conversation, and refuse its pending requests."""
         for key in [key for key, each in list(self._lines.items()) if each is line]:
             del self._lines[key]
         line.refuse(RequestError("this conversation has ended", status=410))
@@ -224,15 +226,14 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)  # pyright: ignore[reportArgumentType]
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
-        """The only model."""
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "podium"}
+        """List the only model."""
         if self.path.partition("/v1/")[2] == "models":
-            self._send(200, {"object": "list", "data": [model]})
+            self._send(200, list_document([model_document(MODEL, 0)]))
             return
-        missing = RequestError(f"GET {self.path:.80}: there is no such route; there is KEY/v1/models", status=404)
+        missing = RequestError(f"GET {self.path:.80}: unknown route; use KEY/v1/models", status=404)
         self._send(missing.status, missing.document)
 
     def do_POST(self) -> None:
@@ -242,23 +243,23 @@ class _Handler(BaseHTTPRequestHandler):
             line = self._lines.get(self.headers.get(SESSION_HEADER, "") if key == SESSIONS else key)
             raw = self.rfile.read(self._length())
             if line is None or route not in POSTS:
-                raise RequestError(f"POST {self.path}: there is no such conversation, or no such route", status=404)
+                raise RequestError(f"POST {self.path}: unknown conversation or route", status=404)
             body = read_body(POSTS[route], raw)
             self._answer(body, line.ask(body))
         except RequestError as error:
             self._send(error.status, error.document)
 
     def _length(self) -> int:
-        """The body's bytes. Raises RequestError, and closes the connection, if they are unknown or too many."""
+        """The body's size in bytes. Raises RequestError, and closes the connection, if it is unknown or too large."""
         said = self.headers.get("Content-Length", "0")
         if "Transfer-Encoding" in self.headers:
             self.close_connection = True
-            raise RequestError("Transfer-Encoding: a body in chunks is not read; send its Content-Length", status=411)
+            raise RequestError("Transfer-Encoding: chunked bodies are not supported; send Content-Length", status=411)
         if said.isdecimal() and int(said) <= MAX_BODY:
             return int(said)
-        self.close_connection = True  # the body is still to be read
+        self.close_connection = True  # the unread body would be taken for the next request
         if said.isdecimal():
-            raise RequestError(f"the body is larger than {MAX_BODY} bytes", status=413)
+            raise too_large(MAX_BODY)
         raise RequestError(f"Content-Length: expected a number of bytes, got {said!r}")
 
     def _answer(self, body: ChatBody | GenerateBody, turn: Turn) -> None:
@@ -266,21 +267,18 @@ class _Handler(BaseHTTPRequestHandler):
         headers = headers_of(_ignored(body, turn))
         if isinstance(body, GenerateBody):
             choice = tokens_choice(0, turn.tokens, turn.logprobs, "length" if turn.cut else "stop")
-            self._send(200, {"request_id": uuid.uuid4().hex, "choices": [choice]}, headers)
+            self._send(200, tokens_answer([choice]), headers)
             return
-        head = head_of("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", body.model or MODEL)
+        head = head_of(CHAT, body.model or MODEL, stream=body.stream)
         usage = usage_of(turn.read, len(turn.tokens))
         calls = [call_of(call.id, call.name, call.arguments) for call in turn.calls]
         content = _said(turn) or (None if calls else "")
         if not body.stream:
-            choices = [message_choice(0, content, calls, reason)]
-            self._send(200, {**head, "choices": choices, "usage": usage}, headers)
+            self._send(200, whole_answer(head, [message_choice(0, content, calls, reason)], usage), headers)
             return
-        events = [{**head, "choices": [delta_choice(0, content, calls, reason)]}]
-        if body.stream_options.include_usage:
-            events.append({**head, "choices": [], "usage": usage})
-        text = "".join(map(event_of, events)) + LAST_EVENT
-        self._write(200, "text/event-stream", text.encode(), headers)
+        said = piece_event(head, delta_choice(0, content, calls, reason))
+        said += last_events(head, usage if body.stream_options.include_usage else None)
+        self._write(200, "text/event-stream", said.encode(), headers)
 
     def _send(self, status: int, document: Mapping[str, object], headers: Mapping[str, str] = NO_HEADERS) -> None:
         self._write(status, "application/json", json.dumps(document).encode(), headers)
@@ -294,12 +292,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(raw)
-        except OSError:  # the program has left
+        except OSError:  # the program has closed the connection
             self.close_connection = True
 
 
 def _ignored(body: ChatBody | GenerateBody, turn: Turn) -> list[str]:
-    """The fields of a request that changed nothing: a run that trains draws in its own way."""
+    """The fields of a request that were ignored, because the run's sampling settings apply during training."""
     if isinstance(body, GenerateBody):
         return [f"sampling_params.{name}" for name in drawing_fields(body.sampling_params)]
     return [*drawing_fields(body), *body.hints, *turn.unread]

@@ -1,9 +1,9 @@
-"""Programs as environments: any program that talks to an OpenAI server plays an episode with the model that is trained.
+"""Programs as environments: any program that uses an OpenAI server can play an episode with the model that is being
+trained.
 
-A program leads its conversation: it asks for answers (`podium.tasks.conversations.loopback`) until it ends. Each
+A program leads its conversation: it requests answers (`podium.tasks.conversations.loopback`) until it ends. Each
 request becomes a turn like those of other environments, with the same limits, seeds and failures. A request that
-repeats the conversation so far extends it; another one begins a segment of it. What is trained are the tokens that were
-drawn.
+repeats the conversation so far extends it; any other begins a new segment. The sampled tokens are trained on.
 """
 
 import contextlib
@@ -23,20 +23,19 @@ from podium.tasks.conversation import Asking, Reply, Turn
 from podium.tasks.conversations.loopback import Call, Line, Prompts, server
 from podium.tasks.games.generated import PaidByEnvironment
 from podium.tasks.question_files import read_rows
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import Count, Prompt, TaskSource
 
-Count = Annotated[int, Field(ge=1)]
 END_BYTES = 1 << 16
-"""Bytes that are read of what a program prints: its last line is its reward."""
+"""Bytes read from the end of a program's output, whose last line is the reward."""
 SHOWN = 2000
-"""Characters of a program's errors in a message."""
+"""Characters of a program's stderr shown in a message."""
 
 
 class Playing(Protocol):
     """A program that plays an episode."""
 
     def reward(self) -> float:
-        """Wait for its end; returns what it pays. Raises RuntimeError if it failed."""
+        """Wait until the program ends; returns its reward. Raises RuntimeError if it failed."""
         ...
 
     def stop(self) -> None:
@@ -45,14 +44,14 @@ class Playing(Protocol):
 
 
 Start = Callable[[Line], Playing]
-"""Starts a program that asks on this line, and ends the line when it ends."""
+"""Starts a program that sends its requests through this line, and ends the line when the program ends."""
 
 
 class Led:
     """A conversation that a program leads."""
 
     def __init__(self, start: Start) -> None:
-        """Start nothing yet."""
+        """Create it without starting the program."""
         self._start = start
         self._line = Line()
         self._prompts = Prompts()
@@ -61,7 +60,7 @@ class Led:
         self._ended = False
 
     def begin(self) -> Asking:
-        """Start the program; returns what it asks first. Raises RuntimeError if it ends without."""
+        """Start the program; returns its first request. Raises RuntimeError if it ends without a request."""
         self._playing = self._start(self._line)
         asking = self._next()
         if asking is None:
@@ -70,8 +69,8 @@ class Led:
         return asking
 
     def reply(self, turn: Turn) -> Reply:
-        """Answer the program; returns what it asks next."""
-        assert self._call is not None, "an answer has a request"
+        """Answer the program; returns its next request."""
+        assert self._call is not None, "an answer follows a request"
         self._prompts.answered(turn)
         self._call.answer.set_result(turn)
         self._call = None
@@ -79,11 +78,11 @@ class Led:
         return Reply(done=True) if asking is None else Reply(asking=asking)
 
     def grade(self) -> float:
-        """What the program pays, after its end; 0 for one that fails because a limit ended the conversation."""
+        """The program's reward, once it has ended; 0 if it failed because a limit ended the conversation."""
         assert self._playing is not None, "it has begun"
         if self._ended:
             return self._playing.reward()
-        error = "context_length_exceeded: a limit of the run has ended this conversation, so there is no further answer"
+        error = "context_length_exceeded: a limit of the run has ended this conversation; it gets no further answers"
         self._line.refuse(RequestError(error, code="context_length_exceeded"))
         try:
             return self._playing.reward()
@@ -111,9 +110,9 @@ class Led:
 
 
 class Program(PaidByEnvironment):
-    """A program that talks to an OpenAI server: `tasks: [{name: program, options: {command: [python, agent.py]}}]`.
+    """A program that uses an OpenAI server: `tasks: [{name: program, options: {command: [python, agent.py]}}]`.
 
-    It is started for each episode, and finds in its environment OPENAI_BASE_URL and OPENAI_API_KEY, PODIUM_SEED (the
+    It is started for each episode with the environment variables OPENAI_BASE_URL and OPENAI_API_KEY, PODIUM_SEED (the
     same for all episodes of a prompt), and PODIUM_ROW, a JSON object: the row of `path`, or `split` and `number`. The
     last line that it prints is the reward.
     """
@@ -130,7 +129,7 @@ class Program(PaidByEnvironment):
         eval_episodes: Count = 100,
     ) -> None:
         if shutil.which(command[0]) is None:
-            raise ValueError(f"program: options.command: there is no program {command[0]!r}; give its path")
+            raise ValueError(f"program: options.command: program {command[0]!r} not found; give its path")
         self.source = source
         self.command = command
         self.episodes = episodes
@@ -142,7 +141,7 @@ class Program(PaidByEnvironment):
             count = self.eval_episodes if split == "eval" else self.episodes
             rows: list[dict[str, object]] = [{"split": split, "number": number} for number in range(count)]
         else:
-            rows = [row for _, row in read_rows("program", self.source, None, split)]
+            rows = [row for _, row in read_rows("program", self.source, split)]
         return [
             Prompt(id=f"program/{split}/{index}", question="", answer="", metadata=row)
             for index, row in enumerate(rows)
@@ -155,17 +154,17 @@ class Program(PaidByEnvironment):
 
 
 class Process:
-    """A program in its own process, a child of this one's group."""
+    """A program in a child process, in the process group of this one."""
 
     def __init__(self, command: Sequence[str], told: Mapping[str, str], line: Line) -> None:
-        """Start it, with variables besides those of this process."""
+        """Start the program, with environment variables in addition to those of this process."""
         local = {
             "OPENAI_BASE_URL": server().open(line),
             "OPENAI_API_KEY": "none",
             "NO_PROXY": ",".join(filter(None, ("127.0.0.1", os.environ.get("NO_PROXY")))),
         }
         self._name = " ".join(command)
-        # Files, not pipes: a process that the program leaves behind would hold a pipe open, and its end not come.
+        # Files, not pipes: a process that outlives the program would hold a pipe open, so that its end never comes.
         with contextlib.ExitStack() as files:
             self._said, self._errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
             self._process = subprocess.Popen(
@@ -180,7 +179,9 @@ class Process:
         threading.Thread(target=self._watch, args=(line,), name="program", daemon=True).start()
 
     def reward(self) -> float:
-        """The number on the last line that it has printed. Raises RuntimeError if it failed, or printed none."""
+        """The number on the last line that the program printed. Raises RuntimeError if it failed, or printed no
+        number.
+        """
         self._ended.wait()
         if self._process.returncode:
             errors = _end_of(self._errors).strip()[-SHOWN:]
@@ -192,7 +193,7 @@ class Process:
             raise RuntimeError(f"{self._name}: the last line it prints must be the reward, not {last!r:.80}") from None
 
     def stop(self) -> None:
-        """Kill it if it still runs, and drop what it has printed."""
+        """Kill the program if it is still running, and discard its output."""
         self._process.kill()
         self._files.close()
 
@@ -203,6 +204,6 @@ class Process:
 
 
 def _end_of(file: BinaryIO) -> str:
-    """The end of what a program has written to a file."""
+    """The end of a program's output file."""
     size = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), END_BYTES, max(0, size - END_BYTES)).decode("utf-8", "replace")

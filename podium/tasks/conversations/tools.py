@@ -1,6 +1,6 @@
 """Tools: Python functions that a model may call.
 
-A tool's JSON schema follows from its signature, its types and its docstring: the summary describes the tool, and the
+A tool's JSON schema is derived from its signature, types and docstring: the summary describes the tool, and the
 section `Args:` its parameters (docs/environments.md has an example).
 
 A call whose arguments do not fit, or that raises, is answered with the error, so that the model can correct it.
@@ -36,9 +36,9 @@ ARGUMENT = re.compile(r"(\s*)\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
 
 def find_tool(name: str) -> Tool:
-    """The built-in tool of this name, or the function at an import path. Raises ValueError if it is no tool."""
+    """The built-in tool of this name, or the function at an import path. Raises ValueError if it is not a tool."""
     if not is_path(name) and name not in TOOLS:
-        own = "your own: write `package.module:function`"
+        own = "for your own: `package.module:function`"
         raise ValueError(f"{name!r} is not a tool; {suggestion(name, TOOLS)} ({own})")
     tool = imported(TOOLS.get(name, name), what="a tool")
     if not callable(tool) or inspect.isclass(tool):
@@ -49,19 +49,21 @@ def find_tool(name: str) -> Tool:
 def tool_schema(tool: Tool) -> ToolSchema:
     """The JSON schema of a tool, as chat templates read it.
 
-    Raises ValueError if it has no docstring, or a parameter without a type, or with one that JSON cannot hold.
+    Raises ValueError if it has no docstring, or has a parameter whose type is missing or cannot be represented in JSON.
     """
     name = tool_name(tool)
     text = inspect.cleandoc(tool.__doc__ or "")
     if not text:
-        raise ValueError(f"tool {name} has no docstring, from which the model learns what it does; write one")
+        raise ValueError(
+            f"tool {name} has no docstring; write one, because the model reads it to learn what the tool does"
+        )
     described = _descriptions(text)
     properties: dict[str, object] = {}
     required: list[str] = []
     definitions: dict[str, object] = {}
     for parameter, hint in _parameters(tool):
         schema = _schema_of(f"tool {name}: parameter {parameter.name}", hint)
-        definitions |= schema.pop("$defs", {})  # its references begin at the root of the whole schema
+        definitions |= schema.pop("$defs", {})  # references in a schema are relative to the root of the whole schema
         properties[parameter.name] = {**schema, **_described(described.get(parameter.name))}
         if parameter.default is parameter.empty:
             required.append(parameter.name)
@@ -78,17 +80,17 @@ def tool_name(tool: Tool) -> str:
 
 
 def by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
-    """The tools by name. Raises ValueError if two have the same."""
+    """The tools by name. Raises ValueError if two have the same name."""
     found = {tool_name(tool): tool for tool in tools}
     if len(found) < len(tools):
         names = [tool_name(tool) for tool in tools]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"tools: two of them are called {twice}; rename one")
+        raise ValueError(f"tools: two tools are called {twice}; rename one")
     return found
 
 
 def answer_calls(tools: Mapping[str, Tool], turn: Turn, resolve: Resolve) -> Reply | None:
-    """Run the calls of a turn, in order; None if it has none, which ends a conversation that consists of calls."""
+    """Run the calls of a turn, in order; None if it has no calls, which ends a conversation that consists of calls."""
     if turn.problem:
         return Reply(messages=(_message("tool", f"Error: {turn.problem}", call_id(turn.number, 0)),))
     if not turn.calls:
@@ -108,11 +110,11 @@ def run_call(tools: Mapping[str, Tool], call: ToolCall, resolve: Resolve) -> tup
     """The result of a call as text, and whether it is an error."""
     tool = tools.get(call.name)
     if tool is None:
-        return f"Error: there is no tool {call.name!r}; the tools are {', '.join(tools)}", True
+        return f"Error: unknown tool {call.name!r}; the tools are {', '.join(tools)}", True
     try:
         result = plain(resolve(tool(**_checked(tool, call.arguments))))
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), False
-    except BaseException as error:  # whatever the model's arguments lead to is an observation, SystemExit included
+    except BaseException as error:  # the model sees any error that its arguments cause, SystemExit included
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise  # Ctrl-C of `podium tasks try`
         return f"Error: {message_of(error)}", True
@@ -128,7 +130,7 @@ def _parameters(tool: Tool) -> list[tuple[inspect.Parameter, Any]]:
     try:
         hints = get_type_hints(tool if inspect.isroutine(tool) else type(tool).__call__)
         signature = inspect.signature(tool)
-    except Exception as error:  # types as text are evaluated
+    except Exception as error:  # evaluates annotations that are strings
         raise ValueError(
             f"tool {name}: the types of its parameters cannot be read ({type(error).__name__}: {error}); import them in"
             " the module of the function, not only for type checking"
@@ -144,10 +146,10 @@ def _parameters(tool: Tool) -> list[tuple[inspect.Parameter, Any]]:
 
 
 def _schema_of(what: str, hint: Any) -> dict[str, Any]:
-    """The JSON schema of a type. Raises ValueError, which begins with `what`, if it has none."""
+    """The JSON schema of a type. Raises ValueError, whose message begins with `what`, if it has no schema."""
     try:
         return TypeAdapter(hint).json_schema()
-    except Exception as error:  # pydantic's errors, and those of a type's own hooks
+    except Exception as error:  # pydantic's errors, and errors of a type's own hooks
         reason = message_of(error).splitlines()[0]
         raise ValueError(
             f"{what} has the type {hint!r:.80}, of which no JSON schema can be made ({reason}); use str, int, float,"
@@ -157,7 +159,7 @@ def _schema_of(what: str, hint: Any) -> dict[str, Any]:
 
 
 def _checked(tool: Tool, arguments: Mapping[str, object]) -> dict[str, object]:
-    """The arguments with their types. Raises ValueError, for the model, if they do not fit."""
+    """The arguments, converted to their types. Raises ValueError, with a message for the model, if they do not fit."""
     parameters = {parameter.name: (parameter, hint) for parameter, hint in _parameters(tool)}
     if unknown := [name for name in arguments if name not in parameters]:
         known = ", ".join(parameters) or "none"
@@ -175,7 +177,7 @@ def _checked(tool: Tool, arguments: Mapping[str, object]) -> dict[str, object]:
 
 
 def _descriptions(text: str) -> dict[str, str]:
-    """The descriptions of arguments in a docstring's section `Args:`."""
+    """The descriptions of arguments in the section `Args:` of a docstring."""
     parts = SECTION.split(f"\n{text}\n")
     section = next((body for head, body in zip(parts[1::2], parts[2::2], strict=False) if head != "Returns"), "")
     found: dict[str, str] = {}

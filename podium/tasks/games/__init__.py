@@ -1,1 +1,1 @@
-"""Built-in tasks whose questions are generated, with the tools that they offer. No jax."""
+"""Built-in tasks with generated questions, and their tools. Does not import jax."""

@@ -50,7 +50,9 @@ class Arithmetic:
         self.held_out = held_out
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """All questions of `train` or `eval`; `eval` has the share `held_out`, and one more where that parts a pair."""
+        """All questions of `train` or `eval`; `eval` has the share `held_out`, and one more if that share would split a
+        pair.
+        """
         questions = [
             question for operation in dict.fromkeys(self.operations) for question in self._questions(operation)
         ]
@@ -69,12 +71,14 @@ class Arithmetic:
         ]
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """1 if the number that the completion states, or else ends with, is the answer; 0 for an open calculation."""
+        """1 if the number that the completion states as its answer, or else ends with, is right; 0 for an unfinished
+        calculation.
+        """
         number = final_number(completion)
         return float(number is not None and number.value == int(prompt.answer))
 
     def _questions(self, operation: Operation) -> list[Question]:
-        """All questions of an operation, each once."""
+        """All questions of an operation, without duplicates."""
         match operation:
             case "add":
                 return [

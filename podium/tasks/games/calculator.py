@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 MAX_CHARACTERS = 200
 MAX_DIGITS = 60
-"""Digits of a result or an intermediate whole number."""
+"""Maximum digits of a result or an intermediate whole number."""
 LARGEST = 10**MAX_DIGITS
 
 SIGNS = str.maketrans({"^": "**", "\u00d7": "*", "\u00f7": "/"})
@@ -31,7 +31,7 @@ def calculator(expression: str) -> str:
         expression: numbers with + - * / // % ** and parentheses, such as 12 * (3 + 4).
     """
     if len(expression) > MAX_CHARACTERS:
-        raise ValueError(f"the expression has {len(expression)} characters; {MAX_CHARACTERS} are the most")
+        raise ValueError(f"the expression has {len(expression)} characters; the maximum is {MAX_CHARACTERS}")
     try:
         tree = ast.parse(expression.strip().translate(SIGNS), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -48,7 +48,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> Number:
-    """The value of an expression. Raises ValueError for all but numbers and operators."""
+    """The value of an expression. Raises ValueError for anything except numbers and operators."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return _bounded(value)
@@ -59,7 +59,7 @@ def _value(node: ast.expr) -> Number:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in BINARY:
             return _bounded(BINARY[type(op)](_value(left), _value(right)))
         case _:
-            raise ValueError("only numbers, + - * / // % ** and parentheses are understood")
+            raise ValueError("only numbers, + - * / // % ** and parentheses are supported")
 
 
 def _power(base: Number, exponent: Number) -> Number:

@@ -10,9 +10,8 @@ from pydantic import Field
 from podium.tasks.games.calculator import calculator
 from podium.tasks.games.generated import distinct
 from podium.tasks.math_answers.final_answer import final_number
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import Count, Prompt, TaskSource
 
-Count = Annotated[int, Field(ge=1)]
 Digits = Annotated[int, Field(ge=1, le=12)]
 
 
@@ -32,7 +31,7 @@ class CalculatorTask:
         self.eval_size = eval_size
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """All questions of a split; none is in both."""
+        """All questions of a split; the splits are disjoint."""
         questions = list(self._questions())
         chosen = questions[: self.eval_size] if split == "eval" else questions[self.eval_size :]
         return [

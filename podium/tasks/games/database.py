@@ -1,7 +1,6 @@
-"""A small database in memory that can be read and nothing else, by queries that a model wrote.
-
-SQLite asks for permission of each thing that a statement does, and only reading and functions that depend on nothing
-but their arguments are allowed: no other file, no extension, no clock, no random numbers. A query that runs long is
+"""A small read-only database in memory, for queries that a model wrote. SQLite asks for permission for each action of a
+statement; only reading and functions that depend only on their arguments are allowed: no other file, no extension, no
+clock, no random numbers. A query that runs long is
 interrupted after a number of SQLite's instructions, not of seconds, so that its answer does not depend on how busy the
 machine is.
 """
@@ -11,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, get_type_hints
 
 MAX_ROWS = 20
-"""Rows of a reply."""
+"""Maximum rows of a reply."""
 MAX_CHARACTERS = 1000
-"""Characters of a reply."""
+"""Maximum characters of a reply."""
 MAX_ERROR = 200
-"""Characters of an error of SQLite's."""
+"""Maximum characters shown of SQLite's errors."""
 MAX_INSTRUCTIONS = 1_000_000
-"""Instructions of SQLite's machine in a query; about 50 ms."""
+"""Maximum instructions of SQLite's virtual machine in a query; about 50 ms."""
 CHECK_EVERY = 1000
 MAX_VALUE_BYTES = 4000
-"""Bytes of a text, and of a row."""
+"""Maximum bytes of a text, and of a row."""
 MAX_QUERY_CHARACTERS = 2000
 MAX_COLUMNS = 50
 LIMITS = {
@@ -35,17 +34,17 @@ instr lag last_value lead length like lower ltrim max min mod nth_value ntile nu
 rank replace round row_number rtrim sign sqrt string_agg substr substring sum total trim typeof unicode upper
 """
 FUNCTIONS = frozenset(_NAMES.split())
-"""Their results depend on nothing but their arguments, and are no larger than MAX_VALUE_BYTES."""
+"""Functions whose results depend only on their arguments, and are no larger than MAX_VALUE_BYTES."""
 READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE}
 TYPES = {int: "INTEGER", str: "TEXT"}
 
 
 class Database:
-    """Tables that can be read."""
+    """Read-only tables in memory."""
 
     def __init__(self, tables: Mapping[str, tuple[type[NamedTuple], Sequence[NamedTuple]]]) -> None:
         """Each table has the fields of a named tuple, of type int or str, as its columns."""
-        # each query may come on another thread, one at a time
+        # queries may come from different threads, one at a time
         self._connection = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
         for name, (kind, rows) in tables.items():
             columns = get_type_hints(kind)
@@ -66,13 +65,13 @@ class Database:
             sql: one SELECT statement in SQLite's dialect.
         """
         if len(sql) > MAX_QUERY_CHARACTERS:
-            raise ValueError(f"the query has {len(sql)} characters; {MAX_QUERY_CHARACTERS} are the most")
+            raise ValueError(f"the query has {len(sql)} characters; the maximum is {MAX_QUERY_CHARACTERS}")
         self._checks = 0
         cursor = self._connection.cursor()
         try:
             cursor.execute(sql)
             if cursor.description is None:
-                raise ValueError("this is no query; write one SELECT statement")
+                raise ValueError("this is not a query; write one SELECT statement")
             names = [str(column[0]) for column in cursor.description]
             rows = cursor.fetchmany(MAX_ROWS + 1)
         except sqlite3.Error as error:
@@ -93,13 +92,13 @@ class Database:
         self._connection.close()
 
     def _too_long(self) -> bool:
-        """Called after every CHECK_EVERY instructions; a query ends when this is true."""
+        """Called after every CHECK_EVERY instructions; returning true ends the query."""
         self._checks += 1
         return self._checks >= MAX_INSTRUCTIONS // CHECK_EVERY
 
 
 def _authorised(action: int, first: str | None, second: str | None, database: str | None, inside: str | None) -> int:
-    """SQLite's question whether a statement may do a thing; a function's name is `second`."""
+    """SQLite's authorizer callback: whether a statement may perform an action; for functions, `second` is the name."""
     allowed = action in READING or (action == sqlite3.SQLITE_FUNCTION and str(second).lower() in FUNCTIONS)
     return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
 

@@ -1,7 +1,7 @@
 """Common English words of five letters, for the task `wordle`.
 
-Written down by Podium's authors, letter by letter, from everyday vocabulary; taken from no other list, corpus or game.
-They are part of Podium, under its licence. No names, and no plurals that only add an s.
+Written down by Podium's authors, letter by letter, from everyday vocabulary; not taken from any other list, corpus or
+game. They are part of Podium, under its licence. No names, and no plurals that only add an s.
 """
 
 _TEXT = """

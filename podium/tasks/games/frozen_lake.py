@@ -11,9 +11,8 @@ from pydantic import Field
 from podium.tasks.conversation import Turn
 from podium.tasks.games.generated import PaidByEnvironment, distinct, held_out
 from podium.tasks.math_answers.final_answer import answer_text
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import Count, Prompt, TaskSource
 
-Count = Annotated[int, Field(ge=1)]
 Side = Annotated[int, Field(ge=2, le=12)]
 Share = Annotated[float, Field(ge=0.0, le=0.3)]
 MOVE = re.compile(r"\b(up|down|left|right)\b", re.IGNORECASE)
@@ -27,17 +26,17 @@ START = (0, 0)
 Cell: TypeAlias = tuple[int, int]
 """A row and a column."""
 ON_THE_WAY = 0.5
-"""The most that a walk pays which does not reach the goal."""
+"""Maximum reward of a walk that does not reach the goal."""
 
 
 class FrozenLake(PaidByEnvironment):
     """Walk over a lake of `side` x `side` cells from its upper left to its lower right corner, without falling in.
 
     The reward is 1 at the goal and 0 in a hole. A player still on the ice after `turns` moves earns half the share of
-    the shortest path that is covered. With `slippery`, one move in three goes in the direction named, and the others
+    the shortest path that was covered. With `slippery`, one move in three goes in the direction named, and the others
     go to its left or right, as the environment's seed decides. A move against the edge, or an answer without a move,
-    leaves the player in place and counts. A cell is a hole with probability `holes`; every lake has a path to the
-    goal. Lakes used for evaluation do not occur in training.
+    leaves the player in place and counts as a move. A cell is a hole with probability `holes`; every lake has a path to
+    the goal. Lakes used for evaluation do not occur in training.
     """
 
     system_prompt: str | None = None
@@ -56,7 +55,9 @@ class FrozenLake(PaidByEnvironment):
         source.refuse("frozen_lake")
         least = 2 * (side - 1)
         if turns < least:
-            raise ValueError(f"frozen_lake: options.turns: the goal is {least} moves away; {turns} do not reach it")
+            raise ValueError(
+                f"frozen_lake: options.turns: the goal is {least} moves away, and {turns} moves cannot reach it"
+            )
         self.side = side
         self.holes = holes
         self.slippery = slippery
@@ -98,7 +99,9 @@ class FrozenLake(PaidByEnvironment):
 
 
 def distances(lake: Sequence[str]) -> dict[Cell, int]:
-    """Moves from each cell to the goal, in the lower right corner, without falling in; of those that have a way."""
+    """Number of safe moves from each cell to the goal in the lower right corner, for cells from which it can be
+    reached.
+    """
     side = len(lake)
     found = {(side - 1, side - 1): 0}
     waiting = deque(found)
@@ -122,10 +125,10 @@ def picture(lake: Sequence[str], player: Cell) -> str:
 
 
 class Walk:
-    """One walk."""
+    """One walk over the ice."""
 
     def __init__(self, lake: Sequence[str], turns: int, slips: random.Random | None) -> None:
-        """`slips` decides where moves go on slippery ice; None: they go as said."""
+        """`slips` decides where moves go on slippery ice; None: the ice is not slippery."""
         self.lake = lake
         self.turns = turns
         self.moves = 0
@@ -133,7 +136,7 @@ class Walk:
         self._slips = slips
 
     def reply(self, turn: Turn) -> str | None:
-        """Go where the last move of an answer goes."""
+        """Make the last move named in an answer."""
         self.moves += 1
         said = MOVE.findall(answer_text(turn.text))
         if said:
@@ -145,7 +148,7 @@ class Walk:
         return picture(self.lake, self.player)
 
     def grade(self) -> float:
-        """1 at the goal, 0 in a hole, else up to 0.5 for the way that is covered."""
+        """1 at the goal, 0 in a hole, else up to 0.5 for the share of the path that was covered."""
         if self._under() == GOAL:
             return 1.0
         left = distances(self.lake)

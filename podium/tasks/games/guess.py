@@ -9,9 +9,8 @@ from pydantic import Field
 
 from podium.tasks.conversation import Reply, Turn
 from podium.tasks.games.generated import PaidByEnvironment, earned
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import Count, Prompt, TaskSource
 
-Count = Annotated[int, Field(ge=1)]
 Largest = Annotated[int, Field(ge=2)]
 NUMBER = re.compile(r"[0-9]{1,9}")
 
@@ -20,7 +19,7 @@ class GuessGame(PaidByEnvironment):
     """Guess a number from 1 to `largest`; each answer is a guess, and the reply is `larger` or `smaller`.
 
     The reward is 1 for the number at the first guess, and falls linearly to 0.5 at guess `turns`; without the number in
-    `turns` guesses it is 0. An answer without a number is a guess that is lost.
+    `turns` guesses it is 0. An answer without a number uses up a guess.
     """
 
     system_prompt: str | None = None
@@ -44,7 +43,7 @@ class GuessGame(PaidByEnvironment):
         return [Prompt(id=f"guess/{split}/{game}", question=question, answer="") for game in range(count)]
 
     def open(self, prompt: Prompt, seed: int) -> "Game":
-        """A game with its own number."""
+        """Start a game with its own number."""
         number = random.Random(f"{prompt.id} {seed}").randint(1, self.largest)
         return Game(number, self.turns)
 

@@ -11,22 +11,21 @@ from pydantic import Field
 from podium.tasks.conversation import Turn
 from podium.tasks.games.generated import PaidByEnvironment, distinct, earned, held_out
 from podium.tasks.math_answers.final_answer import answer_text
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import Count, Prompt, TaskSource
 
-Count = Annotated[int, Field(ge=1)]
 Pegs = Annotated[int, Field(ge=1, le=8)]
 Colours = Annotated[int, Field(ge=2, le=9)]
 DIGITS = re.compile(r"[0-9](?:[\s,;-]{0,3}[0-9])*")
 CLOSEST = 0.4
-"""The most that a game pays whose code is not found."""
+"""Maximum reward of a game in which the code is not found."""
 
 
 class Mastermind(PaidByEnvironment):
     """Guess a code of `pegs` digits from 1 to `colours`; replies count right digits in and out of their place.
 
     The reward is 1 for the code at the first guess, and falls linearly to 0.5 at guess `turns`. If it is not found, the
-    best guess pays 0.4 times its share of right digits, of which those in another place count half. Codes of evaluation
-    are never asked in training. An answer without a code is a guess that is lost.
+    best guess pays 0.4 times its share of right digits, of which those in another place count half. Evaluation codes
+    never occur in training. An answer without a code uses up a guess.
     """
 
     system_prompt: str | None = None
@@ -64,7 +63,7 @@ class Mastermind(PaidByEnvironment):
         ]
 
     def open(self, prompt: Prompt, seed: int) -> "Game":
-        """A game about the prompt's code; it does not depend on the seed."""
+        """Start a game with the prompt's code; the seed is not used."""
         return Game(prompt.answer, self.turns)
 
 
@@ -72,9 +71,9 @@ class Marks(NamedTuple):
     """How much of a guess is right."""
 
     placed: int
-    """Digits that are right and in their place."""
+    """Number of digits that are right and in their place."""
     elsewhere: int
-    """Other digits that are in the code, each digit of which counts once."""
+    """Number of other guessed digits that occur elsewhere in the code; each digit of the code counts at most once."""
 
 
 def marks(code: str, guess: str) -> Marks:
@@ -91,7 +90,7 @@ class Game:
         self.turns = turns
         self.guesses = 0
         self.best = 0.0
-        """Share of the best guess that is right."""
+        """Correctness of the best guess so far, 0 to 1."""
 
     def reply(self, turn: Turn) -> str | None:
         """Compare the last code in an answer."""

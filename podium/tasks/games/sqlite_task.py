@@ -4,17 +4,13 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Annotated, NamedTuple
-
-from pydantic import Field
+from typing import NamedTuple
 
 from podium.tasks.conversation import Reply, Turn
 from podium.tasks.conversations.tools import answer_calls
 from podium.tasks.games.database import Database
 from podium.tasks.math_answers.final_answer import answer_text, final_answer, final_number
-from podium.tasks.task import Prompt, TaskSource
-
-Count = Annotated[int, Field(ge=1)]
+from podium.tasks.task import Count, Prompt, TaskSource
 
 _NAMES = """
 Ada Amir Anna Ben Bo Carla Chen Clara Dan Dora Ella Emil Eva Femi Finn Freya Gita Greta Hana Hugo Ida Igor Ines Ivan Jan
@@ -27,7 +23,6 @@ PRODUCTS = {
     "lamp": "home", "chair": "home", "mirror": "home", "kettle": "kitchen", "pan": "kitchen", "knife": "kitchen",
     "ball": "sport", "racket": "sport", "helmet": "sport", "puzzle": "toys", "robot": "toys", "kite": "toys",
 }  # fmt: skip
-CATEGORIES = tuple(dict.fromkeys(PRODUCTS.values()))
 
 
 class Customer(NamedTuple):
@@ -85,9 +80,9 @@ class Asked(NamedTuple):
 class SqliteTask:
     """Questions about a shop's database of some 150 rows, with a tool `query` that reads it.
 
-    Each question has its own database, and those of evaluation are others. The reward is 1 if the last answer is
-    right: a number, or names in any order, and 0 otherwise. A query may read only, and is ended if it takes too long;
-    of its result the model sees at most 20 rows and 1,000 characters.
+    Each question has its own database; training and evaluation use different ones. The reward is 1 if the last answer
+    is right: a number, or names in any order, and 0 otherwise. A query can only read, and is ended if it takes too
+    long; the model sees at most 20 rows and 1,000 characters of its result.
     """
 
     system_prompt: str | None = (
@@ -107,11 +102,11 @@ class SqliteTask:
         return [_prompt(f"sqlite/{split}/{number}") for number in range(count)]
 
     def open(self, prompt: Prompt, seed: int) -> "Questioning":
-        """A conversation with the prompt's database; it does not depend on the seed."""
+        """Start a conversation with the prompt's database; the seed is not used."""
         return Questioning(shop_of(prompt.id).database(), prompt.answer)
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """1 if the answer is the number, or has the names and no others."""
+        """1 if the answer is the number, or has exactly the expected names."""
         return is_answer(completion, prompt.answer)
 
 
@@ -124,7 +119,7 @@ class Questioning:
         self._last = ""
 
     def reply(self, turn: Turn) -> Reply:
-        """Run the queries of an answer; one without ends the conversation."""
+        """Run the queries in an answer; an answer without a query ends the conversation."""
         self._last = turn.text
         reply = answer_calls({"query": self._database.query}, turn, lambda value: value)
         return reply or Reply(done=True)
@@ -139,7 +134,7 @@ class Questioning:
 
 
 def is_answer(completion: str, answer: str) -> float:
-    """1 if a completion's final answer is the number, or has the names of the reference, in any order."""
+    """1 if a completion's final answer is the reference's number, or has exactly its names, in any order."""
     if answer.isdigit():
         number = final_number(completion)
         return float(number is not None and number.value == int(answer))
@@ -163,7 +158,10 @@ def shop_of(prompt_id: str) -> Shop:
     customers = [Customer(place, name, generator.choice(cities)) for place, name in enumerate(names, 1)]
     wares = generator.sample(sorted(PRODUCTS), 10)
     products = [Product(place, ware, PRODUCTS[ware], generator.randint(2, 90)) for place, ware in enumerate(wares, 1)]
-    sold, buying = generator.sample(products, 9), generator.sample(customers, number - 4)  # some never, some nothing
+    sold, buying = (
+        generator.sample(products, 9),
+        generator.sample(customers, number - 4),
+    )  # some products are never ordered, and some customers order nothing
     orders = [
         Order(place, generator.choice(buying).id, generator.choice(sold).id, generator.randint(1, 9))
         for place in range(1, generator.randint(80, 120))
@@ -231,4 +229,4 @@ def _most(shop: Shop, generator: random.Random) -> Asked | None:
 QUESTIONS: tuple[Callable[[Shop, random.Random], Asked | None], ...] = (
     _lives, _sold, _earned, _ordered_from, _bought, _never, _most,
 )  # fmt: skip
-"""Each makes a question about a shop; None: the shop has no single answer to it, or too long a one."""
+"""Each function makes a question about a shop, or returns None if the answer is ambiguous or too long."""

@@ -4,32 +4,28 @@ import random
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated
-
-from pydantic import Field
 
 from podium.tasks.conversation import Turn
 from podium.tasks.games.five_letter_words import WORDS
 from podium.tasks.games.generated import PaidByEnvironment, earned, held_out
 from podium.tasks.math_answers.final_answer import answer_text
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import Count, Prompt, TaskSource
 
-Count = Annotated[int, Field(ge=1)]
 WORD = re.compile(r"(?<![A-Za-z])[A-Za-z]{5}(?![A-Za-z])")
 PLACED = "G"
 ELSEWHERE = "Y"
 ABSENT = "X"
 WORTH = {PLACED: 0.1, ELSEWHERE: 0.05, ABSENT: 0.0}
-"""What a letter of the best guess pays if the word is not found."""
+"""Reward of a letter of the best guess, by its mark, if the word is not found."""
 
 
 class Wordle(PaidByEnvironment):
     """Guess a word of five letters; replies mark each letter: G in its place, Y in another one, X not in the word.
 
     The reward is 1 for the word at the first guess, and falls linearly to 0.5 at guess `turns`. If it is not found, the
-    best guess pays 0.1 for each G and 0.05 for each Y. Any five letters are a guess; of an answer the last word of
-    five letters counts, and one without is a guess that is lost. The words are a list of ours, and those of evaluation
-    are never asked in training.
+    best guess pays 0.1 for each G and 0.05 for each Y. Any five letters are a guess; the last word of five letters in
+    an answer counts, and an answer without one uses up a guess. The words are from Podium's own list, and evaluation
+    words never occur in training.
     """
 
     system_prompt: str | None = None
@@ -52,12 +48,14 @@ class Wordle(PaidByEnvironment):
         ]
 
     def open(self, prompt: Prompt, seed: int) -> "Game":
-        """A game about the prompt's word; it does not depend on the seed."""
+        """Start a game with the prompt's word; the seed is not used."""
         return Game(prompt.answer, self.turns)
 
 
 def marks(word: str, guess: str) -> str:
-    """A mark for each letter of a guess; a letter is marked at most as often as the word has it, first where placed."""
+    """A mark for each letter of a guess; a letter is marked at most as often as the word contains it, correct places
+    first.
+    """
     left = Counter(word) - Counter(letter for letter, right in zip(guess, word, strict=True) if letter == right)
     found = ""
     for letter, right in zip(guess, word, strict=True):
@@ -80,7 +78,7 @@ class Game:
         self.guesses = 0
         self.found = False
         self.best = 0.0
-        """What the best guess pays if the word is not found."""
+        """Reward for the best guess if the word is not found."""
 
     def reply(self, turn: Turn) -> str | None:
         """Mark the last word of five letters in an answer."""

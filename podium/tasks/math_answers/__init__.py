@@ -1,1 +1,3 @@
-"""Grades answers in mathematics: what a completion states, and whether it equals the reference. No jax."""
+"""Grades answers in mathematics: extracts a completion's final answer and compares it with the reference. Does not
+import jax.
+"""

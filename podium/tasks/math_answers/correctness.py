@@ -1,8 +1,8 @@
 r"""Whether a completion answers a question of mathematics: compares its final answer with the reference.
 
-A reference that is a number wants a number: the final answer is read once, and whatever is not written out (`16-3`,
-`2^{10}`, `\sqrt{25}`, `26/2`) is wrong, so that no model learns to leave the arithmetic to its grader. Any other
-reference is compared as what it is: a choice, a date, a time, words, or a formula
+If the reference is a number, the answer must be a number: the final answer is read once, and a value that is not
+written out (`16-3`, `2^{10}`, `\sqrt{25}`, `26/2`) is wrong, so that no model learns to leave the arithmetic to its
+grader. Any other reference is compared according to its kind: a choice, a date, a time, words, or a formula
 (`podium.tasks.math_answers.formula`), for which `\sqrt{117}` is as good as `3\sqrt{13}`. Takes bounded time, whatever
 the completion holds.
 """
@@ -55,7 +55,7 @@ _IN_WORDS = (
     ),
     (re.compile(r"(?:the set of )?(?:all|any) reals?(?: numbers?)?", re.IGNORECASE), r"\\mathbb{R}"),
 )
-"""What is said in several ways, and as what it is compared."""
+"""Phrases with the same meaning, and the form in which they are compared."""
 
 
 def is_correct(completion: str, reference: str) -> bool:
@@ -97,13 +97,15 @@ def same_formula(reference: str, answer: str) -> bool:
 
 
 def _read_result(text: str) -> Node | None:
-    r"""The formula; the last side of an equation whose first side is no formula: `\int_0^1 x\,dx = \frac12`."""
+    r"""The formula; for an equation whose first side is not a formula, its last side: `\int_0^1 x\,dx = \frac12`."""
     left, equals, last = plain_notation(text).rpartition("=")
     return read_formula(text) or (read_formula(last) if equals and is_evaluated(left) else None)
 
 
 def _alike(expected: str, found: str) -> tuple[str, str]:
-    r"""Both formulas with one name for a whole number, and without a condition (`for all x`) that only one has."""
+    r"""Both formulas, with the same name for an integer variable, and without a condition (`for all x`) that only one
+    has.
+    """
     names = [_WHOLE.search(formula) for formula in (expected, found)]
     if names[0] and names[1] and not re.search(rf"(?<![A-Za-z]){names[0][1]}(?![A-Za-z])", found):
         found = re.sub(rf"(?<![A-Za-z]){names[1][1]}(?![A-Za-z])", names[0][1], found)
@@ -112,21 +114,23 @@ def _alike(expected: str, found: str) -> tuple[str, str]:
 
 
 def _same_formulas(expected: Node | None, found: Node | None, *, words: bool = False) -> bool:
-    """Whether two formulas were read, and are equal; words that name one (`infinity`) are no formula themselves."""
+    """Whether both texts are formulas and equal; a word alone (`infinity`) does not count as a formula."""
     if expected is None or found is None or (words and repr(expected).startswith("Symbol(name=' ")):
         return False
     return same_answer(expected, found)
 
 
 def _number(reference: str) -> Number | None:
-    """The number that a reference is; None of a date (`June 20`), a number in a base, and a bare power of ten."""
+    """The reference as a number; None for a date (`June 20`), a number in another base, and a bare power of ten."""
     plain = plain_notation(reference)
     other = read_date(plain) or number_in_base(plain) or _POWER_OF_TEN.match(plain)
     return None if other else read_number(reference)
 
 
 def _is_number(expected: Number, number: Number | None, said: str) -> bool:
-    """Whether an answer is the number of the reference; or an irrational formula that rounds to it; or `3 h 30 min`."""
+    """Whether an answer equals the reference number, as a number, an irrational formula that rounds to it, or `3 h 30
+    min`.
+    """
     if number is not None:
         return same_number(expected, number)
     formula = _read_result(said)
@@ -144,7 +148,7 @@ def _is_number(expected: Number, number: Number | None, said: str) -> bool:
 
 
 def _is_choice(expected: Choice, answer: str) -> bool:
-    """Whether an answer is the letter or the value of a choice; both must be right where it gives both."""
+    """Whether an answer is the letter or the value of a choice; both must be right if it gives both."""
     given = read_choice(plain_notation(answer))
     if given is not None and given.value:
         return given.label == expected.label and _same(expected.value, given.value)
@@ -161,7 +165,7 @@ def _same(expected: str, found: str) -> bool:
 
 
 def _same_form(reference: str, answer: str) -> bool | None:
-    """Whether both are equal, for forms that are no formulas; None if the reference has none of these forms."""
+    """Whether both are equal, for forms other than formulas; None if the reference has none of these forms."""
     if is_empty_set(reference):
         return is_empty_set(answer)
     for read in (number_in_base, read_date):

@@ -2,7 +2,7 @@ r"""Whether two answers that were read as formulas are equal: numbers, lists, se
 
 A list is equal in any order, a point in its own; `x = 5` is 5, `x = 2, y = 3` the point `(2, 3)`, `\pm 3` is `3, -3`;
 inequalities and intervals are sets of real numbers (`podium.tasks.math_answers.real_sets`); two equations are equal if
-one is a multiple of the other. Units count where both sides have one.
+one is a multiple of the other. Units are compared only if both sides have one.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ def same_answer(expected: Node, found: Node) -> bool:
 def same_scalar(expected: Node, found: Node) -> bool:
     """Whether two numbers or formulas are equal, or one is a decimal of at least four places that rounds the other.
 
-    A number wants a number that is written out, in a list or an interval as alone: `6/2` is not 3.
+    A number equals only a number that is written out, also in lists and intervals: `6/2` is not 3.
     """
     if (
         is_written_out(expected, powers_of_ten=False)
@@ -79,7 +79,7 @@ def _is(node: Node, name: str) -> bool:
 
 
 def _decimal(node: Node) -> Number | None:
-    """The number, if a formula is just a decimal with its sign."""
+    """The number, if a formula is only a decimal with an optional sign."""
     match node:
         case Number():
             return node
@@ -89,7 +89,9 @@ def _decimal(node: Node) -> Number | None:
 
 
 def is_written_out(node: Node, *, powers_of_ten: bool = True) -> bool:
-    r"""Whether it is a number and no calculation: `-3`, `\frac{3}{4}`, `1\frac12`, `5 \cdot 10^3`, but not `6/2`."""
+    r"""Whether it is a number rather than a calculation: `-3`, `\frac{3}{4}`, `1\frac12`, `5 \cdot 10^3`, but not
+    `6/2`.
+    """
     match node:
         case Apply("-", (value,)) if not (isinstance(value, Apply) and value.name == "-"):
             return is_written_out(value, powers_of_ten=powers_of_ten)
@@ -160,7 +162,7 @@ def _same_ordered(expected: Node, found: Node) -> bool:
 
 
 def _as_point(node: Node, other: Node) -> Node:
-    """A matrix of one row or one column as a point, where it is compared with one."""
+    """A matrix of one row or one column, converted to a point if it is compared with a point."""
     if not (isinstance(node, Apply) and node.name == MATRIX and _is(other, "()")):
         return node
     rows = [row.arguments for row in node.arguments if isinstance(row, Apply)]
@@ -170,7 +172,7 @@ def _as_point(node: Node, other: Node) -> Node:
 
 
 def _parts(node: Node) -> Sequence[Node]:
-    """The parts of a ratio; of a fraction or a number, that to one."""
+    """The parts of a ratio; a fraction or a number x is the ratio x : 1."""
     if isinstance(node, Apply) and node.name == RATIO:
         return node.arguments
     return (node, Number(Fraction(1)))
@@ -187,9 +189,8 @@ def _same_ratio(expected: Sequence[Node], found: Sequence[Node]) -> bool:
 
 
 def _assigned(node: Node) -> tuple[Node, Node]:
-    r"""Name and value of `x = 5`, `5 = x`, `f(x) = x^2`, `16 + 2 = 18`; the name is nothing where there is none.
-
-    Of a value and its approximation (`\sqrt 2 \approx 1.41`) the value counts. The value is a chain if the equation
+    r"""Name and value of `x = 5`, `5 = x`, `f(x) = x^2`, `16 + 2 = 18`; the name is empty if absent. For a value with
+    an approximation (`\sqrt 2 \approx 1.41`) the exact value counts. The value is a chain if the equation
     gives no name a value.
     """
     if not (isinstance(node, Apply) and node.name == CHAIN and isinstance(node.arguments[0], Symbol)):
@@ -234,7 +235,9 @@ def _is_name(node: Node) -> bool:
 
 
 def _same_names(first: Node, second: Node) -> bool:
-    """Whether names are no two different letters: `y` and `f(x)` are both names of a function's value."""
+    """Whether two names may mean the same; different letters do not, but `y` and `f(x)` both name a function's
+    value.
+    """
     both_letters = all(isinstance(node, Symbol) and len(node.name) == 1 for node in (first, second))
     both_points = _is(first, "()") and _is(second, "()")
     return first == second or not (both_letters or both_points)
@@ -249,7 +252,7 @@ def _same_equation(expected: Node, found: Node) -> bool:
 
 
 def _same_relation(expected: Node, found: Node) -> bool:
-    """Whether both are one equation or inequality, and one is a multiple of the other."""
+    """Whether both are equations or inequalities, and one is a multiple of the other."""
     match expected, found:
         case (
             Apply("chain", (Symbol(sign), left, right)),
@@ -293,7 +296,9 @@ def _same_items(expected: Node, found: Node) -> bool:
 
 
 def _named(node: Node) -> tuple[Node, Node]:
-    """A list without the name that all its items have, or only the first: `x = 1, x = 2` and `n = 2, 3, 4`."""
+    """A list without the name shared by all its items, or given only with the first: `x = 1, x = 2` and `n = 2, 3,
+    4`.
+    """
     if not is_list(node):
         return _assigned(node)
     pairs = [_assigned(item) for item in node.arguments]
@@ -340,7 +345,7 @@ def _different_things(node: Node) -> bool:
 
 
 def _matched(expected: Sequence[Node], found: Sequence[Node], same: Callable[[Node, Node], bool]) -> bool:
-    """Whether each item has an equal one of its own among the others."""
+    """Whether the items can be paired so that each pair is equal."""
     left = list(found)
     for item in expected:
         match = next((index for index, other in enumerate(left) if same(item, other)), None)
@@ -354,7 +359,7 @@ def _matched(expected: Sequence[Node], found: Sequence[Node], same: Callable[[No
 
 
 def _signs_apart(node: Node) -> Node:
-    r"""A formula with `\pm` as the list of its two values."""
+    r"""Expand a formula with `\pm` into the list of its two values."""
     if is_list(node) or _is(node, SET) or not _has_both_signs(node):
         return node
     name, value = _assigned(node)

@@ -2,8 +2,8 @@ r"""Extracts the result that a completion states.
 
 The final answer is the first of these that exists: the last `\boxed{}`, the last `<answer>`, the last `####` line, the
 text after the last "answer is". It is extracted without knowing the reference, and so is its number: a completion has
-one answer, and cannot be right for two different references. What was taken back ("5. Wait, that is wrong") does not
-count, and neither does what is denied ("not \boxed{5}").
+one answer, and cannot be right for two different references. A retracted answer ("5. Wait, that is wrong") does not
+count, and neither does a denied one ("not \boxed{5}").
 """
 
 import re
@@ -22,11 +22,11 @@ from podium.tasks.math_answers.number_text import (
 from podium.tasks.math_answers.quantities import restated_quantity
 
 MAX_ANSWER_CHARS = 500
-"""A longer final answer counts as wrong, because no reference is as long."""
+"""A longer final answer counts as wrong, because no reference is that long."""
 MAX_BOXES = 20
 """Maximum number of boxes that are one list: `\\boxed{1}, \\boxed{2} and \\boxed{3}`."""
 BEFORE_CHARS = 120
-"""Number of characters in front of an answer that are searched for what denies it."""
+"""Number of characters before an answer that are searched for a denial."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>-?[0-9][^\s{}$\\]*))")
 _BETWEEN_BOXES = re.compile(
@@ -134,7 +134,7 @@ def answer_text(completion: str) -> str:
 def stated_text(completion: str) -> str:
     """The part of a completion that its final answer is read from: what follows the last "wait" or "that is wrong".
 
-    Where all that follows is a check that confirms the answer, the answer stands.
+    If only a check follows that confirms the answer, the answer still counts.
     """
     text = answer_text(completion)
     end = 0
@@ -145,7 +145,9 @@ def stated_text(completion: str) -> str:
 
 
 def final_answer(text: str) -> str | None:
-    """The result that a text states; None if it states none, empty if it denies it or ends inside a box."""
+    """The result that a text states; None if it states no result; empty if it denies the result or ends inside a
+    box.
+    """
     boxes = list(_BOX.finditer(text))
     if boxes:
         return _boxed(text, boxes[-MAX_BOXES:])
@@ -173,7 +175,7 @@ def final_answer(text: str) -> str | None:
 
 def closing_statement(text: str) -> str:
     """What a text without a final answer ends with: the formula or the bold words in its last sentence, its yes or no,
-    what follows its `is`, the formula at its end, or all of the line. Empty if it says that it has no answer.
+    what follows its `is`, the formula at its end, or the whole line. Empty if the text says that it has no answer.
     """
     text = _one_line(text)
     line = text.rpartition("\n")[2].strip()
@@ -217,13 +219,13 @@ def _formula_at_end(sentence: str) -> str | None:
 def final_number(completion: str) -> Number | None:
     """The number that a completion gives as its result; None if its final answer is not exactly one number.
 
-    A completion that states no answer gives the number at its end.
+    For a completion that states no answer, it is the number at its end.
     """
     text = stated_text(completion)
     answer = final_answer(text)
     if answer is None:
         text = without_aside(text[-TAIL_CHARS:].rstrip())
-        if text.endswith("?") or _NO_ANSWER.search(text.rpartition("\n")[2]):  # a question states nothing
+        if text.endswith("?") or _NO_ANSWER.search(text.rpartition("\n")[2]):  # a question states no answer
             return None
         restated = restated_quantity(text.rpartition("\n")[2])
         return last_number(text) if restated is None else read_number(restated)
@@ -241,7 +243,9 @@ def without_aside(text: str) -> str:
 
 
 def _boxed(text: str, boxes: list[re.Match[str]]) -> str:
-    """The content of the last box, or of the last boxes if they are one list; empty if that is denied or unfinished."""
+    """The content of the last box, or of the last boxes if they are one list; empty if the box is denied or
+    unfinished.
+    """
     last = boxes.pop()
     contents, start = [_content(text, last)], last.start()
     end = _end(text, last)
@@ -261,7 +265,7 @@ def _boxed(text: str, boxes: list[re.Match[str]]) -> str:
 
 
 def _is_same_number(first: str, second: str) -> bool:
-    """Whether two boxes say one number, perhaps in two ways."""
+    """Whether two boxes hold the same number, perhaps written differently."""
     numbers = read_number(first), read_number(second)
     return numbers[0] is not None and numbers[1] is not None and same_number(numbers[0], numbers[1])
 
@@ -294,7 +298,7 @@ def _until_closed(text: str) -> str | None:
 
 
 def _is_joined(before: str) -> bool:
-    """Whether an `<answer>` in front is one of several: `<answer>5</answer> or <answer>6</answer>`."""
+    """Whether the preceding `<answer>` belongs to the same list: `<answer>5</answer> or <answer>6</answer>`."""
     return bool(re.search(r"</answer>\s*(?:or|and|,)\s*$", before[-BEFORE_CHARS:], re.IGNORECASE))
 
 
@@ -307,7 +311,9 @@ def _only_marked(text: str) -> str:
 
 
 def _is_statement(before: str, after: str) -> bool:
-    r"""Whether the text around a part of a sentence neither denies, supposes nor changes it: `at least 3\pi`."""
+    r"""Whether the text around a part of a sentence neither denies nor supposes it, nor changes its value: `at least
+    3\pi`.
+    """
     if _NOT_PLAIN.search(before) or _NOT_PLAIN.search(after) or _SUPPOSED.search(before):
         return False
     return not is_changed_after(before.lower().split())

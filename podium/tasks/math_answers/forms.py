@@ -1,6 +1,6 @@
 r"""Answers that are neither a number nor a formula: lettered choices, no solution, numbers in a base, times, dates.
 
-Texts come in plain notation (`podium.tasks.math_answers.notation`). Linear in the length of the text; never raises.
+Texts must be in plain notation (`podium.tasks.math_answers.notation`). Linear in the length of the text; never raises.
 """
 
 import re
@@ -63,14 +63,14 @@ _WEEKDAY = re.compile(r"^(?:mon|tues|wednes|thurs|fri|satur|sun)day,? ", re.IGNO
 
 
 class Choice(NamedTuple):
-    """A lettered choice with what it says: `(B) 12`."""
+    """A lettered choice with its value: `(B) 12`."""
 
     label: str
     value: str
 
 
 class ClockTime(NamedTuple):
-    """A time of day, or of a clock."""
+    """A time of day, or a reading of a clock."""
 
     hour: int
     minute: int
@@ -88,7 +88,7 @@ class Date(NamedTuple):
 
 
 def read_choice(text: str) -> Choice | None:
-    r"""Read letter and value of `\textbf{(B) } 12`, `(B) Paris`, `B. 12`, `option B`; None of anything else."""
+    r"""Read letter and value of `\textbf{(B) } 12`, `(B) Paris`, `B. 12`, `option B`; None for anything else."""
     words = " ".join(_TEXT_COMMAND.sub(r"\1", text).split()).strip(" $*")
     named = _NAMED_LETTER.fullmatch(words)
     if named:
@@ -110,7 +110,7 @@ def is_empty_set(text: str) -> bool:
 
 
 def number_in_base(text: str) -> tuple[str, str] | None:
-    r"""Digits and base of `1011_2`, `1011_{\text{two}}`, `1011 base 2`; None of anything else."""
+    r"""Digits and base of `1011_2`, `1011_{\text{two}}`, `1011 base 2`; None for anything else."""
     found = _IN_BASE.fullmatch(_words(text))
     if not found:
         return None
@@ -119,7 +119,7 @@ def number_in_base(text: str) -> tuple[str, str] | None:
 
 
 def read_time(text: str) -> ClockTime | None:
-    """A time as `3:45`, `03:45`, `3:45 p.m.`; None of anything else."""
+    """Read a time such as `3:45`, `03:45`, `3:45 p.m.`; None for anything else."""
     found = _TIME.fullmatch(_words(text))
     if not found or int(found["minute"]) > 59 or int(found["second"] or 0) > 59:
         return None
@@ -127,14 +127,18 @@ def read_time(text: str) -> ClockTime | None:
 
 
 def same_time(reference: ClockTime, answer: ClockTime) -> bool:
-    """Whether two times are equal: where the reference says a.m. or p.m., the answer must, or count 24 hours."""
+    """Whether two times are equal; if the reference has a.m. or p.m., the answer must have it too, or use the 24-hour
+    clock.
+    """
     if reference.half == "p" and not answer.half and answer.hour > 12:
         return (reference.hour % 12 + 12, *reference[1:3]) == answer[:3]
     return reference[:3] == answer[:3] and reference.half in ("", answer.half)
 
 
 def read_date(text: str) -> Date | None:
-    """A date as `2024-03-05`, `March 5, 2024`, `5 March`; None of anything else: `3/5/2024` may be in May."""
+    """Read a date such as `2024-03-05`, `March 5, 2024`, `5 March`; None for anything else: `3/5/2024` may be in
+    May.
+    """
     words = _WEEKDAY.sub("", _words(text))
     for form in _DATES:
         found = form.fullmatch(words)
@@ -146,5 +150,5 @@ def read_date(text: str) -> Date | None:
 
 
 def _words(text: str) -> str:
-    """The text without commands around words, its spaces single."""
+    """The text without commands around words, and with single spaces."""
     return re.sub(r"\s+", " ", _TEXT_COMMAND.sub(r"\1", text)).strip(" .$")

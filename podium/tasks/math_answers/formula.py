@@ -9,9 +9,9 @@ r"""A grammar of answers: reads LaTeX and plain formulas (`3\sqrt{13}`, `3*sqrt(
     factor    = [sign] primary { ! | % | degree } [^ factor]
     primary   = number | variable | function factor | \frac{}{} | brackets | matrix ...
 
-Reading takes time in proportion to the text, which has at most MAX_CHARS characters, and brackets at most MAX_DEPTH
-deep. Nothing is evaluated here (`podium.tasks.math_answers.formula_values` does), and nothing that is not in the
-grammar is guessed at: the text is then no formula, and can be compared only as text.
+Reading takes time in proportion to the text, which has at most MAX_CHARS characters, and brackets nested at most
+MAX_DEPTH deep. Nothing is evaluated here (`podium.tasks.math_answers.formula_values` does), and nothing that is not in
+the grammar is guessed at: the text is then no formula, and can be compared only as text.
 """
 
 import functools
@@ -43,7 +43,9 @@ class Number:
 
 @dataclass(frozen=True)
 class Symbol:
-    r"""A variable or constant (`x`, `a_1`, `pi`, `infinity`), or words, with spaces around them (` no solution `)."""
+    r"""A variable or constant (`x`, `a_1`, `pi`, `infinity`), or words, marked by spaces around them (` no solution
+    `).
+    """
 
     name: str
 
@@ -58,7 +60,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Measured:
-    """A value with what follows it as its unit; `unit` is None if that is not a known one: `5 apples`."""
+    """A value with the unit or words that follow it; `unit` is None if they are not a known unit: `5 apples`."""
 
     value: "Node"
     unit: Unit | None
@@ -72,7 +74,7 @@ LIST, ALL, ANY = "list", "all", "any"
 """Items with commas between them, with `and`, and with `or`."""
 SET, UNION, DIFFERENCE, WHERE = "set", "union", "difference", "where"
 RATIO, CHAIN, MATRIX, ROW = "ratio", "chain", "matrix", "row"
-"""A chain is a relation, or several: the signs, joined by spaces as the name of a symbol, and then the sides."""
+"""A chain of one or more relations: first a symbol with the signs, joined by spaces, and then the sides."""
 TUPLES = ("()", "[]", "(]", "[)")
 """Brackets around several items: a point or an interval."""
 
@@ -81,7 +83,7 @@ FUNCTIONS = frozenset(_FUNCTION_LIST.split())
 _SAME_FUNCTION = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _NAMED_FUNCTIONS = frozenset("fghFGHOo")
-"""Letters that are functions before a bracket: `f(x)` is no product."""
+"""Letters that are functions before a bracket: `f(x)` is not a product."""
 _GREEK_LIST = (
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau"
     " upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell hbar"
@@ -136,7 +138,7 @@ class _Token(NamedTuple):
     """`number`, `symbol` (a variable or constant), `function`, `text` (words), `matrix`, `sign` (all else), `end`."""
     text: str
     spaced: bool = False
-    """Whether a space stands before it."""
+    """Whether a space precedes it."""
 
 
 def is_list(node: Node) -> TypeGuard[Apply]:
@@ -146,7 +148,7 @@ def is_list(node: Node) -> TypeGuard[Apply]:
 
 @functools.lru_cache(maxsize=512)
 def read_formula(text: str) -> Node | None:
-    """The tree of an answer, or None if it is no formula. Dollar signs are read as spaces."""
+    """The tree of an answer, or None if it is not a formula. Dollar signs are read as spaces."""
     if len(text) > MAX_CHARS:
         return None
     try:
@@ -197,7 +199,9 @@ def _add_words(tokens: list[_Token], words: str, spaced: bool) -> None:
 
 
 def _add_letters(tokens: list[_Token], word: str, spaced: bool) -> None:
-    """Letters outside of commands: `and`, a function, a constant, a unit after a value, words, or variables."""
+    """Add the tokens of letters outside of commands: `and`, a function, a constant, a unit after a value, words, or
+    variables.
+    """
     after_value = bool(tokens) and (tokens[-1].kind in ("number", "symbol", "text") or tokens[-1].text in (")", "}"))
     in_unit = bool(tokens) and tokens[-1].text == "/" and len(tokens) > 1 and tokens[-2].kind == "text"
     name = _SAME_FUNCTION.get(word.lower(), word.lower())
@@ -331,7 +335,7 @@ class _Reader:
         return Measured(value, unit, " ".join(words).lower())
 
     def _unit_sign(self) -> bool:
-        """Whether the unit goes on: `/s`, `^2`."""
+        """Whether the unit continues: `/s`, `^2`."""
         following = self._tokens[min(self._position + 1, len(self._tokens) - 1)]
         return self._next.text == "^" or (self._next.text in _TIMES and following.kind == "text")
 
@@ -378,7 +382,7 @@ class _Reader:
                 return node
 
     def _mixed(self, left: Node, right: Node) -> Node:
-        r"""A product without a sign; but `1\frac{1}{2}` is a sum."""
+        r"""A product without a multiplication sign; but the mixed number `1\frac{1}{2}` is a sum."""
         match left, right:
             case Number(value=whole), Apply("frac", (Number(value=top), Number(value=bottom))) if (
                 0 < top < bottom and all(value.denominator == 1 for value in (whole, top, bottom))
@@ -582,11 +586,11 @@ _NOT_COUNTED_LIST = (
     " but nor neither either maybe minus plus times over"
 )
 _NOT_COUNTED = frozenset(_NOT_COUNTED_LIST.split())
-"""Words after a value that would change it, so that they are no counted things."""
+"""Words after a value that would change it, and so are not names of counted things."""
 
 
 def _chain(relations: list[str], sides: list[Node]) -> Node:
-    r"""A relation or several; of `x < 1 \cup x > 2`, in which the sides are `x`, `1 \cup x` and `2`, two of them."""
+    r"""Make one chain of relations; or two, for `x < 1 \cup x > 2`, whose sides are read as `x`, `1 \cup x` and `2`."""
     for index, side in enumerate(sides[1:-1], 1):
         if isinstance(side, Apply) and side.name == UNION:
             first, second = side.arguments

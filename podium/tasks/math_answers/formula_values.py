@@ -1,10 +1,10 @@
 r"""Values of formulas, and whether two formulas are equal: exactly where they are rational, else to 1,024 bits.
 
-Formulas with variables are equal if they are at points drawn once for every name (polynomials of degree d that differ
-agree at a random point with a probability below d / 1,000; there are eight points). Each operation is bounded, and all
-operations on one formula together: what would take more has no value here, and neither has a sum in which one part is
-too small for the 1,024 bits to show, such as 10^{500} + \pi. Formulas without a value are equal only if they are the
-same.
+Formulas with variables are equal if they agree at points drawn once for every variable name (polynomials of degree d
+that differ agree at a random point with a probability below d / 1,000; there are eight points). Each operation is
+bounded, and all operations on one formula together: a formula that would exceed a bound has no value here, and neither
+has a sum with a part too small for 1,024 bits, such as 10^{500} + \pi. Formulas without a value are equal only if they
+are the same.
 """
 
 import functools
@@ -24,9 +24,9 @@ MAX_BITS = 30_000
 PRECISION = 1_024
 """Bits of a value that is not rational."""
 TRUSTED = PRECISION - 128
-"""Bits of it that rounding cannot have reached."""
+"""Bits of such a value that rounding errors cannot have affected."""
 MAX_MAGNITUDE = 4_000
-"""Maximum binary logarithm of what functions are applied to."""
+"""Maximum binary logarithm of a function's argument."""
 MAX_WORK = 3_000_000
 """Maximum work on the value of one formula, in bits of the results of its operations; about 0.2 s."""
 POINTS = 8
@@ -35,16 +35,16 @@ _REALS = mpmath.MPContext()
 _REALS.prec = PRECISION
 _CONSTANTS = frozenset(("e", "i", "pi", "log base"))
 _INTEGER_NAMES = frozenset("kmnKMN")
-"""Variables that count something; they are given whole numbers."""
+"""Variables that usually are integers; they get integer values."""
 
 _Complex = _REALS.mpc
 
 if TYPE_CHECKING:
-    Inexact = complex  # what mpmath, which has no types, offers
+    Inexact = complex  # the part of mpmath's untyped interface that is used
 else:
     Inexact = _REALS.mpf | _REALS.mpc
 Value = Fraction | Inexact
-"""Exact, real or complex."""
+"""An exact, real or complex value."""
 
 
 class NoValueError(ValueError):
@@ -74,7 +74,7 @@ def proportional(reference: Node, answer: Node, *, positive: bool = False) -> bo
 
 
 def constant(node: Node) -> Value | None:
-    """The value of a formula without variables; None if it has some, or no value."""
+    """The value of a formula without variables; None if it has variables, or has no value."""
     if variables(node):
         return None
     try:
@@ -84,7 +84,9 @@ def constant(node: Node) -> Value | None:
 
 
 def rational(value: Value) -> Fraction | None:
-    """A real value as a fraction, exact or to 400 bits, to compare with a decimal; None where it is no such value."""
+    """A real value as a fraction, exact or rounded to 400 bits, for comparison with a decimal; None if the formula has
+    no real value.
+    """
     if isinstance(value, Fraction):
         return value
     if isinstance(value, _Complex) or not value or abs(_magnitude(value)) > 200:
@@ -112,7 +114,9 @@ def variables(node: Node) -> frozenset[str]:
 
 
 def _same(reference: Node, answer: Node, log_is_decimal: bool) -> bool:
-    """Whether two formulas are equal at all points where both are real; where such points are too few, at all."""
+    """Whether two formulas are equal at all points where both are real, or at all points if too few of them are
+    real.
+    """
     with_variables = bool(variables(reference) | variables(answer))
     on_reals, others = list[bool](), list[bool]()
     try:
@@ -163,7 +167,9 @@ class _Evaluation:
         self._work = 0
 
     def value(self, formula: Node) -> Value:
-        """Its value. Raises NoValueError, or an error of arithmetic. Not recursive: `1+1+...+1` is as deep as long."""
+        """The formula's value. Raises NoValueError, or an ArithmeticError. Not recursive, because the tree of
+        `1+1+...+1` is as deep as the text is long.
+        """
         values, left = list[Value](), [(formula, False)]
         while left:
             node, has_arguments = left.pop()
@@ -210,7 +216,7 @@ def _bits(value: Fraction) -> int:
 
 
 def _inexact(value: Value) -> Inexact:
-    """A value with 1,024 bits. Raises NoValueError where they do not hold a whole number."""
+    """Convert a value to 1,024 bits. Raises NoValueError if an integer does not fit into them."""
     if not isinstance(value, Fraction):
         return value
     for part in (value.numerator, value.denominator):
@@ -220,21 +226,21 @@ def _inexact(value: Value) -> Inexact:
 
 
 def _magnitude(value: Value) -> float:
-    """About the binary logarithm of a value other than 0."""
+    """The approximate binary logarithm of a nonzero value."""
     if isinstance(value, Fraction):
         return value.numerator.bit_length() - value.denominator.bit_length()
     return float(_REALS.mag(value))
 
 
 def _sign(value: Value) -> int:
-    """1 or -1 of a real number, 0 of others."""
+    """The sign of a real number: 1 or -1; 0 for other values."""
     if isinstance(value, _Complex):
         return 0
     return int(_REALS.sign(value.numerator if isinstance(value, Fraction) else value))
 
 
 def _small(value: Value) -> Inexact:
-    """A value that functions may be applied to."""
+    """The value, if it is small enough to be a function's argument. Raises NoValueError otherwise."""
     number = _inexact(value)
     if not _REALS.isfinite(number) or (number != 0 and abs(_magnitude(number)) > MAX_MAGNITUDE):
         raise NoValueError
@@ -270,7 +276,7 @@ def _divide(first: Value, second: Value) -> Value:
 
 
 def _power(base: Value, exponent: Value) -> Value:
-    """A power; of a negative number with an odd root the real one."""
+    """A power; an odd root of a negative number is the real one."""
     base, exponent = _simplest(base), _simplest(exponent)
     if base == 0:
         if isinstance(exponent, Fraction) and exponent > 0:
@@ -361,7 +367,7 @@ def _rounded(name: str, value: Value) -> Value:
 
 
 def _nearby_integer(value: Value) -> Value:
-    """A whole number where a value is one up to rounding: the logarithm of 8 to the base 2."""
+    """The integer that a value equals up to rounding, such as the logarithm of 8 to the base 2."""
     if isinstance(value, (Fraction, _Complex)) or abs(_magnitude(value)) > 64:
         return value
     nearest = Fraction(int(_REALS.nint(value)))
@@ -377,12 +383,14 @@ def _apply(name: str, values: list[Value]) -> Value:
 
 
 def _of_small(function: Callable[[object], Value]) -> Callable[[Value], Value]:
-    """A function of mpmath's, which takes no value that would cost it too much."""
+    """Apply a function of mpmath to a value that is small enough not to cost too much."""
     return lambda value: function(_small(value))
 
 
 def _simplest(value: Value) -> Value:
-    """A complex value whose imaginary part is rounding alone as a real one. Raises NoValueError if it is not finite."""
+    """A complex value, as a real one if its imaginary part is only rounding. Raises NoValueError if it is not
+    finite.
+    """
     if isinstance(value, Fraction):
         return value
     if not _REALS.isfinite(value):

@@ -1,4 +1,4 @@
-r"""Normalises notation: one spelling for what models and data sets write in many ways.
+r"""Normalises notation: a single spelling for notation that models and data sets write in many ways.
 
 Removes markup that only affects appearance (`\left`, `\underline{5}`, `{\bf 5}`, `**5**`); writes digits of any script,
 dashes, spaces and signs in ASCII or LaTeX, and every fraction and repeating decimal as `\frac{a}{b}`. Values do not
@@ -10,7 +10,7 @@ import unicodedata
 from fractions import Fraction
 
 MATH_SPAN = re.compile(r"(?<!\\)\$\$?(?![\s$])((?:[^$\\]|\\.)++)(?<!\s)\$|\\\(([^$]+?)\\\)|\\\[([^$]+?)\\\]")
-"""A formula between dollar signs that are no currency, or brackets with backslashes; one of its groups has the text."""
+r"""Matches a formula between dollar signs (not currency) or `\(` and `\[` brackets; one of the groups has the text."""
 
 _CHARACTERS = str.maketrans(
     {
@@ -131,7 +131,7 @@ def plain_notation(text: str) -> str:
 
 
 def _next_row(found: re.Match[str]) -> str:
-    """What stands between two rows of aligned equations: a comma, or nothing where a row continues the last one."""
+    """The separator between two rows of aligned equations: a comma, or nothing if a row continues the previous one."""
     return " = " if found[1] else ", "
 
 

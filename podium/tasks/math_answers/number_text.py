@@ -61,7 +61,7 @@ _SHORT_WORDS = frozenset(_SHORT_WORD_LIST.split())
 _ATTACHED_LIST = "gb kb mb tb st nd rd th rs am pm"
 _ATTACHED = frozenset(_ATTACHED_LIST.split())
 """Letters that may follow a number directly, besides units: `5GB`, `5th`."""
-_CHANGING_LIST = (  # of the value that stands beside them
+_CHANGING_LIST = (  # scales of the adjacent value
     "hundreds thousands millions billions trillions half halves third thirds quarter quarters fourth fourths fifth"
     " fifths tenth tenths hundredths thousandths squared cubed and or not nor plus times over divided multiplied base"
     " pi sqrt sin cos tan log exp infty infinity factorial twice double triple choose mod modulo power root between"
@@ -96,7 +96,7 @@ _DENIAL_LIST = (
     " \\ne \\neq \\not != \\lnot"
 )
 _DENIALS = frozenset(_DENIAL_LIST.split())
-"""What in front of a number at the end of a text says that it is not the answer, where no verb stands between."""
+"""Words before a number at the end of a text that deny that it is the answer, if no verb intervenes."""
 _DENIAL_WIDE = re.compile(
     "[\u4e0d\u975e]|\u81f3[\u5c11\u591a]|\u6700\u591a|[\u5927\u5c0f\u591a\u5c11]\u4e8e|\u8d85\u8fc7|\u4ee5[\u4e0a\u4e0b]"
 )
@@ -109,7 +109,7 @@ _NO_WAY = re.compile(
 )
 _CONDITIONS = frozenset(("if", "when", "for", "with", "since", "as", "at", "let", "given", "because", "from"))
 _CONTRASTS = (("not",), ("rather", "than"), ("instead", "of"))
-"""How a clause begins that says what the answer is not: `It is 6, not 5.`"""
+"""Beginnings of clauses that say what the answer is not: `It is 6, not 5.`"""
 _OPERATORS = frozenset(("+", "-", "*", "/", "^", r"\times", r"\cdot"))
 _LETTERS = frozenset("bcdefghjklmnopqrstuvwxyzBCDEFGHJKLMNOPQRSTUVWXYZ")  # `a`, `A` and `I` are words
 _JOINS = _OPERATORS | _LETTERS | {"=", "(", ")", "or"} | set(SCALES)
@@ -117,15 +117,15 @@ _JOINS = _OPERATORS | _LETTERS | {"=", "(", ")", "or"} | set(SCALES)
 
 
 class Number(NamedTuple):
-    """A number, its written precision, and what is written beside it."""
+    """A number, its written precision, and its unit and name."""
 
     value: Fraction
     places: int
     """Decimal places as written; 0 for integers, fractions and powers of ten."""
     unit: Unit | None = None
-    """Its unit, if that is a known one."""
+    """Its unit, if known."""
     name: str = ""
-    """The letter that it is the value of: `x` of `x = 5`."""
+    """The variable whose value it is: `x` in `x = 5`."""
 
 
 def read_number(text: str) -> Number | None:
@@ -160,13 +160,15 @@ def last_number(text: str) -> Number | None:
 
 
 def last_sentence(text: str) -> str:
-    """The last sentence of the last line: after a stop that a word, or another sentence's capital or formula, shows."""
+    """The last sentence of the last line. A full stop ends a sentence if a word precedes it, or a capital letter or
+    formula follows.
+    """
     return _SENTENCE_END.split(text[-TAIL_CHARS:].strip(" \n#").rpartition("\n")[2].strip())[-1]
 
 
 def same_number(reference: Number, answer: Number) -> bool:
     """Whether two numbers are equal: exactly, or one is a decimal of four or more places that truncates or rounds the
-    other, a fraction; in the same unit, if both have one.
+    other, which is a fraction; and in the same unit, if both have one.
 
     0.3333 equals 1/3; 0.33 does not, and 17.9999 is not 18. 5000 m is 5 km; 5 m is not, and 5 is both.
     """
@@ -184,7 +186,9 @@ def same_number(reference: Number, answer: Number) -> bool:
 
 
 def rounds_to(exact: Fraction, decimal: Fraction, places: int) -> bool:
-    """Whether a decimal of at least four places and four significant digits is a fraction, rounded or cut off there."""
+    """Whether a decimal of at least four places and four significant digits equals a fraction that was rounded or
+    truncated.
+    """
     if places < 4 or abs(decimal) * 10**places < 1_000 or exact.denominator == 1 or (exact < 0) != (decimal < 0):
         return False
     above = (abs(exact) - abs(decimal)) * 10**places
@@ -230,7 +234,9 @@ def _read(text: str) -> Number | None:
 
 
 def is_evaluated(left: str) -> bool:
-    """Whether the first side of an equation is a name or a calculation, whose value is the last side, unlike `2x`."""
+    """Whether the first side of an equation is a name or a calculation, so that the last side is its value; not so for
+    `2x`.
+    """
     first, *others = re.split(r"=(?![^{}]*\})", left, maxsplit=1)
     computed = bool(others) and not _has_digit(first)  # m + n = 9 + 4 = 13
     return computed or bool(
@@ -239,7 +245,7 @@ def is_evaluated(left: str) -> bool:
 
 
 def _without_scale(after: str) -> tuple[str, int]:
-    """What follows `3 million`, and a million; 1 where no such word follows."""
+    """The text after a scale word such as `million`, and the scale; 1 if no such word follows."""
     found = re.match(r"\s+([a-z]+)\b", after)
     if found and found[1] in SCALES:
         return after[found.end() :], SCALES[found[1]]
@@ -249,7 +255,7 @@ def _without_scale(after: str) -> tuple[str, int]:
 def _last_figures(words: list[str]) -> list[str] | None:
     """The last words of a line that belong to one formula or number, and are not denied.
 
-    Empty if those are denied and the line states nothing else; None if it has no digit.
+    Empty if they are denied and the line states nothing else; None if the line has no digit.
     """
     if words and words[0] in ("-", "+", "*"):
         words = words[1:]  # a list item's number
@@ -296,10 +302,10 @@ class _Figures(NamedTuple):
     formula: list[str]
     clause: list[str]
     position: int
-    """Number of words in front of it."""
+    """Number of words before it."""
 
     def with_unit(self) -> list[str]:
-        """The formula and the unit after it, without a dash between: `18` of `18 - she sells them`."""
+        """The formula and the unit after it; a dash between them is dropped: `18` of `18 - she sells them`."""
         end = len(self.formula)
         while end and self.formula[end - 1] == "-":
             end -= 1
@@ -307,7 +313,7 @@ class _Figures(NamedTuple):
         return [*self.formula[:end], *after[: len(after) - len(split_unit(after)[1])].split()]
 
     def continues(self, other: "_Figures") -> bool:
-        """Whether both are one answer: the minutes of `3 hours and 20 minutes`, 3 of `x = 2, y = 3`."""
+        """Whether both belong to the same answer, as the minutes of `3 hours and 20 minutes`, 3 of `x = 2, y = 3`."""
         same = other.clause is self.clause
         words = other.clause[other.position : self.position if same else None]
         between = " ".join(words if same else words + self.clause[: self.position]).strip()
@@ -321,13 +327,13 @@ class _Figures(NamedTuple):
         return larger.dimensions == smaller.dimensions and larger.factor > smaller.factor
 
     def is_contrast(self) -> bool:
-        """Whether the clause says what the answer is not, and another clause what it is."""
+        """Whether the clause says what the answer is not, while another clause says what it is."""
         return any(
             tuple(word.lower() for word in self.clause[: self.position][: len(start)]) == start for start in _CONTRASTS
         )
 
     def denied(self) -> bool:
-        """Whether the clause says that the number is not the answer, or no more than a bound of it."""
+        """Whether the clause says that the number is not the answer, or is only a bound."""
         words = [lower for word in self.clause[: self.position] if not (lower := _lower(word)).endswith("ly")]
         verb = max((index for index, word in enumerate(words) if word in _VERBS), default=-1)
         if is_changed_after(words) and (words[-1] in _BOUNDS or "=" not in self.formula):  # half of 10 = 5
@@ -343,7 +349,7 @@ class _Figures(NamedTuple):
 
 
 def is_changed_after(words: list[str]) -> bool:
-    """Whether words in front of a value make it a bound, a part or a multiple of the answer: `up to`, `twice`."""
+    """Whether words before a value make it a bound, a part or a multiple of the answer: `up to`, `twice`."""
     return bool(words) and (words[-1] in _BOUNDS or words[-2:] == ["up", "to"] or bool(_NO_WAY.search(" ".join(words))))
 
 
@@ -383,7 +389,7 @@ def _is_prose(before: str, after: str, *, attached: bool) -> bool:
 
 
 def _value(found: re.Match[str]) -> Number | None:
-    """The matched number; None if it is too long, divides by 0, or is a division without remainder."""
+    """The matched number; None if it is too long, divides by 0, or is a division that has no remainder."""
     if len(found[0]) > MAX_NUMBER_CHARS:
         return None
     sign = -1 if found["sign"] == "-" else 1

@@ -17,14 +17,14 @@ _WORDS = re.compile(
 
 
 def in_figures(text: str) -> str:
-    """The text with its numbers in words as figures: `forty-two apples` as `42 apples`; what is no number stays."""
+    """The text with its numbers in words as figures: `forty-two apples` as `42 apples`; other words stay unchanged."""
     return _WORDS.sub(lambda found: _figures(found[0]), text)
 
 
 def _figures(words: str) -> str:
-    """The number in figures; the words themselves where they are none in this order: `two five`."""
+    """The number in figures; the unchanged words if they do not form a number: `two five`."""
     total = group = 0
-    last = 10**15  # the least scale so far, and the place that may be filled next
+    last = 10**15  # the smallest scale so far, and the place value that may come next
     room = 1_000
     for word in re.findall("[a-z]+", words.lower()):
         if word in ("a", "an"):

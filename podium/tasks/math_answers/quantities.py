@@ -1,4 +1,4 @@
-"""Amounts in several units, `3 hours 30 minutes`, and amounts said twice, `3 hours 30 minutes, or 210 minutes`.
+"""Amounts in several units, `3 hours 30 minutes`, and amounts stated twice, `3 hours 30 minutes, or 210 minutes`.
 
 An amount in one unit is a number (`podium.tasks.math_answers.number_text`). Exact; never raises.
 """
@@ -20,10 +20,10 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|mbox|textrm|mathrm)\s?\{([^{}]*)\}")
 
 
 class Quantity(NamedTuple):
-    """An amount of something that has units."""
+    """An amount of a quantity that is measured in units."""
 
     amount: Fraction
-    """In the base unit."""
+    """The amount in the base unit."""
     unit: Unit
     """The unit of the first part."""
     num_parts: int
@@ -59,7 +59,7 @@ def restated_quantity(text: str) -> str | None:
     """If a text ends with the same amount written twice, the version in a single unit; otherwise None.
 
     `3 hours 30 minutes, or 210 minutes` gives `210 minutes`. If both have a single unit, the one outside the brackets
-    counts, or without brackets the second. Amounts that differ are two answers, so the result is None.
+    counts, or without brackets the second. Two amounts that differ are two answers, so the result is None.
     """
     found = _RESTATED.search(_words(text))
     if not found:

@@ -38,14 +38,16 @@ class RealSet(NamedTuple):
 
     intervals: Sequence[Interval]
     variable: Node | None
-    """What inequalities are about; None of intervals."""
+    """The variable of inequalities; None for intervals."""
 
 
 _EVERYTHING = RealSet([Interval(_MINUS_INFINITY, _INFINITY, False, False)], None)
 
 
 def describes_reals(node: Node) -> bool:
-    """Whether it is an inequality, a set with a condition, all real numbers, or made of such: no mere interval."""
+    """Whether it is an inequality, a set with a condition, all real numbers, or a combination of these; not an interval
+    alone.
+    """
     match node:
         case Symbol(name):
             return name == _ALL_REALS
@@ -63,7 +65,7 @@ def describes_reals(node: Node) -> bool:
 
 
 def read_set(node: Node) -> RealSet | None:
-    """The set of real numbers that an answer describes; None if it describes none."""
+    """The set of real numbers that an answer describes; None if it describes no such set."""
     match node:
         case Symbol(name) if name == _ALL_REALS:
             return _EVERYTHING
@@ -110,7 +112,7 @@ def _is_interval(node: Node) -> bool:
 
 
 def _about(variable: Node, described: RealSet | None) -> RealSet | None:
-    """A set that a variable is said to be in."""
+    r"""The set S of a statement `x \in S`."""
     return described and described._replace(variable=variable)
 
 
@@ -158,13 +160,13 @@ def _without(whole: RealSet | None, points: Sequence[Node]) -> RealSet | None:
 
 
 def _order(point: Node) -> Fraction | None:
-    """The value of a real number, about; None of anything else."""
+    """The approximate value of a real number; None for anything else."""
     value = constant(point)
     return Fraction(0) if value == 0 else None if value is None else rational(value)
 
 
 def _inequality(signs: list[str], sides: list[Node]) -> RealSet | None:
-    r"""`x < 3`, `3 > x`, `1 < x \le 3`, `x \ne 3`, `|x| < 3`; None of anything else."""
+    r"""`x < 3`, `3 > x`, `1 < x \le 3`, `x \ne 3`, `|x| < 3`; None for anything else."""
     if not set(signs) <= set(_OPPOSITE):
         return None
     match signs, sides:

@@ -1,6 +1,6 @@
 """Units of measurement: `km/h`, `square meters`, `m/s^2`, `kilometers per hour`, as a dimension and a factor.
 
-A unit of an answer counts only where the reference has one too: `5 m` is wrong where the reference is `5 km`, and
+The unit of an answer is compared only if the reference has one too: `5 m` is wrong where the reference is `5 km`, and
 `5000 m` is right; without a unit on one side, the numbers alone are compared.
 """
 
@@ -86,10 +86,10 @@ _MAX_PIECES = 12
 
 
 class Unit(NamedTuple):
-    """What a unit measures, and its size."""
+    """A unit's dimension and size."""
 
     dimensions: tuple[tuple[str, int], ...]
-    """Powers of base dimensions, sorted: `(("length", 1), ("time", -1))` of a speed."""
+    """Powers of base dimensions, sorted: `(("length", 1), ("time", -1))` for a speed."""
     factor: Fraction
     """Size in the base unit: metre, second, gram, dollar and so on."""
 
@@ -120,16 +120,17 @@ def is_unit(name: str) -> bool:
 
 
 def read_unit(text: str) -> Unit | None:
-    """The unit that a text names, all of it: `km/h`, `square feet`, `m s^-2`; None for anything else."""
+    """The unit that a whole text names: `km/h`, `square feet`, `m s^-2`; None for anything else."""
     pieces = list(_pieces(text))
     whole = bool(pieces) and not text[pieces[-1][1] :].strip(" .")
     return _read(name for name, _ in pieces) if whole else None
 
 
 def split_unit(text: str) -> tuple[Unit | None, str]:
-    """The unit that the text after a number begins with, and the rest of the text: gram and ` of sugar`.
+    """The unit with which the text after a number begins, and the rest of the text: gram and ` of sugar`.
 
-    A single letter is a unit only after a space, and only if it is one of LETTERS; None and the text if there is none.
+    A single letter is a unit only after a space, and only if it is one of LETTERS; None and the text if it begins with
+    no unit.
     """
     pieces = list(_pieces(text))
     for length in range(len(pieces), 0, -1):
@@ -144,7 +145,7 @@ def split_unit(text: str) -> tuple[Unit | None, str]:
 
 
 def _pieces(text: str) -> Iterator[tuple[str, int]]:
-    """Words, `/`, and powers as `^2`, each with the position of its end, up to where something else begins."""
+    """The leading words, `/`, and powers such as `^2`, each with the position of its end."""
     position, is_after_unit = 0, False
     for _ in range(_MAX_PIECES):
         found = _PIECE.match(text, position)
@@ -157,7 +158,7 @@ def _pieces(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _read(pieces: Iterable[str]) -> Unit | None:
-    """The unit made of such pieces; None if a word is no unit or an operator has nothing to work on."""
+    """The unit composed of these pieces; None if a word is not a unit or an operator lacks an operand."""
     dimensions, factor = Counter[str](), Fraction(1)
     sign, ahead, last = 1, 1, ""
     for piece in pieces:

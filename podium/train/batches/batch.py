@@ -34,6 +34,7 @@ class Batch(Generic[A]):
     scores: dict[str, A]  # [K, B, T] float32 by name, computed by `podium.train.scorers` before the update
     choices: A | None = None  # [K, B, T, C], experts of each token in the rollout; None: the model has none
     ages: A | None  # [K, B, T] int32, age of each token in steps; None unless completions are carried over
+    likelihoods: A | None = None  # [K, B, T] float32, factor of -logprob in demonstrations; None if none are mixed in
     num_micro_batches: A  # [] int32, number of micro-batches that are not empty
     num_tokens: A  # [] float32, sum of mask
     coefs: dict[str, A] = dataclasses.field(default_factory=dict)  # [] float32 each, that the run adapts
@@ -68,6 +69,7 @@ def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch[np.n
         packed = balanced_rows(lengths, row_tokens=T, packing=sizes.packing, rows=rows, pair_cost=sizes.pair_cost)
     shape = (-(-sizes.max_rows // rows) * rows, T)
     dtypes = _ARRAYS | ({"ages": np.int32} if sizes.ages else {})
+    dtypes |= {"likelihoods": np.float32} if sizes.demonstrations else {}
     arrays: dict[str, np.ndarray] = {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
     if sizes.choices:
         arrays["choices"] = np.full((*shape, sizes.choices), unknown_choice(sizes.choice_format), sizes.choice_format)
@@ -93,6 +95,7 @@ def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch[np.n
         scores={},
         choices=stacked.get("choices"),
         ages=stacked.get("ages"),
+        likelihoods=stacked.get("likelihoods"),
         num_micro_batches=np.asarray(-(-len(packed) // rows), np.int32),
         num_tokens=np.asarray(arrays["mask"].sum(), np.float32),
     )
@@ -147,5 +150,7 @@ def _write(
             row["choices"][span] = sample.choices
         if "ages" in row:
             row["ages"][span] = sample.ages
+        if sample.likelihoods is not None:
+            row["likelihoods"][span] = sample.likelihoods
         yield (start, length), index
         start += length

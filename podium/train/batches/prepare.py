@@ -8,7 +8,7 @@ Advantages come last, because they may depend on scores.
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -30,8 +30,10 @@ from podium.algorithms.recipes import (
     COVARIANT,
     DRAWN_LOGPROBS,
     ENTROPY,
+    LIKELIHOOD,
     LOSSES,
     OLD_LOGPROBS,
+    RECIPES,
     REFERENCE_LOGPROBS,
     REFERENCE_POINT,
     TEACHER_LOGPROBS,
@@ -44,7 +46,7 @@ from podium.observe.stats import BatchStats, RewardKl, ValueStats
 from podium.sampling.groups import Group
 from podium.sharding import Params, ShardingRules, to_devices
 from podium.train.batches.batch import Batch, BatchSizes, TokenSpan, make_batch, put, take
-from podium.train.batches.samples import Sample, transcript_sample, with_advantage, with_weight
+from podium.train.batches.samples import Sample, imitated, transcript_sample, with_advantage, with_weight
 from podium.train.scorers import Scorer, behind_own_prompts, with_scores
 from podium.train.step import batch_sharding, shard_batch
 
@@ -53,7 +55,10 @@ MOST_SEGMENTS = 2**20  # of a group
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Minibatch:
-    """The packed samples of one optimizer step; advantages are still 0."""
+    """The packed samples of one optimizer step; advantages are still 0.
+
+    The batch may also hold demonstrations, which are neither among the samples nor the spans.
+    """
 
     places: list[tuple[int, int]]
     """For each sample, its group (counted over the kept groups) and its episode's index in the group."""
@@ -74,11 +79,13 @@ class PackedStep:
     kept: np.ndarray  # [n], indices of the kept groups within the step
     lengths: np.ndarray  # [n, G], drawn tokens of each episode; 0 if the recipe masks it
     minibatches: list[Minibatch]
-    """The minibatches with at least one token to train on."""
+    """The minibatches with at least one token to train on, or to imitate."""
 
 
-def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> PackedStep:
-    """Make samples from a step's groups and pack them.
+def pack_step(
+    groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes, demonstrations: Sequence[Group] = ()
+) -> PackedStep:
+    """Make samples from a step's groups and pack them, together with the demonstrations that are mixed in.
 
     Groups that the recipe drops are removed here, so they do not affect the mean or standard deviation of advantages.
     """
@@ -103,9 +110,18 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
             lengths[n, sample.episode] += sample.num_drawn
     parts = np.array_split(np.arange(len(kept)), recipe.minibatches)
     failed = np.isnan(rewards[kept])
+    mixed_in = np.array_split(np.arange(len(demonstrations)), recipe.minibatches)
     minibatches = [
-        _minibatch(part.tolist(), samples, lengths=lengths, recipe=recipe, sizes=sizes, failed=int(failed[part].sum()))
-        for part in parts
+        _minibatch(
+            part.tolist(),
+            samples,
+            lengths=lengths,
+            recipe=recipe,
+            sizes=sizes,
+            failed=int(failed[part].sum()),
+            demonstrated=_demonstrated({len(groups) + n: demonstrations[n] for n in own.tolist()}, recipe, sizes),
+        )
+        for part, own in zip(parts, mixed_in, strict=True)
     ]
     return PackedStep(
         rewards=rewards,
@@ -115,8 +131,20 @@ def pack_step(groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes) -> Pac
         equal=equal,
         kept=kept,
         lengths=lengths,
-        minibatches=[each for each in minibatches if each.samples],
+        minibatches=[each for each in minibatches if each.batch.num_micro_batches],
     )
+
+
+def _demonstrated(groups: Mapping[int, Group], recipe: Recipe, sizes: BatchSizes) -> list[Sample]:
+    """The demonstrations of an optimizer step, by number of their group, with the weights of recipe sft's mean."""
+    if not groups:
+        return []
+    sft = RECIPES["sft"]
+    samples = [sample for index, group in groups.items() for sample in group_samples(group, index, sft)]
+    lengths = np.array([sample.num_drawn for sample in samples])
+    weights = token_weights(sft.mean, lengths, num_sequences=len(samples), max_new_tokens=sizes.max_new_tokens)
+    factor = recipe.loss_parts.get(LIKELIHOOD, 0.0)
+    return [imitated(sample, factor * float(weight)) for sample, weight in zip(samples, weights, strict=True)]
 
 
 def _baselines(groups: Sequence[Group]) -> np.ndarray:
@@ -168,11 +196,12 @@ def _minibatch(
     recipe: Recipe,
     sizes: BatchSizes,
     failed: int,
+    demonstrated: list[Sample],
 ) -> Minibatch:
     """Weight and pack the samples of some groups. Masked samples count in the mean, but are not packed.
 
     `lengths` [n, G] are the drawn tokens of episodes. `failed` episodes, which failed through no fault of the model, do
-    not count either.
+    not count either. `demonstrated` samples are packed with them.
     """
     places = [(n, sample.episode) for n in part for sample in samples[n]]
     flat = [sample for n in part for sample in samples[n]]
@@ -183,12 +212,12 @@ def _minibatch(
     ).reshape(own.shape)
     weighted = [with_weight(sample, weights[place]) for place, sample in zip(places, flat, strict=True)]
     trained = [sample for sample in weighted if sample.num_drawn]
-    batch, spans = make_batch(trained, sizes)
+    batch, spans = make_batch([*trained, *demonstrated], sizes)
     return Minibatch(
         places=[place for place, sample in zip(places, flat, strict=True) if sample.num_drawn],
         samples=trained,
         batch=batch,
-        spans=spans,
+        spans=spans[: len(trained)],
     )
 
 
@@ -200,6 +229,7 @@ def prepare_step(
     rules: ShardingRules,
     scorers: Sequence[Scorer],
     policy: Params,
+    demonstrations: Sequence[Group] = (),
 ) -> tuple[list[Batch[jax.Array]], BatchStats]:
     """Make the batches of a step's optimizer steps on the devices, with scores and advantages.
 
@@ -210,9 +240,10 @@ def prepare_step(
         rules: how a batch's arrays are sharded.
         scorers: score each batch before its advantages are computed.
         policy: all weights of the policy before the first update.
+        demonstrations: those that are mixed into the step.
     """
     start = time.perf_counter()
-    packed = pack_step(groups, recipe, sizes)
+    packed = pack_step(groups, recipe, sizes, demonstrations)
     placed = jax.block_until_ready([shard_batch(each.batch, rules) for each in packed.minibatches])
     placed_at = time.perf_counter()
     scored = _scored(packed, groups, placed=placed, scorers=scorers, policy=policy, rules=rules)
@@ -468,6 +499,8 @@ def _placed(
 
 def _uncertain(batch: Batch[jax.Array], minibatch: Minibatch, share: float) -> list[np.ndarray]:
     """For each sample, which of its tokens [n] are drawn and among the optimizer step's most uncertain."""
+    if not minibatch.samples:
+        return []
     entropies = take(on_host(batch.scores[ENTROPY]), minibatch.spans)
     drawn = np.concatenate([sample.mask for sample in minibatch.samples])
     chosen = drawn.copy()
@@ -477,6 +510,8 @@ def _uncertain(batch: Batch[jax.Array], minibatch: Minibatch, share: float) -> l
 
 def _covariant(samples: Sequence[Sample], recipe: Recipe) -> list[np.ndarray]:
     """For each sample with its advantages, which of its tokens [n] the recipe's loss chooses by their covariance."""
+    if not samples:
+        return []
     drawn = np.concatenate([sample.mask for sample in samples])
     logprobs = np.concatenate([sample.sampled_logprobs for sample in samples])
     advantages = np.concatenate([sample.advantages for sample in samples])
@@ -496,6 +531,7 @@ def _batch_stats(packed: PackedStep, recipe: Recipe, advantages: np.ndarray, rew
     batches = [each.batch for each in packed.minibatches]
     trained = int(packed.lengths.sum())
     filled = sum(int(np.sum(np.asarray(batch.segments) > 0)) for batch in batches)
+    demonstrated = sum(int(np.count_nonzero(x)) for batch in batches if (x := batch.likelihoods) is not None)
     cells = sum(int(batch.num_micro_batches) * int(np.prod(batch.tokens.shape[1:])) for batch in batches)
     paid = penalise(packed.rewards, reward_kl, recipe)
     by_episode = advantages if advantages.ndim == 2 else advantages.sum(axis=2) / np.maximum(packed.lengths, 1)
@@ -505,7 +541,8 @@ def _batch_stats(packed: PackedStep, recipe: Recipe, advantages: np.ndarray, rew
         dropped_groups=len(packed.rewards) - len(packed.kept),
         sequences=int(np.count_nonzero(packed.lengths)),
         trained_tokens=trained,
-        prompt_tokens=filled - trained,
+        demonstrated_tokens=demonstrated,
+        prompt_tokens=filled - trained - demonstrated,
         padding_tokens=cells - filled,
         kept=packed.kept,
         advantages=by_episode.ravel(),

@@ -35,6 +35,7 @@ class Sample:
     turns: np.ndarray  # [n] int32, turn that drew the token, or number of turns before a token that was given
     advantages: np.ndarray  # [n] float32
     weights: np.ndarray  # [n] float32, factor of each token's loss in the batch's loss; 0 if not drawn
+    likelihoods: np.ndarray | None = None  # [n] float32, factor of each token's -logprob; None: it is not imitated
     choices: np.ndarray | None = None  # [n, C], as in `Completion.choices`; None: nothing is known
     prompt_choices: np.ndarray | None = None  # [p - 1, C], experts of the p prompt tokens but the last
 
@@ -127,3 +128,9 @@ def with_advantage(sample: Sample, advantage: float | np.ndarray) -> Sample:
 def with_weight(sample: Sample, weight: float) -> Sample:
     """A copy with this weight at each drawn token."""
     return dataclasses.replace(sample, weights=np.where(sample.mask, np.float32(weight), np.float32(0)))
+
+
+def imitated(sample: Sample, weight: float) -> Sample:
+    """A demonstration that is mixed in: the tokens to learn have this factor of -logprob, and none counts as drawn."""
+    likelihoods = np.where(sample.mask, np.float32(weight), np.float32(0))
+    return dataclasses.replace(sample, likelihoods=likelihoods, mask=np.zeros_like(sample.mask))

@@ -1,8 +1,8 @@
 """Saves and restores a run's checkpoints with orbax, in the background; a step is saved completely or not at all.
 
     RUN/checkpoints/20/params/       the model's parameters, separate so that evaluation and export read only them
-    RUN/checkpoints/20/optimizer/    the optimizer's state, the step, and what the run has of these: the critic with its
-                                     own, a reference that moves, coefficients that the run adapts
+    RUN/checkpoints/20/optimizer/    the optimizer's state, the step, the states of other models that change, and
+                                     the coefficients that the run adapts
     RUN/checkpoints/20/host/         the loop's state, including completions in flight, as JSON
     RUN/checkpoints/20/sizes.json    bytes of every file, beside their digests (podium.train.checkpoints.step_files),
     written last RUN/identity.json                the run's id, which the digests of each of its steps repeat
@@ -25,10 +25,9 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 import jax
-import optax
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src.futures import future as orbax_futures  # its public API cannot end waiting threads
 from orbax.checkpoint.path import atomicity
@@ -112,7 +111,7 @@ class Checkpointer:
         self._beat = beat
         self._records = records
         self._settings = settings
-        self._data = data
+        self.data = data
         self.base = base
         self._step: int | None = None  # last step passed to orbax, complete or not
         self._failed = False  # whether saving it failed
@@ -155,8 +154,8 @@ class Checkpointer:
         }
         if self._settings is not None:
             host_state["settings"] = self._settings
-        if self._data is not None:
-            host_state["data"] = self._data
+        if self.data is not None:
+            host_state["data"] = self.data
         self.save(step, state, host_state, score=score, wait=last)
         return time.perf_counter() - start
 
@@ -174,7 +173,7 @@ class Checkpointer:
         """
         if step != self._step or self._failed:
             self.wait()
-            params, rest = _named_arrays(state.params), _named_arrays(_rest(state))
+            params, rest = _named_arrays(state.params), _named_rest(state)
             self._step, self._failed = step, False
             self._bytes = sum(array.nbytes for array in (*params.values(), *rest.values()))
             items = ocp.args.Composite(
@@ -333,20 +332,11 @@ def restore_state(
         CheckpointError: there is no such step, its files are damaged, or it belongs to another model or optimizer.
     """
     step = _checked_step(folder, step, digests=digests)
-    rest = _rest(abstract_state)
-    targets = {"params": _named_arrays(abstract_state.params), "optimizer": _named_arrays(rest)}
+    targets = {"params": _named_arrays(abstract_state.params), "optimizer": _named_rest(abstract_state)}
     read, host = _read(folder, step, targets)
     _check_base(folder / str(step), host.get("base"), base)
-    restored = jax.tree.unflatten(jax.tree.structure(rest), read["optimizer"].values())
-    state = TrainState(
-        params=read["params"],
-        step=restored["step"],
-        opt_state=restored["opt_state"],
-        critic=restored["critic"],
-        reference=restored["reference"],
-        coefs=restored["coefs"],
-    )
-    return state, host
+    state: TrainState = jax.tree.unflatten(jax.tree.structure(_rest(abstract_state)), read["optimizer"].values())
+    return dataclasses.replace(state, params=read["params"]), host
 
 
 def restore_params(
@@ -380,29 +370,20 @@ def _try_to_write(folder: Path) -> None:
         pass
 
 
-class _Rest(TypedDict):
-    step: jax.Array
-    opt_state: optax.OptState
-    critic: TrainState | None
-    reference: Params | None
-    coefs: dict[str, jax.Array]
+def _rest(state: TrainState) -> TrainState:
+    return dataclasses.replace(state, params={})
 
 
-def _rest(state: TrainState) -> _Rest:
-    return {
-        "step": state.step,
-        "opt_state": state.opt_state,
-        "critic": state.critic,
-        "reference": state.reference,
-        "coefs": state.coefs,
-    }
+def _named_rest(state: TrainState) -> Params:
+    """All arrays but the parameters, by name; those of another model begin with the name of its role."""
+    return {name.removeprefix("models."): array for name, array in _named_arrays(_rest(state)).items()}
 
 
 def saved_names(folder: Path, step: int | None) -> list[str]:
     """The names of the arrays beside the parameters in a saved step of `checkpoints` (None: the newest).
 
-    Those of a critic begin with `critic.`, of a moving reference with `reference.`, of adapted coefficients with
-    `coefs.`. Every process must call this.
+    Those of another model that changes begin with the name of its role, such as `critic.`, and those of adapted
+    coefficients with `coefs.`. Every process must call this.
     """
     _prepare_orbax(folder)
     step = _checked_step(folder, step, digests=False)
@@ -411,7 +392,7 @@ def saved_names(folder: Path, step: int | None) -> list[str]:
     return list(names)
 
 
-def _named_arrays(tree: Params | _Rest | dict[str, jax.ShapeDtypeStruct]) -> Params:
+def _named_arrays(tree: Params | TrainState | dict[str, jax.ShapeDtypeStruct]) -> Params:
     """The leaves of a tree by path, such as `opt_state.1.mu.layers.q`, so that no Python types are stored."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

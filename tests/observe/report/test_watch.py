@@ -12,6 +12,7 @@ from in_thread import Server
 from made_run import make_run, sample
 
 from podium.observe import run_list, watch
+from podium.observe.access import Address
 from podium.observe.run_dir import LOCK
 
 pytest.importorskip("uvicorn")
@@ -117,13 +118,13 @@ def test_a_token_in_a_file_stands_in_no_list_of_processes(runs, tmp_path, monkey
     monkeypatch.setattr(watch, "run", lambda app, sockets, **options: None)
     monkeypatch.setattr(watch, "plotly_script", lambda: "")
     (tmp_path / "token").write_text(f"{TOKEN}\n")
-    watch.serve(runs, host="0.0.0.0", port=1, token=None, token_file=tmp_path / "token")
+    watch.serve(runs, Address("0.0.0.0", 1, None, tmp_path / "token"))
     assert served == [("0.0.0.0", 1)]
     (tmp_path / "token").write_text("\n")
     with pytest.raises(ValueError, match="is empty; write a token into it"):
-        watch.serve(runs, host="0.0.0.0", port=1, token=None, token_file=tmp_path / "token")
+        watch.serve(runs, Address("0.0.0.0", 1, None, tmp_path / "token"))
     with pytest.raises(ValueError, match=r"--token-file .*none cannot be read"):
-        watch.serve(runs, host="0.0.0.0", port=1, token=None, token_file=tmp_path / "none")
+        watch.serve(runs, Address("0.0.0.0", 1, None, tmp_path / "none"))
 
 
 @pytest.mark.parametrize("name", ["none", "..", "%2e%2e", "..%2f..%2fetc", "first%2f..%2ffirst", "first%00"])
@@ -197,9 +198,9 @@ def test_elsewhere_than_on_loopback_a_token_is_needed(runs, monkeypatch):
     with pytest.raises(
         ValueError, match=r"--host 0\.0\.0\.0 accepts connections from other machines: give a --token-file"
     ):
-        watch.serve(runs, host="0.0.0.0", port=1, token=None)
+        watch.serve(runs, Address("0.0.0.0", 1))
     with pytest.raises(ValueError, match="is not a folder; give the runs_dir"):
-        watch.serve(runs / "none", host="127.0.0.1", port=1, token=None)
+        watch.serve(runs / "none", Address("127.0.0.1", 1))
     monkeypatch.setattr(watch, "plotly_script", lambda: "")
     served = Server(watch.make_app(runs, token=TOKEN, hosts=()))
     try:

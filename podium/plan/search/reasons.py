@@ -1,50 +1,14 @@
-"""Ranks plans of several settings and machines, and explains the order by the counts that differ."""
+"""Explains why one plan is better than another, by the counts that differ."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 from podium.hlo.collectives import KINDS
 from podium.plan.report.formatting import LIMITS, LITTLE, data_size, exact_gib, gib, number, readable
 from podium.plan.result import Plan, part_of
-from podium.plan.search.study import ORDER, Outcome
 
 ALIKE = 0.01  # differences below this share of a step's seconds are ignored
 MUCH = 1.05  # counts whose ratio is above this explain a difference
 HOST = "host"  # the part of a step outside all phases
-
-
-def by_price(entries: Sequence[Outcome]) -> bool:
-    """Whether plans can be compared by price: each has a price and seconds."""
-    return all(entry.cost is not None and entry.cost.usd is not None for entry in entries)
-
-
-def ranked(entries: Sequence[Outcome]) -> list[Outcome]:
-    """Outcomes best first, each with the reason for its place: plans that fit come first, then the cheaper step.
-
-    The cost is in dollars if every plan has a price, otherwise in chip-seconds, so on one machine the fastest wins.
-    """
-    priced = by_price(entries)
-
-    def key(entry: Outcome) -> tuple[int, float]:
-        plan = entry.plan
-        price = (entry.cost.usd_per_chip_hour or 1.0) if priced and entry.cost else 1.0
-        step = plan.step.value * plan.devices * price if plan.step is not None else float(plan.worst.bytes)
-        return ORDER.index(plan.verdict), step
-
-    best, *others = sorted(entries, key=key)
-    if not others:
-        return [best]
-    first = dataclasses.replace(best, reason=f"best: {_reason(best, others[0])}")
-    return [first, *(dataclasses.replace(each, reason=_reason(each, best)) for each in others)]
-
-
-def _reason(entry: Outcome, other: Outcome) -> str:
-    """How a plan differs from another; between machines, also by price."""
-    cost, others_cost = entry.cost and entry.cost.usd, other.cost and other.cost.usd
-    text = difference(entry.plan, other.plan)
-    if entry.plan.accelerator == other.plan.accelerator or cost is None or others_cost is None:
-        return text
-    return f"{number(cost.value)} dollars against {number(others_cost.value)}; {text}"
 
 
 def difference(plan: Plan, other: Plan) -> str:

@@ -8,8 +8,10 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from podium.plan.request.candidate import Case, Change
 from podium.plan.result import Peak
-from podium.plan.search.tunable_settings import SearchRange
+from podium.plan.search.study import Outcome, Study
+from podium.plan.search.tunable_settings import SearchRange, search_range
 
 MOST_PROBES = 16  # most values that one search probes
 FAR = 0.05  # share above the memory limit: one more row was seen to take 2 % less once compiled, never this much less
@@ -52,6 +54,29 @@ class Largest:
     def compiled(self) -> bool:
         """Whether the results come from the compiler."""
         return all(peak.compiled for peak in self.tried.values())
+
+
+def find_largest(study: Study, key: str, now: Case) -> tuple[Outcome, Largest]:
+    """The plan with the largest value of a setting that fits (the smallest if none does), and the search for it.
+
+    Raises ValueError if the setting cannot be searched, or a value contradicts other settings.
+    """
+    values = search_range(key, study.run(now))
+
+    def case(value: int) -> Case:
+        return now.but(Change(key=key, value=value))
+
+    phases = study.moved([case(values.unit), case(values.most // values.unit * values.unit)])
+    found = search(
+        key,
+        values,
+        closed_form=lambda value: study.estimated_peak(case(value), phases).bytes,
+        probe=lambda wanted: study.peaks([(case(value), phases) for value in wanted]),
+        hbm_bytes=now.machine.hbm_bytes,
+    )
+    chosen = case(found.best or min(found.tried))
+    whole = () if study.fast or not found.best else tuple(study.programs(chosen, phases))
+    return study.of(chosen, whole=whole), found
 
 
 def search(
