@@ -36,6 +36,7 @@ class Placeholders:
     exists: bool = True
     """Whether the slice is rented already; with and without a queued resource, to show how each is deleted."""
     accelerator: str = "v6e-8"
+    spot: bool = False
     workers: int = 1
     zones: Sequence[str] = ()
     """Zones in which the slice is requested; all but the last refuse."""
@@ -73,8 +74,6 @@ class Rehearsal:
         """Whether there is a slice without a queued resource."""
         self._labels = {OWNER: world.owner(None), TITLE: self._name}
         self._keeper = placeholders.keeper
-        self._accelerator = placeholders.accelerator
-        self._spot = False
         self._waited_s = 0.0
         self._when = ""
         self._comment = ""
@@ -136,9 +135,9 @@ class Rehearsal:
             case "locations":
                 return [{"locationId": ZONE}]
             case "queued-resources":
-                node = {"acceleratorType": self._accelerator, "labels": self._labels}
+                node = {"acceleratorType": self._found.accelerator, "labels": self._labels}
                 request = {"state": {"state": "ACTIVE"}, "tpu": {"nodeSpec": [{"node": node}]}}
-                request |= {"spot": {}} if self._spot else {}
+                request |= {"spot": {}} if self._found.spot else {}
                 return [{"name": self._path("queuedResources"), **request}] * self._queued
             case "instances":
                 interfaces = [{"networkIP": "ADDRESS0"}]
@@ -149,8 +148,8 @@ class Rehearsal:
         node = {
             "name": self._path("nodes"),
             "state": "READY",
-            "schedulingConfig": {"spot": self._spot},
-            "acceleratorType": self._accelerator,
+            "schedulingConfig": {"spot": self._found.spot},
+            "acceleratorType": self._found.accelerator,
             "labels": self._labels,
             "networkEndpoints": endpoints,
         }
@@ -166,7 +165,9 @@ class Rehearsal:
             self._labels |= {name: value for name, _, value in pairs}
         elif verb in ("create", "delete") and group != "storage":
             self._zone, self._name = flags["zone"], name
-            self._accelerator, self._spot = flags.get("accelerator-type", self._accelerator), "spot" in flags
+            if verb == "create":
+                kind = flags["accelerator-type"]
+                self._found = dataclasses.replace(self._found, accelerator=kind, spot="spot" in flags)
             if group == "queued-resources":
                 self._queued = verb == "create"
             else:
