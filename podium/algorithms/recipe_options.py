@@ -117,12 +117,15 @@ def _credit_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
             yield "gamma", "it discounts the rewards of turns, and credit is episode; set algorithm.credit to turn"
         return
     if not recipe.group_baseline:
-        rule = f"recipe {config.recipe} compares no completions of one prompt, and so no turns"
+        rule = f"recipe {config.recipe} does not compare a prompt's completions with each other, and so no turns either"
         yield "credit", f"{rule}; set algorithm.recipe to grpo, dr_grpo, rloo or dapo, or credit to episode"
     if "tokens" in recipe.reads:
         yield "credit", f"the advantage of recipe {config.recipe} is of each token already; set credit to episode"
     if "parts" in recipe.reads:
-        yield "credit", f"recipe {config.recipe} compares parts of rewards, which turns have not; set credit to episode"
+        yield (
+            "credit",
+            f"recipe {config.recipe} compares parts of rewards, and turns have no parts; set credit to episode",
+        )
     if recipe.zero_variance_metric is not None:
         yield "zero_variance_metric", "turns have no parts of the reward; leave it unset, or set credit to episode"
     if "baselines" in recipe.reads and recipe.group_baseline:

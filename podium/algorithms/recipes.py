@@ -43,7 +43,7 @@ DataForm = Literal["text", "pair", "label"]
 
 
 class OptionRange(NamedTuple):
-    """The values that a number of `loss_options` may have: from `least` to `most`."""
+    """The range of a numeric option in `loss_options`, between `least` and `most`."""
 
     least: float = 0.0
     most: float = math.inf
@@ -69,7 +69,7 @@ class LossKind(NamedTuple):
     clips: bool
     """Whether it reads clip_low and clip_high."""
     data_form: DataForm = "text"
-    """The form of a row of data that it compares with the reference; "text" if it is no loss of preferences."""
+    """For a loss of preferences, what a row of its data holds: a pair, or a labelled completion; otherwise "text"."""
     covariant: bool = False
     """Whether it treats tokens differently that are chosen by their covariance over the optimizer step."""
     of_sequences: bool = False

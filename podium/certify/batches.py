@@ -297,7 +297,7 @@ class Compared:
 
     @property
     def misplaced(self) -> float:
-        """Number of expected tokens that are trained, but at another position, as a fraction of all expected tokens."""
+        """Share of the expected tokens that are trained at another position."""
 
         def unlike(expected: Any, found: Any) -> Counter[Prediction]:
             return Counter(list(expected)) - Counter([cell for cell, _ in found])

@@ -39,7 +39,7 @@ class Followed:
     missing: int
     """How many optimizer steps the trainer made too few, or too many."""
     criticised: list[Update]
-    """The critic's updates, from its weights before each."""
+    """The critic's updates as the naive implementation computes them, each from the critic's weights before it."""
     missing_of_critic: int
     """How many of them were made too few, or too many, and how many of its weights are not what they were after the
     last one before."""

@@ -42,7 +42,7 @@ def request_seed(seed: int, purpose: str, index: int) -> int:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of a turn of a conversation whose first turn has this seed."""
+    """The seed of turn `turn` in a conversation whose first turn has `seed`."""
     return request_seed(seed, "turn", turn) if turn else seed
 
 

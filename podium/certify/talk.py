@@ -29,7 +29,9 @@ def asked(training: Training, question: str, seed: int, place: int) -> Asked:
 
 
 def is_right(subject: Subject, training: Training, asked: Asked, transcript: Transcript, reward: Reward) -> bool:
-    """Whether an answer or a conversation about a question ends where it must, and has its text's reward."""
+    """Whether an answer to a question, or a conversation about it, ends where it should and got the reward that its
+    text earns.
+    """
     if subject.converses:
         return _is_right_talk(subject, training, asked, transcript, reward)
     _, *spans = transcript.spans

@@ -144,7 +144,9 @@ UNPACKED, PACKED = Form(packing="none"), Form()
 
 
 def usable_form(form: Form, recipe: Recipe) -> Form:
-    """The form; for a recipe of pairs with each pair in one row, which other packings would tear apart."""
+    """The form itself; for a recipe that learns from pairs, with a packing that keeps both completions of a pair in one
+    row.
+    """
     if recipe.data_form != "pair":
         return form
     least, most = PAIR_ROW_TOKENS

@@ -174,7 +174,8 @@ class RolloutConfig(Section):
     prefill_rows: Positive = 8
     """Prompts prefilled per call, over all devices."""
     page_tokens: Positive = 64  # vLLM: block_size
-    """Tokens per page of the KV cache. Completions share the full pages of their prompt and copy the partial one."""
+    """Tokens per page of the KV cache. Completions share the full pages of their prompt and copy the partial one. A
+    GPU's kernel reads pages of 16, 32, 64 or more tokens, a power of two; XLA reads other pages, which is slower."""
     cache_tokens: Positive | None = None  # Tunix: kv_cache_size
     """Tokens of the KV cache, over all devices. Unset: enough for all slots and the prompts of one prefill call. With
     fewer, a sequence that finds no free page releases its own, waits, and is prefilled again."""
@@ -415,8 +416,8 @@ class TrainConfig(Section):
     of tokens at a time; fused: Pallas kernels on TPU compute no logits in the forward pass, and only their gradient in
     the backward pass. auto: fused on TPU unless tp splits the vocabulary, else chunked; the run prints its choice."""
     head_chunk_tokens: Positive = 1024
-    """Tokens per chunk of float32 logits on each device, forward and backward; a fused head uses chunks of the same
-    memory for the logits' gradient."""
+    """Tokens per chunk of float32 logits on each device, forward and backward; a fused head uses chunks that take as
+    much memory for the logits' gradient."""
     replay_routing: bool = True  # verl: router_replay.mode
     """Send each token to the experts that the sampler sent it to, in a mixture of experts; prompts, whose experts are
     not recorded, to those that the router chooses now. false: choose for all tokens, by numbers that rounding has

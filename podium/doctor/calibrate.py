@@ -43,7 +43,7 @@ LIKELY = 0.9
 ASSUMED_RANGE = 1.5
 """Relative range, up and down, assumed for a share that comes from a single run."""
 LEAST_WORK = 0.2
-"""Smallest share of a phase's measured seconds spent on its own work, rather than transfers, for it to be used."""
+"""A phase's measurement is used only if more than this share of its seconds is its own work, rather than transfers."""
 MACHINE_TEXT = re.compile(r"(\d+) x (.+?)(?: \(.*\))?(?: on \d+ hosts)?")
 
 

@@ -1,7 +1,7 @@
-"""Prints how a job ended from its processes' records, without a supervisor: `python -m podium.job.report FOLDER`.
+"""Prints, from the records of a job's processes, how the job ended: `python -m podium.job.report FOLDER`.
 
-FOLDER contains one folder per worker, by number: each worker's PODRUN_JOB_DIR, as the Slurm and Kubernetes scripts set
-it.
+No supervisor is needed. FOLDER contains one folder per worker, by number: each worker's PODRUN_JOB_DIR, as the Slurm
+and Kubernetes scripts set it.
 """
 
 import sys

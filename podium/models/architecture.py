@@ -98,7 +98,8 @@ class DecoderConfig:
     embed_scale: float = 1.0
     """Factor of the embeddings, in the number format of the products (Gemma: the square root of the width)."""
     joined: bool = False
-    """Whether a layer's matrices with one input are stored side by side (`podium.models.params.joined_groups`)."""
+    """Whether a layer's matrices that multiply the same input are stored side by side
+    (`podium.models.params.joined_groups`)."""
     rollout_weights: RolloutWeights = "dtype"
     """The format in which a rollout stores the layers' matrices, as `rollout.weights` says; `rollout_decoder` is the
     decoder that follows from it."""
@@ -203,9 +204,9 @@ class DecoderConfig:
         return self.total(lambda work: work.total) + self.outputs * self.width
 
     def multiplied(self, rows: int) -> int:
-        """Number of matrix elements that each of the `rows` tokens of a decode step is multiplied with on its devices.
+        """Number of matrix elements by which each token is multiplied in a decode step of `rows` tokens.
 
-        Counts all experts if the step has so few rows that it computes every expert.
+        All experts count if the step has so few tokens that it computes every expert.
         """
         return self.stored if self.routed and rows <= DENSE_ROWS else self.active
 

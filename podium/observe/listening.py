@@ -32,10 +32,10 @@ Ctrl-C again, after which it must not wait."""
 
 
 def take_port(host: str, port: int) -> list[socket.socket]:
-    """Sockets that are bound to an address and listen, so that no other process can take it.
+    """Sockets bound to an address and listening, so that no other process can take the address.
 
-    Of a name's addresses those are left out that this machine does not have, such as `::1` in containers without IPv6.
-    Raises UsageError if the address is in use, is not this machine's, or may not be used.
+    If a name has several addresses, those that this machine lacks, such as `::1` in containers without IPv6, are left
+    out. Raises UsageError if the address is in use, is not this machine's, or may not be used.
     """
     taken: list[socket.socket] = []
     absent: OSError | None = None

@@ -186,7 +186,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("grading/unscored", "completions", "Completions that were too long for a reward model, counted for each; their rewards are sums of the other parts. Only with `reward_models`.", lambda s: s.rolled.unscored if s.rolled.scored_s else None),
         Metric("judge/requests", "requests", "Requests sent to judges, repeated ones included; only with `grading.judges`, like the next three.", _judged("judge_requests")),
         Metric("judge/tokens", "tokens", "Tokens of the requests to judges and of their replies, as the servers count them.", _judged("judge_tokens")),
-        Metric("judge/cached", "completions", "Completions whose grade is a reply from before: the same answer to the same prompt, or of a step that was interrupted.", _judged("judge_cached")),
+        Metric("judge/cached", "completions", "Completions graded with an earlier reply of a judge: the answer to this prompt came before, or its step was interrupted and repeated.", _judged("judge_cached")),
         Metric("judge/ungraded", "completions", "Completions for which a judge's reply has no number within its range; their rewards are sums of the other parts.", _judged("judge_ungraded")),
         Metric("grading/timeouts", "completions", "Completions whose grading exceeded `grading.timeout_s`, or whose code exceeded its task's `timeout_s`.", lambda s: s.completions.timeouts),
     ),

@@ -542,7 +542,9 @@ def _problem(error: ValidationError) -> str:
 
 
 def read_machine(path: Path) -> str | None:
-    """The devices that the run in a folder last trained on, as `write_machine` recorded them; None if it has not."""
+    """The devices that the run in a folder last trained on, as `write_machine` recorded them; None if nothing is
+    recorded.
+    """
     match _parsed(path / MACHINE) if (path / MACHINE).is_file() else None:
         case {"text": str(text)}:
             return text

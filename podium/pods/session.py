@@ -146,7 +146,9 @@ class Session:
         return self.slice is not None and self._project.slices.give_up(self.slice, f"{END}{status}")
 
     def show(self, job: JobStatus) -> None:
-        """Print new lines of worker 0's log; if its machine is gone, the next observation shows it."""
+        """Print new lines of worker 0's log. Errors are ignored: if the machine is gone, the next observation finds
+        out.
+        """
         first = job.workers[0] or NO_JOB
         name = first["job"]
         size = first["log_bytes"]

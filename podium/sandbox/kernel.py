@@ -125,7 +125,10 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 
 
 def read_only_tree(path: str) -> None:
-    """Make the mount at a path and all mounts below it read-only, without setuid programs and devices (Linux 5.12)."""
+    """Make the mount at a path and all mounts below it read-only, and disable setuid programs and devices.
+
+    Needs Linux 5.12.
+    """
     attributes = struct.pack("QQQQ", RDONLY | NOSUID | NODEV, 0, 0, 0)
     call("mount_setattr", -100, path.encode(), 0x8000, attributes, len(attributes))
 
@@ -147,7 +150,9 @@ def landlock_version() -> int:
 
 
 def landlock(readable: Sequence[str], writable: Sequence[str], devices: Sequence[str]) -> None:
-    """From now on, allow this process to read, to write and to use devices below these folders, and nothing else."""
+    """From now on, this process may read only below `readable`, write only below `writable`, and use devices only below
+    `devices`.
+    """
     version = landlock_version()
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     network, scopes = 3 * (version >= 4), 3 * (version >= 6)

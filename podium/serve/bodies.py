@@ -217,7 +217,7 @@ NOTES = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("verbosity", "prediction"),
 )
-"""Fields that are read by nothing: notes of the client, and hints."""
+"""Fields that nothing reads: the client's own notes, and hints."""
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
 """Fields that say how to draw, which a run that trains does in its own way."""
 
@@ -302,7 +302,9 @@ class MessageBody(_MessageNotes):
 
     @property
     def ignored(self) -> list[str]:
-        """The fields that are given and change nothing; a name is read of tools' messages only."""
+        """The fields of this message that are set but have no effect. `name` is one of them unless the message is a
+        tool's.
+        """
         names = _MessageNotes.model_fields if self.role == "tool" else ("name", *_MessageNotes.model_fields)
         return [name for name in names if getattr(self, name)]
 

@@ -1,4 +1,4 @@
-"""The documents with which OpenAI's clients are answered, by `podium serve` and in training. No jax."""
+"""The JSON of replies to OpenAI-compatible clients, in `podium serve` and in training. No jax."""
 
 import json
 import time

@@ -20,7 +20,7 @@ from podium.tasks.grading_worker import Item, Outcome, grade_item
 from podium.tasks.judges import Judge, JudgeCounts, ReplyStore
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.registry import make_task, task_labels
-from podium.tasks.rewards import LengthLimits, label, make_reward, named_parts, own_functions
+from podium.tasks.rewards import RewardOptions, label, make_reward, named_parts, own_functions
 from podium.tasks.task import Graded, Reward
 from podium.tasks.workers import Answer, Lost, UnsendableError, WorkerPool
 from podium.terminal import harmless
@@ -99,7 +99,7 @@ class Grader:
         """
         self._configs = list(tasks)
         self._labels = task_labels(tasks)
-        self._limits = LengthLimits(max_new_tokens, config.overlong_buffer_tokens)
+        self._reward_options = RewardOptions(max_new_tokens, config.overlong_buffer_tokens)
         self._warned = False
         self._warned_unrewarded = False
         self._own_tasks = [make_task(task) for task in tasks] if config.workers == 0 else []
@@ -188,7 +188,9 @@ class Grader:
             else:
                 outcome = NOT_ASKED if completion.paid is None else Outcome("graded", correct=completion.paid)
             correct, stopped = outcome.correct, outcome.kind == "stopped"
-            reward = make_reward(config, completion, self._limits, correct=correct, own=parts, timed_out=stopped)
+            reward = make_reward(
+                config, completion, self._reward_options, correct=correct, own=parts, timed_out=stopped
+            )
             graded_later = any(name not in self._judges for name in named_parts(config))
             if not (
                 self._warned_unrewarded or graded_later or any(label(name) in reward.parts for name in config.rewards)

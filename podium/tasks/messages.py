@@ -53,8 +53,8 @@ def refuse_tools(location: str, row: Mapping[str, object]) -> None:
     """
     if row.get("tools"):
         raise ValueError(
-            f"{location}: column 'tools' has tools of the row's own, and only those of `tasks.tools` are shown to the"
-            " model; describe them in the system message, or drop the column to train without them"
+            f"{location}: column 'tools' gives the row its own tools, but the model is shown only those of"
+            " `tasks.tools`; describe them in the system message, or drop the column to train without them"
         )
 
 

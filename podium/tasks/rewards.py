@@ -18,14 +18,15 @@ REPEATED_WORDS = 3
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-class LengthLimits(NamedTuple):
-    """Limits for the length reward, in tokens."""
+class RewardOptions(NamedTuple):
+    """What built-in parts of the reward read of a config."""
 
     max_new_tokens: int
     overlong_buffer_tokens: int
+    """Length in tokens of the zone in which the length part falls to -1."""
 
 
-def format_reward(graded: Graded, limits: LengthLimits) -> float:
+def format_reward(graded: Graded, options: RewardOptions) -> float:
     """1 if the text is exactly `<think>...</think>` followed by `<answer>...</answer>`, each tag once; else 0."""
     text = graded.text.strip()
     if any(text.count(tag) != 1 for tag in TAGS):
@@ -36,21 +37,21 @@ def format_reward(graded: Graded, limits: LengthLimits) -> float:
     return float(whole and think < think_end < answer < answer_end and not between.strip())
 
 
-def tags_reward(graded: Graded, limits: LengthLimits) -> float:
+def tags_reward(graded: Graded, options: RewardOptions) -> float:
     """A quarter for each of the four tags that occurs exactly once."""
     return 0.25 * sum(graded.text.count(tag) == 1 for tag in TAGS)
 
 
-def length_reward(graded: Graded, limits: LengthLimits) -> float:
+def length_reward(graded: Graded, options: RewardOptions) -> float:
     """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), -1 to 0.
 
     0 up to `max_new_tokens - overlong_buffer_tokens`, then linear to -1 at `max_new_tokens`.
     """
-    limit, buffer = limits
-    return max(-1.0, min(0.0, (limit - buffer - graded.num_tokens) / buffer))
+    buffer = options.overlong_buffer_tokens
+    return max(-1.0, min(0.0, (options.max_new_tokens - buffer - graded.num_tokens) / buffer))
 
 
-def repetition_reward(graded: Graded, limits: LengthLimits) -> float:
+def repetition_reward(graded: Graded, options: RewardOptions) -> float:
     """Minus the share of runs of three words that occurred earlier in the text, -1 to 0.
 
     arXiv:2502.03373, appendix C.2. 0 for a text of fewer words. Words are in lower case, between spaces, as in open-r1
@@ -61,26 +62,26 @@ def repetition_reward(graded: Graded, limits: LengthLimits) -> float:
     return len(set(runs)) / len(runs) - 1 if runs else 0.0
 
 
-def cosine_length_reward(graded: Graded, limits: LengthLimits, correct: float) -> float:
+def cosine_length_reward(graded: Graded, options: RewardOptions, correct: float) -> float:
     """A reward that falls with the length of a right answer, from 1 to 0.5, and rises with the length of a wrong
     answer, from -1 to -0.5 (arXiv:2502.03373).
 
     It follows half a cosine, up to `max_new_tokens` tokens; an answer is right if `correct` is 1. The numbers are those
     of open-r1's `cosine` reward, which measures characters.
     """
-    share = min(1.0, graded.num_tokens / limits.max_new_tokens)
+    share = min(1.0, graded.num_tokens / options.max_new_tokens)
     size = 0.5 + 0.25 * (1 + math.cos(math.pi * share))
     return size if correct >= 1 else -size
 
 
-TEXT_REWARDS: dict[str, Callable[[Graded, LengthLimits], float]] = {
+TEXT_REWARDS: dict[str, Callable[[Graded, RewardOptions], float]] = {
     "format": format_reward,
     "tags": tags_reward,
     "length": length_reward,
     "repetition": repetition_reward,
 }
 """Built-in parts other than `correct`, which is the task's grade."""
-GRADED_REWARDS: dict[str, Callable[[Graded, LengthLimits, float], float]] = {"cosine_length": cosine_length_reward}
+GRADED_REWARDS: dict[str, Callable[[Graded, RewardOptions, float], float]] = {"cosine_length": cosine_length_reward}
 """Built-in parts that depend on whether the answer is right."""
 BUILT_IN = ("correct", *TEXT_REWARDS, *GRADED_REWARDS)
 
@@ -103,7 +104,7 @@ def asks_for_environment(task: TaskConfig) -> bool:
 def make_reward(
     task: TaskConfig,
     graded: Graded,
-    limits: LengthLimits,
+    options: RewardOptions,
     *,
     correct: float,
     own: Mapping[str, Part] | None = None,
@@ -116,12 +117,12 @@ def make_reward(
     """
     own = own or {}
     names = [name for name in task.rewards if name in own or name in TEXT_REWARDS]
-    values = {name: own[name].value if name in own else TEXT_REWARDS[name](graded, limits) for name in names}
+    values = {name: own[name].value if name in own else TEXT_REWARDS[name](graded, options) for name in names}
     parts = {name: value for name, value in values.items() if value is not None}
     if task.correct != "correct":
         applying = [parts[name] for name in (task.correct, *own) if name in parts]
         correct = min(1.0, max(0.0, applying[0])) if applying else 0.0
-    parts |= {name: judge(graded, limits, correct) for name, judge in GRADED_REWARDS.items() if name in task.rewards}
+    parts |= {name: judge(graded, options, correct) for name, judge in GRADED_REWARDS.items() if name in task.rewards}
     parts = {"correct": correct, **parts}
     paid = [weight * parts[name] for name, weight in task.rewards.items() if name in parts]
     total = sum(paid) if paid else math.nan

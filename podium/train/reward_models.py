@@ -146,9 +146,10 @@ class RewardModel:
         return made, sum(score is None for score in found)
 
     def standardised(self, groups: Sequence[Group]) -> list[Group]:
-        """With `standardise: batch`, the groups with totals to which each score adds its distance from the mean.
+        """With `standardise: batch`, the groups with each score standardised in the totals of rewards.
 
-        In units of the deviation, over all groups. The parts of rewards still have the scores themselves.
+        A standardised score is (score - mean) / standard deviation, both taken over all groups. The parts of rewards
+        keep the scores themselves.
         """
         name = self.spec.part
         if self.spec.standardise == "none":

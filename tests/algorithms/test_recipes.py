@@ -118,7 +118,7 @@ CONFLICTS = [
         {"recipe": "dapo", "zero_variance_metric": "correct", "credit": "turn"},
     ),
     ("algorithm.zero_variance", "still teaches", {"recipe": "remax", "zero_variance": "drop"}),
-    ("algorithm.credit", "compares no completions of one prompt", {"recipe": "remax", "credit": "turn"}),
+    ("algorithm.credit", "does not compare a prompt's completions", {"recipe": "remax", "credit": "turn"}),
     ("algorithm.std", "no such option", {"recipe": "remax", "std": "none"}),
     ("algorithm.clip_low", "no ratio to clip", {"recipe": "reinforce", "clip_low": 0.2}),
     ("algorithm.clip_high", "no ratio to clip", {"recipe": "reinforce", "clip_high": 0.2}),

@@ -46,7 +46,7 @@ def test_every_implementation_has_the_same_loss(mode):
 
 
 def test_a_machine_without_a_kernel_says_so():
-    assert "cpu has no kernel: the TPU's is interpreted" in run("--impl", "kernel").stderr
+    assert "cpu has no kernel: the TPU's kernel is interpreted" in run("--impl", "kernel").stderr
 
 
 def test_sums_in_bfloat16_are_refused():

@@ -191,7 +191,7 @@ LEGACY = decoding(9.5, bound_by="ici", collectives=(gathers(4.25e9 * 600, 600 * 
 
 def test_the_reason_of_a_slow_layout_is_what_it_sends():
     assert difference(LEGACY, REPLICATED) == (
-        "decode 9.5 s against 1.8: gathers 4.25 GB per token between devices, the other none"
+        "decode 9.5 s against 1.8: gathers 4.25 GB per token between devices, the other gathers none"
     )
     assert difference(REPLICATED, LEGACY) == (
         "decode 1.8 s against 9.5: sends nothing between devices, the other gathers 4.25 GB per token"

@@ -278,7 +278,7 @@ PAIR = {"prompt": "6x7?", "chosen": "42", "rejected": "41"}
         ("preferences", PAIR | {"chosen": [CALLING]}, "column 'chosen' has an assistant's message with tool_calls"),
         ("labelled", {"prompt": "?", "completion": [CALLING], "label": True}, "message with tool_calls, and only text"),
         ("chat", {"messages": [USER, CALLING, REPLY, {"role": "assistant", "content": "42"}]}, "with tool_calls"),
-        ("preferences", PAIR | {"tools": [{"type": "function"}]}, "column 'tools' has tools of the row's own"),
+        ("preferences", PAIR | {"tools": [{"type": "function"}]}, "column 'tools' gives the row its own tools"),
         ("chat", {"messages": [USER, {"role": "assistant", "content": "42"}], "tools": [{}]}, "column 'tools'"),
         (
             "preferences",

@@ -2,7 +2,7 @@ import pytest
 
 from podium.config.schema import TaskConfig
 from podium.tasks.rewards import (
-    LengthLimits,
+    RewardOptions,
     cosine_length_reward,
     format_reward,
     length_reward,
@@ -12,7 +12,7 @@ from podium.tasks.rewards import (
 )
 from podium.tasks.task import Graded
 
-LIMITS = LengthLimits(max_new_tokens=100, overlong_buffer_tokens=20)
+LIMITS = RewardOptions(max_new_tokens=100, overlong_buffer_tokens=20)
 WELL_FORMED = "<think>\nhm </think>\n<answer> 4 </answer>\n"
 
 

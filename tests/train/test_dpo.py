@@ -125,9 +125,9 @@ def test_trl_s_forms_of_a_pair_are_one(row, tmp_path):
         ({"prompt": "1", "chosen": "2"}, "no column 'rejected'"),
         ({"prompt": "1", "chosen": " ", "rejected": "3"}, "the chosen answer is empty"),
         ({"prompt": "1", "chosen": "2", "rejected": "2"}, "are equal, '2'; drop the row"),
-        ({"chosen": "a 2", "rejected": "a 3"}, "no column 'prompt', and where chosen and rejected are text"),
+        ({"chosen": "a 2", "rejected": "a 3"}, "no column 'prompt', which is required if chosen and rejected are text"),
         ({"chosen": [USER, RIGHT], "rejected": [WRONG]}, "differ in the last message alone"),
-        ({"prompt": [USER], "chosen": [USER, RIGHT], "rejected": "3"}, "text or one message of the assistant's"),
+        ({"prompt": [USER], "chosen": [USER, RIGHT], "rejected": "3"}, "text or one assistant message"),
         ({"prompt": [USER, RIGHT], "chosen": "2", "rejected": "3"}, "ends with a message of the assistant's"),
     ],
 )

@@ -225,7 +225,7 @@ def test_the_schedule_follows_the_run_where_steps_have_nothing_to_train_on(tiny_
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps_without_update"] == 2
 
 
-def test_between_the_command_and_the_compiled_decode_there_are_seven_calls(tiny_model, tmp_path, monkeypatch):
+def test_between_the_command_and_the_compiled_decode_there_are_eight_calls(tiny_model, tmp_path, monkeypatch):
     """Podium's own functions on the stack below `podium.cli.train`, itself included, each time a decode is called."""
     depths: list[list[str]] = []
     init = RolloutEngine.__init__
@@ -262,6 +262,7 @@ def test_between_the_command_and_the_compiled_decode_there_are_seven_calls(tiny_
             "Sampler.next",
             "run_steps",
             "train",
+            "_train",
             "train",
         )
     }

@@ -208,7 +208,7 @@ def _refused(error: Exception) -> bool:
 
 
 def _hub_problem(error: Exception) -> str:
-    """Explain a failed request to the hub to the user, with the way out."""
+    """Why a request to the hub failed, in words for the user, and what to do about it."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

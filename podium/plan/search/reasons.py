@@ -106,11 +106,11 @@ def _operations_cause(pair: _Pair) -> str:
 
 
 def _transfers_cause(pair: _Pair) -> str:
-    """The bytes sent: `gathers 4.25 GB per token between devices, the other none`."""
+    """The difference in bytes sent: `gathers 4.25 GB per token between devices, the other gathers none`."""
     sent, others_sent = pair.sent
     if sent <= LITTLE:
         return f"sends nothing between devices, the other {pair.verb(1)} {data_size(others_sent)} per {pair.unit}"
-    theirs = data_size(others_sent) if others_sent > LITTLE else "none"
+    theirs = data_size(others_sent) if others_sent > LITTLE else f"{pair.verb(0)} none"
     return f"{pair.verb(0)} {data_size(sent)} per {pair.unit} between devices, the other {theirs}"
 
 

@@ -113,13 +113,13 @@ def operand_bytes(run: RunSizes) -> int:
 
 
 def prefill_products(run: RunSizes, tokens: int) -> int:
-    """Bytes that products with weights move in a prefill of `tokens` tokens of a device."""
+    """Bytes that products with weights move in a prefill of `tokens` tokens on one device."""
     inner = INNER_PRODUCTS * _inner(run.decoder) // run.rollout_heads
     return run.layer_bytes + tokens * run.rollout_activation * inner
 
 
 def prefill_passes(run: RunSizes, tokens: int) -> int:
-    """Bytes that passes over activations move in a prefill of `tokens` tokens of a device, beside attention."""
+    """Bytes that passes over activations, other than attention, move in a prefill of `tokens` tokens on one device."""
     stored = sum(count * attention.kv_heads * attention.head_dim for count, attention in run.decoder.attention_layers())
     numbers = STORED_PASSES * stored // run.rollout_heads
     numbers += _passed(_of_rollout(run), run.rollout_parts, run.rollout_heads)

@@ -159,7 +159,8 @@ def _saved(run: RunSizes) -> int:
 
 
 def _joined(run: RunSizes) -> int:
-    """Frozen weights that a GPU's compiler copies beside adapters, forward and backward, for each group of rows.
+    """Bytes moved to join frozen weights in copies, which a GPU's compiler makes if there are adapters: forward and
+    backward, for each group of rows.
 
     Experts are not copied: Pallas kernels read them in place.
     """

@@ -62,11 +62,11 @@ class HostState(PositionRecord):
     base: NotRequired[str | None]
     """Fingerprint of the frozen weights; None if there are none."""
     records: NotRequired[Mapping[str, Extent]]
-    """Extents of the run's record files when it was saved; missing in older checkpoints."""
+    """Extents of the run's record files when the checkpoint was made; missing in older checkpoints."""
     settings: NotRequired[Mapping[str, JsonValue]]
-    """The settings that it was trained with; missing in older checkpoints."""
+    """The run's settings; missing in older checkpoints."""
     data: NotRequired[Mapping[str, str]]
-    """Digests of the questions that it was trained on, by task; missing in older checkpoints."""
+    """Digests of the questions in the run's training data, by task; missing in older checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

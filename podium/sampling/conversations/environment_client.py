@@ -65,7 +65,7 @@ class EnvironmentClient:
         self.steps, self.idle_s = 0, 0.0
 
     def forget(self) -> None:
-        """End the environments of conversations that are put aside; they are opened again when these go on."""
+        """End the environments of conversations that were put aside; each gets a new one when it continues."""
         for number in self.aside.values():
             self.environments.drop(number)
         self.aside, self.kept, self.early = {}, {}, {}

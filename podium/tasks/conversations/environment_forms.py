@@ -93,9 +93,7 @@ def conversing(config: TaskConfig) -> Conversing | None:
 
 
 def led_by_program(config: TaskConfig) -> bool:
-    """Whether programs lead a task's conversations: they send whole prompts, and their conversations cannot be
-    replayed.
-    """
+    """Whether a task's conversations are led by programs, which send whole prompts and cannot be replayed."""
     return getattr(find_task(config.name), "led_by_program", False)
 
 

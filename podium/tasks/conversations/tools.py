@@ -90,7 +90,9 @@ def by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
 
 
 def answer_calls(tools: Mapping[str, Tool], turn: Turn, resolve: Resolve) -> Reply | None:
-    """Run the calls of a turn, in order; None if it has no calls, which ends a conversation that consists of calls."""
+    """Run a turn's calls in order, and reply with their results; None if it has no calls, which ends a conversation
+    whose environment is tools alone.
+    """
     if turn.problem:
         return Reply(messages=(_message("tool", f"Error: {turn.problem}", call_id(turn.number, 0)),))
     if not turn.calls:
