@@ -76,10 +76,10 @@ def test_ctrl_c_in_the_first_setup_and_the_same_command_again(make_world, pod):
     assert "is being set up; waiting for that" in err
 
 
-def stopped_while_kept_alive(world: PodWorld, pod) -> tuple[object, str]:
+def stopped_while_kept_alive(world: PodWorld, pod, *more: str) -> tuple[object, str]:
     """Status and words of a keeper whose run is stopped, on another laptop, after its first step."""
     results = []
-    keeper = threading.Thread(target=lambda: results.append(pod(*world.run_arguments("--keep-alive"))))
+    keeper = threading.Thread(target=lambda: results.append(pod(*world.run_arguments("--keep-alive", *more))))
     keeper.start()
     wait_for(world.metrics)
     commands.stop(name="demo", project=None, dry_run=False)
@@ -88,18 +88,23 @@ def stopped_while_kept_alive(world: PodWorld, pod) -> tuple[object, str]:
 
 
 @pytest.mark.long
-def test_a_stop_whose_save_outlasts_the_grace_is_not_undone(make_world, pod, monkeypatch):
-    """It gives signs of life while it writes; the keeper then ends, and gives the slice back."""
+@pytest.mark.parametrize("rented_by", ["run", "up"])
+def test_a_stop_whose_save_outlasts_the_grace_is_not_undone(make_world, pod, monkeypatch, rented_by):
+    """It gives signs of life while it writes; the keeper then gives back what it rented, and keeps the user's own."""
     monkeypatch.setattr("podium.pods.launch.STOP_S", 0.2)
     world = make_world(workers=2)
     world.plan(steps=5000, step_s=0.2, save_s=1.5)
-    rent(world, pod)
-    status, err = stopped_while_kept_alive(world, pod)
+    if rented_by == "up":
+        rent(world, pod)
+        status, err = stopped_while_kept_alive(world, pod)
+    else:
+        status, err = stopped_while_kept_alive(world, pod, "--slice", "demo", "--type", world.type, "--zone", ZONES[0])
     assert status == 143
     assert "is saving on workers 0, 1" in err
     assert "stopped on request" in err
     assert sum(line["step"] == 1 for line in world.metrics()) == 1
-    assert world.fake.everything() == []
+    kept = re.search(r"demo-\w+ is still rented; podium pod down demo deletes it", err)
+    assert (kept is not None, bool(world.fake.everything())) == (rented_by == "up",) * 2, err
 
 
 def test_reap_keeps_what_a_run_is_on_and_asks_no_mute_machines_away(make_world, pod):
