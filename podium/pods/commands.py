@@ -30,7 +30,7 @@ from podium.pods.run_command import run_config
 from podium.pods.sky import sky_task
 from podium.pods.slices import BadRequestError, SliceError
 from podium.pods.tables import slice_json, slice_table, worker_table
-from podium.pods.world import OWNER_VARIABLE
+from podium.pods.world import OWNER_VARIABLE, RUN_VARIABLE
 from podium.prices import HOUR_S
 from podium.settings import load_settings
 
@@ -148,7 +148,7 @@ def logs(
 @app.command()
 @flattened
 def stop(common: Common, name: AnyName = None) -> None:
-    """Stop the run: it saves and can be continued. The machines are kept, unless --keep-alive follows the run."""
+    """Stop the run: it saves and can be continued. Machines are kept, unless --keep-alive rented them for it."""
     project = open_project(common, Placeholders(name=name))
     slices = project.slices
     tpu_slice = slices.locate(name)
@@ -183,9 +183,10 @@ def stop(common: Common, name: AnyName = None) -> None:
         raise SliceError(f"{where} no longer says that it was stopped; run the command again")
     if before.name is None:
         return project.answer(f"no job has been started on {remote.name}")
-    project.answer(
-        f"{before.name} has ended on all {remote.workers} workers ({after.outcome}); {remote.name} is still rented"
-    )
+    rented = f"is still rented: podium pod down {tpu_slice.title} deletes it"
+    if now is None or now.doomed or now.state == "deleting":
+        rented = "is deleted by the command that kept its run alive"
+    project.answer(f"{before.name} has ended on all {remote.workers} workers ({after.outcome}); {where} {rented}")
 
 
 @app.command()
@@ -196,11 +197,12 @@ def down(name: Name, common: Common) -> None:
     project.note("what keeps its run alive, if anything does:")
     if not os.environ.get(OWNER_VARIABLE) and (keeper := delete_keeper(project, name)):
         project.say(f"deleted {keeper}, which kept its run alive")
+    run = os.environ.get(RUN_VARIABLE)
     for each in project.slices.titled(name):
-        if each.run is not None:  # a command that keeps its run alive may be asleep
+        if each.run is not None and run in (None, each.run):  # a command that keeps its run alive may be asleep
             endings = Endings(project.slices.gcloud, each.labels.get(BUCKET), each.run, project.say)
             endings.add(1, project.world.random_word("WORD"))
-    deleted = project.slices.down(name)
+    deleted = project.slices.down(name, run)
     listed = ", ".join(f"{each.name} in {each.zone}" for each in deleted)
     project.answer(f"deleted {listed}; it is no longer listed" if deleted else f"no slice of yours is named {name}")
 

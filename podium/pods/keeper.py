@@ -2,8 +2,8 @@
 
 The machine receives the same as workers (code, config, secrets) and runs one job of the agent, which is `podium pod run
 --keep-alive` with the same config. Its slices have the laptop user's owner label, so every command works from any
-laptop as before. When the run has ended the machine deletes the slice and itself; `podium pod down` deletes both at any
-time. After a failure the machine is turned off instead, and its description says why.
+laptop as before. When the run has ended the machine deletes the run's slice and itself; `podium pod down` deletes both
+at any time. After a failure the machine is turned off instead, and its description says why.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ from pathlib import Path
 
 from podium.pods.gcloud import GcloudError
 from podium.pods.host.jobs import last_line
-from podium.pods.inventory import OWNER, RUN, ApiObject, Slice, State, machine_name
+from podium.pods.inventory import OWNER, RUN, ApiObject, Slice, State, label_text, machine_name
 from podium.pods.launch import RunSpec, prepare, start
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import Project
 from podium.pods.push import HOME
 from podium.pods.remote import Remote, UnusableError
 from podium.pods.slices import SliceError
-from podium.pods.world import OWNER_VARIABLE
+from podium.pods.world import OWNER_VARIABLE, RUN_VARIABLE
 
 KEEP = Path(__file__).parent / "host" / "keep.sh"
 PREPARE = "prepare-workers.sh"
@@ -114,7 +114,7 @@ def keeper_spec(
         package=dataclasses.replace(
             package, files=(*files, KEEP), extras=(), environment=f"{package.environment}-keep", python=None
         ),
-        environment={OWNER_VARIABLE: owner, "JAX_PLATFORMS": "cpu"},
+        environment={OWNER_VARIABLE: owner, RUN_VARIABLE: label_text(spec.prefix), "JAX_PLATFORMS": "cpu"},
         command=" ".join((keep, *paths, shlex.join((*words, *dirty)))),
     )
 

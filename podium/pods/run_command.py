@@ -26,6 +26,7 @@ from podium.pods.rental import new_order, rent_slice, same_again, tpu, zones_of
 from podium.pods.secrets import gather, read_variables
 from podium.pods.session import Session
 from podium.pods.slices import BadRequestError, SliceError
+from podium.pods.world import RUN_VARIABLE
 from podium.run.divisible import check_divisible
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
@@ -83,7 +84,8 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
             keep_on_vm(project, name, zone=zone, rent=rent, options=options, spec=spec)
             return 0
         zones = zones_of(rent, project.slices, project.zone)
-        run, bucket = label_text(spec.prefix), bucket_label(loaded.config.runs_dir) or ""
+        run = os.environ.get(RUN_VARIABLE) or label_text(spec.prefix)
+        bucket = bucket_label(loaded.config.runs_dir) or ""
         order = new_order(name, rent, project.slices, zones, run, bucket=bucket if options.keep_alive else None)
         endings = Endings(project.slices.gcloud, bucket if options.keep_alive and bucket else None, run, project.say)
         session = Session(project, spec, order, zones, endings, fresh=wanted is not None)

@@ -277,15 +277,16 @@ class Slices(SliceLists):
             self.say(f"{holder.zone}: {reason}")
         return None
 
-    def down(self, name: str) -> list[Slice]:
+    def down(self, name: str, run: str | None = None) -> list[Slice]:
         """Delete our slices with this title or name in all zones, verify that they are gone, and return them.
 
-        Raises SliceError if something remains.
+        With `run`, only those that were rented for this run. Raises SliceError if something remains.
         """
         found = self.titled(name)
         if not found:  # a request without a reply may still be carried out, or its zone may be unreachable for a moment
             self.clock.sleep(LATE_S)
             found = self.titled(name, each_zone=True)
+        found = [each for each in found if run in (None, each.run)]
         self.gcloud.note(f"for every slice of yours that is named {name}; the second if it was not queued:")
         self.delete(found)
         return found
