@@ -32,7 +32,7 @@ class Placeholders:
     """The state of the project in a dry run."""
 
     name: str | None = None
-    """Name of the slice; None: any."""
+    """What the user calls the slice; None: any."""
     exists: bool = True
     """Whether the slice is rented already; with and without a queued resource, to show how each is deleted."""
     accelerator: str = "v6e-8"
@@ -66,13 +66,13 @@ class Rehearsal:
 
     def __init__(self, world: World, placeholders: Placeholders) -> None:
         self._world, self._found = world, placeholders
-        self._name = placeholders.name or NAME
+        self._name = f"{placeholders.name}-WORD" if placeholders.name else NAME
         self._zone = ZONE
         self._queued = placeholders.exists
         """Whether there is a slice with a queued resource."""
         self._lone = placeholders.exists
         """Whether there is a slice without a queued resource."""
-        self._labels = {OWNER: world.owner(None), TITLE: self._name}
+        self._labels = {OWNER: world.owner(None), TITLE: placeholders.name or NAME}
         self._keeper = placeholders.keeper
         self._waited_s = 0.0
         self._when = ""

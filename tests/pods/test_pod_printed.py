@@ -12,10 +12,10 @@ def normal(command: str) -> str:
     """A command without what is made up when it is not run, or differs from time to time."""
     command = re.sub(r"127\.\d+\.\d+\.\d+|ADDRESS\d", "ADDRESS", command)
     command = re.sub(r"\b[0-9a-f]{16}\b(?= \$worker)|MARK", "MARK", command)
-    command = re.sub(r"(podium-(?:lease|stop))=\d+", r"\1=N", command)
+    command = re.sub(r"demo-(WORD|[0-9a-f]{8})\b", "demo-WORD", command)
+    command = re.sub(r"stop-(WORD|[0-9a-f]{16})\b", "stop-WORD", command)
     command = re.sub(r"(PODRUN_NONCE)=(NONCE|[0-9a-f]{16})", r"\1=N", command)
     command = re.sub(r"podium-owner=[\w-]+", "podium-owner=ME", command)
-    command = re.sub(r"podium-id=(ID|[0-9a-f]{16})", "podium-id=ID", command)
     return re.sub(r"/\S*?/(?=podium-|[^/ ]+\.(yaml|sh|bundle)|secrets-)|podium-\w+/", "", command)
 
 
