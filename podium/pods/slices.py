@@ -282,11 +282,10 @@ class Slices(SliceLists):
 
         With `run`, only those that were rented for this run. Raises SliceError if something remains.
         """
-        found = self.titled(name)
+        found = [each for each in self.titled(name) if run in (None, each.run)]
         if not found:  # a request without a reply may still be carried out, or its zone may be unreachable for a moment
             self.clock.sleep(LATE_S)
-            found = self.titled(name, each_zone=True)
-        found = [each for each in found if run in (None, each.run)]
+            found = [each for each in self.titled(name, each_zone=True) if run in (None, each.run)]
         self.gcloud.note(f"for every slice of yours that is named {name}; the second if it was not queued:")
         self.delete(found)
         return found
