@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benches.pods.bench import TYPE, Bench, Row, rented, seconds_since, wait
 from podium.pods.gcloud import Gcloud, Order, run_process
-from podium.pods.inventory import LEASE, OWNER
+from podium.pods.inventory import OWNER
 from podium.pods.slices import Slices
 from tests.pods.fake_tpu import FakeTpu, Fault, serve
 from tests.pods.hosts import MACHINES_KEY, gcloud_environment
@@ -44,7 +44,7 @@ def bar_f(bench: Bench) -> Iterator[Row]:
             fake.faults = faults
             order = an_order(queued=queued)
             if case == "no fault":  # deleted while its machines are being made
-                slices.gcloud.checked(slices.gcloud.argv.create(order, "us-a"))
+                slices.gcloud.checked(slices.gcloud.argv.create(order, order.name, "us-a"))
                 wait(lambda fake=fake: fake.tick() or fake.nodes, 10.0)
                 got = "deleted while being made"
             else:
@@ -75,7 +75,7 @@ def of_real_gcloud(folder: Path, api: str) -> Slices:
 
 def an_order(*, queued: bool) -> Order:
     """What is rented in bar f."""
-    labels = {OWNER: "ada", LEASE: "2000000000"}
+    labels = {OWNER: "ada"}
     return Order(
         name="demo",
         accelerator=TYPE,

@@ -14,29 +14,31 @@ from typing import Annotated
 
 import typer
 
-from podium.job.job_records import JsonObject, Status, first_failure
+from podium.job.job_records import STOPPED, JsonObject, Status, first_failure
 from podium.pods.clusters import k8s_manifest, slurm_script
+from podium.pods.endings import Endings
 from podium.pods.gcloud import GcloudError
-from podium.pods.inventory import RUN, STOP, Slice, machine_name
+from podium.pods.inventory import BUCKET, LOST, RUN, STATE, STOP, Slice, machine_name
 from podium.pods.keeper import delete_keeper, keepers
 from podium.pods.launch import LOG_BYTES, JobStatus, poll, read_log, stop_job
 from podium.pods.options import Common, Rent, RunOptions, flattened
 from podium.pods.project import Project, open_project
 from podium.pods.rehearsal import Placeholders
 from podium.pods.remote import RemoteError
-from podium.pods.rental import rent_slice
+from podium.pods.rental import new_order, rent_slice, zones_of
 from podium.pods.run_command import run_config
 from podium.pods.sky import sky_task
 from podium.pods.slices import BadRequestError, SliceError
 from podium.pods.tables import slice_json, slice_table, worker_table
-from podium.pods.world import OWNER_VARIABLE
+from podium.pods.world import OWNER_VARIABLE, RUN_VARIABLE
+from podium.prices import HOUR_S
 from podium.settings import load_settings
 
 POLL_S = 5.0
 WHOLE_LOG_BYTES = 2**23
 """Bytes per read when printing a whole log."""
 WITHOUT_MACHINES_S = 86400.0
-"""Seconds after the end of its lease for which a slice without machines is kept."""
+"""Seconds for which a slice without machines is kept in addition."""
 LINE_BYTES = 300
 """Assumed length of a log line, to read the last N lines."""
 
@@ -64,9 +66,10 @@ class StatusAnswer:
 @app.command()
 @flattened
 def up(name: Name, rent: Rent, common: Common) -> None:
-    """Rent a slice and wait until it is ready. If you already have one of that name, renew its lease."""
+    """Rent a slice and wait until it is ready. If you already have one of that name, wait for that."""
     project = open_project(common, Placeholders(name=name, exists=False, zones=rent.zones or ()))
-    tpu_slice = rent_slice(project.slices, name, rent, default_zone=project.zone)
+    zones = zones_of(rent, project.slices, project.zone)
+    tpu_slice = rent_slice(project.slices, new_order(name, rent, project.slices, zones), zones)
     machines = f"{len(tpu_slice.addresses)} machine{'s' if len(tpu_slice.addresses) > 1 else ''}"
     project.answer(f"{name} is ready in {tpu_slice.zone}: {tpu_slice.accelerator}, {machines}")
     project.say(f"next: podium pod run CONFIG --slice {name}; when done: podium pod down {name}")
@@ -145,30 +148,45 @@ def logs(
 @app.command()
 @flattened
 def stop(common: Common, name: AnyName = None) -> None:
-    """Stop the run: it saves and can be continued. The machines are kept, unless --keep-alive follows the run."""
+    """Stop the run: it saves and can be continued. Machines are kept, unless --keep-alive rented them for it."""
     project = open_project(common, Placeholders(name=name))
-    tpu_slice = project.slices.locate(name)
+    slices = project.slices
+    tpu_slice = slices.locate(name)
     where = f"{tpu_slice.name} in {tpu_slice.zone}"
+    mark = f"{STOP}{project.world.random_word('WORD')}"
+    if tpu_slice.run is not None:
+        project.note("so that no command starts it elsewhere:")
+        Endings(slices.gcloud, tpu_slice.labels.get(BUCKET), tpu_slice.run, project.say).add(
+            STOPPED, mark.removeprefix(STOP)
+        )
+        if tpu_slice.state == "waiting" and slices.withdraw(tpu_slice):
+            return project.answer(f"{where} was {tpu_slice.detail}, so nothing ran; the request is withdrawn")
+        tpu_slice = slices.now(tpu_slice) or tpu_slice
     if tpu_slice.state != "ready":
         raise SliceError(
-            f"{where} is not ready ({tpu_slice.detail}), so nothing runs there; podium pod down {tpu_slice.name} "
+            f"{where} is not ready ({tpu_slice.detail}), so nothing runs there; podium pod down {tpu_slice.title} "
             "deletes it, and keeps --keep-alive from waiting for it"
         )
     remote = project.remote(tpu_slice)
-    project.note("so that no command restarts it:")
-    project.slices.label(tpu_slice, {STOP: str(int(project.clock.time()))})
     try:
+        if not tpu_slice.doomed:
+            project.note("so that no command restarts it:")
+            slices.label(tpu_slice, {STATE: mark})
         before = poll(remote)
         after = stop_job(remote, None, clock=project.clock, say=project.say)
+        now = slices.now(tpu_slice)
     except (RemoteError, GcloudError):
-        if (now := project.slices.now(tpu_slice)) is None or now.state == "deleting":
+        if (now := slices.now(tpu_slice)) is None or now.state == "deleting":
             return project.answer(f"{where} has been deleted by the command that kept its run alive")
         raise
+    if now is not None and not now.doomed and now.mark != mark:  # another command wrote the labels as they were before
+        raise SliceError(f"{where} no longer says that it was stopped; run the command again")
     if before.name is None:
         return project.answer(f"no job has been started on {remote.name}")
-    project.answer(
-        f"{before.name} has ended on all {remote.workers} workers ({after.outcome}); {remote.name} is still rented"
-    )
+    rented = f"is still rented: podium pod down {tpu_slice.title} deletes it"
+    if now is None or now.doomed or now.state == "deleting":
+        rented = "is deleted by the command that kept its run alive"
+    project.answer(f"{before.name} has ended on all {remote.workers} workers ({after.outcome}); {where} {rented}")
 
 
 @app.command()
@@ -179,7 +197,12 @@ def down(name: Name, common: Common) -> None:
     project.note("what keeps its run alive, if anything does:")
     if not os.environ.get(OWNER_VARIABLE) and (keeper := delete_keeper(project, name)):
         project.say(f"deleted {keeper}, which kept its run alive")
-    deleted = project.slices.down(name)
+    run = os.environ.get(RUN_VARIABLE)
+    for each in project.slices.titled(name):
+        if each.run is not None and run in (None, each.run):  # a command that keeps its run alive may be asleep
+            endings = Endings(project.slices.gcloud, each.labels.get(BUCKET), each.run, project.say)
+            endings.add(1, project.world.random_word("WORD"))
+    deleted = project.slices.down(name, run)
     listed = ", ".join(f"{each.name} in {each.zone}" for each in deleted)
     project.answer(f"deleted {listed}; it is no longer listed" if deleted else f"no slice of yours is named {name}")
 
@@ -216,51 +239,48 @@ def reap(
     common: Common,
     everyone: Annotated[bool, typer.Option("--all", help="Also delete what Podium rented for other people.")] = False,
 ) -> None:
-    """Delete slices whose lease has expired and on which nothing runs."""
+    """Delete slices on which nothing has run for the length of their lease."""
     project = open_project(common, Placeholders())
-    past = project.slices.expired(everyone=everyone)
+    slices = project.slices
     deleted = []
-    for each in past:
-        project.note("for every slice whose lease has expired, if it is ready; one on which a job runs is kept:")
-        if use := _use(project, each):
-            project.say(f"{each.name} in {each.zone} is kept, though its lease has expired: {use}; podium pod down")
+    for each in slices.survey():
+        if each.idle_s is None or each.owner is None or not (everyone or slices.is_ours(each)):
             continue
-        # Asking the machines takes time, in which a lease may have been renewed or a run started.
-        if not any(
-            now.is_same(each) and now.labels == each.labels for now in project.slices.named(each.name, each.zone)
-        ):
+        project.note("for every slice that is ready:")
+        if (idle_s := _idle_s(project, each)) is None or idle_s < each.idle_s:
             continue
-        project.say(f"deleting {each.name} in {each.zone}: its lease has expired, {each.detail}")
+        project.say(f"deleting {each.name} in {each.zone}: nothing has run there for {idle_s / HOUR_S:.1f} h")
         project.note("for every slice whose lease has expired; the second if it was not queued:")
-        project.slices.delete([each])
+        slices.give_up(each, LOST)
         deleted.append(each.name)
-    nothing = "nothing was deleted" if past else "no lease has expired"
-    project.answer(f"deleted {', '.join(deleted)}" if deleted else nothing)
+    project.answer(f"deleted {', '.join(deleted)}" if deleted else "nothing was deleted")
 
 
-def _use(project: Project, tpu_slice: Slice) -> str | None:
-    """Why a slice is kept although its lease has expired by this machine's clock; None: nothing runs there.
+def _idle_s(project: Project, tpu_slice: Slice) -> float | None:
+    """Seconds since something last ran on a slice, by its machines' clocks; None: something runs, or it is unknown.
 
-    The slice's machines are also asked for the time. A slice without machines costs nothing and is deleted a day later:
-    a command that keeps its run alive may be replacing it, and this machine's clock may be wrong.
+    A slice without machines costs nothing. A command that keeps its run alive may be replacing it, and this machine's
+    clock may be wrong, so a day is taken off.
     """
+    if tpu_slice.created is None or tpu_slice.state in ("waiting", "creating", "deleting"):
+        return None
+    created = tpu_slice.created.timestamp()
     if tpu_slice.state != "ready":
-        late_s = project.clock.time() - (tpu_slice.lease or 0.0)
-        return None if late_s > WITHOUT_MACHINES_S else f"it is {tpu_slice.detail}, and is deleted a day later"
+        return project.clock.time() - created - WITHOUT_MACHINES_S
     remote = project.remote(tpu_slice)
     try:
         job = poll(remote)
         times = [reply.text.strip() for reply in remote.ask("date +%s").values()]
     except GcloudError as error:
         if error.gone:  # since it was listed
-            return "it has ended just now"
+            return None
         raise
-    if job.unheard or not times:
-        return "its machines do not answer, so it is unknown what they do"
-    if job.running:
-        return f"{job.name} runs there, at step {job.step}"
-    left_s = (tpu_slice.lease or 0.0) - min(float(each) for each in times if each.isdecimal())
-    return f"by its machines' clocks it ends in {left_s / 60:.0f} minutes" if left_s > 0 else None
+    if job.running or job.silent or not times:
+        if not job.running:
+            project.say(f"{tpu_slice.name} in {tpu_slice.zone} is kept: its machines do not answer")
+        return None
+    used = [status[when] or 0.0 for status in job.workers if status for when in ("created", "ended")]
+    return min(map(float, filter(str.isdecimal, times)), default=created) - max(created, *used)
 
 
 @app.command()

@@ -52,8 +52,8 @@ _KINDS: tuple[tuple[Kind, str], ...] = (
     ("quota", r"quota"),
     # the API's codes, where the text is not more precise
     ("exists", r"^already_exists\b"),
-    ("not_found", r"^not_found\b"),
-    ("denied", r"^permission_denied\b|^required '[\w.]+' permission"),
+    ("not_found", r"^not_found\b|matched no objects|: not found\b|not found: 404|httperror 404"),
+    ("denied", r"^permission_denied\b|^required '[\w.]+' permission|does not have permission|httperror 403"),
     ("precondition", r"^failed_precondition\b"),
     ("invalid", r"^invalid_argument\b"),
     ("login", r"^unauthenticated\b"),
@@ -162,6 +162,7 @@ class Order:
     """An order for one slice."""
 
     name: str
+    """What the user calls it."""
     accelerator: str
     runtime: str
     """Software version of the machines."""
@@ -172,6 +173,8 @@ class Order:
     """Seconds after which a queued resource without machines expires."""
     labels: Mapping[str, str]
     service_account: str | None = None
+    run: str | None = None
+    """The run that wants it; slices that others were rented for are not used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,8 +201,8 @@ class Argv:
         """The command that lists the zones with TPUs."""
         return self._tpus("locations", "list")
 
-    def create(self, order: Order, zone: str) -> tuple[str, ...]:
-        """The command that rents a slice in a zone."""
+    def create(self, order: Order, name: str, zone: str) -> tuple[str, ...]:
+        """The command that rents a slice under a name of its own in a zone."""
         common = (
             f"--zone={zone}",
             f"--accelerator-type={order.accelerator}",
@@ -208,14 +211,18 @@ class Argv:
             *((f"--service-account={order.service_account}",) if order.service_account else ()),
         )
         if not order.queued:
-            return self._tpus("tpu-vm", "create", order.name, f"--version={order.runtime}", *common)
+            return self._tpus("tpu-vm", "create", name, f"--version={order.runtime}", *common)
         own = (f"--runtime-version={order.runtime}", f"--valid-until-duration={order.valid_until_s}s")
-        return self._tpus("queued-resources", "create", order.name, f"--node-id={order.name}", *own, *common)
+        return self._tpus("queued-resources", "create", name, f"--node-id={name}", *own, *common)
 
-    def delete(self, name: str, zone: str, *, queued: bool) -> tuple[str, ...]:
-        """The command that deletes a queued resource with its node, or a node without one."""
+    def delete(self, name: str, zone: str, *, queued: bool, force: bool = True) -> tuple[str, ...]:
+        """The command that deletes a queued resource, or a node without one.
+
+        Without `force` it fails if the queued resource has got machines.
+        """
         if queued:
-            return self._tpus("queued-resources", "delete", name, f"--zone={zone}", "--force")
+            forced = ("--force",) if force else ()
+            return self._tpus("queued-resources", "delete", name, f"--zone={zone}", *forced)
         return self._tpus("tpu-vm", "delete", name, f"--zone={zone}")
 
     def label(self, name: str, zone: str, labels: Mapping[str, str]) -> tuple[str, ...]:
@@ -262,6 +269,18 @@ class Argv:
     def delete_vm(self, name: str, zone: str) -> tuple[str, ...]:
         """The command that deletes a virtual machine."""
         return self._gcloud("instances", "delete", name, f"--zone={zone}")
+
+    def objects(self, prefix: str) -> tuple[str, ...]:
+        """The command that lists the objects of a bucket whose names begin like this."""
+        return self._storage("objects", "list", f"{prefix}*", "--format=json(name)")
+
+    def put(self, file: str, target: str) -> tuple[str, ...]:
+        """The command that copies a file into a bucket."""
+        return self._storage("cp", file, target)
+
+    def _storage(self, *arguments: str) -> tuple[str, ...]:
+        project = (f"--project={self.project}",) if self.project else ()
+        return ("gcloud", "storage", *arguments, *project, "--quiet")
 
     def _tpus(self, *arguments: str, output: tuple[str, ...] = ("--format=json",)) -> tuple[str, ...]:
         return self._gcloud("tpus", *arguments, output=output)

@@ -1,7 +1,8 @@
 """Joins the nodes and queued resources that the API lists into slices.
 
 `podium.pods.slices` requests the lists, rents and deletes. Everything about a slice is stored in its own labels, so any
-laptop of the owner can use it; slices without these labels are never deleted.
+laptop of the owner can use it; slices without these labels are never deleted. All labels but one are set when the slice
+is requested and never change: gcloud updates labels by reading and writing all of them, at two moments.
 """
 
 import dataclasses
@@ -16,20 +17,23 @@ State = Literal["ready", "creating", "waiting", "dead", "failed", "deleting"]
 failed: the queued resource will never get machines. Dead and failed slices use quota until they are deleted."""
 
 OWNER = "podium-owner"
-ID = "podium-id"
-"""Random word that distinguishes a slice from earlier and later ones with the same name."""
-LEASE = "podium-lease"
-"""When the lease expires, in Unix seconds."""
-LEASE_S = "podium-lease-s"
-"""Length of the lease in seconds, also when it is renewed."""
+NAME = "podium-name"
+"""What the user calls it. Its own name ends with a random word, so that no two slices ever have the same one."""
+RUN = "podium-run"
+"""The run that `--keep-alive` rented it for, which alone uses and deletes it; without it, the user does."""
+IDLE_S = "podium-lease-s"
+"""Seconds without a job after which `podium pod reap` deletes it."""
 ZONES = "podium-zones"
 """Zones in which the slice was requested, in order."""
-RUN = "podium-run"
-"""The job last started on the slice's machines, or about to start; attempt 0: the slice was rented for that run."""
-STOP = "podium-stop"
-"""Time of the last `podium pod stop`, in Unix seconds."""
-END = "podium-end"
-"""RUN-TIME-STATUS: a run that has ended, when and with which status, for other commands that keep it alive."""
+BUCKET = "podium-bucket"
+"""The bucket of its run, where `podium.pods.endings` records that the run is over."""
+STATE = "podium-state"
+"""The only label that changes: `started`, then `stop-WORD` (`podium pod stop`), `end-STATUS` or `lost`.
+
+A command that keeps a run alive sets the last two before it deletes machines; none starts anything there after that.
+"""
+STARTED, LOST = "started", "lost"
+STOP, END = "stop-", "end-"
 LABEL_LENGTH = 63
 """Maximum length of a label's value: lower-case letters, digits, `-` and `_`."""
 ApiObject = Mapping[str, Any]
@@ -73,6 +77,7 @@ class Slice:
     labels: Mapping[str, str]
     created: datetime.datetime | None
     """When its machines were created, or the request for them."""
+    requested: datetime.datetime | None
     service_account: str | None = None
 
     @property
@@ -81,45 +86,35 @@ class Slice:
         return self.labels.get(OWNER)
 
     @property
-    def identity(self) -> str:
-        """Distinguishes it from other slices of the same name; empty if an older Podium rented it."""
-        return self.labels.get(ID, "")
+    def title(self) -> str:
+        """What the user calls it."""
+        return self.labels.get(NAME, self.name)
 
-    def is_same(self, other: "Slice") -> bool:
-        """Whether both are one slice, seen at two moments."""
-        return (self.name, self.zone, self.owner, self.identity) == (
-            other.name,
-            other.zone,
-            other.owner,
-            other.identity,
-        )
+    @property
+    def order(self) -> tuple[float, str]:
+        """A sort key by which the slice requested first comes first, by Google's clock."""
+        return (self.requested.timestamp() if self.requested else 0.0, self.name)
 
     @property
     def run(self) -> str | None:
-        """The run that it was rented for or that was last started there, without the attempt's number."""
-        label = self.labels.get(RUN)
-        return label and re.sub(r"-\d+$", "", label)
+        """The run that it was rented for; None: it was rented for any."""
+        return self.labels.get(RUN)
 
     @property
-    def started(self) -> bool:
-        """Whether a job was started on its machines."""
-        return RUN in self.labels and not self.labels[RUN].endswith("-0")
+    def mark(self) -> str:
+        """The label that changes; empty if nothing was started there."""
+        return self.labels.get(STATE, "")
 
     @property
-    def lease(self) -> float | None:
-        """The end of its lease in Unix seconds; None if the label is missing or not a number.
-
-        The lease starts when the machines are created at the earliest: time in the queue does not count.
-        """
-        end = self._number(LEASE)
-        if end is None or self.lease_s is None or self.created is None or not self.node:
-            return end
-        return max(end, self.created.timestamp() + self.lease_s)
+    def doomed(self) -> bool:
+        """Whether a command that kept its run alive is about to delete it."""
+        return self.mark == LOST or self.mark.startswith(END)
 
     @property
-    def lease_s(self) -> float | None:
-        """Length of its lease in seconds; None if it has no such label."""
-        return self._number(LEASE_S)
+    def idle_s(self) -> float | None:
+        """Seconds without a job after which it may be deleted; None if the label is missing or not a number."""
+        text = self.labels.get(IDLE_S, "")
+        return float(text) if text.isdecimal() else None
 
     @property
     def zones(self) -> tuple[str, ...]:
@@ -135,10 +130,6 @@ class Slice:
     def billed(self) -> bool:
         """Whether machines exist."""
         return self.node and self.state in ("ready", "creating")
-
-    def _number(self, label: str) -> float | None:
-        text = self.labels.get(label, "")
-        return float(text) if text.isdecimal() else None
 
 
 def owner_label(account: str) -> str:
@@ -190,7 +181,6 @@ def _slice(queued: ApiObject | None, node: ApiObject | None) -> Slice:
     name, zone = _name_and_zone((queued or machines)["name"])
     spec = (request.get("tpu", {}).get("nodeSpec") or [{}])[0].get("node", {}) if queued else machines
     scheduling = machines.get("schedulingConfig", {})
-    created = (node or request).get("createTime")
     state, detail = _state(request, machines)
     return Slice(
         name=name,
@@ -205,9 +195,14 @@ def _slice(queued: ApiObject | None, node: ApiObject | None) -> Slice:
         node=node is not None,
         addresses=tuple(each.get("ipAddress", "") for each in machines.get("networkEndpoints", ())),
         labels={**spec.get("labels", {}), **machines.get("labels", {})},
-        created=datetime.datetime.fromisoformat(re.sub(r"\.\d+", "", created)) if created else None,
+        created=_time((node or request).get("createTime")),
+        requested=_time((queued or machines).get("createTime")),
         service_account=spec.get("serviceAccount", {}).get("email"),
     )
+
+
+def _time(text: str | None) -> datetime.datetime | None:
+    return datetime.datetime.fromisoformat(text) if text else None
 
 
 def _state(request: ApiObject, machines: ApiObject) -> tuple[State, str]:

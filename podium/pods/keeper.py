@@ -2,8 +2,8 @@
 
 The machine receives the same as workers (code, config, secrets) and runs one job of the agent, which is `podium pod run
 --keep-alive` with the same config. Its slices have the laptop user's owner label, so every command works from any
-laptop as before. When the run has ended the machine deletes the slice and itself; `podium pod down` deletes both at any
-time. After a failure the machine is turned off instead, and its description says why.
+laptop as before. When the run has ended the machine deletes the run's slice and itself; `podium pod down` deletes both
+at any time. After a failure the machine is turned off instead, and its description says why.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from podium.pods.project import Project
 from podium.pods.push import HOME
 from podium.pods.remote import Remote, UnusableError
 from podium.pods.slices import SliceError
-from podium.pods.world import OWNER_VARIABLE
+from podium.pods.world import OWNER_VARIABLE, RUN_VARIABLE
 
 KEEP = Path(__file__).parent / "host" / "keep.sh"
 PREPARE = "prepare-workers.sh"
@@ -114,7 +114,7 @@ def keeper_spec(
         package=dataclasses.replace(
             package, files=(*files, KEEP), extras=(), environment=f"{package.environment}-keep", python=None
         ),
-        environment={OWNER_VARIABLE: owner, "JAX_PLATFORMS": "cpu"},
+        environment={OWNER_VARIABLE: owner, RUN_VARIABLE: label_text(spec.prefix), "JAX_PLATFORMS": "cpu"},
         command=" ".join((keep, *paths, shlex.join((*words, *dirty)))),
     )
 
@@ -150,7 +150,7 @@ def _rented(project: Project, name: str, zone: str, rent: Rent) -> Slice:
     if found is None:
         project.say(f"{zone}: renting {machine_name(name)}, an e2-micro")
         project.note("if it is not there; the owner is that of gcloud's account:")
-        labels = {OWNER: owner, RUN: label_text(name)}
+        labels = {OWNER: owner, RUN: name}
         gcloud.checked(gcloud.argv.create_vm(machine_name(name), zone, labels, rent.service_account))
         found = _found(project, name)
     if found is None:
@@ -168,7 +168,7 @@ def _found(project: Project, name: str) -> Slice | None:
 
 def _as_slice(instance: ApiObject) -> Slice:
     status = instance.get("status", "?")
-    created = instance.get("creationTimestamp")
+    created = datetime.datetime.fromisoformat(text) if (text := instance.get("creationTimestamp")) else None
     interfaces = instance.get("networkInterfaces") or [{}]
     metadata = {each["key"]: each.get("value", "") for each in instance.get("metadata", {}).get("items", [])}
     if END in metadata:
@@ -186,7 +186,8 @@ def _as_slice(instance: ApiObject) -> Slice:
         node=True,
         addresses=(interfaces[0].get("networkIP", ""),),
         labels=instance.get("labels", {}),
-        created=datetime.datetime.fromisoformat(created) if created else None,
+        created=created,
+        requested=created,
     )
 
 

@@ -47,6 +47,10 @@ SETUP = "setup-"
 UNDER_WAY = ("running", "starting")
 
 
+class SetupError(RemoteError):
+    """The user's script or the installation failed; what it needs from outside may be out of reach for a while."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSpec:
     """A run: settings, code, secrets and machines."""
@@ -348,7 +352,7 @@ def _set_up(remote: Remote, spec: RunSpec, job: str, clock: Clock, say: Callable
             text, _ = read_log(remote, failed[0], job, max(0, size - LOG_BYTES))
             last = " | ".join(text.strip().splitlines()[-5:])
             stop_job(remote, job, clock=clock, say=say)
-            raise RemoteError(f"{remote.name}: the setup failed on worker(s) {', '.join(map(str, failed))}: {last}")
+            raise SetupError(f"{remote.name}: the setup failed on worker(s) {', '.join(map(str, failed))}: {last}")
         if all(ended):
             return
         clock.sleep(SETUP_POLL_S)

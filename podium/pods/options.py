@@ -29,7 +29,12 @@ class Rent:
         list[str] | None, Option("--zone", metavar="ZONE", help="Zones to try, in this order. Repeatable.")
     ] = None
     spot: Annotated[bool, Option("--spot/--on-demand", help="Cheaper but preemptible, or not.")] = True
-    queued: Annotated[bool, Option("--queued/--now", help="Wait in Google's queue, or fail if none is free.")] = True
+    queued: Annotated[
+        bool,
+        Option(
+            "--queued/--now", help="Wait in Google's queue, or fail if none is free (with --keep-alive: ask again)."
+        ),
+    ] = True
     valid_until: Annotated[str, Option(metavar="TIME", help="How long to wait in each zone's queue, such as 90m.")] = (
         "4h"
     )
@@ -37,7 +42,7 @@ class Rent:
         str | None,
         Option(
             metavar="TIME",
-            help="`podium pod reap` deletes it after this time, such as 12h, unless a run on it is followed; "
+            help="`podium pod reap` deletes it when nothing has run on it for this time, such as 12h; "
             "unset: 24h, or as before.",
         ),
     ] = None

@@ -10,17 +10,19 @@ from typing import Literal
 
 from podium.job.job_records import ABORTED, GUARD, STOPPED, first_failure, listed
 from podium.pods.gcloud import GcloudError
-from podium.pods.launch import JobStatus
+from podium.pods.launch import JobStatus, SetupError
 from podium.pods.patience import Patience
 from podium.pods.remote import RemoteError, UnusableError
 from podium.pods.rental import DEFAULT_LEASE, seconds
 from podium.pods.session import Observation, Session
-from podium.pods.slices import NODE_S, DeletedError, SliceError, TakenError
+from podium.pods.slices import NODE_S, DeletedError, PendingError, RefusedError, SliceError, TakenError
 from podium.pods.world import Clock
 
-Act = Literal["wait", "start", "restart", "replace", "stop", "end"]
+Act = Literal["wait", "rent", "start", "restart", "replace", "stop", "end"]
 WRONG_SETTINGS = 2
 RUNNING = "running"
+SETUP_PAUSES_S = (10.0, 30.0, 60.0, 120.0, *[300.0] * 5)
+"""Seconds before further attempts of a failed setup: half an hour in all, for an index or a hub that is down."""
 ENDINGS = 1000
 """Maximum attempts to delete the slice at the end, while lists still show it."""
 
@@ -35,8 +37,8 @@ class Policy:
     """Maximum replacements of the machines without a new step."""
     unusable: int = 5
     """Maximum consecutive starts on machines that do not answer or lack something."""
-    down: bool = True
-    """Whether the slice is deleted at the end of the run, successful or not."""
+    down: bool | None = None
+    """Whether the slice is deleted at the end of the run, successful or not; None: unless `podium pod up` made it."""
     poll_s: float = 10.0
     silence_s: float = 300.0
     """Seconds after which silent workers count as lost, if the job has failed on others."""
@@ -64,6 +66,8 @@ class Counts:
     starts: int = 0
     """Failed starts in a row, for example in the setup."""
     unusable: int = 0
+    setups: int = 0
+    """Failed setups in a row."""
     refused: int = 0
     """Consecutive attempts in which all zones refused."""
 
@@ -79,16 +83,14 @@ class Decision:
 
 def decide(seen: Observation, counts: Counts, policy: Policy) -> Decision:
     """Choose the action for an observation. Pure: no time, no network."""
-    if seen.replacing:
-        return Decision(act="replace", why="another slice is being rented")
-    if other := _about_others(seen):
+    if seen.over is not None and (other := _about_end(seen, seen.over)):
         return other
     if seen.slice is None:
-        if seen.waited_s < policy.settle_s:
-            return Decision(act="wait", why="the slice is not listed")
-        return Decision(act="end", why="the slice was deleted, but not by this command", status=1)
+        return _without_slice(seen, policy)
     if seen.slice.state == "deleting":
         return Decision(act="wait", why="the slice is being deleted, but not by this command")
+    if seen.slice.doomed:
+        return Decision(act="replace", why="another command has given the slice up")
     if not seen.slice.alive:
         return _replace(f"the slice is lost ({seen.slice.detail})", counts, policy)
     if seen.slice.state != "ready" or seen.job is None:
@@ -97,26 +99,34 @@ def decide(seen: Observation, counts: Counts, policy: Policy) -> Decision:
                 f"the slice has been {seen.slice.detail} for {seen.waited_s / 60:.0f} minutes", counts, policy
             )
         return Decision(act="wait", why=f"the slice is {seen.slice.detail}")
+    if seen.stopped_before and not seen.job.unheard:
+        why = "the run was stopped there before this command"
+        return Decision(act="stop" if seen.job.running else "replace", why=why)
     return _about_job(seen, seen.job, counts, policy)
 
 
-def _about_others(seen: Observation) -> Decision | None:
-    """Choose the action if another command took the slice, announced the run's end, or asked the run to stop."""
-    done = seen.job is not None and seen.job.outcome == "done"
-    if seen.taken and not done:
-        why = f"{seen.taken}; the same command with another --slice continues this run"
-        return Decision(act="end", why=why, status=1)
-    if seen.ended is not None:
-        return Decision(act="end", why="another command found that the run has ended", status=seen.ended)
-    if not seen.asked_to_stop:
-        return None
+def _without_slice(seen: Observation, policy: Policy) -> Decision:
+    """Choose the action if no slice is listed."""
+    if seen.renting:
+        return Decision(act="rent", why="machines are needed")
+    if seen.waited_s < policy.settle_s:
+        return Decision(act="wait", why="the slice is not listed")
+    why = "the slice was deleted, but not by this command"
+    if seen.wanted:
+        return Decision(act="rent", why=f"{why}, and the run is not over")
+    return Decision(act="end", why=why, status=1)
+
+
+def _about_end(seen: Observation, status: int) -> Decision | None:
+    """Choose the action if another command has stopped or ended the run; None: the machines do not tell."""
     if seen.job and seen.job.running:
         return Decision(act="stop", why="stopping on request")
     if seen.job and seen.job.unheard:
         return None
-    if done:
+    if seen.job and seen.job.outcome == "done":
         return Decision(act="end", why="done")
-    return Decision(act="end", why="stopped on request; it can be continued", status=STOPPED)
+    why = "stopped on request; it can be continued" if status == STOPPED else "another command has ended the run"
+    return Decision(act="end", why=why, status=status)
 
 
 def _about_job(seen: Observation, job: JobStatus, counts: Counts, policy: Policy) -> Decision:
@@ -145,18 +155,20 @@ def _about_job(seen: Observation, job: JobStatus, counts: Counts, policy: Policy
 def _about_silence(seen: Observation, counts: Counts, policy: Policy) -> Decision:
     """Choose the action for machines that are ready but do not answer; they are kept for the length of a lease."""
     assert seen.slice is not None
-    lease_s = seen.slice.lease_s or seconds(DEFAULT_LEASE, "--lease")
-    if policy.down and seen.waited_s >= lease_s:
-        why = f"no worker has answered for {lease_s / 3600:.3g} h, the length of its lease"
-        if seen.asked_to_stop:
-            return Decision(act="end", why=f"{why}, and the run was asked to stop", status=STOPPED)
+    idle_s = seen.slice.idle_s or seconds(DEFAULT_LEASE, "--lease")
+    if policy.down is not False and seen.waited_s >= idle_s:
+        why = f"no worker has answered for {idle_s / 3600:.3g} h, the length of its lease"
+        if seen.over is not None:
+            return Decision(act="end", why=f"{why}, and the run was asked to stop", status=seen.over)
         return _replace(why, counts, policy)
     why = (
         "no worker answers, but the machines are ready: they are kept, since the run may continue; is ssh blocked here?"
     )
     if hours := int(seen.waited_s // policy.reminder_s):
         silent = f"no worker has answered for {hours * policy.reminder_s / 3600:.3g} h"
-        then = f"after {lease_s / 3600:.3g} h the slice is replaced" if policy.down else "nothing deletes them"
+        then = (
+            f"after {idle_s / 3600:.3g} h the slice is replaced" if policy.down is not False else "nothing deletes them"
+        )
         why = f"{silent}, and the machines are ready and cost money; {then}; podium pod down {seen.slice.name}"
     return Decision(act="wait", why=why)
 
@@ -248,7 +260,7 @@ class _Keeper:
                 continue
             if decision.act == "end":
                 return self._end(decision, seen)
-            if (status := self._act(decision)) is not None:
+            if (status := self._act(decision, seen)) is not None:
                 return status
             before = None
 
@@ -263,7 +275,7 @@ class _Keeper:
                 self._observing.reset()
                 return seen
 
-    def _act(self, decision: Decision) -> int | None:
+    def _act(self, decision: Decision, seen: Observation) -> int | None:
         """Carry out a decision; returns an exit status if there is nothing left to follow.
 
         A failure is printed; the next observation will show its effect.
@@ -271,13 +283,19 @@ class _Keeper:
         try:
             self._do(decision)
         except (DeletedError, TakenError) as error:
+            if isinstance(error, DeletedError) and seen.wanted:
+                return None  # the next observation tells whether the run is over
             self._say(f"{error}; nothing is rented by this command")
             return 1
         except GcloudError as error:
             if not error.gone:
                 self._acting.wait(error)
+        except PendingError as error:
+            self._acting.wait(error.cause)
         except (RemoteError, SliceError) as error:
             self._say(str(error))
+            if isinstance(error, RefusedError) and error.final:
+                return 1
             self._clock.sleep(self._count(error, decision))
         else:
             self._acting.reset()
@@ -289,10 +307,14 @@ class _Keeper:
         if decision.act == "stop":
             self._session.stop()
             return
+        if decision.act == "rent":
+            self._session.rent()
+            self._counts = dataclasses.replace(counts, refused=0)
+            return
         if decision.act == "replace":
             self._session.replace()
             self._counts = dataclasses.replace(
-                counts, replacements=counts.replacements + 1, restarts=0, unusable=0, refused=0
+                counts, replacements=counts.replacements + 1, restarts=0, unusable=0, starts=0
             )
             return
         restarts = counts.restarts
@@ -301,7 +323,7 @@ class _Keeper:
             self._clock.sleep(_pause(self._policy.pauses_s, restarts))
             restarts += 1
         self._session.start()
-        self._counts = dataclasses.replace(counts, unusable=0, starts=0, restarts=restarts)
+        self._counts = dataclasses.replace(counts, unusable=0, starts=0, setups=0, restarts=restarts)
 
     def _count(self, error: RemoteError | SliceError, decision: Decision) -> float:
         """Count a failure; returns the seconds to wait before the next observation."""
@@ -311,6 +333,11 @@ class _Keeper:
                 if error.answered or not self._session.may_run:
                     counts = dataclasses.replace(counts, unusable=counts.unusable + 1)
                 pause_s = _pause(policy.pauses_s, counts.unusable)
+            case SetupError() if counts.setups < len(SETUP_PAUSES_S):
+                pause_s = SETUP_PAUSES_S[counts.setups]
+                counts = dataclasses.replace(counts, setups=counts.setups + 1)
+            case SetupError():
+                pause_s, counts = 0.0, dataclasses.replace(counts, starts=policy.restarts, restarts=policy.restarts)
             case RemoteError():
                 restarts = counts.restarts + (decision.act == "restart")
                 counts = dataclasses.replace(counts, starts=counts.starts + 1, restarts=restarts)
@@ -323,27 +350,27 @@ class _Keeper:
 
     def _end(self, decision: Decision, seen: Observation) -> int:
         """Delete the slice if requested, or stop workers that are still running; returns the exit status."""
-        name = self._session.slice.name
-        if not self._policy.down:
+        title = self._session.title
+        if self._policy.down is False or (self._session.lasting and not self._policy.down):
             if seen.job is not None and seen.job.outcome in ("failed", "guard"):
                 self._stop_the_rest()
             if seen.slice is not None:
-                self._say(f"{name} is still rented; podium pod down {name} deletes it")
+                self._say(f"{seen.slice.name} is still rented; podium pod down {title} deletes it")
             return decision.status
         ending = Patience(
-            self._clock, self._say, f"{name} may still be rented, and costs money: podium pod down {name}"
+            self._clock, self._say, f"{title} may still be rented, and costs money: podium pod down {title}"
         )
         for attempt in range(ENDINGS):
             try:
-                if self._session.give_back(decision.status):
-                    self._say(f"deleted {name}; podium pod run --keep leaves it rented")
+                if self._session.give_back(decision.status, told=seen.over is not None):
+                    self._say(f"deleted {title}; podium pod run --keep leaves it rented")
                 return decision.status
             except GcloudError as error:
                 ending.wait(error)
             except (RemoteError, SliceError) as error:
                 self._say(str(error))
                 self._clock.sleep(_pause(self._policy.no_capacity_s, attempt))
-        self._say(f"{name} may still be rented and cost money; podium pod down {name} deletes it")
+        self._say(f"{title} may still be rented and cost money; podium pod down {title} deletes it")
         return decision.status
 
     def _stop_the_rest(self) -> None:

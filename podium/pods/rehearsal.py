@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 
 from podium.job.job_records import NO_JOB
 from podium.pods.gcloud import Finished
-from podium.pods.inventory import LEASE, OWNER, machine_name
+from podium.pods.inventory import NAME as TITLE
+from podium.pods.inventory import OWNER
 from podium.pods.world import World
 
 NAME = "NAME"
@@ -22,7 +23,7 @@ ZONE = "ZONE"
 JOB = "JOB"
 MARK = "MARK"
 NO_CAPACITY = "ERROR: there is no more capacity in this zone"
-VERBS = ("list", "create", "delete", "update", "ssh", "scp")
+VERBS = ("list", "create", "delete", "update", "ssh", "scp", "cp")
 JsonAnswer = Mapping[str, object] | Sequence[Mapping[str, object]]
 
 
@@ -31,10 +32,11 @@ class Placeholders:
     """The state of the project in a dry run."""
 
     name: str | None = None
-    """Name of the slice; None: any."""
+    """What the user calls the slice; None: any."""
     exists: bool = True
     """Whether the slice is rented already; with and without a queued resource, to show how each is deleted."""
     accelerator: str = "v6e-8"
+    spot: bool = False
     workers: int = 1
     zones: Sequence[str] = ()
     """Zones in which the slice is requested; all but the last refuse."""
@@ -64,13 +66,13 @@ class Rehearsal:
 
     def __init__(self, world: World, placeholders: Placeholders) -> None:
         self._world, self._found = world, placeholders
-        self._name = placeholders.name or NAME
+        self._name = f"{placeholders.name}-WORD" if placeholders.name else NAME
         self._zone = ZONE
         self._queued = placeholders.exists
         """Whether there is a slice with a queued resource."""
         self._lone = placeholders.exists
         """Whether there is a slice without a queued resource."""
-        self._labels = {OWNER: world.owner(None), LEASE: "0"}
+        self._labels = {OWNER: world.owner(None), TITLE: placeholders.name or NAME}
         self._keeper = placeholders.keeper
         self._waited_s = 0.0
         self._when = ""
@@ -120,12 +122,12 @@ class Rehearsal:
             case "create" if flags["zone"] in self._found.zones[:-1]:
                 stderr = NO_CAPACITY
             case _:
-                self._change(group, verb, flags)
+                self._change(group, verb, words[words.index(verb) + 1], flags)
         return Finished(argv=words, returncode=int(bool(stderr)), stdout=stdout, stderr=stderr)
 
     def _listed(self, group: str, zone: str | None) -> JsonAnswer:
         """The answer to gcloud's list command of this group, in a zone if it names one."""
-        if zone not in (None, "-", ZONE, self._zone):
+        if group == "objects" or zone not in (None, "-", ZONE, self._zone):
             return []
         match group:
             case "config":
@@ -135,6 +137,7 @@ class Rehearsal:
             case "queued-resources":
                 node = {"acceleratorType": self._found.accelerator, "labels": self._labels}
                 request = {"state": {"state": "ACTIVE"}, "tpu": {"nodeSpec": [{"node": node}]}}
+                request |= {"spot": {}} if self._found.spot else {}
                 return [{"name": self._path("queuedResources"), **request}] * self._queued
             case "instances":
                 interfaces = [{"networkIP": "ADDRESS0"}]
@@ -145,22 +148,26 @@ class Rehearsal:
         node = {
             "name": self._path("nodes"),
             "state": "READY",
+            "schedulingConfig": {"spot": self._found.spot},
             "acceleratorType": self._found.accelerator,
             "labels": self._labels,
             "networkEndpoints": endpoints,
         }
         return [node] * self._lone + [{**node, "queuedResource": self._path("queuedResources")}] * self._queued
 
-    def _change(self, group: str, verb: str, flags: Mapping[str, str]) -> None:
+    def _change(self, group: str, verb: str, name: str, flags: Mapping[str, str]) -> None:
         """Apply the effect of a command to the project."""
         if group == "instances":
-            self._keeper = machine_name(self._name) if verb == "create" else None
+            self._keeper = name if verb == "create" else None
             self._zone = flags["zone"]
         elif verb == "update":
             pairs = [pair.partition("=") for pair in flags["update-labels"].split(",")]
             self._labels |= {name: value for name, _, value in pairs}
-        elif verb in ("create", "delete"):
-            self._zone = flags["zone"]
+        elif verb in ("create", "delete") and group != "storage":
+            self._zone, self._name = flags["zone"], name
+            if verb == "create":
+                kind = flags["accelerator-type"]
+                self._found = dataclasses.replace(self._found, accelerator=kind, spot="spot" in flags)
             if group == "queued-resources":
                 self._queued = verb == "create"
             else:

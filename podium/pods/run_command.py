@@ -13,6 +13,7 @@ from podium.config.schema import Config
 from podium.config.show import to_yaml
 from podium.files import BUCKETS
 from podium.models.architecture import ModelError
+from podium.pods.endings import Endings, bucket_label
 from podium.pods.inventory import Slice, label_text
 from podium.pods.keeper import keep_on_vm
 from podium.pods.launch import RunSpec
@@ -21,10 +22,11 @@ from podium.pods.project import Project, open_project
 from podium.pods.push import pack
 from podium.pods.recover import Policy, keep_alive
 from podium.pods.rehearsal import Placeholders
-from podium.pods.rental import rent_slice, tpu
+from podium.pods.rental import new_order, rent_slice, same_again, tpu, zones_of
 from podium.pods.secrets import gather, read_variables
 from podium.pods.session import Session
 from podium.pods.slices import BadRequestError, SliceError
+from podium.pods.world import RUN_VARIABLE
 from podium.run.divisible import check_divisible
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
@@ -70,41 +72,41 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
         project = open_project(common, placeholders, secrets)
         if spec.package.sends("changes.patch"):
             project.say("uncommitted changes are sent as a patch, which is kept beside the code on the workers")
-        if options.on_vm and rent.type:
-            zone = (rent.zones or [project.zone])[0]
-            if zone is None:
-                raise BadRequestError("which zone? Give --zone: one or more zones in which you have quota")
-            assert name is not None
+        tpu_slice = None if wanted else _found(project, name, options)
+        if tpu_slice is not None:
+            rent, name = same_again(tpu_slice, rent), tpu_slice.title
+            _check_runs_dir(loaded, options, len(tpu_slice.addresses))
+            spec = dataclasses.replace(spec, accelerator=tpu_slice.accelerator)
+            _check_divisible(loaded.config, spec)
+        assert name is not None
+        if options.on_vm:
+            zone = tpu_slice.zone if tpu_slice else zones_of(rent, project.slices, project.zone)[0]
             keep_on_vm(project, name, zone=zone, rent=rent, options=options, spec=spec)
             return 0
-        tpu_slice = _find_slice(project, name, rent, options, spec.prefix)
-        _check_runs_dir(loaded, options, len(tpu_slice.addresses))
-        spec = dataclasses.replace(spec, accelerator=tpu_slice.accelerator)
-        _check_divisible(loaded.config, spec)
-        if options.on_vm:
-            keep_on_vm(project, tpu_slice.name, zone=tpu_slice.zone, rent=rent, options=options, spec=spec)
-            return 0
-        session = Session(project, tpu_slice, rent, spec)
-        if options.detach or not options.keep_alive:  # otherwise `keep_alive` starts it and handles failed starts
+        zones = zones_of(rent, project.slices, project.zone)
+        run = os.environ.get(RUN_VARIABLE) or label_text(spec.prefix)
+        bucket = bucket_label(loaded.config.runs_dir) or ""
+        order = new_order(name, rent, project.slices, zones, run, bucket=bucket if options.keep_alive else None)
+        endings = Endings(project.slices.gcloud, bucket if options.keep_alive and bucket else None, run, project.say)
+        session = Session(project, spec, order, zones, endings, fresh=wanted is not None)
+        if options.detach or not options.keep_alive:  # otherwise `keep_alive` does both and handles failures
+            session.slice = session.slice or rent_slice(project.slices, order, zones)
             session.start()
         if options.detach:
-            project.say(f"to follow it: podium pod logs -f {tpu_slice.name}")
+            project.say(f"to follow it: podium pod logs -f {name}")
             return 0
         return follow(project, session, options)
 
 
-def _find_slice(project: Project, name: str | None, rent: Rent, options: RunOptions, run: str) -> Slice:
-    """The slice to run on: an existing one, or a new one if a type was given."""
-    if rent.type is not None:
-        assert name is not None
-        return rent_slice(project.slices, name, rent, default_zone=project.zone, run=run)
+def _found(project: Project, name: str | None, options: RunOptions) -> Slice:
+    """The existing slice to run on. Raises SliceError if it is not ready and nothing would replace it."""
     tpu_slice = project.slices.locate(name)
     project.note("shown for a v6e-8; type, number and addresses of the machines come from the answer:")
     if tpu_slice.state == "ready" or options.keep_alive:  # `keep_alive` replaces it if necessary
         return tpu_slice
     raise SliceError(
         f"{tpu_slice.name} in {tpu_slice.zone} is not ready ({tpu_slice.detail}); wait for it with podium pod up "
-        f"{tpu_slice.name} --type {tpu_slice.accelerator} --zone {tpu_slice.zone}, or replace it with --keep-alive"
+        f"{tpu_slice.title} --type {tpu_slice.accelerator} --zone {tpu_slice.zone}, or replace it with --keep-alive"
     )
 
 
@@ -159,22 +161,19 @@ def _check_divisible(config: Config, spec: RunSpec) -> None:
 def follow(project: Project, session: Session, options: RunOptions) -> int:
     """Follow a run to its end, and keep it alive if `--keep-alive` was given; returns its exit status."""
     restarts, replacements = (options.restarts, options.replacements) if options.keep_alive else (0, 0)
-    down = options.keep_alive if options.down is None else options.down
+    down = False if options.down is None and not options.keep_alive else options.down
     policy = Policy(restarts=restarts, replacements=replacements, down=down)
+    name = session.title
     try:
         return keep_alive(session, policy, clock=project.clock, say=project.say)
     except KeyboardInterrupt:
-        name = session.slice.name
-        if session.replacing:
-            project.say(
-                f"\nstopped while {name} was being replaced: the request for machines stays, and may cost money later;"
-            )
+        if session.slice is None:
+            project.say("\nstopped while machines were asked for: a request stays, and may cost money later;")
             project.say(f"podium pod down {name} withdraws it, and the same command continues with it")
             return INTERRUPTED
         project.say(f"\nstopped following; the run continues. podium pod logs -f {name} shows its log,")
         project.say(f"podium pod stop {name} ends it, and the same command follows it again")
         return INTERRUPTED
     except (ValueError, OSError):
-        name = session.slice.name
         project.say(f"no longer followed: {name} may still be rented and cost money; podium pod down {name} deletes it")
         raise

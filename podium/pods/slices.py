@@ -3,11 +3,11 @@
     nothing -> requested in a zone -> waiting -> creating -> ready -> dead (preempted) or deleted
                     |  refused or expired: deleted there, and the next zone is tried
 
-Three rules hold after every step, and tests break every step to check them. The next zone is tried only when nothing of
-ours is left in the zone before, so there is never a second slice. A slice whose request got no reply is found by its
-name and labels, and used. A slice is listed again before it is deleted, and deleted only if it carries our owner's
-label and is the one that was seen before, not a later one of its name; it counts as deleted once lists no longer show
-it.
+A name is used once: every request has its own, TITLE-WORD with a random word, whatever became of earlier ones. So a
+command that deletes by name, labels, or asks again after a lost reply means one slice for ever, however long its laptop
+slept in between. Of several slices of one title, those of two laptops that asked at once, the one requested first (by
+Google's clock) is the slice; nobody uses another, and the first is the last to be deleted. So it is right at any later
+time, too, to delete one that was not the first when it was listed.
 
 Nothing is stored here: every call queries what exists.
 """
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from podium.pods.gcloud import CHANGE_S, READ_S, ApiAnswer, Gcloud, GcloudError, Order
-from podium.pods.inventory import END, ID, STOP, ApiObject, Slice, read_slices
+from podium.pods.inventory import LOST, NAME, STATE, ApiObject, Slice, read_slices
 from podium.pods.patience import Patience
 from podium.pods.world import Clock, random_word
 
@@ -30,6 +30,8 @@ SETTLE_S = 60.0
 """Seconds by which lists may lag behind requests and deletions."""
 LATE_S = 10.0
 """Seconds after a lost reply in which a slice may still appear."""
+NAME_WORD = 8
+"""Characters of the random word in a slice's name."""
 NODE_S = 1800.0
 """Seconds that machines may take to become ready once granted."""
 DELETE_S = 900.0
@@ -52,7 +54,15 @@ class InterruptedRentalError(SliceError):
 
 
 class PendingError(SliceError):
-    """gcloud failed after a request was made; the message says what may be rented."""
+    """gcloud failed after a request was made."""
+
+    def __init__(self, title: str, zone: str, cause: GcloudError) -> None:
+        """The message says what may be rented."""
+        super().__init__(
+            f"{cause}\n{title} may be requested or rented in {zone}: podium pod down {title} withdraws it; the same "
+            "command continues"
+        )
+        self.cause = cause
 
 
 class DeletedError(SliceError):
@@ -60,15 +70,19 @@ class DeletedError(SliceError):
 
 
 class TakenError(SliceError):
-    """The name belongs to other owners' slices in every zone, or another run uses the slice."""
+    """The slice is another run's, or is not to be deleted by this one."""
 
 
-class _RefusedError(Exception):
-    """A zone refuses the slice, for the reason in the message; `identity` names a slice to delete."""
+class RefusedError(SliceError):
+    """No zone gives the slice; nothing is left behind."""
 
-    def __init__(self, reason: object, identity: str | None = None) -> None:
-        super().__init__(reason)
-        self.identity = identity
+    def __init__(self, order: Order, refused: Mapping[str, GcloudError | str]) -> None:
+        lines = "".join(f"\n    {zone}: {reason}" for zone, reason in refused.items())
+        super().__init__(f"no zone gave {order.accelerator} for {order.name}, and nothing is left behind:{lines}")
+        self.final = all(
+            isinstance(each, GcloudError) and each.kind in ("denied", "invalid") for each in refused.values()
+        )
+        """Whether asking again cannot help."""
 
 
 class SliceLists:
@@ -120,15 +134,14 @@ class SliceLists:
             self._zones = sorted(each["locationId"] for each in self._answer(self.gcloud.argv.zones()))
         return self._zones
 
-    def find(self, name: str, *, each_zone: bool = False, needed: Sequence[str] = ()) -> list[Slice]:
-        """All slices with this name, in all zones; the queues of `needed` zones must be readable."""
-        return [each for each in self.survey(each_zone=each_zone, needed=needed) if each.name == name]
+    def titled(self, name: str, *, each_zone: bool = False, needed: Sequence[str] = ()) -> list[Slice]:
+        """Our slices with this title or name, in all zones, the one requested first at the beginning.
 
-    def expired(self, *, everyone: bool = False) -> list[Slice]:
-        """Slices whose lease has expired, ours or all that Podium rented; excludes queued ones."""
-        rented = [each for each in self.survey() if each.owner and (everyone or self.is_ours(each))]
-        now = self.clock.time()
-        return [each for each in rented if each.state != "waiting" and each.lease is not None and each.lease < now]
+        The queues of `needed` zones must be readable.
+        """
+        listed = self.survey(each_zone=each_zone, needed=needed)
+        ours = [each for each in listed if self.is_ours(each) and name in (each.title, each.name)]
+        return sorted(ours, key=lambda each: each.order)
 
     def label(self, tpu_slice: Slice, labels: Mapping[str, str]) -> None:
         """Set labels of a slice's node."""
@@ -143,37 +156,33 @@ class SliceLists:
         self.gcloud.note("")
         nodes = self._answer(self.gcloud.argv.nodes())
         for listed in (lambda: read_slices(nodes, []), self.survey):
-            ours = [each for each in listed() if self.is_ours(each) and name in (None, each.name)]
-            names = sorted({each.name for each in ours})
-            if len(names) > 1:
-                raise SliceError(f"you have several slices: {', '.join(names)}; name one")
+            ours = [each for each in listed() if self.is_ours(each) and name in (None, each.title, each.name)]
+            titles = sorted({each.title for each in ours})
+            if len(titles) > 1:
+                raise SliceError(f"you have several slices: {', '.join(titles)}; name one")
             if ours:
-                return min(ours, key=lambda each: _preference(each, ()))
+                return min(ours, key=lambda each: (not each.alive, each.order))
         what = f"no slice of yours is named {name}" if name else "you have no slices"
         raise SliceError(f"{what}; podium pod ls lists slices, podium pod up rents one")
 
     def now(self, tpu_slice: Slice) -> Slice | None:
         """The slice as listed now; None if it is gone."""
         for each in read_slices(self._answer(self.gcloud.argv.nodes(tpu_slice.zone)), []):
-            if each.name == tpu_slice.name and self.is_ours(each) and each.state == "ready":
+            if each.name == tpu_slice.name and each.state == "ready":
                 return each  # without reading the queue, which takes longer
-        return self.mine(tpu_slice.name, tpu_slice.zone)
+        return self.named(tpu_slice.name, tpu_slice.zone)
 
     def is_ours(self, tpu_slice: Slice) -> bool:
         """Whether it carries our owner's label."""
         return tpu_slice.owner == self.owner
 
-    def mine(self, name: str, zone: str) -> Slice | None:
-        """Our slice of that name in a zone."""
-        return next(filter(self.is_ours, self.named(name, zone)), None)
-
-    def named(self, name: str, zone: str) -> list[Slice]:
-        """The slices of that name in a zone, queued resources before nodes without one."""
+    def named(self, name: str, zone: str) -> Slice | None:
+        """Our slice with this name in a zone."""
         with ThreadPoolExecutor(self._parallel) as pool:
             nodes = pool.submit(self._answer, self.gcloud.argv.nodes(zone))
             queued = pool.submit(self._answer, self.gcloud.argv.queued(zone))
-        found = [each for each in read_slices(nodes.result(), queued.result()) if each.name == name]
-        return sorted(found, key=lambda each: not each.queued)
+        listed = read_slices(nodes.result(), queued.result())
+        return next((each for each in listed if each.name == name and self.is_ours(each)), None)
 
     def _queued(self, zone: str, needed: Sequence[str] = ()) -> Sequence[ApiObject]:
         argv = self.gcloud.argv.queued(zone)
@@ -207,88 +216,120 @@ class SliceLists:
 class Slices(SliceLists):
     """Rents and deletes the slices of one owner in one project."""
 
-    def up(self, order: Order, zones: Sequence[str]) -> Slice:
-        """Rent a slice in the first zone that grants it, or use an existing one, and wait until it is ready.
+    def up(self, order: Order, zones: Sequence[str], *, over: Callable[[], bool] = lambda: False) -> Slice:
+        """Rent a slice in the first zone that grants it, or use the one of its title, and wait until it is ready.
+
+        Args:
+            order: what to rent, and for which run.
+            zones: tried in this order.
+            over: whether the run has ended meanwhile; asked before and after each request.
 
         Raises:
-            TakenError: slices of others have the name in all zones.
-            SliceError: all zones refuse; the message has each zone's reason.
+            TakenError: the slice of this title was rented for another run.
+            RefusedError: all zones refuse; the message has each zone's reason.
+            DeletedError: another command has withdrawn the request, or the run is over.
             PendingError: gcloud failed after a request that may still be granted.
             GcloudError: gcloud is unusable, or does not answer; nothing was requested.
         """
-        reasons: dict[str, str] = {}
-        pending: list[str] = []  # zones where a request may stand
-        try:
-            while (got := self._next(order, zones, reasons, pending)) is None:
-                pass
-            for zone in reasons:  # again: gcloud may have sent a request twice, and the first may be done late
-                self._clear(order, zone)
-        except GcloudError as error:
-            if not pending:
-                raise
-            raise PendingError(
-                f"{error}\n{order.name} may be requested or rented in {', '.join(pending)}: "
-                f"podium pod down {order.name} withdraws it; the same command continues"
-            ) from error
-        return got
+        asking = _Asking(order, zones)
+        patience = Patience(self.clock, self.say, f"the request for {order.name} stays")
+        while True:
+            try:
+                got = self._advance(asking, over, patience)
+            except GcloudError as error:
+                if not asking.standing:
+                    raise
+                try:
+                    patience.wait(error)
+                except GcloudError:
+                    raise PendingError(order.name, asking.standing, error) from error
+                continue
+            if got is not None:
+                return got
 
-    def _next(self, order: Order, zones: Sequence[str], reasons: dict[str, str], pending: list[str]) -> Slice | None:
-        """Wait for the existing slice, or for one in the next zone; None if refused, for the reason in `reasons`."""
-        existing = self._existing(order, zones, reasons)
-        zone = existing.zone if existing else next((each for each in zones if each not in reasons), None)
-        if zone is None:
-            raise self._all_refused(order, reasons)
-        try:
-            if existing is None:
-                self._ask(order, zone)
-            pending[:] = [zone]
-            granted = self._wait(order, zone)
-            return granted if existing and existing.state == "ready" else _without_requests(granted)
-        except _RefusedError as refusal:
-            reasons[zone] = str(refusal)
-            self.say(f"{zone}: {refusal}")
-            self._clear(order, zone, refusal.identity)
-            pending.clear()
-        except DeletedError:  # by another command of ours, which may have asked for it in another zone
-            if self._existing(order, zones, reasons) is None:
-                raise
+    def _advance(self, asking: "_Asking", over: Callable[[], bool], patience: Patience) -> Slice | None:
+        """Do what is next for an order: ask a zone, wait, or delete what is useless. Returns the slice once ready."""
+        order = asking.order
+        if asking.unseen:
+            self._list(asking)
+        found = self.titled(order.name, needed=asking.zones)
+        patience.reset()
+        holder = found[0] if found else None
+        if over():
+            self.delete([each for each in found if each.name in asking.asked])
+            raise DeletedError(f"{order.name}: the run is over, so nothing is requested")
+        if holder is not None:
+            _check(holder, order)
+            asking.standing = holder.zone
+        # Nobody uses these: the first holds the title.
+        self.delete([each for each in found[1:] if each.name in asking.asked or (each.run and each.run == order.run)])
+        if holder is None:
+            self._ask(asking)
+        elif not holder.alive or holder.doomed:
+            if holder.zone not in asking.refused:
+                self.say(f"deleting {holder.name} in {holder.zone}: {holder.detail}")
+            self.delete([holder])
+            asking.standing = ""
+        elif holder.state == "ready":
+            return holder
+        elif reason := self._wait(asking, holder, patience):
+            asking.refused[holder.zone] = reason
+            self.say(f"{holder.zone}: {reason}")
         return None
 
-    def down(self, name: str) -> list[Slice]:
-        """Delete our slices of that name in all zones, verify that they are gone, and return them.
+    def down(self, name: str, run: str | None = None) -> list[Slice]:
+        """Delete our slices with this title or name in all zones, verify that they are gone, and return them.
 
-        Raises:
-            SliceError: the name belongs only to another owner's slice, or something remains.
+        With `run`, only those that were rented for this run. Raises SliceError if something remains.
         """
-        found = self.find(name)
+        found = [each for each in self.titled(name) if run in (None, each.run)]
         if not found:  # a request without a reply may still be carried out, or its zone may be unreachable for a moment
             self.clock.sleep(LATE_S)
-            found = self.find(name, each_zone=True)
-        ours = [each for each in found if self.is_ours(each)]
-        if found and not ours:
-            raise _taken(found[0], self.owner)
+            found = [each for each in self.titled(name, each_zone=True) if run in (None, each.run)]
         self.gcloud.note(f"for every slice of yours that is named {name}; the second if it was not queued:")
-        self.delete(ours)
-        left = [each for each in self.find(name) if any(map(each.is_same, ours))] if ours else []
-        if left:
-            raise SliceError(f"{name} is still in {', '.join(each.zone for each in left)}; run the command again")
-        return ours
+        self.delete(found)
+        return found
 
     def delete(self, slices: Sequence[Slice]) -> None:
-        """Delete slices of any owner, and wait until lists no longer show them; later ones with their names are kept.
+        """Delete slices, and wait until lists no longer show them; the one requested first is deleted last.
 
         Raises SliceError if one is still listed after a quarter of an hour.
         """
-        for each in sorted(slices, key=lambda each: not each.queued):
+        for each in sorted(slices, key=lambda each: each.order, reverse=True):
             self._delete(each)
+
+    def give_up(self, tpu_slice: Slice, mark: str) -> bool:
+        """Delete a slice on which other commands may start the same run: after this mark they no longer do.
+
+        Returns whether it was still listed.
+        """
+        found = self.titled(tpu_slice.title)
+        listed = next((each for each in found if each.name == tpu_slice.name), None)
+        if listed is None:
+            return False
+        if listed.node and listed.alive:
+            self.label(listed, {STATE: mark})
+        self.delete([each for each in found if each is listed or (each.run == listed.run is not None)])
+        return True
+
+    def withdraw(self, tpu_slice: Slice) -> bool:
+        """Delete a request that has no machines; returns False if it has got some meanwhile."""
+        argv = self.gcloud.argv.delete(tpu_slice.name, tpu_slice.zone, queued=True, force=False)
+        try:
+            self.gcloud.checked(argv)
+        except GcloudError as error:
+            if error.kind not in ("precondition", "not_found"):
+                raise
+            return error.kind == "not_found"
+        return True
 
     def _delete(self, tpu_slice: Slice) -> None:
         until = self.clock.monotonic() + DELETE_S
-        while same := [each for each in self.named(tpu_slice.name, tpu_slice.zone) if each.is_same(tpu_slice)]:
+        while (listed := self.named(tpu_slice.name, tpu_slice.zone)) is not None:
             if self.clock.monotonic() > until:
-                where = f"{tpu_slice.name} in {tpu_slice.zone}"
-                raise SliceError(f"{where} still exists ({same[0].detail}); run podium pod down {tpu_slice.name} again")
-            confirmed = all(self._request_deletion(each) for each in same)
+                where = f"{listed.name} in {listed.zone}"
+                raise SliceError(f"{where} still exists ({listed.detail}); run podium pod down {listed.name} again")
+            confirmed = self._request_deletion(listed)
             self.gcloud.note("until it is no longer listed:")
             if not confirmed:
                 self.clock.sleep(POLL_S)
@@ -305,170 +346,141 @@ class Slices(SliceLists):
             return False
         return True
 
-    def _existing(self, order: Order, zones: Sequence[str], reasons: dict[str, str]) -> Slice | None:
-        """Our usable slice with this name; our other slices with it are deleted unless a run was started on them.
+    def _ask(self, asking: "_Asking") -> None:
+        """Request it in the next zone, under a new name, until it is certain that the zone has accepted or refused it.
 
-        Adds zones in which another owner's slice has the name to `reasons`.
+        Raises RefusedError if no zone is left.
         """
-        found = self.find(order.name, needed=zones)
-        for each in found:
-            if not self.is_ours(each) and each.zone in zones and each.zone not in reasons:
-                reasons[each.zone] = str(_taken(each, self.owner))
-                self.say(reasons[each.zone])
-        ours = [each for each in found if self.is_ours(each)]
-        best = min((each for each in ours if each.alive), key=lambda each: _preference(each, zones), default=None)
-        if best and (best.accelerator, best.spot) != (order.accelerator, order.spot):
-            raise SliceError(
-                f"{best.name} exists in {best.zone} as {best.accelerator}, {'spot' if best.spot else 'on demand'}; "
-                f"ask for that, choose another name, or delete it first: podium pod down {best.name}"
-            )
-        if best and best.labels.get(ID) != order.labels.get(ID):
-            self.say(f"{order.name} exists in {best.zone} ({best.detail})")
-        for each in ours:
-            if each is best:
-                continue
-            if each.alive and each.started:
-                self.say(f"{each.name} is also rented in {each.zone}, where {each.run} was started; it is kept")
-                continue
-            self.say(f"deleting {each.name} in {each.zone}: {each.detail}")
-            self._delete(each)
-        return best
-
-    def _all_refused(self, order: Order, reasons: Mapping[str, str]) -> SliceError:
-        """The error when no zone is left."""
-        others = {each.zone for each in self.find(order.name) if not self.is_ours(each)}
-        lines = "".join(f"\n    {zone}: {reason}" for zone, reason in reasons.items())
-        if set(reasons) <= others:
-            return TakenError(f"the name {order.name} is taken in every zone; nothing was requested:{lines}")
-        return SliceError(f"no zone gave {order.accelerator} for {order.name}, and nothing is left behind:{lines}")
-
-    def _ask(self, order: Order, zone: str) -> None:
-        """Repeat the request until it is certain that the zone has accepted or refused it."""
+        order, zone = asking.order, asking.next_zone
+        name = f"{order.name}-{self.random_word('WORD')[:NAME_WORD]}"
+        asking.asked.add(name)
         self.say(f"{zone}: asking for {order.accelerator}, {'spot' if order.spot else 'on demand'}")
         self.gcloud.note(
-            f"if no slice is named {order.name}; the owner is that of gcloud's account; the next zone if one refuses:"
+            f"if no slice is called {order.name}; the owner is that of gcloud's account; the next zone if one refuses:"
         )
+        error = self._created(order, name, zone)
+        if error is None:
+            asking.standing, asking.unseen = zone, (name, zone)
+            return
+        if error.kind in ("missing", "project", "login", "disabled"):  # the same in every zone
+            raise error
+        if error.uncertain and error.kind != "unknown":
+            raise SliceError(
+                f"{order.name}: it is unknown whether {zone} created {name} ({error.text}); nothing else was "
+                f"requested. Run the command again, or delete what may exist: podium pod down {order.name}"
+            )
+        self.say(f"{zone}: {error}")
+        asking.refused[zone] = error
+
+    def _created(self, order: Order, name: str, zone: str) -> GcloudError | None:
+        """Request a slice, again if no reply comes; returns the last error, or None if the request stands."""
         error: GcloudError | None = None
+        order = dataclasses.replace(order, labels={**order.labels, NAME: order.name})
         for pause in (*PAUSES_S, None):
             try:
-                self.gcloud.checked(self.gcloud.argv.create(order, zone))
-                return
+                self.gcloud.checked(self.gcloud.argv.create(order, name, zone))
+                return None
             except GcloudError as failed:
                 error = failed
-            if error.kind in ("missing", "project", "login", "disabled"):  # the same in every zone
-                raise error
-            if error.kind == "exists" or error.uncertain:
-                if self._stands(order.name, zone):
-                    self.say(f"{zone}: it already exists ({error.kind}); using it")
-                    return
+            if error.kind == "exists":  # by this request, whose reply was lost
+                return None
+            if error.uncertain:
+                with contextlib.suppress(GcloudError):  # unknown, so the request is repeated
+                    if self.named(name, zone) is not None:
+                        return None
             elif error.kind != "rate":
-                raise _RefusedError(error)
+                return error
             if pause is not None:
                 self.clock.sleep(pause)
-        assert error is not None
-        raise self._refusal(order.name, zone, error)
+        return error
 
-    def _stands(self, name: str, zone: str) -> bool:
-        """Whether a request of ours is known to exist in a zone."""
-        with contextlib.suppress(GcloudError):  # unknown, so the request is repeated
-            return self.mine(name, zone) is not None
-        return False
-
-    def _refusal(self, name: str, zone: str, error: GcloudError) -> SliceError | _RefusedError:
-        """The error for a request that failed for good."""
-        if error.uncertain and error.kind != "unknown":
-            return SliceError(
-                f"{name}: it is unknown whether {zone} created it ({error.text}); nothing else was requested. "
-                f"Run the command again, or delete what may exist: podium pod down {name}"
-            )
-        return _RefusedError(error)
-
-    def _wait(self, order: Order, zone: str) -> Slice:
-        """Wait until it is ready. Raises _RefusedError if it never will be."""
+    def _list(self, asking: "_Asking") -> None:
+        """Wait until lists show the request made last."""
+        assert asking.unseen is not None
+        name, zone = asking.unseen
         self.gcloud.note("until it is ready:")
-        patience = Patience(self.clock, self.say, f"the request for {order.name} in {zone} stays")
-        waiting = _Waiting(order, zone, self.clock)
+        until = self.clock.monotonic() + SETTLE_S
+        while self.named(name, zone) is None:
+            if self.clock.monotonic() > until:
+                asking.refused[zone] = "it was requested and never listed"
+                asking.standing = ""
+                self.say(f"{zone}: {asking.refused[zone]}")
+                break
+            self.clock.sleep(PAUSES_S[0])
+        asking.unseen = None
+
+    def _wait(self, asking: "_Asking", holder: Slice, patience: Patience) -> str | None:
+        """Wait until it is ready; returns why it never will be. Raises DeletedError if other commands withdrew it."""
+        self.gcloud.note("until it is ready:")
+        began = seen = self.clock.monotonic()  # time asleep does not count
+        creating: float | None = None  # since when
+        detail = ""
         while True:
             try:
-                mine = self.mine(order.name, zone)
+                listed = self.named(holder.name, holder.zone)
             except GcloudError as error:
                 patience.wait(error)
-                waiting.seen = self.clock.monotonic()  # time asleep does not count
+                seen = self.clock.monotonic()
                 continue
             patience.reset()
-            if mine is not None and mine.detail != waiting.detail:
-                self.say(f"{zone}: {mine.detail}")
-            if waiting.ready(mine) and mine is not None:
-                return mine
-            self.clock.sleep(min(POLL_S, 2.0 + waiting.waited_s / 10))
+            now = self.clock.monotonic()
+            if listed is None or listed.state == "deleting":
+                if now - seen > SETTLE_S:
+                    break
+            else:
+                seen = now
+                if not listed.alive:
+                    return listed.detail
+                if listed.detail != detail:
+                    self.say(f"{holder.zone}: {listed.detail}")
+                detail = listed.detail
+                if listed.state == "ready" or listed.doomed:
+                    return None
+                creating = (creating or now) if listed.state == "creating" else None
+                if creating and now - creating > NODE_S:
+                    self.give_up(listed, LOST)
+                    return f"its machines have been {detail} for {NODE_S / 60:.0f} minutes"
+            self.clock.sleep(min(POLL_S, 2.0 + (now - began) / 10))
+        asking.standing = ""
+        if not self.titled(holder.title, needed=asking.zones):  # otherwise another command has replaced it
+            raise DeletedError(f"{holder.name} in {holder.zone} was deleted while it was being created")
+        return None
 
-    def _clear(self, order: Order, zone: str, identity: str | None = None) -> None:
-        """Delete what an order created in a zone, and our slice with this identity, if they exist."""
-        wanted = (order.labels.get(ID, ""), identity)
-        for each in self.named(order.name, zone):
-            if self.is_ours(each) and each.identity in wanted:
-                self._delete(each)
 
+@dataclasses.dataclass
+class _Asking:
+    """What has come of an order so far."""
 
-class _Waiting:
-    """The state of a pending request; time during which the laptop slept does not count as waiting."""
-
-    def __init__(self, order: Order, zone: str, clock: Clock) -> None:
-        self.detail = ""
-        self.seen = clock.monotonic()  # when it was last listed
-        self._order = order
-        self._zone = zone
-        self._clock = clock
-        self._began = self.seen
-        self._creating: float | None = None  # when creation of the machines began
+    order: Order
+    zones: Sequence[str]
+    refused: dict[str, GcloudError | str] = dataclasses.field(default_factory=dict)
+    """Zones and their reasons."""
+    asked: set[str] = dataclasses.field(default_factory=set)
+    """Names of the requests that this command made."""
+    standing: str = ""
+    """The zone in which a request may stand."""
+    unseen: tuple[str, str] | None = None
+    """Name and zone of the last request, until lists show it."""
 
     @property
-    def waited_s(self) -> float:
-        """Seconds since the request."""
-        return self._clock.monotonic() - self._began
-
-    def ready(self, mine: Slice | None) -> bool:
-        """Whether it is ready, as listed now. Raises _RefusedError if it never will be, DeletedError if it is gone."""
-        now = self._clock.monotonic()
-        if mine is None or mine.state == "deleting":
-            if now - self.seen <= SETTLE_S:
-                return False
-            if self.detail:
-                raise DeletedError(f"{self._order.name} in {self._zone} was deleted while it was being created")
-            raise _RefusedError("it was requested and never listed")
-        self.seen = now
-        self.detail = mine.detail
-        if mine.state == "ready":
-            return True
-        self._creating = (self._creating or now) if mine.state == "creating" else None
-        if not mine.alive:
-            raise _RefusedError(mine.detail, mine.identity)
-        if self._creating and now - self._creating > NODE_S:
-            raise _RefusedError(f"its machines have been {mine.detail} for {NODE_S / 60:.0f} minutes", mine.identity)
-        if mine.state == "waiting" and self.waited_s > NODE_S + self._order.valid_until_s:
-            raise _RefusedError(f"not ready after {self.waited_s:.0f} s ({mine.detail})", mine.identity)
-        return False
+    def next_zone(self) -> str:
+        """The zone to ask next. Raises RefusedError if none is left."""
+        for zone in self.zones:
+            if zone not in self.refused:
+                return zone
+        raise RefusedError(self.order, self.refused)
 
 
-def _without_requests(granted: Slice) -> Slice:
-    """The slice without labels that ask its run to stop or announce its end.
-
-    This laptop may hear of the grant hours later, when another one has already asked the run to stop. The session must
-    see that request as new, and not as one from before its own start.
-    """
-    labels = {name: text for name, text in granted.labels.items() if name not in (STOP, END)}
-    return dataclasses.replace(granted, labels=labels)
-
-
-def _taken(other: Slice, owner: str) -> SliceError:
-    whose = f"podium's owner {other.owner!r}" if other.owner else "not rented by podium"
-    return SliceError(
-        f"{other.name} in {other.zone} is not yours ({whose}; you are {owner!r}) and is not touched; "
-        "choose another name"
-    )
-
-
-def _preference(tpu_slice: Slice, zones: Sequence[str]) -> tuple[int, int]:
-    """A sort key, best first: ready before waiting, then zones in the requested order."""
-    states = ("ready", "creating", "waiting", "deleting", "dead", "failed")
-    return states.index(tpu_slice.state), zones.index(tpu_slice.zone) if tpu_slice.zone in zones else len(zones)
+def _check(holder: Slice, order: Order) -> None:
+    """Raise an error unless the order may use a slice of its title."""
+    if holder.run not in (None, order.run):
+        raise TakenError(
+            f"{holder.name} in {holder.zone} was rented for the run {holder.run} (podium pod run --keep-alive); choose "
+            f"another --slice, or delete it: podium pod down {holder.title}"
+        )
+    if holder.alive and not holder.doomed and (holder.accelerator, holder.spot) != (order.accelerator, order.spot):
+        raise SliceError(
+            f"{holder.name} exists in {holder.zone} as {holder.accelerator}, "
+            f"{'spot' if holder.spot else 'on demand'}; ask for that, choose another name, or delete it first: "
+            f"podium pod down {holder.title}"
+        )

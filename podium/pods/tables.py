@@ -20,8 +20,10 @@ class SliceFacts:
     """Facts about a slice that `--json` prints besides the fields of `Slice`."""
 
     created: str | None  # ISO 8601, UTC
+    requested: str | None  # the same
     owner: str | None
-    lease: float | None  # its end, in Unix seconds
+    title: str  # what its owner calls it
+    lease: float | None  # seconds without a job after which `podium pod reap` deletes it
     hours: float  # charged so far
     usd: float | None
     """On-demand list price of these hours; spot costs less. None: no price is known."""
@@ -33,8 +35,10 @@ def slice_facts(tpu_slice: Slice, now: float) -> SliceFacts:
     hours = max(0.0, now - created.timestamp()) / HOUR_S if created and tpu_slice.billed else 0.0
     return SliceFacts(
         created=created.astimezone(datetime.UTC).isoformat() if created else None,
+        requested=tpu_slice.requested.astimezone(datetime.UTC).isoformat() if tpu_slice.requested else None,
         owner=tpu_slice.owner,
-        lease=tpu_slice.lease,
+        title=tpu_slice.title,
+        lease=tpu_slice.idle_s,
         hours=hours,
         usd=None if price is None else price * hours,
     )
@@ -66,9 +70,7 @@ def worker_table(workers: Sequence[Status | None]) -> str:
 
 def _slice_row(tpu_slice: Slice, owner: str, now: float) -> tuple[str, ...]:
     facts = slice_facts(tpu_slice, now)
-    lease = (
-        "none" if facts.lease is None else "expired" if facts.lease < now else f"{(facts.lease - now) / HOUR_S:.1f} h"
-    )
+    lease = "none" if facts.lease is None else f"{facts.lease / HOUR_S:.1f} h"
     whose = "" if facts.owner == owner else f" (of {facts.owner})" if facts.owner else " (not podium's)"
     cost = "not charged" if not tpu_slice.billed else f"{facts.hours:.1f} h"
     if tpu_slice.billed and facts.usd is not None:

@@ -17,6 +17,8 @@ from podium.pods.inventory import owner_label
 
 OWNER_VARIABLE = "PODRUN_OWNER"
 """Owner of the slices, as a label's value, where gcloud's account is a machine's own."""
+RUN_VARIABLE = "PODRUN_RUN"
+"""The run that a machine of `--on-vm` keeps alive, as a label's value; `podium pod down` there deletes only its own."""
 
 
 class Clock(Protocol):

@@ -49,6 +49,8 @@ class FakeGcloud:
         """What all of them are, and where."""
         self.before: Callable[[tuple[str, ...]], None] = lambda argv: None
         """Called before each command; may raise, as if the laptop was closed."""
+        self.instant: Callable[[str], None] = lambda method: None
+        """Called before each request of a command: an update of labels is a GET and a PATCH, at two instants."""
 
     def __call__(self, argv: Sequence[str], timeout_s: float) -> Finished:
         argv = tuple(argv)
@@ -57,6 +59,8 @@ class FakeGcloud:
         if argv[:3] == ("gcloud", "config", "list"):
             core = {"account": "ada@example.org"} | ({"project": self.project} if self.project else {})
             return self._finished(argv, 0, json.dumps({"core": core}))
+        if argv[1] == "storage":
+            return self._storage(argv)
         if argv[2] in ("instances", "ssh", "scp"):
             return self._virtual_machines(argv, timeout_s)
         assert argv[:3] == ("gcloud", "compute", "tpus"), argv
@@ -76,6 +80,17 @@ class FakeGcloud:
         except LostError:
             return self._finished(argv, 1, "", "ERROR: gcloud crashed (ConnectionError): ('Connection aborted.')\n")
         return self._finished(argv, *answer)
+
+    def _storage(self, argv: tuple[str, ...]) -> Finished:
+        """`gcloud storage`: copy into a bucket, and list what begins like this."""
+        self.instant("PUT" if argv[2] == "cp" else "GET")
+        if self.fake.storage_fails:
+            return self._finished(argv, 1, "", self.fake.storage_fails)
+        if argv[2] == "cp":
+            self.fake.objects.append(argv[4])
+            return self._finished(argv, 0, "")
+        found = [{"name": each} for each in self.fake.objects if each.startswith(argv[4].removesuffix("*"))]
+        return self._finished(argv, 0, json.dumps(found))
 
     def _virtual_machines(self, argv: tuple[str, ...], timeout_s: float) -> Finished:
         """`gcloud compute instances`, and `ssh` and `scp` to one."""
@@ -142,6 +157,7 @@ class FakeGcloud:
 
     def _request(self, method: str, path: str, query: dict[str, str] | None = None, body: Any = None) -> dict[str, Any]:
         for attempt in range(ATTEMPTS):
+            self.instant(method)
             try:
                 return self.fake.handle(method, path, query or {}, body)
             except LostError:

@@ -85,6 +85,8 @@ class FakeTpu:
         self.capacity: dict[str, int] = {}  # slices that a zone has left; one that is not named has enough
         self.stuck_zones: set[str] = set()  # where machines are made for ever
         self.unreachable: set[str] = set()  # they answer nothing, and lists of all zones leave them out
+        self.objects: list[str] = []  # in buckets
+        self.storage_fails = ""  # what gcloud says about every bucket
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str, str, Any]] = []
         """Method, path, query and body of all requests."""
@@ -100,7 +102,7 @@ class FakeTpu:
         with self.lock:
             self.tick()
             for node in self.nodes.values():
-                if _last(node["name"]) == name and node["state"] == "READY":
+                if _called(node["name"], name) and node["state"] == "READY":
                     node["state"] = "PREEMPTED"
                     parent = self.queued.get(node.get("queuedResource", ""))
                     if parent:
@@ -111,7 +113,7 @@ class FakeTpu:
         with self.lock:
             self.tick()
             for table in (self.nodes, self.queued):
-                for key in [key for key in table if _last(key) == name]:
+                for key in [key for key in table if _called(key, name)]:
                     del table[key]
 
     def everything(self) -> list[str]:
@@ -349,6 +351,11 @@ def _public(resource: Mapping[str, Any]) -> dict[str, Any]:
 
 def _fail(queued: dict[str, Any], message: str) -> None:
     queued["state"] = {"state": "FAILED", "failedData": {"error": {"code": 8, "message": message}}}
+
+
+def _called(full: str, title: str) -> bool:
+    """Whether it has this name, or this title before the word that makes its name its own."""
+    return _last(full) == title or _last(full).rpartition("-")[0] == title
 
 
 def _last(name: str) -> str:

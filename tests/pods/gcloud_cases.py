@@ -39,8 +39,8 @@ class Case:
         fake.faults = [dataclasses.replace(fault) for fault in self.faults]
 
 
-CREATE = ARGV.create(ORDER, ZONE)
-CREATE_NODE = ARGV.create(DIRECT, ZONE)
+CREATE = ARGV.create(ORDER, ORDER.name, ZONE)
+CREATE_NODE = ARGV.create(DIRECT, DIRECT.name, ZONE)
 CASES: dict[str, Case] = {
     "zones": Case(argv=ARGV.zones()),
     "create": Case(argv=CREATE),
@@ -56,7 +56,7 @@ CASES: dict[str, Case] = {
     "rate": Case(argv=CREATE, faults=(Fault("POST", "429"),), kind="rate"),
     "quota": Case(argv=CREATE, faults=(Fault("POST", "quota"),), kind="quota"),
     "denied": Case(argv=CREATE, faults=(Fault("POST", "403"),), kind="denied"),
-    "unknown_zone": Case(argv=ARGV.create(ORDER, "mars-north1-a"), kind="denied"),
+    "unknown_zone": Case(argv=ARGV.create(ORDER, ORDER.name, "mars-north1-a"), kind="denied"),
     "stockout": Case(argv=CREATE_NODE, faults=(Fault("POST", "operation"),), kind="stockout"),
     "unavailable": Case(argv=CREATE, faults=(Fault("POST", "503", times=99),), kind="unavailable", slow=True),
     "no_connection": Case(argv=CREATE, faults=(Fault("POST", "drop", times=99),), kind="unavailable", slow=True),

@@ -25,6 +25,7 @@ SLICE = Slice(
     addresses=("a", "b"),
     labels={},
     created=None,
+    requested=None,
 )
 
 
@@ -46,9 +47,11 @@ def status(
     }
 
 
-def seen(*statuses: dict[str, Any] | None, asked: bool = False, waited_s: float = 0.0, **of_slice: Any) -> Observation:
+def seen(
+    *statuses: dict[str, Any] | None, over: int | None = None, waited_s: float = 0.0, **of_slice: Any
+) -> Observation:
     tpu_slice = dataclasses.replace(SLICE, **of_slice)
-    return Observation(slice=tpu_slice, job=JobStatus(workers=statuses), asked_to_stop=asked, waited_s=waited_s)
+    return Observation(slice=tpu_slice, job=JobStatus(workers=statuses), over=over, waited_s=waited_s)
 
 
 DONE = status("finished", 0, kind="done")

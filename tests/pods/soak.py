@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from podium.pods import commands
+from podium.pods.endings import Endings
 from podium.pods.gcloud import Finished, Gcloud
-from podium.pods.inventory import END, LEASE, LEASE_S, OWNER, RUN, STOP, label_text
+from podium.pods.inventory import IDLE_S, NAME, OWNER, RUN, label_text
 from podium.pods.launch import RunSpec
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import Project
 from podium.pods.push import Package
-from podium.pods.rental import rent_slice
+from podium.pods.rental import new_order
 from podium.pods.run_command import follow
 from podium.pods.secrets import Secrets
 from podium.pods.session import Session
@@ -35,6 +36,7 @@ from tests.pods.soak_machines import STEP_S, STEPS, WORKERS, Fleet
 from tests.pods.timeline import Laptop, Timeline
 
 ZONES = ("us-a", "us-b", "eu-c")
+DEAD = ("SUSPENDED", "FAILED", "PREEMPTED")
 HOUR_S = 3600.0
 HOURS_S = STEPS * STEP_S
 """How long a run takes that nothing happens to."""
@@ -78,6 +80,8 @@ class Deletion:
     healthy: str | None
     """The run that was going on there."""
     ready: bool
+    dead: bool
+    """Whether its machines were taken away, or will never come."""
     lease_left_s: float | None
     """Until the end of its lease, by the true time; None: it has no machines."""
 
@@ -100,6 +104,8 @@ class Command:
     """From when to when its gcloud fails, and with what."""
     odd: int = 0
     """Passing errors to come."""
+    lids: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    """Before which kind of request its lid will be closed, and for how long."""
 
 
 class Soak:
@@ -114,10 +120,9 @@ class Soak:
         self.commands: list[Command] = []
         self.deletions: list[Deletion] = []
         self.stops: dict[str, float] = {}
-        """Run -> when its stop was known to the API; the command may fail yet, where a machine does not answer."""
+        """Run -> when its stop was recorded; the command may fail yet, where a machine does not answer."""
         self.stopped_at: dict[str, tuple[float, int]] = {}
         """Run -> when the command that stops it succeeded, and what was saved then."""
-        self.ended_at: dict[str, list[float]] = {}
         self.twice: list[str] = []
         self.preempt_at_copy = 0
         package = Package(key="code-1", files=(file,), inside="", extras=("tpu",), environment="e", python=None)
@@ -154,8 +159,10 @@ class Soak:
         """`podium pod run --keep-alive --type v4-16 --slice demo`."""
         spec = self.specs[str(command.run)]
         project = command.project
-        tpu_slice = rent_slice(project.slices, "demo", RENT, default_zone=None, run=spec.prefix)
-        session = Session(project, tpu_slice, RENT, spec)
+        run = label_text(spec.prefix)
+        order = new_order("demo", RENT, project.slices, ZONES, run, bucket="bucket")
+        endings = Endings(project.slices.gcloud, "bucket", run, project.say)
+        session = Session(project, spec, order, ZONES, endings, fresh=True)
         command.followed = True
         command.status = follow(project, session, RunOptions(keep_alive=True))
 
@@ -206,6 +213,14 @@ class Soak:
                 if parent := self.fake.queued.get(node.get("queuedResource", "")):
                     parent["state"] = {"state": "SUSPENDED", "stateInitiator": "SERVICE", "suspendedData": {}}
 
+    def _preempt_with_lids(self) -> None:
+        """The moment at which most is decided by names: a slice is lost, and each laptop may close in a command."""
+        for command in self.commands:
+            if command.role == "keeper" and self.rng.random() < 0.7:
+                method = self.rng.choice(["POST", "POST", "DELETE", "DELETE", "PATCH", "GET"])
+                command.lids.append((method, self.rng.choice([120, 1800, 7200, 36000])))
+        self.preempt()
+
     def ours(self) -> list[dict[str, Any]]:
         """Our nodes."""
         return [node for node in self.fake.nodes.values() if node.get("labels", {}).get(OWNER) == "ada"]
@@ -215,7 +230,7 @@ class Soak:
         zone = self.rng.choice(ZONES)
         held = {full.split("/")[3] for full in (*self.fake.nodes, *self.fake.queued) if full.endswith("/demo")}
         if zone not in held:
-            labels = self.rng.choice([{}, {OWNER: "bob", LEASE: "1", RUN: "theirs-0a1b2c-1"}])
+            labels = self.rng.choice([{}, {OWNER: "bob", NAME: "demo", RUN: "theirs-0a1b2c"}])
             self.fake.stranger(zone, "demo", labels)
 
     # what is recorded
@@ -232,15 +247,13 @@ class Soak:
         """The API, with an eye on what is deleted and labelled."""
         parent, _, kind, name = arguments[:4]
         full = f"{parent}/{kind}/{name}"
-        labels = (arguments[-1] or {}).get("labels", {}) if method == "PATCH" else {}
-        before = self.fake.nodes.get(full, {}).get("labels", {})
-        run = _run(labels)
-        if run and labels.get(STOP) != before.get(STOP):
-            self.stops.setdefault(run, self.timeline.now)
-        if run and labels.get(END) != before.get(END):
-            self.ended_at.setdefault(run, []).append(self.timeline.now)
         if method == "DELETE" and full in (*self.fake.nodes, *self.fake.queued):
             self.deletions.append(self._deletion(full))
+            nodes = [each for key, each in self.fake.nodes.items() if full in (key, each.get("queuedResource"))]
+            reply = route(method, *arguments, **more)
+            for node in nodes:
+                self.fleet.of(node).lose()
+            return reply
         return route(method, *arguments, **more)
 
     def _deletion(self, full: str) -> Deletion:
@@ -250,9 +263,8 @@ class Soak:
         asked = queued["tpu"]["nodeSpec"][0]["node"].get("labels", {}) if queued else {}
         labels: Mapping[str, str] = {**asked, **(node or {}).get("labels", {})}
         left_s = None
-        if node is not None and LEASE in labels:
-            granted = _seconds(node["createTime"]) + float(labels.get(LEASE_S, 0))
-            left_s = max(float(labels[LEASE]), granted) - self.timeline.now
+        if node is not None and IDLE_S in labels:
+            left_s = _seconds(node["createTime"]) + float(labels[IDLE_S]) - self.timeline.now
         ready = node is not None and node["state"] == "READY"
         laptop = self.timeline.running
         return Deletion(
@@ -260,9 +272,10 @@ class Soak:
             by=laptop.name if laptop else "?",
             full=full,
             owner=labels.get(OWNER),
-            run=_run(labels),
+            run=labels.get(RUN),
             healthy=self.fleet.of(node).healthy() if node is not None and ready else None,
             ready=ready,
+            dead=(queued["state"]["state"] if queued else str((node or {}).get("state"))) in DEAD,
             lease_left_s=left_s,
         )
 
@@ -287,6 +300,9 @@ class Soak:
             self.later("stop", rng.uniform(0.0, 1.5 * HOURS_S), lambda: self._once("stop", self.stop, 60.0))
         if rng.random() < 0.1:
             self.later("down", rng.uniform(0.0, 1.5 * HOURS_S), lambda: self._once("down", self.down, 60.0))
+        if rng.random() < 0.5:
+            at = rng.uniform(0.0, 1.5 * HOURS_S)
+            self.later("preempted, with lids", at, self._preempt_with_lids)
         for _ in range(rng.randint(1, 6)):
             name, what = rng.choice(list(self._faults().items()))
             self.later(name, rng.uniform(0.0, 1.3 * HOURS_S), what)
@@ -339,6 +355,11 @@ class Soak:
             "certificates": failing(CERTIFICATE, [600]),
             "odd errors": to_a_keeper(lambda command: setattr(command, "odd", command.odd + rng.randint(1, 6))),
             "lid closed": to_a_keeper(lambda command: command.laptop.close_lid(rng.choice([120, 1800, 3600, 36000]))),
+            "lid closed in a command": to_a_keeper(
+                lambda command: command.lids.append(
+                    (rng.choice(["POST", "DELETE", "PATCH", "GET"]), rng.choice([120, 1800, 3600, 36000]))
+                )
+            ),
             "ssh refused": lambda: setattr(fleet, "refused_until", self.timeline.now + rng.choice([60, 900, 7200])),
             "preempted": self.preempt,
             "preempted again": self.preempt,
@@ -378,6 +399,7 @@ class _Gcloud(FakeGcloud):
     def __init__(self, soak: Soak, laptop: Laptop) -> None:
         super().__init__(soak.fake, laptop)  # pyright: ignore[reportArgumentType]
         self.soak, self.laptop, self.parallel = soak, laptop, False
+        self.instant = self._instant
 
     def __call__(self, argv: Sequence[str], timeout_s: float) -> Finished:
         soak, command = self.soak, self.command
@@ -393,6 +415,23 @@ class _Gcloud(FakeGcloud):
             soak.preempt_at_copy -= 1
             soak.preempt()
         return super().__call__(argv, timeout_s)
+
+    def _storage(self, argv: tuple[str, ...]) -> Finished:
+        finished = super()._storage(argv)
+        if argv[2] == "cp" and self.command.role == "stop":
+            run = argv[4].rpartition("/")[2].split(".")[0]
+            self.soak.stops.setdefault(run, self.soak.timeline.now)
+        return finished
+
+    def _instant(self, method: str) -> None:
+        """Between the requests of a command time passes, and the lid may be closed."""
+        self.laptop.sleep(1.0)
+        for lid in self.command.lids:
+            if lid[0] == method:
+                self.command.lids.remove(lid)
+                self.laptop.close_lid(lid[1])
+                self.laptop.sleep(1.0)
+                break
 
     def _on_hosts(
         self, argv: tuple[str, ...], verb: str, words: list[str], flags: dict[str, str], timeout_s: float
@@ -412,10 +451,6 @@ class _Quiet(Project):
 
     def answer(self, text: str, *, end: str = "\n") -> None:
         pass
-
-
-def _run(labels: Mapping[str, str]) -> str | None:
-    return labels[RUN].rpartition("-")[0] if RUN in labels else None
 
 
 def _seconds(text: str) -> float:

@@ -7,7 +7,7 @@ from podium.pods.inventory import OWNER
 from tests.pods.soak import CERTIFICATE, DISK, LOGIN, Command, Deletion, Soak, label_of, story
 from tests.pods.soak_machines import STEPS
 
-TAKEN = ("was started there", "was rented", "is busy with job", "was deleted, but not by this command")
+TAKEN = ("was rented for the run", "is busy with job")
 """What is said by a command whose slice another run has or had."""
 WORDS = "podium pod down demo"
 """What is said by a command that leaves something rented."""
@@ -49,10 +49,12 @@ def _wrong(soak: Soak, deletion: Deletion, by: Command) -> str | None:
     if deletion.healthy:
         return f"{deletion.healthy} was going on there"
     if by.role == "reap":
-        if deletion.lease_left_s is not None and deletion.lease_left_s > 0:
+        if deletion.lease_left_s is not None and deletion.lease_left_s > 0 and not deletion.dead:
             return f"its lease ends in {deletion.lease_left_s:.0f} s"
         waiting = [each for each in soak.commands if each.role == "keeper" and _at(each, deletion.time)]
-        return f"{waiting[0].laptop.name} waits for it" if waiting and not deletion.ready else None
+        return (
+            f"{waiting[0].laptop.name} waits for it" if waiting and not deletion.ready and not deletion.dead else None
+        )
     if deletion.ready and by.run and deletion.run not in (None, label_of(soak, by.run)):
         return f"it was there for {deletion.run}"
     return None
@@ -64,7 +66,7 @@ def _lost(soak: Soak) -> Iterator[str]:
         keepers = [each for each in soak.commands if each.run == run]
         label = label_of(soak, run)
         if label in soak.stopped_at and soak.fleet.saved[label] > soak.stopped_at[label][1]:
-            began_later = any(each.began > soak.stopped_at[label][0] for each in keepers)
+            began_later = any(each.began > soak.stops[label] for each in keepers)  # while the run was still saving, too
             if not began_later:
                 yield f"stop undone: {run} was trained on"
         if soak.fleet.saved[label] < STEPS and not any(_excuse(soak, each) for each in keepers):
@@ -99,7 +101,8 @@ def _excuse(soak: Soak, command: Command) -> str | None:
         return "down"
     if any(text in (DISK, CERTIFICATE) and since <= ended for since, _, text in command.bad):
         return "this laptop's own fault"
-    if any(text == LOGIN and until - since > 1800 and since <= ended for since, until, text in command.bad):
+    out = [(since, until) for since, until, text in command.bad if text == LOGIN and since <= ended]
+    if out and max(until for _, until in out) - min(since for since, _ in out) > 1800:
         return "nobody logged in"
     others = [each for each in soak.commands if each.run and each.run != command.run and each.began <= ended]
     last = " ".join(line for _, line in command.said[-4:])

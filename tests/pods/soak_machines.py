@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from podium.job.job_records import NO_JOB
+
 WORKERS, STEPS, SAVE_EVERY = 2, 40, 5
 STEP_S, BEGIN_S, SETUP_S, ARRIVAL_S, HEARTBEAT_S = 30.0, 20.0, 90.0, 60.0, 30.0
 
@@ -167,18 +169,22 @@ class Machines:
 
     def state(self, name: str | None, worker: int) -> dict[str, Any]:
         now = self.now
-        status: dict[str, Any] = {"host": f"h{worker}", "job": None, "state": "none", "exit": None, "log_bytes": 0}
+        status: dict[str, Any] = {**NO_JOB, "host": f"h{worker}"}
         if name is None or name not in self.jobs or worker not in self.jobs[name].started:
-            return {**status, "record": None, "progress": None}
+            return status
         at, code, kind = self.end(name)
-        status |= {"job": name, "record": None, "progress": {"step": self.steps(name, now), "position": 0}}
+        status |= {
+            "job": name,
+            "created": self.jobs[name].started[worker],
+            "progress": {"step": self.steps(name, now), "position": 0},
+        }
         failing = self.jobs[name].fails
         if kind == "exception" and failing and worker != failing[1] and not name.startswith("setup-"):
             at, code, kind = at + HEARTBEAT_S, 134, "lost"
         if now < at:
             return {**status, "state": "running"}
         record = {"kind": kind, "message": kind, "exit": code, "time": at, "step": 0, "phase": None, "position": 0}
-        return {**status, "state": "finished", "exit": code, "record": record}
+        return {**status, "state": "finished", "exit": code, "ended": at, "record": record}
 
     def settle(self) -> None:
         """Keep what the jobs have saved so far."""

@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 
+from podium.pods.inventory import LOST as LOST_MARK
+from podium.pods.inventory import STATE
 from podium.pods.recover import Counts, Policy, decide
 from podium.pods.session import Observation
 from tests.pods.looks import (
@@ -27,16 +29,16 @@ TABLE: dict[str, tuple[Observation, str, int]] = {
     "one silent while running": (seen(status(), None), "wait", 0),
     "nothing started": (seen(NONE, NONE), "start", 0),
     "done": (seen(DONE, DONE), "end", 0),
-    "stopped as asked": (seen(STOPPED, STOPPED, asked=True), "end", 143),
-    "killed while it saved, as it had been asked to stop": (seen(KILLED, LOST, asked=True), "end", 143),
-    "asked to stop, and restarted meanwhile": (seen(status(), status(), asked=True), "stop", 0),
-    "asked to stop, and not heard": (seen(None, None, asked=True), "wait", 0),
+    "stopped as asked": (seen(STOPPED, STOPPED, over=143), "end", 143),
+    "killed while it saved, as it had been asked to stop": (seen(KILLED, LOST, over=143), "end", 143),
+    "asked to stop, and restarted meanwhile": (seen(status(), status(), over=143), "stop", 0),
+    "asked to stop, and not heard": (seen(None, None, over=143), "wait", 0),
     "asked to stop, and preempted then": (
-        Observation(slice=dataclasses.replace(SLICE, state="dead", detail="PREEMPTED"), job=None, asked_to_stop=True),
+        Observation(slice=dataclasses.replace(SLICE, state="dead", detail="PREEMPTED"), job=None, over=143),
         "end",
         143,
     ),
-    "asked to stop when it was done": (seen(DONE, DONE, asked=True), "end", 0),
+    "asked to stop when it was done": (seen(DONE, DONE, over=143), "end", 0),
     "stopped, machines may go": (seen(STOPPED, STOPPED), "wait", 0),
     "stopped, machines stayed": (seen(STOPPED, STOPPED, waited_s=100.0), "restart", 0),
     "guard": (seen(GUARD, GUARD), "end", 78),
@@ -55,7 +57,21 @@ TABLE: dict[str, tuple[Observation, str, int]] = {
     "done before it was preempted": (seen(state="dead", detail="PREEMPTED"), "replace", 0),
     "not listed": (Observation(slice=None, job=None), "wait", 0),
     "deleted by somebody": (Observation(slice=None, job=None, waited_s=100.0), "end", 1),
-    "being replaced": (Observation(slice=None, job=None, replacing=True), "replace", 0),
+    "deleted by somebody, and known not to be over": (
+        Observation(slice=None, job=None, waited_s=100.0, wanted=True),
+        "rent",
+        0,
+    ),
+    "being replaced": (Observation(slice=None, job=None, renting=True), "rent", 0),
+    "being replaced when it was stopped": (Observation(slice=None, job=None, renting=True, over=143), "end", 143),
+    "ended by another command": (seen(FAILED, LOST, over=1), "end", 1),
+    "stopped before this command, and saving": (
+        dataclasses.replace(seen(status(), status()), stopped_before=True),
+        "stop",
+        0,
+    ),
+    "stopped before this command": (dataclasses.replace(seen(STOPPED, STOPPED), stopped_before=True), "replace", 0),
+    "given up by another command": (seen(status(), status(), labels={STATE: LOST_MARK}), "replace", 0),
     "in repair for ever": (
         Observation(slice=dataclasses.replace(SLICE, state="creating", detail="REPAIRING"), job=None, waited_s=1801.0),
         "replace",
@@ -107,9 +123,9 @@ def test_machines_that_are_ready_and_silent_are_kept_for_a_lease_told_every_hour
     assert "no worker has answered for 7 h, and the machines are ready and cost money; after 24 h the" in words[2].why
     assert "podium pod down demo" in words[2].why
     assert words[4].why == "no worker has answered for 24 h, the length of its lease"
-    leased = {"labels": {"podium-lease-s": "7200"}}
-    assert decide(seen(None, None, waited_s=7200.0, **leased), Counts(), keep).act == "replace"
+    labels = {"podium-lease-s": "7200"}
+    assert decide(seen(None, None, waited_s=7200.0, labels=labels), Counts(), keep).act == "replace"
     kept = decide(seen(None, None, waited_s=1e6), Counts(), POLICY)
     assert (kept.act, "nothing deletes them" in kept.why) == ("wait", True)
-    stopped = decide(seen(None, None, asked=True, waited_s=86400.0), Counts(), keep)
+    stopped = decide(seen(None, None, over=143, waited_s=86400.0), Counts(), keep)
     assert (stopped.act, stopped.status) == ("end", 143)

@@ -185,12 +185,12 @@ def test_after_which_failures_nobody_knows_whether_it_was_done():
 def test_the_exact_command_lines():
     argv = Argv("p")
     end = "--project=p --format=json --quiet"
-    assert " ".join(argv.create(ORDER, ZONE)) == (
+    assert " ".join(argv.create(ORDER, ORDER.name, ZONE)) == (
         f"gcloud compute tpus queued-resources create run --node-id=run --runtime-version=image "
         f"--valid-until-duration=3600s --zone={ZONE} --accelerator-type=v6e-8 "
         f"--labels=podium-lease=2000000000,podium-owner=ada --spot {end}"
     )
-    assert " ".join(argv.create(DIRECT, ZONE)).startswith(
+    assert " ".join(argv.create(DIRECT, DIRECT.name, ZONE)).startswith(
         "gcloud compute tpus tpu-vm create run --version=image --zone="
     )
     assert argv.delete("run", ZONE, queued=True)[-4:] == ("--force", *end.split())

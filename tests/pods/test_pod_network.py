@@ -6,6 +6,7 @@ have the same with a gcloud that is recorded.
 
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -142,7 +143,7 @@ def test_a_run_over_real_ssh_and_a_laptop_that_is_lost_meanwhile(network):
     assert files_with_secrets(network) == []
     assert list((network.folder / "gcloud" / "logs").rglob("*.log"))
     done = network.podium("down", "demo")
-    assert done.stdout == "deleted demo in us-east1-d; it is no longer listed\n"
+    assert re.fullmatch(r"deleted demo-[0-9a-f]{8} in us-east1-d; it is no longer listed\n", done.stdout)
     assert not any("demo" in name for name in network.fake.everything())
 
 

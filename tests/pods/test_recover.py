@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from podium.pods.gcloud import GcloudError
+from podium.pods.gcloud import GcloudError, Order
 from podium.pods.launch import JobStatus
 from podium.pods.recover import RUNNING, Counts, Policy, decide, keep_alive
 from podium.pods.remote import RemoteError, UnusableError
 from podium.pods.session import Observation
-from podium.pods.slices import SliceError
+from podium.pods.slices import DeletedError, RefusedError, SliceError
 from tests.pods.clock import Clock
 from tests.pods.looks import DONE, FAILED, LOST, MISSING, NONE, POLICY, SLICE, WRONG, seen, status
 from tests.pods.pod_world import ZONES
@@ -29,7 +29,7 @@ class Story:
         self.looks, self.done, self.said = list(looks), [], []
         self.fails = fails or {}
         self.clock = Clock()
-        self.slice, self.may_run = SLICE, True
+        self.slice, self.title, self.may_run, self.lasting = SLICE, "demo", True, False
 
     def observe(self) -> Observation:
         found = self.looks.pop(0)
@@ -46,7 +46,10 @@ class Story:
     def replace(self) -> None:
         self._do("replace")
 
-    def give_back(self, status: int) -> bool:
+    def rent(self) -> None:
+        self._do("rent")
+
+    def give_back(self, status: int, *, told: bool) -> bool:
         self._do("give back")
         return True
 
@@ -118,20 +121,34 @@ def test_a_restart_that_reached_nobody_counts_for_nothing():
     assert story.done.count("start") == 8
 
 
-def test_no_capacity_for_a_replacement_is_tried_again():
-    gone, going = seen(state="dead", detail="PREEMPTED"), Observation(slice=None, job=None, replacing=True)
+RENTING = Observation(slice=None, job=None, renting=True)
 
+
+@pytest.mark.parametrize("first", [True, False])
+def test_no_capacity_is_asked_for_again_for_as_long_as_it_takes(first):
     class NoCapacity(Story):
-        def replace(self) -> None:
-            self.done.append("replace")
-            if len(self.done) <= 30:
+        def rent(self) -> None:
+            self.done.append("rent")
+            if self.done.count("rent") <= 30:
                 raise SliceError("no zone gave v6e-16")
 
-    story = NoCapacity(gone, *[going] * 30, seen(NONE, NONE), seen(DONE, DONE))
+    lost = [] if first else [seen(state="dead", detail="PREEMPTED")]
+    story = NoCapacity(*lost, *[RENTING] * 31, seen(NONE, NONE), seen(DONE, DONE))
     began = story.clock.now
     assert story.outcome() == 0
-    assert story.done == ["replace"] * 31 + ["start"]
+    assert story.done == ["replace"] * len(lost) + ["rent"] * 31 + ["start"]
     assert story.clock.now - began > 4 * 3600  # a stock-out costs nothing
+
+
+@pytest.mark.parametrize(("kind", "ends"), [("denied", True), ("invalid", True), ("stockout", False), ("quota", False)])
+def test_a_refusal_that_will_not_change_ends_the_command(kind, ends):
+    order = Order(name="demo", accelerator="v6e-16", runtime="r", spot=True, queued=True, valid_until_s=9, labels={})
+    story = Story(
+        *[RENTING] * (1 if ends else 2),
+        seen(DONE, DONE),
+        fails={"rent": RefusedError(order, {"us-a": GcloudError(kind, "no")})},
+    )
+    assert story.outcome() == int(ends)
 
 
 def test_machines_that_were_never_usable_are_replaced_and_running_ones_never():
@@ -158,7 +175,7 @@ def test_in_the_end_the_slice_is_deleted_however_often_that_fails():
     offline = GcloudError("unavailable", "no network")
 
     class Offline(Story):
-        def give_back(self, status: int) -> bool:
+        def give_back(self, status: int, *, told: bool) -> bool:
             self.done.append("give back")
             if len(self.done) < 9:
                 raise offline
@@ -221,18 +238,30 @@ def test_a_node_that_ends_during_a_command_is_looked_at_again():
     assert story.done == ["start"]
 
 
-def test_a_command_ends_with_the_status_that_another_has_announced():
-    gone = dataclasses.replace(seen(None, None), ended=143)
-    assert Story(seen(status(), status()), gone).outcome() == 143
+def test_a_command_ends_with_the_status_that_another_has_recorded():
+    assert Story(seen(status(), status()), seen(None, NONE, over=143)).outcome() == 143
 
 
-def test_a_run_whose_slice_has_another_run_ends_and_says_how_it_continues():
-    taken = Observation(slice=None, job=None, taken="other-0a1b2c was started there")
-    story = Story(seen(status(), status()), taken)
-    assert story.outcome() == 1
-    assert story.said == ["other-0a1b2c was started there; the same command with another --slice continues this run"]
-    done = dataclasses.replace(seen(DONE, DONE), taken="other-0a1b2c was started there")
-    assert Story(done).outcome() == 0
+def test_a_request_that_another_command_withdrew_ends_the_run_or_is_made_again():
+    """With a bucket it is known that the run is not over; without one, it is not."""
+    gone = {"rent": DeletedError("it was deleted while it was being created")}
+    assert Story(RENTING, fails=dict(gone)).outcome() == 1
+    known = dataclasses.replace(RENTING, wanted=True)
+    assert Story(known, known, seen(DONE, DONE), fails=dict(gone)).outcome() == 0
+
+
+def test_a_slice_that_the_user_made_is_not_deleted():
+    story, asked = lasting(), lasting()
+    assert story.outcome(Policy()) == 0
+    assert (story.done, story.said) == ([], ["done", RENTED])
+    assert asked.outcome(Policy(down=True)) == 0
+    assert asked.done == ["give back"]
+
+
+def lasting() -> Story:
+    story = Story(seen(DONE, DONE))
+    story.lasting = True
+    return story
 
 
 def test_silence_is_waited_out_before_machines_are_replaced():

@@ -11,10 +11,13 @@ import pytest
 
 from podium.pods.gcloud import Finished, GcloudError, Order
 from podium.pods.inventory import (
-    ID,
+    IDLE_S,
     LABEL_LENGTH,
-    LEASE,
+    LOST,
+    NAME,
     OWNER,
+    RUN,
+    STATE,
     Slice,
     label_text,
     owner_label,
@@ -23,7 +26,7 @@ from podium.pods.inventory import (
 )
 from podium.pods.options import Rent
 from podium.pods.rental import new_order
-from podium.pods.slices import DeletedError, PendingError, SliceError, Slices, TakenError
+from podium.pods.slices import DeletedError, PendingError, SliceError, TakenError
 from tests.pods import fake_gcloud
 from tests.pods.fake_gcloud import Closed, Cloud
 from tests.pods.fake_tpu import Fault
@@ -36,8 +39,10 @@ ORDER = Order(
     spot=True,
     queued=True,
     valid_until_s=3600,
-    labels={OWNER: "ada", LEASE: "2000000000"},
+    labels={OWNER: "ada", IDLE_S: "7200"},
 )
+KEPT = dataclasses.replace(ORDER, labels={**ORDER.labels, RUN: "mine-1"}, run="mine-1")
+"""For a run that is kept alive."""
 DIRECT = dataclasses.replace(ORDER, queued=False)
 
 
@@ -83,7 +88,7 @@ def test_zones_are_asked_in_order_and_each_reason_is_told(world):
     assert got.zone == "eu-c"
     assert world.ours() == {"eu-c"}
     refused = [line.partition(":")[0] for line in world.said if "not fulfilled" in line]
-    assert refused == ["us-a", "us-a", "us-b", "us-b"]  # as it is seen, and as left
+    assert refused == ["us-a", "us-b"]
 
 
 def test_with_no_zone_left_nothing_stands_and_all_reasons_are_told(world):
@@ -107,7 +112,7 @@ def test_what_a_lost_reply_created_is_taken_on(world):
 
 def test_a_zone_that_may_have_made_it_is_not_left_for_another(world):
     world.fake.faults = [Fault("POST us-a", "drop", times=1000)]
-    with pytest.raises(SliceError, match=r"it is unknown whether us-a created it.*podium pod down run"):
+    with pytest.raises(SliceError, match=r"it is unknown whether us-a created run-.*podium pod down run"):
         world.slices.up(ORDER, ZONES)
     assert not any("us-b" in command for request in world.gcloud.commands for command in request if "create" in request)
 
@@ -156,35 +161,14 @@ def test_too_many_requests_are_made_again(world):
     assert world.slices.up(ORDER, ZONES).zone == "us-a"
 
 
-@pytest.mark.parametrize("order", [ORDER, DIRECT])
-def test_somebody_elses_node_is_never_touched(world, order):
-    node = world.fake.stranger("us-a", "run")
-    for command in (lambda: world.slices.up(order, ["us-a"]), lambda: world.slices.down("run")):
-        with pytest.raises(SliceError, match=r"run in us-a is not yours \(not rented by podium"):
-            command()
-    assert world.fake.everything() == [node]
-
-
-def test_a_zone_where_somebody_else_has_the_name_is_left_out(world):
-    node = world.fake.stranger("us-a", "run")
-    assert world.slices.up(ORDER, ["us-a", "us-b"]).zone == "us-b"
-    assert any("run in us-a is not yours" in line for line in world.said)
-    world.slices.down("run")
-    assert world.fake.everything() == [node]
-    other = world.fake.stranger("us-b", "run")
-    with pytest.raises(TakenError, match=r"the name run is taken in every zone; nothing was requested:\n +us-a: .*not"):
-        world.slices.up(ORDER, ["us-a", "us-b"])
-    assert world.fake.everything() == sorted([node, other])
-
-
-def test_another_owner_of_podium_is_somebody_else(world):
-    world.owned_by("bob").up(dataclasses.replace(ORDER, labels={OWNER: "bob", LEASE: "1"}), ["us-b"])
-    with pytest.raises(SliceError, match="podium's owner 'bob'"):
-        world.slices.down("run")
-    with pytest.raises(SliceError, match="is not yours"):
-        world.slices.up(ORDER, ["us-b"])
-    assert world.slices.expired() == []
-    assert len(world.fake.everything()) == 2
+@pytest.mark.parametrize("owner", [None, "bob"])
+def test_what_somebody_else_calls_the_same_hinders_nobody_and_is_not_touched(world, owner):
+    labels = {OWNER: owner, NAME: "run"} if owner else {}
+    theirs = sorted(world.fake.stranger(zone, "run", labels) for zone in ZONES)
+    assert world.slices.up(ORDER, ZONES).zone == "us-a"
+    assert world.ours() == {"us-a"}
+    assert len(world.slices.down("run")) == 1
+    assert world.fake.everything() == theirs
 
 
 @pytest.mark.parametrize("order", [ORDER, DIRECT])
@@ -198,17 +182,10 @@ def test_a_zone_that_cannot_be_reached_is_no_zone_without_slices(world, order):
     assert world.fake.everything() == []
 
 
-def test_a_name_taken_elsewhere_does_not_hinder(world):
-    node = world.fake.stranger("eu-c", "run")
-    assert world.slices.up(ORDER, ["us-a"]).zone == "us-a"
-    world.slices.down("run")
-    assert world.fake.everything() == [node]
-
-
 def test_a_preempted_slice_is_deleted_and_rented_again(world):
     world.slices.up(ORDER, ZONES)
     world.fake.preempt("run")
-    assert [(each.state, each.detail) for each in world.slices.find("run")] == [("dead", "SUSPENDED")]
+    assert [(each.state, each.detail) for each in world.slices.titled("run")] == [("dead", "SUSPENDED")]
     assert world.slices.up(ORDER, ZONES).state == "ready"
     assert world.ours() == {"us-a"}
 
@@ -224,14 +201,13 @@ def test_deleting_while_machines_are_being_made(world):
 
 def test_one_that_somebody_deletes_while_it_is_made_is_not_asked_for_elsewhere(world):
     world.fake.capacity = {"us-a": 0}
-    waits = iter(range(100))
 
     def vanish(argv):
-        if "list" in argv and next(waits) == 12:
+        if any(each["state"]["state"] == "WAITING_FOR_RESOURCES" for each in world.fake.queued.values()):
             world.fake.vanish("run")
 
     world.gcloud.before = vanish
-    with pytest.raises(DeletedError, match="run in us-a was deleted while it was being created"):
+    with pytest.raises(DeletedError, match=r"run-\w+ in us-a was deleted while it was being created"):
         world.slices.up(ORDER, ["us-a", "us-b"])
     assert world.fake.everything() == []
 
@@ -304,22 +280,102 @@ def test_who_gives_up_waiting_says_what_may_be_rented_and_what_deletes_it(world,
         world.slices.up(ORDER, ["us-a"])
 
 
-def test_what_another_laptop_rents_while_a_slice_is_deleted_stays(world):
-    """The deletion is repeated until lists no longer show the slice, not until they show none of its name."""
-    first, second = (dataclasses.replace(ORDER, labels={**ORDER.labels, ID: each}) for each in ("first", "second"))
-    got = world.slices.up(first, ["us-a"])
+def asleep_in(world: World, method: str, meanwhile: Callable[[], object]) -> None:
+    """The lid is closed inside a command, before its first request of this kind; then other things happen."""
+
+    def instant(sent: str) -> None:
+        if sent == method:
+            world.gcloud.instant = lambda method: None
+            meanwhile()
+
+    world.gcloud.instant = instant
+
+
+@pytest.mark.parametrize("method", ["DELETE", "PATCH"])
+def test_a_command_that_was_asleep_changes_nothing_that_was_rented_later(world, method):
+    """Between the moment at which gcloud was called and its request, the slice was replaced by another of its title."""
+    got = world.slices.up(KEPT, ["us-a"])
     other = world.owned_by("ada")
+    later: list[Slice] = []
 
-    def delete_and_rent_again(argv):
-        if "delete" in argv:
-            world.gcloud.before = lambda argv: None
-            other.down("run")
-            other.up(second, ["us-a"])
-            world.fake.faults = [Fault("DELETE us-a", "503", times=3)]  # what was sent to the first one is refused
+    def replaced() -> None:
+        other.down("run")
+        later.append(other.up(KEPT, ["us-a"]))
 
-    world.gcloud.before = delete_and_rent_again
-    world.slices.delete([got])
-    assert [each.identity for each in world.slices.find("run")] == ["second"]
+    asleep_in(world, method, replaced)
+    if method == "DELETE":
+        world.slices.delete([got])
+    else:
+        with pytest.raises(GcloudError, match="not found"):
+            world.slices.label(got, {STATE: LOST})
+    (now,) = world.slices.titled("run")
+    assert (now.name, now.mark, now.state) == (later[0].name, "", "ready")
+    assert now.name != got.name
+
+
+def test_an_update_of_labels_that_was_asleep_takes_no_label_back(world):
+    """gcloud reads all labels and writes them all; what another laptop wrote in between must not depend on it."""
+    got = world.slices.up(KEPT, ["us-a"])
+    other = world.owned_by("ada")
+    asleep_in(world, "PATCH", lambda: other.label(got, {STATE: "stop-b"}))
+    world.slices.label(got, {STATE: "stop-a"})
+    (now,) = world.slices.titled("run")
+    assert (now.mark, {key: now.labels[key] for key in KEPT.labels}) == ("stop-a", KEPT.labels)
+
+
+def test_two_that_were_asked_for_at_once_become_one(world):
+    """A laptop was asleep between its look and its request; the other one's came first, and stays."""
+    other = world.owned_by("ada")
+    first: list[Slice] = []
+    asleep_in(world, "POST", lambda: first.append(other.up(KEPT, ["us-b"])))
+    assert world.slices.up(KEPT, ["us-a", "us-b"]).name == first[0].name
+    assert world.ours() == {"us-b"}
+
+
+def test_what_another_run_has_is_not_used(world):
+    world.slices.up(KEPT, ["us-a"])
+    other = dataclasses.replace(KEPT, labels={**KEPT.labels, RUN: "other-1"}, run="other-1")
+    for order in (other, ORDER):
+        with pytest.raises(TakenError, match=r"was rented for the run mine-1 .*podium pod down run"):
+            world.slices.up(order, ["us-b"])
+    assert world.ours() == {"us-a"}
+
+
+def test_a_slice_that_is_being_given_up_is_not_used_again(world):
+    got = world.slices.up(KEPT, ["us-a"])
+    world.slices.label(got, {STATE: LOST})
+    again = world.slices.up(KEPT, ["us-a"])
+    assert (again.name != got.name, again.mark) == (True, "")
+
+
+def test_a_request_is_withdrawn_only_while_it_has_no_machines(world):
+    """The lid is closed in the command that withdraws it, and it is granted meanwhile."""
+    world.fake.capacity = {"us-a": 0}
+    close_when(world, lambda: any("WAITING" in each["state"]["state"] for each in world.fake.queued.values()))
+    with pytest.raises(Closed):
+        world.slices.up(KEPT, ["us-a"])
+    world.gcloud.before = lambda argv: None
+    (waiting,) = world.slices.titled("run")
+
+    def granted() -> None:
+        world.fake.capacity = {}
+        for _ in range(2):
+            world.clock.sleep(600.0)
+            world.fake.tick()
+
+    asleep_in(world, "DELETE", granted)
+    assert not world.slices.withdraw(waiting)
+    assert [each.state for each in world.slices.titled("run")] == ["ready"]
+
+
+def test_a_run_that_is_over_asks_for_nothing_and_takes_its_request_back(world):
+    with pytest.raises(DeletedError, match="the run is over"):
+        world.slices.up(KEPT, ZONES, over=lambda: True)
+    assert not world.fake.requests or not any(method == "POST" for method, *_ in world.fake.requests)
+    asked = iter([False, True])  # while the request was made
+    with pytest.raises(DeletedError, match="the run is over"):
+        world.slices.up(KEPT, ZONES, over=lambda: next(asked))
+    assert world.fake.everything() == []
 
 
 def test_another_type_under_the_same_name_is_refused(world):
@@ -328,50 +384,6 @@ def test_another_type_under_the_same_name_is_refused(world):
         world.slices.up(dataclasses.replace(ORDER, accelerator="v6e-8"), ZONES)
     with pytest.raises(SliceError, match="podium pod down run"):
         world.slices.up(dataclasses.replace(ORDER, spot=False), ZONES)
-
-
-def test_two_of_ours_become_one(world):
-    world.slices.up(ORDER, ["us-b"])
-    second = world.owned_by("ada")
-    second.find = lambda name, needed: []  # a second laptop that looked before the first one asked
-    second.up(ORDER, ["us-a"])
-    assert world.ours() == {"us-a", "us-b"}
-    assert world.slices.up(ORDER, ["us-b", "us-a"]).zone == "us-b"
-    assert world.ours() == {"us-b"}
-
-
-def reaped(slices: Slices, *, everyone: bool = False) -> list[str]:
-    """Deletes what is past its lease, as `podium pod reap` does where nothing runs."""
-    past = slices.expired(everyone=everyone)
-    for each in past:
-        slices.delete([each])
-    return [each.name for each in past]
-
-
-def test_reap_deletes_what_is_past_its_lease_and_nothing_else(world):
-    world.slices.up(ORDER, ZONES)
-    short = {OWNER: "ada", LEASE: str(int(world.clock.now) + 600)}
-    world.slices.up(dataclasses.replace(ORDER, name="old", labels=short), ZONES)
-    world.fake.stranger("us-b", "theirs", {LEASE: "1"})
-    world.clock.sleep(3600)
-    assert reaped(world.slices) == ["old"]
-    assert sorted({each.rpartition("/")[2] for each in world.fake.everything()}) == ["run", "theirs"]
-
-
-def test_a_renewed_lease_counts(world):
-    short = dataclasses.replace(ORDER, labels={OWNER: "ada", LEASE: "1"})
-    got = world.slices.up(short, ZONES)
-    world.slices.label(got, {LEASE: str(int(world.clock.now) + 999)})
-    assert world.slices.expired() == []
-    world.clock.sleep(1000)
-    assert reaped(world.slices) == ["run"]
-
-
-def test_reap_for_everyone_keeps_to_podiums_own(world):
-    world.owned_by("bob").up(dataclasses.replace(ORDER, labels={OWNER: "bob", LEASE: "1"}), ["us-b"])
-    node = world.fake.stranger("us-a", "theirs", {LEASE: "1"})
-    assert reaped(world.slices, everyone=True) == ["run"]
-    assert world.fake.everything() == [node]
 
 
 @pytest.mark.parametrize("kind", ["403", "503"])
@@ -389,7 +401,7 @@ def test_a_zone_whose_queue_cannot_be_read_is_named(world, kind):
 def test_a_node_is_found_without_reading_queues(world):
     world.slices.up(ORDER, ["us-b"])
     world.gcloud.commands.clear()
-    assert (world.slices.locate("run").zone, world.slices.locate(None).name) == ("us-b", "run")
+    assert (world.slices.locate("run").zone, world.slices.locate(None).title) == ("us-b", "run")
     assert len(world.gcloud.commands) == 2
     with pytest.raises(SliceError, match="no slice of yours is named other"):
         world.slices.locate("other")
@@ -457,13 +469,7 @@ def one_story(seed: int) -> None:
             pass
         agrees_with_the_ledger(world)
     world.fake.faults, world.gcloud.before = [], lambda argv: None
-    if stranger.endswith("/run"):
-        for each in world.slices.find("run"):
-            if world.slices.is_ours(each):
-                world.slices.down("run")
-                break
-    else:
-        world.slices.down("run")
+    world.slices.down("run")
     assert world.fake.everything() == [stranger]
 
 

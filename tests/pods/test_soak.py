@@ -24,7 +24,7 @@ def test_a_story_is_the_same_whenever_it_is_told():
 
 
 def test_the_judge_sees_what_is_deleted_while_a_run_is_going_on():
-    """Without the label of its run and its identity, a slice is deleted by its name alone."""
+    """What is deleted, and what ran there at that moment, is recorded."""
     soak = story(1000)
     assert soak.deletions, "every run that ends deletes its slice"
     assert all(each.owner == "ada" and each.healthy is None for each in soak.deletions)

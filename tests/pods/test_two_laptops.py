@@ -1,7 +1,7 @@
 """Several laptops of one owner, and a reaper, on slices of one name: each acts on its own slice alone."""
 
 import base64
-import dataclasses
+import contextlib
 import gzip
 import re
 from pathlib import Path
@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from podium.pods import commands
-from podium.pods.gcloud import Finished
-from podium.pods.inventory import END, LEASE, LEASE_S, RUN, STOP, label_text
+from podium.pods.endings import Endings
+from podium.pods.gcloud import Finished, GcloudError
+from podium.pods.inventory import STARTED, STATE, label_text
 from podium.pods.launch import RunSpec
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import Project
 from podium.pods.push import Package
-from podium.pods.remote import RemoteError
-from podium.pods.rental import rent_slice
+from podium.pods.rental import new_order
 from podium.pods.run_command import follow
 from podium.pods.secrets import Secrets
 from podium.pods.session import Session
-from podium.pods.slices import Slices, TakenError
+from podium.pods.slices import DeletedError, TakenError
 from podium.pods.world import World
 from tests.pods.clock import Clock
 from tests.pods.fake_gcloud import Cloud
@@ -56,7 +56,7 @@ class Idle:
         """The marked line that every worker prints."""
         mark = re.search(r'echo "(\w+) \$worker', command)
         assert mark
-        text = f"{self.clock.time():.0f}" if "date +%s" in command else ""
+        text = "{}" if "agent stop" in command else f"{self.clock.time():.0f}" if "date +%s" in command else ""
         packed = base64.b64encode(gzip.compress(text.encode())).decode()
         return 0, f"{mark[1]} {worker} {0 if text else 3} {packed}\n", ""
 
@@ -90,16 +90,24 @@ class Laptops(Cloud):
             environment={},
         )
 
-    def session(self, name: str = "run", project: Project | None = None) -> Session:
-        """`podium pod run --type v4-16 --slice demo` on a laptop, up to the moment at which it has its slice."""
+    def opened(self, name: str = "run", project: Project | None = None, *, own: bool = True) -> Session:
+        """`podium pod run --keep-alive --type v4-16 --slice demo` on a laptop, before it has a slice."""
         project, spec = project or self.project(), self.spec(name)
-        return Session(
-            project, rent_slice(project.slices, "demo", RENT, default_zone=None, run=spec.prefix), RENT, spec
-        )
+        run = label_text(spec.prefix)
+        order = new_order("demo", RENT, project.slices, ZONES, run, bucket="b" if own else None)
+        endings = Endings(project.slices.gcloud, "b" if own else None, run, project.say)
+        return Session(project, spec, order, ZONES, endings, fresh=True)
 
-    def started(self, session: Session, name: str = "run", attempt: int = 1) -> None:
+    def session(self, name: str = "run", project: Project | None = None, *, own: bool = True) -> Session:
+        """The same, with its slice."""
+        session = self.opened(name, project, own=own)
+        session.rent()
+        return session
+
+    def started(self, session: Session) -> None:
         """A job was started on its slice."""
-        session._project.slices.label(session.slice, {RUN: label_text(f"{self.spec(name).prefix}{attempt}")})
+        assert session.slice is not None
+        session._project.slices.label(session.slice, {STATE: STARTED})
 
     def nodes(self) -> list[str]:
         return [node["id"] for node in self.fake.nodes.values()]
@@ -125,75 +133,37 @@ def said(project: Project) -> str:
     return "\n".join(project.__dict__.get("said", []))
 
 
-@pytest.mark.parametrize("preempted", [False, True])
-@pytest.mark.parametrize("theirs", ["other", None])
-def test_a_laptop_that_wakes_deletes_nothing_that_another_laptop_uses(laptops, preempted, theirs):
-    """While it slept its run ended or its slice was lost, and another laptop rented one of the same name."""
+@pytest.mark.parametrize("method", ["GET", "PATCH", "DELETE"])
+@pytest.mark.parametrize("theirs", ["run", "other"])
+def test_a_laptop_that_wakes_deletes_nothing_that_another_laptop_rented(laptops, method, theirs):
+    """Its lid is closed anywhere in the commands that give a slice back; another laptop has rented one meanwhile."""
     session = laptops.session()
-    if preempted:
-        laptops.fake.preempt("demo")
-    other = laptops.project()
-    other.slices.down("demo")
-    spec = laptops.spec("other")
-    rent_slice(other.slices, "demo", RENT, default_zone=None, run=spec.prefix if theirs else None)
-    machines = laptops.nodes()
-    session.replace() if preempted else session.give_back(0)
-    assert session.observe().taken
-    assert not session.give_back(0)
+    machines = []
+
+    def instant(sent: str) -> None:
+        if sent == method:
+            laptops.gcloud.instant = lambda sent: None
+            other = laptops.project()
+            other.slices.down("demo")
+            laptops.session(theirs, other)
+            machines.extend(laptops.nodes())
+
+    laptops.gcloud.instant = instant
+    with contextlib.suppress(GcloudError):  # what it labels is gone
+        session.give_back(0, told=False)
+    laptops.gcloud.instant = lambda sent: None
+    session.give_back(0, told=True)
     assert laptops.nodes() == machines
-    assert "podium pod down demo" in said(session._project)
+    assert len(machines) == 1
 
 
-def test_a_run_that_another_run_kept_from_starting_deletes_nothing(laptops):
-    """The machines were busy from the beginning: their label is another run's, and stays so."""
-    first = laptops.session()
-    laptops.started(first)
-    second = laptops.session("other")
-    assert not second.give_back(1)
-    assert len(laptops.nodes()) == 1
-    with pytest.raises(TakenError, match="demo is kept: run-"):
-        second.replace()
-    assert len(laptops.nodes()) == 1
-
-
-def test_what_was_rented_for_another_run_is_not_used_before_that_has_begun(laptops):
+def test_what_was_rented_for_another_run_is_neither_used_nor_deleted(laptops):
     laptops.session()
-    second = laptops.session("other")
-    assert "it was rented for run-" in second.observe().taken
-    assert not second.give_back(1)
+    second = laptops.opened("other")
+    with pytest.raises(TakenError, match="was rented for the run run-"):
+        second.rent()
+    assert not second.give_back(1, told=False)
     assert len(laptops.nodes()) == 1
-
-
-def test_a_slice_on_which_its_run_begins_again_meanwhile_is_not_claimed(laptops):
-    first = laptops.session()
-    laptops.started(first)
-    second = laptops.session("other")
-    assert second.observe().taken == ""  # an attempt that has ended
-    laptops.started(first, attempt=2)
-    with pytest.raises(RemoteError, match=r"demo is busy with job run-\w+-2, which has just been started"):
-        second.start()
-    assert not first.observe().taken
-
-
-def test_what_another_laptop_rents_while_a_slice_is_replaced_is_kept_or_used(laptops):
-    for theirs, adopted in (("run", True), ("other", False)):
-        session = laptops.session()
-        laptops.fake.preempt("demo")
-        down = laptops.project()
-
-        def meanwhile(argv, theirs=theirs, down=down):
-            if "create" in argv:
-                laptops.gcloud.before = lambda argv: None
-                laptops.session(theirs, down)
-
-        laptops.gcloud.before = meanwhile
-        if adopted:
-            session.replace()
-        else:
-            with pytest.raises(TakenError, match="was rented meanwhile for other-"):
-                session.replace()
-        assert len(laptops.nodes()) == 1
-        down.slices.down("demo")
 
 
 def test_a_slice_that_another_laptop_replaced_in_another_zone_is_followed(laptops):
@@ -201,53 +171,96 @@ def test_a_slice_that_another_laptop_replaced_in_another_zone_is_followed(laptop
     other = laptops.session()
     laptops.fake.preempt("demo")
     laptops.fake.capacity = {"us-a": 0}
+    other.observe()
     other.replace()
-    assert other.slice.zone == "us-b"
+    other.rent()
     found = session.observe()
     assert found.slice is not None
-    assert (found.slice.zone, found.taken) == ("us-b", "")
+    assert (found.slice.zone, found.slice.name) == ("us-b", other.slice and other.slice.name)
 
 
 def test_a_laptop_tells_others_that_the_run_has_ended_before_it_deletes_the_slice(laptops):
     first, second = laptops.session(), laptops.session()
     laptops.started(first)
-    seen = []
-    began = laptops.clock.now
-
-    def look(argv):
-        if laptops.clock.now > began + 10.0 and not seen and "list" in argv:
-            laptops.gcloud.before = lambda argv: None
-            seen.append(second.observe())
-
-    laptops.gcloud.before = look
-    assert first.give_back(143)
-    assert seen[0].ended == 143
-    assert laptops.nodes() == []
-    assert not second.give_back(143)
+    assert first.give_back(3, told=False)
+    seen = second.observe()
+    assert (seen.slice, seen.over, laptops.nodes()) == (None, 3, [])
+    assert not second.give_back(3, told=True)
+    assert laptops.opened().observe().over is None, "a later command is a new one"
 
 
-def test_the_end_of_another_run_and_a_stop_of_another_run_are_not_this_ones(laptops):
-    session = laptops.session()
-    laptops.started(session)
-    slices = session._project.slices
-    slices.label(session.slice, {END: "other-0a1b2c-1700000000-1"})
-    assert session.observe().ended is None
-    second = laptops.session("other")
-    slices.label(session.slice, {STOP: "1700000000"})
-    assert not second.observe().asked_to_stop
-    assert session.observe().asked_to_stop
+def stop(laptops: Laptops, monkeypatch: pytest.MonkeyPatch) -> str:
+    """`podium pod stop demo` on another laptop; what it says."""
+    project = laptops.project()
+    monkeypatch.setattr(commands, "open_project", lambda *_: project)
+    commands.stop(name="demo", project=None, dry_run=False)
+    return said(project)
 
 
-def test_a_stop_before_a_laptop_hears_that_its_slice_was_granted_is_heard(laptops):
+def test_a_stop_reaches_a_laptop_that_was_asleep_in_its_request(laptops, monkeypatch):
+    """It saw the slice lost; while its lid was closed, the run went on elsewhere, was stopped, and was given back."""
+    asleep, awake = laptops.session(), laptops.session()
+    laptops.fake.preempt("demo")
+    asleep.observe()
+    asleep.replace()
+
+    def instant(sent: str) -> None:
+        if sent == "POST":
+            laptops.gcloud.instant = lambda sent: None
+            awake.observe()
+            awake.rent()
+            stop(laptops, monkeypatch)
+            assert awake.observe().over == 143
+            awake.give_back(143, told=True)
+
+    laptops.gcloud.instant = instant
+    with pytest.raises(DeletedError, match="the run is over"):
+        asleep.rent()
+    assert asleep.observe().over == 143
+    assert laptops.fake.everything() == []
+
+
+def test_a_stop_before_a_laptop_hears_that_its_slice_was_granted_is_heard(laptops, monkeypatch):
+    """Without a bucket, too: the label of the slice tells it."""
+
     def stop_once_granted(argv):
-        for node in laptops.fake.nodes.values():
-            if node["state"] == "READY":
-                node["labels"][STOP] = "1700000000"
+        if any(node["state"] == "READY" for node in laptops.fake.nodes.values()):
+            laptops.gcloud.before = lambda argv: None
+            stop(laptops, monkeypatch)
 
+    session = laptops.opened(own=False)
     laptops.gcloud.before = stop_once_granted
+    session.rent()
+    assert session.observe().over == 143
+    again = laptops.session(own=False)
+    assert again.observe().over is None  # the same command again overrides the stop
+
+
+def test_a_stop_withdraws_a_request_in_the_queue(laptops, monkeypatch):
+    laptops.fake.capacity = dict.fromkeys(ZONES, 0)
+    heard = []
+
+    def instant(sent: str) -> None:
+        if not heard and any("WAITING" in each["state"]["state"] for each in laptops.fake.queued.values()):
+            heard.append(None)
+            heard.append(stop(laptops, monkeypatch))
+
+    session = laptops.opened()
+    laptops.gcloud.instant = instant
+    with pytest.raises(DeletedError):
+        session.rent()
+    assert "so nothing ran; the request is withdrawn" in heard[1]
+    assert session.observe().over == 143
+    assert laptops.fake.everything() == []
+
+
+def test_a_bucket_that_this_account_may_not_use_is_named_and_done_without(laptops):
+    laptops.fake.storage_fails = (
+        "ERROR: (gcloud.storage.objects.list) [ada] does not have permission to access b instance [b]"
+    )
     session = laptops.session()
-    assert session.observe().asked_to_stop
-    assert not laptops.session().observe().asked_to_stop  # the same command again overrides the stop
+    assert not session.observe().wanted
+    assert said(session._project).count("stops cannot be recorded in the run's bucket") == 1
 
 
 def reap(laptops: Laptops, monkeypatch: pytest.MonkeyPatch, skew_s: float = 0.0) -> str:
@@ -259,69 +272,30 @@ def reap(laptops: Laptops, monkeypatch: pytest.MonkeyPatch, skew_s: float = 0.0)
 
 
 def test_a_request_in_the_queue_is_not_reaped(laptops, monkeypatch):
-    laptops.fake.capacity = {"us-a": 0}
-    order = dataclasses.replace(RENT, zones=["us-a"], valid_until="9h")
+    laptops.fake.capacity = dict.fromkeys(ZONES, 0)
     heard: list[str] = []
 
     def cron(argv):
-        if laptops.clock.now > 1e9 + 6 * 3600 and not heard:
+        if laptops.clock.now > 1e9 + 60 and not heard:
             heard.append("")
-            heard[0] = reap(laptops, monkeypatch)
+            heard[0] = reap(laptops, monkeypatch, skew_s=48 * 3600.0)
             laptops.fake.capacity = {}
 
     laptops.gcloud.before = cron
-    project = laptops.project()
-    got = rent_slice(project.slices, "demo", order, default_zone=None)
-    assert heard == ["no lease has expired"]
-    assert got.lease is not None
-    assert got.lease - laptops.clock.now > 3.9 * 3600, "a lease counts from the grant"
+    laptops.session()
+    assert heard == ["nothing was deleted"]
 
 
 @pytest.mark.parametrize("hours", [5.0, 20.0])
 def test_a_reaper_whose_clock_is_ahead_deletes_nothing_early(laptops, monkeypatch, hours):
     laptops.session()
-    heard = reap(laptops, monkeypatch, skew_s=hours * 3600)
-    assert "by its machines' clocks it ends in 239 minutes" in heard
+    assert "nothing was deleted" in reap(laptops, monkeypatch, skew_s=hours * 3600)
     laptops.fake.preempt("demo")
-    assert "it is SUSPENDED, and is deleted a day later" in reap(laptops, monkeypatch, skew_s=hours * 3600)
+    assert "nothing was deleted" in reap(laptops, monkeypatch, skew_s=hours * 3600)
     assert len(laptops.nodes()) == 1
     laptops.clock.sleep(4 * 3600 + 86400)
     assert "deleted demo" in reap(laptops, monkeypatch)
     assert laptops.fake.everything() == []
-
-
-def test_a_lease_that_is_renewed_while_machines_are_asked_keeps_the_slice(laptops, monkeypatch):
-    session = laptops.session()
-    laptops.clock.sleep(5 * 3600)
-
-    def renew(argv):
-        if any("date +%s" in word for word in argv):
-            laptops.gcloud.before = lambda argv: None
-            lease = str(int(laptops.clock.now) + 3600)
-            session._project.slices.label(session.slice, {LEASE: lease, LEASE_S: "3600"})
-
-    laptops.gcloud.before = renew
-    assert "nothing was deleted" in reap(laptops, monkeypatch)
-    assert len(laptops.nodes()) == 1
-
-
-def test_strangers_in_every_zone_end_a_run_that_lost_its_slice(laptops):
-    session = laptops.session()
-    laptops.fake.preempt("demo")
-    for zone in ZONES[1:]:
-        laptops.fake.stranger(zone, "demo")
-    project = session._project
-
-    def take(argv):
-        if "create" in argv:
-            laptops.gcloud.before = lambda argv: None
-            laptops.fake.stranger(ZONES[0], "demo")
-
-    laptops.gcloud.before = take
-    laptops.fake.capacity = {ZONES[0]: 0}
-    assert follow(project, session, RunOptions(keep_alive=True)) == 1
-    assert "the name demo is taken in every zone; nothing was requested" in said(project)
-    assert len(laptops.nodes()) == 3
 
 
 @pytest.mark.parametrize("text", ["[Errno 28] No space left on device", "[SSL: CERTIFICATE_VERIFY_FAILED]"])
@@ -341,9 +315,3 @@ def test_who_gives_up_says_what_is_rented_and_what_deletes_it(laptops, text):
     with pytest.raises(ValueError, match="gcloud crashed"):
         follow(project, session, RunOptions(keep_alive=True))
     assert "demo may still be rented and cost money; podium pod down demo deletes it" in said(project)
-
-
-def test_an_order_without_a_run_has_none(laptops):
-    project: Project = laptops.project()
-    slices: Slices = project.slices
-    assert rent_slice(slices, "demo", RENT, default_zone=None).run is None

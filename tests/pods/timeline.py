@@ -1,6 +1,5 @@
 """One virtual time for several laptops, each of which runs a command in its own thread; one runs at a time."""
 
-import contextlib
 import heapq
 import itertools
 import threading
@@ -19,6 +18,8 @@ class Timeline:
         self.running: Laptop | None = None
         self.over = False
         self.laptops: list[Laptop] = []
+        self.error: Exception | None = None
+        """What a command raised that no command may raise."""
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._back = threading.Semaphore(0)
@@ -37,11 +38,13 @@ class Timeline:
 
     def run(self, over: Callable[[], bool]) -> None:
         """Have all happen that is due, until it is `over`."""
-        while self._due and not over():
+        while self._due and not over() and self.error is None:
             moment, _, event = heapq.heappop(self._due)
             self.now = max(self.now, moment)
             event()
         self.over = True
+        if self.error is not None:
+            raise self.error
         for laptop in self.laptops:
             laptop.end()
 
@@ -99,8 +102,12 @@ class Laptop:
 
         def work() -> None:
             self.go.acquire()
-            with contextlib.suppress(StoryOver):
+            try:
                 command()
+            except StoryOver:
+                pass
+            except Exception as error:
+                self.timeline.error = error
             if not self.timeline.over:
                 self.ended = self.timeline.now
                 self.timeline.yield_back()

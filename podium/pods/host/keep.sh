@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs on the small machine that keeps a run alive (podium/pods/keeper.py): `podium pod run`; then the slice is deleted
-# if it is still there, and the machine itself. After a failure the machine is turned off, which costs only its disk,
-# and its description keeps the end of the log: no one may have been watching.
+# Runs on the small machine that keeps a run alive (podium/pods/keeper.py): `podium pod run`; then the slice that was
+# rented for the run is deleted if it is still there, and the machine itself. After a failure the machine is turned off,
+# which costs only its disk, and its description keeps the end of the log: no one may have been watching.
 #   keep.sh MACHINE ZONE SLICE PYTHON ARGUMENTS...     SLICE: - leaves it rented; ARGUMENTS of `podium pod run`
 machine=$1 zone=$2 slice=$3 python=$4
 shift 4
