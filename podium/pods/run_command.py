@@ -83,19 +83,26 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
             zone = tpu_slice.zone if tpu_slice else zones_of(rent, project.slices, project.zone)[0]
             keep_on_vm(project, name, zone=zone, rent=rent, options=options, spec=spec)
             return 0
-        zones = zones_of(rent, project.slices, project.zone)
-        run = os.environ.get(RUN_VARIABLE) or label_text(spec.prefix)
-        bucket = bucket_label(loaded.config.runs_dir) or ""
-        order = new_order(name, rent, project.slices, zones, run, bucket=bucket if options.keep_alive else None)
-        endings = Endings(project.slices.gcloud, bucket if options.keep_alive and bucket else None, run, project.say)
-        session = Session(project, spec, order, zones, endings, fresh=wanted is not None)
+        bucket = (bucket_label(loaded.config.runs_dir) or "") if options.keep_alive else None
+        session = _make_session(project, name, rent, spec, bucket=bucket, fresh=wanted is not None)
         if options.detach or not options.keep_alive:  # otherwise `keep_alive` does both and handles failures
-            session.slice = session.slice or rent_slice(project.slices, order, zones)
+            session.slice = session.slice or rent_slice(project.slices, session.order, session.zones)
             session.start()
         if options.detach:
             project.say(f"to follow it: podium pod logs -f {name}")
             return 0
         return follow(project, session, options)
+
+
+def _make_session(
+    project: Project, name: str, rent: Rent, spec: RunSpec, *, bucket: str | None, fresh: bool
+) -> Session:
+    """The session of a run; `bucket` is the label of the run's bucket if it is kept alive, empty without a bucket."""
+    zones = zones_of(rent, project.slices, project.zone)
+    run = os.environ.get(RUN_VARIABLE) or label_text(spec.prefix)
+    order = new_order(name, rent, project.slices, zones, run, bucket=bucket)
+    endings = Endings(project.slices.gcloud, bucket or None, run, project.say)
+    return Session(project, spec, order, zones, endings, fresh=fresh)
 
 
 def _found(project: Project, name: str | None, options: RunOptions) -> Slice:

@@ -47,8 +47,8 @@ class Session:
         self.title = order.name
         self._project = project
         self._spec = spec
-        self._order = order
-        self._zones = zones
+        self.order = order
+        self.zones = zones
         self._endings = endings
         self._shown: dict[str, int] = {}  # job -> bytes of its log
         self._job: str | None = None
@@ -98,7 +98,7 @@ class Session:
     def rent(self) -> None:
         """Rent a slice, or find the one that another laptop has rented for this run, and wait until it is ready."""
         self._job = None
-        self.slice = self._project.slices.up(self._order, self._zones, over=lambda: self._endings.status() is not None)
+        self.slice = self._project.slices.up(self.order, self.zones, over=lambda: self._endings.status() is not None)
 
     def start(self) -> None:
         """Start the run on workers that do not run it, unless it was stopped or lost the slice meanwhile."""
@@ -169,7 +169,7 @@ class Session:
             return None
         slices = self._project.slices
         now = slices.now(self.slice)
-        if now is None and (others := slices.titled(self.title)) and others[0].run == self._order.run:
+        if now is None and (others := slices.titled(self.title)) and others[0].run == self.order.run:
             now = others[0]
             self._job = None  # attempts are counted again
         self.slice = now or self.slice
