@@ -26,7 +26,7 @@ from podium.models.recorded_experts import joined_choices, recorded_choices
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.recorded_routes import Routes, unknown
-from podium.rollout.request import Request, SamplingParams
+from podium.rollout.request import Completion, Request, SamplingParams
 from podium.rollout.transcript import Transcript, transcript_of
 from podium.sampling.conversations.episode_json import completion_record, read_completion
 from podium.sampling.sampler import rollout_rules
@@ -144,6 +144,26 @@ def test_choices_are_cut_with_the_tokens_saved_with_them_and_continued():
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(one.choices, other.choices)
         np.testing.assert_array_equal(one.context_choices, other.context_choices)
+
+
+@pytest.mark.parametrize("width", [0, 6])
+def test_a_completion_without_tokens_keeps_the_width_of_its_choices(width):
+    empty = np.zeros(0, np.int32)
+    logprobs = np.zeros(0, np.float32)
+    choices, context = np.zeros((0, width), np.uint16), np.ones((3, 6), np.uint16) if width else None
+    given = Completion(
+        tokens=empty,
+        sampled_logprobs=logprobs,
+        full_logprobs=logprobs,
+        versions=empty,
+        text="",
+        finish_reason=None,
+        choices=choices,
+        context_choices=context,
+    )
+    found = read_completion(completion_record(given))
+    assert found.choices is not None and found.choices.shape == (0, width) and found.choices.dtype == np.uint16
+    assert (found.context_choices is None) if context is None else np.array_equal(found.context_choices, context)
 
 
 def _first(completion, count):

@@ -41,6 +41,7 @@ READERS = {  # what the reader puts in the place of a word
     "Z": "us-east5-b", "N": "0", "I": "image", "IMAGE": "image", "CLAIM": "claim", "NAME": "first",
     "runs/NAME-sft": "runs/demo-sft",
     "{tpu_slice.accelerator}": "v6e-8", "{tpu_slice.zone}": "us-east5-b",
+    "{tpu_slice.title}": "first",
 }  # fmt: skip
 SHORTER: list[tuple[str, str, str, str]] = [  # (where it matches, what is replaced, by what, why)
     (r"^podium plan (?!.*--fast|.*--check)", "$", " --fast", "compiles for minutes; tests/plan compiles what is small"),

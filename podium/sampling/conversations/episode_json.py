@@ -30,6 +30,8 @@ class CompletionRecord(TypedDict):
     """The choices of experts, in `choice_format`; absent in models without experts."""
     choice_format: NotRequired[str]
     """Missing if it is uint8."""
+    choice_width: NotRequired[int]
+    """Number of choices for each token; only if there are no tokens, from which it would follow."""
 
 
 class SpanRecord(TypedDict):
@@ -88,6 +90,8 @@ def completion_record(completion: Completion) -> CompletionRecord:
         record["choices"] = _bits(completion.choices)
         if completion.choices.dtype != np.uint8:
             record["choice_format"] = completion.choices.dtype.name
+        if not len(completion.tokens):
+            record["choice_width"] = completion.choices.shape[1]
     if completion.context_choices is not None:
         record["context_choices"] = _bits(completion.context_choices)
     return record
@@ -98,7 +102,7 @@ def read_completion(record: CompletionRecord) -> Completion:
     tokens = _array(record["tokens"], np.int32)
     choices, of_context = record.get("choices"), record.get("context_choices")
     own_format = record.get("choice_format", "uint8")
-    own = None if choices is None else _array(choices, own_format).reshape(len(tokens), -1)
+    own = None if choices is None else _rows(_array(choices, own_format), len(tokens), record.get("choice_width", 0))
     width = 0 if own is None else own.shape[1]
     return Completion(
         tokens=tokens,
@@ -201,9 +205,14 @@ def _with_span(transcript: Transcript, record: SpanRecord) -> Transcript:
         full_logprobs=of_each("full_logprobs", np.float32),
         versions=of_each("versions", np.int32),
         text=record["text"],
-        choices=None if found is None else _array(found, record.get("choice_format", "uint8")).reshape(len(tokens), -1),
+        choices=None if found is None else _rows(_array(found, record.get("choice_format", "uint8")), len(tokens)),
     )
     return Transcript(spans=(*transcript.spans, span))
+
+
+def _rows(values: np.ndarray, rows: int, width: int = 0) -> np.ndarray:
+    """Values as rows; `width` is that of an array without rows."""
+    return values.reshape(rows, len(values) // rows if rows else width)
 
 
 def _bits(array: np.ndarray) -> str:
