@@ -4,6 +4,8 @@ Names of the reader's own (my.yaml, runs/my) are there, around a tiny model, and
 configs as small. `SHORTER` lists what is not done whole, and why; a line for which there is no way to run it fails.
 """
 
+import contextlib
+import fcntl
 import functools
 import re
 import shlex
@@ -11,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -193,8 +196,12 @@ class Desk:
         self.monkeypatch.setattr("podium.observe.listening.make_server", OneClient)
         self.monkeypatch.setattr("podium.api.chat.typed", lambda console: iter(["What is 2 + 3?"]))
         self.monkeypatch.setattr(sys, "argv", ["podium", *words])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
+        with contextlib.ExitStack() as stack:
+            if words[0] in ("serve", "watch"):  # on one port, in tests that run at the same time
+                lock = stack.enter_context(open(Path(tempfile.gettempdir()) / "podium-default-port.lock", "w"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            with pytest.raises(SystemExit) as stopped:
+                cli.main()
         return stopped.value.code or 0
 
 
