@@ -20,6 +20,7 @@ from tiny_runs import (
     merged,
     read_records,
     spec_of,
+    train_on,
     trained,
     with_logprobs,
 )
@@ -28,15 +29,11 @@ from podium.algorithms.losses import Tokens
 from podium.certify.checks import skipped
 from podium.certify.subject import make_subject
 from podium.config.errors import ConfigError
-from podium.observe.metrics import step_metrics
-from podium.observe.stats import StepStats
 from podium.plan.request.planned_rows import packed_rows
 from podium.plan.request.workload import SequenceLengths
-from podium.rollout.request import RolloutStats
 from podium.sampling.groups import Group
 from podium.settings import load_settings
 from podium.train.loop import train
-from podium.train.recorder import completion_stats
 
 WEIGHT, RATE = 0.3, 1e5
 SFT = {"recipe": "sft", "weight": WEIGHT, "prompts_per_step": 3}
@@ -63,20 +60,9 @@ def step(
     """
     trainer, state = make_trainer(**merged(changes, {"train": {"optimizer": {"learning_rate": RATE}}}))
     before = host(state.params)
-    batches, batched = trainer.prepare(state, groups, beside)
-    state, updated = trainer.update(state, batches, 0)
-    stats = StepStats(
-        completions=completion_stats(groups),
-        rolled=RolloutStats(),
-        batched=batched,
-        updated=updated,
-        step_s=1.0,
-        cpu_s=1.0,
-        sync_s=0.0,
-        checkpoint_s=None,
-    )
+    state, metrics = train_on(trainer, state, groups, beside=beside)
     moved = {name: (np.array(x, np.float64) - before[name]) / RATE for name, x in state.params.items()}
-    return moved, step_metrics(stats)
+    return moved, metrics
 
 
 def sampled(**changes: Any) -> list[Group]:

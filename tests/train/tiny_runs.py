@@ -232,10 +232,18 @@ def _trainer(devices: int, reference: bool, temperature: float, changes: str) ->
 
 
 def train_on(
-    trainer: Trainer, state: TrainState, groups: list[Group], *, step: int = 0
+    trainer: Trainer,
+    state: TrainState,
+    groups: list[Group],
+    *,
+    beside: list[Group] | tuple[()] = (),
+    step: int = 0,
 ) -> tuple[TrainState, dict[str, float]]:
-    """The rest of a step behind its rollout, as the loop does it: the new state, and the step's metrics."""
-    batches, batched = trainer.prepare(state, groups)
+    """The part of a step after its rollout, as the loop does it: the new state, and the step's metrics.
+
+    `beside` are demonstrations that are mixed in.
+    """
+    batches, batched = trainer.prepare(state, groups, beside)
     state, updated = trainer.update(state, batches, step)
     return state, step_metrics(
         StepStats(
