@@ -3,11 +3,10 @@
     nothing -> requested in a zone -> waiting -> creating -> ready -> dead (preempted) or deleted
                     |  refused or expired: deleted there, and the next zone is tried
 
-A name is used once: every request has its own, TITLE-WORD with a random word, whatever became of earlier ones. So a
-command that deletes by name, labels, or asks again after a lost reply means one slice for ever, however long its laptop
-slept in between. Of several slices of one title, those of two laptops that asked at once, the one requested first (by
-Google's clock) is the slice; nobody uses another, and the first is the last to be deleted. So it is right at any later
-time, too, to delete one that was not the first when it was listed.
+A name is used once: each request has a new name, TITLE-WORD with a random word. A command that deletes or labels by
+name, or repeats a request after a lost reply, can therefore never affect a later slice, however long its laptop slept.
+If two laptops request slices of one title at the same time, the slice requested first (by Google's clock) is used, and
+the others are deleted before it. A slice that was not the first when it was listed may thus be deleted at any time.
 
 Nothing is stored here: every call queries what exists.
 """

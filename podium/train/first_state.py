@@ -94,11 +94,11 @@ class Origin(NamedTuple):
         return self._completed(init_state(self.weights.trained(), self.optimizers[POLICY]))
 
     def forked(self, fork: Fork, recipe: str, say: Callable[[str], None]) -> tuple[TrainState, HostState]:
-        """The state with which a run begins that goes on with the weights of another run's checkpoint.
+        """The first state of a run that starts from the weights of another run's checkpoint.
 
-        It takes the optimizer's moments too if both runs have the same recipe, or both train a further model. Those of
-        another loss would go on moving the weights its way for about ten steps: after imitation, towards what was
-        imitated. A model that only this run trains, one that follows the policy, and adapted coefficients begin anew.
+        It takes the optimizer's moments too if both runs have the same recipe, or both train a further model. Moments
+        of another loss would keep moving the weights in its direction for about ten steps. A model that only this run
+        trains, one that follows the policy, and adapted coefficients begin anew.
 
         Args:
             fork: the run and its step.

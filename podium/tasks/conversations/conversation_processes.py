@@ -221,7 +221,7 @@ class Pool:
             raise ValueError(not_started("environments", error)) from error
 
     def _ended(self, process: Process, why: str) -> None:
-        """Report the loss of the conversations of a process that nobody here has ended."""
+        """Report the conversations of a process as lost, unless the pool itself has ended the process."""
         with self._lock:
             held = [holders for holders in (self._shared, self._serial, self._retired) if process in holders]
             if not held:
