@@ -22,21 +22,30 @@ class LoopThread:
         """Create it without starting the thread, which gets this name."""
         self._name = name
         self._loop: _Loop | None = None
-        self._starting = threading.Lock()
+        self._ended = False
+        self._changing = threading.Lock()
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> "Future[Result]":
-        """Run a coroutine on the loop; the future has its result or the exception that it raises."""
-        with self._starting:
+        """Run a coroutine on the loop; the future has its result or the exception that it raises. After `end`, the
+        coroutine is closed and the future is cancelled.
+        """
+        with self._changing:
+            if self._ended:
+                coroutine.close()
+                refused: Future[Result] = Future()
+                refused.cancel()
+                return refused
             if self._loop is None:
                 self._loop = _Loop()
                 threading.Thread(target=_run, args=(self._loop,), name=self._name, daemon=True).start()
-            loop = self._loop
-        return asyncio.run_coroutine_threadsafe(coroutine, loop)
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def resolve(self, value: object) -> object:
         """The value; if it is awaitable, run it on the loop, wait on this thread, and return its result."""
         if not inspect.isawaitable(value):
             return value
+        if inspect.iscoroutine(value):  # itself, so that it is closed if it is cancelled before it starts
+            return self.submit(value).result()
 
         async def awaited() -> object:
             return await value
@@ -47,16 +56,20 @@ class LoopThread:
         """Call a function on the loop, so that code that blocks the loop also delays this call; without a loop, call it
         here.
         """
-        if (loop := self._loop) is None:
-            function()
-        else:
-            loop.call_soon_threadsafe(function)
+        with self._changing:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(function)
+                return
+        function()
 
     def end(self) -> None:
-        """Cancel all tasks on the loop and end it; a thread that a coroutine blocks is abandoned."""
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.call_soon_threadsafe(_cancel_and_end, loop)
+        """Cancel all tasks on the loop and end it; nothing runs on it later. A thread that a coroutine blocks is
+        abandoned.
+        """
+        with self._changing:
+            loop, self._loop, self._ended = self._loop, None, True
+            if loop is not None:
+                loop.call_soon_threadsafe(_cancel_and_end, loop)
 
 
 class _Loop(asyncio.SelectorEventLoop):
