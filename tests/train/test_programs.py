@@ -142,7 +142,10 @@ def test_a_program_that_fails_is_tried_again_and_in_no_mean(talk):
     ("way", "message"),
     [
         ("foreign", "a program asked what cannot be answered: prompt has token 1000000"),
-        ("unending", "a program asked what cannot be answered: stop token 1000000 is outside the model's vocabulary of"),
+        (
+            "unending",
+            "a program asked what cannot be answered: stop token 1000000 is outside the model's vocabulary of",
+        ),
         ("silent", "before it asked the model anything"),
     ],
 )
