@@ -453,11 +453,11 @@ def _copied(params: Mapping[str, jax.Array]) -> Arrays:
 
 def _charged(stats: BatchStats) -> dict[str, float]:
     """The weight of the KL in a step's rewards, by KL_COEF; empty without it, or if no completion has a KL."""
-    if stats.penalties is None or stats.reward_kl is None:
+    if stats.penalty is None:
         return {}
-    sums = stats.reward_kl.sums.ravel()
+    sums = stats.penalty.kl.ravel()
     largest = int(np.argmax(np.abs(sums)))
-    return {KL_COEF: float(stats.penalties[largest] / sums[largest])} if sums[largest] else {}
+    return {KL_COEF: float(stats.penalty.penalties.flat[largest] / sums[largest])} if sums[largest] else {}
 
 
 def _numbers(coefs: Mapping[str, jax.Array]) -> dict[str, float]:

@@ -91,7 +91,7 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
             around.phase("update")
             rollouts.unload()  # free the rollout weights; the update needs the memory
             batches, batched = trainer.prepare(state, made.groups, made.demonstrations)  # samples, scores, advantages
-            state, updated = trainer.update(state, batches, step, charged=batched.reward_kl)
+            state, updated = trainer.update(state, batches, step, penalty=batched.penalty)
             done = step + 1
             saving.reached(done, state, rollouts.position)
             evaluates = evaluation_due(spec, done)

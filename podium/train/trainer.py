@@ -14,7 +14,7 @@ from podium.algorithms.controllers import KL_COEF, Coefs, after_step, after_upda
 from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
 from podium.compile_ahead import Call, CompileAhead
 from podium.hosts.distributed import is_leader, on_host
-from podium.observe.stats import BatchStats, LearnerStats, RewardKl, UpdateStats
+from podium.observe.stats import BatchStats, LearnerStats, RewardPenalty, UpdateStats
 from podium.run.run_spec import SCORE, BatchSizes, OptimizerSpec
 from podium.sampling.groups import Group
 from podium.sharding import Params, to_devices
@@ -159,7 +159,7 @@ class Trainer:
         batches: Sequence[Batch[jax.Array]],
         step: int,
         *,
-        charged: RewardKl | None = None,
+        penalty: RewardPenalty | None = None,
     ) -> tuple[TrainState, UpdateStats]:
         """Run the updates of a step on the batches of `prepare`, as often as the recipe says; the policy's last.
 
@@ -167,7 +167,7 @@ class Trainer:
 
         The learning rate follows the run's schedule: each step owns a share of it, and its updates have the last rates
         of that share, however many updates there are. The state is donated; without batches it is returned unchanged.
-        Steps are counted from 0. `charged` is the KL in the step's rewards, if there is one.
+        Steps are counted from 0. `penalty` is what the KL took from the step's rewards, if anything.
 
         Raises:
             DivergedError: the loss or the gradient of a model is not finite.
@@ -183,7 +183,7 @@ class Trainer:
         alone = dataclasses.replace(state, models={}, coefs={})
         state, updated, coefs = self._update_policy(alone, batches, step, coefs)
         if batches:
-            found = charged.mean if charged is not None else updated.token_means.get("kl_reference")
+            found = penalty.mean_kl if penalty is not None else updated.token_means.get("kl_reference")
             coefs = after_step(self.recipe, coefs, kl=found)
         state = dataclasses.replace(state, models=models)
         models |= {

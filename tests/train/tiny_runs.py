@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from podium.models.architecture import DecoderConfig
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.observe.metrics import step_metrics
 from podium.observe.run_dir import Fork, read_config
-from podium.observe.stats import StepStats
+from podium.observe.stats import StepSeconds, StepStats
 from podium.rollout.request import Completion, RolloutStats
 from podium.rollout.transcript import Transcript, transcript_of
 from podium.run.machine import Machine
@@ -234,9 +235,9 @@ def _trainer(devices: int, reference: bool, temperature: float, changes: str) ->
 def train_on(
     trainer: Trainer,
     state: TrainState,
-    groups: list[Group],
+    groups: Sequence[Group],
     *,
-    beside: list[Group] | tuple[()] = (),
+    beside: Sequence[Group] = (),
     step: int = 0,
 ) -> tuple[TrainState, dict[str, float]]:
     """The part of a step after its rollout, as the loop does it: the new state, and the step's metrics.
@@ -251,10 +252,7 @@ def train_on(
             rolled=RolloutStats(),
             batched=batched,
             updated=updated,
-            step_s=1.0,
-            cpu_s=1.0,
-            sync_s=0.0,
-            checkpoint_s=None,
+            seconds=StepSeconds(step_s=1.0, cpu_s=1.0, sync_s=0.0, checkpoint_s=None),
         )
     )
 
