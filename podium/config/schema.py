@@ -47,9 +47,9 @@ class CurriculumConfig(Section):
     levels: list[dict[str, object]] = Field(min_length=2)
     """Options of each level, easiest first, in place of the task's own of the same name. The last level is the task
     proper: evaluation asks its questions."""
-    window: Positive = 16
+    window: Positive = 16  # reasoning-gym: curriculum.last_k
     """Groups of each level that count, the last ones."""
-    spread: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    spread: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2  # TSCL: epsilon
     """Share of prompts that are drawn evenly from all levels, so that none is forgotten; 1: all of them."""
 
 
