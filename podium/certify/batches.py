@@ -23,8 +23,8 @@ from podium.algorithms.recipes import (
     RECIPES,
     REFERENCE_LOGPROBS,
     REFERENCE_POINT,
-    TEACHER_HIDDEN,
-    TEACHER_LOGPROBS,
+    TAUGHT_HIDDEN,
+    TAUGHT_LOGPROBS,
     UNCERTAIN,
     Recipe,
     Teaching,
@@ -353,9 +353,9 @@ def _prepared(updates: Updates, form: Form, variant: Variant, groups: list[Group
         (which,) = params.values()
         return jnp.asarray(table(np.asarray(batch.positions), np.asarray(batch.targets), float(which)))
 
-    whole = recipe.teacher is not None and recipe.teacher.loss == "full"
+    whole = recipe.teaching is not None and recipe.teaching.loss == "full"
     teacher = Scorer(
-        name=TEACHER_HIDDEN if whole else TEACHER_LOGPROBS,
+        name=TAUGHT_HIDDEN if whole else TAUGHT_LOGPROBS,
         decoder=settings.decoder,
         params={"table": jnp.float32(TEACHER)},
         program=(lambda *given: score(*given)[..., None]) if whole else score,
@@ -369,7 +369,7 @@ def _prepared(updates: Updates, form: Form, variant: Variant, groups: list[Group
     params = {"table": jnp.float32(REFERENCE)}
     reference = Scorer(name=REFERENCE_LOGPROBS, decoder=settings.decoder, params=params, program=score)
     others = [reference] if recipe.needs_reference else []
-    others += [teacher] if recipe.teacher is not None else []
+    others += [teacher] if recipe.teaching is not None else []
     made = make_scorers(recipe, settings, score, others, entropy=score)
     batches, _ = prepare_step(
         groups,
@@ -505,7 +505,7 @@ def _trained(batch: Batch, rules: Rules) -> list[tuple[Prediction, Values]]:
         batch.scores[REFERENCE_POINT] if rules.loss == "kto" else nothing,
         batch.scores[COVARIANT] if rules.loss in ("clip_cov", "kl_cov") else nothing,
         batch.scores[DRAWN_LOGPROBS] if _keeps_drawn(rules) else nothing,
-        batch.scores[TEACHER_HIDDEN][..., 0] if rules.teacher_weight and rules.teacher_loss == "full" else nothing,
+        batch.scores[TAUGHT_HIDDEN][..., 0] if rules.teacher_weight and rules.teacher_loss == "full" else nothing,
     )
     values = [np.concatenate(np.asarray(x)[:used]) for x in arrays]
     chosen = (mask != 0) | (values[0] != 0)

@@ -181,7 +181,7 @@ def update_checks(updates: Updates) -> Iterator[Check]:
         return  # completions of equal reward differ from what the critic expects
     if recipe.demonstrations:
         return  # their advantage is 1, whatever their reward
-    if recipe.kl != "none" or recipe.entropy_bonus or recipe.teacher or recipe.loss == "kl_cov":
+    if recipe.kl != "none" or recipe.entropy_bonus or recipe.teaching or recipe.loss == "kl_cov":
         options = {**recipe.loss_options, **({"kl_weight": 0.0} if recipe.loss == "kl_cov" else {})}
         alone = dataclasses.replace(
             recipe, kl="none", kl_coef=0.0, entropy_bonus=0.0, teacher=None, loss_options=options

@@ -26,7 +26,7 @@ from podium.certify.subject import Subject, one_device, small_models
 from podium.certify.tiny import Arrays
 from podium.certify.updates import PLAIN, naive_update
 from podium.config.critic_section import CriticConfig
-from podium.config.schema import AlgorithmConfig, CheckpointConfig, Config
+from podium.config.schema import WITHOUT_MODELS, AlgorithmConfig, CheckpointConfig, Config
 from podium.hosts.distributed import AgreedStop
 from podium.hosts.signals import StopSignal
 from podium.job.job_context import alone
@@ -213,9 +213,7 @@ def with_other_options(subject: Subject) -> Subject:
         mask_truncated=True,
         updates_per_batch=2,
     )
-    config = subject.config.model_copy(
-        update={"algorithm": algorithm, "teacher": None, "critic": None, "reference": None}
-    )
+    config = subject.config.model_copy(update={"algorithm": algorithm, **WITHOUT_MODELS})
     recipe = resolve_recipe(config)
     other = dataclasses.replace(
         subject,

@@ -16,7 +16,7 @@ import optax
 from numpy.typing import ArrayLike
 
 from podium.algorithms.advantages import VALUES
-from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
+from podium.algorithms.recipes import TAUGHT_HIDDEN, Recipe
 from podium.certify.check_result import largest
 from podium.certify.naive import (
     Sequences,
@@ -63,7 +63,6 @@ from podium.train.scorers import (
     role_settings,
     with_scores,
 )
-from podium.train.setup import make_train_settings
 from podium.train.state import init_state
 from podium.train.step import (
     TrainPrograms,
@@ -215,7 +214,7 @@ class Updates:
         placed = shard_batch(minibatch.batch, settings.computing)
         scored = with_scores(placed, own, subject.params(form.mesh)).scores
         found: dict[str, np.ndarray] = {}
-        for name in scored.keys() - {TEACHER_HIDDEN}:
+        for name in scored.keys() - {TAUGHT_HIDDEN}:
             found[name] = np.zeros(np.asarray(subject.sequences.valid).shape)
             for (n, g), each in zip(minibatch.places, take(np.asarray(scored[name]), minibatch.spans), strict=True):
                 found[name][n * len(subject.groups[n].transcripts) + g, : len(each)] = each
@@ -263,9 +262,9 @@ class Updates:
         config = self.subject.config
         changed = config.model_copy(update={"train": config.train.model_copy(update=dict(form.train))})
         update = resolve_update(changed, self.subject.recipe, machine_of(form.mesh), form.mesh.shape)
-        settings = make_train_settings(update, self.subject.decoder, form.mesh)
-        chunk = min(settings.head_chunk_tokens, form.rows * form.row_tokens)  # larger chunks give the same program
-        settings = settings._replace(head_chunk_tokens=chunk)
+        chunk = min(update.head_chunk_tokens, form.rows * form.row_tokens)  # larger chunks give the same program
+        update = dataclasses.replace(update, head_chunk_tokens=chunk)
+        settings = TrainSettings(self.subject.decoder, form.mesh, update)
         if settings not in self._programs:
             self._programs[settings] = make_train_programs(settings, self.recipe, _keeping_gradient(RATE))
         return settings, self._programs[settings]

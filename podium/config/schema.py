@@ -8,7 +8,7 @@ setting that no config and no example sets names the option of another system wh
 import datetime
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, ValidationInfo, model_validator
@@ -585,6 +585,10 @@ class Config(Section):
             text = "; ".join(f"{each.keys[0]}: {each.message}" for each in found)
             raise PydanticCustomError("contradiction", "{text}", {"text": text, "contradictions": found})
         return self
+
+
+WITHOUT_MODELS: Mapping[str, JsonValue] = {"teacher": None, "critic": None, "reference": None, "reward_models": []}
+"""The sections of the models beside the policy, unset."""
 
 
 def _runs_dir(config: Config) -> Iterator[Contradiction]:

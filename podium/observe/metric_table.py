@@ -47,7 +47,7 @@ def _kl_reference(stats: StepStats) -> float | None:
 
 
 def _kl_teacher(stats: StepStats) -> float | None:
-    sampled = stats.batched.teacher_kl
+    sampled = stats.batched.taught_kl
     return stats.updated.token_means.get("kl_teacher") if sampled is None else sampled
 
 

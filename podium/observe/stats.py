@@ -110,9 +110,9 @@ class CarryStats:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardPenalty:
-    """What `kl: k1_reward` takes from a step's rewards: `kl_coef` times each completion's KL to the reference."""
+    """What `kl: k1_reward` takes from a step's rewards: `kl_coef` times each completion's KL to a model."""
 
-    kl: np.ndarray  # [N, G], sampled - reference log-probability, summed over each completion's tokens
+    kl: np.ndarray  # [N, G], log-ratios of the sampler to that model, summed over each completion's tokens
     penalties: np.ndarray  # [N, G]
     rewards: np.ndarray  # [N, G], minus the penalties
     num_tokens: int
@@ -146,11 +146,11 @@ class BatchSeconds:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueStats:
-    """A critic's values before a step's first update, beside what it learns; means over drawn tokens."""
+    """Values before a step's first update, beside what is learned; means over drawn tokens."""
 
     value: float
     returned: float
-    """Of what it learns."""
+    """What the values learn."""
     explained_variance: float | None
     """1 - variance of (return - value) / variance of the return; None where all returns are equal."""
 
@@ -182,10 +182,10 @@ class BatchStats:
     advantages: np.ndarray  # [n G], advantages of their completions
     penalty: RewardPenalty | None
     """None unless `kl` is `k1_reward`."""
-    teacher_kl: float | None = None
-    """Mean over the trained tokens of the policy's minus the teacher's log-probability; None without a teacher."""
+    taught_kl: float | None = None
+    """Mean over the trained tokens of the policy's log-probability minus that of the model that teaches it, if any."""
     values: ValueStats | None = None
-    """None without a critic."""
+    """None unless values are learned."""
     seconds: BatchSeconds = BatchSeconds()
 
 
@@ -304,7 +304,10 @@ class TaskScores:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceStats:
-    """The rewards beta x log-ratio of policy to reference of held-out preferences; means, None where there are none."""
+    """The mean rewards of held-out preferences; None where there are none.
+
+    A reward is beta times the log-ratio of the policy to the model that it is compared with.
+    """
 
     chosen: float | None
     """Of chosen, or of desirable completions."""

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
+from podium.algorithms.recipes import TAUGHT_HIDDEN, Recipe
 from podium.config.attention_blocks import Backend
 from podium.config.data import DataConfig
 from podium.config.head import HeadKind
@@ -154,7 +154,7 @@ class Role:
     """A model of a run beside its policy, and what it does in a step."""
 
     name: str
-    """reference, teacher, critic or reward:NAME; names of its arrays in checkpoints begin with it."""
+    """Its name in `podium.run.roles`; names of its arrays in checkpoints begin with it."""
     model: str
     """Its model's name, as in the config."""
     decoder: DecoderConfig
@@ -191,16 +191,23 @@ class Role:
     @property
     def compared(self) -> bool:
         """Whether its scores are hidden states, from which updates compute its whole distributions."""
-        return self.scores == TEACHER_HIDDEN
+        return self.scores == TAUGHT_HIDDEN
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrivilegedSpec:
-    """The prompts of a teacher that reads more than the policy."""
+    """The prompts of a model that reads more than the policy."""
 
+    role: str
+    """The name of its role, whose section of the config has these settings."""
     template: str
     """Of the last message of the user."""
     max_tokens: int
+
+    @property
+    def key(self) -> str:
+        """The setting of `max_tokens`."""
+        return f"{self.role}.max_prompt_tokens"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,7 +220,7 @@ class PromptSpec:
     max_tokens: int
     long_prompts: Literal["drop", "error"]
     privileged: PrivilegedSpec | None = None
-    """None: a teacher, if there is one, reads the policy's prompts."""
+    """None: every model reads the policy's prompts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

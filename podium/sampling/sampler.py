@@ -337,7 +337,7 @@ class Sampler:
         self.engine.unload()
 
     def _scored(self, groups: list[Group], stats: RolloutStats) -> tuple[list[Group], RolloutStats]:
-        """The groups with the scores of all reward models; the engine's weights and cache stay where they are."""
+        """The groups with the scores of all models that grade; the engine's weights and cache stay where they are."""
         if not self._scorers:
             return groups, stats
         start, too_long = time.perf_counter(), 0

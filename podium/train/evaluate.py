@@ -27,7 +27,7 @@ from podium.sampling.groups import Group
 from podium.sampling.prompt_lengths import check_prompt_lengths, with_prompt_tokens
 from podium.sampling.sampler import AnswerSettings, FailingEnvironmentError, Sampler
 from podium.tasks.mixture import TaskPrompt
-from podium.train.reward_models import load_reward_models
+from podium.train.grading_models import load_grading_models
 from podium.train.setup import Model, load_parts, make_model
 
 Z_95 = 1.959963984540054
@@ -154,7 +154,7 @@ def opened_rollouts(
     model = make_model(config)
     update = resolve_update(config, recipe, model.machine, model.mesh.shape)
     spec = resolve_rollout(config, recipe, model.decoder, model.machine)
-    models = load_reward_models(spec, update, model.mesh)
+    models = load_grading_models(spec, update, model.mesh)
     with contextlib.closing(Sampler(spec, model.decoder, model.tokenizer, model.mesh, scorers=models)) as rollouts:
         yield model, rollouts
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from podium.algorithms.controllers import KL_COEF, Coefs, after_step, after_update, loss_coefs
-from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
+from podium.algorithms.recipes import TAUGHT_HIDDEN, Recipe
 from podium.compile_ahead import Call, CompileAhead
 from podium.hosts.distributed import is_leader, on_host
 from podium.observe.stats import BatchStats, LearnerStats, RewardPenalty, UpdateStats
@@ -91,7 +91,7 @@ class Trainer:
 
         They are the frozen ones, and the head of a model whose whole distributions are compared with the policy's.
         """
-        compared = next((each.params for each in self.scorers if each.name == TEACHER_HIDDEN), None)
+        compared = next((each.params for each in self.scorers if each.name == TAUGHT_HIDDEN), None)
         if compared is None or compared is self.frozen:  # which have the head
             return self.frozen
         return self.frozen | compared_head(compared)
@@ -102,7 +102,7 @@ class Trainer:
         Each call waits for its own program. All others are compiled at their first call: those of entropies, of frozen
         models of other architectures, and of a user's scorers.
         """
-        width = next((each.decoder.width for each in self.scorers if each.name == TEACHER_HIDDEN), 0)
+        width = next((each.decoder.width for each in self.scorers if each.name == TAUGHT_HIDDEN), 0)
         scored = abstract_scored(self.sizes, self.recipe, self.settings, width=width)
         plain = abstract_batch(make_batch([], self.sizes)[0], self.settings.computing)
         alone = at_schedule_step(dataclasses.replace(state, models={}, coefs={}), 0)

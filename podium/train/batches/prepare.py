@@ -36,7 +36,7 @@ from podium.algorithms.recipes import (
     RECIPES,
     REFERENCE_LOGPROBS,
     REFERENCE_POINT,
-    TEACHER_LOGPROBS,
+    TAUGHT_LOGPROBS,
     UNCERTAIN,
     Recipe,
 )
@@ -252,12 +252,12 @@ def prepare_step(
         points = [reference_point(each.samples, sizes, rules, scorers, policy) for each in packed.minibatches]
     scored_at = time.perf_counter()
     advantages, penalty = step_advantages(packed, recipe, scored)
-    teacher_kl = None
-    if recipe.teacher is not None and recipe.teacher.loss == "sampled" and packed.minibatches:
+    taught_kl = None
+    if recipe.teaching is not None and recipe.teaching.loss == "sampled" and packed.minibatches:
         tokens = _token_scores(packed, scored)
-        teacher, own = tokens.scores[TEACHER_LOGPROBS], tokens.scores[OLD_LOGPROBS]
-        advantages = taught_advantages(advantages, teacher, own, tokens.mask, weight=recipe.teacher.weight)
-        teacher_kl = float(np.mean((own - teacher)[tokens.mask], dtype=np.float64)) if tokens.mask.any() else None
+        taught, own = tokens.scores[TAUGHT_LOGPROBS], tokens.scores[OLD_LOGPROBS]
+        advantages = taught_advantages(advantages, taught, own, tokens.mask, weight=recipe.teaching.weight)
+        taught_kl = float(np.mean((own - taught)[tokens.mask], dtype=np.float64)) if tokens.mask.any() else None
     returns, criticised = _value_targets(packed, recipe, scored, penalty)
     batches = [
         _finish(batch, minibatch, advantages=advantages, returns=returns, recipe=recipe, rules=rules)
@@ -268,7 +268,7 @@ def prepare_step(
     stats = _batch_stats(packed, advantages, penalty)
     return batches, dataclasses.replace(
         stats,
-        teacher_kl=teacher_kl,
+        taught_kl=taught_kl,
         values=criticised,
         seconds=BatchSeconds(
             batch_s=placed_at - start,
@@ -352,7 +352,7 @@ def _with_point(batch: Batch[jax.Array], point: float, rules: ShardingRules) -> 
 def _value_targets(
     packed: PackedStep, recipe: Recipe, scored: Sequence[Batch[jax.Array]], penalty: RewardPenalty | None
 ) -> tuple[np.ndarray | None, ValueStats | None]:
-    """What the critic learns from the kept groups, [n, G, T], with its statistics; None without a critic."""
+    """What values learn from the kept groups, [n, G, T], with their statistics; None if the recipe has no values."""
     if not recipe.learns_values or not packed.minibatches:
         return None, None
     tokens = _token_scores(packed, scored)
@@ -467,7 +467,7 @@ def _finish(
     recipe: Recipe,
     rules: ShardingRules,
 ) -> Batch[jax.Array]:
-    """The batch on the devices with its advantages, and the scores that policy and critic learn with."""
+    """The batch on the devices with its advantages, and the scores that losses read."""
     host = np.zeros(batch.tokens.shape, np.float32)
     own = [
         with_advantage(sample, advantages[place] if advantages.ndim == 2 else _of_sample(advantages[place], sample))
