@@ -209,7 +209,7 @@ def variants() -> Iterator[Variant]:
     taught_by = [("distill", "sampled"), ("grpo", "sampled"), ("distill", "full")]
     for name, loss in taught_by:
         plain = _variant(name, halves)
-        taught = dataclasses.replace(plain.recipe, teacher=Teaching(weight=TEACHER_WEIGHT, loss=loss))
+        taught = dataclasses.replace(plain.recipe, teaching=Teaching(weight=TEACHER_WEIGHT, loss=loss))
         rules = dataclasses.replace(plain.rules, teacher_weight=TEACHER_WEIGHT, teacher_loss=loss)
         yield Variant(taught, rules)
         if loss == "sampled":

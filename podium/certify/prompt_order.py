@@ -92,7 +92,7 @@ def _number_in_flight(training: Training, step: Step, before: Mapping[int, Pendi
     """How many prompts too many or too few are answered at the same time; unknown if some were replaced."""
     if len(step.groups) > training.config.prompts_per_step:
         return 0
-    return abs(len(before) + step.position.cursor - drawn - training.spec.rollout.in_flight)
+    return abs(len(before) + step.position.cursor - drawn - training.spec.rollout.training.in_flight)
 
 
 def _wrongly_left(training: Training, step: Step, numbers: Sequence[int], version: int) -> int:

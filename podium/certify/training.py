@@ -35,11 +35,11 @@ from podium.observe.stats import BatchStats, TaskScores
 from podium.rollout.request import RolloutStats
 from podium.run.resolve import resolve_recipe
 from podium.run.roles import scoring_models
-from podium.run.run_spec import Role, RunSpec
+from podium.run.run_spec import AnswerSettings, Role, RunSpec
 from podium.sampling.conversations.carry import Position
 from podium.sampling.feed import EncodedPrompt
 from podium.sampling.groups import Group
-from podium.sampling.sampler import AnswerSettings, Sampler
+from podium.sampling.sampler import Sampler
 from podium.sharding import Params
 from podium.tasks.mixture import TaskMixture, TaskPrompt
 from podium.train.batches.batch import Batch

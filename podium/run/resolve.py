@@ -22,6 +22,7 @@ from podium.rollout.request import SamplingParams
 from podium.run.machine import Machine
 from podium.run.roles import check_graders, grading_models, own_prompts, scoring_models, teaching
 from podium.run.run_spec import (
+    AnswerSettings,
     BatchSizes,
     DemonstrationSpec,
     Format,
@@ -88,7 +89,6 @@ def resolve(
         ),
         steps=config.steps,
         prompts_per_step=config.prompts_per_step,
-        evaluation=config.eval,
         checkpoint=config.checkpoint,
         metrics=config.metrics,
     )
@@ -222,13 +222,15 @@ def resolve_rollout(config: Config, recipe: Recipe, decoder: DecoderConfig, mach
         grading_models=grading_models(config, recipe),
         environments=config.environments,
         evaluation=config.eval,
-        sampling=dataclasses.replace(
-            sampling_params(rollout), greedy_completion=config.group_size if "baselines" in recipe.reads else None
+        training=AnswerSettings(
+            sampling=dataclasses.replace(
+                sampling_params(rollout), greedy_completion=config.group_size if "baselines" in recipe.reads else None
+            ),
+            completions=config.group_size + ("baselines" in recipe.reads),
+            max_refills=recipe.max_refills if recipe.zero_variance == "refill" else 0,
+            zero_variance_metric=recipe.zero_variance_metric,
+            in_flight=rollout.prompts_in_flight(config.prompts_per_step),
         ),
-        completions=config.group_size + ("baselines" in recipe.reads),
-        zero_variance_metric=recipe.zero_variance_metric,
-        max_refills=recipe.max_refills if recipe.zero_variance == "refill" else 0,
-        in_flight=rollout.prompts_in_flight(config.prompts_per_step),
     )
 
 

@@ -233,6 +233,21 @@ class DemonstrationSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerSettings:
+    """How to answer prompts."""
+
+    sampling: SamplingParams
+    completions: int
+    """Completions per prompt, the greedy one of a recipe that compares with it included."""
+    max_refills: int = 0
+    """Maximum number of times that prompts with equal rewards are replaced by the next prompts of the run."""
+    zero_variance_metric: str | None = None
+    """Part of the reward that decides whether rewards are equal; None: their total."""
+    in_flight: int = 0
+    """Prompts to answer at the same time, at least those requested; the others continue in the next step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutSpec:
     """How prompts are completed and graded, in training and in evaluation."""
 
@@ -247,15 +262,8 @@ class RolloutSpec:
     """The models that grade conversations: those that a task's rewards name."""
     environments: EnvironmentsConfig
     evaluation: EvalConfig
-    sampling: SamplingParams
-    completions: int
-    """Completions per training prompt: G, and the greedy one of a recipe that compares with it."""
-    zero_variance_metric: str | None
-    """Part of the reward that decides whether a group's rewards are equal; None: their total."""
-    max_refills: int
-    """Maximum number of times that prompts with equal rewards are replaced by the next prompts."""
-    in_flight: int
-    """Number of prompts answered at the same time; at least those of one step."""
+    training: AnswerSettings
+    """How the prompts of the run's steps are answered."""
     demonstrations: DemonstrationSpec | None = None
     """The demonstrations that are mixed in; None in evaluations, and in runs of one recipe alone."""
 
@@ -282,7 +290,6 @@ class RunSpec:
     steps: int
     prompts_per_step: int
     """N: prompts per step."""
-    evaluation: EvalConfig
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
 
@@ -320,7 +327,7 @@ class RunSpec:
     @property
     def group_size(self) -> int:
         """G: completions of a prompt that are trained on."""
-        return self.rollout.completions - ("baselines" in self.recipe.reads)
+        return self.rollout.training.completions - ("baselines" in self.recipe.reads)
 
     @property
     def rollout_mesh(self) -> Mapping[str, int]:

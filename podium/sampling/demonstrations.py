@@ -113,8 +113,8 @@ def _demonstration(
         if each.finish_reason == "length":
             raise ValueError(
                 f"prompt {prompt.prompt.id}: its {name}completion has more than rollout.max_new_tokens"
-                f" {spec.sampling.max_new_tokens} tokens, and half a completion is no preference; raise it, or drop the"
-                " row"
+                f" {spec.training.sampling.max_new_tokens} tokens, and half a completion is no preference; raise it, or"
+                " drop the row"
             )
     return found, [Reward(total=total, parts={"preferred": total}) for total in totals]
 
@@ -122,7 +122,7 @@ def _demonstration(
 def _completion(text: str, spec: RolloutSpec, tokenizer: Tokenizer) -> Completion:
     """The text as a completion with an end, cut at `rollout.max_new_tokens`."""
     tokens = np.array([*tokenizer.chat_format.encode_answer(text), tokenizer.eos_tokens[0]], np.int32)
-    cut = tokens[: spec.sampling.max_new_tokens]
+    cut = tokens[: spec.training.sampling.max_new_tokens]
     nothing = np.zeros(len(cut), np.float32)
     return Completion(
         tokens=cut,

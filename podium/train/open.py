@@ -192,7 +192,7 @@ def check_data(spec: RunSpec, rollouts: Sampler, around: Surroundings) -> None:
 
     Raises ValueError if it cannot.
     """
-    feed, evaluation = rollouts.feed, spec.evaluation
+    feed, evaluation = rollouts.feed, spec.rollout.evaluation
     if spec.recipe.demonstrations:
         check_demonstrations(feed.tasks, spec.rollout, feed.tokenizer, form=spec.recipe.data_form)
     else:

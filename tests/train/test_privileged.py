@@ -74,7 +74,7 @@ def test_each_token_is_taught_by_its_own_score_behind_the_teacher_s_prompt(packi
     own = {str(index): tuple(random.integers(0, 300, 1 + 13 * index // 3).tolist()) for index in range(4)}
     weights = random_weights(decoder, seed=5)
     params = {name: jnp.asarray(x) for name, x in weights.items()}
-    recipe = dataclasses.replace(trainer.recipe, teacher=Teaching(weight=0.5))
+    recipe = dataclasses.replace(trainer.recipe, teaching=Teaching(weight=0.5))
     behind = OwnPrompts(
         of=lambda prompt: own[prompt.prompt.id], sizes=dataclasses.replace(trainer.sizes, row_tokens=22)
     )

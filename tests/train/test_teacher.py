@@ -72,7 +72,7 @@ def prepared(
     loss: Literal["sampled", "full"] = "sampled",
 ) -> tuple[Batch, BatchStats]:
     """The batch of a step with this teacher, whose weights are stored in bfloat16."""
-    recipe = dataclasses.replace(trainer.recipe, teacher=Teaching(weight=weight, loss=loss))
+    recipe = dataclasses.replace(trainer.recipe, teaching=Teaching(weight=weight, loss=loss))
     stored = {name: x.astype(jnp.bfloat16) for name, x in teacher.items()}
     role = teacher_role(frozen_decoder(decoder, "bfloat16"), loss)
     scorer = make_role_scorer(role, trainer.settings, stored)
@@ -130,7 +130,7 @@ def test_a_whole_distribution_equal_to_the_policy_s_moves_nothing():
 def taught_step(trainer, state, decoder, teacher, *, reverse):
     """An update with the teacher's whole distribution, on the groups of `groups_of`."""
     batch, _ = prepared(trainer, state.params, decoder, teacher, weight=2.0, loss="full")
-    recipe = dataclasses.replace(trainer.recipe, teacher=Teaching(weight=2.0, loss="full", reverse=reverse))
+    recipe = dataclasses.replace(trainer.recipe, teaching=Teaching(weight=2.0, loss="full", reverse=reverse))
     step = make_train_step(trainer.settings, recipe, sgd())
     head = {TAUGHT_HEAD: jnp.array(teacher["embed"])}
     return step(init_state(state.params, sgd()), batch, head)
