@@ -11,7 +11,8 @@ from rich.console import Console
 from podium.certify.check_result import Certificate, Check
 from podium.certify.checks import STAGES, skipped
 from podium.certify.report import as_object, print_certificate
-from podium.certify.subject import Subject, make_subject
+from podium.certify.small_run import make_subject
+from podium.certify.subject import Subject
 from podium.certify.updates import Updates
 from podium.compiler import add_xla_flags, quick_flags
 from podium.config.schema import Config

@@ -8,7 +8,8 @@ from podium.certify.check_result import Check
 from podium.certify.drawn import DRAW_BAR, OF_MODEL, OF_SAMPLER, Drawing, Sampling, compared, fits
 from podium.certify.naive_draws import NO_CUT, Cut, request_seed
 from podium.certify.numbers_task import QUESTIONS
-from podium.certify.subject import EVAL_SAMPLES, Subject
+from podium.certify.small_run import EVAL_SAMPLES
+from podium.certify.subject import Subject
 from podium.certify.talk import asked, is_right
 from podium.certify.training import Evaluated, Training
 from podium.sampling.groups import Group

@@ -29,8 +29,7 @@ version of the first token."""
 DRAWS = 90
 STEPS = 60
 WINDOW, SPREAD = 4, 0.3
-SOLVED, KEPT = 0.9, 4
-"""Share of right answers from which on a prompt is not drawn again, and prompts of a level that are drawn anyway."""
+RETIRE = RetireConfig(pass_rate=0.9, keep=4)
 SEED = 11
 VOCAB = 100
 WEIGHTS = (1.0, 0.75, 2.0)
@@ -50,12 +49,10 @@ def _wrong(*, levels: int, by_progress: bool = False) -> int:
     """How many draws differ in a mixture whose last task has this many levels; half of them after resuming."""
     tasks = _tasks(levels)
     progress = ProgressConfig(window=WINDOW, spread=SPREAD) if by_progress else None
-    data = DataConfig(progress=progress, retire=RetireConfig(pass_rate=SOLVED, keep=KEPT))
+    data = DataConfig(progress=progress, retire=RETIRE)
     found = TaskMixture(tasks, seed=SEED, data=data)
     sizes = [[QUESTIONS]] * (len(tasks) - 1) + [[QUESTIONS] * levels]
-    naive = NaiveMixture(
-        SEED, WEIGHTS, sizes, window=WINDOW, spread=SPREAD, by_progress=by_progress, solved=SOLVED, kept=KEPT
-    )
+    naive = NaiveMixture(SEED, WEIGHTS, sizes, window=WINDOW, spread=SPREAD, by_progress=by_progress, retire=RETIRE)
     wrong = 0
     for number in range(DRAWS):
         if number == DRAWS // 2:

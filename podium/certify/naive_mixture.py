@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from podium.certify.naive_draws import hash_of, prompt_index
+from podium.config.data import RetireConfig
 
 
 class Draw(NamedTuple):
@@ -34,17 +35,14 @@ class NaiveMixture:
     spread: float
     by_progress: bool = False
     """Whether tasks are drawn by their progress: then each has one level."""
-    solved: float = 2.0
-    """The share of right answers from which on a prompt is not drawn again; above 1: none is left out."""
-    kept: int = 0
-    """How many prompts of a level are drawn on however well they go."""
+    retire: RetireConfig | None = None
+    """Which prompts are not drawn again; None: all of them are."""
 
     def __post_init__(self) -> None:
         """Start before the first draw."""
         self.means: list[list[float]] = [[] for own in self.levels for _ in own]
         """Of the groups of each level, the newest last."""
         self.retired: set[Draw] = set()
-        self._sizes = [count for own in self.levels for count in own]
         self._weights = [Fraction(1)] if self.by_progress else [Fraction(each) for each in self.weights]
         self._drawn = [0] * len(self._weights)
         self._seen = [0] * len(self._weights)
@@ -65,8 +63,9 @@ class NaiveMixture:
     def learn(self, draw: Draw, mean: float) -> None:
         """Take the share of right answers of a group."""
         self.means[draw.task] = [*self.means[draw.task], mean][-self.window :]
-        left = self._sizes[draw.task] - sum(each.task == draw.task for each in self.retired)
-        if mean >= self.solved and left > self.kept:
+        sizes = [count for own in self.levels for count in own]
+        left = sizes[draw.task] - sum(each.task == draw.task for each in self.retired)
+        if self.retire is not None and mean >= self.retire.pass_rate and left > self.retire.keep:
             self.retired.add(draw)
 
     def _takes(self, task: int) -> bool:

@@ -1,4 +1,4 @@
-"""Naive form of what a step changes for the next: weights of the KL and of the entropy bonus, and the reference.
+"""Naive form of what a step changes for the next: weights of the KL and of the entropy bonus, and moving models.
 
 Plain numbers and numpy in float64.
 """
@@ -45,6 +45,6 @@ class Coefficients:
         return dataclasses.replace(self, kl_coef=self.kl_coef + self.kl_coef * rules.kl_gain * error)
 
 
-def moved_reference(reference: Arrays, policy: Arrays, mixup: float) -> Arrays:
-    """The reference after it has moved towards the policy (TR-DPO, arXiv:2404.09656)."""
-    return {name: x + mixup * (np.asarray(policy[name], np.float64) - x) for name, x in reference.items()}
+def moved_weights(weights: Arrays, policy: Arrays, mixup: float) -> Arrays:
+    """The weights of a model that follows the policy, after it has moved towards it (TR-DPO, arXiv:2404.09656)."""
+    return {name: x + mixup * (np.asarray(policy[name], np.float64) - x) for name, x in weights.items()}

@@ -7,7 +7,8 @@ import numpy as np
 
 from podium.certify.naive_draws import environment_seed
 from podium.certify.numbers_task import TURNS, final_pay, following, grade, has_ended, is_open, letters, pay
-from podium.certify.subject import MAX_NEW_TOKENS, OVERLONG_TOKENS, Subject
+from podium.certify.small_run import OVERLONG_TOKENS
+from podium.certify.subject import MAX_NEW_TOKENS, Subject
 from podium.certify.training import Training
 from podium.rollout.transcript import Span, Transcript
 from podium.tasks.task import Reward

@@ -20,21 +20,16 @@ import optax
 
 from podium.algorithms.controllers import KL_COEF
 from podium.certify.ledgers import Ledger, Ledgers
-from podium.certify.naive_optimizer import gradient_norm
-from podium.certify.naive_rules import rules_of
-from podium.certify.subject import Subject, one_device, small_models
+from podium.certify.small_run import RunSettings, training_settings
+from podium.certify.subject import Subject, one_device
 from podium.certify.tiny import Arrays
-from podium.certify.updates import PLAIN, naive_update
-from podium.config.critic_section import CriticConfig
-from podium.config.schema import WITHOUT_MODELS, AlgorithmConfig, CheckpointConfig, Config
+from podium.config.schema import CheckpointConfig, Config
 from podium.hosts.distributed import AgreedStop
 from podium.hosts.signals import StopSignal
 from podium.job.job_context import alone
 from podium.models.adapters import base_of
 from podium.observe.stats import BatchStats, TaskScores
 from podium.rollout.request import RolloutStats
-from podium.run.resolve import resolve_recipe
-from podium.run.roles import scoring_models
 from podium.run.run_spec import AnswerSettings, Role, RunSpec
 from podium.sampling.conversations.carry import Position
 from podium.sampling.feed import EncodedPrompt
@@ -54,21 +49,6 @@ from podium.train.state import TrainState
 from podium.train.step import Metrics, TrainStep
 from podium.train.surroundings import Surroundings
 from podium.train.trainer import Trainer
-
-STEPS = 4
-STEPS_OF_A_MOVING_REFERENCE = 5
-SYNC_EVERY = 2
-"""Steps between two changes of a moving reference: the last of five steps compares with one that has moved twice."""
-KL_GAIN = 2.0
-"""Least `kl_gain` of an adapted KL, whose coefficient would otherwise hardly change in a few steps."""
-RATE = 1e-3
-"""Learning rate of every rule except sgd; log-probabilities change by a few hundredths of a nat."""
-SGD_RATE = 0.03
-DECAY = 0.1
-WARMUP = 3  # optimizer steps
-CRITIC_WARMUP = 1  # steps
-CRITIC_UPDATES = 2  # of each minibatch
-CLIPPED = 0.7  # clip_norm as a fraction of the first gradient's norm, so that all gradients are clipped
 
 
 class OptimizerStep(NamedTuple):
@@ -130,7 +110,7 @@ class Evaluated(NamedTuple):
 class Training:
     """The recorded data of a run."""
 
-    config: Config
+    settings: RunSettings
     spec: RunSpec
     steps: list[Step]
     resumed: Step
@@ -142,89 +122,14 @@ class Training:
     evaluation: "Evaluated | None"
     """None if the run was not evaluated."""
 
+    @property
+    def config(self) -> Config:
+        """The config of the run."""
+        return self.settings.config
+
     def version(self, version: int) -> Arrays:
         """All weights after `version` steps."""
         return self.steps[version].weights if version < len(self.steps) else self.weights
-
-
-def training_config(subject: Subject) -> Config:
-    """The subject's config for a short run in which every option has an effect."""
-    config, rules = subject.config, subject.rules
-    once = rules.loss == "reinforce"
-    naive = naive_update(subject, subject.sequences, subject.weights)
-    algorithm = {"minibatches": 1 if once else 2, "updates_per_batch": 1 if once else 2}
-    algorithm |= _targets(subject, naive.entropy)
-    given = config.train.optimizer
-    norm = gradient_norm(naive.gradient)
-    changed = {
-        "learning_rate": SGD_RATE if given.name == "sgd" else RATE,
-        "warmup_steps": WARMUP,
-        "weight_decay": given.weight_decay or DECAY,
-        "clip_norm": CLIPPED * norm,
-    }
-    train = {**PLAIN, "optimizer": given.model_copy(update=changed), "offload_optimizer": False, "rows_per_device": 2}
-    if subject.converses:
-        train["row_tokens"] = subject.longest
-    parts: dict[str, Any] = {
-        "algorithm": config.algorithm.model_copy(update=algorithm),
-        "train": config.train.model_copy(update=train),
-        "steps": STEPS if config.reference is None else STEPS_OF_A_MOVING_REFERENCE,
-        "reference": config.reference and config.reference.model_copy(update={"sync_every": SYNC_EVERY}),
-        "group_size": 1 if subject.recipe.data_form == "text" and subject.recipe.demonstrations else config.group_size,
-    }
-    if subject.recipe.learns_values:
-        own = config.critic or CriticConfig()
-        rate = {"learning_rate": changed["learning_rate"], "warmup_steps": CRITIC_WARMUP}
-        parts["critic"] = own.model_copy(update={**rate, "updates": max(own.updates, CRITIC_UPDATES)})
-    return config.model_copy(update=parts)
-
-
-def _targets(subject: Subject, entropy: float) -> dict[str, float]:
-    """Replace the targets of adapted coefficients by what the clone has, so that they move, both ways.
-
-    `entropy` is the mean of the subject's own step. The bonus then meets its bounds within half a step of its start.
-    """
-    rules, found = subject.rules, dict[str, float]()
-    if rules.entropy_target is not None:
-        most = rules.entropy_bonus + 0.5 * rules.entropy_step
-        found |= {"entropy_target": entropy, "entropy_bonus_max": most}
-    if rules.kl_target is not None:
-        own = subject.sequences
-        valid = np.asarray(own.valid)
-        logprobs = subject.naive_scores(np.asarray(own.tokens), np.asarray(own.starts), subject.weights).logprobs
-        distances = (logprobs - np.asarray(own.reference_logprobs)) ** 2 / 2
-        found |= {"kl_target": float(distances[valid].mean()), "kl_gain": max(rules.kl_gain, KL_GAIN)}
-    return found
-
-
-def with_other_options(subject: Subject) -> Subject:
-    """The same subject with GRPO and several options that most configs leave unset; each of them affects an update."""
-    algorithm = AlgorithmConfig(
-        recipe="grpo",
-        mean="token",
-        old_logprobs="trainer",
-        correction="truncate",
-        correction_high=1.02,
-        kl="k3",
-        kl_coef=0.1,
-        entropy_bonus=0.05,
-        top_entropy=0.6,
-        zero_variance="drop",
-        mask_truncated=True,
-        updates_per_batch=2,
-    )
-    config = subject.config.model_copy(update={"algorithm": algorithm, **WITHOUT_MODELS})
-    recipe = resolve_recipe(config)
-    other = dataclasses.replace(
-        subject,
-        config=config,
-        recipe=recipe,
-        rules=dataclasses.replace(rules_of(algorithm), penalised=subject.rules.penalised),
-        models=small_models(scoring_models(config, recipe, subject.decoder), subject.decoder, subject.weights),
-    )
-    for name in ("rollouts", "sampled"):  # these do not depend on the algorithm
-        other.__dict__[name] = getattr(subject, name)
-    return other
 
 
 def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
@@ -232,8 +137,8 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
 
     With `evaluated`, evaluate the last weights too.
     """
-    config, mesh = training_config(subject), one_device()
-    spec = run_spec(config, subject.decoder, mesh)
+    settings, mesh = training_settings(subject), one_device()
+    spec = run_spec(settings.config, subject.decoder, mesh)
     small = [dataclasses.replace(role, decoder=subject.models[role.name].decoder) for role in spec.scoring_models]
     spec = dataclasses.replace(spec, scoring_models=tuple(small))
     optimizers = {name: keeping_gradient(optimizer) for name, optimizer in make_optimizers(spec).items()}
@@ -264,7 +169,7 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
                 rollouts.load(subject.trained(mesh, weights), origin.weights.frozen, version=spec.steps)
             evaluation = _evaluated(rollouts)
     return Training(
-        config=config,
+        settings=settings,
         spec=spec,
         steps=steps,
         resumed=resumed,

@@ -27,7 +27,7 @@ from tiny_runs import (
 
 from podium.algorithms.losses import Tokens
 from podium.certify.checks import skipped
-from podium.certify.subject import make_subject
+from podium.certify.small_run import make_subject
 from podium.config.errors import ConfigError
 from podium.plan.request.planned_rows import packed_rows
 from podium.plan.request.workload import SequenceLengths
