@@ -19,7 +19,7 @@ def template_names(template: str) -> tuple[str, ...]:
         raise ValueError(f"{template!r} cannot be read ({error}); write a brace as {{{{ or }}}}") from None
     for name, format_spec, conversion in fields:
         if not name or not COLUMN.fullmatch(name) or format_spec or conversion:
-            rule = f"{template!r}: braces hold the name of a column alone, and {name!r} is none or has more behind it"
+            rule = f"{template!r}: braces hold the name of a column alone, and {name!r} is none or is followed by more"
             raise ValueError(f"{rule}; write {{question}}, {{answer}} or a column's name, and a brace as {{{{ or }}}}")
     if not fields:
         raise ValueError(f"{template!r} has no name in braces, so it is the same for every prompt; write {{question}}")

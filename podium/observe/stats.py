@@ -110,9 +110,9 @@ class CarryStats:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardPenalty:
-    """What `kl: k1_reward` takes from a step's rewards: `kl_coef` times each completion's KL to a model."""
+    """What `kl: k1_reward` takes from a step's rewards: `kl_coef` times each completion's KL to the reference."""
 
-    kl: np.ndarray  # [N, G], log-ratios of the sampler to that model, summed over each completion's tokens
+    kl: np.ndarray  # [N, G], log-ratios of the sampler to the reference, summed over each completion's tokens
     penalties: np.ndarray  # [N, G]
     rewards: np.ndarray  # [N, G], minus the penalties
     num_tokens: int
@@ -306,7 +306,7 @@ class TaskScores:
 class PreferenceStats:
     """The mean rewards of held-out preferences; None where there are none.
 
-    A reward is beta times the log-ratio of the policy to the model that it is compared with.
+    A reward is beta times the log-ratio of the policy to the reference.
     """
 
     chosen: float | None

@@ -96,7 +96,7 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
             saving.reached(done, state, rollouts.position)
             evaluates = evaluation_due(spec, done)
             sync_s = rollouts.load(state.params, version=done) if evaluates or source.draws else 0.0
-            run.recorder.write(done, made.groups, made.stats, batched, updated, sync_s, made.environments)
+            run.recorder.write(done, made, batched, updated, sync_s)
             run.profiler.end(done)
             score = evaluate_now(run, state, done) if evaluates else None
             stopping = around.stop.requested is not None

@@ -42,7 +42,7 @@ from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
 from podium.run.run_spec import RunSpec
 from podium.sampling.feed import Feed
-from podium.sampling.groups import Group
+from podium.sampling.groups import Group, StepGroups
 from podium.train.evaluate import Evaluation
 from podium.train.surroundings import Surroundings
 
@@ -102,21 +102,13 @@ class Recorder:
         """Start the clock of a step, which `write` stops; `checkpoint_s` is how long saving the previous step took."""
         self._clock.begin(checkpoint_s)
 
-    def write(
-        self,
-        step: int,
-        groups: list[Group],
-        rolled: RolloutStats,
-        batched: BatchStats,
-        updated: UpdateStats,
-        sync_s: float,
-        held: EnvironmentStats | None = None,
-    ) -> None:
+    def write(self, step: int, made: StepGroups, batched: BatchStats, updated: UpdateStats, sync_s: float) -> None:
         """Record a finished step; `step` is the number of steps done. On several hosts, all must call this.
 
-        `held` is what environments did, if there are any. Raises SamplerGapError if the step's gap is above
-        `rollout.max_logprob_gap`; the step is recorded then.
+        `made` are its groups, and `sync_s` is how long handing the new weights to the rollout took. Raises
+        SamplerGapError if the step's gap is above `rollout.max_logprob_gap`; the step is recorded then.
         """
+        groups, rolled, held = made.groups, made.stats, made.environments
         stats = StepStats(
             completions=completion_stats(groups),
             rolled=rolled,

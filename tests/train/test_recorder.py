@@ -10,6 +10,7 @@ from podium.job.job_records import ProgressReport
 from podium.observe.alarms import RewardAlarm
 from podium.observe.stats import BatchSeconds, BatchStats, StepStats, TokenCounts, UpdateStats
 from podium.rollout.request import RolloutStats
+from podium.sampling.groups import StepGroups
 from podium.train import recorder as recorder_module
 from podium.train.recorder import Recorder
 
@@ -77,7 +78,8 @@ def record_steps(count: int, *, checkpoint_s: float | None = None, equal_groups:
             ticks = iter((0.0, float(step)))
             patch.setattr(recorder_module.time, "perf_counter", lambda ticks=ticks: next(ticks))
             recorder.begin_step(checkpoint_s)
-            recorder.write(step, groups, RolloutStats(answer_s=0.5, reward_s=0.2), batched, UPDATED, sync_s=0.1)
+            made = StepGroups(groups, RolloutStats(answer_s=0.5, reward_s=0.2))
+            recorder.write(step, made, batched, UPDATED, sync_s=0.1)
     return kept
 
 
