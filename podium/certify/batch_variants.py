@@ -64,7 +64,7 @@ def variants() -> Iterator[Variant]:
     taught = [("distill", "sampled"), ("grpo", "sampled"), ("distill", "full")]
     for name, loss in taught:
         plain, distilled = make_variant(name, halves), Distillation(TEACHER_WEIGHT, loss)
-        recipe = dataclasses.replace(plain.recipe, teacher=Teaching(weight=TEACHER_WEIGHT, loss=loss))
+        recipe = dataclasses.replace(plain.recipe, teaching=Teaching(weight=TEACHER_WEIGHT, loss=loss))
         yield Variant(recipe, dataclasses.replace(plain.rules, distilled=distilled))
         if loss == "sampled":
             distilled = distilled._replace(own_prompts=True)

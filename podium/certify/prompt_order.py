@@ -92,7 +92,7 @@ def _number_in_flight(training: Training, step: Step, before: Mapping[int, Pendi
     """By how many prompts the number in flight is wrong; 0 if prompts were replaced, since it is unknown then."""
     if len(step.groups) > training.config.prompts_per_step:
         return 0
-    return abs(len(before) + step.position.cursor - drawn - training.spec.rollout.in_flight)
+    return abs(len(before) + step.position.cursor - drawn - training.spec.rollout.training.in_flight)
 
 
 def _wrongly_left(training: Training, step: Step, numbers: Sequence[int], version: int) -> int:

@@ -33,6 +33,7 @@ from podium.config.data import DataConfig
 from podium.config.imports import is_path
 from podium.config.reference import ReferenceConfig
 from podium.config.schema import (
+    WITHOUT_MODELS,
     AlgorithmConfig,
     Config,
     EnvironmentsConfig,
@@ -303,7 +304,7 @@ def _targets(subject: Subject, entropy: float) -> dict[str, float]:
 def of_rewards_alone(recipe: Recipe) -> Recipe:
     """The recipe without the terms of its loss that do not depend on rewards, so that only rewards change weights."""
     options = {**recipe.loss_options, **({"kl_weight": 0.0} if recipe.loss == "kl_cov" else {})}
-    return dataclasses.replace(recipe, kl="none", kl_coef=0.0, entropy_bonus=0.0, teacher=None, loss_options=options)
+    return dataclasses.replace(recipe, kl="none", kl_coef=0.0, entropy_bonus=0.0, teaching=None, loss_options=options)
 
 
 def with_other_options(subject: Subject) -> Subject:
@@ -322,9 +323,7 @@ def with_other_options(subject: Subject) -> Subject:
         mask_truncated=True,
         updates_per_batch=2,
     )
-    config = subject.config.model_copy(
-        update={"algorithm": algorithm, "teacher": None, "critic": None, "reference": None}
-    )
+    config = subject.config.model_copy(update={"algorithm": algorithm, **WITHOUT_MODELS})
     recipe = resolve_recipe(config)
     other = dataclasses.replace(
         subject,

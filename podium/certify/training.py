@@ -30,11 +30,11 @@ from podium.job.job_context import alone
 from podium.models.adapters import base_of
 from podium.observe.stats import BatchStats, TaskScores
 from podium.rollout.request import RolloutStats
-from podium.run.run_spec import Role, RunSpec
+from podium.run.run_spec import AnswerSettings, Role, RunSpec
 from podium.sampling.conversations.carry import Position
 from podium.sampling.feed import EncodedPrompt
 from podium.sampling.groups import Group
-from podium.sampling.sampler import AnswerSettings, Sampler
+from podium.sampling.sampler import Sampler
 from podium.sharding import Params
 from podium.tasks.mixture import TaskMixture, TaskPrompt
 from podium.train.batches.batch import Batch
@@ -356,11 +356,11 @@ def _copied(params: Mapping[str, jax.Array]) -> Arrays:
 
 def _charged(stats: BatchStats) -> dict[str, float]:
     """The weight of the KL in a step's rewards, by KL_COEF; empty without it, or if no completion has a KL."""
-    if stats.penalties is None or stats.reward_kl is None:
+    if stats.penalty is None:
         return {}
-    sums = stats.reward_kl.sums.ravel()
+    sums = stats.penalty.kl.ravel()
     largest = int(np.argmax(np.abs(sums)))
-    return {KL_COEF: float(stats.penalties[largest] / sums[largest])} if sums[largest] else {}
+    return {KL_COEF: float(stats.penalty.penalties.flat[largest] / sums[largest])} if sums[largest] else {}
 
 
 def _numbers(coefs: Mapping[str, jax.Array]) -> dict[str, float]:

@@ -61,7 +61,6 @@ from podium.train.scorers import (
     role_settings,
     with_scores,
 )
-from podium.train.setup import make_train_settings
 from podium.train.state import init_state
 from podium.train.step import (
     TrainPrograms,
@@ -260,9 +259,9 @@ class Updates:
         config = self.subject.config
         changed = config.model_copy(update={"train": config.train.model_copy(update=dict(form.train))})
         update = resolve_update(changed, self.subject.recipe, machine_of(form.mesh), form.mesh.shape)
-        settings = make_train_settings(update, self.subject.decoder, form.mesh)
-        chunk = min(settings.head_chunk_tokens, form.rows * form.row_tokens)  # larger chunks give the same program
-        settings = settings._replace(head_chunk_tokens=chunk)
+        chunk = min(update.head_chunk_tokens, form.rows * form.row_tokens)  # larger chunks give the same program
+        update = dataclasses.replace(update, head_chunk_tokens=chunk)
+        settings = TrainSettings(self.subject.decoder, form.mesh, update)
         if settings not in self._programs:
             self._programs[settings] = make_train_programs(settings, self.recipe, _keeping_gradient(RATE))
         return settings, self._programs[settings]

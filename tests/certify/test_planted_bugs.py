@@ -169,7 +169,7 @@ def teacher_s_states_one_token_late() -> Plant:
 
     def planted(*given):
         made = original(*given)
-        late = {name: jnp.roll(x, 1, axis=2) for name, x in made.scores.items() if name == recipes.TEACHER_HIDDEN}
+        late = {name: jnp.roll(x, 1, axis=2) for name, x in made.scores.items() if name == recipes.TAUGHT_HIDDEN}
         return dataclasses.replace(made, scores={**made.scores, **late})
 
     return prepare, "with_scores", planted

@@ -31,9 +31,9 @@ from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batches.batch import make_batch
 from podium.train.batches.samples import single_answer
 from podium.train.scorers import LoadedRole, with_scores
-from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
+from podium.train.setup import make_run_optimizer, run_spec
 from podium.train.state import init_state
-from podium.train.step import shard_batch
+from podium.train.step import TrainSettings, shard_batch
 from podium.train.trainer import Trainer
 from tests.plan.estimated import decoder as decoder_of
 from tests.plan.estimated import tiny_config
@@ -64,7 +64,7 @@ class TrainerAndBatch:
         rules, spec = ShardingRules(mesh, TRAIN_AXES), run_spec(config, DECODER, mesh)
         optimizer = make_run_optimizer(spec.optimizer, DECODER)
         params, reference = (init_params(0, param_specs(DECODER), rules) for _ in range(2))
-        settings = make_train_settings(spec.update, DECODER, mesh)
+        settings = TrainSettings(DECODER, mesh, spec.update)
         self.trainer = Trainer(
             spec.recipe,
             settings,

@@ -91,7 +91,7 @@ class RunSizes:
             own = dataclasses.replace(
                 own,
                 update=dataclasses.replace(spec.update, head="chunked"),
-                recipe=dataclasses.replace(spec.recipe, teacher=None, kl="none"),
+                recipe=dataclasses.replace(spec.recipe, teaching=None, kl="none"),
             )
         return dataclasses.replace(self, spec=own, attended=attended if rows is None else rows.attended)
 
@@ -162,7 +162,9 @@ class RunSizes:
         Demonstrations that are mixed in are assumed to be as long as completions.
         """
         spec = self.spec
-        drawn = draw_lengths(source, self.rollout, prompts=spec.prompts_per_step, completions=spec.rollout.completions)
+        drawn = draw_lengths(
+            source, self.rollout, prompts=spec.prompts_per_step, completions=spec.rollout.training.completions
+        )
         if (own := spec.rollout.demonstrations) is not None:
             found = draw_lengths(source, self.rollout, prompts=own.per_step, completions=1, seed=1)
             demonstrations = np.stack([found.prompts, found.drawn[:, 0]], axis=1)

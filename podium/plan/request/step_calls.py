@@ -77,7 +77,7 @@ def rollout_calls(run: RunSizes, workload: Workload) -> list[Call]:
         decode = _call(run, f"decode:{size}", form, calls, rounds=rounds, repeats=steps, tokens=tokens)
         found.append(dataclasses.replace(decode, once_flops=closed_form.first_flops(run, size)))
     for role in run.spec.rollout.grading_models:
-        read = workload.completion_tokens + run.spec.rollout.completions * workload.prompt_tokens
+        read = workload.completion_tokens + run.spec.rollout.training.completions * workload.prompt_tokens
         batch = run.spec.batch_of(role)
         calls = max(1, math.ceil(read / (batch.rows * batch.row_tokens)))  # rows are nearly full
         found.append(_call(run, role.phase, closed_form.role_phase(run, role), calls))
