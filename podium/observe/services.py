@@ -146,6 +146,9 @@ class WandbService:
             raise ServiceError(
                 f"metrics.wandb.mode {settings.mode}: {error}; set WANDB_API_KEY, or metrics.wandb.mode=offline"
             ) from error
+        except Exception:
+            wandb.teardown()  # or else the next attempt finds the run's id in use
+            raise
 
     @property
     def url(self) -> str | None:

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from podium.accelerators import find_accelerator
 from podium.job.job_records import NO_JOB, JobOutcome, Status, listed, outcome
+from podium.patience import Clock
 from podium.pods.gcloud import GcloudError
 from podium.pods.push import DEMO_MODEL, HOME, Package
 from podium.pods.remote import Remote, RemoteError, UnusableError, WorkerReply, arrived
 from podium.pods.secrets import LAST_LINE, Secrets, written
-from podium.pods.world import Clock
 
 AGENT = f"{HOME}/agent"
 SECRETS = "/dev/shm/podrun-secrets"
