@@ -51,7 +51,7 @@ RENEW: Mapping[str, str] = {
     "gs": "gcloud auth application-default login",
     "s3": "aws sso login, or aws configure, or set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN",
     "hub": "hf auth login, or set HF_TOKEN",
-    "wandb": "wandb login, or set WANDB_API_KEY",
+    "wandb": "set WANDB_API_KEY, or wandb login",
 }
 """The command that renews an expired login, by what it is for."""
 
@@ -154,7 +154,7 @@ class Patience:
         self._said = ""
 
     def next_s(self, error: Exception, why: str | None = None, *, limited: bool = True) -> float:
-        """Report a failure, once for each reason; returns the seconds to wait before the next attempt.
+        """Report a failure, the first of an outage alone; returns the seconds to wait before the next attempt.
 
         `why` is the reason; None: the error's text. Raises the error if it has lasted for too long, unless it is not
         `limited`.
@@ -163,11 +163,11 @@ class Patience:
         self._since = now if self._since is None or not limited else self._since
         if now - self._since >= self._limit_s:
             raise error
-        why = why or (str(error).splitlines() or [""])[0] or type(error).__name__
-        if why != self._said:
-            how_long = f"for {self._limit_s / 60:.0f} minutes" if limited else "for as long as it takes"
+        how_long = f"for {self._limit_s / 60:.0f} minutes" if limited else "for as long as it takes"
+        if how_long != self._said:
+            why = why or (str(error).splitlines() or [""])[0] or type(error).__name__
             self._say(f"waiting for {self._what}, {how_long}: {why}")
-        self._said = why
+        self._said = how_long
         for beat in list(_listeners):
             beat()
         self._attempts += 1
@@ -182,19 +182,16 @@ def patiently(
     action: Callable[[], Result],
     what: str,
     *,
-    errors: tuple[type[Exception], ...] | None = None,
+    may_pass: Callable[[Exception], bool] = lambda error: fault_of(error) == "outage",
     clock: Clock = time,
     say: Callable[[str], None] = to_stderr,
 ) -> Result:
-    """The result of an action that may be repeated, once it succeeds.
-
-    These errors are waited out, for half an hour; None: those that `fault_of` takes for an outage.
-    """
+    """The result of an action that may be repeated, once it succeeds; errors that may pass are waited out."""
     patience = Patience(what, clock=clock, say=say)
     while True:
         try:
             return action()
         except Exception as error:
-            if not (fault_of(error) == "outage" if errors is None else isinstance(error, errors)):
+            if not may_pass(error):
                 raise
             patience.wait(error)

@@ -174,7 +174,7 @@ def stop(common: Common, name: AnyName = None) -> None:
         after = patiently(
             lambda: stop_job(remote, None, clock=project.clock, say=project.say),
             f"the workers of {tpu_slice.name}",
-            errors=(UnusableError,),
+            may_pass=lambda error: isinstance(error, UnusableError),
             clock=project.clock,
             say=project.say,
         )

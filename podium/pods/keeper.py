@@ -16,11 +16,11 @@ from podium.patience import patiently
 from podium.pods.gcloud import GcloudError
 from podium.pods.host.jobs import last_line
 from podium.pods.inventory import OWNER, RUN, ApiObject, Slice, State, label_text, machine_name
-from podium.pods.launch import RunSpec, SetupError, prepare, start
+from podium.pods.launch import RunSpec, SetupError, may_pass, prepare, start
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import Project
 from podium.pods.push import HOME
-from podium.pods.remote import RemoteError, UnusableError
+from podium.pods.remote import RemoteError
 from podium.pods.slices import SliceError
 from podium.pods.world import OWNER_VARIABLE, RUN_VARIABLE
 
@@ -61,7 +61,7 @@ def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunO
         machine.name, machine.zone, owner=project.slices.owner, name=name, rent=rent, options=options, spec=spec
     )
     what = f"{machine.name}, and what its setup needs"
-    job, needed = patiently(prepared, what, errors=(UnusableError, SetupError), clock=project.clock, say=project.say)
+    job, needed = patiently(prepared, what, may_pass=may_pass, clock=project.clock, say=project.say)
     if needed:
         start(remote, own, job, say=project.say)
     project.answer(

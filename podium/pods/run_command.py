@@ -17,13 +17,12 @@ from podium.patience import patiently
 from podium.pods.endings import Endings, bucket_label
 from podium.pods.inventory import Slice, label_text
 from podium.pods.keeper import keep_on_vm
-from podium.pods.launch import RunSpec, SetupError
+from podium.pods.launch import RunSpec, may_pass
 from podium.pods.options import Common, Rent, RunOptions
 from podium.pods.project import Project, open_project
 from podium.pods.push import pack
 from podium.pods.recover import Policy, keep_alive
 from podium.pods.rehearsal import Placeholders
-from podium.pods.remote import UnusableError
 from podium.pods.rental import new_order, rent_slice, same_again, tpu, zones_of
 from podium.pods.secrets import gather, read_variables
 from podium.pods.session import Session
@@ -89,9 +88,8 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
         session = _make_session(project, name, rent, spec, bucket=bucket, fresh=wanted is not None)
         if options.detach or not options.keep_alive:  # otherwise `keep_alive` does both and handles failures
             session.slice = session.slice or rent_slice(project.slices, session.order, session.zones)
-            wait_for = f"{name}, and what its setup needs"
-            waited = (SetupError, UnusableError)
-            patiently(session.start, wait_for, errors=waited, clock=project.clock, say=project.say)
+            what = f"{name}, and what its setup needs"
+            patiently(session.start, what, may_pass=may_pass, clock=project.clock, say=project.say)
         if options.detach:
             project.say(f"to follow it: podium pod logs -f {name}")
             return 0
