@@ -240,21 +240,14 @@ class Slices(SliceLists):
             GcloudError: gcloud is unusable, or does not answer; nothing was requested.
         """
         asking = _Asking(order, zones)
-        patience = self.patience("Google")
-        while True:
-            try:
-                got = self._advance(asking, over)
-                patience.reset()
-            except GcloudError as error:
-                if not asking.standing:
-                    raise
-                try:
-                    error.wait_out(patience)
-                except GcloudError:
-                    raise PendingError(order.name, asking.standing, error) from error
-                continue
-            if got is not None:
-                return got
+        try:
+            while (got := self._advance(asking, over)) is None:
+                pass
+        except GcloudError as error:
+            if not asking.standing:
+                raise
+            raise PendingError(order.name, asking.standing, error) from error
+        return got
 
     def _advance(self, asking: "_Asking", over: Callable[[], bool]) -> Slice | None:
         """Do what is next for an order: ask a zone, wait, or delete what is useless. Returns the slice once ready."""
