@@ -5,18 +5,22 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from podium.job.report import statuses
 from tests.pods.clock import wait_for
 from tests.pods.cluster_runs import (
     LEAST_LOSS,
+    SLICE_DEVICES,
     STEPS,
     Figures,
     config,
     free_port,
     podium,
+    run_alone,
     run_by_jobset,
+    run_by_slices,
     run_by_slurm,
     submit,
 )
@@ -67,8 +71,17 @@ def test_two_pods_of_a_jobset_train_three_steps_with_equal_losses(tmp_path):
     check(*run_by_jobset(tmp_path))
 
 
+def test_two_slices_train_as_one_slice_with_as_many_devices(tmp_path):
+    """Over jax.distributed, by the JobSet's own commands: loss and reward of each step are equal to 1e-6."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    steps, processes = run_by_slices(tmp_path / "two")
+    check(steps, processes)
+    assert np.abs(np.array(steps) - np.array(run_alone(tmp_path / "one", 2 * SLICE_DEVICES))).max() <= 1e-6
+
+
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-@pytest.mark.parametrize("words", [("--type", "v6e-16"), ("--type", "h100-8", "--nodes", "2")])
+@pytest.mark.parametrize("words", [("--type", "2xv6e-16"), ("--type", "h100-8", "--nodes", "2")])
 def test_kubectl_takes_the_manifest(tmp_path, words):
     """A dry run in the client, which asks a server only for which kinds there are."""
     from tests.pods.fake_kubernetes import discovery
