@@ -242,10 +242,7 @@ class _Pods:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as such, and lists below their keys."""
-
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        super().increase_indent(flow, False)
+    """Writes text of several lines as such."""
 
 
 _Dumper.add_representer(

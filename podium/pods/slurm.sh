@@ -28,7 +28,7 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 PODRUN_COORDINATOR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'):{port}
 export PODRUN_COORDINATOR
 stopping=
-trap 'stopping=1; scancel --signal=TERM "$SLURM_JOB_ID.0"' USR1
+trap '[ -n "$stopping" ] || scancel --signal=TERM "$SLURM_JOB_ID.0"; stopping=1' USR1
 srun --cpu-bind=none --kill-on-bad-exit=0 --label bash -c '
     export PODRUN_WORKER=$SLURM_PROCID PODRUN_JOB_DIR=$PODRUN_JOBS/$SLURM_PROCID
     mkdir -p "$PODRUN_JOB_DIR"
@@ -41,7 +41,7 @@ notice=$("$PODRUN_PYTHON" -m podium.job.save_notice {run})
 half=$(((end - $(date +%s)) / 2))
 until_left() {{ local wait_s=$((end - $(date +%s) - $1)); sleep $((wait_s > 0 ? wait_s : 0)) & wait $!; }}
 (
-    trap 'kill $!; exit' TERM
+    trap 'kill $! 2>/dev/null; exit' TERM
     until_left $((notice < half ? notice : half))
     kill -USR1 $$
     until_left 20

@@ -71,10 +71,10 @@ def of_processes(folder: Path) -> Figures:
     return figures([json.loads((folder / str(each) / "progress.json").read_text())["metrics"] for each in range(2)])
 
 
-def submit(slurm: Slurm, folder: Path, **settings: Any) -> str:
+def submit(slurm: Slurm, folder: Path, *, limit: str = "1:00:00", **settings: Any) -> str:
     """Hand a tiny run to Slurm; the job's number."""
     slurm.environment |= on_cpu(1)
-    words = ("--nodes", "2", "--python", sys.executable, "--time", "1:00:00")
+    words = ("--nodes", "2", "--python", sys.executable, "--time", limit)
     script = podium("slurm", str(config(folder, **settings)), *words)
     path = folder / "job.sh"
     path.write_text(script.replace(":8476", f":{free_port()}"))

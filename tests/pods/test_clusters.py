@@ -50,11 +50,14 @@ def test_slurm_trains_three_steps_in_two_processes_with_equal_losses(slurm, tmp_
 
 
 @needs_slurm
-def test_slurm_has_a_run_save_at_its_notice_and_continues_it_when_requeued(slurm, tmp_path):
-    number = submit(slurm, tmp_path, steps=100_000, checkpoint={"every_steps": 0})
+@pytest.mark.parametrize("limit", ["5", "1:00:00"])
+def test_slurm_has_a_run_save_at_its_notice_and_continues_it_when_requeued(slurm, tmp_path, limit):
+    """Before the end of five minutes it is asked by itself; of a job with an hour, by a user's command."""
+    number = submit(slurm, tmp_path, limit=limit, steps=100_000, checkpoint={"every_steps": 0})
     metrics = tmp_path / "runs" / "job" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2)
-    slurm.run("scancel", "--signal=USR1", "--batch", number)  # as Slurm does when the time is nearly over
+    if limit == "1:00:00":
+        slurm.run("scancel", "--signal=USR1", "--batch", number)
     wait_for(lambda: slurm.job(number)["Restarts"] == "1")
     first = tmp_path / "podium-jobs" / f"{number}-0"
     assert [each["exit"] for each in statuses(first)] == [143, 143]
